@@ -9,10 +9,12 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Stack
-from ranks import Ranks
+from ranks import on_ranks
 
 
-def _call_after_autocast(rank: int, world_size: int, cache: str) -> None:
+@pytest.mark.parametrize("cache", ["constant values", "no caching"])
+@on_ranks(2)
+def test_calls_after_autocast_compute_in_full_precision(cache: str) -> None:
     torch.manual_seed(0)
     model, reference = Stack(1), Stack(1)
     reference.load_state_dict(model.state_dict())
@@ -38,11 +40,6 @@ def _call_after_autocast(rank: int, world_size: int, cache: str) -> None:
             torch.testing.assert_close(own.grad.full_tensor(), param.grad, rtol=1e-5, atol=1e-5)
         with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
             check(x[:2])
-
-
-@pytest.mark.parametrize("cache", ["constant values", "no caching"])
-def test_calls_after_autocast_compute_in_full_precision(ranks: Ranks, cache: str) -> None:
-    ranks.run(_call_after_autocast, cache)
 
 
 def test_modes_after_autocast_share_a_joint_trace_and_repeat_modules() -> None:

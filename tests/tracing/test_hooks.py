@@ -10,41 +10,28 @@ from thunder_fsdp_sched import fsdp
 import thunder
 import torch
 from models import Stack
-from ranks import Ranks
+from ranks import on_ranks
 from torch import nn
 
 
-def _add_and_remove_hooks(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model, reference = Stack(2), Stack(2)
-    reference.load_state_dict(model.state_dict())
-    jitted = thunder.jit(model, transforms=[fsdp()])
-    x = torch.randn(4, 4)
+class Compiled:
+    """A sharded model and an equal one in eager mode, which the test gives the same hooks."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model, self.reference = Stack(2), Stack(2)
+        self.reference.load_state_dict(self.model.state_dict())
+        self.jitted = thunder.jit(self.model, transforms=[fsdp()])
+
+    def blocks(self, index: int) -> list[nn.Module]:
+        return [each.blocks[index] for each in (self.model, self.reference)]
 
     @torch.no_grad()  # compiles forward alone
-    def check(compiled: int) -> None:
-        torch.testing.assert_close(jitted(x), reference(x), rtol=0, atol=0)
-        assert len(thunder.compile_stats(jitted).interpreter_cache) == compiled
-
-    def double(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        return output * 2
-
-    check(1)
-    hooks = [each.blocks[1].register_forward_hook(double) for each in (model, reference)]
-    check(2)
-    hooks += [each.blocks[0].register_forward_pre_hook(lambda module, args: args) for each in (model, reference)]
-    check(3)
-    for hook in hooks:
-        hook.remove()
-    check(3)
-    glob = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
-    check(4)
-    glob.remove()
-    check(4)
-
-
-def test_a_call_with_other_hooks_compiles_again(ranks: Ranks) -> None:
-    ranks.run(_add_and_remove_hooks)
+    def check(self, compiled: int) -> None:
+        x = torch.linspace(-1, 1, 16).view(4, 4)
+        for _ in range(2):
+            torch.testing.assert_close(self.jitted(x), self.reference(x), rtol=0, atol=0)
+        assert len(thunder.compile_stats(self.jitted).interpreter_cache) == compiled
 
 
 def _double(module: nn.Module, args: object, *output: Any) -> torch.Tensor:
@@ -55,41 +42,37 @@ def _triple(module: nn.Module, args: object, *output: Any) -> torch.Tensor:
     return output[-1] * 3
 
 
-def _replace_hooks(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model, reference = Stack(2), Stack(2)
-    reference.load_state_dict(model.state_dict())
-    jitted = thunder.jit(model, transforms=[fsdp()])
-    x = torch.randn(4, 4)
-    blocks = [each.blocks[1] for each in (model, reference)]
+@on_ranks(2)
+def test_a_call_with_other_hooks_compiles_again() -> None:
+    both = Compiled()
+    both.check(1)
+    hooks = [block.register_forward_hook(_double) for block in both.blocks(1)]
+    both.check(2)
+    hooks += [block.register_forward_pre_hook(lambda module, args: args) for block in both.blocks(0)]
+    both.check(3)
+    for hook in hooks:
+        hook.remove()
+    both.check(3)
+    glob = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    both.check(4)
+    glob.remove()
+    both.check(4)
 
-    @torch.no_grad()
-    def check(compiled: int) -> None:
-        for _ in range(2):
-            torch.testing.assert_close(jitted(x), reference(x), rtol=0, atol=0)
-        assert len(thunder.compile_stats(jitted).interpreter_cache) == compiled
 
-    def register(hook: Any, **options: bool) -> None:
+@on_ranks(2)
+def test_a_call_with_replaced_hooks_compiles_again() -> None:
+    both = Compiled()
+    handles: list[Any] = []
+    for number, (hook, options) in enumerate(
+        [(_double, {}), (_triple, {}), (_double, {}), (_double, {"with_kwargs": True})]
+    ):
         for handle in handles:
             handle.remove()
-        handles[:] = [block.register_forward_hook(hook, **options) for block in blocks]
-
-    handles: list[Any] = []
-    register(_double)
-    check(1)
-    register(_triple)
-    check(2)
-    register(_double)
-    check(3)
-    register(_double, with_kwargs=True)
-    check(4)
-    for handle, block in zip(handles, blocks, strict=True):
+        handles = [block.register_forward_hook(hook, **options) for block in both.blocks(1)]
+        both.check(number + 1)
+    for handle, block in zip(handles, both.blocks(1), strict=True):
         block._forward_hooks[handle.id] = _triple
-    check(5)
-    for block in blocks:
+    both.check(5)
+    for block in both.blocks(1):
         block._forward_hooks = OrderedDict()
-    check(6)
-
-
-def test_a_call_with_replaced_hooks_compiles_again(ranks: Ranks) -> None:
-    ranks.run(_replace_hooks)
+    both.check(6)

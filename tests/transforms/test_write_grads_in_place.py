@@ -29,14 +29,12 @@ import torch
 from models import GPT, Layer, Model, SharedBlocks, Stack, TiedWeights, UnevenRows
 from pipeline_patches import without
 from profiles import LONG_ONLY
-from ranks import Ranks
+from ranks import on_ranks
 from scenario import Run, loss_of
 from thunder.core.trace import TraceCtx
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
-
-each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 
 
 class BatchedExperts(Model):
@@ -66,11 +64,6 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 
 def copying_all_gradients() -> contextlib.AbstractContextManager[Any]:
     return without("write_grads_in_place")
-
-
-def share_in_place_of(subject: Any) -> tuple[int, int]:
-    """Return the gradient bytes written in place, and all, in the last compiled backward."""
-    return share_written_in_place(subject.compiled[-1].backward)
 
 
 def in_place(trace: TraceCtx) -> dict[str, bool]:
@@ -188,7 +181,7 @@ def test_cost_and_report_account_for_gradients_written_in_place() -> None:
         issues = [s.device for b, s in zip(one.bound_symbols, seconds, strict=True) if b.sym is fsdp_reduce_scatter]
         assert issues and all((s == 0) is free for s in issues)
     step = dry_run_step(lambda: (Stack(), (torch.ones(2, 4),)), world_size=2, on="h100-sxm")
-    written, total = share_in_place_of(step.transform)
+    written, total = share_written_in_place(step.transform.compiled[-1].backward)
     assert written == total
     assert "gradients written in place: 1 kB of 1 kB" in dry_run_table(step).caption
 
@@ -198,9 +191,9 @@ def test_cost_and_report_account_for_gradients_written_in_place() -> None:
 #
 
 
-def _train_and_accumulate(rank: int, world_size: int, case: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _train_and_accumulate(case: str, strategy: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    run = Run(CASES[case]().double(), **options)
+    run = Run(CASES[case]().double(), sharding_strategy=strategy)
     run.train(steps=2)
     run.micro_batch(5)
     run.micro_batch(6, no_sync=False)
@@ -208,14 +201,6 @@ def _train_and_accumulate(rank: int, world_size: int, case: str, options: dict[s
     written, _ = share_written_in_place(run.transform.compiled[0].backward)
     assert (written > 0) is any(step.pass_ is write_grads_in_place for step in passes.PIPELINE)
     return full_state_dict(run.model)
-
-
-def _compare_with_copies(rank: int, world_size: int, case: str, **options: Any) -> None:
-    direct = _train_and_accumulate(rank, world_size, case, options)
-    with copying_all_gradients():
-        copied = _train_and_accumulate(rank, world_size, case, options)
-    for name in direct:
-        assert torch.equal(direct[name], copied[name]), name
 
 
 @pytest.mark.parametrize(
@@ -227,11 +212,17 @@ def _compare_with_copies(rank: int, world_size: int, case: str, **options: Any) 
         pytest.param("shared_blocks", "zero3", marks=LONG_ONLY),
     ],
 )
-def test_trains_like_the_unsharded_model_and_bit_equal_to_copies(ranks: Ranks, case: str, strategy: str) -> None:
-    ranks.run(_compare_with_copies, case, sharding_strategy=strategy)
+@on_ranks(2)
+def test_trains_like_the_unsharded_model_and_bit_equal_to_copies(case: str, strategy: str) -> None:
+    direct = _train_and_accumulate(case, strategy)
+    with copying_all_gradients():
+        copied = _train_and_accumulate(case, strategy)
+    for name in direct:
+        assert torch.equal(direct[name], copied[name]), name
 
 
-def _train_in_bfloat16(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_mixed_precision_is_bit_equal_to_copies(rank: int) -> None:
     for reduce_dtype in (torch.float32, torch.bfloat16):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         results = []
@@ -252,10 +243,6 @@ def _train_in_bfloat16(rank: int, world_size: int) -> None:
             assert torch.equal(direct[name], copied[name]), (reduce_dtype, name)
 
 
-def test_mixed_precision_is_bit_equal_to_copies(ranks: Ranks) -> None:
-    ranks.run(_train_in_bfloat16)
-
-
 class _CountCopies(TorchDispatchMode):
     """Counts the bytes that are copied into a given storage."""
 
@@ -271,7 +258,8 @@ class _CountCopies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _count_copies(rank: int, world_size: int, strategy: str) -> None:
+@on_ranks(2)
+def test_backward_copies_only_gradients_that_are_not_written_in_place(rank: int) -> None:
     for make, context in (
         (CASES["gpt_with_tied_weights"], contextlib.nullcontext()),
         (Stack, contextlib.nullcontext()),
@@ -279,10 +267,10 @@ def _count_copies(rank: int, world_size: int, strategy: str) -> None:
     ):
         with context:
             model = make().double()
-            sharded = thunder.jit(model, transforms=[transform := fsdp(sharding_strategy=strategy)])
+            sharded = thunder.jit(model, transforms=[transform := fsdp()])
             inputs = model.inputs(torch.Generator().manual_seed(rank))
             loss_of(sharded(*inputs)).backward()
-        written, total = share_in_place_of(transform)
+        written, total = share_written_in_place(transform.compiled[-1].backward)
         (arena,) = {b.arena for b in transform.sharded.buckets}
         loss = loss_of(sharded(*inputs))
         with _CountCopies(arena._memory) as copies:
@@ -290,11 +278,6 @@ def _count_copies(rank: int, world_size: int, strategy: str) -> None:
         assert copies.nbytes == total - written
         assert total == 8 * sum(param.numel for bucket in transform.plan for param in bucket.params)
         assert (written > 0) is isinstance(context, contextlib.nullcontext)
-
-
-@pytest.mark.parametrize("strategy", ["zero3"])
-def test_backward_copies_only_gradients_that_are_not_written_in_place(ranks: Ranks, strategy: str) -> None:
-    ranks.run(_count_copies, strategy)
 
 
 #
@@ -321,13 +304,15 @@ def _failing_after(count: int) -> Iterator[None]:
         yield
 
 
-def _fail_between_gradient_and_reduction(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@on_ranks(2)
+def test_training_continues_after_an_exception_between_a_gradient_and_its_reduction(strategy: str) -> None:
     run = Run(Stack(2).double(), sharding_strategy=strategy)
     run.train(steps=1)
     buckets = run.transform.sharded.buckets
     arenas = {b.private_slot.arena if b.private_slot else b.arena for b in buckets}
     was_in_flight = False
-    for count in range(number_in_place(run)):
+    for count in range(sum(in_place(run.transform.compiled[-1].backward).values())):
         run.forward(count)
         [loss] = run.pending.pop().losses
         with _failing_after(count), pytest.raises(ArithmeticError, match="in backward"):
@@ -338,15 +323,3 @@ def _fail_between_gradient_and_reduction(rank: int, world_size: int, strategy: s
             run.train(steps=1)
         assert not any(arena.in_flight for arena in arenas)
     assert was_in_flight, "no reduction was in flight in any failing backward"
-
-
-def number_in_place(run: Run) -> int:
-    """Return how many gradients are written in place."""
-    return sum(in_place(run.transform.compiled[-1].backward).values())
-
-
-@each_strategy
-def test_training_continues_after_an_exception_between_a_gradient_and_its_reduction(
-    ranks: Ranks, strategy: str
-) -> None:
-    ranks.run(_fail_between_gradient_and_reduction, strategy)

@@ -26,7 +26,7 @@ arguments repeat only records of calls with the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
@@ -35,6 +35,8 @@ from thunder.core import prims
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
+
+from ..ir.inspection import nested
 
 DETACHED = ProxyTag.DETACHED_AUTOGRAD_GRAPH
 """Thunder's tag of tensors that are constants for differentiation."""
@@ -119,13 +121,6 @@ def tags_in(proxy: Proxy, tags: Iterable[Any], enabled: bool) -> set[Any]:
 def kwargs_in(bsym: BoundSymbol, enabled: bool) -> dict[str, Any]:
     """Return the keyword arguments that a bound symbol of a portable call has with or without gradients."""
     return {**bsym.kwargs, "grad_enabled": enabled} if bsym.sym.id is PrimIDs.COPY_ else bsym.kwargs
-
-
-def nested(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
-    """Yield bound symbols and all of their subsymbols."""
-    for bsym in bsyms:
-        yield bsym
-        yield from nested(bsym.subsymbols)
 
 
 def _is_detached(proxy: Proxy, enabled: bool) -> bool:

@@ -30,8 +30,9 @@ from thunder.core.interpreter import WrappedValue
 from thunder.core.proxies import Proxy, TensorProxy, unvariableify
 from thunder.core.symbol import BoundSymbol
 
+from ..ir.inspection import nested
 from ..private_interpreter import checks_of, renames_of
-from .grad_modes import DETACHED, GradMode, Validity, grad_mode_of, is_portable, nested
+from .grad_modes import DETACHED, GradMode, Validity, grad_mode_of, is_portable
 from .keys import key_of
 from .observer import Mark, Observer, Unrepeatable
 from .paths import ATTRIBUTE, COMPUTED, INPUTS, ITEM, Path, Paths, evaluate

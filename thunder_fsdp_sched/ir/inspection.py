@@ -198,24 +198,15 @@ def split_joint(trace: TraceCtx) -> list[TraceCtx]:
     return halves
 
 
-def aliased_inputs(bsym: BoundSymbol) -> dict[str, tuple[str, ...]]:
-    """Return, for each output of ``bsym`` that may share memory with inputs, the names of these inputs."""
-    return facts_of(bsym).aliases
-
-
 class Aliases:
-    """The views of a trace: for any value, the values whose memory it may share, through chains of views.
+    """The views in the part of a trace so far: for any value, the values whose memory it may share."""
 
-    Args:
-        roots: names at which a chain ends. A value that is not a view is its own root.
-    """
-
-    def __init__(self, roots: frozenset[str] = frozenset()) -> None:
-        self._roots: dict[str, frozenset[str]] = {name: frozenset({name}) for name in roots}
+    def __init__(self) -> None:
+        self._roots: dict[str, frozenset[str]] = {}
 
     def add(self, bsym: BoundSymbol) -> None:
         """Record the next bound symbol in trace order."""
-        for out, inputs in aliased_inputs(bsym).items():
+        for out, inputs in facts_of(bsym).aliases.items():
             self._roots[out] = frozenset().union(*(self.roots(name) for name in inputs))
 
     def link(self, name: str, to: str) -> None:
@@ -251,11 +242,11 @@ def swap_args(bsym: BoundSymbol, swaps: dict[str, Proxy]) -> BoundSymbol:
     return bsym.from_bsym_swap_proxies(swap_map, skip_output=True) if swap_map else bsym
 
 
-def proxies_in(bsym: BoundSymbol) -> Iterator[Proxy]:
-    """Yield the inputs and outputs of ``bsym`` and of its subsymbols."""
-    yield from (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
-    for sub in bsym.subsymbols:
-        yield from proxies_in(sub)
+def nested(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
+    """Yield bound symbols and all of their subsymbols."""
+    for bsym in bsyms:
+        yield bsym
+        yield from nested(bsym.subsymbols)
 
 
 def unused_name(trace: TraceCtx, name: str) -> str:

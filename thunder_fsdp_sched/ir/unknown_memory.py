@@ -22,7 +22,7 @@ from thunder.core.symbol import BoundSymbol
 
 from .analysis import Analysis
 from .effects import Effects, Issue, is_declared
-from .inspection import AGREEMENT, UNPACKING, nbytes_of, outs_of
+from .inspection import AGREEMENT, UNPACKING, nbytes_of, nested, outs_of
 from .operator_facts import facts_of
 
 _CUBLAS_BYTES = 4096 * 8 * 1024
@@ -170,10 +170,5 @@ def _gloo_bytes(issue: Issue) -> int:
 
 def _inside(fusion: BoundSymbol) -> int:
     """Return the bytes of the tensors that the subsymbols of a fusion define and that it does not return."""
-    returned, inside = set(outs_of(fusion)), {}
-    pending = list(fusion.subsymbols)
-    while pending:
-        bsym = pending.pop()
-        pending += bsym.subsymbols
-        inside.update({p.name: nbytes_of(p) for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)})
-    return sum(nbytes for name, nbytes in inside.items() if name not in returned)
+    tensors = {p.name: p for b in nested(fusion.subsymbols) for p in b.flat_proxy_outs if isinstance(p, TensorProxy)}
+    return sum(nbytes_of(tensor) for name, tensor in tensors.items() if name not in outs_of(fusion))

@@ -12,7 +12,6 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.effects import bucket_of
 from ..ir.inspection import return_of, with_bound_symbols
 from ..ir.symbols import (
     fsdp_accumulate_grads,
@@ -77,33 +76,29 @@ def bucket_communication(
     unshards: dict[Bucket, dict[int, BoundSymbol]] = defaultdict(dict)
     reduces: dict[Bucket, dict[int, BoundSymbol]] = defaultdict(dict)
     for bsym in trace.bound_symbols:
-        if bsym.sym is fsdp_unshard:
+        if bsym.sym in (fsdp_unshard, fsdp_reduce):
             bucket, index, _ = bsym.args
-            unshards[bucket][index] = bsym
-        elif bsym.sym is fsdp_reduce:
-            bucket, index, _ = bsym.args
-            reduces[bucket][index] = bsym
+            (unshards if bsym.sym is fsdp_unshard else reduces)[bucket][index] = bsym
 
     new = with_bound_symbols(trace, (), "fsdp: bucket communication")
+    emitted: Sequence[BoundSymbol]
     seen: dict[Bucket, int] = defaultdict(int)
-    emits = {"unsharded": _accumulate, "sharded": _accumulate_reduced}
     with tracectx(new):
         for bsym in trace.bound_symbols[:-1]:
+            emitted = ()
             if bsym.sym is fsdp_unshard:
-                bucket = bucket_of(bsym)
-                if bucket in unshards:
-                    new.bound_symbols += _gather(bucket, unshards.pop(bucket), bsym)
+                if bsym.args[0] in unshards:
+                    emitted = _gather(bsym.args[0], unshards.pop(bsym.args[0]))
             elif bsym.sym is fsdp_reduce:
                 bucket, index, grad = bsym.args
-                reduces[bucket][index] = bsym.from_bsym(
-                    args=(bucket, index, _sum_to_shape_of_param(grad, bucket, index))
-                )
+                summed = bucket, index, _sum_to_shape_of_param(grad, bucket, index)
+                reduces[bucket][index] = bsym.from_bsym(args=summed)
                 seen[bucket] += 1
                 if seen[bucket] == len(reduces[bucket]):
-                    emit = emits[accumulate] if no_sync else _reduce
-                    new.bound_symbols += emit(bucket, reduces[bucket], bsym)
+                    emitted = _reduce(bucket, reduces[bucket], accumulate if no_sync else None)
             else:
                 new.bound_symbols.append(bsym)
+            new.bound_symbols += [like(bsym, each) for each in emitted]
         last = return_of(trace)
         if no_sync:
             unsynced = {b.output.name for bsyms in reduces.values() for b in bsyms.values()}
@@ -128,11 +123,11 @@ def _sum_to_shape_of_param(grad: TensorProxy, bucket: Bucket, index: int) -> Ten
     return ltorch.reshape(ltorch.sum(grad, dims), shape)
 
 
-def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
+def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol]) -> Sequence[BoundSymbol]:
     params = list(fsdp_wait_params.meta(bucket, None))
     for index, bsym in unshards.items():
         params[index] = bsym.output
-    return [like(at, bsym) for bsym in gather_and_wait(bucket, _tensors(bucket, unshards), params)]
+    return gather_and_wait(bucket, _tensors(bucket, unshards), params)
 
 
 def gather_and_wait(
@@ -144,36 +139,26 @@ def gather_and_wait(
     return gather, fsdp_wait_params.bind(bucket, future, output=tuple(params))
 
 
-def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
-    future, reduction = _reduction(bucket, reduces, at)
-    emitted = [reduction]
+def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], accumulate: Way | None) -> list[BoundSymbol]:
+    """Return what handles the gradients of a bucket, under ``no_sync`` in the given way to accumulate."""
+    grads = _tensors(bucket, reduces)
+    if accumulate == "unsharded":
+        return [fsdp_accumulate_grads.bind(bucket, *grads, output=None)]
+    future: Proxy = fsdp_reduce_scatter.meta(bucket, None, *grads)
+    emitted = [fsdp_reduce_scatter.bind(bucket, None, *grads, output=future)]
+    if accumulate == "sharded":
+        return [*emitted, fsdp_accumulate_reduced.bind(bucket, future, output=None)]
     if bucket.ranks.replicas is not None:
         inside, future = future, fsdp_all_reduce.meta(bucket, future)
-        emitted.append(like(at, fsdp_all_reduce.bind(bucket, inside, output=future)))
+        emitted.append(fsdp_all_reduce.bind(bucket, inside, output=future))
     sharded = list(fsdp_wait_grads.meta(bucket, future))
     for index, bsym in reduces.items():
         sharded[index] = bsym.output
-    return [*emitted, like(at, fsdp_wait_grads.bind(bucket, future, **_hook(bucket), output=tuple(sharded)))]
-
-
-def _reduction(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> tuple[Proxy, BoundSymbol]:
-    """Return the future of a reduction within the sharding group, and the symbol that issues it."""
-    grads = _tensors(bucket, reduces)
-    future = fsdp_reduce_scatter.meta(bucket, None, *grads)
-    return future, like(at, fsdp_reduce_scatter.bind(bucket, None, *grads, output=future))
+    return [*emitted, fsdp_wait_grads.bind(bucket, future, **_hook(bucket), output=tuple(sharded))]
 
 
 def _hook(bucket: Bucket) -> dict[str, str]:
     return {} if bucket.hook_name is None else {"hook": bucket.hook_name}
-
-
-def _accumulate(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
-    return [like(at, fsdp_accumulate_grads.bind(bucket, *_tensors(bucket, reduces), output=None))]
-
-
-def _accumulate_reduced(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
-    future, reduction = _reduction(bucket, reduces, at)
-    return [reduction, like(at, fsdp_accumulate_reduced.bind(bucket, future, output=None))]
 
 
 def _return_none_for(last: BoundSymbol, unsynced: set[str]) -> BoundSymbol:

@@ -17,7 +17,7 @@ Thunder's tags would not do, because many random operators have none. These pass
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import ProxyTag
@@ -25,7 +25,7 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
 from thunder.extend import TemporaryExecutor
 
-from ..ir.inspection import UNPACKING, args_of, is_pure, outs_of, source_of, with_bound_symbols
+from ..ir.inspection import UNPACKING, args_of, is_pure, nested, outs_of, source_of, with_bound_symbols
 from ..ir.operator_facts import facts_of
 from ..ir.registry import executor
 
@@ -96,6 +96,7 @@ def refuse_redrawn_gradients(trace: TraceCtx, *, forward: TraceCtx, computation:
     Raises:
         NotImplementedError: names the operator.
     """
+    has_own_backward = any(isinstance(b.sym.executor, TemporaryExecutor) for b in nested(computation.bound_symbols))
     needed: set[str] = set()  # by gradients that are returned: that of a detached value is zero for any input
     in_forward = frozenset(out for part in _parts(forward) for out in outs_of(part))
     for part in reversed(list(_parts(trace))):
@@ -107,7 +108,7 @@ def refuse_redrawn_gradients(trace: TraceCtx, *, forward: TraceCtx, computation:
             continue
         if part.sym.name.endswith("_vjp") or any(out.removeprefix("bw_") in in_forward for out in outs):
             _refuse(part, "again")
-        if facts_of(part).draws and not _has_own_backward(computation.bound_symbols):
+        if facts_of(part).draws and not has_own_backward:
             _refuse(part, "in backward")
     return trace
 
@@ -143,7 +144,3 @@ def _parts(trace: TraceCtx) -> Iterator[BoundSymbol]:
     """Yield the bound symbols of a trace, in place of fusions those that they consist of."""
     for bsym in trace.bound_symbols:
         yield from bsym.subsymbols if bsym.sym.is_fusion else (bsym,)
-
-
-def _has_own_backward(bsyms: Iterable[BoundSymbol]) -> bool:
-    return any(isinstance(b.sym.executor, TemporaryExecutor) or _has_own_backward(b.subsymbols) for b in bsyms)

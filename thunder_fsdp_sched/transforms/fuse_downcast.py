@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.effects import bucket_of, effects
-from ..ir.inspection import args_of, swap_args, with_bound_symbols
+from ..ir.inspection import args_of, nested, swap_args, with_bound_symbols
 from ..ir.symbols import fsdp_wait_params
-from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import alias_bytes, alias_in_dtype, alias_of_params
 from .bucket_communication import gather_and_wait, like
 
@@ -69,35 +69,30 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
     if not lowered:
         return trace
 
-    gone = {cast.output.name for plan in lowered.values() for of_one in plan.casts.values() for cast in of_one}
-    swaps: dict[str, Proxy] = {
-        cast.output.name: of_one[0].output
-        for plan in lowered.values()
-        for of_one in plan.casts.values()
-        for cast in of_one[1:]
-    }
+    of_params = [of_one for plan in lowered.values() for of_one in plan.casts.values()]
+    gone = {cast.output.name for of_one in of_params for cast in of_one}
+    swaps: dict[str, Proxy] = {cast.output.name: first.output for first, *same in of_params for cast in same}
     new = with_bound_symbols(trace, (), "fsdp: fuse downcasts with gathers")
     with tracectx(new):
         for bsym in trace.bound_symbols:
             if effects(bsym).is_gather and bsym.output.name in lowered:
-                continue
-            if effects(bsym).unshards and bsym.args[1].name in lowered:
-                new.bound_symbols += lowered[bsym.args[1].name].emit(trace, bsym)
-                continue
-            cast = _downcast(bsym)
-            if cast is not None and cast.output.name in gone:
-                continue
-            new.bound_symbols.append(swap_args(bsym, swaps))
+                lowered[bsym.output.name].shards = bsym.args[2:]
+            elif effects(bsym).unshards and bsym.args[1].name in lowered:
+                new.bound_symbols += [like(bsym, each) for each in lowered[bsym.args[1].name].emit()]
+            elif (cast := _downcast(bsym)) is None or cast.output.name not in gone:
+                new.bound_symbols.append(swap_args(bsym, swaps))
     return new
 
 
-class _Lowered(NamedTuple):
+@dataclass
+class _Lowered:
     """A bucket's gather, split into one in lower precision and one for the rest."""
 
-    bucket: Bucket
+    wait: BoundSymbol
     dtype: torch.dtype
     casts: dict[int, list[_Downcast]]
     rest: list[int]
+    shards: Sequence[TensorProxy | None] = ()
 
     @classmethod
     def of(cls, wait: BoundSymbol, casts: dict[str, list[_Downcast]], others: set[str]) -> _Lowered | None:
@@ -114,27 +109,24 @@ class _Lowered(NamedTuple):
         # The rest is gathered by an all-reduce, which sends twice its bytes.
         if not found or lower + 2 * alias_bytes(bucket, rest) >= bucket.spec.unsharded_bytes:
             return None
-        return cls(bucket, dtype, found, rest)
+        return cls(wait, dtype, found, rest)
 
-    def emit(self, trace: TraceCtx, wait: BoundSymbol) -> Iterator[BoundSymbol]:
-        gather = next(b for b in trace.bound_symbols if b.output is wait.args[1])
-        _, _, *shards = gather.args
-        low = alias_in_dtype(self.bucket, self.dtype)
+    def emit(self) -> Iterator[BoundSymbol]:
+        low = alias_in_dtype(bucket_of(self.wait), self.dtype)
         outs = list(fsdp_wait_params.meta(low, None))
         for index, of_one in self.casts.items():
             outs[index] = of_one[0].output
-        yield from (like(wait, bsym) for bsym in gather_and_wait(low, shards, outs))
+        yield from gather_and_wait(low, self.shards, outs)
         if self.rest:
-            rest = alias_of_params(self.bucket, self.rest)
-            rest_shards, params = ([of[i] for i in self.rest] for of in (shards, wait.output))
-            yield from (like(wait, bsym) for bsym in gather_and_wait(rest, rest_shards, params))
+            shards, params = ([of[i] for i in self.rest] for of in (self.shards, self.wait.output))
+            yield from gather_and_wait(alias_of_params(bucket_of(self.wait), self.rest), shards, params)
 
 
 def _downcast(bsym: BoundSymbol) -> _Downcast | None:
     """Return ``bsym`` as a downcast if it does nothing but cast one tensor to a narrower floating-point dtype."""
     inputs = [p for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
     outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
-    if bsym.sym.is_fusion or len(inputs) != 1 or len(outs) != 1 or not all(map(_converts, _leaves(bsym))):
+    if bsym.sym.is_fusion or len(inputs) != 1 or len(outs) != 1 or not all(map(_converts, nested([bsym]))):
         return None
     before, after = (to_torch_dtype(p.dtype) for p in (inputs[0], outs[0]))
     narrower = before.is_floating_point and after.is_floating_point and after.itemsize < before.itemsize
@@ -143,12 +135,5 @@ def _downcast(bsym: BoundSymbol) -> _Downcast | None:
     return _Downcast(inputs[0].name, outs[0], after)
 
 
-def _leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-    if not bsym.subsymbols:
-        yield bsym
-    for sub in bsym.subsymbols:
-        yield from _leaves(sub)
-
-
 def _converts(bsym: BoundSymbol) -> bool:
-    return bsym.sym.id in (PrimIDs.CONVERT_ELEMENT_TYPE, PrimIDs.CLONE, PrimIDs.SHALLOW_COPY)
+    return bool(bsym.subsymbols) or bsym.sym.id in (PrimIDs.CONVERT_ELEMENT_TYPE, PrimIDs.CLONE, PrimIDs.SHALLOW_COPY)

@@ -56,13 +56,13 @@ def insert_unshard(
         ValueError: an operator such as ``as_strided`` reads a parameter by position in memory, and the parameter was not
             contiguous before sharding.
     """
-    arguments: dict[str, TensorProxy] = {}
+    arguments: set[str] = set()
     tied: dict[tuple[Bucket, int], list[TensorProxy]] = {}
     for arg in trace.args:
         name = inputs.get(arg.name) if isinstance(arg, Proxy) else None
         if name is not None and name in locations:
             become_shard(arg, shards[name])
-            arguments[arg.name] = arg
+            arguments.add(arg.name)
             tied.setdefault(locations[name], []).append(arg)
 
     unsharded: dict[str, TensorProxy] = {}  # by the name of any argument that is this parameter
@@ -74,6 +74,25 @@ def insert_unshard(
     copied_by: dict[str, str] = {}  # that operator, by the name of the clone
     aliases = Aliases()
     model_aliases = Aliases()  # those of the original model, without our clones
+
+    def unshard(argument: str) -> None:
+        if argument in arguments and argument not in unsharded:
+            bucket, index = place = locations[inputs[argument]]
+            full = fsdp_unshard(bucket, index, tied[place][0])
+            unsharded.update({arg.name: full for arg in tied[place]})
+            parameters[full.name] = inputs[argument]
+            if (before := bucket.spec.params[index].strided) is not None:
+                strided[full.name] = before
+            from_params.add(full.name)
+
+    def give_away(output: Any) -> Any:
+        if not isinstance(output, TensorProxy):
+            return output
+        unshard(output.name)  # if it is returned without any other use
+        output = unsharded.get(output.name, output)
+        output = copies.get(variableify(output), output)
+        return ltorch.clone(output) if aliases.roots(output.name) & parameters.keys() else output
+
     new = with_bound_symbols(trace, (), "fsdp: insert unshard")
     with tracectx(new):
         for bsym in trace.bound_symbols[:-1]:
@@ -81,14 +100,7 @@ def insert_unshard(
                 new.bound_symbols.append(bsym)
                 continue
             for name in args_of(bsym):
-                if name in arguments and name not in unsharded:
-                    place = locations[inputs[name]]
-                    full = fsdp_unshard(*place, tied[place][0])
-                    unsharded.update({arg.name: full for arg in tied[place]})
-                    parameters[full.name] = inputs[name]
-                    if (before := place[0].spec.params[place[1]].strided) is not None:
-                        strided[full.name] = before
-                    from_params.add(full.name)
+                unshard(name)
             swaps = {variableify(p): unsharded[p.name] for p in bsym.flat_proxy_args if p.name in unsharded}
             bsym = bsym.from_bsym_swap_proxies(swaps) if swaps else bsym
             bsym = bsym.from_bsym_swap_proxies(copies, skip_output=True) if copies else bsym
@@ -106,20 +118,6 @@ def insert_unshard(
                         model_aliases.link(copy.name, out.name)
                         copied_by[copy.name] = bsym.sym.name
                         copied.update(dict.fromkeys(aliases.roots(out.name), bsym.sym.name))
-
-        slots = {u.name for u in unsharded.values()}
-
-        def give_away(output: Any) -> Any:
-            if not isinstance(output, TensorProxy):
-                return output
-            if output.name in arguments and output.name not in unsharded:  # returned without any other use
-                place = locations[inputs[output.name]]
-                unsharded[output.name] = fsdp_unshard(*place, tied[place][0])
-                slots.add(unsharded[output.name].name)
-            output = unsharded.get(output.name, output)
-            output = copies.get(variableify(output), output)
-            return ltorch.clone(output) if aliases.roots(output.name) & slots else output
-
         last = return_of(trace)
         returned = {**last.args[0], "output": tree_map(give_away, last.args[0]["output"])}
         new.bound_symbols.append(last.from_bsym(args=(returned,)))

@@ -19,7 +19,7 @@ transposed or cast parameter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import NumberProxy, Proxy, variableify
@@ -29,11 +29,12 @@ from thunder.core.trace import TraceCtx, tracectx
 from ..ir.effects import bucket_of, effects
 from ..ir.inspection import (
     args_of,
+    defined_by,
     derivation,
     forward_part,
     is_pure,
+    nested,
     outs_of,
-    proxies_in,
     swap_args,
     unused_name,
     with_bound_symbols,
@@ -102,12 +103,12 @@ class BackwardCopies:
         """Add a copy of a bound symbol of forward, unless all that it defines has been computed for another value."""
         if all(name in self.replacements for name in outs_of(bsym)):
             return
-        for proxy in _defined_in(bsym):
-            self.rename(proxy)
-        known = self.replacements
-        self.add(
-            bsym.from_bsym_swap_proxies({variableify(p): known[p.name] for p in proxies_in(bsym) if p.name in known})
-        )
+        for part in nested([bsym]):
+            for proxy in defined_by(part):
+                self.rename(proxy)
+        proxies = (p for part in nested([bsym]) for p in (*part.flat_proxy_args, *part.flat_proxy_outs))
+        new = {variableify(p): self.replacements[p.name] for p in proxies if p.name in self.replacements}
+        self.add(bsym.from_bsym_swap_proxies(new))
 
 
 class _Regather(BackwardCopies):
@@ -220,11 +221,3 @@ def _is_of_gather(bsym: BoundSymbol) -> bool:
 def _again(bucket: Bucket) -> dict[str, bool]:
     """Return the keyword arguments of a gather in backward; see [Note: Reuse of casts] in ``shard_source``."""
     return {"again": True} if bucket.spec.param_dtype != bucket.spec.dtype else {}
-
-
-def _defined_in(bsym: BoundSymbol) -> Iterator[Proxy]:
-    """Yield the proxies that ``bsym`` or one of its subsymbols defines."""
-    outs = set(outs_of(bsym))
-    yield from (p for p in bsym.flat_proxy_outs if p.name in outs)
-    for sub in bsym.subsymbols:
-        yield from _defined_in(sub)

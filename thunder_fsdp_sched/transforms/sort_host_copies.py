@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,13 +24,17 @@ _MARGIN = 1.25
 """How much longer a copy is assumed to take than its simulated time, so that small errors do not expose it."""
 
 
+_LIMIT = f"in-flight limit: the bytes of the {MAX_HOST_COPIES_IN_FLIGHT} largest copies"
+
+
 @dataclass(eq=False)
 class _Copy:
     """A copy in one direction, and positions counted in the other bound symbols.
 
     Attributes:
-        position: of the last use of its source in forward; of the first consumer of its result in backward.
+        position: in backward, that of the first consumer of its result.
         due: in backward, the position before which it is issued.
+        finish: in forward, the time at which it has probably finished.
     """
 
     issue: BoundSymbol
@@ -83,106 +87,95 @@ def sort_host_copies(
         seconds: returns the time of each bound symbol of a trace on the compute stream.
         copy_seconds: returns the time of a copy of so many bytes.
     """
-    if not any(bsym.sym.name in HOST_COPIES for bsym in trace.bound_symbols):
-        return trace
-    others = [b for b in statements(trace) if b.sym.name not in HOST_COPIES]
-    work = seconds(with_bound_symbols(trace, others, "fsdp: without host copies"))
-    begins = list(accumulate(work, initial=0.0))
-    copies = _pair(trace, copy_seconds)
-    to_host = [c for c in copies if c.issue.sym is fsdp_copy_to_host]
-    out = others
-    if to_host:
-        out = _sort_forward(others, to_host, begins)
-    if to_device := [c for c in copies if c.issue.sym is not fsdp_copy_to_host]:
-        out = _sort_backward(others, to_device, begins)
-    assert not (to_host and to_device), "a forward or a backward trace has one kind of copies"
-    return with_bound_symbols(trace, out, "fsdp: sort host copies")
-
-
-def _pair(trace: TraceCtx, copy_seconds: Callable[[int], float]) -> list[_Copy]:
     issues: dict[str, BoundSymbol] = {}
-    copies = []
+    copies: list[_Copy] = []
+    others = [b for b in statements(trace) if b.sym.name not in HOST_COPIES]
     for bsym in trace.bound_symbols:
         if bsym.sym.name in HOST_COPY_ISSUES:
             issues[bsym.output.name] = bsym
         elif bsym.sym.name in HOST_COPIES:
             issue = issues[bsym.args[0].name]
             copies.append(_Copy(issue, without_token(bsym), copy_seconds(nbytes_of(issue.args[0])) * _MARGIN))
-    return copies
+    if not copies:
+        return trace
+    work = seconds(with_bound_symbols(trace, others, "fsdp: without host copies"))
+    sorter = _Sorter(others, copies, list(accumulate(work, initial=0.0)))
+    directions = {issue.sym for issue in issues.values()}
+    assert len(directions) == 1, "a forward or a backward trace has one kind of copies"
+    (sorter.sort_forward if fsdp_copy_to_host in directions else sorter.sort_backward)()
+    return with_bound_symbols(trace, sorter.out, "fsdp: sort host copies")
 
 
-def _limit(copies: Iterable[_Copy]) -> int:
-    return sum(sorted(copy.nbytes for copy in copies)[-MAX_HOST_COPIES_IN_FLIGHT:])
+class _Sorter:
+    """Sorts the copies of one trace.
 
+    Args:
+        others: all other bound symbols, which positions count.
+        begins: the time at which each of them begins, and that at which the last one ends.
+    """
 
-def _sort_forward(others: Sequence[BoundSymbol], copies: Sequence[_Copy], begins: Sequence[float]) -> list[BoundSymbol]:
-    live = Analysis(others)
-    last_use: dict[str, int] = defaultdict(int)
-    for value in live.values:
-        for owner in live.owners_of(value):
-            last_use[owner.name] = max(last_use[owner.name], value.first, *value.reads, 0)
-    issued_after: dict[int, list[_Copy]] = defaultdict(list)
-    for copy in copies:
-        copy.position = last_use[copy.issue.args[0].name]
-        issued_after[copy.position].append(copy)
-    limit = _limit(copies)
-    in_flight: deque[_Copy] = deque()
-    link_free = 0.0
-    out: list[BoundSymbol] = []
+    def __init__(self, others: Sequence[BoundSymbol], copies: Sequence[_Copy], begins: Sequence[float]) -> None:
+        self.others, self.copies, self.begins = others, copies, begins
+        self.limit = sum(sorted(copy.nbytes for copy in copies)[-MAX_HOST_COPIES_IN_FLIGHT:])
+        self.live = Analysis(others)
+        self.in_flight: deque[_Copy] = deque()
+        self.out: list[BoundSymbol] = []
 
-    def wait(reason: str) -> None:
-        out.append(in_flight.popleft().wait.from_bsym(header=reason))
+    def fits(self, copy: _Copy) -> bool:
+        """Return whether a copy may be in flight besides those that are."""
+        return not self.in_flight or sum(c.nbytes for c in self.in_flight) + copy.nbytes <= self.limit
 
-    for position, bsym in enumerate(others):
-        while in_flight and in_flight[0].finish <= begins[position]:
-            wait("finished by now")
-        while in_flight and position == len(others) - 1:
-            wait("end of forward")
-        out.append(bsym)
-        for copy in issued_after.get(position, ()):
-            while in_flight and sum(c.nbytes for c in in_flight) + copy.nbytes > limit:
-                wait(f"in-flight limit: the bytes of the {MAX_HOST_COPIES_IN_FLIGHT} largest copies")
-            out.append(copy.issue.from_bsym(header=f"offload: after the last use in forward, by {short_form(bsym)}"))
-            copy.finish = link_free = max(link_free, begins[position + 1]) + copy.seconds
-            in_flight.append(copy)
-    return out
+    def issue(self, copy: _Copy, reason: str) -> None:
+        self.out.append(copy.issue.from_bsym(header=reason))
+        self.in_flight.append(copy)
 
+    def wait(self, reason: str) -> None:
+        self.out.append(self.in_flight.popleft().wait.from_bsym(header=reason))
 
-def _sort_backward(
-    others: Sequence[BoundSymbol], copies: Sequence[_Copy], begins: Sequence[float]
-) -> list[BoundSymbol]:
-    live = Analysis(others)
-    for copy in copies:
-        first = live.first_read(outs_of(copy.wait))
-        copy.position = len(others) - 1 if first is None else first
-    ordered = sorted(copies, key=lambda copy: copy.position)
-    head = 1 + max((i for i, b in enumerate(others) if _comes_first(b)), default=-1)
-    start = begins[-1]
-    for copy in reversed(ordered):
-        start = min(start, begins[copy.position]) - copy.seconds
-        copy.due = min(max(bisect_right(begins, start) - 1, head), copy.position)
-    limit = _limit(copies)
-    waiting, in_flight = deque(ordered), deque[_Copy]()
-    out: list[BoundSymbol] = []
+    def sort_forward(self) -> None:
+        last_use: dict[str, int] = defaultdict(int)
+        for value in self.live.values:
+            for owner in self.live.owners_of(value):
+                last_use[owner.name] = max(last_use[owner.name], value.first, *value.reads, 0)
+        issued_after: dict[int, list[_Copy]] = defaultdict(list)
+        for copy in self.copies:
+            issued_after[last_use[copy.issue.args[0].name]].append(copy)
+        link_free = 0.0
+        for position, bsym in enumerate(self.others):
+            while self.in_flight and self.in_flight[0].finish <= self.begins[position]:
+                self.wait("finished by now")
+            while self.in_flight and position == len(self.others) - 1:
+                self.wait("end of forward")
+            self.out.append(bsym)
+            for copy in issued_after.get(position, ()):
+                while not self.fits(copy):
+                    self.wait(_LIMIT)
+                self.issue(copy, f"offload: after the last use in forward, by {short_form(bsym)}")
+                copy.finish = link_free = max(link_free, self.begins[position + 1]) + copy.seconds
 
-    def issue(position: int) -> None:
-        while waiting and waiting[0].due <= position:
-            copy = waiting[0]
-            if in_flight and sum(c.nbytes for c in in_flight) + copy.nbytes > limit:
-                return
-            reason = "prefetch: as late as it can still overlap" if copy.due > head else "prefetch: from the start"
-            if copy.due < position:
-                reason = f"in-flight limit: the bytes of the {MAX_HOST_COPIES_IN_FLIGHT} largest copies"
-            out.append(copy.issue.from_bsym(header=reason))
-            in_flight.append(waiting.popleft())
+    def sort_backward(self) -> None:
+        for copy in self.copies:
+            first = self.live.first_read(outs_of(copy.wait))
+            copy.position = len(self.others) - 1 if first is None else first
+        waiting = deque(sorted(self.copies, key=lambda copy: copy.position))
+        head = 1 + max((i for i, b in enumerate(self.others) if _comes_first(b)), default=-1)
+        start = self.begins[-1]
+        for copy in reversed(waiting):
+            start = min(start, self.begins[copy.position]) - copy.seconds
+            copy.due = min(max(bisect_right(self.begins, start) - 1, head), copy.position)
 
-    for position, bsym in enumerate(others):
-        issue(position)
-        while in_flight and in_flight[0].position == position:
-            out.append(in_flight.popleft().wait.from_bsym(header=f"first consumer: {short_form(bsym)}"))
-            issue(position)
-        out.append(bsym)
-    return out
+        def issue_due(position: int) -> None:
+            while waiting and waiting[0].due <= position and self.fits(waiting[0]):
+                copy = waiting.popleft()
+                reason = "prefetch: as late as it can still overlap" if copy.due > head else "prefetch: from the start"
+                self.issue(copy, _LIMIT if copy.due < position else reason)
+
+        for position, bsym in enumerate(self.others):
+            issue_due(position)
+            while self.in_flight and self.in_flight[0].position == position:
+                self.wait(f"first consumer: {short_form(bsym)}")
+                issue_due(position)
+            self.out.append(bsym)
 
 
 def _comes_first(bsym: BoundSymbol) -> bool:
