@@ -128,7 +128,7 @@ def _proxies(value: Any) -> list[TensorProxy]:
 
 def reported(bsyms: Iterable[BoundSymbol], given: list[str], outs: list[TensorProxy]) -> tuple[Outcome, bool]:
     """Return the combined facts about several bound symbols, and whether all of them are known."""
-    aliases = Aliases(frozenset(given))
+    aliases = Aliases()
     pure = known = True
     writes: set[str] = set()
     for bsym in bsyms:
