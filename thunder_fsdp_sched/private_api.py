@@ -177,7 +177,7 @@ def refuse_foreign_functions(module: Any, names: Collection[str]) -> None:
         module: the original module.
         names: its sharded parameters.
     """
-    module._ddp_params_and_buffers_to_ignore = _RefusedByDDP()
+    module._ddp_params_and_buffers_to_ignore = _Refused(_BY_DDP)
     owners = {""}
     for name in names:
         path = name.rpartition(".")[0]
@@ -186,7 +186,7 @@ def refuse_foreign_functions(module: Any, names: Collection[str]) -> None:
             path = path.rpartition(".")[0]
     for path, submodule in module.named_modules(remove_duplicate=False):
         if path in owners:
-            submodule.use_fsdp = _RefusedByCheckpoints()
+            submodule.use_fsdp = _Refused(_BY_CHECKPOINTS)
 
 
 def set_in_call(module: Any, is_in_call: bool) -> None:
@@ -194,43 +194,42 @@ def set_in_call(module: Any, is_in_call: bool) -> None:
     if is_in_call:
         module.__dict__.pop("use_fsdp", None)
     else:
-        module.use_fsdp = _RefusedByCheckpoints()
+        module.use_fsdp = _Refused(_BY_CHECKPOINTS)
 
 
-def _refuse_foreign() -> NoReturn:
-    raise RuntimeError(
-        "the module's parameters are sharded by thunder_fsdp_sched: this function would take the rows that this rank holds "
-        "for whole parameters. Call thunder_fsdp_sched's full_state_dict, get_model_state_dict or get_optimizer_state_dict "
-        "with the jitted module to save it, and load_checkpoint or the jitted module's load_original_state_dict to load it"
-    )
+_BY_CHECKPOINTS = (
+    "the module's parameters are sharded by thunder_fsdp_sched: this function would take the rows that this rank holds "
+    "for whole parameters. Call thunder_fsdp_sched's full_state_dict, get_model_state_dict or get_optimizer_state_dict "
+    "with the jitted module to save it, and load_checkpoint or the jitted module's load_original_state_dict to load it"
+)
+_BY_DDP = (
+    "the module's parameters are sharded by thunder_fsdp_sched, which reduces their gradients: DistributedDataParallel "
+    "would copy the rows of one rank to all others. Leave it out; for replicas of shards there is fsdp(mesh=...)"
+)
 
 
-class _RefusedByDDP:
-    """The names of parameters that ``DistributedDataParallel`` ignores; reading them is an error."""
+class _Refused:
+    """The value of an attribute that only functions of other libraries read. Reading it is an error."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
 
     def __iter__(self) -> NoReturn:
-        refuse_ddp()
+        raise RuntimeError(self._message)
+
+    def __bool__(self) -> NoReturn:
+        raise RuntimeError(self._message)
 
 
 def refuse_ddp() -> NoReturn:
     """Raise an error because a sharded module was passed to ``DistributedDataParallel``."""
-    raise RuntimeError(
-        "the module's parameters are sharded by thunder_fsdp_sched, which reduces their gradients: DistributedDataParallel "
-        "would copy the rows of one rank to all others. Leave it out; for replicas of shards there is fsdp(mesh=...)"
-    )
+    raise RuntimeError(_BY_DDP)
 
 
 def parameters_of_running_ddp() -> list[Any]:
     """Return the parameters of the ``DistributedDataParallel`` whose forward is running."""
     running = getattr(DistributedDataParallel, "_active_ddp_module", None)
     return [] if running is None else running._module_parameters
-
-
-class _RefusedByCheckpoints:
-    """The value of ``use_fsdp``, which Thunder's checkpoint functions read."""
-
-    def __bool__(self) -> NoReturn:
-        _refuse_foreign()
 
 
 def unwrap_fabric(wrapped: Any) -> Any:

@@ -18,7 +18,7 @@ def next_node_number() -> int:
 
 def running_node_number() -> int | None:
     """Return the number of the autograd node whose backward this thread runs, ``None`` outside of a backward."""
-    node = torch._C._current_autograd_node()
+    node = running_node()
     return None if node is None else node._sequence_nr()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.effects import bucket_of, effects
@@ -40,12 +40,12 @@ def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
     and [Note: Tokens of host copies] in ``ir.host_copies``.
     """
     forward = forward_part(trace)
-    waits: dict[Bucket, BoundSymbol] = {}
+    read_in_forward: set[Bucket] = set()
     regathered: dict[Bucket, Bucket] = {}
     for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
         if effects(bsym).unshards and is_forward:
-            waits[bucket_of(bsym)] = bsym
-        elif effects(bsym).is_gather and not is_forward and bucket_of(bsym) in waits:
+            read_in_forward.add(bucket_of(bsym))
+        elif effects(bsym).is_gather and not is_forward and bucket_of(bsym) in read_in_forward:
             if (secondary := secondary_of(bucket_of(bsym))) is not None:
                 regathered[bucket_of(bsym)] = secondary
     if not regathered:
@@ -55,18 +55,16 @@ def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
     new = with_bound_symbols(trace, (), "fsdp: gather from secondary shards")
     with tracectx(new):
         for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
-            is_ours = effects(bsym).is_gather or effects(bsym).unshards
-            secondary = regathered.get(bucket_of(bsym)) if is_ours else None
-            if secondary is None:
+            e = effects(bsym)
+            secondary = regathered.get(bucket_of(bsym)) if e.is_gather or e.unshards else None
+            if secondary is None or is_forward:
                 new.bound_symbols.append(bsym)
-            elif is_forward:
-                new.bound_symbols.append(bsym)
-                if effects(bsym).unshards:
+                if secondary is not None and e.unshards:
                     operands = (secondary, bsym.args[1], token, *bsym.output)
                     copied = fsdp_copy_secondary_shard.meta(*operands)
                     shards[secondary] = copied[0]
                     new.bound_symbols.append(fsdp_copy_secondary_shard.bind(*operands, output=copied))
-            elif effects(bsym).is_gather:
+            elif e.is_gather:
                 _, _, *sent = bsym.args
                 gather = fsdp_all_gather.bind(secondary, None, *sent, secondary=shards[secondary], output=bsym.output)
                 gather.tags.add(BoundSymbolTag.BACKWARD)

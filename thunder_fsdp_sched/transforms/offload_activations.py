@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from thunder.core.devices import Device, to_torch_device
 from thunder.core.dtypes import is_complex_dtype
@@ -113,15 +113,14 @@ class _Activation:
     Attributes:
         owner: the value that owns it.
         last_use: position of the last bound symbol of forward that uses it.
-        saved: names of the saved values in it.
-        derivations: for each saved view, the bound symbols that compute it from the owner, in order.
+        derivations: for each saved value in it, the bound symbols that compute it from the owner, in order; none for the
+            owner itself.
     """
 
     owner: TensorProxy
     nbytes: int
     last_use: int
-    saved: set[str] = field(default_factory=set)
-    derivations: dict[str, list[BoundSymbol]] = field(default_factory=dict)
+    derivations: dict[str, list[BoundSymbol]]
 
 
 def _find(trace: TraceCtx) -> dict[str, _Activation]:
@@ -147,13 +146,14 @@ def _find(trace: TraceCtx) -> dict[str, _Activation]:
         proxy = owner.proxy
         if owner in refused or owner not in saved or not isinstance(proxy, TensorProxy):
             continue
-        activation = _Activation(proxy, owner.nbytes, last_use[owner])
-        activation.saved = {value.proxy.name for value in saved[owner]}
-        chains = {value: _derivation(value.name, owner, live, producers) for value in saved[owner]}
-        if any(chain is None for chain in chains.values()):
-            continue
-        activation.derivations = {value.proxy.name: chain for value, chain in chains.items() if chain}
-        found[proxy.name] = activation
+        derivations: dict[str, list[BoundSymbol]] = {}
+        for value in saved[owner]:
+            chain = _derivation(value.name, owner, live, producers)
+            if chain is None:
+                break
+            derivations[value.name] = chain
+        else:
+            found[proxy.name] = _Activation(proxy, owner.nbytes, last_use[owner], derivations)
     return found
 
 
@@ -216,7 +216,7 @@ def _reads(bsym: BoundSymbol) -> bool:
 class _Offload(BackwardCopies):
     def __init__(self, new: TraceCtx, activations: dict[str, _Activation], token: TensorProxy) -> None:
         super().__init__(new)
-        self.owner_of = {saved: activation for activation in activations.values() for saved in activation.saved}
+        self.owner_of = {saved: activation for activation in activations.values() for saved in activation.derivations}
         self.due: dict[int, list[_Activation]] = defaultdict(list)
         for activation in activations.values():
             self.due[activation.last_use].append(activation)
@@ -258,5 +258,5 @@ class _Offload(BackwardCopies):
             future = fsdp_copy_to_device.meta(host, device)
             self.add(fsdp_copy_to_device.bind(host, device, output=future))
             self.add(fsdp_wait_device_copy.bind(future, output=self.rename(owner)))
-        for bsym in activation.derivations.get(name, ()):
+        for bsym in activation.derivations[name]:
             self.repeat(bsym)

@@ -9,7 +9,7 @@ import torch
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import with_bound_symbols
 from ..ir.symbols import fsdp_check_hooks, fsdp_check_no_sync
@@ -133,19 +133,13 @@ def shard_prologue(
             become_shard(bsym.output, shards[bsym.args[1]])
         elif bsym.sym is prims.check_tensor_shape_and_metadata and unpacked.get(bsym.args[0].name) in shards:
             shard = shards[unpacked[bsym.args[0].name]]
-            checks = (
-                tuple(shard.shape),
-                devices.to_device(shard.device).device_str(),
-                shard.dtype,
-                shard.requires_grad,
-            )
-            bsym = bsym.from_bsym(args=(bsym.args[0], *checks))
+            device = devices.to_device(shard.device).device_str()
+            bsym = bsym.from_bsym(args=(bsym.args[0], tuple(shard.shape), device, shard.dtype, shard.requires_grad))
         bsyms.append(bsym)
         if bsym.sym is prims.unpack_thunder_module:
             # The module is an argument so that transforms that sort checks by their inputs see the dependency.
-            with tracectx(prologue):
-                bsyms.append(fsdp_check_no_sync.bind(bsym.output, no_sync, output=None))
-                bsyms.append(fsdp_check_hooks.bind(bsym.output, hooks, output=None))
+            bsyms.append(fsdp_check_no_sync.bind(bsym.output, no_sync, output=None))
+            bsyms.append(fsdp_check_hooks.bind(bsym.output, hooks, output=None))
     return with_bound_symbols(prologue, bsyms, "fsdp: shard the prologue")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -212,7 +213,7 @@ class _Sorter:
                 issues[e.slot_issue.future] = bsym
             elif e.issues is not None:
                 all_reduces[e.issues.future] = bsym
-            elif e.waits is not None and e.in_place:
+            elif e.waits is not None and e.unshards:
                 # The token, if any, is no longer needed: it kept fusion regions apart.
                 gathers.append(_Gather(issues[e.waits.future], without_token(bsym)))
             elif e.waits is not None:
@@ -223,12 +224,10 @@ class _Sorter:
         self.in_flight_limit = bytes_in_flight(((r.group, r.slot_bytes) for r in self.reductions), self.max_reductions)
         self._find_consumers(gathers)
         self.gathers = sorted((g for g in gathers if g.first_consumer >= 0), key=lambda g: g.first_consumer)
-        self.stages: list[list[_Gather]] = []
-        for gather in self.gathers:
-            if not self.stages or self.stages[-1][0].first_consumer != gather.first_consumer:
-                self.stages.append([])
-            self.stages[-1].append(gather)
-            gather.stage = len(self.stages) - 1
+        self.stages = [list(stage) for _, stage in groupby(self.gathers, key=lambda gather: gather.first_consumer)]
+        for number, stage in enumerate(self.stages):
+            for gather in stage:
+                gather.stage = number
         stage_bytes = [sum(g.nbytes for g in stage) for stage in self.stages]
         self.issue_points = issue_points(stage_bytes, prefetch)
 
@@ -270,12 +269,12 @@ class _Sorter:
                 gather.last_consumer = max(gather.last_consumer, reduction.ready_after)
 
     def run(self) -> list[BoundSymbol]:
-        ready: dict[int, list[_Reduction]] = {}
-        waits_at: dict[int, list[_Reduction]] = {}
+        ready: dict[int, list[_Reduction]] = defaultdict(list)
+        waits_at: dict[int, list[_Reduction]] = defaultdict(list)
         for reduction in self.reductions:
-            ready.setdefault(reduction.ready_after, []).append(reduction)
+            ready[reduction.ready_after].append(reduction)
             consumer = len(self.compute) - 1 if reduction.first_consumer is None else reduction.first_consumer
-            waits_at.setdefault(consumer, []).append(reduction)
+            waits_at[consumer].append(reduction)
 
         for i, bsym in enumerate(self.compute):
             if self.next_stage < len(self.stages) and self.stages[self.next_stage][0].first_consumer == i:
