@@ -66,6 +66,14 @@ def four_ranks(workers: Callable[[int], Ranks]) -> Ranks:
 
 
 @pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def fake_ranks() -> Iterator[None]:
     """A fake process group of two ranks, of which this process is the first. Nothing is sent."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

@@ -12,7 +12,6 @@ from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 import pytest
 import thunder
 import torch
-import torch.distributed as dist
 from torch import nn
 
 X = torch.ones(2, 4)
@@ -44,14 +43,7 @@ def _restored() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("fails", [False, True])
 def test_thresholds_are_raised_while_a_call_compiles(fails: bool) -> None:
     gc.set_threshold(500, 7, 8)

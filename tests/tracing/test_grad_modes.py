@@ -15,9 +15,11 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from hypothesis import given
 from models import CASES, GPT, Stack
 from profiles import each_case
-from test_repeated_modules import Blocks, Linear, X, seeded
+from random_models import CallingModel, ModelSpec, quiet, repeating_models
+from test_repeated_modules import Blocks, Linear, X, check_traces, seeded
 from thunder.core import prims
 from thunder.core.compile_data import get_compile_data
 from thunder.core.symbol import Symbol
@@ -332,6 +334,25 @@ def test_one_forward_with_both_grad_modes() -> None:
     for order in counts_in(seeded(lambda: Model(Linear)), (X,), *orders, checks_more=True):
         assert all(repeated for _, repeated in order)
         assert order[2][0] <= 1  # the model itself
+
+
+def test_random_models_have_the_traces_of_full_tracing() -> None:
+    repeated = repeated_as_a_whole = 0
+
+    @quiet(4)
+    @given(spec=repeating_models())
+    def compare(spec: ModelSpec) -> None:
+        nonlocal repeated, repeated_as_a_whole
+        inputs = CallingModel(spec).inputs(torch.Generator().manual_seed(0))
+        repeated += check_traces(lambda: CallingModel(spec), *inputs, checks_more=spec.decay).repeated
+        for order in counts_in(
+            lambda: CallingModel(spec), inputs, (GRAD, NO_GRAD), (NO_GRAD, GRAD), checks_more=spec.decay
+        ):
+            repeated_as_a_whole += order[1] == (0, 1)
+
+    compare()
+    assert repeated > 0
+    assert repeated_as_a_whole > 0  # in the second grad mode
 
 
 def test_thunder_uses_the_grad_mode_only_where_the_note_says() -> None:

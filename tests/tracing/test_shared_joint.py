@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.pipeline import CompiledTraces
 
-import pytest
 import thunder
 import torch
-import torch.distributed as dist
 from models import Stack
 from torch import nn
 from trace_text import with_numbered_names
@@ -30,13 +27,6 @@ class Program(Stack):
     def forward(self, x: torch.Tensor, number: int = 1) -> torch.Tensor:
         x = super().forward(x.double()) if number else x
         return self.dropout(x) + OFFSET
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _train(in_full: bool) -> tuple[list[CompiledTraces], list[torch.Tensor]]:
