@@ -37,7 +37,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -64,7 +64,6 @@ from torch.utils.collect_env import get_pretty_env_info
 # The case that the others are compared with.
 REFERENCE = "unsharded"
 
-
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 OFFLOAD = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 TRANSPORTS = ("flat", "all_to_all", "coalesced", "all_reduce", "staged", "symmetric_memory")
@@ -77,17 +76,16 @@ OURS: dict[str, dict[str, Any]] = {f"zero3 {transport}": {"transport": transport
     "zero3 staged bfloat16": {"transport": "staged", "mp_policy": BFLOAT16},
     "zero3 flat offload": {"transport": "flat", "offload_policy": OFFLOAD},
 }
-
-
 CASES = (REFERENCE, *OURS)
 
 # Limit on the distance from the unsharded model after training, as a share of the distance that training moved that model.
 # Rounding gives about 1e-6 and 1e-2; a missing or stale bucket 0.1 or more.
 TOLERANCE, BFLOAT16_TOLERANCE = 1e-3, 0.1
 
-
 # Verdicts that are not failures.
 FINE = ("ok", "refused", "varies", "other order")
+
+LABEL = "gpu_user_annotation"
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--steps", type=int, default=4, help="training steps of each run")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a case counts as hanging")
-    parser.add_argument("--save", type=Path, help="folder for the page, all records, and what the processes printed")
+    parser.add_argument("--save", help="folder for the page, all records, and what the processes printed")
     parser.add_argument("--stand-in", action="store_true", help="gloo on the CPU: test this program, not a GPU")
     arguments = parser.parse_args()
     count = torch.cuda.device_count()
@@ -162,16 +160,11 @@ def main() -> int:
     chosen = setups(arguments, 1 if arguments.stand_in else count)
     if not chosen or not any(re.search(arguments.cases, name) for name in OURS):
         parser.error(f"--only matches no setup, or --cases none of {', '.join(OURS)}")
-    folder = arguments.save or Path(tempfile.mkdtemp(prefix="gpu-first-"))
+    folder = Path(arguments.save or tempfile.mkdtemp(prefix="gpu-first-"))
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for setup in chosen:
-        found[setup.name] = {}
-        for case in cases_of(setup, arguments):
-            record = found[setup.name][case] = run_case(setup, case, arguments, folder)
-            print(f"{setup.name}: {case}: {record['status']}", file=sys.stderr, flush=True)
-    (folder / "records.json").write_text(json.dumps(found, indent=1))
+    found = {s.name: {case: run_case(s, case, arguments, folder) for case in cases_of(s, arguments)} for s in chosen}
     text, failures = page(chosen, found, arguments)
+    (folder / "records.json").write_text(json.dumps(found, indent=1))
     (folder / "page.txt").write_text(text)
     print(text)
     print(f"everything that was printed: {folder}", file=sys.stderr)
@@ -186,19 +179,19 @@ def main() -> int:
 def run_case(setup: Setup, case: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run a case on all ranks of a setup in new processes, with torchrun; return its record."""
     stem = str(folder / re.sub(r"\W+", "_", f"{setup.name}-{case}"))
-    options = {key: value for key, value in vars(arguments).items() if key != "save"}
-    job = {"setup": dataclasses.asdict(setup), "case": case, "stem": stem, "options": options}
-    Path(f"{stem}-job.json").write_text(json.dumps(job))
-    for rank in range(setup.world_size):  # left by an earlier run in the same folder
-        Path(f"{stem}-{rank}.json").unlink(missing_ok=True)
+    job = {"setup": dataclasses.asdict(setup), "case": case, "stem": stem, "options": vars(arguments)}
+    paths = [Path(f"{stem}-{rank}.json") for rank in range(setup.world_size)]
+    for path in paths:  # left by an earlier run in the same folder
+        path.unlink(missing_ok=True)
     # Without a workspace of a fixed size, matrix products differ between runs.
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1", **os.environ, **setup.environment}
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(setup.world_size), __file__, "worker", f"{stem}-job.json"]
+    command += ["--nproc-per-node", str(setup.world_size), __file__, "worker", json.dumps(job)]
     with open(f"{stem}.txt", "w") as output:  # workers end themselves after the limit
         code = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
-    paths = [Path(f"{stem}-{rank}.json") for rank in range(setup.world_size)]
-    return merge([json.loads(p.read_text()) for p in paths if p.exists()], code, Path(f"{stem}.txt").read_text())
+    record = merge([json.loads(p.read_text()) for p in paths if p.exists()], code, Path(f"{stem}.txt").read_text())
+    print(f"{setup.name}: {case}: {record['status']}", file=sys.stderr, flush=True)
+    return record
 
 
 def merge(records: Sequence[dict[str, Any]], code: int, output: str) -> dict[str, Any]:
@@ -206,15 +199,15 @@ def merge(records: Sequence[dict[str, Any]], code: int, output: str) -> dict[str
 
     Figures are those of the first rank; digests are those of all ranks, joined.
     """
-    failed = [record for record in records if record["status"] == "failed"]
-    if failed:
-        return failed[0]
+    by_status = {record["status"]: record for record in reversed(records)}
+    if "failed" in by_status:
+        return by_status["failed"]
     if code or not records:
         lines = [line for line in output.splitlines() if line.strip()]
         starts = [i for i, line in enumerate(lines) if line.startswith(("Fatal Python error", "Timeout ("))]
         shown = lines[starts[0] :][:12] if starts else lines[-12:]
         return {"status": "failed", "error": "\n".join([f"the processes ended with exit code {code}", *shown])}
-    merged = next((record for record in records if record["status"] != "ok"), records[0])
+    merged = by_status.get("refused", records[0])
     if "digests" in merged:
         merged["digests"] = ["".join(parts) for parts in zip(*(r["digests"] for r in records), strict=True)]
     return merged
@@ -247,8 +240,8 @@ def describe_error(error: BaseException) -> str:
     from_sanitizer = getattr(error, "errors", None)  # of torch.cuda._sanitizer: its text only counts them
     text = str(from_sanitizer[0]) if isinstance(from_sanitizer, list) and from_sanitizer else str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    lines = [f"{type(error).__name__}: {text}", f"  at {frame.filename}:{frame.lineno}, in {frame.name}"]
-    return "\n".join([*lines[0].splitlines()[:4], lines[1]])
+    first = f"{type(error).__name__}: {text}".splitlines()[:4]
+    return "\n".join([*first, f"  at {frame.filename}:{frame.lineno}, in {frame.name}"])
 
 
 class Worker:
@@ -256,19 +249,15 @@ class Worker:
 
     def __init__(self, job: Mapping[str, Any], rank: int) -> None:
         options = job["options"]
-        self.setup, self.case, self.rank = Setup(**job["setup"]), job["case"], rank
-        self.steps = options["steps"]
+        self.setup, self.case, self.rank, self.steps = Setup(**job["setup"]), job["case"], rank, options["steps"]
         self.references = Path(job["stem"]).with_name(f"{self.setup.world_size}.pt")
+        self.is_cuda = not options["stand_in"]
         self.device = torch.device("cpu")
-        if not options["stand_in"]:
+        if self.is_cuda:
             self.device = torch.device("cuda", 0 if self.setup.shares_device else rank)
             torch.cuda.set_device(self.device)
         sizes = (options[name] for name in ("blocks", "width", "length", "batch"))
         self.shape = Shape(*sizes, device=str(self.device))
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
 
     def settle(self) -> None:
         if self.is_cuda:
@@ -276,14 +265,11 @@ class Worker:
 
     def build(self) -> tuple[Any, Any]:
         """Return the jitted module, and this package's transform or ``None``."""
-        executors = get_default_executors()
-        if not self.setup.fuse:
-            executors = [e for e in executors if not isinstance(e, FusionExecutor)]
-        transform = None
-        if self.case != REFERENCE:
-            transform = thunder_fsdp_sched.fsdp(device=self.device, **OURS[self.case])
-        transforms = [] if transform is None else [transform]
-        return thunder.jit(self.shape.model(), transforms=transforms, executors=executors), transform
+        executors = [e for e in get_default_executors() if self.setup.fuse or not isinstance(e, FusionExecutor)]
+        if self.case == REFERENCE:
+            return thunder.jit(self.shape.model(), executors=executors), None
+        transform = thunder_fsdp_sched.fsdp(device=self.device, **OURS[self.case])
+        return thunder.jit(self.shape.model(), transforms=[transform], executors=executors), transform
 
     def train(self) -> dict[str, Any]:
         """Train several times from the same parameters; return digests, times, and the distance from the reference.
@@ -293,10 +279,9 @@ class Worker:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it would launch additional kernels
         module, transform = self.build()
-        is_reference = self.case == REFERENCE
-        ranks = range(self.setup.world_size) if is_reference else [self.rank]  # the whole batch, or this rank's
+        ranks = range(self.setup.world_size) if transform is None else [self.rank]  # the whole batch, or this rank's
         tokens = torch.cat([self.shape.tokens(rank) for rank in ranks])
-        before = after = self._state(module, transform)
+        before = after = _state(module, transform)
         saved = [p.detach().clone() for p in module.parameters()]
         digests, seconds, losses = [], [], []
         if self.is_cuda:
@@ -307,23 +292,19 @@ class Worker:
                     param.copy_(value)
             losses, elapsed = self._train_once(module, tokens)
             seconds.append(elapsed / self.steps)
-            after = self._state(module, transform)
-            digests.append(_digest([*after.values(), torch.tensor(losses, dtype=torch.float64)]))
+            after = _state(module, transform)
+            digests.append(_digest([after, torch.tensor(losses, dtype=torch.float64)]))
         record = {"digests": digests, "losses": losses, "seconds": min(seconds)}
-        record["finite"] = all(bool(torch.isfinite(value).all()) for value in after.values())
+        record["finite"] = bool(torch.isfinite(after).all())
         if self.is_cuda:
             record["peak"] = torch.cuda.max_memory_allocated()
-        if is_reference and self.rank == 0:
+        if transform is None and self.rank == 0:
             torch.save([before, after], self.references)
         if transform is not None and self.references.exists():
             start, end = torch.load(self.references)
-            record["started_alike"] = all(torch.equal(start[key], value) for key, value in before.items())
-            record["distance"] = _distance(after, end) / _distance(start, end)
+            record["started_alike"] = torch.equal(start, before)
+            record["distance"] = float(torch.dist(after, end) / torch.dist(start, end))
         return record
-
-    def _state(self, module: Any, transform: Any) -> dict[str, torch.Tensor]:
-        state = module.state_dict() if transform is None else thunder_fsdp_sched.full_state_dict(module)
-        return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
 
     def _train_once(self, module: Any, tokens: torch.Tensor) -> tuple[list[float], float]:
         """Run a few steps without waiting for the device in between; return their losses and the total seconds."""
@@ -358,28 +339,25 @@ class Worker:
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.is_cuda
         ) as profiler:
             step()
-
         with tempfile.TemporaryDirectory() as folder:
             profiler.export_chrome_trace(f"{folder}/trace.json")
             found = measured(read(json.loads(Path(folder, "trace.json").read_text()), self.device.index))
-        chip = torch.cuda.get_device_name(self.device) if self.is_cuda else "a CPU"
         compiled, profile = transform.compiled[-1], measure(module, tokens, tokens, repeats=3)
         record = {"measured": found, "by profile": simulated(compiled, MeasuredCost(profile))}
+        chip = torch.cuda.get_device_name(self.device) if self.is_cuda else "a CPU"
         if (spec := preset_of_gpu(chip)) is not None:
             record["by preset"] = simulated(compiled, AnalyticCost(spec))
         return record
 
 
+def _state(module: Any, transform: Any) -> torch.Tensor:
+    """Return all values of the unsharded state as one vector of float64, which holds those of all dtypes here."""
+    state = module.state_dict() if transform is None else thunder_fsdp_sched.full_state_dict(module)
+    return torch.cat([state[name].detach().cpu().double().flatten() for name in sorted(state)])
+
+
 def _digest(tensors: Iterable[torch.Tensor]) -> str:
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()[:16]
-
-
-def _distance(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
-    """Return the Euclidean distance between two states."""
-    return sum(float((a[name].double() - b[name].double()).square().sum()) for name in b) ** 0.5
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
 
 
 #
@@ -402,23 +380,37 @@ def read(trace: Mapping[str, Any], device: int | None = None) -> list[Activity]:
     found = []
     for event in trace["traceEvents"]:
         details = event.get("args", {})
-        on_gpu = event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+        on_gpu = event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", LABEL)
         if event.get("ph") == "X" and on_gpu and device in (None, details.get("device", device)):
-            start = float(event["ts"])
-            stream = int(details.get("stream", -1))
+            start, stream = float(event["ts"]), int(details.get("stream", -1))
             found.append(Activity(event["name"], event["cat"], stream, start, start + float(event["dur"])))
     return sorted(found, key=lambda a: (a.start, a.end))
 
 
-def split(activities: Sequence[Activity]) -> tuple[list[Activity], list[Activity]]:
-    """Return compute and communication separately; see [Note: Compute and communication]."""
-    busy: dict[int, float] = defaultdict(float)
-    for activity in activities:
-        if activity.category == "kernel" and "nccl" not in activity.name.lower():
-            busy[activity.stream] += activity.end - activity.start
+def measured(found: Sequence[Activity]) -> dict[str, Any]:
+    """Return the figures of a step from the activities and labels of a GPU; see [Note: Compute and communication].
+
+    Raises:
+        RuntimeError: there are no activities.
+    """
+    activities = [a for a in found if a.category != LABEL]
+    if not activities:
+        raise RuntimeError("the profiler saw nothing run on the GPU (CUPTI missing, or not permitted?)")
+    of_nccl = {a for a in activities if "nccl" in a.name.lower()}
+    busy: Counter[int] = Counter()
+    for kernel in (a for a in activities if a.category == "kernel" and a not in of_nccl):
+        busy[kernel.stream] += kernel.end - kernel.start  # type: ignore[assignment]
     stream = max(busy, key=lambda s: busy[s], default=None)
-    compute = [a for a in activities if a.stream == stream and "nccl" not in a.name.lower()]
-    return compute, [a for a in activities if a not in compute]
+    compute = {a for a in activities if a.stream == stream} - of_nccl
+    step = (max(a.end for a in activities) - min(a.start for a in activities)) * 1e-6
+    return {
+        "order": order_of(a for a in found if a.category == LABEL),
+        "seconds": step,
+        "compute": seconds_in(compute),
+        "communication": seconds_in(a for a in activities if a not in compute),
+        "exposed": seconds_in(activities) - seconds_in(compute),
+        "idle": step - seconds_in(activities),
+    }
 
 
 def seconds_in(activities: Iterable[Activity]) -> float:
@@ -432,35 +424,13 @@ def seconds_in(activities: Iterable[Activity]) -> float:
 
 def order_of(labels: Iterable[Activity]) -> list[str]:
     """Return the labelled collectives in order, once each although the label of one may stand on several streams."""
-    ends: dict[str, float] = {}
+    ends: dict[str, float] = defaultdict(float)
     order = []
     for label in labels:
         if re.match(r"fsdp_(all_gather|reduce_scatter|all_reduce)\(", label.name):
-            if label.start >= ends.get(label.name, 0.0):
-                order.append(label.name)
-            ends[label.name] = max(label.end, ends.get(label.name, 0.0))
+            order += [label.name] * (label.start >= ends[label.name])
+            ends[label.name] = max(label.end, ends[label.name])
     return order
-
-
-def measured(found: Sequence[Activity]) -> dict[str, Any]:
-    """Return the figures of a step from the activities and labels of a GPU.
-
-    Raises:
-        RuntimeError: there are no activities.
-    """
-    activities = [a for a in found if a.category != "gpu_user_annotation"]
-    if not activities:
-        raise RuntimeError("the profiler saw nothing run on the GPU (CUPTI missing, or not permitted?)")
-    compute, communication = split(activities)
-    step = (max(a.end for a in activities) - min(a.start for a in activities)) * 1e-6
-    return {
-        "order": order_of(a for a in found if a.category == "gpu_user_annotation"),
-        "seconds": step,
-        "compute": seconds_in(compute),
-        "communication": seconds_in(communication),
-        "exposed": seconds_in(activities) - seconds_in(compute),
-        "idle": step - seconds_in(activities),
-    }
 
 
 def simulated(compiled: Any, cost: Any) -> dict[str, Any]:
@@ -521,9 +491,7 @@ def page(
     for setup in chosen:
         figures = {case: record for case, record in found[setup.name].items() if record["status"] == "ok"}
         if not setup.repeats:
-            figures = {
-                f"{c}, {part}": f for c, record in figures.items() for part, f in record.items() if part != "status"
-            }
+            figures = {f"{c}, {part}": f for c, of in figures.items() for part, f in of.items() if part != "status"}
         if figures:
             lines += ["", f"{setup.name}:", "", table(figures, {**columns, **{part: (part, ".4f") for part in parts}})]
     errors: dict[str, list[str]] = defaultdict(list)
@@ -550,6 +518,6 @@ def machine() -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
-        work(json.loads(Path(sys.argv[2]).read_text()))
+        work(json.loads(sys.argv[2]))
     else:
         sys.exit(main())

@@ -52,7 +52,6 @@ def run_on_ranks(
     arguments: argparse.Namespace,
     measure: Callable[[argparse.Namespace], object],
     *,
-    rates: Sequence[float] = (),
     ranks_per_node: int = 1,
 ) -> None:
     """Start ``script`` on all ranks and print the output of rank 0; in a rank, call ``measure(arguments)`` instead.
@@ -62,7 +61,6 @@ def run_on_ranks(
     Args:
         script: the script to start, with the command line of this process.
         arguments: the parsed command line, with :func:`options`.
-        rates: bits/s that a node can send over each link; by default one link with ``--rate``.
         ranks_per_node: how many successive ranks share a node.
     """
     if "RANK" in os.environ:
@@ -77,8 +75,7 @@ def run_on_ranks(
     if arguments.no_limit:
         ranks = Loopback(arguments.ranks)
     else:
-        rates = rates or [arguments.rate]
-        ranks = Links(arguments.ranks, bits_per_second=rates, ranks_per_node=ranks_per_node)
+        ranks = Links(arguments.ranks, bits_per_second=arguments.rate, ranks_per_node=ranks_per_node)
     with ranks:
         command = [sys.executable, "-W", "ignore", script, *sys.argv[1:]]
         print(ranks.run(command, timeout=arguments.timeout, show_progress=True)[0], end="")

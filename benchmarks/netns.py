@@ -1,10 +1,9 @@
 """Run ranks on one machine with rate-limited links, which take time but almost no CPU, in Linux network namespaces.
 
-``with Links(2, bits_per_second=[1e9]) as links: links.run([sys.executable, "script.py"])`` starts one process per rank, each
+``with Links(2, bits_per_second=1e9) as links: links.run([sys.executable, "script.py"])`` starts one process per rank, each
 in its own namespace and pinned to a core. A token bucket (``tc ... tbf``) limits the rate at which a rank sends. Two
 namespaces are connected by a veth pair, more by a bridge in its own namespace, so deleting the namespaces deletes
-everything. For several rates there are several links, each with its own interface: ``eth0``, ``eth1``, ... With
-``ranks_per_node=2``, two ranks share a namespace and its interfaces, and reach each other without a limit.
+everything. With ``ranks_per_node=2``, two ranks share a namespace and its interface, and reach each other without a limit.
 
 :class:`Links` needs root, ``ip`` and ``tc`` (Debian: ``apt-get install iproute2``). :class:`Loopback` needs none of them,
 and does not limit the rate.
@@ -130,11 +129,11 @@ class Loopback:
 
 
 class Links(Loopback):
-    """Ranks in network namespaces, each with one interface per link: ``eth0``, ``eth1``, ...
+    """Ranks in network namespaces, each with an interface ``eth0``.
 
     Args:
         world_size: number of ranks.
-        bits_per_second: the rate at which a node can send over each link.
+        bits_per_second: the rate at which a node can send.
         ranks_per_node: how many successive ranks share a namespace.
 
     Raises:
@@ -143,18 +142,12 @@ class Links(Loopback):
 
     interface = "eth0"
 
-    def __init__(
-        self,
-        world_size: int,
-        *,
-        bits_per_second: Sequence[float],
-        ranks_per_node: int = 1,
-    ) -> None:
+    def __init__(self, world_size: int, *, bits_per_second: float, ranks_per_node: int = 1) -> None:
         reason = why_not()
         if reason is not None:
             raise RuntimeError(f"cannot make network namespaces: {reason}")
         super().__init__(world_size)
-        self.rates = list(bits_per_second)
+        self.rate = bits_per_second
         self.ranks_per_node = ranks_per_node
         self.nodes = world_size // ranks_per_node
         self._tag = f"fsdp{os.getpid()}"
@@ -164,10 +157,9 @@ class Links(Loopback):
         try:
             for node in range(self.nodes):
                 self._add_namespace(self._name(node))
-            for link, rate in enumerate(self.rates):
-                self._join(link)
-                for node in range(self.nodes):
-                    self._set_up(node, link, rate)
+            self._join()
+            for node in range(self.nodes):
+                self._set_up(node)
         except BaseException:
             self._clean_up()
             raise
@@ -183,29 +175,29 @@ class Links(Loopback):
         _ip(f"netns add {name}")
         self._namespaces.append(name)
 
-    def _join(self, link: int) -> None:
-        """Create link number ``link``, with an interface in each node's namespace."""
+    def _join(self) -> None:
+        """Create the link, with an interface in each node's namespace."""
         if self.nodes == 2:
-            ends = [f"eth{link} netns {self._name(node)}" for node in range(2)]
+            ends = [f"eth0 netns {self._name(node)}" for node in range(2)]
             _ip(f"link add {ends[0]} type veth peer name {ends[1]}")
             return
-        hub = f"{self._tag}hub{link}"
+        hub = f"{self._tag}hub"
         self._add_namespace(hub)
         _ip(f"-n {hub} link add bridge mtu {_MTU} type bridge")
         _ip(f"-n {hub} link set bridge up")
         for node in range(self.nodes):
-            _ip(f"link add eth{link} netns {self._name(node)} type veth peer name port{node} netns {hub}")
+            _ip(f"link add eth0 netns {self._name(node)} type veth peer name port{node} netns {hub}")
             _ip(f"-n {hub} link set port{node} mtu {_MTU} master bridge up")
 
-    def _set_up(self, node: int, link: int, rate: float) -> None:
-        name, interface = self._name(node), f"eth{link}"
-        _ip(f"-n {name} addr add 10.99.{link}.{node + 1}/24 dev {interface}")
+    def _set_up(self, node: int) -> None:
+        name = self._name(node)
+        _ip(f"-n {name} addr add 10.99.0.{node + 1}/24 dev eth0")
         _ip(f"-n {name} link set lo up")
-        _ip(f"-n {name} link set {interface} mtu {_MTU} up")
+        _ip(f"-n {name} link set eth0 mtu {_MTU} up")
         for knob in ("tcp_wmem", "tcp_rmem"):
             _call(["ip", "netns", "exec", name, "sysctl", "-q", "-w", f"net.ipv4.{knob}={_BUFFERS}"])
-        limit = f"rate {round(rate)}bit burst {_BURST} limit {16 * 1024 * 1024}"
-        _call(f"tc -n {name} qdisc add dev {interface} root tbf {limit}".split())
+        limit = f"rate {round(self.rate)}bit burst {_BURST} limit {16 * 1024 * 1024}"
+        _call(f"tc -n {name} qdisc add dev eth0 root tbf {limit}".split())
 
     def _clean_up(self) -> None:
         for name in self._namespaces:

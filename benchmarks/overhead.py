@@ -3,14 +3,12 @@
     python benchmarks/overhead.py --save overhead                 # everything
     python benchmarks/overhead.py --only steps                    # a minute
 
-Each part runs in a separate process, as rank 0 of 8 with torch's fake process group. The collectives of that group do
-nothing, so only the host time of their callers remains. (With real gloo ranks, most of the time would be spent waiting for
-another process.)
-
-* Steps: a model of tiny blocks is trained by Thunder, by this project, without a compiler, and by FSDP2. They take turns,
-  with a few steps of each in every round. Each system is compared with the same compiler without sharding. The time of the
-  collectives' own calls is subtracted; it is measured separately, in the same rounds with the same tensors. A second table
-  shows the time inside the calls that gather and reduce, from separate steps.
+* Steps: rank 0 of 8 trains a model of tiny blocks with Thunder, with this project, without a compiler, and with FSDP2. The
+  collectives of torch's fake process group do nothing, so only the host time of their callers remains. (With real gloo
+  ranks, most of the time would be spent waiting for another process.) The systems take turns, with a few steps of each in
+  every round. Each is compared with the same compiler without sharding. The time of the collectives' own calls is
+  subtracted; it is measured separately, in the same rounds with the same tensors. A second table shows the time inside the
+  calls that gather and reduce, from separate steps.
 * Agreement: two real gloo ranks exchange tokens, as each trace that communicates does. The host time of a round is the time
   to post it, and to settle it after the other rank's token has arrived. A step has two rounds.
 """
@@ -21,8 +19,6 @@ import argparse
 import gc
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -73,18 +69,13 @@ def main() -> None:
     parser.add_argument("--tiny-blocks", type=int, default=6, help="blocks of the model whose steps are timed")
     parser.add_argument("--layers", type=int, default=6, help="linear layers of such a block, two parameters each")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write overhead.json")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        print(json.dumps(PARTS[arguments.child][0](arguments)))
-        return
     results = {}
     for part in arguments.only:
-        print(f"measuring: {part}", file=sys.stderr, flush=True)
-        command = [sys.executable, "-W", "ignore", *sys.argv, "--child", part]  # in a new process
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        results[part] = json.loads(done.stdout.splitlines()[-1])
-        PARTS[part][1](results[part])
+        harness.say(f"measuring: {part}")
+        measure, show = PARTS[part]
+        results[part] = measure(arguments)
+        show(results[part])
     harness.save(arguments, "overhead", results=results)
 
 
@@ -360,7 +351,7 @@ def _median(of: list[dict[str, float]], key: str) -> float:
     return statistics.median(one[key] for one in of)
 
 
-# For each part, the function that measures it in a process of its own, and the one that prints the result.
+# For each part, the function that measures it, and the one that prints the result.
 PARTS: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], None]]] = {
     "steps": (steps, show_steps),
     "agreement": (agreement, show_agreement),

@@ -4,6 +4,8 @@
     sudo python benchmarks/overlap.py --compute 0.45 0.9 1.8      # several ratios of compute to communication
     sudo python benchmarks/overlap.py --real --length 512         # real compute, which shares the cores with gloo
     sudo python benchmarks/overlap.py --ranks 4 --only 'block|FSDP2|DDP'
+    sudo python benchmarks/overlap.py --profile 4 --real --length 512 --only 'ours zero.( prefetch .)?$'  # predict steps
+    sudo python benchmarks/overlap.py --bucketing --save bucketing         # bucketing strategies instead
     python benchmarks/overlap.py --no-limit --blocks 2 --width 64 --compute 0.05 --rounds 3      # no root: plain loopback
 
 The systems train a GPT on gloo ranks. Each rank runs with one thread, is pinned to a core, and has its own network
@@ -17,6 +19,15 @@ in a different order each time. Seconds are those of forward and backward on the
 * /max: the step divided by the longer of the two; 1.00 is perfect overlap.
 * /sum: the step divided by the sum of both; 1.00 is no overlap.
 * Ours / this: the default options of the same strategy.
+* Predicted, with ``--profile``: the step that the simulator predicts from a measured profile of "ours zero3".
+
+With ``--bucketing``:
+
+* Calls: the collectives of a step. Copied: bytes of parameters and gradients that rank 0 copies, in an untimed step.
+* Latency: the time of the same collectives and waits with one element per rank, for the whole step and per call. It is
+  the time of the host, to issue and to wait, and of the network without data.
+* Gbit/s: the bits that gloo sends for them (a reduce-scatter as an all-reduce), divided by the time of communication.
+* Of none: the step divided by that of the same system with one collective for each parameter.
 
 FSDP2 overlaps with CUDA streams, so on a CPU it overlaps nothing; that says nothing about a GPU. "FSDP2 overlapped" uses
 asynchronous custom collectives, and prefetches two blocks ahead in forward and backward.
@@ -27,22 +38,34 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from thunder_fsdp_sched.ir.effects import sends
+from thunder_fsdp_sched.ir.symbols import WAITS
+from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.reports.profiler import MeasuredCost
+from thunder_fsdp_sched.reports.profiler import measure as measure_profile
+from thunder_fsdp_sched.reports.step_counter import StepCounter
+from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
+
 import harness
+import torch
 import torch.distributed as dist
-from harness import ratio, summary
+from harness import ratio, say, show_nbytes, summary
 from systems import (
     Emulation,
     Make,
     Shape,
+    System,
     build,
     communicate,
     ddp,
     fsdp2,
+    local,
     matching,
     measure,
     ours,
@@ -51,6 +74,7 @@ from systems import (
     thunders_fsdp,
     unsharded,
     unsharded_eager,
+    wire_bytes,
 )
 
 NEEDED = ("compute", *(f"ours {strategy}{flat}" for strategy in ("zero2", "zero3") for flat in ("", " flat")))
@@ -60,11 +84,31 @@ COLUMNS = harness.STEP | {
     "/max": ("of_max", ".2f"),
     "/sum": ("of_sum", ".2f"),
     "ours / this": ("ours", ".2f"),
+    "predicted": ("predicted", ".3f"),
+    "predicted / measured": ("predicted / measured", ".2f"),
 }
 
 
-def systems() -> dict[str, Make]:
-    """Return the function that builds each system, keyed by the system's name."""
+BUCKETINGS = {"none": "none", "layer": "layer", "block": "block", "1 MB": 10**6, "4 MB": 4 * 10**6, "25 MB": 25 * 10**6}
+
+BUCKETING_COLUMNS: harness.Columns = {
+    "calls": ("calls", "d"),
+    "copied": ("copied", show_nbytes),
+    "latency ms": ("latency_ms", ".1f"),
+    "of a call": ("call_ms", ".2f"),
+    "communication": ("communication", ".3f"),
+    "Gbit/s": ("gigabits_per_second", ".2f"),
+    **harness.STEP,
+    "of none": ("of_none", ".2f"),
+}
+
+
+def systems(*, bucketing: bool = False) -> dict[str, Make]:
+    """Return the function that builds each system, keyed by the system's name.
+
+    Args:
+        bucketing: whether ours are its bucketing strategies.
+    """
     made: dict[str, Make] = {"compute": unsharded, "compute, eager": unsharded_eager}
     variants: dict[str, dict[str, Any]] = {
         "": {},
@@ -74,12 +118,13 @@ def systems() -> dict[str, Make]:
     variants |= {f" prefetch {prefetch}": {"prefetch": prefetch} for prefetch in (0, 2)}
     variants |= {f" {transport}": {"transport": transport} for transport in ("staged", "coalesced", "all_reduce")}
     variants |= {f" release {when}": {"release": when} for when in ("step", "bucket")}
+    if bucketing:
+        variants = {f" {name}": {"bucketing_strategy": strategy} for name, strategy in BUCKETINGS.items()}
     for strategy in ("zero2", "zero3"):
         for variant, options in variants.items():
             made[f"ours {strategy}{variant}"] = partial(ours, sharding_strategy=strategy, **options)
-        for bucketing in ("none", "layer", "block"):
-            name = f"Thunder fsdp {strategy} {bucketing}"
-            made[name] = partial(thunders_fsdp, strategy=strategy, bucketing=bucketing)
+        for name in ("none", "layer", "block"):
+            made[f"Thunder fsdp {strategy} {name}"] = partial(thunders_fsdp, strategy=strategy, bucketing=name)
         made[f"FSDP2 {strategy}"] = partial(fsdp2, reshard=strategy == "zero3")
         made[f"FSDP2 overlapped {strategy}"] = partial(overlapped_fsdp2, reshard=strategy == "zero3")
     made["DDP"] = ddp
@@ -89,26 +134,56 @@ def systems() -> dict[str, Make]:
 def run(arguments: argparse.Namespace) -> None:
     shape = Shape.of(arguments)
     emulation, tokens = Emulation(shape), shape.tokens(dist.get_rank())
-    makes = matching(systems(), arguments.only, *NEEDED)
+    needed = ("compute",) if arguments.bucketing else NEEDED
+    makes = matching(systems(bucketing=arguments.bucketing), arguments.only, *needed)
     built = build(makes, shape, emulation, partial(step, tokens=tokens))
     runs = {name: partial(step, system, tokens) for name, system in built.items()}
     for name, system in built.items():
         if system.transform and not re.search("prefetch|agreement|release", name):  # the same collectives, or about
             runs[_communication_of(name)] = partial(communicate, system)
-    results = measure(arguments, emulation, runs, figures_of)
+            if arguments.bucketing:
+                runs[f"latency of {name}"] = partial(latency, system)
+    sharded = {name: system for name, system in built.items() if not name.startswith("compute")}
+    predicted: dict[str, float] = {}
+    if arguments.profile:
+        [emulation.seconds] = arguments.compute
+        predicted = predict(built, tokens, arguments)
+    evaluate = partial(figures_of, predicted=predicted)
+    if arguments.bucketing:
+        counted = {name: count(system, tokens) for name, system in sharded.items()}
+        evaluate = partial(bucketing_figures, counted=counted)
+    results = measure(arguments, emulation, runs, evaluate)
     if dist.get_rank() == 0:
-        losses = {name: s.losses for name, s in built.items() if not name.startswith("compute")}  # see one rank's text
-        harness.report(arguments, "overlap", results, COLUMNS, losses)
-        if arguments.save:
+        name, columns = ("bucketing", BUCKETING_COLUMNS) if arguments.bucketing else ("overlap", COLUMNS)
+        harness.report(arguments, name, results, columns, {n: system.losses for n, system in sharded.items()})
+        if arguments.save and not arguments.bucketing:
             draw(results, arguments.save / "overlap.png")
+
+
+def predict(built: Mapping[str, System], tokens: torch.Tensor, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the predicted seconds of a step of each of our systems, from one measured profile."""
+    say("measuring a profile")
+    profile = measure_profile(built["ours zero3"].module, tokens, tokens, repeats=arguments.profile)
+    shares = ", ".join(f"{kind.removeprefix('fsdp_')} {share:.0%}" for kind, share in profile.contention.items())
+    say(
+        f"contention: {shares}; {profile.concurrent} collectives of a group at once; share of the link: "
+        f"{profile.gather_share:.2f} for an all-gather, {profile.reduction_share:.2f} for a reduction"
+    )
+    if arguments.save and dist.get_rank() == 0:
+        arguments.save.mkdir(parents=True, exist_ok=True)
+        profile.save(arguments.save / "profile.json")
+    compiled = {name: system.transform.compiled[-1] for name, system in built.items() if system.transform}
+    same_operators = {name: of for name, of in compiled.items() if re.fullmatch(r"ours zero\d( prefetch \d)?", name)}
+    cost = MeasuredCost(profile)
+    return {name: simulate(of.forward, of.backward, cost).step_seconds for name, of in same_operators.items()}
 
 
 def _communication_of(name: str) -> str:
     return name.replace("ours", "communication of")
 
 
-def figures_of(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Return for each system its seconds, and its ratios to compute, communication and ours."""
+def figures_of(seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return for each system its seconds, and its ratios to compute, communication, ours and its prediction."""
     figures = {}
     for name, steps in seconds.items():
         figures[name] = summary(steps)
@@ -123,6 +198,70 @@ def figures_of(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, fl
             "of_sum": ratio(steps, [a + b for a, b in zip(compute, communication, strict=True)]),
             "ours": ratio(seconds[f"ours {strategy}"], steps),
         }
+        if name in predicted:
+            share = predicted[name] / figures[name]["seconds"]
+            figures[name] |= {"predicted": predicted[name], "predicted / measured": share}
+    return figures
+
+
+def count(system: System, tokens: torch.Tensor) -> dict[str, Any]:
+    """Count the collectives of one step on this rank, the bytes that gloo sends for them, and the bytes copied."""
+    counter = StepCounter([local(p) for p in system.module.parameters()])
+    step(system, tokens, counter)
+    counts, world_size = counter.counts(), dist.get_world_size()
+    return {
+        "calls": len(counts.collectives),
+        "gloo_bytes": sum(wire_bytes(c.kind, c.nbytes, world_size, gloo=True) for c in counts.collectives),
+        "copied": counts.parameter_bytes_copied + counts.gradient_bytes_copied,
+    }
+
+
+def latency(system: System) -> float:
+    """Run the collectives of a step in their order, with one element per rank; return the seconds on this rank."""
+    compiled = system.transform.compiled[-1]
+    order = [
+        bsym
+        for trace in (compiled.forward, compiled.backward)
+        for bsym in trace.bound_symbols
+        if sends(bsym) is not None or bsym.sym.name in WAITS
+    ]
+    own, whole = torch.zeros(1), torch.zeros(dist.get_world_size())
+    dist.barrier()
+    started = time.perf_counter()
+    works: dict[str, Any] = {}
+    for bsym in order:
+        kind = bsym.sym.name
+        if kind in WAITS:
+            if bsym.args[1].name in works:
+                works.pop(bsym.args[1].name).wait()
+            continue
+        sent = sends(bsym)
+        assert sent is not None and sent.group is not None
+        group, gathers = sent.group.process_group, sent.gathers
+        issue, operands = (all_gather_flat, (whole, own)) if gathers else (reduce_scatter_flat, (own, whole))
+        works[bsym.output.name] = issue(*operands, group=group, async_op=True)
+    return time.perf_counter() - started
+
+
+def bucketing_figures(
+    seconds: Mapping[str, Sequence[float]], counted: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return for each system its seconds, its counts, and the latency and rate of its collectives."""
+    figures: dict[str, dict[str, Any]] = {"compute": summary(seconds["compute"])}
+    for name, counts in counted.items():
+        figures[name] = {**counts, **summary(seconds[name])}
+        none = re.sub(r"(zero\d).*", r"\1 none", name)
+        if none in seconds:
+            figures[name]["of_none"] = ratio(seconds[name], seconds[none])
+        if f"latency of {name}" in seconds:
+            communication = statistics.median(seconds[_communication_of(name)])
+            milliseconds = 1e3 * statistics.median(seconds[f"latency of {name}"])
+            figures[name] |= {
+                "communication": communication,
+                "gigabits_per_second": 8e-9 * counts["gloo_bytes"] / communication,
+                "latency_ms": milliseconds,
+                "call_ms": milliseconds / counts["calls"],
+            }
     return figures
 
 
@@ -147,5 +286,10 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    arguments = harness.options(__doc__).parse_args()
-    harness.run_on_ranks(__file__, arguments, run)
+    parser = harness.options(__doc__)
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="predict steps from N measured ones")
+    parser.add_argument("--bucketing", action="store_true", help="compare bucketing strategies")
+    parsed = parser.parse_args()
+    if parsed.profile and len(parsed.compute) != 1:
+        parser.error("--compute: one profile is of one speed of compute")
+    harness.run_on_ranks(__file__, parsed, run)

@@ -1,92 +1,76 @@
-"""Measure a node of CPU ranks on this machine, as a :class:`ClusterSpec`: ``python benchmarks/this_machine.py``.
+"""Measure a node of CPU ranks on this machine, as a :class:`ClusterSpec`; this takes a minute.
 
-The result can be saved with ``thunder_fsdp_sched.planning.cluster_files.save_cluster`` and named in ``--cluster``.
+    python benchmarks/this_machine.py                  # a rank for each core that this process may use
+
+Each rank has one thread and one core, and gloo between them. The result can be saved with
+``thunder_fsdp_sched.planning.cluster_files.save_cluster`` and named in ``--cluster``.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
+from collections.abc import Callable
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.planning.clusters import GLOO, ClusterSpec, Protocol, describe
 
+import harness
 import torch
+import torch.distributed as dist
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def measure_this_machine(world_size: int | None = None) -> ClusterSpec:
-    """Measure a node of CPU ranks on this machine: one thread and one core each, gloo between them. This takes a minute.
+def run(arguments: argparse.Namespace) -> None:
+    """Measure on all ranks, and print the means."""
+    figures = measure_rank(dist.get_world_size())
+    means = torch.tensor(list(figures.values()), dtype=torch.float64)
+    dist.all_reduce(means, op=dist.ReduceOp.SUM)
+    if dist.get_rank() == 0:
+        mean = dict(zip(figures, (means / dist.get_world_size()).tolist(), strict=True))
+        print(describe(cluster_of(mean, dist.get_world_size())))
 
-    Args:
-        world_size: number of ranks; the default is one for each core that this process may use.
-    """
-    from torch.multiprocessing import get_context  # here, because importing it is only needed to start processes
 
-    cores = sorted(os.sched_getaffinity(0))
-    world_size = world_size or len(cores)
-    context = get_context("spawn")
-    results = context.SimpleQueue()
-    port = 20000 + os.getpid() % 20000
-    processes = [
-        context.Process(target=_measure_rank, args=(rank, world_size, cores[rank % len(cores)], port, results))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise RuntimeError("a rank failed; its traceback is above")
-    figures = [results.get() for _ in processes]
-    mean = {key: sum(f[key] for f in figures) / world_size for key in figures[0]}
+def cluster_of(figures: dict[str, float], world_size: int) -> ClusterSpec:
+    """Return the description of a node with these figures for each rank."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return ClusterSpec(
         name=f"cpu-{world_size}core",
         source=f"measured on this machine: {world_size} ranks, a thread and a core each, gloo over the loopback device",
         devices_per_node=world_size,
         memory=pages // world_size,
-        flops={dtype: mean[str(dtype)] for dtype in _MEASURED_DTYPES},
-        memory_bandwidth=mean["memory"],
-        intra_node_bandwidth=mean["link"],
-        inter_node_bandwidth=mean["link"],
-        protocols=(Protocol(0.0, mean["hop"], mean["hop"]),),
-        launch_overhead=mean["launch"],
+        flops={dtype: figures[str(dtype)] for dtype in DTYPES},
+        memory_bandwidth=figures["memory"],
+        intra_node_bandwidth=figures["link"],
+        inter_node_bandwidth=figures["link"],
+        protocols=(Protocol(0.0, figures["hop"], figures["hop"]),),
+        launch_overhead=figures["launch"],
         **GLOO,
     )
 
 
-_MEASURED_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-
-
-def _measure_rank(rank: int, world_size: int, core: int, port: int, results: object) -> None:
-    import torch.distributed as dist
-
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+def measure_rank(world_size: int) -> dict[str, float]:
+    """Return FLOP/s of each dtype, bytes/s of memory and of the link, and the seconds of a launch and a hop."""
     figures: dict[str, float] = {}
-    for dtype in _MEASURED_DTYPES:
+    for dtype in DTYPES:
         a, b = torch.randn(512, 512).to(dtype), torch.randn(512, 2048).to(dtype)
-        figures[str(dtype)] = 2 * 512 * 512 * 2048 / _seconds(lambda a=a, b=b: torch.mm(a, b))
+        figures[str(dtype)] = 2 * 512 * 512 * 2048 / seconds_of(lambda a=a, b=b: torch.mm(a, b))
     big = torch.ones(1 << 25)
     other = torch.empty_like(big)
-    figures["memory"] = 2 * big.nbytes / _seconds(lambda: other.copy_(big))
-    small = torch.ones(1)
-    figures["launch"] = _seconds(lambda: torch.neg(small), calls=1000)
-    shards = torch.ones(big.numel() // world_size)
+    figures["memory"] = 2 * big.nbytes / seconds_of(lambda: other.copy_(big))
+    small, tiny = torch.ones(1), torch.empty(world_size)
+    figures["launch"] = seconds_of(lambda: torch.neg(small), calls=1000)
+    shards, hops = torch.ones(big.numel() // world_size), max(world_size - 1, 1)
     gather = dist.all_gather_into_tensor
-    tiny = torch.empty(world_size)
-    hops = max(world_size - 1, 1)
-    figures["hop"] = _seconds(lambda: gather(tiny, small), calls=20) / hops
-    figures["link"] = big.nbytes * hops / world_size / _seconds(lambda: gather(big, shards))
-    dist.barrier()
-    dist.destroy_process_group()
-    results.put(figures)  # type: ignore[attr-defined]
+    figures["hop"] = seconds_of(lambda: gather(tiny, small), calls=20) / hops
+    figures["link"] = big.nbytes * hops / world_size / seconds_of(lambda: gather(big, shards))
+    return figures
 
 
-def _seconds(call: object, *, calls: int = 3, repeats: int = 7) -> float:
+def seconds_of(call: Callable[[], object], *, calls: int = 3, repeats: int = 7) -> float:
     """Return the least mean time of one call among ``repeats`` runs of ``calls`` calls; disturbances only add time."""
-    assert callable(call)
     call()
     best = float("inf")
     for _ in range(repeats):
@@ -98,4 +82,7 @@ def _seconds(call: object, *, calls: int = 3, repeats: int = 7) -> float:
 
 
 if __name__ == "__main__":
-    print(describe(measure_this_machine()))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=len(os.sched_getaffinity(0)))
+    parser.set_defaults(no_limit=True, timeout=3600.0)
+    harness.run_on_ranks(__file__, parser.parse_args(), run)

@@ -26,16 +26,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.reports.step_counter import StepCounter
 
 import harness
 import torch
@@ -49,6 +48,7 @@ from systems import (
     System,
     build,
     communicate,
+    local,
     matching,
     measure,
     ours,
@@ -57,11 +57,9 @@ from systems import (
     unsharded,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 RANKS_PER_NODE = 2
 REFERENCE = "ours zero2, each time"
-_COLLECTIVE = re.compile(r"allgather|alltoall|reduce_scatter|allreduce")
 
 COLUMNS = harness.STEP | {
     "of ours": ("of_reference", ".3g"),
@@ -134,24 +132,17 @@ def window(system: System, batches: Sequence[torch.Tensor]) -> float:
 
 def traffic(system: System, batches: Sequence[torch.Tensor], interface: str) -> dict[str, float]:
     """Return the collectives of one window, for each bucket, and the bytes that this node sends."""
-    found: Counter[str] = Counter()
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == "c10d":
-                found[func._schema.name] += 1
-            return func(*args, **(kwargs or {}))
-
+    counter = StepCounter([local(p) for p in system.module.parameters()])
     dist.barrier()
     before = sent_bytes(interface)
-    with Counting():
+    with counter:
         window(system, batches)
     dist.barrier()
     sent = sent_bytes(interface) - before
     wrapped = sum(isinstance(module, FSDPModule) for module in system.module.modules())
     groups = len(system.transform.plan) if system.transform else wrapped
-    collectives = sum(n for name, n in found.items() if _COLLECTIVE.search(name))
-    return {"collectives": collectives / groups, "megabytes": sent / 1e6}
+    collectives = [c.kind for c in counter.counts().collectives if c.kind != "barrier"]
+    return {"collectives": len(collectives) / groups, "megabytes": sent / 1e6}
 
 
 def compiled_traces(system: System, micro_batches: int) -> list[Any]:
