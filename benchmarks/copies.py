@@ -132,7 +132,6 @@ def count(system: System, tokens: torch.Tensor, whole: int, arguments: argparse.
         **held.peaks(),
         **{f"{key}_share": nbytes / whole for key, nbytes in held.peaks().items()},
         **step_bytes(held, parameters, whole),
-        "all_parameter_bytes": whole,
     }
     if system.transform is not None:
         figures["copied_gradients"] = copied_gradients(system.transform.compiled[-1].backward)

@@ -50,6 +50,7 @@ from thunder_fsdp_sched.planning.clusters import preset_of_gpu
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.reports.profiler import MeasuredCost, measure
+from thunder_fsdp_sched.transports import TRANSPORTS
 
 import thunder
 import torch
@@ -66,7 +67,6 @@ REFERENCE = "unsharded"
 
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 OFFLOAD = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-TRANSPORTS = ("flat", "all_to_all", "coalesced", "all_reduce", "staged", "symmetric_memory")
 
 # The options of ``fsdp`` in each case of this package.
 OURS: dict[str, dict[str, Any]] = {f"zero3 {transport}": {"transport": transport} for transport in TRANSPORTS} | {

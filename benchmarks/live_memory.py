@@ -321,38 +321,37 @@ class LiveMemory(TorchDispatchMode):
         """Return the ranges of an arena that are in use, each with its first and last event."""
         touched = [r for e in self._events for r in (*e.reads, *e.writes) if r[0] == number]
         bounds = sorted({bound for _, begin, end in touched for bound in (begin, end)})
+
+        def pieces(ranges: list[_Range]) -> list[int]:
+            own = [(bisect_left(bounds, begin), bisect_left(bounds, end)) for n, begin, end in ranges if n == number]
+            return [piece for first, end in own for piece in range(first, end)]
+
         current: dict[int, _Use] = {}
         done = []
         for now, event in enumerate(self._events):
             until = now
             if event.kind == "reduction":
                 until = len(self._events) if event.over is None else event.over - 1
-            for its_number, begin, end in event.reads:
-                for place in (
-                    range(bisect_left(bounds, begin), bisect_left(bounds, end)) if its_number == number else ()
-                ):
-                    if place not in current:
-                        continue
-                    if event.kind == "reduction" and current[place].holds == "parameters":  # padding is reduced, too
-                        done.append(current[place])
-                        current[place] = _Use("gradients", current[place].nbytes, now, now)
-                    current[place].last = max(current[place].last, until)
-                    current[place].reduced |= event.kind == "reduction"
+            for piece in pieces(event.reads):
+                if piece not in current:
+                    continue
+                if event.kind == "reduction" and current[piece].holds == "parameters":  # padding is reduced, too
+                    done.append(current[piece])
+                    current[piece] = _Use("gradients", current[piece].nbytes, now, now)
+                current[piece].last = max(current[piece].last, until)
+                current[piece].reduced |= event.kind == "reduction"
             what = "parameters" if event.holds == "placed" else event.holds
-            for its_number, begin, end in event.writes if what else ():
-                for place in (
-                    range(bisect_left(bounds, begin), bisect_left(bounds, end)) if its_number == number else ()
-                ):
-                    old = current.get(place)
-                    # Gradients are accumulated, and an all-reduce completes the shards that were copied into place.
-                    goes_on = event.kind == "all-reduce" if what == "parameters" else old and not old.reduced
-                    if old is not None and old.holds == what and goes_on:
-                        old.last = max(old.last, now)
-                        continue
-                    if old is not None:
-                        old.last = min(old.last, now - 1)
-                        done.append(old)
-                    current[place] = _Use(what, bounds[place + 1] - bounds[place], now, now)
+            for piece in pieces(event.writes) if what else ():
+                old = current.get(piece)
+                # Gradients are accumulated, and an all-reduce completes the shards that were copied into place.
+                goes_on = event.kind == "all-reduce" if what == "parameters" else old and not old.reduced
+                if old is not None and old.holds == what and goes_on:
+                    old.last = max(old.last, now)
+                    continue
+                if old is not None:
+                    old.last = min(old.last, now - 1)
+                    done.append(old)
+                current[piece] = _Use(what, bounds[piece + 1] - bounds[piece], now, now)
         return [*done, *current.values()]
 
 

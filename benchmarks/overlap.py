@@ -38,19 +38,15 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched.ir.effects import sends
-from thunder_fsdp_sched.ir.symbols import WAITS
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.reports.profiler import MeasuredCost
 from thunder_fsdp_sched.reports.profiler import measure as measure_profile
 from thunder_fsdp_sched.reports.step_counter import StepCounter
-from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
 import harness
 import torch
@@ -142,7 +138,7 @@ def run(arguments: argparse.Namespace) -> None:
         if system.transform and not re.search("prefetch|agreement|release", name):  # the same collectives, or about
             runs[_communication_of(name)] = partial(communicate, system)
             if arguments.bucketing:
-                runs[f"latency of {name}"] = partial(latency, system)
+                runs[f"latency of {name}"] = partial(communicate, system, empty=True)
     sharded = {name: system for name, system in built.items() if not name.startswith("compute")}
     predicted: dict[str, float] = {}
     if arguments.profile:
@@ -214,33 +210,6 @@ def count(system: System, tokens: torch.Tensor) -> dict[str, Any]:
         "gloo_bytes": sum(wire_bytes(c.kind, c.nbytes, world_size, gloo=True) for c in counts.collectives),
         "copied": counts.parameter_bytes_copied + counts.gradient_bytes_copied,
     }
-
-
-def latency(system: System) -> float:
-    """Run the collectives of a step in their order, with one element per rank; return the seconds on this rank."""
-    compiled = system.transform.compiled[-1]
-    order = [
-        bsym
-        for trace in (compiled.forward, compiled.backward)
-        for bsym in trace.bound_symbols
-        if sends(bsym) is not None or bsym.sym.name in WAITS
-    ]
-    own, whole = torch.zeros(1), torch.zeros(dist.get_world_size())
-    dist.barrier()
-    started = time.perf_counter()
-    works: dict[str, Any] = {}
-    for bsym in order:
-        kind = bsym.sym.name
-        if kind in WAITS:
-            if bsym.args[1].name in works:
-                works.pop(bsym.args[1].name).wait()
-            continue
-        sent = sends(bsym)
-        assert sent is not None and sent.group is not None
-        group, gathers = sent.group.process_group, sent.gathers
-        issue, operands = (all_gather_flat, (whole, own)) if gathers else (reduce_scatter_flat, (own, whole))
-        works[bsym.output.name] = issue(*operands, group=group, async_op=True)
-    return time.perf_counter() - started
 
 
 def bucketing_figures(

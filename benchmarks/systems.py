@@ -19,9 +19,11 @@ from typing import Any
 import thunder_fsdp_sched
 from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before thunder
 from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
+from thunder_fsdp_sched.ir.effects import sends
 from thunder_fsdp_sched.ir.symbols import ISSUES, WAITS, fsdp_all_gather
 from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.planning.flops import flops_of
+from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
 import thunder
 import torch
@@ -94,14 +96,10 @@ class Emulation:
     """The emulation of compute: matrix multiplications of a model sleep, ``seconds`` in total for forward and backward.
 
     ``seconds`` may change at any time, without compiling again. 0 emulates nothing.
-
-    Args:
-        nothing: whether models stay as they are, so that ``seconds`` has no effect.
     """
 
-    def __init__(self, shape: Shape, *, nothing: bool = False) -> None:
+    def __init__(self, shape: Shape) -> None:
         self.seconds = 0.0
-        self._nothing = nothing
         self._flops = shape.flops
 
     def sleep(self, flops: float) -> None:
@@ -110,7 +108,7 @@ class Emulation:
 
     def transform(self) -> thunder.Transform:
         """Return the transform for ``thunder.jit(transforms=[..., emulation.transform()])``."""
-        return thunder.Transform() if self._nothing else sleeping(self.sleep)
+        return sleeping(self.sleep)
 
     def eager(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make every ``Linear`` of an uncompiled module sleep, in forward and in backward; return the module."""
@@ -131,7 +129,7 @@ class Emulation:
             return Sleep.apply(output, 2.0 * inputs[0].numel() * module.out_features)
 
         for module in model.modules():
-            if isinstance(module, torch.nn.Linear) and not self._nothing:
+            if isinstance(module, torch.nn.Linear):
                 module.register_forward_hook(slow_down)
         return model
 
@@ -326,28 +324,41 @@ def wire_bytes(kind: str, nbytes: int, world_size: int, *, gloo: bool = False) -
     return 2 * ring if "allreduce" in kind or (gloo and kind == "reduce_scatter") else ring
 
 
-def communicate(system: System, compiled: Any = None) -> float:
+def communicate(system: System, compiled: Any = None, *, empty: bool = False) -> float:
     """Run only the collectives of one step of this project, in order; return the seconds on this rank.
 
     Args:
         compiled: the traces of the step; by default those compiled last.
+        empty: send one element per rank in place of each bucket, which leaves the latency of the calls and waits.
     """
     compiled = compiled or system.transform.compiled[-1]
     dist.barrier()
     started = time.perf_counter()
-    for trace in (compiled.forward, compiled.backward):
-        flights: dict[str, Any] = {}
-        for bsym in trace.bound_symbols:
-            name = bsym.sym.name
-            if name in WAITS:
-                bsym._call_ctx[name](bsym.args[0], flights.pop(bsym.args[1].name))
-            elif name in ISSUES:
-                bucket, slot = bsym.args[:2]
-                tensors = bucket.params
-                if name != fsdp_all_gather.name:  # the current contents of the slot are reduced
-                    tensors = slot.grads[bucket].tensors
-                flights[bsym.output.name] = bsym._call_ctx[name](bucket, slot, *tensors, **bsym.kwargs)
+    flights: dict[str, Any] = {}
+    for bsym in (*compiled.forward.bound_symbols, *compiled.backward.bound_symbols):
+        name = bsym.sym.name
+        if name in WAITS:
+            flight = flights.pop(bsym.args[1].name)
+            flight.wait() if empty else bsym._call_ctx[name](bsym.args[0], flight)
+        elif name in ISSUES:
+            flights[bsym.output.name] = _issue_empty(bsym) if empty else _issue(bsym)
     return time.perf_counter() - started
+
+
+def _issue(bsym: BoundSymbol) -> Any:
+    bucket, slot = bsym.args[:2]
+    tensors = bucket.params
+    if bsym.sym.name != fsdp_all_gather.name:  # the current contents of the slot are reduced
+        tensors = slot.grads[bucket].tensors
+    return bsym._call_ctx[bsym.sym.name](bucket, slot, *tensors, **bsym.kwargs)
+
+
+def _issue_empty(bsym: BoundSymbol) -> Any:
+    own, whole = torch.zeros(1), torch.zeros(dist.get_world_size())
+    sent = sends(bsym)
+    assert sent is not None and sent.group is not None
+    issue, operands = (all_gather_flat, (whole, own)) if sent.gathers else (reduce_scatter_flat, (own, whole))
+    return issue(*operands, group=sent.group.process_group, async_op=True)
 
 
 def these_ranks(

@@ -27,10 +27,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure on all ranks, and print the means."""
     figures = measure_rank(dist.get_world_size())
     means = torch.tensor(list(figures.values()), dtype=torch.float64)
-    dist.all_reduce(means, op=dist.ReduceOp.SUM)
+    dist.all_reduce(means)
     if dist.get_rank() == 0:
-        mean = dict(zip(figures, (means / dist.get_world_size()).tolist(), strict=True))
-        print(describe(cluster_of(mean, dist.get_world_size())))
+        means /= dist.get_world_size()
+        print(describe(cluster_of(dict(zip(figures, means.tolist(), strict=True)), dist.get_world_size())))
 
 
 def cluster_of(figures: dict[str, float], world_size: int) -> ClusterSpec:

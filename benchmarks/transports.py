@@ -112,9 +112,9 @@ def compare(arguments: argparse.Namespace, title: str, variants: Mapping[str, Ma
 
 
 def by_formula(transform: Any) -> dict[str, int]:
-    """Return the bytes and launches of the collectives in the traces, according to the transports."""
+    """Return the bytes of the collectives in the traces, according to the transports."""
     schedule = transform.compiled[-1].schedule
-    gathered = reduced = through_gloo = launches = 0
+    gathered = reduced = through_gloo = 0
     for op in filter(lambda op: op.travels, (*schedule.forward, *schedule.backward)):
         transport, spec = TRANSPORTS[op.transport], transform.plan[op.bucket]
         gathers, reduces = op.kind == fsdp_all_gather.name, op.kind == fsdp_reduce_scatter.name
@@ -125,12 +125,7 @@ def by_formula(transform: Any) -> dict[str, int]:
         gathered += gathers * sent
         reduced += reduces * sent
         through_gloo += reduces * sent * (2 if traffic.is_reduce_scatter else 1)
-        launches += traffic.launches
-    return {
-        "formula_bytes": gathered + reduced,
-        "formula_bytes_through_gloo": gathered + through_gloo,
-        "formula_launches": launches,
-    }
+    return {"formula_bytes": gathered + reduced, "formula_bytes_through_gloo": gathered + through_gloo}
 
 
 def counts_of(system: System, tokens: torch.Tensor) -> dict[str, int]:
