@@ -237,14 +237,6 @@ def _device(name: str, device: Any) -> torch.device | None:
     return _is(torch.device, "a torch.device, its name or None")(name, device)
 
 
-def _offload(name: str, policy: OffloadPolicy | None) -> OffloadPolicy:
-    return policy or OffloadPolicy()
-
-
-def _group(name: str, group: ProcessGroup | None) -> ProcessGroupRef | None:
-    return None if group is None else ProcessGroupRef.of(group)
-
-
 _CHECKS: dict[str, Check] = {
     "sharding_strategy": _by_module,
     "bucketing_strategy": _bucketing,
@@ -262,8 +254,12 @@ _CHECKS: dict[str, Check] = {
     "mp_policy": _by_module,
     "gradient_divide_factor": _by_module,
     "all_reduce_hook": _function("(bucket name, gradients) -> None, or None"),
-    "offload_policy": _is(OffloadPolicy, "a CPUOffloadPolicy, OffloadPolicy or None", _offload),
-    "process_group": _is(ProcessGroup, "a torch.distributed.ProcessGroup or None", _group),
+    "offload_policy": _is(
+        OffloadPolicy, "a CPUOffloadPolicy, OffloadPolicy or None", lambda _, p: p or OffloadPolicy()
+    ),
+    "process_group": _is(
+        ProcessGroup, "a torch.distributed.ProcessGroup or None", lambda _, g: g and ProcessGroupRef.of(g)
+    ),
     "mesh": _is(DeviceMesh, "a 1-D or 2-D torch.distributed.device_mesh.DeviceMesh or None", _one_or_two_dimensions),
     "process_group_for": _function("(parameter name, parameter) -> process group, mesh or None"),
     "separate_reduce_scatter_group": _flag,
@@ -363,9 +359,7 @@ def _comparable(value: Any) -> str:
     if isinstance(value, DeviceMesh):
         return f"mesh of {tuple(value.shape)} ranks, dimensions {value.mesh_dim_names}"
     if isinstance(value, tuple):  # schedules
-        return f"{[_comparable(v) for v in value]}"
-    if isinstance(value, StepSchedule):
-        return f"{value.forward.compute} {value.backward.compute if value.backward else None}"
+        return str([(step.forward.compute, step.backward and step.backward.compute) for step in value])
     if callable(value) and not isinstance(value, type):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return str(value)

@@ -57,10 +57,10 @@ FAULTS: dict[str, tuple[list[tuple[str, ...]], tuple[str, ...]]] = {
     # No rank waits before it has issued both, so these finish if collectives of two groups run concurrently. NCCL does
     # not guarantee that.
     "groups that have to run concurrently": ([("A:01", "B:01"), ("B:01", "A:01")], ("would never end",)),
-    "a missing rank": ([("A:01",)], ("ranks [1] of process group 'A' take no part",)),
+    "a missing rank": ([("A:01",)], ("line 1:\n    rank 0: op on A\n    rank 1: (nothing)",)),
     "a missing collective": ([("A:01", "A:01"), ("A:01",)], ("line 2:\n    rank 0: op on A\n    rank 1: (nothing)",)),
-    "no member": ([("A:01",)] * 3, ("not its own",)),
-    "other members": ([("A:01",), ("A:012",), ()], ("(0, 1) for one rank",)),
+    "no member": ([("A:01",)] * 2 + [("A:01", "A:01")], ("line 2:",)),
+    "other members": ([("A:01",), ("A:012",), ()], ("would never end",)),
 }
 
 

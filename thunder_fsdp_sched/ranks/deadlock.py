@@ -52,29 +52,17 @@ def find_fault(programs: Mapping[int, Sequence[Action]]) -> str:
 
 
 def _different_order(programs: Mapping[int, Sequence[Action]]) -> str:
-    issued: dict[str, dict[int, list[str]]] = {}
-    members: dict[str, tuple[int, ...]] = {}
+    issued: dict[str, dict[int, list[str]]] = {}  # keyed by group and rank
     for rank, program in programs.items():
         for action in program:
             if not action.waits:
-                issued.setdefault(action.group, {}).setdefault(rank, []).append(action.line)
-                known = members.setdefault(action.group, action.ranks)
-                if known != action.ranks:
-                    return f"process group {action.group!r} is {known} for one rank and {action.ranks} for rank {rank}"
-                if rank not in action.ranks:
-                    return (
-                        f"rank {rank} issues {action.line} on process group {action.group!r} of {action.ranks}, not "
-                        f"its own"
-                    )
-    for group, ranks in members.items():
-        missing = [rank for rank in ranks if rank not in programs]
-        if missing:
-            return f"ranks {missing} of process group {group!r} take no part"
-        where = f" of process group {group!r}" if len(members) > 1 else ""
-        first, *others = ranks
+                of_group = issued.setdefault(action.group, {member: [] for member in action.ranks})
+                of_group.setdefault(rank, []).append(action.line)
+    for group, lines in issued.items():
+        where = f" of process group {group!r}" if len(issued) > 1 else ""
+        first, *others = lines
         for rank in others:
-            ours, theirs = issued[group].get(first, []), issued[group].get(rank, [])
-            if difference := first_difference(first, ours, rank, theirs, where):
+            if difference := first_difference(first, lines[first], rank, lines[rank], where):
                 return difference
     return ""
 
