@@ -34,7 +34,35 @@ aten = torch.ops.aten
 _construct = dtensor_constructor()
 
 
-class RowDTensor(DTensor):
+class _Entry:
+    """An entry of a state dict that holds some rows of a tensor: what distributed checkpoints (DCP) ask of it."""
+
+    shape: torch.Size
+
+    def _chunks(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the rows that this rank saves, as one or several runs, each with the number of its first row."""
+        raise NotImplementedError
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if not self.shape:
+            return [ChunkStorageMetadata(torch.Size([]), torch.Size([])) for _ in self._chunks()]
+        others = [0] * (len(self.shape) - 1)
+        return [ChunkStorageMetadata(torch.Size([start, *others]), rows.shape) for start, rows in self._chunks()]
+
+    def __create_write_items__(self, fqn: str, entry: object) -> list[WriteItem]:
+        items = []
+        for chunk, (_, rows) in zip(self.__create_chunk_list__(), self._chunks(), strict=True):
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(rows), self.shape)
+            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the rows of a chunk, from which DCP reads, or into which it loads."""
+        rows = next(rows for start, rows in self._chunks() if not index.offset or index.offset[0] == start)
+        return rows if self.shape else rows.reshape(())
+
+
+class RowDTensor(_Entry, DTensor):
     """This rank's rows of a tensor that is sharded along its first dimension; see [Note: Uneven DTensors].
 
     It has the shape of the whole tensor. :meth:`to_local` returns the rows, :meth:`full_tensor` gathers all of them.
@@ -157,29 +185,15 @@ class RowDTensor(DTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RowDTensor({self.rows}, {self.dtype}, {self.device}, {self._local_tensor})"
 
-    # What distributed checkpoints (DCP) ask of a DTensor.
-
-    def __create_write_items__(self, fqn: str, entry: object) -> list[WriteItem]:
-        return _write_items(self, fqn, self._local_tensor)
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def _chunks(self) -> list[tuple[int, torch.Tensor]]:
         local, rows = self._local_tensor, self.rows
         if not local.numel():
             saves_empty = not self.numel() and rows.rank == 0  # one rank saves a tensor without elements
-            return [_chunk_of(self, local, rows.start)] if saves_empty else []
+            return [(rows.start, local)] if saves_empty else []
         if not rows.is_reshaped or rows.is_cut or len(local) < 2:
-            return [_chunk_of(self, local, rows.start)]
+            return [(rows.start, local)]
         # State of another shape than the parameter's. Several chunks tell it from a tensor that every rank has whole.
-        return [_chunk_of(self, local[:1], rows.start), _chunk_of(self, local[1:], rows.start + 1)]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        local = self._local_tensor
-        if not self.ndim:
-            return local.reshape(())
-        for chunk in self.__create_chunk_list__():
-            if chunk.offsets == index.offset:
-                return local[chunk.offsets[0] - self.rows.start :][: chunk.sizes[0]]
-        return local
+        return [(rows.start, local[:1]), (rows.start + 1, local[1:])]
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -246,7 +260,7 @@ class _Sum(torch.autograd.Function):
         return RowDTensor.wrap(rows, ctx.rows), None
 
 
-class RowPiece(torch.Tensor):
+class RowPiece(_Entry, torch.Tensor):
     """Rows ``[start, start + len(local))`` of a whole tensor, whose other rows are on other ranks.
 
     It has the whole tensor's shape but only these rows. It can be saved, loaded, copied, moved and cast, and
@@ -304,16 +318,8 @@ class RowPiece(torch.Tensor):
         local = func(*args, **kwargs)
         return piece if func is aten.copy_.default else RowPiece(local, piece._start, tuple(piece.shape))
 
-    # The methods that DCP requires of an entry that is not a DTensor.
-
-    def __create_write_items__(self, fqn: str, entry: object) -> list[WriteItem]:
-        return _write_items(self, fqn, self._local)
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk_of(self, self._local, self._start)] if self._local.numel() else []
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self._local if self.ndim else self._local.reshape(())
+    def _chunks(self) -> list[tuple[int, torch.Tensor]]:
+        return [(self._start, self._local)] if self._local.numel() else []
 
 
 _ON_LOCAL_ROWS = {
@@ -336,23 +342,3 @@ def _same_rows(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 def _describe(tensor: torch.Tensor) -> str:
     return repr(tensor) if isinstance(tensor, RowPiece) else f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
-
-
-def _write_items(entry: Any, fqn: str, local: torch.Tensor) -> list[WriteItem]:
-    """Return what DCP writes for ``entry``, an entry of a state dict whose rows are ``local``."""
-    properties = TensorProperties.create_from_tensor(local)
-    return [
-        WriteItem(
-            index=MetadataIndex(fqn, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=entry.size()),
-        )
-        for chunk in entry.__create_chunk_list__()
-    ]
-
-
-def _chunk_of(entry: Any, local: torch.Tensor, start: int) -> ChunkStorageMetadata:
-    """Return the place of ``local`` in the whole tensor, from row ``start`` on."""
-    if not entry.ndim:
-        return ChunkStorageMetadata(torch.Size([]), torch.Size([]))
-    return ChunkStorageMetadata(torch.Size([start, *(0 for _ in entry.shape[1:])]), local.shape)
