@@ -17,34 +17,22 @@ Backward has no such point that is always reached, so there the host waits whene
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..transports.base import NO_CONTEXT, TransportedBucket, labelled, side_stream
+from ..transports.base import NO_CONTEXT, labelled, side_stream
 from .autograd import forward_number, is_backward_of
 
-
-class SentBucket(TransportedBucket, Protocol):
-    """The values of a bucket that are needed to send its shard.
-
-    Attributes:
-        shard: this rank's flat shard.
-        params: its parameters, whose versions tell whether they have changed.
-    """
-
-    shard: torch.Tensor
-    params: tuple[torch.nn.Parameter, ...]
-
-    def allocate_sent(self) -> torch.Tensor:
-        """Allocate the tensor that gathers send: the flat shard, or a cast of it."""
+if TYPE_CHECKING:
+    from .bucket import Bucket
 
 
 class ShardSource:
     """The source that sends the shard itself."""
 
-    def __init__(self, bucket: SentBucket) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
 
     def shard(self, *, again: bool) -> torch.Tensor:
@@ -134,14 +122,14 @@ def finish_copies() -> None:
         copied.synchronize()
 
 
-def source_of(bucket: SentBucket) -> ShardSource:
+def source_of(bucket: Bucket) -> ShardSource:
     """Return the source of the tensors that ``bucket`` sends."""
     if bucket.spec.comm.offload:
         return OffloadedShardSource(bucket)
     return CastShardSource(bucket) if bucket.spec.param_dtype != bucket.spec.dtype else ShardSource(bucket)
 
 
-def version_of(bucket: SentBucket) -> tuple[int, ...]:
+def version_of(bucket: Bucket) -> tuple[int, ...]:
     """Return numbers that differ after each detectable write to the shard; see [Note: Reuse of casts]."""
     return (_optimizer_steps, bucket.shard._version, *(p._version for p in bucket.params))
 

@@ -159,7 +159,6 @@ def gather_ahead(
             while len(flights) < 2 and number + len(flights) < len(wanted):
                 flights.append(issue(number + len(flights)))
             source = flights[0].bucket
-            assert isinstance(source, Bucket)
             params = wait_params(source, flights[0])
             _release_shards(flights[:1])
             del flights[0]
@@ -170,7 +169,6 @@ def gather_ahead(
 def _release_shards(flights: Sequence[InFlight]) -> None:
     """Let the host write the shards again that these gathers send, and free casts of them."""
     for bucket in (flight.bucket for flight in flights):
-        assert isinstance(bucket, Bucket)
         bucket.source.finish_copy()
         if bucket is not bucket.base:
             bucket.source.free()
