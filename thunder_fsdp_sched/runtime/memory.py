@@ -76,7 +76,6 @@ class Slot:
     Attributes:
         params: views of the slot as the parameters of each bucket.
         grads: views of the slot as the gradients of each bucket.
-        sharing: all slots that share memory with it, including itself.
     """
 
     def __init__(self, name: str, arena: Arena, offset: int, nbytes: int) -> None:
@@ -86,7 +85,6 @@ class Slot:
         self.nbytes = nbytes
         self.params = _ViewCache(lambda bucket: arena.make_params(bucket, self))
         self.grads = _ViewCache(lambda bucket: arena.make_views(bucket, self, bucket.spec.reduce_dtype))
-        self.overlapping = {self}
 
     def __repr__(self) -> str:
         return self.name
@@ -205,10 +203,6 @@ class Arena:
         slot = self._slots.get((offset, nbytes))
         if slot is None:
             slot = Slot(name or f"{self._prefix}_{len(self._slots)}", self, offset, nbytes)
-            for other in self._slots.values():
-                if other.overlaps(slot):
-                    other.overlapping.add(slot)
-                    slot.overlapping.add(other)
             self._slots[offset, nbytes] = slot
             if slot.end > self.nbytes:
                 self.nbytes = slot.end
@@ -372,9 +366,8 @@ class Arena:
 
     def finish_stale(self, slot: Slot) -> None:
         """Wait for collectives on the memory of ``slot`` that an exception in an earlier step left in flight."""
-        if not self._in_flight.keys().isdisjoint(slot.overlapping):
-            for flight in [flight for other, flight in self._in_flight.items() if other in slot.overlapping]:
-                self.finish(flight)
+        for flight in [f for other, f in self._in_flight.items() if other is slot or other.overlaps(slot)]:
+            self.finish(flight)
 
 
 class _Retained(NamedTuple):
