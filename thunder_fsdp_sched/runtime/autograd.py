@@ -45,7 +45,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -156,16 +156,6 @@ def _check(leaves: Sequence[tuple[Any, Any]], grads: Any) -> None:
             )
 
 
-class _Guarded:
-    """A user's tensor hook, skipped in a backward without a gradient."""
-
-    def __init__(self, hook: Callable[[Any], Any]) -> None:
-        self.hook = hook
-
-    def __call__(self, grad: torch.Tensor | None) -> Any:
-        return None if grad is None else self.hook(grad)
-
-
 class _GradientNoted:
     """A tensor hook that notes whether the latest backward had a gradient."""
 
@@ -175,35 +165,32 @@ class _GradientNoted:
         self.has_gradient = grad is not None
 
 
-class _GuardedAccumulated:
-    """A user's post-accumulate-grad hook, skipped in a backward without a gradient."""
-
-    def __init__(self, hook: Callable[[Any], Any], noted: _GradientNoted) -> None:
-        self.hook = hook
-        self._noted = noted
-
-    def __call__(self, param: torch.Tensor) -> Any:
-        return self.hook(param) if self._noted.has_gradient else None
+Hook: TypeAlias = "Callable[[Any], Any]"
 
 
-def guarded_hook(param: torch.Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a tensor hook of a sharded parameter as it is registered; see [Note: Hooks of parameters]."""
-    return _Guarded(hook) if isinstance(param, torch.nn.Parameter) else hook
+def guarded_hook(param: torch.Tensor, hook: Hook) -> Hook:
+    """Return a tensor hook as it is registered: that of a parameter is skipped in a backward without a gradient."""
+    if not isinstance(param, torch.nn.Parameter):
+        return hook
+    return lambda grad: None if grad is None else hook(grad)
 
 
-def guarded_accumulated_hook(param: torch.Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a post-accumulate-grad hook of a sharded parameter as it is registered."""
-    return _GuardedAccumulated(hook, _noted(param)) if isinstance(param, torch.nn.Parameter) else hook
+def guarded_accumulated_hook(param: torch.Tensor, hook: Hook) -> Hook:
+    """Return a post-accumulate-grad hook as it is registered; see [Note: Hooks of parameters]."""
+    if not isinstance(param, torch.nn.Parameter):
+        return hook
+    noted = _noted(param)
+    return lambda updated: hook(updated) if noted.has_gradient else None
 
 
 def take_hooks(old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
     """Let the sharded parameter ``new`` have the hooks of ``old``, which their handles can still remove."""
     hooks, accumulated_hooks = hooks_of(old)
     for number, hook in hooks.items():
-        hooks[number] = _Guarded(hook)
+        hooks[number] = guarded_hook(new, hook)
     set_hooks(new, hooks, accumulated_hooks)
     for number, hook in accumulated_hooks.items():
-        accumulated_hooks[number] = _GuardedAccumulated(hook, _noted(new))
+        accumulated_hooks[number] = guarded_accumulated_hook(new, hook)
 
 
 def accumulate(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
