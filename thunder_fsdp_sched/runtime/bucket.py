@@ -140,7 +140,7 @@ class Bucket:
         self.accumulation = Accumulation(spec)
         self.source = source_of(self)
         self.aliases: dict[Any, Bucket] = {}
-        """Aliases of this bucket, gathered in another way; see the module ``aliases``."""
+        """Aliases of this bucket, gathered in another way; see ``bucket_aliases``."""
 
     def __repr__(self) -> str:
         return self.handle
