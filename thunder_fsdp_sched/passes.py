@@ -350,6 +350,7 @@ def table() -> str:
     """Return the table of passes in Markdown, as docs/how-it-works.md has it."""
     lines = ["| pass | phase | when | what it does | in the search |", "|---|---|---|---|---|"]
     for step in PIPELINE:
-        does = (inspect.getdoc(step.pass_) or "").partition("\n")[0].replace("``", "`")
+        sentences = " ".join((inspect.getdoc(step.pass_) or "").replace("``", "`").split())
+        does = sentences.partition(". ")[0].removesuffix(".") + "."
         lines.append(f"| `{step.name}` | {step.phase} | {step.when.words} | {does} | {'yes' * step.searched} |")
     return "\n".join(lines)
