@@ -32,7 +32,7 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched.runtime.row_dtensor import local_rows
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 
 import pytest
 import thunder
@@ -42,22 +42,8 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
-
-__all__ = [
-    "Action",
-    "Pending",
-    "Run",
-    "Scenario",
-    "Unsharded",
-    "do",
-    "each",
-    "everywhere",
-    "fsdp2",
-    "loss_of",
-    "saved_for_backward",
-    "sgd",
-]
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -348,6 +334,21 @@ class Run:
             self.unsharded.backward(pending.expected, retain=retain)
             if not pending.no_sync:
                 self.unsharded.reduce()
+
+    def gradients(self, seed: int, *, without: Sequence[str] = ("unused",)) -> None:
+        """Set random gradients, the same on all ranks, of trainable parameters, so that nothing has to be traced."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, param in self.model.named_parameters():
+            whole = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+            for model in [*self.models, *([] if self.unsharded is None else [self.reference])]:
+                own = model.get_parameter(name)
+                if hasattr(own, "rows"):
+                    grad = RowDTensor.wrap(own.rows.of(whole).clone(), own.rows)
+                else:
+                    is_fsdp2 = isinstance(own, DTensor)
+                    grad = distribute_tensor(whole, own.device_mesh, own.placements) if is_fsdp2 else whole.clone()
+                if own.requires_grad and name not in without:
+                    own.grad = grad
 
     def clip(self, max_norm: float = 0.05) -> None:
         """Clip gradients and compare their norms."""

@@ -12,12 +12,10 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.runtime.memory import with_own_storage
 
-import gpu
 import memory
 import pytest
 import systems
@@ -25,7 +23,7 @@ import torch
 import torch.distributed as dist
 import windows
 from forked import run_python
-from gpu import REFERENCE, Activity, Setup, measured, merge, page, read, verdict
+from gpu import REFERENCE, Activity, Setup, measured, merge, read, verdict
 from live_memory import LiveMemory
 from memory_systems import PacedKernels, RecomputingShape
 from models import byte_gpt
@@ -92,6 +90,7 @@ def _trained(*digests: str, distance: float = 1e-7, **more: Any) -> dict[str, An
     ],
 )
 def test_a_verdict_names_what_is_wrong(record: dict[str, Any] | None, word: str) -> None:
+    """The tolerance is larger for bfloat16."""
     setup = Setup("blocking", "", like="alone")
     steady = {REFERENCE: _trained("r", "r")}
     of_case = {} if record is None else {"zero3 flat": record}
@@ -100,12 +99,9 @@ def test_a_verdict_names_what_is_wrong(record: dict[str, Any] | None, word: str)
     if word in ("NOT REPEATABLE", "OTHER BITS"):  # bits may vary if those of the unsharded model vary
         found["blocking"][REFERENCE] = _trained("s", "r")
         assert verdict(setup, "zero3 flat", found) == "varies"
-
-
-def test_bfloat16_has_a_larger_tolerance() -> None:
-    for distance, word in ((0.01, "ok"), (0.5, "WRONG")):
+    for distance, expected in ((0.01, "ok"), (0.5, "WRONG")):
         found = {"alone": {"zero3 flat bfloat16": _trained("a", distance=distance)}}
-        assert verdict(Setup("alone", ""), "zero3 flat bfloat16", found) == word
+        assert verdict(Setup("alone", ""), "zero3 flat bfloat16", found) == expected
 
 
 def test_a_case_fails_if_it_fails_or_dies_on_any_rank() -> None:
@@ -117,57 +113,10 @@ def test_a_case_fails_if_it_fails_or_dies_on_any_rank() -> None:
     assert died["error"] == "the processes ended with exit code 1\nFatal Python error: Segmentation fault\n  stack"
 
 
-def test_setups_compare_with_blocking_runs_and_give_each_gpu_a_rank() -> None:
-    arguments = mock.Mock(only="", cases="", stand_in=False)
-    alone = {setup.name: setup for setup in gpu.setups(arguments, 1)}
-    assert list(alone) == ["alone", "blocking", "sanitizer", "shared", "profile"]
-    assert alone["blocking"].environment == {"CUDA_LAUNCH_BLOCKING": "1"} and alone["blocking"].like == "alone"
-    assert alone["sanitizer"].environment == {"TORCH_CUDA_SANITIZER": "1"} and not alone["sanitizer"].fuse
-    assert not [case for case in gpu.cases_of(alone["shared"], arguments) if "coalesced" in case]
-    assert REFERENCE not in gpu.cases_of(alone["profile"], arguments)
-    many = gpu.setups(arguments, 4)
-    assert [(setup.name, setup.world_size) for setup in many[4:]] == [
-        ("ranks", 4),
-        ("ranks, blocking", 4),
-        ("profile", 4),
-    ]
-    arguments = mock.Mock(only="alone", cases="zero3 (flat|staged)$", stand_in=False)
-    [setup] = gpu.setups(arguments, 1)
-    assert gpu.cases_of(setup, arguments) == [REFERENCE, "zero3 flat", "zero3 staged"]
-
-
-def test_an_error_is_described_by_its_type_first_lines_and_location() -> None:
-    with pytest.raises(ValueError, match="transport") as caught:
-        fsdp(transport="ring")
-    text = gpu.describe_error(caught.value)
-    assert text.startswith("ValueError: transport: expected 'auto', one of")
-    assert "thunder_fsdp_sched/options.py:" in text.splitlines()[-1]
-
-
-def test_the_page_has_versions_verdicts_and_figures_and_lists_each_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "get_pretty_env_info", lambda: "PyTorch version: 2.13.0")
-    setups = [Setup("alone", "1 rank"), Setup("profile", "profiled", repeats=0)]
-    failed = {"status": "failed", "error": "RuntimeError: CUDA error: misaligned address\n  at staged.py:41"}
-    figures = {"seconds": 0.01, "compute": 0.008, "communication": 0.004, "exposed": 0.001, "idle": 0.0005}
-    profiled = {"measured": {**figures, "order": ["g(a)"]}, "by profile": {**figures, "order": ["g(b)"]}}
-    found = {
-        "alone": {REFERENCE: _trained("a"), "zero3 flat": _trained("a", peak=2**20), "zero3 staged": failed},
-        "profile": {"zero3 flat": {"status": "ok", **profiled}, "zero3 staged": failed},
-    }
-    text, failures = page(setups, found, mock.Mock(blocks=1, width=64, batch=1, length=8, stand_in=False))
-    assert failures == 2
-    assert "PyTorch version: 2.13.0" in text and "lightning-thunder" in text and "2 of 5 failed, 0 were refused" in text
-    assert "| zero3 flat | ok | other order |" in text
-    assert "(alone: zero3 staged; profile: zero3 staged)" in text and text.count("misaligned address") == 1
-    assert "| zero3 flat | 0.0100 | 1.05 MB | 1.0e-07 |" in text
-    assert "| zero3 flat, measured | 0.0100 | 0.0080 |" in text
-
-
-@pytest.mark.parametrize("arguments", [["first"], ["first", "--cases", "flat"]])
-def test_without_a_gpu_the_gpu_benchmark_says_so_and_exits_with_zero(arguments: list[str], tmp_path: Path) -> None:
+def test_without_a_gpu_the_gpu_benchmark_says_so_and_exits_with_zero(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    done = run_python("-W", "ignore", GPU, *arguments, cwd=tmp_path, timeout=300)
+    done = run_python("-W", "ignore", GPU, "first", cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("skipped: no GPU here")
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks, on_ranks
-from test_optimizers import ShardedAndReference
+from scenario import Run
+from test_optimizers import Matrices
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
@@ -191,7 +192,8 @@ def _reload(optimizer: Optimizer, step: int) -> None:
 
 def _shard_another(optimizer: Optimizer, step: int) -> None:
     if step == 1:
-        ShardedAndReference(seed=3)
+        torch.manual_seed(3)
+        Run(Matrices())
 
 
 ACTIONS = {
@@ -205,34 +207,22 @@ ACTIONS = {
 }
 
 
-class _Both(ShardedAndReference):
-    """A sharded model and its reference with one optimizer each."""
+def _run(make: Make, *, exact: bool = True, **options: Any) -> Run:
+    """Return a sharded and an unsharded model with one optimizer each."""
+    torch.manual_seed(0)
+    return Run(Matrices(), optimizer=make, tolerance=0 if exact else 1e-5, **options)
 
-    def __init__(self, make: Make, without: str = "", **options: Any) -> None:
-        super().__init__(**options)
-        names = [n for n, p in self.reference.named_parameters() if p.requires_grad and n != without]
-        self.optimizers.append(make([self.model.get_parameter(n) for n in names]))
-        self.reference_optimizers.append(make([self.reference.get_parameter(n) for n in names]))
 
-    def pair(self) -> tuple[Optimizer, Optimizer]:
-        return self.optimizers[0], self.reference_optimizers[0]
-
-    def check_states(self) -> None:
-        """Compare the optimizers' state dicts: values, names, options."""
-        ours, theirs = (optimizer.state_dict() for optimizer in self.pair())
-        assert ours["state"].keys() == theirs["state"].keys()
-        assert repr(ours["param_groups"]) == repr(theirs["param_groups"])
-        whole = tree_map_only(DTensor, lambda t: t.full_tensor(), ours["state"])
-        for number, state in theirs["state"].items():
-            assert state.keys() == whole[number].keys()
-            for mine, other in zip(tree_leaves(whole[number]), tree_leaves(state), strict=True):
-                torch.testing.assert_close(mine, other, msg=lambda text, n=number: f"state of {n}: {text}")
-
-    def check(self, *, exact: bool = True) -> None:
-        whole = tfs.full_state_dict(self.model)
-        for name, param in self.reference.state_dict().items():
-            tolerance = {"rtol": 0, "atol": 0} if exact else {}
-            torch.testing.assert_close(whole[name], param, **tolerance, msg=lambda text, n=name: f"{n}: {text}")
+def _check_states(run: Run, expected: Optimizer | None = None) -> None:
+    """Compare the optimizers' state dicts: values, names, options."""
+    ours, theirs = (optimizer.state_dict() for optimizer in (run.optimizers[0], expected or run.optimizers[1]))
+    assert ours["state"].keys() == theirs["state"].keys()
+    assert repr(ours["param_groups"]) == repr(theirs["param_groups"])
+    whole = tree_map_only(DTensor, lambda t: t.full_tensor(), ours["state"])
+    for number, state in theirs["state"].items():
+        assert state.keys() == whole[number].keys()
+        for mine, other in zip(tree_leaves(whole[number]), tree_leaves(state), strict=True):
+            torch.testing.assert_close(mine, other, msg=lambda text, n=number: f"state of {n}: {text}")
 
 
 def _train(rank: int, world_size: int) -> dict[str, str]:
@@ -243,16 +233,17 @@ def _train(rank: int, world_size: int) -> dict[str, str]:
         )
         for action, act in actions.items():
             try:
-                both = _Both(make)
-                for step in range(4):
-                    for optimizer in both.pair():
-                        if act is not None:
-                            act(optimizer, step)
-                    both.gradients(step)
-                    both.step()
                 # Sums, and the elements that fused kernels do not vectorize, round otherwise.
-                both.check(exact=name not in OWN and "fused" not in name)
-                both.check_states()
+                run = _run(make, exact=name not in OWN and "fused" not in name)
+                for step in range(4):
+                    for optimizer in run.optimizers if act is not None else ():
+                        act(optimizer, step)
+                    run.gradients(step)
+                    for optimizer in run.optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                run.compare_parameters()
+                _check_states(run)
             except Exception as error:
                 failures[f"{name} / {action}"] = f"{type(error).__name__}: {str(error)[:300]}"
     return failures
@@ -265,16 +256,16 @@ def test_each_optimizer_trains_shards_as_it_trains_the_unsharded_model(ranks: Ra
 @on_ranks(2)
 def test_closures_and_schedulers_change_the_step() -> None:
     """Closures, schedulers, and losses that a step returns."""
-    both = _Both(lambda params: AdamW(params, lr=0.1, foreach=True))
+    run = _run(lambda params: AdamW(params, lr=0.1, foreach=True))
     schedulers = [
-        (OneCycleLR(optimizer, 0.2, total_steps=8), CosineAnnealingLR(optimizer, 8)) for optimizer in both.pair()
+        (OneCycleLR(optimizer, 0.2, total_steps=8), CosineAnnealingLR(optimizer, 8)) for optimizer in run.optimizers
     ]
     for step in range(4):
         losses = []
-        for optimizer in both.pair():
+        for optimizer in run.optimizers:
 
             def closure(optimizer: Optimizer = optimizer, step: int = step) -> float:
-                both.gradients(step)
+                run.gradients(step)
                 optimizer.param_groups[0]["weight_decay"] = 0.1 * step
                 return 0.5 * step
 
@@ -283,8 +274,8 @@ def test_closures_and_schedulers_change_the_step() -> None:
             for scheduler in pair:
                 scheduler.step()
         assert losses == [0.5 * step] * 2
-        both.check()
-    both.check_states()
+        run.compare_parameters()
+    _check_states(run)
 
 
 SAVED: dict[str, Make] = {
@@ -294,9 +285,13 @@ SAVED: dict[str, Make] = {
 }
 
 
-def _make_saved(name: str, group: Any) -> _Both:
-    # torch's functions make state of each parameter, whether it has a gradient or not.
-    return _Both(SAVED[name], without="unused", process_group=group)
+def _run_to_save(name: str, *, steps: int, group: Any = None) -> Run:
+    run = _run(SAVED[name], exact=name not in OWN, process_group=group)
+    for step in range(steps):
+        # torch's functions make state of each parameter, whether it has a gradient or not.
+        run.gradients(step, without=())
+        run.step()
+    return run
 
 
 _SIZES = [(1, 3), (3, 2), (2, 1)]
@@ -310,46 +305,36 @@ def test_state_of_each_shape_is_saved_and_loaded_on_any_number_of_ranks(
 ) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in sorted({saving, loading})}
     for name in SAVED if rank < saving else ():
-        both = _make_saved(name, groups[saving])
-        for step in range(2):
-            both.gradients(step)
-            both.step()
-        tfs.save_checkpoint(tmp_path / name, both.model, both.optimizers)
-        state = get_optimizer_state_dict(both.model, both.optimizers[0])
+        run = _run_to_save(name, steps=2, group=groups[saving])
+        tfs.save_checkpoint(tmp_path / name, run.model, run.optimizers[0])
+        state = get_optimizer_state_dict(run.model, run.optimizers[0])
         dcp.save(state, checkpoint_id=tmp_path / f"{name} dcp", process_group=groups[saving])
     dist.barrier()
     for name in SAVED if rank < loading else ():
-        expected = _make_saved(name, groups[loading])
-        for step in range(3):
-            expected.gradients(step)
-            expected.step()
+        expected = _run_to_save(name, steps=3, group=groups[loading])
         for by in ("ours", "dcp"):
-            both = _make_saved(name, groups[loading])
-            tfs.load_checkpoint(tmp_path / name, both.model, both.optimizers if by == "ours" else [])
+            run = _run_to_save(name, steps=0, group=groups[loading])
+            tfs.load_checkpoint(tmp_path / name, run.model, run.optimizers[:1] if by == "ours" else [])
             if by == "dcp":
-                state = get_optimizer_state_dict(both.model, both.optimizers[0])
+                state = get_optimizer_state_dict(run.model, run.optimizers[0])
                 dcp.load(state, checkpoint_id=tmp_path / f"{name} dcp", process_group=groups[loading])
-                set_optimizer_state_dict(both.model, both.optimizers[0], state)
-            both.gradients(2)
-            both.optimizers[0].step()
-            both.reference = expected.reference
-            both.check(exact=name not in OWN)
-            both.reference_optimizers = expected.reference_optimizers
-            both.check_states()
+                set_optimizer_state_dict(run.model, run.optimizers[0], state)
+            run.gradients(2, without=())
+            run.optimizers[0].step()
+            run.unsharded = expected.unsharded
+            run.compare_parameters()
+            _check_states(run, expected.optimizers[1])
 
 
 @on_ranks(2)
 def test_state_that_was_loaded_and_not_stepped_is_saved_whole(tmp_path: Path) -> None:
-    both = _Both(SAVED["AdamW"])
-    both.gradients(0)
-    both.step()
-    tfs.save_checkpoint(tmp_path / "ours", both.model, both.optimizers)
-    other = _Both(SAVED["AdamW"])
-    tfs.load_checkpoint(tmp_path / "ours", other.model, other.optimizers)
-    other.reference_optimizers = both.reference_optimizers
-    other.check_states()
+    run = _run_to_save("AdamW", steps=1)
+    tfs.save_checkpoint(tmp_path / "ours", run.model, run.optimizers[0])
+    other = _run_to_save("AdamW", steps=0)
+    tfs.load_checkpoint(tmp_path / "ours", other.model, other.optimizers[0])
+    _check_states(other, run.optimizers[1])
     dcp.save(get_optimizer_state_dict(other.model, other.optimizers[0]), checkpoint_id=tmp_path / "theirs")
     sizes = dcp.FileSystemReader(tmp_path / "theirs").read_metadata().state_dict_metadata
-    for name, param in both.reference.named_parameters():
-        if param.grad is not None or name in ("row", "scale"):
+    for name, param in run.reference.named_parameters():
+        if param.requires_grad:
             assert sizes[f"state.{name}.exp_avg"].size == param.shape, name

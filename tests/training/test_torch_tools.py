@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor
 
 import pytest
 import thunder
@@ -16,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from models import Stack
 from ranks import on_ranks
+from scenario import Run, fsdp2, sgd
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 TRANSPORTS = ["coalesced", "flat"]
@@ -36,63 +36,40 @@ TRANSPORTS = ["coalesced", "flat"]
 mostly_coalesced = pytest.mark.parametrize("transport", ["coalesced", pytest.param("flat", marks=pytest.mark.long)])
 
 
-class _Both:
-    """The same module sharded by this package and by FSDP2, with the same gradients."""
+def _beside_fsdp2(transport: str, optimizer: Any = sgd, seed: int = 0, *, exact: bool = True) -> Run:
+    """Return a model that this package shards beside one that FSDP2 shards."""
+    torch.manual_seed(seed)
+    tolerance = 0 if exact and transport == "coalesced" else 1e-5
+    model = Stack(2, width=8)
+    return Run(model, others=[fsdp2], others_tolerance=tolerance, oracle=None, optimizer=optimizer, transport=transport)
 
-    def __init__(self, world_size: int, transport: str, optimizer: Any = None, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        module, theirs = Stack(2, width=8), Stack(2, width=8)
-        theirs.load_state_dict(module.state_dict())
-        self.mesh = init_device_mesh("cpu", (world_size,))
-        self.theirs = fully_shard(theirs, mesh=self.mesh)
-        self.ours = thunder.jit(module, transforms=[fsdp(transport=transport)])
-        self.is_exact = transport == "coalesced"
-        self.names = [name for name, _ in self.ours.named_parameters()]
-        if optimizer is not None:
-            self.optimizers = [optimizer(model.parameters()) for model in (self.ours, self.theirs)]
 
-    def set_grads(self, seed: int = 1, spoiled_rank: int | None = None, rank: int = 0) -> None:
-        torch.manual_seed(seed)
-        for name in self.names:
-            ours, theirs = self.ours.get_parameter(name), self.theirs.get_parameter(name)
-            full = torch.randn(ours.shape)
-            ours.grad = RowDTensor.wrap(ours.rows.of(full).clone(), ours.rows)
-            theirs.grad = distribute_tensor(full, self.mesh, [Shard(0)])
-        if spoiled_rank == rank:
-            for model in (self.ours, self.theirs):
-                next(p.grad.to_local() for p in model.parameters() if p.grad.to_local().numel())[:1] = math.inf
+def _compare(run: Run) -> None:
+    run.compare_gradients()
+    run.compare_parameters()
 
-    def check(self, ours: Any, theirs: Any, what: str) -> None:
-        ours, theirs = (v.full_tensor() if isinstance(v, DTensor) else v for v in (ours, theirs))
-        if isinstance(ours, torch.Tensor):
-            tolerance = {"rtol": 0, "atol": 0} if self.is_exact else {}
-            torch.testing.assert_close(ours, theirs, **tolerance, msg=lambda text: f"{what}: {text}")
-        else:
-            assert ours == theirs, what
 
-    def check_params(self) -> None:
-        for name in self.names:
-            ours, theirs = self.ours.get_parameter(name), self.theirs.get_parameter(name)
-            assert isinstance(ours, DTensor) and ours.shape == theirs.shape
-            self.check(ours, theirs, name)
-            assert (ours.grad is None) == (theirs.grad is None)
-            if ours.grad is not None:
-                self.check(ours.grad, theirs.grad, f"gradient of {name}")
+def _check(run: Run, ours: Any, theirs: Any, what: str) -> None:
+    ours, theirs = (v.full_tensor() if isinstance(v, DTensor) else v for v in (ours, theirs))
+    if isinstance(ours, torch.Tensor):
+        run.close(ours, theirs, what, tolerance=run.others_tolerance)
+    else:
+        assert ours == theirs, what
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
 def test_clipping_gives_what_fsdp2_gives(world_size: int, transport: str) -> None:
-    both = _Both(world_size, transport)
+    run = _beside_fsdp2(transport)
     for norm_type in (1.0, 2.0, math.inf):
-        both.set_grads()
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.3, norm_type) for m in (both.ours, both.theirs)]
-        both.check(*norms, f"norm of order {norm_type}")
-        both.check_params()
-    both.set_grads(2)
-    for model in (both.ours, both.theirs):
+        run.gradients(1)
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.3, norm_type) for m in run.models]
+        _check(run, *norms, f"norm of order {norm_type}")
+        _compare(run)
+    run.gradients(2)
+    for model in run.models:
         nn.utils.clip_grad_value_(model.parameters(), 0.1)
-    both.check_params()
+    _compare(run)
 
 
 OPTIMIZERS = {
@@ -102,8 +79,11 @@ OPTIMIZERS = {
 }
 
 
-class _Centralized(torch.optim.SGD):
+class _Centralized(torch.optim.Optimizer):
     """An optimizer that computes over rows, and that nobody knows: gradients lose the mean of their columns."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -116,21 +96,20 @@ class _Centralized(torch.optim.SGD):
 @mostly_coalesced
 @on_ranks(2)
 def test_optimizers_give_what_they_give_with_fsdp2(world_size: int, transport: str) -> None:
-    for make in (*OPTIMIZERS.values(), lambda params: _Centralized(params, 0.1)):
-        both = _Both(world_size, transport, make)
-        both.is_exact &= not isinstance(both.optimizers[0], _Centralized)  # whose means round differently
+    for make in (*OPTIMIZERS.values(), _Centralized):
+        run = _beside_fsdp2(transport, make, exact=make is not _Centralized)  # whose means round differently
         for step in range(3):
-            both.set_grads(step)
-            for optimizer in both.optimizers:
+            run.gradients(step)
+            for optimizer in run.optimizers:
                 optimizer.step()
-        both.check_params()
+        _compare(run)
 
 
 @mostly_coalesced
 @on_ranks(2)
 def test_averages_are_those_of_fsdp2(world_size: int, transport: str) -> None:
-    both = _Both(world_size, transport, OPTIMIZERS["sgd"])
-    for model in (both.ours, both.theirs):
+    run = _beside_fsdp2(transport, OPTIMIZERS["sgd"])
+    for model in run.models:
         with pytest.raises((TypeError, AssertionError), match=r"copied|deepcopy"):
             AveragedModel(model)
     # A copy from before sharding is sharded like the model.
@@ -138,18 +117,18 @@ def test_averages_are_those_of_fsdp2(world_size: int, transport: str) -> None:
     averages = [AveragedModel(Stack(2, width=8), multi_avg_fn=get_ema_multi_avg_fn(0.5)) for _ in range(2)]
     averages[1].load_state_dict(averages[0].state_dict())
     averages[0].module = thunder.jit(averages[0].module, transforms=[fsdp(transport=transport)])
-    fully_shard(averages[1].module, mesh=both.mesh)
+    fully_shard(averages[1].module, mesh=init_device_mesh("cpu", (world_size,)))
     for step in range(3):
-        both.set_grads(step)
-        for optimizer, average, model in zip(both.optimizers, averages, (both.ours, both.theirs), strict=True):
+        run.gradients(step)
+        for optimizer, average, model in zip(run.optimizers, averages, run.models, strict=True):
             optimizer.step()
             average.update_parameters(model)
     ours, theirs = (average.state_dict() for average in averages)
     assert ours.keys() == theirs.keys() and ours["n_averaged"] == 3
     for name, value in theirs.items():
-        both.check(ours[name], value, name)
-    name = both.names[0]
-    assert not torch.equal(both.ours.get_parameter(name).full_tensor(), ours[f"module.{name}"].full_tensor())
+        _check(run, ours[name], value, name)
+    name = "first.weight"
+    assert not torch.equal(run.model.get_parameter(name).full_tensor(), ours[f"module.{name}"].full_tensor())
 
 
 @on_ranks(2)
@@ -179,28 +158,31 @@ def test_buffers_are_averaged_with_parameters() -> None:
 @on_ranks(2)
 def test_scalers_skip_the_steps_that_they_skip_with_fsdp2(rank: int, world_size: int, transport: str) -> None:
     for scaler_class in (torch.amp.GradScaler, ShardedGradScaler):
-        both = _Both(world_size, transport, OPTIMIZERS["sgd"])
+        run = _beside_fsdp2(transport, OPTIMIZERS["sgd"])
         scalers = [scaler_class("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
         for step, spoiled_rank in enumerate([None, 1, None, None, 0]):
-            both.set_grads(step, spoiled_rank, rank)
-            for scaler, optimizer in zip(scalers, both.optimizers, strict=True):
+            run.gradients(step)
+            if spoiled_rank == rank:
+                for model in run.models:
+                    next(p.grad.to_local() for p in model.parameters() if p.grad.to_local().numel())[:1] = math.inf
+            for scaler, optimizer in zip(scalers, run.optimizers, strict=True):
                 scaler.scale(torch.ones(()))
                 scaler.unscale_(optimizer)
                 scaler.step(optimizer)
                 scaler.update()
             assert scalers[0].get_scale() == scalers[1].get_scale()
-            both.optimizers[0].zero_grad()
-            both.optimizers[1].zero_grad()
-            both.check_params()
+            run.optimizers[0].zero_grad()
+            run.optimizers[1].zero_grad()
+            _compare(run)
         assert scalers[0].get_scale() == 4.0
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
 def test_state_dicts_are_exchanged_with_fsdp2(rank: int, world_size: int, transport: str, tmp_path: Path) -> None:
-    both = _Both(world_size, transport, OPTIMIZERS["foreach"])
-    both.set_grads()
-    for optimizer in both.optimizers:
+    run = _beside_fsdp2(transport, OPTIMIZERS["foreach"])
+    run.gradients(1)
+    for optimizer in run.optimizers:
         optimizer.step()
         optimizer.zero_grad()
     for options in (
@@ -210,41 +192,41 @@ def test_state_dicts_are_exchanged_with_fsdp2(rank: int, world_size: int, transp
     ):
         (ours, our_state), (theirs, their_state) = (
             get_state_dict(model, optimizer, options=options)
-            for model, optimizer in zip((both.ours, both.theirs), both.optimizers, strict=True)
+            for model, optimizer in zip(run.models, run.optimizers, strict=True)
         )
         assert ours.keys() == theirs.keys()
         if options is not None and options.cpu_offload and rank:  # only the first rank gets values
             continue
         assert our_state["state"].keys() == their_state["state"].keys()
         for name, value in theirs.items():
-            both.check(ours[name], value, name)
+            _check(run, ours[name], value, name)
         for name, values in their_state["state"].items():
             for key, value in values.items():
-                both.check(our_state["state"][name][key], value, f"{key} of {name}")
+                _check(run, our_state["state"][name][key], value, f"{key} of {name}")
 
     # Loaded: sharded, full on all ranks, and full on the first rank alone.
     for case in ("sharded", "full", "broadcast"):
-        other = _Both(world_size, transport, OPTIMIZERS["foreach"], seed=3)
+        other = _beside_fsdp2(transport, OPTIMIZERS["foreach"], seed=3)
         loading = StateDictOptions(full_state_dict=case != "sharded", broadcast_from_rank0=case == "broadcast")
         saving = StateDictOptions(full_state_dict=case != "sharded", cpu_offload=case == "broadcast")
-        model, optimizer = get_state_dict(both.theirs, both.optimizers[1], options=saving)
+        model, optimizer = get_state_dict(run.models[1], run.optimizers[1], options=saving)
         assert bool(model) == (case != "broadcast" or rank == 0)
         if case == "sharded":
             dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
-            model, optimizer = get_state_dict(other.ours, other.optimizers[0])
+            model, optimizer = get_state_dict(other.model, other.optimizers[0])
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
         model, optimizer = copy.deepcopy((model, optimizer))  # they share memory with what they were taken from
         if case == "sharded":
             with torch.no_grad():
-                for param in other.ours.parameters():
+                for param in other.model.parameters():
                     param.zero_()
-        set_model_state_dict(other.ours, model, options=loading)
-        set_optimizer_state_dict(other.ours, other.optimizers[0], optimizer, options=loading)
-        other.theirs, other.optimizers[1] = both.theirs, both.optimizers[1]
-        other.check_params()
-        other.set_grads(5)
+        set_model_state_dict(other.model, model, options=loading)
+        set_optimizer_state_dict(other.model, other.optimizers[0], optimizer, options=loading)
+        other.models[1], other.optimizers[1] = run.models[1], run.optimizers[1]
+        _compare(other)
+        other.gradients(5)
         for each in other.optimizers:
             each.step()
             each.zero_grad()
-        other.check_params()
-    assert isinstance(next(iter(get_model_state_dict(other.ours).values())), DTensor)
+        _compare(other)
+    assert isinstance(next(iter(get_model_state_dict(other.model).values())), DTensor)
