@@ -38,6 +38,7 @@ from torch import nn
 
 GATHER, REDUCE, GRAD = "fsdp_all_gather", "fsdp_reduce_scatter", "fsdp_matmul_into"
 PARAMS, GUARD = "fsdp_wait_params", "fsdp_params_unchanged"
+RELEASE, SECONDARY = "fsdp_release", "fsdp_copy_secondary_shard"
 COPY, COPY_BACK = "fsdp_copy_to_host", "fsdp_copy_to_device"
 COPIED, COPIED_BACK = "fsdp_wait_host_copy", "fsdp_wait_device_copy"
 
@@ -57,6 +58,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zero3": {"prefetch": 2},
     "zero2": {"sharding_strategy": "zero2"},
     "offload": {},
+    "released": {"release": "bucket"},
+    "kept+released": {"sharding_strategy": "zero2", "release": "bucket"},
+    "secondary": {"reshard_after_forward": 2, "bucketing_strategy": "layer"},
+    "hook": {"all_reduce_hook": lambda name, gradients: None},
 }
 
 
@@ -65,7 +70,8 @@ def compiled(options: str) -> testing.CompiledTraces:
     if options == "offload":
         with offloading():
             return testing.compile_on_fake_ranks(lambda: (Stack(3), (torch.ones(2, 4),)), 2)[0]
-    return testing.compile_on_fake_ranks(lambda: (Blocks(), (torch.ones(2, 4),)), 2, **OPTIONS[options])[0]
+    world_size = 4 if options == "secondary" else 2
+    return testing.compile_on_fake_ranks(lambda: (Blocks(), (torch.ones(2, 4),)), world_size, **OPTIONS[options])[0]
 
 
 class Step:
@@ -200,6 +206,17 @@ def gather_over_a_gradient(step: Step) -> None:
     raise AssertionError("there is no gather between a gradient and its reduction")
 
 
+def free_early(step: Step, *, before: bool) -> None:
+    """Free the slot of a reduction before its wait, or before the reduction itself."""
+    reduction = step.at(REDUCE)
+    release = next(i for i in step.all(RELEASE) if i > reduction and step.bsyms[i].args[0] is step.slot(REDUCE))
+    step.move(release, reduction if before else reduction + 1)
+
+
+def free_kept(step: Step) -> None:
+    step.bsyms.insert(-1, next(b for b in compiled("kept+released").backward.bound_symbols if b.sym.name == RELEASE))
+
+
 def return_unreduced(step: Step) -> None:
     grad = step.at(GRAD)
     step.change(step.reader(grad), {2 + step.bsyms[grad].args[2]: None})
@@ -243,6 +260,7 @@ Mutation = Callable[[Step], Any]
 ANY = ("chain forward", "zero3 forward", "zero3 backward")
 FW, BW, KEPT = ("chain forward", "zero3 forward"), ("zero3 backward",), ("zero2 backward",)
 HOST, BACK = ("offload forward",), ("offload backward",)
+RELEASED, SHARDS = ("released backward", "kept+released backward"), ("secondary forward", "secondary backward")
 
 _OVERWRITTEN = r"reads '\w+' of bucket '\S+' in \S+, which bound symbol \d+ of \w+ has overwritten for bucket '\S+'"
 _UNDEFINED = r"reads '\w+', which nothing before it defines"
@@ -430,6 +448,47 @@ MUTATIONS: list[tuple[str, tuple[str, ...], Mutation, str]] = [
         r"writes own_\S+ for bucket '\S+', but it belongs to bucket '\S+'",
     ),
     ("a saved parameter is returned", KEPT, lambda s: s.return_(saved_weight(s)[2]), _OVERWRITTEN),
+    # Memory that is freed
+    (
+        "a slot is freed before the wait for its reduction",
+        RELEASED,
+        lambda s: free_early(s, before=False),
+        r"frees \S+ before the wait for bucket",
+    ),
+    (
+        "a slot is freed before its reduction",
+        RELEASED,
+        lambda s: free_early(s, before=True),
+        r"which bound symbol \d+ of \w+ has freed",
+    ),
+    (
+        "parameters are freed before they are read",
+        ("released forward",),
+        lambda s: s.move(s.at(RELEASE), s.at(PARAMS) + 1),
+        r"of bucket '?\S+'? in \S+, which bound symbol \d+ of \w+ has freed",
+    ),
+    ("a kept bucket is freed", ("kept+released forward",), free_kept, r"frees own_\S+, which backward reads"),
+    # Secondary shards
+    (
+        "a gather sends another bucket's shard",
+        SHARDS[1:],
+        lambda s: s.change(s.at(GATHER, -1), secondary=s.bsyms[s.at(GATHER, -2)].kwargs["secondary"]),
+        r"reads '\w+', which (holds \('secondary', .*|nothing before it defines)",
+    ),
+    (
+        "a shard is copied out of another gather",
+        SHARDS[:1],
+        lambda s: s.change(s.at(SECONDARY, 1), {0: s.bsyms[s.at(SECONDARY)].args[0]}),
+        r"reads '\w+', which holds \('params', \w+, None\), not \('params', \w+, None\)",
+    ),
+    ("a shard is not copied", SHARDS[:1], lambda s: s.bsyms.pop(s.at(SECONDARY)), _UNDEFINED),
+    # Hooks
+    (
+        "a hook is not called",
+        ("hook backward",),
+        lambda s: s.change(s.at("fsdp_wait_grads"), hook=None),
+        r"calls the all_reduce_hook None, expected \S+",
+    ),
     # Copies in host memory
     ("no wait for a copy", HOST, forget_host_copy, "fsdp_copy_to_host is never waited for"),
     (
@@ -482,7 +541,7 @@ MUTATIONS: list[tuple[str, tuple[str, ...], Mutation, str]] = [
 ]
 
 
-@pytest.mark.parametrize("trace", [*ANY, *KEPT, *HOST, *BACK, "zero2 forward"])
+@pytest.mark.parametrize("trace", [*ANY, *KEPT, *HOST, *BACK, *RELEASED, *SHARDS, "zero2 forward", "hook backward"])
 def test_correct_traces_pass(trace: str) -> None:
     Step(*trace.split()).verify()
 

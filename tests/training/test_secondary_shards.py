@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, testing
@@ -13,7 +12,6 @@ from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.proof import VerificationError, verify
 from thunder_fsdp_sched.runtime.bucket import Bucket
 
 import pytest
@@ -24,7 +22,7 @@ from memory_count import compare, count_on_fake_ranks
 from models import GPT, Layer, Stack
 from scenario import Run, Scenario, do, each, fsdp2
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.trace import TraceCtx
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -191,65 +189,6 @@ def test_simulated_backward_leaves_the_node_only_to_reduce() -> None:
         step = simulate(compiled.traces, None, cost)
         assert step.communication_seconds
     assert len(found[8]) == len(found[None]) and all(a < b for a, b in zip(found[8], found[None], strict=True))
-
-
-@cache
-def _compiled() -> testing.CompiledTraces:
-    [compiled] = testing.compile_on_fake_ranks(_make, 4, reshard_after_forward=2, bucketing_strategy="layer")
-    return compiled
-
-
-def _broken(change: Callable[[BoundSymbol], BoundSymbol | None]) -> None:
-    compiled = _compiled()
-
-    def changed(trace: TraceCtx) -> TraceCtx:
-        new = from_trace(trace)
-        new.bound_symbols = [c for bsym in trace.bound_symbols if (c := change(bsym)) is not None]
-        return new
-
-    forward = changed(compiled.forward)
-    verify(forward)
-    verify(changed(compiled.backward), forward=forward)
-
-
-def test_verify_accepts_what_is_compiled() -> None:
-    _broken(lambda bsym: bsym)
-
-
-def test_verify_refuses_shards_of_another_bucket() -> None:
-    others: list[Any] = []
-
-    def swap_sent(bsym: BoundSymbol) -> BoundSymbol:
-        secondary = bsym.kwargs.get("secondary")
-        if secondary is not None:
-            others.append(secondary)
-            return bsym.from_bsym(kwargs={**bsym.kwargs, "secondary": others[0]})
-        return bsym
-
-    with pytest.raises(
-        VerificationError, match=r"reads '\w+', which (holds \('secondary', .*|nothing before it defines)"
-    ):
-        _broken(swap_sent)
-
-
-def test_verify_refuses_a_copy_of_another_gather() -> None:
-    copies: list[BoundSymbol] = []
-
-    def swap_copied(bsym: BoundSymbol) -> BoundSymbol:
-        if bsym.sym is fsdp_copy_secondary_shard:
-            copies.append(bsym)
-            return bsym.from_bsym(args=(copies[0].args[0], *bsym.args[1:]))
-        return bsym
-
-    with pytest.raises(
-        VerificationError, match=r"reads '\w+', which holds \('params', \w+, None\), not \('params', \w+, None\)"
-    ):
-        _broken(swap_copied)
-
-
-def test_verify_refuses_shards_without_a_copy() -> None:
-    with pytest.raises(VerificationError, match=r"reads '.*', which nothing before it defines|, not \('secondary', "):
-        _broken(lambda bsym: None if bsym.sym is fsdp_copy_secondary_shard else bsym)
 
 
 @given(
