@@ -116,16 +116,17 @@ def test_plan_llama_says_for_each_number_of_ranks_whether_it_fits(capsys: pytest
 
 def test_a_pinned_schedule_passes_until_the_options_change(tmp_path: Path) -> None:
     code = (FOLDER / "test_schedule.py").read_text()
+    assert "prefetch=1" in code
 
-    def run(code: str, *options: str) -> str:
-        (tmp_path / "test_schedule.py").write_text(code)
+    def last_line(output: str) -> str:
+        return output.splitlines()[-1]
+
+    def run(*options: str) -> str:
         return run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, cwd=tmp_path).stdout
 
-    def ends_with(output: str, outcome: str) -> bool:
-        return output.splitlines()[-1].startswith(outcome)
-
-    assert ends_with(output := run(code, "--update-schedules"), "1 passed"), output
-    assert ends_with(output := run(code), "1 passed"), output
-    assert "prefetch=1" in code
-    assert ends_with(output := run(code.replace("prefetch=1", "prefetch=0")), "1 failed"), output
+    for name in ("schedule", "changed"):
+        (tmp_path / f"test_{name}.py").write_text(code)
+    assert last_line(output := run("--update-schedules")).startswith("2 passed"), output
+    (tmp_path / "test_changed.py").write_text(code.replace("prefetch=1", "prefetch=0"))
+    assert last_line(output := run()).startswith("1 failed, 1 passed"), output
     assert "is not the one pinned in" in output

@@ -94,33 +94,3 @@ def test_training_gives_the_values_of_the_unsharded_model(world_size: int, numbe
     model = RandomModel(case.model)
     if any(p.requires_grad for p in model.parameters()):
         Run(model, tolerance=2e-4 if mixed else 1e-10, **options).train(steps=2)
-
-
-def test_cases_are_of_every_kind() -> None:
-    """Check that drawn cases have the features that the tests above rely on."""
-    seen: set[str] = set()
-    for number in range(100):
-        case = draw_numbered(cases(), number)
-        model = RandomModel(case.model)
-        assert model(*model.inputs(torch.Generator())).shape == (3, 3)
-        seen.update(block.kind for block in case.model.blocks)
-        seen.update(f"{name}={value}" for name, value in case.options.items() if isinstance(value, str))
-        seen.update(name for name in case.options)
-        if len(dict(model.named_parameters(remove_duplicate=False))) > len(dict(model.named_parameters())):
-            seen.add("tied")
-        if len(set(case.model.order)) < len(case.model.blocks):
-            seen.add("unused")
-        if len(case.model.order) > len(set(case.model.order)):
-            seen.add("repeated")
-        seen.update(name for name in ("kept", "low", "secondary") if getattr(case, name))
-
-    assert {"tied", "unused", "repeated", "nested", "transport=staged"} <= seen
-    assert {
-        "kept",
-        "low",
-        "secondary",
-        "mp_policy",
-        "max_unsharded_bytes",
-        "max_gathers_in_flight",
-        "release=bucket",
-    } <= seen

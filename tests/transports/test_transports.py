@@ -152,7 +152,9 @@ def test_training_works_in_a_group_of_one_rank(rank: int) -> None:
     for transport in ("all_to_all", "flat"):
         group = dist.new_group([rank], use_local_synchronization=True)
         options = {"process_group": group, "transport": transport, "bucketing_strategy": "layer"}
-        Run(Stack(1).double(), **options).train(steps=2)
+        run = Run(Stack(1).double(), **options)
+        run.train(steps=2)
+        assert all(param.to_local().shape == param.shape for param in run.model.parameters())
 
 
 #
