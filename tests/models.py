@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["CASES", "GPT", "Block", "FeedForward", "Layer", "Model", "Stack", "byte_gpt"]
-
 WIDTH = 4
 
 
@@ -339,6 +337,17 @@ class ScalarLoss(Model):
         first = self.stack.blocks[0]
         decay = sum((p * p).sum() for p in (first.up.weight, first.up.bias, first.down.weight))
         return self.stack(x).square().mean() + 0.1 * decay
+
+
+class Experts(nn.Module):
+    """Layers that all ranks have, and an expert that differs between groups of ranks. It is not called."""
+
+    def __init__(self, number: int, width: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.more = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.expert = nn.Linear(4, width)
+        nn.init.constant_(self.expert.weight, number)
 
 
 class Checkpointed(Model):

@@ -15,7 +15,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from models import Layer, LoRALinear, Stack, TinyParameters
+from models import Experts, Layer, LoRALinear, Stack, TinyParameters
 from ranks import on_ranks
 from scenario import Run
 from torch import nn
@@ -262,19 +262,6 @@ def test_misuse_is_refused_and_restores_the_module() -> None:
     for name, value in tfs.full_state_dict(model).items():
         torch.testing.assert_close(value, stepped[name] + stepped[name] - before[name])
     assert len(transform.compiled) == 1
-
-
-class Experts(nn.Module):
-    """A layer that all ranks have, and an expert that differs between groups of ranks."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.expert = nn.Linear(4, 6)
-        nn.init.constant_(self.expert.weight, number)
-
-    def forward(self) -> None:
-        raise AssertionError("it is not called")
 
 
 @on_ranks(4)

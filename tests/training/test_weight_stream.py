@@ -18,7 +18,7 @@ import shared_memory
 import thunder
 import torch
 import torch.distributed as dist
-from models import LoRALinear, Stack
+from models import Experts, LoRALinear, Stack
 from peak_bytes import PeakBytes
 from ranks import on_ranks
 from scenario import Run
@@ -88,24 +88,11 @@ def test_every_parameter_is_given_once_and_bit_equal(world_size: int) -> None:
         assert sorted(adapters) == sorted(name for name, param in expected.items() if param.requires_grad)
 
 
-class Experts(nn.Module):
-    """Blocks that all ranks have, and an expert that differs between groups of ranks."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.more = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-        self.expert = nn.Linear(4, 6 + number)
-
-    def forward(self) -> None:
-        raise AssertionError("it is not called")
-
-
 @on_ranks(4)
 def test_parameters_of_several_groups_and_of_replicas_are_given(rank: int) -> None:
     members = [dist.new_group([0, 2], group_desc="experts"), dist.new_group([1, 3], group_desc="experts")]
     torch.manual_seed(1)
-    plain = Experts(rank % 2)
+    plain = Experts(rank % 2, width=6 + rank % 2)
     for mesh in (None, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))):
 
         def group_for(name: str, param: Any) -> Any:
