@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -35,55 +35,23 @@ def _fail_at(runners: list[HistoryRunner], history: tuple[Action, ...]) -> str |
         for model_index in range(len(runners))
         for kind in ("forward", "backward", "step")
     ]
+    first: str | None = None
     for number, action in enumerate([*history, *closing]):
         runner = runners[action.model_index % len(runners)]
         try:
             runner.run_actions([action] * runner.world_size)
         except Exception:
-            return f"at {number}: {action}\n{traceback.format_exc()}"
-        if runner.mismatch:
+            return first or f"at {number}: {action}\n{traceback.format_exc()}"
+        if runner.mismatch and first is None:
             # Other ranks may not have found a mismatch. Continue, because they need this rank in their collectives.
-            runner.fail("")
             first = f"at {number}: {action}\n{runner.mismatch}"
-            _continue(runners, [*history, *closing][number + 1 :])
-            return first
     for runner in runners:
         runner.finish()
-    return next((f"at the end: {runner.mismatch}" for runner in runners if runner.mismatch), None)
+    return first or next((f"at the end: {runner.mismatch}" for runner in runners if runner.mismatch), None)
 
 
-def _continue(runners: list[HistoryRunner], actions: list[Action]) -> None:
-    for action in actions:
-        runners[action.model_index % len(runners)].run_actions([action] * runners[0].world_size)
-    for runner in runners:
-        runner.finish()
-
-
-def _failures_of_all_ranks(control: dist.ProcessGroup, failure: str | None) -> list[str]:
-    """Return the failures of all ranks."""
-    everywhere: list[str | None] = [None] * control.size()
-    dist.all_gather_object(everywhere, failure, group=control)
-    return [f"rank {rank} {text}" for rank, text in enumerate(everywhere) if text]
-
-
-def _shortened(
-    runners: list[HistoryRunner], control: dist.ProcessGroup, history: tuple[Action, ...]
-) -> tuple[Action, ...]:
-    """Remove actions that the failure does not need. Return ``history`` itself if it does not fail a second time."""
-    if not _failures_of_all_ranks(control, _fail_at(runners, history)):
-        return history
-    for at in reversed(range(len(history))):
-        candidate = (*history[:at], *history[at + 1 :])
-        if _failures_of_all_ranks(control, _fail_at(runners, candidate)):
-            history = candidate
-    return history
-
-
-def run_scenario(rank: int, world_size: int, scenario: Scenario, folder: Path) -> tuple[str, Scenario | None]:
-    """Run all histories of a scenario on one jitted model, which compiles once for each mode.
-
-    Returns the first failure, and a scenario that reproduces it with a shortened history.
-    """
+def run_scenario(rank: int, world_size: int, scenario: Scenario, folder: Path) -> str:
+    """Run all histories of a scenario on one jitted model, which compiles once for each mode; return the first failure."""
     control = dist.new_group(timeout=2 * TIMEOUT)
     group = dist.new_group(timeout=TIMEOUT)
     variants = [scenario, replace(scenario, norm=False, other=(0,))][: 1 + scenario.second]
@@ -93,39 +61,30 @@ def run_scenario(rank: int, world_size: int, scenario: Scenario, folder: Path) -
         runners.append(HistoryRunner(variant, folder=folder / str(number), process_group=group, **options))
     for number, history in enumerate(scenario.histories):
         (folder / f"at-{rank}").write_text(f"history {number}")
-        try:
-            failure = _fail_at(runners, history)
-        except Exception:
-            failure = f"after a mismatch:\n{traceback.format_exc()}"
+        failure = _fail_at(runners, history)
         if "bytes are too few" in (failure or ""):
-            return "too few", None
-        if failures := _failures_of_all_ranks(control, failure):
-            text = "\n".join(failures)
-            alone = _shortened(runners, control, history)
-            return text, replace(
-                scenario, histories=(*scenario.histories[:number], history) if alone == history else (alone,)
-            )
-    return "", None
-
-
-def failure_of(ranks: Ranks, scenario: Scenario) -> str:
-    """Return how a scenario failed, or an empty string."""
-    folder = Path(tempfile.mkdtemp(prefix="histories-"))
-    try:
-        for text, smaller in ranks.run(run_scenario, scenario, folder, timeout=900):
-            if smaller is not None:
-                return f"{text}\nreplay(ranks, {smaller!r})"
-    except RankError as error:
-        at = sorted(f"rank {path.name[3:]} in {path.read_text()}" for path in folder.glob("at-*"))
-        return f"{at}: {error}\nreplay(ranks, {scenario!r})"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            return ""
+        everywhere: list[str | None] = [None] * world_size
+        dist.all_gather_object(everywhere, failure, group=control)
+        if failures := [f"rank {rank} {text}" for rank, text in enumerate(everywhere) if text]:
+            return "\n".join([f"history {number}:", *failures])
     return ""
+
+
+def _run(ranks: Ranks, function: Callable[..., str], *args: Any, timeout: float) -> list[str]:
+    """Run a function with a folder on all ranks, and return its results, or the error and where each rank was."""
+    with tempfile.TemporaryDirectory(prefix="histories-") as folder:
+        try:
+            return ranks.run(function, *args, Path(folder), timeout=timeout)
+        except RankError as error:
+            at = sorted(f"rank {path.name[3:]} in {path.read_text()}" for path in Path(folder).glob("at-*"))
+            return [f"{at}: {error}"]
 
 
 def replay(ranks: Ranks, scenario: Scenario) -> None:
     """Run a scenario that a failure has printed."""
-    assert not (failure := failure_of(ranks, scenario)), failure
+    failure = _run(ranks, run_scenario, scenario, timeout=900)[0]
+    assert not failure, f"{failure}\nreplay(ranks, {scenario!r})"
 
 
 _long = partial(pytest.param, marks=pytest.mark.long)
@@ -181,35 +140,14 @@ def deviate(rank: int, world_size: int, scenario: Scenario, deviation: Deviation
     return f"wrong: {at}\n{runner.mismatch}" if runner.mismatch else "right"
 
 
-def outcome_of(ranks: Ranks, scenario: Scenario, deviation: Deviation) -> tuple[str, str]:
-    """Return how a history with a deviation ended, and what went wrong, an empty string if nothing did."""
-    folder = Path(tempfile.mkdtemp(prefix="histories-"))
-    call = f"replay_deviating(ranks, {scenario!r}, {deviation!r})"
-    try:
-        ends = ranks.run(deviate, scenario, deviation, folder, timeout=150)
-    except RankError as error:  # no answer in time, or a process has died (exit code -6 is SIGABRT)
-        at = sorted(f"rank {path.name[3:]} {path.read_text()}" for path in folder.glob("at-*"))
-        kind = "abort" if "exit code -6" in str(error) else "hang" if "hung" in str(error) else "crash"
-        return kind, "\n".join([*at, str(error), call])
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if any("bytes are too few" in end for end in ends):
-        return "too few", ""
-    if any(end.startswith("wrong") for end in ends):
-        kind = "wrong"
-    elif all(end == "right" for end in ends):
-        return "right", ""
-    elif all(end.startswith("error") for end in ends):
-        return "error", ""
-    else:
-        kind = "error on some ranks"
-    return kind, "\n".join([*(f"rank {rank} {end}" for rank, end in enumerate(ends)), call])
-
-
 def replay_deviating(ranks: Ranks, scenario: Scenario, deviation: Deviation) -> None:
     """Run a history with a deviation that a failure has printed."""
-    kind, failure = outcome_of(ranks, scenario, deviation)
-    assert not failure, f"{kind}: {failure}"
+    ends = _run(ranks, deviate, scenario, deviation, timeout=150)
+    alike = {end.partition(":")[0] for end in ends}
+    if not any("bytes are too few" in end for end in ends):
+        assert alike in ({"right"}, {"error"}), "\n".join(
+            [*ends, f"replay_deviating(ranks, {scenario!r}, {deviation!r})"]
+        )
 
 
 @examples(3, 57)
