@@ -6,8 +6,6 @@ from typing import Any
 
 from thunder_fsdp_sched import FSDPTransform
 
-__all__ = ["extended"]
-
 
 def extended(transform: FSDPTransform, *, no_sync: bool = True) -> FSDPTransform:
     """Return the transform, which from now on compiles every step with an extension.

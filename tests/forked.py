@@ -30,8 +30,6 @@ import torch
 from ranks import fork_server
 from tracing_shortcuts import tracing_shortcuts
 
-__all__ = ["Program", "run_python"]
-
 
 def run_python(
     *arguments: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 500.0

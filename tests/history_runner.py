@@ -24,8 +24,6 @@ import torch.distributed as dist
 from random_histories import Action, Mode, Scenario, ScenarioModel
 from scenario import Run, loss_of
 
-__all__ = ["HistoryRunner"]
-
 
 class Injected(Exception):
     """An error that a hook raises on purpose."""

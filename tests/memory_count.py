@@ -37,8 +37,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Count", "compare", "count_on_fake_ranks", "count_step"]
-
 
 class Tracker(TorchDispatchMode):
     """The bytes of storages that exist, with the peak between two bound symbols.

@@ -12,8 +12,6 @@ from synthetic_traces import tensor
 from thunder.core.proxies import FutureTensorProxy
 from thunder.core.symbol import BoundSymbol
 
-__all__ = ["broadcast", "wait_for_broadcast"]
-
 
 def _broadcast(bsym: BoundSymbol) -> Effects:
     bucket, slot, _ = bsym.args

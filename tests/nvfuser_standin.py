@@ -28,8 +28,6 @@ from thunder.executors import nvfuserex, torchex
 from thunder.executors.passes import transform_for_execution
 from thunder.extend import FusionExecutor
 
-__all__ = ["install"]
-
 VERSION = "0.2.36"
 
 # The members of nvFuser's DataType that Thunder's executor uses.

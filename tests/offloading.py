@@ -14,8 +14,6 @@ from thunder_fsdp_sched.transforms.offload_activations import offload_activation
 
 from thunder.core.trace import TraceCtx
 
-__all__ = ["TIMES", "offloading"]
-
 TIMES = copy_times(AnalyticCost(cluster_of_this_process()))
 """The times by which copies are placed."""
 

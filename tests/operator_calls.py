@@ -19,8 +19,6 @@ from profiles import LONG
 from thunder.core.prims import OpTags
 from thunder.core.symbol import Symbol
 
-__all__ = ["Call", "calls"]
-
 _NO_OPERATORS = ("autocast", "grad_enabled", "checkpoint", "autograd", "seed", "higher_order", "is_complex", "_assert")
 _PER_SYMBOL = 2 if LONG else 1
 

@@ -10,8 +10,6 @@ from unittest import mock
 
 from thunder_fsdp_sched import passes
 
-__all__ = ["replacing", "without"]
-
 
 def replacing(name: str, pass_: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
     """Let another pass stand where the table has the one of this name."""

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from models import CASES
 
-__all__ = ["LONG", "LONG_ONLY", "each_case", "mostly_zero3"]
-
 LONG = False
 """Whether tests marked ``long`` run; ``conftest`` sets it. A test has more random examples then, or more repetitions."""
 

@@ -27,16 +27,6 @@ from random_models import Case, ModelSpec, RandomModel, cases
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = [
-    "Action",
-    "Deviation",
-    "Scenario",
-    "ScenarioModel",
-    "Mode",
-    "deviating_scenarios",
-    "scenarios",
-]
-
 
 @dataclass(frozen=True)
 class Mode:

@@ -14,22 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = [
-    "BlockSpec",
-    "CallingModel",
-    "Case",
-    "ModelSpec",
-    "RandomModel",
-    "cases",
-    "draw_numbered",
-    "examples",
-    "models",
-    "options_of",
-    "periodic_models",
-    "quiet",
-    "repeating_models",
-]
-
 KINDS = ("linear", "mlp", "branches", "norm", "scale", "nested", "twice", "sliced", "embedding")
 
 

@@ -26,8 +26,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["OperatorModel", "Use", "operators", "returns_uninitialized_memory", "uses"]
-
 SAMPLES = 12
 """How many sample inputs of an operator are used: the first small ones."""
 

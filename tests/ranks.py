@@ -23,7 +23,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -39,8 +39,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tracing_shortcuts import tracing_shortcuts
-
-__all__ = ["RankError", "Ranks", "fork_server", "on_ranks"]
 
 _GRACE = 5.0  # seconds that the other ranks have to report after one has failed
 _TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", "240"))  # seconds for one function; on an idle machine it takes a few
@@ -66,26 +64,19 @@ class Ranks:
 
     Args:
         world_size: number of workers.
-        backend: backend of the process group.
-        devices: for each worker the index of its current CUDA device; ``None`` if the workers use no GPU.
     """
 
-    def __init__(self, world_size: int, *, backend: str = "gloo", devices: Sequence[int] | None = None) -> None:
+    def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._backend = backend
-        self._devices = devices
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._starts = itertools.count()
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
-    def run(
-        self, fn: Callable[..., Any], *args: Any, timeout: float = _TIMEOUT, keep_groups: bool = False, **kwargs: Any
-    ) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = _TIMEOUT, **kwargs: Any) -> list[Any]:
         """Call ``fn(rank, world_size, *args, **kwargs)`` on every rank and return the results in the order of ranks.
 
         Args:
-            keep_groups: keep the process groups that exist after ``fn``, because a later function trains its models.
             timeout: seconds after which ranks that have not returned count as hanging.
 
         Raises:
@@ -95,7 +86,7 @@ class Ranks:
             self._start()
         for connection in self._connections:
             with contextlib.suppress(BrokenPipeError):  # the worker has died, which is reported below
-                connection.send_bytes(pickle.dumps((fn, args, kwargs, keep_groups)))
+                connection.send_bytes(pickle.dumps((fn, args, kwargs)))
         results, failures = self._collect(timeout)
         pending = set(range(self.world_size)) - results.keys() - failures.keys()
         if pending or failures:
@@ -116,17 +107,13 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
-        if self._devices is None:
-            context = fork_server()  # importing torch and Thunder takes longer than most tests
-        else:  # importing Thunder initializes CUDA, after which a forked process cannot use GPUs
-            context = mp.get_context("spawn")
+        context = fork_server()  # importing torch and Thunder takes longer than most tests
         store = self._folder / f"store-{next(self._starts)}"
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            device = None if self._devices is None else self._devices[rank]
             process = context.Process(
                 target=_work,
-                args=(rank, self.world_size, store, self._stack_file(rank), theirs, self._backend, device),
+                args=(rank, self.world_size, store, self._stack_file(rank), theirs),
                 daemon=True,
             )
             process.start()
@@ -233,16 +220,12 @@ def _work(
     store: Path,
     stacks: Path,
     connection: Connection,
-    backend: str,
-    device: int | None,
 ) -> None:
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         torch.set_num_threads(1)
-        if device is not None:
-            torch.cuda.set_device(device)
         dist.init_process_group(
-            backend,
+            "gloo",
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
@@ -257,13 +240,12 @@ def _work(
             except EOFError:  # the test process is gone
                 return
             try:
-                fn, args, kwargs, keep_groups = pickle.loads(job)
+                fn, args, kwargs = pickle.loads(job)
                 torch.manual_seed(0)
                 with tracing_shortcuts():
                     report = pickle.dumps((True, fn(rank, world_size, *args, **kwargs)))
                 dist.barrier()  # no rank continues while another is still in this function
-                if not keep_groups:
-                    _destroy_groups()
+                _destroy_groups()
                 torch.set_default_dtype(torch.float32)
                 torch.set_grad_enabled(True)
                 gc.collect()

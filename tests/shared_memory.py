@@ -11,8 +11,6 @@ from thunder_fsdp_sched.transports.symmetric_memory import SymmetricMemory
 import torch
 import torch.distributed as dist
 
-__all__ = ["SharedFiles", "register"]
-
 
 class SharedFiles:
     """Stand-ins for ``empty`` and ``rendezvous`` of ``torch.distributed._symmetric_memory``."""

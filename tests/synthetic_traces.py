@@ -24,8 +24,6 @@ from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 
-__all__ = ["SHAPE", "FakeProcessGroup", "chain", "joint_step", "make_buckets", "tensor"]
-
 SHAPE = (16, 16)  # of each parameter: 1,024 bytes
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["with_numbered_names"]
-
 
 def with_numbered_names(text: str) -> str:
     """Return the text of a trace without comments and with names numbered in the order of appearance.

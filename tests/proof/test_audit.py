@@ -18,7 +18,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from ranks import on_ranks
 from thunder.core.symbol import BoundSymbol
 from torch import nn
 
@@ -64,7 +64,8 @@ def _statements(text: str) -> list[str]:
     return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
 
 
-def _check_when_audited(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_the_audit_is_removed_from_each_trace_after_its_first_run() -> None:
     for strategy in ("zero3", "zero2"):
         model, transform = _jit(sharding_strategy=strategy)
         x = torch.randn(3, 4)
@@ -85,10 +86,6 @@ def _check_when_audited(rank: int, world_size: int) -> None:
     assert _audits(model) == (False, False)
 
 
-def test_the_audit_is_removed_from_each_trace_after_its_first_run(ranks: Ranks) -> None:
-    ranks.run(_check_when_audited)
-
-
 @contextlib.contextmanager
 def _hide_views(backward: bool) -> Iterator[None]:
     real_facts_of = operator_facts.facts_of
@@ -103,7 +100,12 @@ def _hide_views(backward: bool) -> Iterator[None]:
         yield
 
 
-def _run_with_hidden_views(rank: int, world_size: int) -> None:
+def _audits_forward(model: nn.Module) -> bool:
+    return any(b.sym is fsdp_audit for trace in thunder.last_traces(model) for b in trace.bound_symbols)
+
+
+@on_ranks()
+def test_a_view_missing_from_the_facts_is_an_error_on_all_ranks() -> None:
     for backward in (False, True):
         model, _ = _jit()
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -125,14 +127,6 @@ def _run_with_hidden_views(rank: int, world_size: int) -> None:
         for name, p in model.named_parameters():
             assert torch.equal(p, before[name])
         dist.barrier()
-
-
-def _audits_forward(model: nn.Module) -> bool:
-    return any(b.sym is fsdp_audit for trace in thunder.last_traces(model) for b in trace.bound_symbols)
-
-
-def test_a_view_missing_from_the_facts_is_an_error_on_all_ranks(ranks: Ranks) -> None:
-    ranks.run(_run_with_hidden_views)
 
 
 #
@@ -175,7 +169,8 @@ def _fail(w: torch.Tensor) -> None:
     raise ArithmeticError("on purpose")
 
 
-def _run_operators_that_write(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_operators_that_change_parameters_are_an_error_and_failed_runs_are_audited_again() -> None:
     global change_argument
     x = torch.randn(3, 4)
     try:
@@ -208,7 +203,3 @@ def _run_operators_that_write(rank: int, world_size: int) -> None:
         assert _audits(model) == (False, False)
     finally:
         change_argument = None
-
-
-def test_operators_that_change_parameters_are_an_error_and_failed_runs_are_audited_again(ranks: Ranks) -> None:
-    ranks.run(_run_operators_that_write)

@@ -17,8 +17,6 @@ from torch import nn
 
 from .own_models import DLRM, DenseMoE, ResNet
 
-__all__ = ["MODELS", "UNTRACEABLE", "RealModel"]
-
 Batch = dict[str, torch.Tensor]
 
 VOCAB, LENGTH = 64, 8

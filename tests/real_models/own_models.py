@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["DLRM", "DenseMoE", "ResNet"]
-
 
 class BasicBlock(nn.Module):
     """Two convolutions with batch norms and a shortcut, which is a 1 x 1 convolution if the shape changes."""

@@ -12,7 +12,7 @@ import pytest
 import thunder
 import torch
 from profiles import mostly_zero3
-from ranks import Ranks
+from ranks import on_ranks
 from scenario import Run
 from torch import nn
 
@@ -59,24 +59,18 @@ READS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _read(rank: int, world_size: int, strategy: str) -> None:
+@mostly_zero3
+@on_ranks()
+def test_operators_by_position_train_like_the_unsharded_model(strategy: str) -> None:
     Run(Positions(*READS.values()), sharding_strategy=strategy).train(2)
 
 
-@mostly_zero3
-def test_operators_by_position_train_like_the_unsharded_model(ranks: Ranks, strategy: str) -> None:
-    ranks.run(_read, strategy)
-
-
-def _leave(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_an_operator_that_reads_beyond_its_parameter_fails_as_in_the_unsharded_model() -> None:
     model = Positions(lambda p, q, x: p.as_strided((2, 25), (1, 1)))
     jitted = thunder.jit(model, transforms=[fsdp()])
     with pytest.raises(RuntimeError, match="out of bounds for storage of size"):
         jitted(torch.ones(3, 4, dtype=torch.float64))
-
-
-def test_an_operator_that_reads_beyond_its_parameter_fails_as_in_the_unsharded_model(ranks: Ranks) -> None:
-    ranks.run(_leave)
 
 
 #
@@ -90,7 +84,8 @@ STRIDED: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-def _refuse(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_operators_by_position_are_refused_if_sharding_has_changed_the_positions() -> None:
     for make in STRIDED.values():
         for read in (READS["as_strided"], READS["as_strided of rows without offset"]):
             jitted = thunder.jit(Positions(read, make=make), transforms=[fsdp(broadcast_from=0)])
@@ -102,10 +97,6 @@ def _refuse(rank: int, world_size: int) -> None:
     jitted = thunder.jit(copied, transforms=[fsdp(broadcast_from=0)])
     with pytest.raises(NotImplementedError, match="that broadcast_tensors may have returned as a view of a parameter"):
         jitted(torch.ones(3, 4, dtype=torch.float64))
-
-
-def test_operators_by_position_are_refused_if_sharding_has_changed_the_positions(ranks: Ranks) -> None:
-    ranks.run(_refuse)
 
 
 EAGER_READS = READS | {
@@ -121,7 +112,8 @@ RELATIVE = ("storage_offset", "stride", "as_strided of rows without offset")
 """Operators that read only elements of the parameter itself, for parameters that do not fill their storage."""
 
 
-def _read_eagerly(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_eager_parameters_have_the_positions_and_strides_of_the_unsharded_model() -> None:
     transposed, second_half, _ = STRIDED.values()
     for make, names in ((None, EAGER_READS), (transposed, EAGER_READS), (second_half, RELATIVE)):
         for name in names:
@@ -134,7 +126,3 @@ def _read_eagerly(rank: int, world_size: int) -> None:
                 expected = model(*inputs)
             with tfs.eager(thunder.jit(model, transforms=[fsdp()])) as module:
                 assert torch.equal(module(*inputs), expected), name
-
-
-def test_eager_parameters_have_the_positions_and_strides_of_the_unsharded_model(ranks: Ranks) -> None:
-    ranks.run(_read_eagerly)

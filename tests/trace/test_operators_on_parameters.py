@@ -11,7 +11,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from ranks import Ranks
+from ranks import on_ranks
 from scenario import Run, saved_for_backward
 from thunder.core.proxies import TensorProxy
 from thunder.torch.custom_op import _register_custom_op
@@ -47,16 +47,13 @@ VIEWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _train_views(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_multi_input_views_of_parameters_train_correctly_and_are_not_saved() -> None:
     run = Run(Blocks(*VIEWS.values()).double())
     with saved_for_backward() as saved:
         run.train(2)
     arena = run.transform.sharded.buckets[0].arena
     assert saved and not any(arena.span_of(t) for t in saved)
-
-
-def test_multi_input_views_of_parameters_train_correctly_and_are_not_saved(ranks: Ranks) -> None:
-    ranks.run(_train_views)
 
 
 class ReturnsViews(Blocks):
@@ -65,13 +62,10 @@ class ReturnsViews(Blocks):
         return super().forward(x), torch.broadcast_tensors(x, w)[1], torch.meshgrid(w[0], w[1], indexing="ij")
 
 
-def _return_views(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_returned_multi_input_views_of_parameters_are_cloned() -> None:
     run = Run(ReturnsViews(lambda x, w: w).double())
     run.train(2)
-
-
-def test_returned_multi_input_views_of_parameters_are_cloned(ranks: Ranks) -> None:
-    ranks.run(_return_views)
 
 
 #
@@ -124,7 +118,8 @@ class DropsActivations(nn.Linear):
         return F.dropout1d(super().forward(x), 0.5, True)
 
 
-def _random(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_gradients_belong_to_the_sample_that_forward_drew(rank: int, world_size: int) -> None:
     _register_custom_op(noisy)
     torch.manual_seed(0)
     jitted = thunder.jit(Sampled(), transforms=[fsdp(sharding_strategy="zero3")])
@@ -143,10 +138,6 @@ def _random(rank: int, world_size: int) -> None:
         jitted(torch.ones(4, 4))
 
 
-def test_gradients_belong_to_the_sample_that_forward_drew(ranks: Ranks) -> None:
-    ranks.run(_random)
-
-
 #
 # Unknown operators
 #
@@ -156,7 +147,8 @@ def opaque(w: torch.Tensor) -> torch.Tensor:
     return w.t()
 
 
-def _unknown_operator(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_outputs_of_unknown_operators_are_copied_out_of_the_slot() -> None:
     executor = thunder.extend.OperatorExecutor("opaque")
     thunder.extend.register_executor(executor)
     symbol = executor.register_operator(
@@ -180,10 +172,6 @@ def _unknown_operator(rank: int, world_size: int) -> None:
         run.train(2)
     arena = run.transform.sharded.buckets[0].arena
     assert not any(arena.span_of(t) for t in saved)
-
-
-def test_outputs_of_unknown_operators_are_copied_out_of_the_slot(ranks: Ranks) -> None:
-    ranks.run(_unknown_operator)
 
 
 #
@@ -217,7 +205,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _in_place(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_parameters_may_be_copied_to_buffers_but_not_written_in_place() -> None:
     run = Run(Writes(lambda m: m.buf.copy_(m.a.weight.detach())).double())
     run.train(2)
     for name, write in REFUSED.items():
@@ -225,7 +214,3 @@ def _in_place(rank: int, world_size: int) -> None:
         with pytest.raises(NotImplementedError) as raised:
             jitted(torch.ones(3, 4))
         assert "changes parameter 'a.weight' in place" in str(raised.value), (name, str(raised.value))
-
-
-def test_parameters_may_be_copied_to_buffers_but_not_written_in_place(ranks: Ranks) -> None:
-    ranks.run(_in_place)

@@ -16,7 +16,7 @@ from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 import pytest
 import torch
 from models import Stack
-from ranks import Ranks
+from ranks import on_ranks
 from scenario import Run, do
 from thunder.core.trace import TraceCtx, from_trace
 
@@ -49,47 +49,32 @@ def _gathers(trace: TraceCtx) -> list[Any]:
     return [b for b in trace.bound_symbols if b.sym is fsdp_all_gather]
 
 
-_compiled_before: dict[str, Run] = {}  # by options: later patterns reuse what earlier ones have compiled
-
-
-def _train(rank: int, world_size: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    run = _compiled_before.get(repr(options))
-    if run is None:
-        run = Run(Stack(4, WIDTH).double(), transport="flat", **options)
-        _compiled_before[repr(options)] = run
-    issued = []
-
-    def act() -> None:
-        for action in PATTERNS[name].actions:
-            action(run)
-
-    act()  # compiles, for which ranks exchange digests
-    run.step()
-    for _ in range(3):
-        with StepCounter(run.model.parameters()) as counter, counter.phase("step"):
-            act()
-        issued.append(sum(c.kind == "all_gather" for c in counter.counts().collectives))
-        run.step()  # compares gradients and parameters with the unsharded model's
-    compiled = run.transform.compiled[0]
-    backward_gathers = _gathers(compiled.backward)
-    return {
-        "issued": issued,
-        "forward": len(_gathers(compiled.forward)),
-        "backward": len(backward_gathers),
-        "resident": sum(effects(b).issues.resident for b in backward_gathers),
-    }
-
-
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [*((name, {}) for name in PATTERNS), ("last in first out", {"prefetch": 2, "bucketing_strategy": "layer"})],
+    ("patterns", "options"),
+    [(list(PATTERNS), {}), (["last in first out"], {"prefetch": 2, "bucketing_strategy": "layer"})],
 )
-def test_backward_gathers_only_buckets_that_are_not_resident(ranks: Ranks, name: str, options: dict[str, Any]) -> None:
-    history = PATTERNS[name]
-    for found in ranks.run(_train, name, options, keep_groups=True):
-        assert 0 < found["resident"] < found["backward"]
-        everything = history.forwards * found["forward"] + history.backwards * found["backward"]
-        assert found["issued"] == [everything - history.reuses * found["resident"]] * 3
+@on_ranks()
+def test_backward_gathers_only_buckets_that_are_not_resident(patterns: list[str], options: dict[str, Any]) -> None:
+    run = Run(Stack(4, WIDTH).double(), transport="flat", **options)
+    for pattern in map(PATTERNS.__getitem__, patterns):
+
+        def act(actions: Sequence[Callable[[Run], Any]] = pattern.actions) -> None:
+            for action in actions:
+                action(run)
+
+        act()  # compiles, for which ranks exchange digests
+        run.step()
+        compiled = run.transform.compiled[0]
+        in_forward, in_backward = _gathers(compiled.forward), _gathers(compiled.backward)
+        resident = sum(effects(b).issues.resident for b in in_backward)
+        assert 0 < resident < len(in_backward)
+        everything = pattern.forwards * len(in_forward) + pattern.backwards * len(in_backward)
+        for _ in range(3):
+            with StepCounter(run.model.parameters()) as counter, counter.phase("step"):
+                act()
+            issued = sum(c.kind == "all_gather" for c in counter.counts().collectives)
+            assert issued == everything - pattern.reuses * resident
+            run.step()  # compares gradients and parameters with the unsharded model's
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from .log import HOST, Access, Entry, Log, Region, Step, Stream, covers, line_up, overlap, owner_of
 
-__all__ = ["Fault", "check"]
-
 Thread = tuple[int, Stream]
 """A stream of a rank, or its host."""
 

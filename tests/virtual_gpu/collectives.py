@@ -13,8 +13,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from .log import HOST, Access, Stream
 from .mode import Recording
 
-__all__ = ["make_group_class"]
-
 
 class Work:
     """A collective on the communicator's stream.

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["library", "missing"]
-
 _SOURCE = Path(__file__).with_name("guard.cpp")
 
 Callback = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)

@@ -22,17 +22,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from .clocks import Fault
 from .world import Rank, Result, run
 
-__all__ = [
-    "SETUPS",
-    "TRANSPORTS",
-    "faults_after_interruption",
-    "interrupt",
-    "make_model",
-    "run_history",
-    "setups_of",
-    "take_three_steps",
-]
-
 TRANSPORTS = ("flat", "coalesced", "all_to_all", "all_reduce", "staged", "symmetric_memory")
 
 SETUPS: dict[str, dict[str, Any]] = {

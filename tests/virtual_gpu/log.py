@@ -17,21 +17,6 @@ _HERE = str(Path(__file__).parent)
 _TESTS = str(Path(__file__).parents[1])
 _PACKAGE = str(Path(thunder_fsdp_sched.__file__).parent)
 
-__all__ = [
-    "HOST",
-    "Access",
-    "Entry",
-    "Log",
-    "Region",
-    "Step",
-    "Stream",
-    "Where",
-    "covers",
-    "line_up",
-    "overlap",
-    "owner_of",
-    "region_of",
-]
 
 Region = tuple[tuple[int, int], ...]
 """Sorted, disjoint ranges of bytes of a storage."""

@@ -11,8 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .log import HOST, Access, Log, Stream, region_of
 
-__all__ = ["Memory"]
-
 _ADDRESSES = 1 << 40
 
 

@@ -15,8 +15,6 @@ from .log import HOST, Access, Log, Stream
 from .memory import Memory, is_fake
 from .streams import Cuda
 
-__all__ = ["Recording"]
-
 aten = torch.ops.aten
 
 _NO_KERNEL = {

@@ -9,8 +9,6 @@ from .clocks import Fault, check
 from .log import Entry, Log
 from .order import Mutation
 
-__all__ = ["faults_without", "is_ours", "site_of"]
-
 
 def faults_without(logs: Sequence[Log], mutation: Mutation) -> list[Fault]:
     """Return the faults in the logs after ``mutation`` has been applied."""

@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 from .log import HOST, Entry, Log, Region, Stream, line_up, overlap, owner_of
 
-__all__ = ["Mutation", "Order", "Verdict"]
-
 Thread = tuple[int, Stream]
 Bits = int
 """A set of accesses."""

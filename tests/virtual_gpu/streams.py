@@ -13,8 +13,6 @@ from .guard import library
 from .log import HOST, Log
 from .log import Stream as Key
 
-__all__ = ["Cuda"]
-
 Device = torch.device | str | int | None
 
 

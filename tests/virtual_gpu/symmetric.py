@@ -14,8 +14,6 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from .mode import Recording
 
-__all__ = ["SymmetricMemory"]
-
 
 class SymmetricMemory:
     """A stand-in for ``torch.distributed._symmetric_memory`` and the class ``_SymmetricMemory`` in it."""

@@ -20,8 +20,6 @@ from .histories import TRANSPORTS, take_three_steps
 from .log import Entry
 from .world import Result, run
 
-__all__ = ["COUNTED_CASES", "count_row", "documented", "run_case"]
-
 PAGE = Path(__file__).with_name("README.md")
 _MARK = "<!-- counters -->\n"
 

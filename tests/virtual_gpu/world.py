@@ -34,8 +34,6 @@ from .mode import Recording
 from .streams import Cuda, engine_listeners
 from .symmetric import SymmetricMemory
 
-__all__ = ["DEVICES", "Rank", "Result", "run"]
-
 DEVICES = 8
 
 
