@@ -26,7 +26,7 @@ def draw_numbered(strategy: st.SearchStrategy[Value], number: int) -> Value:
     """Return the value that a strategy draws with ``number`` as seed.
 
     Left to itself, hypothesis starts with the simplest value and then tries variants of earlier ones. It does not shrink
-    failures either, because every attempt compiles a model; ``test_random_histories`` shortens failing histories itself.
+    failures either, because every attempt compiles a model.
     """
     values: list[Value] = []
 
