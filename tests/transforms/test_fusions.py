@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from models import CASES, GPT, FeedForward, Model, Stack
 from offloading import offloading
 from profiles import LONG, LONG_ONLY, mostly_zero3
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from scenario import Run, saved_for_backward
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
@@ -194,7 +194,8 @@ def test_each_block_has_its_own_fusion_regions(
     ranks.run(_train_gpt, model, strategy, fuser, fusion_type, timeout=300)
 
 
-def _train_with_inductor(rank: int, world_size: int) -> None:
+@on_ranks(1, timeout=600)  # more ranks would each compile the same with a C++ compiler
+def test_inductor_compiles_fusion_regions() -> None:
     options = {**jit_options("inductor"), "executors": ["torchcompile"]}
     run = Run(Stack(1).double(), sharding_strategy="zero3", jit_options=options)
     with saved_for_backward() as saved:
@@ -203,10 +204,6 @@ def _train_with_inductor(rank: int, world_size: int) -> None:
     compiled = run.transform.compiled[-1]
     assert check_regions(compiled.forward, fused_blocks=True) == ["first", "blocks.0", "last"]
     assert check_regions(compiled.backward, fused_blocks=True) == ["last", "blocks.0"]
-
-
-def test_inductor_compiles_fusion_regions(ranks: Ranks) -> None:
-    ranks.run(_train_with_inductor, timeout=600)
 
 
 #
