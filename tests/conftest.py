@@ -10,7 +10,7 @@ import thunder_fsdp_sched  # noqa: F401  before thunder
 import profiles
 import pytest
 import torch.distributed as dist
-from ranks import Ranks
+from ranks import Ranks, worker_pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracing_shortcuts import tracing_shortcuts
 
@@ -43,16 +43,8 @@ def _tracing_shortcuts() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[int], Ranks]]:
     """Worker processes in a gloo process group, by their number. Tests share them: starting them takes longer than most."""
-    started: dict[int, Ranks] = {}
-
-    def of_size(world_size: int) -> Ranks:
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield of_size
-    for of_number in started.values():
-        of_number.close()
+    with worker_pool() as of_size:
+        yield of_size
 
 
 @pytest.fixture(scope="session")

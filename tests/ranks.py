@@ -23,7 +23,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -158,6 +158,21 @@ class Ranks:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+
+
+@contextlib.contextmanager
+def worker_pool() -> Iterator[Callable[[int], Ranks]]:
+    """Workers by their number, which end with the context."""
+    started: dict[int, Ranks] = {}
+
+    def of_size(world_size: int) -> Ranks:
+        if world_size not in started:
+            started[world_size] = Ranks(world_size)
+        return started[world_size]
+
+    yield of_size
+    for of_number in started.values():
+        of_number.close()
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from live_memory import LiveMemory
 from memory_systems import PacedKernels, RecomputingShape
 from models import byte_gpt
 from profiles import LONG_ONLY
-from ranks import Ranks
+from ranks import on_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 GPU = Path(__file__).parents[1] / "benchmarks/gpu.py"
@@ -269,8 +269,9 @@ def test_memory_is_compared_at_equal_peaks(fake_rank: None, tmp_path: Path, caps
     assert (tmp_path / "memory.png").stat().st_size > 0
 
 
+@on_ranks()
 @mock.patch.object(systems.Shape, "model", _without_attention)
-def _count_collectives(rank: int, world_size: int) -> None:
+def test_windows_count_the_collectives_of_each_bucket(rank: int) -> None:
     shape = systems.Shape(1, 64, 16)
     emulation = systems.Emulation(shape)
     batches = [shape.tokens(rank)] * 4
@@ -286,10 +287,6 @@ def _count_collectives(rank: int, world_size: int) -> None:
     assert [of_one["collectives"] for of_one in found.values()] == [5, 2, 2]
     for of_one in losses.values():
         torch.testing.assert_close(of_one, losses[windows.REFERENCE], rtol=1e-4, atol=1e-4)
-
-
-def test_windows_count_the_collectives_of_each_bucket(ranks: Ranks) -> None:
-    ranks.run(_count_collectives)
 
 
 def test_the_best_at_equal_peak_is_the_fastest_that_fits() -> None:

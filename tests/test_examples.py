@@ -17,7 +17,8 @@ from thunder_fsdp_sched.planning.dry_run import DryRun
 import pytest
 import torch
 from forked import run_python
-from ranks import Ranks
+from ranks import Ranks, on_ranks
+from scenario import everywhere
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
@@ -53,8 +54,8 @@ def test_every_example_is_short_and_says_how_to_start_it() -> None:
         assert f"examples/{path.name}" in docstring, path
 
 
-def _evaluate(rank: int, world_size: int) -> tuple[float, list[int], float]:
-    """Return what the example prints, and the loss of the same batches without padding."""
+@on_ranks()
+def test_evaluate_gives_the_loss_of_unpadded_batches_and_generates(rank: int) -> None:
     example = load("evaluate")
     jitted_modules: list[Any] = []
     jit = example.thunder.jit
@@ -73,16 +74,11 @@ def _evaluate(rank: int, world_size: int) -> tuple[float, list[int], float]:
     loss_of = partial(torch.nn.functional.cross_entropy, reduction="sum")
     total = torch.tensor([sum(map(loss_of, logits, targets)), sum(map(len, targets))])
     torch.distributed.all_reduce(total)
-    return loss, tokens[0].tolist(), (total[0] / total[1]).item()
-
-
-def test_evaluate_gives_the_loss_of_unpadded_batches_and_generates(ranks: Ranks) -> None:
-    results = ranks.run(_evaluate)
-    for loss, tokens, expected in results:
-        assert math.isclose(loss, expected, rel_tol=1e-5)
-        assert len(tokens) == 8
-    assert results[0][0] == results[1][0]
-    assert results[0][1] != results[1][1], "each rank must have its own prompt"
+    assert math.isclose(loss, (total[0] / total[1]).item(), rel_tol=1e-5)
+    assert len(set(everywhere(loss))) == 1
+    first, second = everywhere(tokens[0].tolist())
+    assert len(first) == len(second) == 8
+    assert first != second, "each rank must have its own prompt"
 
 
 def _stream_weights(rank: int, world_size: int) -> torch.Tensor:

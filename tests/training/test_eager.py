@@ -19,7 +19,7 @@ import pytest
 import thunder
 import torch
 from models import GPT, Block, Layer, Model
-from ranks import Ranks, on_ranks
+from ranks import on_ranks
 from scenario import Run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -251,7 +251,10 @@ def test_symbolic_values_compile_changing_lengths_once() -> None:
     assert len(run.transform.compiled) == 2
 
 
-def _run_loop(rank: int, world_size: int, code: str) -> None:
+@on_ranks()
+def test_the_generation_loop_in_the_docs_works() -> None:
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "range(100)" in block)
     plain = nn.Sequential(nn.Embedding(23, 16), Block(16), nn.Linear(16, 23))
     named = {"tfs": tfs, "torch": torch, "model": thunder.jit(copy.deepcopy(plain), transforms=[fsdp()])}
     named["tokens"] = expected = torch.zeros(1, 3, dtype=torch.long)
@@ -260,8 +263,3 @@ def _run_loop(rank: int, world_size: int, code: str) -> None:
         for _ in range(100):
             expected = torch.cat((expected, plain(expected)[:, -1:].argmax(-1)), dim=1)
     assert torch.equal(named["tokens"], expected)
-
-
-def test_the_generation_loop_in_the_docs_works(ranks: Ranks) -> None:
-    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
-    ranks.run(_run_loop, next(b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "range(100)" in b))

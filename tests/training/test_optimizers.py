@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Model
-from ranks import Ranks, on_ranks
+from ranks import on_ranks
 from scenario import Run, everywhere, loss_of
 from test_gradients import _RecordCollectives
 from torch import nn
@@ -243,7 +243,7 @@ def _three_optimizers(run: Run) -> None:
     add_optimizer(run, _is_not_matrix, AdamW, whole=False, lr=0.02)
 
 
-def _save(rank: int, world_size: int, folder: Path) -> None:
+def _save(folder: Path) -> None:
     run = run_of_matrices()
     _three_optimizers(run)
     train(run, range(2))
@@ -255,11 +255,7 @@ def _save(rank: int, world_size: int, folder: Path) -> None:
         tfs.save_checkpoint(folder / f"adamw-{whole}", run.model, run.optimizers[::2])
 
 
-def _load(rank: int, world_size: int, folder: Path, size: int) -> None:
-    group = dist.new_group(list(range(size)))
-    if rank >= size:
-        return
-
+def _load(folder: Path, group: Any) -> None:
     def resume(saved: str, add_optimizer: Callable[[Run], object]) -> None:
         run = run_of_matrices(process_group=group)
         add_optimizer(run)
@@ -288,10 +284,14 @@ def _load(rank: int, world_size: int, folder: Path, size: int) -> None:
         tfs.load_checkpoint(folder / "three", run.model, optimizer)
 
 
-def test_training_on_another_number_of_ranks_continues_bit_equal(four_ranks: Ranks, tmp_path: Path) -> None:
-    four_ranks.run(_save, tmp_path)
+@on_ranks(4)
+def test_training_on_another_number_of_ranks_continues_bit_equal(rank: int, tmp_path: Path) -> None:
+    _save(tmp_path)
+    dist.barrier()
     for size in (2, 3):
-        four_ranks.run(_load, tmp_path, size)
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            _load(tmp_path, group)
 
 
 #

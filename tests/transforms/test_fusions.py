@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, full_state_dict, testing
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from models import CASES, GPT, FeedForward, Model, Stack
 from offloading import offloading
 from profiles import LONG, LONG_ONLY, mostly_zero3
-from ranks import Ranks, on_ranks
+from ranks import Ranks, on_ranks, worker_pool
 from scenario import Run, saved_for_backward
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
@@ -41,11 +41,10 @@ each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Two workers for this module only: the stand-in for nvFuser stays installed in them."""
-    workers = Ranks(2)
-    yield workers
-    workers.close()
+def workers() -> Iterator[Callable[[int], Ranks]]:
+    """Workers for this module only: the stand-in for nvFuser stays installed in them."""
+    with worker_pool() as of_size:
+        yield of_size
 
 
 def jit_options(fuser: str, fusion_type: str = "consecutive") -> dict[str, Any]:
@@ -153,7 +152,19 @@ class FeedForwards(GPT):
         super().__init__(width=width, blocks=blocks, length=length, block=FeedForward)
 
 
-def _train_gpt(rank: int, world_size: int, model: type[GPT], strategy: str, fuser: str, fusion_type: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "strategy", "fuser", "fusion_type"),
+    [
+        (GPT, "zero3", "nvfuser", "consecutive"),
+        (FeedForwards, "zero3", "nvfuser", "dataflow"),
+        (FeedForwards, "zero2", "nvfuser_matmul", "consecutive"),
+        pytest.param(FeedForwards, "zero3", "aot_eager", "consecutive", marks=LONG_ONLY),
+        pytest.param(FeedForwards, "zero2", "nvfuser", "dataflow", marks=LONG_ONLY),
+        pytest.param(FeedForwards, "zero2", "aot_eager", "dataflow", marks=LONG_ONLY),
+    ],
+)
+@on_ranks(timeout=300)
+def test_each_block_has_its_own_fusion_regions(model: type[GPT], strategy: str, fuser: str, fusion_type: str) -> None:
     model = model(blocks=2, width=8, length=4).double()
     options = jit_options(fuser, fusion_type)
     run = Run(model, sharding_strategy=strategy, jit_options=options)
@@ -175,23 +186,6 @@ def _train_gpt(rank: int, world_size: int, model: type[GPT], strategy: str, fuse
     elif one_region_per_block:
         regions = [b.sym.is_fusion for b in testing.statements(compiled.backward) if not b.sym.name.startswith("fsdp_")]
         assert sum(regions) <= len(forward)
-
-
-@pytest.mark.parametrize(
-    ("model", "strategy", "fuser", "fusion_type"),
-    [
-        (GPT, "zero3", "nvfuser", "consecutive"),
-        (FeedForwards, "zero3", "nvfuser", "dataflow"),
-        (FeedForwards, "zero2", "nvfuser_matmul", "consecutive"),
-        pytest.param(FeedForwards, "zero3", "aot_eager", "consecutive", marks=LONG_ONLY),
-        pytest.param(FeedForwards, "zero2", "nvfuser", "dataflow", marks=LONG_ONLY),
-        pytest.param(FeedForwards, "zero2", "aot_eager", "dataflow", marks=LONG_ONLY),
-    ],
-)
-def test_each_block_has_its_own_fusion_regions(
-    ranks: Ranks, model: type[GPT], strategy: str, fuser: str, fusion_type: str
-) -> None:
-    ranks.run(_train_gpt, model, strategy, fuser, fusion_type, timeout=300)
 
 
 @on_ranks(1, timeout=600)  # more ranks would each compile the same with a C++ compiler
@@ -277,7 +271,21 @@ DERIVED: dict[str, functools.partial] = {
 }
 
 
-def _train_derived(rank: int, world_size: int, case: str, runs: list[tuple[str, str, str]]) -> None:
+_LONG_RUNS = [("aot_eager", "zero3", "consecutive"), *itertools.product(["nvfuser"], ["zero2", "zero3"], FUSION_TYPES)]
+
+
+def _runs(case: str) -> list[tuple[str, str, str]]:
+    if LONG:
+        return _LONG_RUNS
+    # A compiler of its own takes longer, so not for all.
+    own_compiler = case in ("Transposes", "LateViews")
+    second = ("aot_eager", "zero3", "consecutive") if own_compiler else ("nvfuser", "zero2", "dataflow")
+    return [("nvfuser", "zero3", "consecutive"), second]
+
+
+@pytest.mark.parametrize(("case", "runs"), [(case, _runs(case)) for case in DERIVED])
+@on_ranks()
+def test_values_that_derive_only_from_parameters_are_not_saved(case: str, runs: list[tuple[str, str, str]]) -> None:
     for fuser, strategy, fusion_type in runs:
         torch.manual_seed(0)
         run = Run(
@@ -293,45 +301,31 @@ def _train_derived(rank: int, world_size: int, case: str, runs: list[tuple[str, 
             check_regions(run.transform.compiled[-1].forward, fused_blocks=False)
 
 
-@pytest.mark.parametrize("case", DERIVED)
-def test_values_that_derive_only_from_parameters_are_not_saved(ranks: Ranks, case: str) -> None:
-    runs = [("nvfuser", "zero3", "consecutive"), ("nvfuser", "zero2", "dataflow")]
-    if case in ("Transposes", "LateViews"):  # without those of the others, which a compiler of its own takes longer for
-        runs[1] = ("aot_eager", "zero3", "consecutive")
-    if LONG:
-        runs = [
-            ("aot_eager", "zero3", "consecutive"),
-            *itertools.product(["nvfuser"], ["zero2", "zero3"], FUSION_TYPES),
-        ]
-    ranks.run(_train_derived, case, runs)
+_ORDINARY_MODELS = [
+    *(("zero3", case) for case in ("tied_weights", "frozen_parameters", "shared_blocks", "views_of_parameters")),
+    *(("zero3", "mixed_dtypes"), ("zero2", "buffers")),
+]
+_MORE_MODELS = [
+    *(("zero3", case) for case in ("buffers", "derived_parameters", "scalar_loss", "expanded_parameters")),
+    ("zero2", "views_of_parameters"),
+]
 
 
-def _train_cases(rank: int, world_size: int, strategy: str, cases: list[str]) -> dict[str, str]:
-    wrong = {}
-    for number, name in enumerate(cases):
-        torch.manual_seed(0)
-        model = CASES[name]().double()
-        options = jit_options("nvfuser", FUSION_TYPES[number % 2])
-        run = Run(model, tolerance=model.tolerance, sharding_strategy=strategy, jit_options=options)
-        try:
-            with saved_for_backward() as saved:
-                run.train(steps=2)
-            check_saved(run, saved)
-        except AssertionError as error:
-            wrong[name] = str(error)
-    return wrong
+@pytest.mark.parametrize(
+    ("strategy", "name"), [*_ORDINARY_MODELS, *(pytest.param(*row, marks=LONG_ONLY) for row in _MORE_MODELS)]
+)
+@on_ranks()
+def test_fused_models_with_every_kind_of_parameter_train_correctly(strategy: str, name: str) -> None:
+    options = jit_options("nvfuser", FUSION_TYPES[list(CASES).index(name) % 2])
+    run = Run(CASES[name]().double(), sharding_strategy=strategy, jit_options=options)
+    with saved_for_backward() as saved:
+        run.train(steps=2)
+    check_saved(run, saved)
 
 
-def test_fused_models_with_every_kind_of_parameter_train_correctly(ranks: Ranks) -> None:
-    cases = ["tied_weights", "frozen_parameters", "shared_blocks", "views_of_parameters", "mixed_dtypes"]
-    if LONG:
-        cases += ["buffers", "derived_parameters", "scalar_loss", "expanded_parameters"]
-        assert ranks.run(_train_cases, "zero2", ["views_of_parameters"], timeout=300) == [{}, {}]
-    assert ranks.run(_train_cases, "zero3", cases, timeout=300) == [{}, {}]
-    assert ranks.run(_train_cases, "zero2", ["buffers"], timeout=300) == [{}, {}]
-
-
-def _sweep_buckets(rank: int, world_size: int, strategy: str) -> None:
+@mostly_zero3
+@on_ranks()
+def test_fused_models_train_correctly_with_any_bucketing_and_prefetch(strategy: str) -> None:
     model = Stack(2).double()
     state = model.state_dict()
     sweep = [("none", 0), ("none", 2), ("layer", 2), (300, 0)] if strategy == "zero3" else [("none", 2), (300, 0)]
@@ -347,11 +341,8 @@ def _sweep_buckets(rank: int, world_size: int, strategy: str) -> None:
 
 
 @mostly_zero3
-def test_fused_models_train_correctly_with_any_bucketing_and_prefetch(ranks: Ranks, strategy: str) -> None:
-    ranks.run(_sweep_buckets, strategy)
-
-
-def _accumulate_and_evaluate(rank: int, world_size: int, strategy: str) -> None:
+@on_ranks()
+def test_fused_models_accumulate_and_evaluate_correctly(strategy: str) -> None:
     run = Run(Stack(2).double(), sharding_strategy=strategy, jit_options=jit_options("nvfuser_matmul"))
     run.micro_batch(0)
     run.micro_batch(1, no_sync=False)
@@ -362,11 +353,6 @@ def _accumulate_and_evaluate(rank: int, world_size: int, strategy: str) -> None:
     evaluation = run.transform.compiled[-1]
     assert evaluation.backward is None
     assert check_regions(evaluation.forward, fused_blocks=True) == ["first", "blocks.0", "blocks.1", "last"]
-
-
-@mostly_zero3
-def test_fused_models_accumulate_and_evaluate_correctly(ranks: Ranks, strategy: str) -> None:
-    ranks.run(_accumulate_and_evaluate, strategy)
 
 
 class NoisyWeights(Model):
@@ -381,7 +367,9 @@ class NoisyWeights(Model):
         return F.dropout(torch.sin(self.w), 0.5) * x + self.bias
 
 
-def _train_with_noisy_weights(rank: int, world_size: int, fuser: str | None) -> None:
+@pytest.mark.parametrize("fuser", [None, "aot_eager"])
+@on_ranks()
+def test_backward_uses_the_random_mask_that_forward_drew(rank: int, world_size: int, fuser: str | None) -> None:
     options = jit_options(fuser) if fuser else {}
     transform = fsdp()
     sharded = thunder.jit(NoisyWeights().double(), transforms=[transform], **options)
@@ -396,11 +384,6 @@ def _train_with_noisy_weights(rank: int, world_size: int, fuser: str | None) -> 
                 assert 0 < dropped.sum() < dropped.numel()
                 assert torch.equal(grad == 0, dropped)
             sharded.zero_grad()
-
-
-@pytest.mark.parametrize("fuser", [None, "aot_eager"])
-def test_backward_uses_the_random_mask_that_forward_drew(ranks: Ranks, fuser: str | None) -> None:
-    ranks.run(_train_with_noisy_weights, fuser)
 
 
 #
@@ -458,7 +441,8 @@ def test_only_the_residual_stream_crosses_a_cut(joint: TraceCtx) -> None:
         assert boundary.sym is fsdp_cut and wait.args[2] is boundary.output[-1]
 
 
-def _offload(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_activations_that_regions_save_are_offloaded_with_the_same_bits(rank: int) -> None:
     results = []
     for offloads in (False, True):
         torch.manual_seed(0)
@@ -473,10 +457,6 @@ def _offload(rank: int, world_size: int) -> None:
         assert offloads == (len(traces.offloaded) > 3)
         results.append([p.grad for p in jitted.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_activations_that_regions_save_are_offloaded_with_the_same_bits(ranks: Ranks) -> None:
-    ranks.run(_offload)
 
 
 #
@@ -500,7 +480,9 @@ def parts_of(trace: TraceCtx) -> list[BoundSymbol]:
     return [part for bsym in trace.bound_symbols for part in (bsym.subsymbols if bsym.sym.is_fusion else [bsym])]
 
 
-def _draw(rank: int, world_size: int, fuser: str) -> None:
+@pytest.mark.parametrize("fuser", ["nvfuser", "aot_eager"])
+@on_ranks(timeout=300)
+def test_fusion_executors_neither_repeat_nor_merge_draws(fuser: str) -> None:
     options = jit_options(fuser)
     x = torch.linspace(-1, 1, 8).view(2, 4)
     transform = fsdp()
@@ -514,8 +496,3 @@ def _draw(rank: int, world_size: int, fuser: str) -> None:
         jitted = thunder.jit(Draws((2, 4), (2, 4)), transforms=[fsdp()], **options)
         with pytest.raises(NotImplementedError, match=r"the random operator 'randn'.* draws only once for both"):
             jitted(x)
-
-
-@pytest.mark.parametrize("fuser", ["nvfuser", "aot_eager"])
-def test_fusion_executors_neither_repeat_nor_merge_draws(ranks: Ranks, fuser: str) -> None:
-    ranks.run(_draw, fuser, timeout=300)
