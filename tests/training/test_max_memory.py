@@ -111,8 +111,11 @@ def _steps(
 def test_recomputation_changes_no_bit_of_a_step(
     rank: int, name: str, no_sync: bool, options: dict[str, Any], share: float, most: int
 ) -> None:
-    """``share`` is the limit as a share of the peak without a limit, 0 for the least that any step needs; ``most`` is the
-    largest of the fewest reductions in flight.
+    """Compare a step within a limit with a step without one.
+
+    Args:
+        share: the limit as a share of the peak without a limit; 0 for the least that any step needs.
+        most: the fewest reductions in flight of any compiled step are at most as many.
     """
     torch.manual_seed(0)
     state = MODELS[name]().state_dict()
