@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.runtime.memory import with_own_storage
 
+import gpu
 import memory
 import pytest
 import systems
@@ -23,13 +25,16 @@ import torch
 import torch.distributed as dist
 import windows
 from forked import run_python
-from gpu import REFERENCE, Activity, Setup, measured, merge, read, verdict
+from gpu import REFERENCE, Activity, Setup, Worker, measured, merge, read, verdict
 from live_memory import LiveMemory
 from memory_systems import PacedKernels, RecomputingShape
 from models import byte_gpt
 from profiles import LONG_ONLY
 from ranks import on_ranks
+from thunder import extend
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from virtual_gpu import guard
+from virtual_gpu.world import Rank, run
 
 GPU = Path(__file__).parents[1] / "benchmarks/gpu.py"
 
@@ -139,7 +144,30 @@ def test_the_stand_in_run_on_cpus_trains_and_reports_that_there_is_no_gpu(tmp_pa
 
 
 def _without_attention(shape: systems.Shape) -> torch.nn.Module:
-    return byte_gpt(shape)
+    return byte_gpt(shape, shape.device)
+
+
+def _train_on_virtual_gpus(rank: Rank, folder: Path, cases: tuple[str, ...]) -> dict[str, Any]:
+    setup = dataclasses.asdict(Setup("alone", "", rank.world_size, repeats=2, fuse=False))
+    options = {"steps": 2, "stand_in": False, "blocks": 1, "width": 64, "length": 8, "batch": 2}
+    job = {"setup": setup, "options": options}
+    return {case: Worker({**job, "case": case, "stem": str(folder / case)}, rank.rank).train() for case in cases}
+
+
+@pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
+@mock.patch.object(systems.Shape, "model", _without_attention)
+@mock.patch.object(gpu, "_digest", lambda tensors: f"{len(list(tensors))} tensors")  # they have no values
+def test_the_first_run_trains_on_virtual_gpus_without_a_race(tmp_path: Path) -> None:
+    unfused = [e for e in extend.get_default_executors() if not isinstance(e, extend.FusionExecutor)]
+    cases = ("zero3 flat", "zero3 staged bfloat16", "zero2 symmetric_memory")
+    with mock.patch.object(extend, "_default_executors", unfused), mock.patch.object(dist, "barrier"):
+        result = run(_train_on_virtual_gpus, tmp_path, cases, world_size=1)
+    result.assert_clean()
+    for case in cases:
+        record = result.values[0][case]
+        assert len(record["digests"]) == 2
+        assert record["finite"]
+        assert record["peak"] == 0
 
 
 #
