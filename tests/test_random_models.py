@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
@@ -18,14 +15,6 @@ from memory_count import compare, count_on_fake_ranks
 from random_models import Case, RandomModel, cases, draw_numbered, examples, options_of
 from ranks import on_ranks
 from scenario import Run
-
-
-@pytest.fixture(autouse=True)
-def _no_garbage_collection() -> Iterator[None]:
-    """Collect garbage only after the test: Thunder's tracing makes millions of objects, and collecting doubles the time."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def _transform(case: Case, world_size: int) -> Any:

@@ -55,10 +55,6 @@ class Memory:
             self._log.add("alloc", what, stream, storage=known.number)
         return known
 
-    def is_known(self, tensor: torch.Tensor) -> bool:
-        """Return whether the storage of ``tensor`` has been seen before."""
-        return tensor.untyped_storage()._cdata in self._storages
-
     def access(self, tensor: torch.Tensor, write: bool) -> Access:
         """Return the bytes of ``tensor``."""
         region = region_of(tensor.storage_offset(), tuple(tensor.size()), tuple(tensor.stride()), tensor.element_size())

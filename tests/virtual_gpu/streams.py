@@ -57,7 +57,6 @@ class Cuda:
             "Stream": self.Stream,
             "Event": self.Event,
             "current_stream": lambda device=None: self.Stream._of(self.key(device)),
-            "default_stream": lambda device=None: self.Stream._of(Key(self.index(device), 0)),
             "set_stream": self._set_stream,
             "stream": self._stream,
             "device": self._device,
@@ -72,8 +71,6 @@ class Cuda:
             "get_device_properties": lambda device=None: properties,
             "get_device_capability": lambda device=None: (properties.major, properties.minor),
             "is_current_stream_capturing": lambda: False,
-            "is_bf16_supported": lambda *args, **kwargs: True,
-            "empty_cache": lambda: None,
             "_lazy_init": lambda: None,
             "_sleep": self._sleep,
             "memory_allocated": lambda device=None: 0,
@@ -139,14 +136,6 @@ class _Stream:
     @property
     def device(self) -> torch.device:
         return torch.device("cuda", self.key.device)
-
-    @property
-    def stream_id(self) -> int:
-        return self.key.number
-
-    @property
-    def cuda_stream(self) -> int:
-        return self.key.number
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream) and self.key == other.key
