@@ -7,14 +7,23 @@ must agree: ``clocks`` checks the changed log, and ``order`` compares sets of ac
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from thunder_fsdp_sched.runtime.activation_offload import HostCopy
 
 import pytest
+import torch
+from offloading import offloading
 from virtual_gpu import guard, histories, tables
-from virtual_gpu.histories import TRANSPORTS
+from virtual_gpu.histories import TRANSPORTS, faults_after_interruption, interrupt, make_model, take_three_steps
+from virtual_gpu.log import Entry
 from virtual_gpu.mutations import faults_without, is_ours, site_of
 from virtual_gpu.order import Order
-from virtual_gpu.world import Result
+from virtual_gpu.world import Rank, Result, run
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 
@@ -84,3 +93,180 @@ def test_every_mutation_is_flagged_by_both_checkers_or_redundant(transport: str,
         found[mutation.kind, site_of(mutation.entry)].add(verdict)
     never_flagged = {place for place, said in found.items() if "flagged" not in said}
     assert never_flagged == NEVER_FLAGGED.get((transport, setup), set())
+
+
+#
+# ``release``: memory is given back after its last use on every stream, and the kernels stay the same
+#
+
+
+def test_an_extension_exists_in_backward_only() -> None:
+    never, result = three_steps("never"), three_steps("never", extends=True)
+    kept, *extensions = lifetimes(result)
+    assert kept[0].phase == "forward 0" and kept[1] is None
+    assert [(a.phase, f.phase) for a, f in extensions if f is not None] == [(f"backward {n}",) * 2 for n in range(3)]
+    assert work(result, "kernel", "copy", "collective") == work(never, "kernel", "copy", "collective")
+
+
+def three_steps(release: str, transport: str = "all_to_all", **options: Any) -> Result:
+    result = run(take_three_steps, "fp32", ranks=[0], release=release, transport=transport, **options)
+    result.assert_clean()
+    assert_never_synchronizes(result)
+    return result
+
+
+def lifetimes(result: Result) -> list[tuple[Entry, Entry | None]]:
+    """Return the entries that allocate and free the memory of each arena, in the order of the log."""
+    [log] = result.logs
+    freed = {e.storage: e for e in log.entries if e.kind == "free"}
+    return [
+        (entry, freed.get(entry.storage))
+        for entry in log.entries
+        if entry.kind == "alloc" and any(file.endswith("runtime/memory.py") for file, _, _ in entry.where)
+    ]
+
+
+def work(result: Result, *kinds: str) -> list[tuple[str, str, int]]:
+    """Return what the last step runs, in the order of the log, with a number for each stream."""
+    entries = [e for e in result.logs[0].entries if e.phase.endswith(" 2") and e.kind in kinds]
+    numbers = {stream: number for number, stream in enumerate(dict.fromkeys(e.stream for e in entries))}
+    return [(e.kind, e.name, numbers[e.stream]) for e in entries]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_step_takes_its_memory_again_and_runs_the_same_kernels(strategy: str) -> None:
+    never, step, bucket = (three_steps(r, sharding_strategy=strategy) for r in ("never", "step", "bucket"))
+    assert {alloc.phase for alloc, freed in lifetimes(never) if freed is None} == {"forward 0"}
+    for result in (step, bucket):
+        for alloc, freed in lifetimes(result):
+            assert freed is not None and alloc.stream == freed.stream
+            assert alloc.phase.split()[1] == freed.phase.split()[1], "it is kept from step to step"
+        taken = [[alloc for alloc, _ in lifetimes(result) if alloc.phase.endswith(str(n))] for n in range(3)]
+        assert len(taken[0]) == len(taken[1]) == len(taken[2]) > 0
+    assert work(step, "kernel", "copy", "collective") == work(never, "kernel", "copy", "collective")
+    # No bucket is resident from forward to backward, so there are more collectives.
+    assert work(bucket, "kernel", "copy") == work(never, "kernel", "copy")
+
+
+@pytest.mark.parametrize(
+    ("release", "transport"),
+    [
+        ("step", "all_to_all"),
+        ("bucket", "staged"),
+        pytest.param("step", "staged", marks=pytest.mark.long),
+        pytest.param("bucket", "all_to_all", marks=pytest.mark.long),
+    ],
+)
+def test_memory_is_given_back_only_after_the_wait_for_its_last_use(release: str, transport: str) -> None:
+    result = three_steps(release, transport)
+    order = Order(result.logs)
+    of_backward = [v for v in order.verdicts(lambda e: e.phase == "backward 1") if v.mutation.kind == "wait"]
+    flagged = [mutation for mutation, verdict in of_backward if verdict == "flagged"]
+    faults = [faults_without(result.logs, mutation) for mutation in flagged]
+    assert all(faults), "the checkers disagree"
+    reused = [f for f in itertools.chain(*faults) if f.kind == "reuse" and "(uint8[" in f.text]
+    assert reused, "no wait orders the last use of an arena before the next allocation"
+
+
+#
+# Offloaded activations: their copies overlap and have no races, and each wait and reference is needed
+#
+
+
+def _is_copy(entry: Entry) -> bool:
+    return "activation_offload.py" in site_of(entry)
+
+
+def _offload(rank: Rank) -> None:
+    with offloading():
+        take_three_steps(rank, "fp32", cluster="h100-sxm")
+
+
+def _interleave(rank: Rank) -> None:
+    """Drop a backward, run two forwards before their backwards and one backward twice, on another stream than forward."""
+    with offloading():
+        model = make_model(rank, cluster="h100-sxm")
+
+        def forward() -> torch.Tensor:
+            return model(torch.randn(4, 8, device=rank.device)).sum()
+
+        for step in range(3):
+            dropped = forward() if step == 1 else None
+            first, second = forward(), forward()
+            del dropped
+            side = torch.cuda.Stream(rank.device)
+            side.wait_stream(torch.cuda.current_stream(rank.device))
+            with torch.cuda.stream(side):
+                first.backward(retain_graph=True)
+                second.backward()
+            torch.cuda.current_stream(rank.device).wait_stream(side)
+            first.backward()
+
+
+def _read_by_hooks(rank: Rank) -> None:
+    """Let hooks read on the host what forward has copied there."""
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        return saved.clone() if saved.device.type == "cpu" else saved
+
+    with offloading():
+        model = make_model(rank, cluster="h100-sxm")
+        for _ in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+                loss = model(torch.randn(4, 8, device=rank.device)).sum()
+            loss.backward()
+
+
+def _interrupt(rank: Rank) -> None:
+    with offloading():
+        for at in (1, 3, 8, 10):
+            interrupt(rank, at, (HostCopy, "wait"), cluster="h100-sxm")
+
+
+@cache
+def _three_offloading_steps() -> Result:
+    return run(_offload, ranks=[0])
+
+
+def test_copies_run_on_a_stream_of_each_direction_and_never_synchronize() -> None:
+    result = _three_offloading_steps()
+    result.assert_clean()
+    assert_never_synchronizes(result)
+    copies = [e for e in result.logs[0].entries if e.kind == "copy" and _is_copy(e)]
+    assert not any(e.blocks for e in copies)
+    compute = {e.stream for e in result.logs[0].entries if e.kind == "kernel"}
+    per_stream = Counter((e.stream, e.phase.split()[0]) for e in copies)
+    assert len(per_stream) == 2 and not compute & {stream for stream, _ in per_stream}
+    assert len(set(per_stream.values())) == 1, "everything that is copied to the host is copied back"
+
+
+@pytest.mark.parametrize("history", [_interleave, _read_by_hooks])
+def test_unusual_uses_have_no_race(history: Callable[[Rank], None]) -> None:
+    run(history, ranks=[0]).assert_clean()
+
+
+def test_memory_of_interrupted_copies_is_not_reused_too_early() -> None:
+    assert not faults_after_interruption(run(_interrupt, ranks=[0]))
+
+
+def test_every_wait_and_reference_of_a_copy_is_needed_or_redundant() -> None:
+    result = _three_offloading_steps()
+    order = Order(result.logs)
+    verdicts = [
+        v
+        for v in order.verdicts(lambda e: bool(e.phase))
+        if _is_copy(v.mutation.entry) or v.mutation.kind == "reference"
+    ]
+    for mutation, verdict in verdicts[::5]:
+        assert bool(faults_without(result.logs, mutation)) is (verdict == "flagged"), mutation
+    needed = {(mutation.kind, site_of(mutation.entry)) for mutation, verdict in verdicts if verdict == "flagged"}
+    assert needed == {
+        ("reference", ""),  # the value that is copied
+        *(
+            (kind, f"activation_offload.py:_issue < activation_offload.py:copy_to_{where}")
+            for kind in ("event", "wait")
+            for where in ("host", "device")
+        ),
+        ("wait", "activation_offload.py:wait < activation_offload.py:wait_host_copy"),
+        ("wait", "activation_offload.py:wait < activation_offload.py:wait_device_copy"),
+    }

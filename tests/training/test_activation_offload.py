@@ -1,6 +1,6 @@
 """Offloaded activations: copies have the bits and strides of their values, and training has the bits of training without.
 
-The device is a CPU, so both copies are within one memory; ``tests/test_virtual_gpu_offload.py`` checks streams.
+The device is a CPU, so both copies are within one memory; ``tests/test_virtual_gpu.py`` checks streams.
 """
 
 from __future__ import annotations
