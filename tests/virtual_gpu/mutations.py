@@ -1,8 +1,8 @@
-"""Logs changed as if a single wait, barrier, event, ``record_stream`` or reference was missing in the code."""
+"""Logs changed as if a single wait, barrier, event or ``record_stream`` was missing in the code."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from .clocks import Fault, check
@@ -32,22 +32,9 @@ def _is_outside(file: str) -> bool:
 
 
 def _without(log: Log, mutation: Mutation, number: int) -> Log:
-    if mutation.kind == "reference":
-        return replace(log, entries=list(_freed_early(log.entries, number)))
     entries = list(log.entries)
     if entries[number].kind == "copy":  # the copy stays, and the host continues
         entries[number] = replace(entries[number], blocks=False)
     else:
         del entries[number]
     return replace(log, entries=entries)
-
-
-def _freed_early(entries: Sequence[Entry], storage: int) -> Iterator[Entry]:
-    """Free the memory as soon as the host has issued its last use."""
-    [freed] = [e for e in entries if e.kind == "free" and e.storage == storage]
-    last = max(n for n, e in enumerate(entries) if any(access.storage == storage for access in e.accesses))
-    for number, entry in enumerate(entries):
-        if entry is not freed:
-            yield entry
-        if number == last:
-            yield freed

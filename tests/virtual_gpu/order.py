@@ -1,4 +1,4 @@
-"""The happens-before order as sets of accesses, with and without each single wait, barrier, event or reference.
+"""The happens-before order as sets of accesses, with and without each single wait, barrier or event.
 
 This is a second, independent check besides ``clocks``. Each access has a bit, and the clock of a stream or a host is the set
 of all accesses that are known to have finished. It can therefore decide for every single wait whether it matters:
@@ -26,11 +26,11 @@ _EVERYWHERE: Region = ((0, 1 << 62),)
 
 
 class Mutation(NamedTuple):
-    """A wait, barrier, event, ``record_stream`` or reference that is removed.
+    """A wait, barrier, event or ``record_stream`` that is removed.
 
     Attributes:
-        kind: ``wait``, ``barrier``, ``event`` (its record), ``host wait``, ``record_stream`` or ``reference``.
-        entries: rank and position in its log of each removed entry; for a reference, rank and storage.
+        kind: ``wait``, ``barrier``, ``event`` (its record), ``host wait`` or ``record_stream``.
+        entries: rank and position in its log of each removed entry.
         entry: one of the entries.
     """
 
@@ -106,7 +106,7 @@ class Order:
         return not any(self._unordered)
 
     def verdicts(self, matters: Callable[[Entry], bool]) -> Iterator[Verdict]:
-        """Yield the verdict on each wait, barrier, event, ``record_stream`` and reference that ``matters`` accepts."""
+        """Yield the verdict on each wait, barrier, event and ``record_stream`` that ``matters`` accepts."""
         state = _State()
         for position, step in enumerate(self._steps):
             entry = step.parts[0][2]
@@ -115,7 +115,6 @@ class Order:
                 mutation = Mutation(kind, tuple((r, i) for r, i, _, _ in step.parts), entry)
                 yield Verdict(mutation, self._without(state.copy(), position, step))
             self._do(state, step)
-        yield from self._without_references(matters)
 
     def _without(self, state: _State, position: int, step: _Step) -> str:
         same = True
@@ -127,49 +126,6 @@ class Order:
                 return "flagged"
             same = same and before == self._before[number]
         return "implied" if same else "apart"
-
-    def _without_references(self, matters: Callable[[Entry], bool]) -> Iterator[Verdict]:
-        """Yield verdicts for memory whose last use is on another stream, as if freed once that use is issued."""
-        lent = self._lent(matters)
-        state = _State()
-        waiting: defaultdict[Thread, list[tuple[Mutation, Bits]]] = defaultdict(list)
-        for position, step in enumerate(self._steps):
-            rank, _, entry, _ = step.parts[0]
-            thread = rank, entry.stream
-            if entry.kind == "alloc":
-                known = state.clocks[thread] | state.clocks[rank, HOST]
-                for mutation, used in waiting.pop(thread, []):
-                    yield Verdict(mutation, "flagged" if used & ~known else "apart")
-            self._do(state, step)
-            for mutation, lender, used in lent.get(position, ()):
-                rank = mutation.entries[0][0]
-                left = used & ~state.clocks[rank, lender] & ~state.clocks[rank, HOST]
-                if left:
-                    waiting[rank, lender].append((mutation, left))
-                else:
-                    yield Verdict(mutation, "implied")
-        for mutations in waiting.values():
-            yield from (Verdict(mutation, "apart") for mutation, _ in mutations)  # there are no later allocations
-
-    def _lent(self, matters: Callable[[Entry], bool]) -> dict[int, list[tuple[Mutation, Stream, Bits]]]:
-        """Return memory that is freed in a step and last used by another stream, by the position of that use."""
-        allocated: dict[tuple[int, int], Entry] = {}
-        last: dict[tuple[int, int], tuple[int, Stream]] = {}
-        found: defaultdict[int, list[tuple[Mutation, Stream, Bits]]] = defaultdict(list)
-        for position, step in enumerate(self._steps):
-            for rank, _, entry, _ in step.parts:
-                key = rank, entry.storage
-                if entry.kind == "alloc":
-                    allocated[key] = entry
-                elif entry.kind == "free" and entry.phase and key in allocated and key in last:
-                    where, stream = last[key]
-                    alloc = allocated[key]
-                    if matters(alloc) and HOST not in (alloc.stream, stream) and stream != alloc.stream:
-                        mutation = Mutation("reference", (key,), alloc)
-                        found[where].append((mutation, alloc.stream, step.used))
-                for access in entry.accesses:
-                    last[rank, access.storage] = position, entry.stream
-        return found
 
     def _find_conflicts(self) -> None:
         past: defaultdict[tuple[int, int], list[tuple[Bits, Region, bool]]] = defaultdict(list)
