@@ -1,11 +1,8 @@
 """The happens-before order as sets of accesses, with and without each single wait, barrier or event.
 
 This is a second, independent check besides ``clocks``. Each access has a bit, and the clock of a stream or a host is the set
-of all accesses that are known to have finished. It can therefore decide for every single wait whether it matters:
-
-- *flagged*: without it, two accesses to the same bytes, or a use of memory and its next allocation, are not ordered;
-- *implied*: without it, every access still follows exactly the same accesses, because of other waits;
-- *apart*: without it, some order is lost, but only between accesses that have no byte in common.
+of all accesses that are known to have finished. It can therefore decide for every single wait whether it is needed: whether
+without it, two accesses to the same bytes, or a use of memory and its next allocation, are not ordered.
 """
 
 from __future__ import annotations
@@ -40,10 +37,10 @@ class Mutation(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The effect of a mutation on the order: ``flagged``, ``implied`` or ``apart``."""
+    """A mutation, and whether it is *flagged*: without it, some accesses to the same bytes are not ordered."""
 
     mutation: Mutation
-    verdict: str
+    flagged: bool
 
 
 @dataclass
@@ -92,13 +89,8 @@ class Order:
             for step in steps
         ]
         self._find_conflicts()
-        self._before: list[tuple[Bits, ...]] = []
-        self._unordered: list[Bits] = []
         state = _State()
-        for step in self._steps:
-            before, unordered = self._do(state, step)
-            self._before.append(before)
-            self._unordered.append(unordered)
+        self._unordered = [self._do(state, step) for step in self._steps]
 
     @property
     def is_clean(self) -> bool:
@@ -113,19 +105,15 @@ class Order:
             kind = _kind_of(entry)
             if kind is not None and matters(entry):
                 mutation = Mutation(kind, tuple((r, i) for r, i, _, _ in step.parts), entry)
-                yield Verdict(mutation, self._without(state.copy(), position, step))
+                yield Verdict(mutation, self._is_needed(state.copy(), position, step))
             self._do(state, step)
 
-    def _without(self, state: _State, position: int, step: _Step) -> str:
-        same = True
+    def _is_needed(self, state: _State, position: int, step: _Step) -> bool:
+        """Return whether accesses to the same bytes, or of memory and of its next allocation, are unordered without it."""
         if step.parts[0][2].blocks and step.parts[0][2].kind == "copy":  # the copy itself stays
             self._do(state, step, blocks=False)
-        for number in range(position + 1, len(self._steps)):
-            before, unordered = self._do(state, self._steps[number])
-            if unordered & ~self._unordered[number]:
-                return "flagged"
-            same = same and before == self._before[number]
-        return "implied" if same else "apart"
+        following = range(position + 1, len(self._steps))
+        return any(self._do(state, self._steps[number]) & ~self._unordered[number] for number in following)
 
     def _find_conflicts(self) -> None:
         past: defaultdict[tuple[int, int], list[tuple[Bits, Region, bool]]] = defaultdict(list)
@@ -150,8 +138,8 @@ class Order:
                     past[owner_of(self._logs, rank, access.storage)].append((bits, access.region, access.write))
                 step.conflicts[rank] = conflicts
 
-    def _do(self, state: _State, step: _Step, *, blocks: bool = True) -> tuple[tuple[Bits, ...], Bits]:
-        """Execute a step. Return the accesses that each of its accesses follows, and those that it fails to follow."""
+    def _do(self, state: _State, step: _Step, *, blocks: bool = True) -> Bits:
+        """Execute a step. Return the accesses that its accesses fail to follow."""
         clocks = state.clocks
         if len(step.parts) > 1:
             together = 0
@@ -159,7 +147,6 @@ class Order:
                 together |= clocks[rank, entry.stream] | clocks[rank, HOST]
             for rank, _, entry, _ in step.parts:
                 clocks[rank, entry.stream] |= together
-        before: list[Bits] = []
         unordered = 0
         for rank, _, entry, bits in step.parts:
             thread, host, kind = (rank, entry.stream), (rank, HOST), entry.kind
@@ -186,20 +173,18 @@ class Order:
             elif kind == "alloc":
                 if entry.stream != HOST:
                     unordered |= state.freed.pop(thread, 0) & ~clocks[thread]
-                    before.append(clocks[thread])
                     clocks[thread] |= bits
             else:
                 if kind == "take":
                     clocks[thread] |= state.signals[entry.group, entry.peer, rank, entry.signature].pop(0)
                 if bits:
                     unordered |= step.conflicts[rank] & ~clocks[thread]
-                    before.append(clocks[thread])
                     clocks[thread] |= bits
                 if kind == "put":
                     state.signals[entry.group, rank, entry.peer, entry.signature].append(clocks[thread])
             if entry.blocks and blocks:
                 clocks[host] |= clocks[thread]
-        return tuple(before), unordered
+        return unordered
 
 
 def _kind_of(entry: Entry) -> str | None:
