@@ -339,6 +339,19 @@ class ScalarLoss(Model):
         return self.stack(x).square().mean() + 0.1 * decay
 
 
+class Halves(Model):
+    """A model that uses one of two blocks, depending on a flag."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=number == 0) for number in range(2))
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+        return torch.tanh(self.blocks[0].forward(x) * self.scale if first else self.blocks[1].forward(x))
+
+
 class Experts(nn.Module):
     """Layers that all ranks have, and an expert that differs between groups of ranks. It is not called."""
 

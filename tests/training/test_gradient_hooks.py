@@ -13,6 +13,7 @@ from thunder_fsdp_sched import discard_unreduced, fsdp
 import pytest
 import thunder
 import torch
+from models import Halves
 from ranks import on_ranks
 from scenario import loss_of
 from torch import nn
@@ -21,18 +22,6 @@ from torch.nn.modules import module as modules
 
 WAYS = [("zero2", "unsharded"), ("zero3", "unsharded"), ("zero2", "sharded"), ("zero3", "sharded")]
 each_way = pytest.mark.parametrize(("strategy", "accumulate"), WAYS)
-
-
-class Halves(nn.Module):
-    """One of two layers runs, depending on a flag."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=number == 0) for number in range(2))
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
-        return torch.tanh(self.layers[0].forward(x) * self.scale if first else self.layers[1].forward(x))
 
 
 def _batch(seed: int) -> torch.Tensor:
@@ -66,7 +55,7 @@ def _close(ours: Any, theirs: Any) -> None:
 @on_ranks(2)
 def test_a_hook_of_a_parameter_sees_the_reduced_gradient_once_in_a_window(strategy: str, accumulate: str) -> None:
     torch.manual_seed(0)
-    module = Halves().double()
+    module = Halves(3).double()
     early: list[str] = []
     handles = [
         module.scale.register_hook(lambda grad: early.append("grad")),
@@ -95,7 +84,7 @@ def test_a_hook_of_a_parameter_sees_the_reduced_gradient_once_in_a_window(strate
                 with contextlib.nullcontext() if last else _waiting(net):
                     loss_of(net(_batch(10 * number + micro_batch), first)).backward()
             assert last or not calls
-        used = [name for name in names if name.startswith("layers.1") in {not first for first in window}]
+        used = [name for name in names if name.startswith("blocks.1") in {not first for first in window}]
         expected = dict(zip(names, _grads(reference), strict=True))
         found = {what: grad for what, grad in calls if what != "all"}
         assert sorted(what for what, _ in calls if what != "all") == sorted([*used, *(f"{name} grad" for name in used)])

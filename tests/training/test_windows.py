@@ -24,7 +24,7 @@ import pytest
 import thunder
 import torch
 from memory_count import compare, count_on_fake_ranks
-from models import GPT, Layer, Model, Stack
+from models import GPT, Halves, Layer, Stack
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each
 from torch import nn
@@ -160,21 +160,6 @@ def test_a_window_goes_on_after_an_exception_in_forward() -> None:
 #
 
 
-class _Halves(Model):
-    """A model that uses one of two blocks, depending on a flag."""
-
-    width = 8
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
-        x = self.blocks[0](x) * self.scale if first else self.blocks[1](x)
-        return x.tanh()
-
-
 def _train_in_windows(model: nn.Module, windows: list[list[tuple[Any, ...]]], **options: Any) -> Run:
     """Train with gradients reduced in each micro-batch, and compare with a model that is not called under no_sync."""
     waiting = Run(copy.deepcopy(model), accumulate="sharded", oracle=None, **options)
@@ -220,7 +205,7 @@ def test_reducing_in_each_micro_batch_gives_the_bits_of_training_without_no_sync
 @on_ranks(2)
 def test_micro_batches_may_use_different_parameters(strategy: str, bucketing: str | int) -> None:
     windows = [[(True,), (False,), (True,)], [(True,), (True,), (False,)], [(False,), (True,)]]
-    _train_in_windows(_Halves().double(), windows, sharding_strategy=strategy, bucketing_strategy=bucketing, **FLAT)
+    _train_in_windows(Halves(8).double(), windows, sharding_strategy=strategy, bucketing_strategy=bucketing, **FLAT)
 
 
 @on_ranks(4)
