@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, full_state_dict
+from thunder_fsdp_sched.reports.step_counter import StepCounter
 from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import pytest
@@ -33,7 +34,6 @@ from thunder.core.trace import from_trace
 from thunder.transforms.materialization import MaterializationTransform
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 
@@ -441,82 +441,35 @@ def test_a_parameter_changed_between_forward_and_backward_is_an_error(strategy: 
 #
 
 
-class _WatchMemory(TorchDispatchMode):
-    """Records copies that read from given ranges of addresses, and the bytes of every storage that an operator allocates."""
-
-    COPIES = ("cat", "stack", "copy", "clone", "to_copy", "pad", "index", "repeat", "gather", "split_with_sizes_copy")
-
-    def __init__(self, watched: Iterable[tuple[int, int]]) -> None:
-        super().__init__()
-        self.watched = tuple(watched)
-        self.copies: list[str] = []
-        self.allocated_bytes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        inputs = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        result = func(*args, **(kwargs or {}))
-        name = func.name().removeprefix("aten::").split(".")[0].strip("_")
-        if func.namespace == "aten":
-            sources = inputs[1:] if name == "copy" else inputs
-            if name in self.COPIES and any(b <= t.data_ptr() < e for t in sources for b, e in self.watched):
-                self.copies.append(f"{func.name()} of {[tuple(t.shape) for t in sources]}")
-            known = {local_rows(t).untyped_storage().data_ptr() for t in inputs}
-            for out in torch.utils._pytree.tree_leaves(result):
-                if isinstance(out, torch.Tensor) and (out := local_rows(out)).untyped_storage().data_ptr() not in known:
-                    self.allocated_bytes.append(out.untyped_storage().nbytes())
-        return result
-
-
 def _addresses(flat: torch.Tensor) -> tuple[int, int]:
     return flat.data_ptr(), flat.data_ptr() + flat.nbytes
 
 
 @each_strategy
 @on_ranks(2)
-def test_a_step_copies_no_parameters_and_allocates_no_unsharded_ones(rank: int, strategy: str) -> None:
-    model = Stack(3, width=16).double()
-    smallest_matrix_bytes = 3 * 16 * 8
-    sharded = thunder.jit(model, transforms=[transform := fsdp(sharding_strategy=strategy)])
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    (x,) = model.inputs(torch.Generator().manual_seed(rank), batch=1)  # activations are smaller than any matrix
+def test_a_step_copies_no_parameters_and_allocates_no_unsharded_ones(strategy: str) -> None:
+    run = Run(Stack(3, width=16).double(), sharding_strategy=strategy)
+    buckets = run.transform.sharded.buckets
 
     def memory() -> dict[Any, tuple[int, int]]:
-        arenas = {a for b in transform.sharded.buckets for a in (b.arena, b.private_slot and b.private_slot.arena) if a}
+        arenas = {a for b in buckets for a in (b.arena, b.private_slot and b.private_slot.arena) if a}
         return {a: _addresses(a._memory) for a in arenas if a._memory is not None}
 
-    for _ in range(2):
-        loss_of(sharded(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    run.train(steps=2)
     before = memory()
-    shards = [_addresses(b.shard) for b in transform.sharded.buckets]
-
-    with _WatchMemory([*before.values(), *shards]) as forward:
-        loss = loss_of(sharded(x))
-    assert forward.copies == []
-    assert max(forward.allocated_bytes) < smallest_matrix_bytes, (
-        "forward must not allocate memory for unsharded parameters"
-    )
-
-    with _WatchMemory([*before.values(), *shards]) as backward:
-        loss.backward()
-    assert backward.copies == []
-    large = [n for n in backward.allocated_bytes if n >= smallest_matrix_bytes]
-    matrices = sum(p.ndim == 2 for p in sharded.parameters())
-    # One gradient for each matrix, and one buffer of sharded gradients for each bucket.
-    assert len(large) <= matrices + len(transform.plan), large
-
+    with StepCounter(run.model.parameters()) as counter:
+        with counter.phase("forward"):
+            loss = loss_of(run.model(*run.inputs()))
+        with counter.phase("backward"):
+            loss.backward()
+    counts = counter.counts()
+    assert counts.parameter_bytes_copied == counts.unsharded_bytes_allocated == 0
     assert memory() == before
-    for bucket, params in zip(transform.sharded.buckets, transform.plan, strict=True):
-        grads = [sharded.get_parameter(p.name).grad.to_local() for p in params.params]
-        assert len({g.untyped_storage().data_ptr() for g in grads}) == 1, (
-            "sharded gradients must be views of one buffer"
-        )
-        assert all(
-            sharded.get_parameter(p.name).to_local().untyped_storage().data_ptr()
-            == bucket.shard.untyped_storage().data_ptr()
-            for p in params.params
-        )
+    for bucket in buckets:
+        params = [run.model.get_parameter(param.name) for param in bucket.spec.params]
+        for tensors in ([param.grad for param in params], [*params, bucket.shard]):
+            storages = {local_rows(tensor).untyped_storage().data_ptr() for tensor in tensors}
+            assert len(storages) == 1, "sharded parameters and gradients must each be views of one buffer"
 
 
 @on_ranks(2)
