@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import pickle
 from typing import Any
 
 from thunder_fsdp_sched import ScheduleDisagreement, clip_grad_norm_, fsdp
-from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
+from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
 
 import pytest
@@ -169,43 +168,6 @@ def test_overflow_on_one_rank_makes_every_rank_skip_the_step(rank: int) -> None:
             scaler.update()
             assert scaler.get_scale() == 2.0
             assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
-
-
-@on_ranks(2)
-def test_norms_of_gradients_and_of_tensors_derived_from_them_are_those_of_whole_gradients() -> None:
-    model = thunder.jit(_Float32Model(), transforms=[fsdp()])
-    params = list(model.parameters())
-    loss_of(model(torch.ones(2, 4))).backward()
-    grads = [p.grad for p in params]
-    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-    optimizer.step()
-    whole = [g.full_tensor() for g in grads]
-    derived = {
-        "/": (lambda g: g / 2),
-        "/=": (lambda g: g.div_(1)),
-        "clone": (lambda g: g.clone()),
-        "data": (lambda g: g.data),
-        "detach": (lambda g: g.detach()),
-        "double": (lambda g: g.double()),
-        "copy": copy.deepcopy,
-        "sum of two": (lambda g: torch.add(torch.zeros_like(g), g)),
-    }
-    for what, derive in derived.items():
-        for norm in (torch.norm, torch.linalg.vector_norm, torch.Tensor.norm, lambda t: torch._foreach_norm([t])[0]):
-            for grad, full in zip(grads, whole, strict=True):
-                torch.testing.assert_close(norm(derive(grad)).full_tensor(), norm(derive(full)), msg=what)
-    for grad, full in zip(grads, whole, strict=True):
-        assert torch.equal(grad.flatten().full_tensor(), full.flatten())
-    plain = [torch.nn.Parameter(torch.zeros_like(full)) for full in whole]
-    for param, full in zip(plain, whole, strict=True):
-        param.grad = full
-    ours, theirs = nn.utils.clip_grad_norm_(params, 0.1), nn.utils.clip_grad_norm_(plain, 0.1)
-    torch.testing.assert_close(ours.full_tensor(), theirs)
-    for param, reference in zip(params, plain, strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), reference.grad)
-    [momentum, *_] = (state["momentum_buffer"] for state in optimizer.state.values())
-    assert isinstance(momentum, RowDTensor)
-    assert torch.equal(pickle.loads(pickle.dumps(momentum)).to_local(), momentum.to_local())
 
 
 @on_ranks(2)
