@@ -83,7 +83,7 @@ CASES: dict[str, Frozen] = {
     ),
     "option_secondary": Frozen(_deep, {"reshard_after_forward": 2}, world=4, windows=True),
     "option_hybrid": Frozen(Stack, lambda: {"mesh": _mesh(2, 2)}, world=4, windows=True),
-    "option_unsharded_bytes": Frozen(_deep, {"max_unsharded_bytes": 1 << 14}),
+    "option_unsharded_bytes": Frozen(_deep, {"max_unsharded_bytes": 1 << 15}),
     "option_offload": Frozen(
         Stack, {"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": LOW}, double=False
     ),

@@ -70,7 +70,8 @@ def half_of(cases: Iterable[str]) -> list[Any]:
 
 def counted(make: Callable[[], nn.Module], *, window: bool = False, **options: Any) -> Any:
     torch.manual_seed(0)
-    return count_on_fake_ranks(make().double(), lambda: fsdp(**options), window=window)
+    size = 4 if "reshard_after_forward" in options else 2
+    return count_on_fake_ranks(make().double(), lambda: fsdp(**options), world_size=size, window=window)
 
 
 RELEASE_CASES: dict[str, dict[str, Any]] = {
@@ -78,6 +79,14 @@ RELEASE_CASES: dict[str, dict[str, Any]] = {
     for release, strategy in (("step", "zero2"), ("step", "zero3"), ("bucket", "zero2"), ("bucket", "zero3"))
 }
 """All releases, with a transport that has buffers of its own."""
+
+WINDOW_CASES: dict[str, dict[str, Any]] = {
+    "sharded, zero2": {"accumulate": "sharded", "sharding_strategy": "zero2"},
+    "sharded, zero3": {"accumulate": "sharded", "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    "secondary": {"reshard_after_forward": 2, "mp_policy": MixedPrecisionPolicy(torch.float32)},
+    "secondary, released": {"reshard_after_forward": 2, "release": "bucket"},
+}
+"""Gradients that are reduced in each micro-batch, and secondary shards."""
 
 
 def test_a_limit_holds_for_the_traces_that_run(compiled: CompiledTraces) -> None:
@@ -103,9 +112,10 @@ def test_every_position_has_the_bytes_that_a_run_allocates(name: str) -> None:
         assert count.predicted == count.counted > memory.fixed["shards"]
 
 
-@pytest.mark.parametrize("name", half_of(RELEASE_CASES))
-def test_every_position_has_the_bytes_that_a_run_with_releases_allocates(name: str) -> None:
-    for step, (compiled, memory, tracker) in counted(Stack, window=True, **RELEASE_CASES[name]).items():
+@pytest.mark.parametrize("name", [*half_of(RELEASE_CASES), *WINDOW_CASES])
+def test_every_position_has_the_bytes_that_a_window_allocates(name: str) -> None:
+    options = {**RELEASE_CASES, **WINDOW_CASES}[name]
+    for step, (compiled, memory, tracker) in counted(Stack, window=True, **options).items():
         count = compare(memory, compiled, tracker)
         assert not count.wrong, f"{step}: {len(count.wrong)} positions\n{count}"
         assert count.predicted == count.counted
