@@ -53,11 +53,36 @@ WRONG_OPTIONS = [
     ({"accumulate": "both"}, ValueError, "accumulate: expected 'unsharded', 'sharded' or None, got 'both'"),
     ({"reshard_after_backward": 1}, TypeError, "reshard_after_backward: expected a bool, got 1 of type int"),
     ({"move_state_dict_to_cpu": "yes"}, TypeError, "move_state_dict_to_cpu: expected a bool, got 'yes' of type str"),
+    ({"release": "now"}, ValueError, "release: expected 'never', 'step' or 'bucket', got 'now'"),
+    *(
+        ({"release": "bucket", limit: "1GiB"}, ValueError, f"{limit}: cannot be combined with release='bucket'")
+        for limit in ("max_memory", "max_unsharded_bytes")
+    ),
+    ({"reshard_after_forward": True}, TypeError, "use sharding_strategy='zero3'"),
+    ({"reshard_after_forward": False}, TypeError, "use sharding_strategy='zero2'"),
+    ({"reshard_after_forward": "8"}, TypeError, "reshard_after_forward: expected a number of ranks or None, got '8'"),
+    ({"reshard_after_forward": 1}, ValueError, "sharding_strategy='zero2' keeps whole parameters"),
+    (
+        {"reshard_after_forward": 2, "sharding_strategy": "zero2"},
+        ValueError,
+        "reshard_after_forward: sharding_strategy='zero2' keeps whole",
+    ),
+    ({"all_reduce_hook": "average"}, TypeError, r"all_reduce_hook: expected a callable \(bucket name, gradients\)"),
+    *(
+        (
+            {"gradient_divide_factor": factor},
+            (TypeError, ValueError),
+            "gradient_divide_factor: expected a positive number or None",
+        )
+        for factor in (0, -1.0, float("nan"), float("inf"), "2", True)
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"), WRONG_OPTIONS, ids=[f"{k}={v!r}" for o, *_ in WRONG_OPTIONS for k, v in o.items()]
+    ("options", "error", "message"),
+    WRONG_OPTIONS,
+    ids=[", ".join(f"{k}={v!r}" for k, v in options.items()) for options, *_ in WRONG_OPTIONS],
 )
 def test_errors_name_an_invalid_option(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

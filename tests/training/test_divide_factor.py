@@ -119,12 +119,6 @@ def test_parameters_with_other_factors_are_in_other_buckets() -> None:
     ]
 
 
-@pytest.mark.parametrize("factor", [0, -1.0, float("nan"), float("inf"), "2", True])
-def test_a_factor_must_be_a_positive_number(factor: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="gradient_divide_factor: expected a positive number or None"):
-        fsdp(gradient_divide_factor=factor)
-
-
 @on_ranks(2)
 def test_a_bucket_is_not_divided_in_part() -> None:
     ours = thunder.jit(Stack(1), transforms=[fsdp()])

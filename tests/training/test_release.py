@@ -7,9 +7,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.options import check_options
 from thunder_fsdp_sched.runtime import ops
 
 import pytest
@@ -174,12 +172,3 @@ def test_the_predicted_peak_is_lower_if_each_bucket_is_freed(strategy: str) -> N
     assert bucket.memory.peak.nbytes <= never.memory.peak.nbytes
     assert never.memory.bytes_at(len(never.memory.statements) - 1)["unsharded buckets"] > 0
     assert bucket.memory.bytes_at(len(bucket.memory.statements) - 1)["unsharded buckets"] == 0
-
-
-def test_release_is_checked() -> None:
-    given = dict(thunder_fsdp_sched.fsdp.__kwdefaults__)
-    with pytest.raises(ValueError, match="release: expected 'never', 'step' or 'bucket', got 'now'"):
-        check_options(**(given | {"release": "now"}))
-    for limit in ("max_memory", "max_unsharded_bytes"):
-        with pytest.raises(ValueError, match=f"{limit}: cannot be combined with release='bucket'"):
-            check_options(**(given | {"release": "bucket", limit: "1GiB"}))

@@ -211,21 +211,6 @@ def test_fewer_ranks_own_the_same_rows_together(
 #
 
 
-@pytest.mark.parametrize(
-    ("size", "options", "error", "text"),
-    [
-        (True, {}, TypeError, "use sharding_strategy='zero3'"),
-        (False, {}, TypeError, "use sharding_strategy='zero2'"),
-        ("8", {}, TypeError, "reshard_after_forward: expected a number of ranks or None, got '8'"),
-        (1, {}, ValueError, "sharding_strategy='zero2' keeps whole parameters"),
-        (2, {"sharding_strategy": "zero2"}, ValueError, "reshard_after_forward: sharding_strategy='zero2' keeps whole"),
-    ],
-)
-def test_wrong_numbers_are_refused(size: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        fsdp(reshard_after_forward=size, **options)
-
-
 def test_a_number_that_does_not_divide_the_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"reshard_after_forward: 3 ranks cannot hold bucket '\S+' for backward"):
         testing.compile_on_fake_ranks(_make, 4, reshard_after_forward=3)
