@@ -247,7 +247,7 @@ def test_each_optimizer_trains_shards_as_it_trains_the_unsharded_model() -> None
                 _check_states(run)
             except Exception as error:
                 failures[f"{name} / {action}"] = f"{type(error).__name__}: {str(error)[:300]}"
-    assert not failures
+    assert not failures, failures
 
 
 @on_ranks(2)
