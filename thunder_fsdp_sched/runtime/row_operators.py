@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .row_dtensor import RowDTensor, local_rows, replicated
@@ -307,7 +308,11 @@ def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _put_where(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Assign a number to elements that a mask chooses: ``p[p > 1] = 1``."""
-    tensor, (mask, *others), value = args[0], args[1], args[2]
+    tensor, (*others, mask), value = args[0], args[1], args[2]
+    if tensor.shape == (1,) and not isinstance(mask, DTensor):  # what torch makes of a 0-dim tensor and mask
+        if len(tensor._local_tensor):
+            func(tensor._local_tensor, *args[1:], **kwargs)
+        return tensor
     if others or mask is None or mask.dtype is not torch.bool or mask.shape != tensor.shape or args[3:] or kwargs:
         return run_on_single_rank(func, args, kwargs)
     return on_elements(aten.masked_fill_.Tensor, (tensor, mask, value.reshape(())), {})
