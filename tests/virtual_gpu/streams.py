@@ -137,6 +137,10 @@ class _Stream:
     def device(self) -> torch.device:
         return torch.device("cuda", self.key.device)
 
+    @property
+    def cuda_stream(self) -> int:
+        return self.key.number
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream) and self.key == other.key
 
