@@ -57,6 +57,7 @@ class Cuda:
             "Stream": self.Stream,
             "Event": self.Event,
             "current_stream": lambda device=None: self.Stream._of(self.key(device)),
+            "default_stream": lambda device=None: self.Stream._of(Key(self.index(device), 0)),
             "set_stream": self._set_stream,
             "stream": self._stream,
             "device": self._device,
