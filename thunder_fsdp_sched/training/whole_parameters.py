@@ -115,9 +115,11 @@ class WholeParameters(torch.optim.Optimizer):
             if param.param.grad is not None:
                 by_exchange[param.exchange_key].append(param)
         exchanges = [by_exchange[key] for key in sorted(by_exchange)]
-        control, locations = self._sharded.control, self._sharded.locations
-        names = [p.spec.name for params in exchanges for p in params]
-        control.rendezvous("WholeParameters.step for", *(n for n in names if control.is_on_all_ranks(locations[n][0])))
+        control = self._sharded.control
+        every = itertools.chain.from_iterable(exchanges)
+        control.rendezvous(
+            "WholeParameters.step for", *(p.spec.name for p in every if control.is_on_all_ranks(p.bucket))
+        )
         for params in exchanges:
             with torch.profiler.record_function("fsdp_rows_to_owners"):
                 rows_to_owners(params)
@@ -206,7 +208,7 @@ class WholeParameters(torch.optim.Optimizer):
                 f"params: {name!r} is not sharded (ignored_params), every rank has it whole: pass it to "
                 f"{self._class.__name__} directly"
             )
-        return OwnedParam(param, *self._sharded.locations[name])
+        return OwnedParam(*self._sharded.locations[name])
 
     def _agree(self, groups: Sequence[Sequence[OwnedParam]]) -> None:
         """Raise an error if parameters differ between ranks, which would block each other in ``step`` or drift apart."""
@@ -216,7 +218,7 @@ class WholeParameters(torch.optim.Optimizer):
                 (group, f"group {i}: {param.spec}")
                 for i, params in enumerate(groups)
                 for param in params
-                for group in param.ranks.groups
+                for group in param.bucket.ranks.groups
             ],
         )
 
@@ -248,16 +250,14 @@ class OwnedParam:
         owner: the rank that updates it, in the process group over which it is sharded.
     """
 
-    def __init__(self, param: torch.Tensor, bucket: Bucket, index: int) -> None:
-        self.param = param
-        self.rows = local_rows(param)
+    def __init__(self, bucket: Bucket, index: int) -> None:
+        self.param = bucket.params[index]
+        self.rows = local_rows(self.param)
         self.spec = bucket.spec.params[index]
-        self.ranks = bucket.ranks
-        self.group = bucket.ranks.group
-        self.control = bucket.control
+        self.bucket, self.group = bucket, bucket.ranks.group
         self.owner = 0
         self._all_rows = bucket.rows[index]
-        self.unsharded = torch.nn.Parameter(self._blank(), param.requires_grad)
+        self.unsharded = torch.nn.Parameter(self._blank(), self.param.requires_grad)
 
     @property
     def is_owned_here(self) -> bool:
@@ -354,8 +354,8 @@ def _all_to_all(
         incoming = rows.new_empty(sum(map(sum, lengths)), device=device)
         counts = [sum(t.numel() for t in of_rank) for of_rank in sent]
         process_group = group.process_group
-        assert of.control is not None
-        with of.control.doing("the exchange of rows with the owners of whole parameters"):
+        assert of.bucket.control is not None
+        with of.bucket.control.doing("the exchange of rows with the owners of whole parameters"):
             dist.all_to_all_single(incoming, outgoing.to(device), list(map(sum, lengths)), counts, group=process_group)
     flat = iter(incoming.to(rows.device).split(list(itertools.chain.from_iterable(lengths))))
     return [[next(flat).view(shape) for shape in of_rank] for of_rank in shapes]
