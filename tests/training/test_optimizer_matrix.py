@@ -29,67 +29,55 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 Make = Callable[[Any], Optimizer]
 
 
-class ScalarState(Optimizer):
+class _Own(Optimizer):
+    """An optimizer of a user, which updates one parameter after the other."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, param.grad, self.state[param], group["lr"])
+
+
+class ScalarState(_Own):
     """An optimizer with a number of state for each parameter, that of the whole parameter."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state, power = self.state[param], param.grad.pow(2).sum()
-                    state["power"] = 0.9 * state.get("power", power) + 0.1 * power
-                    param.sub_(param.grad / (state["power"].sqrt() + 1e-3), alpha=group["lr"])
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        power = grad.pow(2).sum()
+        state["power"] = 0.9 * state.get("power", power) + 0.1 * power
+        param.sub_(grad / (state["power"].sqrt() + 1e-3), alpha=lr)
 
 
-class FactoredState(Optimizer):
+class FactoredState(_Own):
     """An optimizer with state for each row and each column of a matrix."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state, square = self.state[param], param.grad.square() + 1e-8
-                if param.ndim == 2:
-                    if not state:
-                        state["row"], state["column"] = (
-                            torch.zeros_like(square.mean(1)),
-                            torch.zeros_like(square.mean(0)),
-                        )
-                    state["row"].lerp_(square.mean(1), 0.1)
-                    state["column"].lerp_(square.mean(0), 0.1)
-                    square = state["row"].unsqueeze(1) * (state["column"] / state["row"].mean()).unsqueeze(0)
-                param.addcdiv_(param.grad, square.sqrt(), value=-group["lr"])
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        square = grad.square() + 1e-8
+        if param.ndim == 2:
+            if not state:
+                state["row"], state["column"] = (torch.zeros_like(square.mean(dim)) for dim in (1, 0))
+            state["row"].lerp_(square.mean(1), 0.1)
+            state["column"].lerp_(square.mean(0), 0.1)
+            square = state["row"].unsqueeze(1) * (state["column"] / state["row"].mean()).unsqueeze(0)
+        param.addcdiv_(grad, square.sqrt(), value=-lr)
 
 
-class NestedState(Optimizer):
+class NestedState(_Own):
     """An optimizer whose state contains dictionaries and lists."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    if not state:
-                        state["slow"] = {"value": param.clone(), "steps": 0}
-                        state["history"] = [torch.zeros_like(param), torch.zeros_like(param)]
-                    state["history"] = [state["history"][1], param.grad.clone()]
-                    state["slow"]["steps"] += 1
-                    state["slow"]["value"].lerp_(param, 0.5)
-                    param.sub_(state["history"][0] + state["history"][1], alpha=group["lr"])
-                    param.copy_(state["slow"]["value"] + param).mul_(0.5)
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        if not state:
+            state["slow"] = {"value": param.clone(), "steps": 0}
+            state["history"] = [torch.zeros_like(param), torch.zeros_like(param)]
+        state["history"] = [state["history"][1], grad.clone()]
+        state["slow"]["steps"] += 1
+        state["slow"]["value"].lerp_(param, 0.5)
+        param.sub_(state["history"][0] + state["history"][1], alpha=lr)
+        param.copy_(state["slow"]["value"] + param).mul_(0.5)
 
 
 class Derived(AdamW):
@@ -134,77 +122,59 @@ def _optimizers() -> Iterator[tuple[str, Make]]:
     yield from OWN.items()
 
 
-def _lr_hook(optimizer: Optimizer, step: int) -> None:
-    if step == 0:
-
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.5
-
-        optimizer.register_step_pre_hook(before)
+def _halve_lr(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
 
 
-def _grad_hook(optimizer: Optimizer, step: int) -> None:
-    if step == 0:
-
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.grad = param.grad.clamp(-0.5, 0.5) * 3
-
-        optimizer.register_step_pre_hook(before)
+def _scale_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                param.grad = param.grad.clamp(-0.5, 0.5) * 3
 
 
-def _post_hook(optimizer: Optimizer, step: int) -> None:
+def _clear_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Clear the momentum after each second step, which a hook of the state sees."""
-    if step == 0:
-
-        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            assert optimizer.state
-            for state in optimizer.state.values():
-                state["calls"] = state.get("calls", 0) + 1
-                for key, value in state.items():
-                    if key.startswith("exp_avg") and state["calls"] % 2 == 0:
-                        value.zero_()
-
-        optimizer.register_step_post_hook(after)
+    assert optimizer.state
+    for state in optimizer.state.values():
+        state["calls"] = state.get("calls", 0) + 1
+        for key, value in state.items():
+            if key.startswith("exp_avg") and state["calls"] % 2 == 0:
+                value.zero_()
 
 
-def _add_group(optimizer: Optimizer, step: int) -> None:
-    if step == 1:
-        last = optimizer.param_groups[0]["params"].pop()
-        optimizer.state.pop(last, None)
-        optimizer.add_param_group({"params": [last], "lr": 0.03})
+def _add_group(optimizer: Optimizer) -> None:
+    last = optimizer.param_groups[0]["params"].pop()
+    optimizer.state.pop(last, None)
+    optimizer.add_param_group({"params": [last], "lr": 0.03})
 
 
-def _freeze(optimizer: Optimizer, step: int) -> None:
-    if step in (1, 3):
-        for param in optimizer.param_groups[0]["params"][:2]:
-            param.requires_grad_(step == 3)
-            param.grad = param.grad if step == 3 else None
+def _freeze(optimizer: Optimizer, frozen: bool = True) -> None:
+    for param in optimizer.param_groups[0]["params"][:2]:
+        param.requires_grad_(not frozen)
+        param.grad = None if frozen else param.grad
 
 
-def _reload(optimizer: Optimizer, step: int) -> None:
-    if step == 2:
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+def _reload(optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-def _shard_another(optimizer: Optimizer, step: int) -> None:
-    if step == 1:
-        torch.manual_seed(3)
-        Run(Matrices())
+def _shard_another(optimizer: Optimizer) -> None:
+    torch.manual_seed(3)
+    Run(Matrices())
 
 
-ACTIONS = {
-    "hook of lr": _lr_hook,
-    "hook of gradients": _grad_hook,
-    "hook after": _post_hook,
-    "new group": _add_group,
-    "frozen": _freeze,
-    "reloaded": _reload,
-    "another model": _shard_another,
+ACTIONS: dict[str, dict[int, Callable[[Optimizer], Any]]] = {
+    "hook of lr": {0: lambda optimizer: optimizer.register_step_pre_hook(_halve_lr)},
+    "hook of gradients": {0: lambda optimizer: optimizer.register_step_pre_hook(_scale_gradients)},
+    "hook after": {0: lambda optimizer: optimizer.register_step_post_hook(_clear_momentum)},
+    "new group": {1: _add_group},
+    "frozen": {1: _freeze, 3: partial(_freeze, frozen=False)},
+    "reloaded": {2: _reload},
+    "another model": {1: _shard_another},
 }
+"""What happens to an optimizer, by the step before which it does."""
 
 
 def _run(make: Make, *, exact: bool = True, **options: Any) -> Run:
@@ -229,16 +199,14 @@ def _check_states(run: Run, expected: Optimizer | None = None) -> None:
 def test_each_optimizer_trains_shards_as_it_trains_the_unsharded_model() -> None:
     failures = {}
     for name, make in _optimizers():
-        actions = (
-            ACTIONS if name in ("AdamW, foreach", "AdamW, fused", "SGD, momentum, plain", "scalar") else {"none": None}
-        )
-        for action, act in actions.items():
+        is_disturbed = name in ("AdamW, foreach", "AdamW, fused", "SGD, momentum, plain", "scalar")
+        for action, by_step in (ACTIONS if is_disturbed else {"none": {}}).items():
             try:
                 # Sums, and the elements that fused kernels do not vectorize, round otherwise.
                 run = _run(make, exact=name not in OWN and "fused" not in name)
                 for step in range(4):
-                    for optimizer in run.optimizers if act is not None else ():
-                        act(optimizer, step)
+                    for optimizer in run.optimizers if step in by_step else ():
+                        by_step[step](optimizer)
                     run.gradients(step)
                     for optimizer in run.optimizers:
                         optimizer.step()
