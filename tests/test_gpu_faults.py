@@ -260,13 +260,6 @@ def test_gradients_in_another_dtype_are_copied_by_one_kernel_per_bucket() -> Non
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 
 
-def jit(rank: Rank, **options: Any) -> Any:
-    """Return a jitted model of five buckets."""
-    with torch.device(rank.device):
-        module = Stack(3, width=8)
-    return thunder.jit(module, transforms=[fsdp(transport="symmetric_memory", **options)])
-
-
 def evaluate(rank: Rank, model: Any, *, autocast: bool = False) -> None:
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         model(torch.randn(4, 8, device=rank.device))
@@ -278,7 +271,7 @@ def number_of_rendezvous(rank: Rank) -> int:
 
 
 def count_allocations(rank: Rank, autocast: bool, **options: Any) -> tuple[int, int, int]:
-    model = jit(rank, **options)
+    model = make_model(rank, transport="symmetric_memory", **options)
     after_jit = number_of_rendezvous(rank)
     evaluate(rank, model, autocast=autocast)
     first = number_of_rendezvous(rank)
@@ -306,7 +299,7 @@ def test_all_buckets_of_a_group_share_one_allocation(
 def shard_over_a_mesh(rank: Rank) -> int:
     with rank.outside():
         mesh = init_device_mesh("cuda", (2, 2))
-    evaluate(rank, jit(rank, mesh=mesh))
+    evaluate(rank, make_model(rank, transport="symmetric_memory", mesh=mesh))
     return number_of_rendezvous(rank)
 
 
@@ -317,7 +310,7 @@ def test_each_group_of_a_mesh_has_one_allocation() -> None:
 
 
 def count_tensors_of_peers(rank: Rank) -> tuple[int, int]:
-    model = jit(rank)
+    model = make_model(rank, transport="symmetric_memory")
     requests = []
     get_buffer = Handle.get_buffer
 
@@ -338,7 +331,7 @@ def test_tensors_in_peers_memory_are_created_once_for_each_bucket() -> None:
 
 
 def write_one_shard(rank: Rank) -> None:
-    model = jit(rank)
+    model = make_model(rank, transport="symmetric_memory")
     params = list(model.parameters())
     versions = [p._version for p in params]
     with torch.no_grad():
@@ -355,7 +348,7 @@ def begin_inside_a_segment(rank: Rank) -> None:
         mock.patch.object(Handle, "offset", 512, create=True),
         pytest.raises(ValueError, match=r"512 bytes into an allocation of its pool.*TORCH_SYMMMEM_IMPLICIT_POOL=0"),
     ):
-        jit(rank)
+        make_model(rank, transport="symmetric_memory")
 
 
 def test_memory_at_an_offset_in_its_handle_is_refused() -> None:
