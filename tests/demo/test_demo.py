@@ -48,7 +48,6 @@ def command(*arguments: str, cwd: Path, columns: int = 132) -> subprocess.Comple
 #
 
 
-@pytest.mark.slow
 def test_demo_shows_traces_and_table_and_all_checks_pass(tmp_path: Path) -> None:
     result = command("demo", *TINY, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -63,7 +62,6 @@ def test_demo_shows_traces_and_table_and_all_checks_pass(tmp_path: Path) -> None
     assert re.search(r"^ *collectives +\d+ +\d+ +\d+ +\d+ *$", result.stdout, re.MULTILINE), result.stdout
 
 
-@pytest.mark.slow
 def test_demo_exits_non_zero_if_a_check_fails(tmp_path: Path) -> None:
     # No difference is within a negative tolerance.
     failing_options = ["--blocks", "1", "--sharding", "zero2", "--tolerance", "-1"]
@@ -73,7 +71,6 @@ def test_demo_exits_non_zero_if_a_check_fails(tmp_path: Path) -> None:
     assert result.stdout.count("FAIL ") == 2
 
 
-@pytest.mark.slow
 def test_trace_command_shows_the_traces_of_a_users_model(tmp_path: Path) -> None:
     (tmp_path / "factory.py").write_text(
         "import torch\n"
@@ -92,7 +89,6 @@ def test_trace_command_shows_the_traces_of_a_users_model(tmp_path: Path) -> None
     assert "must return (module, args)" in result.stderr
 
 
-@pytest.mark.slow
 def test_the_training_example_trains(tmp_path: Path) -> None:
     script = (Path(__file__).parents[2] / "examples" / "train.py").read_text()
     (tmp_path / "train.py").write_text(script)
@@ -114,7 +110,6 @@ def _shortened(*replacements: tuple[str, str]) -> str:
     return script
 
 
-@pytest.mark.slow
 def test_the_restartable_example_finishes_after_kills_while_it_saves(tmp_path: Path) -> None:
     """Each start of the script but the last dies at another point, and torchrun restarts it."""
     script = _shortened(
