@@ -292,7 +292,6 @@ ORDINARY = [
     ("raise_exceptions", "all_to_all", "zero3, extended"),
 ]
 SOME = ("zero3", "zero2", "bf16 reduced in fp32", "offload")
-OPTIONS |= {f"{name}, extended": {**OPTIONS[name], "extends": True} for name in ("zero2", "zero3")}
 OPTIONS |= {
     f"{name}, release {when}": {**OPTIONS[name], "release": when} for name in SOME for when in ("step", "bucket")
 }
@@ -300,12 +299,13 @@ _RELEASED = [name for name in OPTIONS if "release" in name]
 _NOT_RELEASED = ("initialize_from_meta", "change_weights", "use_autocast")  # add no code path to the others
 MORE = [
     *itertools.product(["train"], TRANSPORTS, [name for name in OPTIONS if name not in _RELEASED]),
-    ("use_another_stream", "flat", "zero3, extended"),
+    *(("use_another_stream", "flat", "zero3, extended"), ("train", "all_to_all", "zero3, extended")),
     *itertools.product(USES, TRANSPORTS, ["zero3"]),
     *itertools.product(USES, ("all_to_all", "staged", "symmetric_memory"), SOME[1:]),
     *itertools.product([use for use in USES if use not in _NOT_RELEASED], TRANSPORTS, _RELEASED),
     *(("use_autocast", transport, "zero2") for transport in TRANSPORTS),
 ]
+OPTIONS |= {f"{name}, extended": {**OPTIONS[name], "extends": True} for name in ("zero2", "zero3")}
 _LONG = [row for row in dict.fromkeys(MORE) if row not in ORDINARY and is_supported(*row)]
 
 
