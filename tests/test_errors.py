@@ -48,6 +48,7 @@ WRONG_OPTIONS = [
     ({"broadcast_from": "0"}, TypeError, "broadcast_from: expected a global rank.*got '0'"),
     ({"broadcast_from": False}, TypeError, "broadcast_from: expected a global rank.*got False"),
     ({"ignored_params": "wte.weight"}, TypeError, "ignored_params: expected parameters or their names, got str"),
+    ({"ignored_params": nn.Parameter(torch.zeros(2, 2))}, TypeError, "ignored_params: .* got tensor"),
     ({"ignored_params": [torch.zeros(1)]}, TypeError, "ignored_params: expected parameters or their names, got tensor"),
     ({"process_group_for": dist}, TypeError, "process_group_for: expected a callable"),
     ({"accumulate": "both"}, ValueError, "accumulate: expected 'unsharded', 'sharded' or None, got 'both'"),

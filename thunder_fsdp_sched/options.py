@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -109,11 +110,15 @@ def _by_module(name: str, value: Any) -> Any:
 #
 
 
+def _named(value: Any, enum: type[Enum], known: tuple[str, ...]) -> Any:
+    """Return which of some strings a user names, in any case or by a member of Thunder's enum; ``None`` if none."""
+    text = value.name if isinstance(value, enum) else value
+    return text.lower() if isinstance(text, str) and text.lower() in known else None
+
+
 def _strategy(name: str, strategy: Any) -> ShardingStrategy:
-    text = strategy.name if isinstance(strategy, FSDPType) else strategy
-    for known in get_args(ShardingStrategy):
-        if isinstance(text, str) and text.lower() == known:
-            return known
+    if known := _named(strategy, FSDPType, get_args(ShardingStrategy)):
+        return known
     raise ValueError(f"{name}: expected 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {strategy!r}")
 
 
@@ -172,14 +177,11 @@ def _bucketing(name: str, strategy: Any) -> BucketingStrategy | int | BucketRule
         if strategy <= 0:
             raise ValueError(f"{name}: a size in bytes must be positive, got {strategy}")
         return strategy
-    text = strategy.name if isinstance(strategy, FSDPBucketingStrategy) else strategy
-    if isinstance(text, str):
-        for known in get_args(BucketingStrategy):
-            if text.lower() == known:
-                return known
-        if re.match(r"\s*[-+.\d]", text):
-            return parse_bytes(name, text)
-    elif callable(strategy):
+    if known := _named(strategy, FSDPBucketingStrategy, get_args(BucketingStrategy)):
+        return known
+    if isinstance(strategy, str) and re.match(r"\s*[-+.\d]", strategy):
+        return parse_bytes(name, strategy)
+    if callable(strategy):
         return strategy
     raise ValueError(
         f"{name}: expected 'none', 'layer', 'block', a thunder.distributed.FSDPBucketingStrategy, a size in "
@@ -211,7 +213,7 @@ def _ignored(name: str, params: Any) -> tuple[torch.nn.Parameter | str, ...]:
     if isinstance(params, str) or not isinstance(params, (Iterable, type(None))):
         raise TypeError(f"{name}: expected parameters or their names, got {type(params).__name__}")
     check = _is((torch.nn.Parameter, str), "parameters or their names")
-    return tuple(check(name, param) for param in params or ())
+    return tuple(check(name, param) for param in (() if params is None else params))
 
 
 def _cluster(name: str, cluster: Any) -> ClusterSpec | None:
