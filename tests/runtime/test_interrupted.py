@@ -151,21 +151,16 @@ def _swapped(model: Any) -> Iterator[None]:
         param.data.mul_(0.5)
 
 
-def _swap_around_a_forward(strategy: str) -> None:
-    """Run a forward with other parameters between a forward and its backward. It overwrites the kept buckets."""
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@on_ranks(2)
+def test_parameters_swapped_in_temporarily_do_not_affect_other_forwards_or_backwards(rank: int, strategy: str) -> None:
     run = Run(Stack(2).double(), sharding_strategy=strategy)
     run.train(steps=1)
     run.forward(0)
     with _swapped(run.model), _swapped(run.reference):
-        run.forward(1)
+        run.forward(1)  # overwrites the kept buckets
     run.backward(0)
     run.compare_gradients()
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-@on_ranks(2)
-def test_parameters_swapped_in_temporarily_do_not_affect_other_forwards_or_backwards(rank: int, strategy: str) -> None:
-    _swap_around_a_forward(strategy)
     policy = MixedPrecisionPolicy(torch.float32, torch.float64, output_dtype=torch.float64)
     for options, tolerance in (({}, 1e-11), ({"mp_policy": policy}, 1e-5)):
         run = Run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,7 @@ ROWS: dict[str, Callable[..., Any]] = {
     "comparison": lambda x, y: torch.where(x > y, x, y),
     "copy": lambda x, y: x.clone().copy_(y),
     "cast": lambda x, y: x.double(),
+    "copies": lambda x, y: copy.deepcopy(x) + x.data.div_(1) + x.detach(),
     "in place": lambda x, y: x.clone().mul_(y).add_(1, alpha=2).clamp_(-1, 1),
     "out": lambda x, y: torch.maximum(x, y, out=torch.zeros_like(x)),
     "filled": lambda x, y: torch.zeros_like(x).fill_(3) + torch.full_like(x, 2) + torch.ones_like(x),
