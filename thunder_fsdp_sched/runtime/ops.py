@@ -49,8 +49,8 @@ def all_gather(
     if slot is bucket.private_slot:
         bucket.gathered_in_forward = None
         bucket.window_state = bucket.state_of(slot) if window == WINDOW_OPEN else None
+    sent = bucket.source.shard(again=again) if secondary is None else secondary
     with _issuing(bucket, "all-gather", slot):
-        sent = bucket.source.shard(again=again) if secondary is None else secondary
         works = bucket.gather_into(unsharded, sent)
         arena.track(flight := InFlight(bucket, "all-gather", slot, works, sent=sent))
     if followed_by is not None:
