@@ -32,30 +32,23 @@ _ELEMENTWISE = """
     elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward logit_backward
     mish_backward sigmoid_backward silu_backward softplus_backward softshrink_backward tanh_backward threshold_backward
 """
-"""Functions that compute each element of their result from the elements at the same position of their operands."""
+"""Functions that compute each element of their result from the elements at the same position of their operands, and that
+``_foreach_`` operators apply to each item of their lists."""
 
 _ELEMENTWISE_OVERLOADS = {torch.ops.aten.where.self, torch.ops.aten.max.other, torch.ops.aten.min.other}
 
-_FOREACH = """
-    abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp expm1 floor frac
-    lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan
-    tanh trunc zero
-"""
-"""Those that ``_foreach`` operators apply to each item of their lists."""
-
-_FUSED = ("_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd")
+_FUSED = {f"aten::_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd")}
 
 _elementwise = frozenset(_ELEMENTWISE.split())
-_of_items = frozenset([*(f"_foreach_{name}" for name in _FOREACH.split()), *_FUSED])
 
 
 def acts_on_elements(func: Any) -> bool:
     """Return whether an operator acts on each element of tensors, or of the items of lists, by itself, in place or not."""
     name = func._schema.name.removeprefix("aten::")
     name = name if name.endswith("__") else name.removesuffix("_")
-    if name in _of_items:
-        return "out" not in func._overloadname
-    return name in _elementwise or func in _ELEMENTWISE_OVERLOADS
+    if name.startswith("_foreach_"):
+        return name.removeprefix("_foreach_") in _elementwise and "out" not in func._overloadname
+    return name in _elementwise or func in _ELEMENTWISE_OVERLOADS or func._schema.name in _FUSED
 
 
 def on_elements(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -71,7 +64,7 @@ def on_elements(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return RowDTensor.wrap(result, cast(Rows, rows[0]))
     for place in written:  # below autograd, operators count no versions
         torch.autograd.graph.increment_version(operands[place])
-        if func._schema.name.startswith("aten::_fused"):  # nor does autograd for these
+        if func._schema.name in _FUSED:  # nor does autograd for these
             torch.autograd.graph.increment_version(values[place])
     return None if result is None else values[written[0]]
 
