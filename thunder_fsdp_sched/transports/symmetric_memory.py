@@ -75,10 +75,6 @@ class SymmetricMemory(Flat):
             )
         super().check(device, dtypes, ranks)
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> torch.Tensor:
-        [shard] = self.allocate_together([(numel, dtype)], device, ranks)
-        return shard
-
     def allocate_together(
         self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: Ranks
     ) -> list[torch.Tensor]:
