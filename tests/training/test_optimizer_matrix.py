@@ -183,6 +183,13 @@ def _run(make: Make, *, exact: bool = True, **options: Any) -> Run:
     return Run(Matrices(), optimizer=make, tolerance=0 if exact else 1e-5, **options)
 
 
+def _step(run: Run, step: int, **without: Any) -> None:
+    run.gradients(step, **without)
+    for optimizer in run.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _check_states(run: Run, expected: Optimizer | None = None) -> None:
     """Compare the optimizers' state dicts: values, names, options."""
     ours, theirs = (optimizer.state_dict() for optimizer in (run.optimizers[0], expected or run.optimizers[1]))
@@ -207,10 +214,7 @@ def test_each_optimizer_trains_shards_as_it_trains_the_unsharded_model() -> None
                 for step in range(4):
                     for optimizer in run.optimizers if step in by_step else ():
                         by_step[step](optimizer)
-                    run.gradients(step)
-                    for optimizer in run.optimizers:
-                        optimizer.step()
-                        optimizer.zero_grad()
+                    _step(run, step)
                 run.compare_parameters()
                 _check_states(run)
             except Exception as error:
@@ -254,8 +258,7 @@ def _run_to_save(name: str, *, steps: int, group: Any = None) -> Run:
     run = _run(SAVED[name], exact=name not in OWN, process_group=group)
     for step in range(steps):
         # torch's functions make state of each parameter, whether it has a gradient or not.
-        run.gradients(step, without=())
-        run.step()
+        _step(run, step, without=())
     return run
 
 

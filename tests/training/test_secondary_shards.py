@@ -86,7 +86,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "release": {"release": "bucket"},
     "sharded": {"accumulate": "sharded"},
 }
-CASES = [("layers", "sharded"), ("coalesced", "bfloat16"), ("staged", "offload"), ("all_reduce", "release")]
+CASES = [("layers", "sharded"), ("staged", "offload"), ("all_reduce", "release")]
+LOW = ("coalesced", "bfloat16")
 
 STEPS = [
     *(do.micro_batch(1, no_sync=False), do.step()),
@@ -117,7 +118,11 @@ def _tied() -> nn.Module:
 
 
 SCENARIOS = {
-    **{"-".join(names): _scenario(_small, STEPS, _options(*names)) for names in CASES},
+    "-".join(LOW): _scenario(_small, STEPS, _options(*LOW)),
+    **{
+        "-".join(names): Scenario(lambda: _small().double(), STEPS, _options(*names) | {"dtype": None}, ranks=4)
+        for names in CASES
+    },
     **{name: _scenario(_small, STEPS, _options(name), long=True) for name in OPTIONS},
     "tied weights": _scenario(_tied, STEPS, _options(), long=True),
     "history": _scenario(_small, HISTORY, _options() | {"bucketing_strategy": "layer"}),
