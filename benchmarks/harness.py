@@ -78,7 +78,7 @@ def run_on_ranks(
         ranks = Links(arguments.ranks, bits_per_second=arguments.rate, ranks_per_node=ranks_per_node)
     with ranks:
         command = [sys.executable, "-W", "ignore", script, *sys.argv[1:]]
-        print(ranks.run(command, timeout=arguments.timeout, show_progress=True)[0], end="")
+        print(ranks.run(command, timeout=arguments.timeout)[0], end="")
 
 
 def join_ranks() -> None:

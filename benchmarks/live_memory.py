@@ -31,8 +31,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Held", "LiveMemory"]
-
 _CONCATENATIONS = frozenset({"_chunk_cat", "cat", "chunk_cat", "stack"})
 _REDUCTIONS = ("reduce_scatter", "alltoall")
 

@@ -55,7 +55,6 @@ class Loopback:
         self.world_size = world_size
         self.cores = [available[rank % len(available)] for rank in range(world_size)]
         self._folder = Path(tempfile.mkdtemp(prefix="links-"))
-        self._runs = 0
 
     def __enter__(self) -> Loopback:
         return self
@@ -63,21 +62,18 @@ class Loopback:
     def __exit__(self, *error: object) -> None:
         self._clean_up()
 
-    def run(self, command: Sequence[str], *, timeout: float = 3600.0, show_progress: bool = False) -> list[str]:
-        """Run ``command`` once for each rank and return what each wrote to stdout.
+    def run(self, command: Sequence[str], *, timeout: float = 3600.0) -> list[str]:
+        """Run ``command`` once for each rank and return what each wrote to stdout; forward rank 0's stderr immediately.
 
         The environment contains ``RANK``, ``WORLD_SIZE`` and ``INIT_METHOD`` (for ``init_process_group``), and the
         interface for gloo.
 
         Args:
             timeout: limit in seconds.
-            show_progress: forward what rank 0 writes to stderr immediately.
 
         Raises:
             RuntimeError: a rank failed or did not finish within ``timeout`` seconds; the message has its stderr.
         """
-        store = self._folder / f"store-{self._runs}"
-        self._runs += 1
         processes = []
         logs = [(self._folder / f"out-{r}", self._folder / f"err-{r}") for r in range(self.world_size)]
         for rank, (out, err) in enumerate(logs):
@@ -85,7 +81,7 @@ class Loopback:
                 **os.environ,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(self.world_size),
-                "INIT_METHOD": f"file://{store}",
+                "INIT_METHOD": f"file://{self._folder}/store",
                 "GLOO_SOCKET_IFNAME": self.interface,
                 "OMP_NUM_THREADS": "1",
             }
@@ -98,8 +94,7 @@ class Loopback:
         progress = logs[0][1].open()
         try:
             while any(p.poll() is None for p in processes):
-                if show_progress:
-                    print(progress.read(), end="", file=sys.stderr, flush=True)
+                print(progress.read(), end="", file=sys.stderr, flush=True)
                 failed = [r for r, p in enumerate(processes) if p.poll() not in (None, 0)]
                 if failed:
                     deadline = min(deadline, time.monotonic() + 5.0)  # so that the others can report their errors
