@@ -32,9 +32,9 @@ from .former_parameters import retire
 from .initial_values import ValueSource, make_blank, resolve_device
 from .module_parameters import replace_in_containers
 from .module_plan import PlannedModule, compare_plans, plan_module
-from .optimizer_checks import check_before_step
 from .refusals import refuse_graph
 from .sharded_module import ShardedModule
+from .state_entries import check_before_step
 
 register_optimizer_step_pre_hook(check_before_step)
 
