@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from thunder.core import transforms
 from thunder.core.baseutils import build_callable
-from thunder.core.proxies import CollectionProxy, Proxy, TensorProxy, variableify
+from thunder.core.proxies import CollectionProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.executors.passes import _transform_for_operator_executor_execution
@@ -189,60 +189,27 @@ class CachingBoundSymbol(BoundSymbol):
     def _is_same_operator(self, other: BoundSymbol) -> bool:
         return other._call_ctx is self._call_ctx and _is_same(tuple(other.subsymbols), tuple(self.subsymbols))
 
-    def with_proxies(
-        self,
-        new: Mapping[str, Proxy],
-        subsymbols: Sequence[BoundSymbol],
-        *,
-        skip_inputs: bool = False,
-        skip_output: bool = False,
-    ) -> CachingBoundSymbol:
-        """Return a copy with other proxies.
+    def with_proxies(self, new: Mapping[str, Proxy], subsymbols: Sequence[BoundSymbol]) -> CachingBoundSymbol:
+        """Return a copy with other proxies and subsymbols.
 
         Args:
             new: the proxies that take the place of others, by the names of those.
-            subsymbols: those of the copy.
-            skip_inputs: whether the arguments stay.
-            skip_output: whether the results stay.
         """
-        changes: dict[str, Any] = {"subsymbols": subsymbols}
-        known: dict[str, Any] = {}
-        if not skip_inputs:
-            flat, spec = _swapped(self.flat_args, new), self.flat_args_and_spec[1]
-            changes["args"], changes["kwargs"] = tree_unflatten(flat, spec)
-            proxies = tuple([leaf for leaf in flat if isinstance(leaf, Proxy)])
-            known.update(flat_args_and_spec=(flat, spec), flat_args=flat, flat_proxy_args=proxies)
-        if not skip_output:
-            flat, spec = _swapped(self.flat_outs, new), self.flat_outs_and_spec[1]
-            changes["output"] = tree_unflatten(flat, spec)
-            proxies = tuple([leaf for leaf in flat if isinstance(leaf, Proxy)])
-            known.update(flat_outs_and_spec=(flat, spec), flat_outs=flat, flat_proxy_outs=proxies)
-        copy = self.from_bsym(**changes)
-        copy.__dict__.update(known)
+        args, outs = _swapped(self.flat_args, new), _swapped(self.flat_outs, new)
+        of_args, of_outs = self.flat_args_and_spec[1], self.flat_outs_and_spec[1]
+        positional, named = tree_unflatten(args, of_args)
+        copy = self.from_bsym(
+            args=positional, kwargs=named, output=tree_unflatten(outs, of_outs), subsymbols=subsymbols
+        )
+        copy.__dict__.update(
+            flat_args_and_spec=(args, of_args),
+            flat_args=args,
+            flat_proxy_args=tuple([leaf for leaf in args if isinstance(leaf, Proxy)]),
+            flat_outs_and_spec=(outs, of_outs),
+            flat_outs=outs,
+            flat_proxy_outs=tuple([leaf for leaf in outs if isinstance(leaf, Proxy)]),
+        )
         return copy
-
-    def from_bsym_swap_proxies(
-        self,
-        swap_map: dict[Any, Any],
-        skip_inputs: bool = False,
-        skip_output: bool = False,
-        skip_subsymbols: bool = False,
-    ) -> BoundSymbol:
-        """Return a copy with proxies swapped, as Thunder's method does."""
-        if not swap_map:
-            return self
-        skip = skip_inputs, skip_output, skip_subsymbols
-        inputs = () if skip_inputs else self.flat_variableified_proxy_args
-        outputs = () if skip_output else self.flat_variableified_proxy_outs
-        if any(isinstance(each.proxy, CollectionProxy) for each in (*inputs, *outputs)):
-            return super().from_bsym_swap_proxies(swap_map, *skip)
-        subsymbols = self.subsymbols
-        if not skip_subsymbols and any(_reads_or_makes(sub, swap_map) for sub in subsymbols):
-            subsymbols = [sub.from_bsym_swap_proxies(swap_map, *skip) for sub in subsymbols]
-        new = {each.proxy.name: _last(each, swap_map) for each in (*inputs, *outputs) if each in swap_map}
-        if not new:
-            return self.from_bsym(subsymbols=subsymbols)
-        return self.with_proxies(new, subsymbols, skip_inputs=skip_inputs, skip_output=skip_output)
 
     @functools.cached_property
     def _is_plain(self) -> bool:
@@ -265,30 +232,11 @@ def _swapped(flat: Sequence[Any], new: Mapping[str, Proxy]) -> list[Any]:
     return [new.get(leaf.name, leaf) if isinstance(leaf, Proxy) else leaf for leaf in flat]
 
 
-def _last(variable: Any, swap_map: Mapping[Any, Proxy]) -> Proxy:
-    """Return the proxy that takes the place of another one, and is not swapped itself."""
-    seen: set[Any] = set()
-    proxy = variable.proxy
-    while variable in swap_map and swap_map[variable] is not proxy:
-        if variable in seen:
-            raise RuntimeError(f"proxies are swapped in a cycle: {seen}")
-        seen.add(variable)
-        proxy = swap_map[variable]
-        variable = variableify(proxy)
-    return proxy
-
-
 def _is_same(one: Any, other: Any) -> bool:
     """Return whether two values are the same object, or tuples of the same objects."""
     if one is other:
         return True
     return type(one) is tuple is type(other) and len(one) == len(other) and all(map(_is_same, one, other))
-
-
-def _reads_or_makes(bsym: BoundSymbol, proxies: Collection[Any]) -> bool:
-    if any(variableify(p) in proxies for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)):
-        return True
-    return any(_reads_or_makes(sub, proxies) for sub in bsym.subsymbols)
 
 
 def _is_plain(value: Any) -> bool:
