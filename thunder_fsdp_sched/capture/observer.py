@@ -18,6 +18,7 @@ from thunder.core.interpreter import (
     get_interpreterruntimectx,
     interpretercompilectx,
     is_opaque,
+    unwrap,
 )
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy
@@ -198,7 +199,7 @@ class Observer:
         self.reads.append(path)
 
     def _modify(self, effect: str, value: Any) -> None:
-        plain = value.value if isinstance(value, WrappedValue) else value
+        plain = unwrap(value)
         if not isinstance(plain, Proxy):  # an assignment to elements of a tensor is an operator of the trace
             self.effects.append((effect, self._made.get(id(plain), (None, -1))[1]))
 
@@ -211,21 +212,21 @@ class Observer:
         elif isinstance(function, _SETTERS) and function in (setattr, delattr, object.__setattr__, object.__delattr__):
             self._modify(name, args[0])
         elif isinstance(function, BuiltinFunctionType) and function in (isinstance, issubclass):
-            is_seen = checks_natively(_unwrapped(args[1]))
+            is_seen = checks_natively(unwrap(args[1]))
         elif isinstance(owner, type) and issubclass(owner, CONTAINERS) and name not in READING_METHODS:
             self._modify(f"{owner.__name__}.{name}", args[0])
-            is_seen = lookaside is not None or all(map(_is_plain, args[1:]))
+            is_seen = lookaside is not None or all(is_plain(unwrap(arg)) for arg in args[1:])
         elif lookaside is None and is_opaque(function):
-            is_seen = is_pure(function, tuple(map(_unwrapped, args)), {k: _unwrapped(v) for k, v in kwargs.items()})
+            is_seen = is_pure(function, tuple(map(unwrap, args)), {k: unwrap(v) for k, v in kwargs.items()})
         if is_seen and name in _KEYED and isinstance(owner, type) and len(args) > 1:
-            is_seen = is_plain(_unwrapped(args[1]), identities=issubclass(owner, dict))
+            is_seen = is_plain(unwrap(args[1]), identities=issubclass(owner, dict))
         if not (is_seen or _is_called_by_thunder()):
             self.effects.append((f"a call of {getattr(function, '__qualname__', function)}", None))
 
     def _operands(self, inst: Any, stack: Any) -> None:
         """Log an instruction whose operands may run Python code that the interpreter does not see."""
         name = inst.opname
-        values = [_unwrapped(stack.getitem_wrapped(i)) for i in _NATIVE[name](inst.arg)]
+        values = [unwrap(stack.getitem_wrapped(i)) for i in _NATIVE[name](inst.arg)]
         identities = name in ("BUILD_MAP", "MAP_ADD", "DICT_UPDATE") or "==" in inst.argrepr or "!=" in inst.argrepr
         if name == "DICT_UPDATE" and type(values[0]) in (dict, OrderedDict):
             values = list(values[0])
@@ -251,14 +252,6 @@ or take hashes of, by their argument."""
 
 _KEYED = frozenset({"__getitem__", "__setitem__", "__delitem__", "__contains__"})
 """Methods of dictionaries and sequences that look up their first argument."""
-
-
-def _unwrapped(value: Any) -> Any:
-    return value.value if isinstance(value, WrappedValue) else value
-
-
-def _is_plain(wrapped: Any) -> bool:
-    return is_plain(_unwrapped(wrapped))
 
 
 def _is_called_by_thunder() -> bool:
