@@ -39,7 +39,7 @@ from thunder.transforms.autodiff import grad_transform_on_trace
 
 from ..capture.bound_symbols import BoundSymbolCopies
 from ..capture.regions import Region, find_repeated_regions
-from ..ir.inspection import args_of, defined_by, forward_part, names, outs_of, return_of
+from ..ir.inspection import args_of, defined_by, forward_part, names, nested, outs_of, return_of
 from ..ir.operator_facts import share_facts
 from ..ir.registry import executor
 from ..private_traces import renamed, requiring_gradient
@@ -96,18 +96,17 @@ _ONLY_ALONE = {BoundSymbolTag.RECOMPUTE_IN_BACKWARD, OpTags.IN_PLACE, OpTags.DON
 def _may_repeat(is_repeatable: RepeatableRules, bsym: BoundSymbol) -> bool:
     if bsym.sym.id is PrimIDs.UNPACK_TRIVIAL or not is_repeatable(bsym):
         return False
-    return not _is_special(bsym)
+    return not any(map(_is_special, nested([bsym])))
 
 
 def _is_special(bsym: BoundSymbol) -> bool:
-    """Return whether a bound symbol or one of its subsymbols is not differentiated by itself, or has an effect."""
+    """Return whether a bound symbol is not differentiated by itself, or has an effect."""
     sym = bsym.sym
     return (
         not _ONLY_ALONE.isdisjoint((*bsym.tags, *(sym.tags or ())))
         or sym.id in (ltorch.checkpoint.id, PrimIDs.COPY_)
         or sym.name == "copy_"
         or any(ProxyTag.RECOMPUTE_IN_BACKWARD in out.tags for out in bsym.flat_proxy_outs)
-        or any(map(_is_special, bsym.subsymbols))
     )
 
 

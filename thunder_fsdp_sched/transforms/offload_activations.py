@@ -128,7 +128,6 @@ def _find(trace: TraceCtx) -> dict[str, _Activation]:
     bsyms = trace.bound_symbols
     forward = forward_part(trace)
     live = Analysis(bsyms)
-    producers = {out: bsym for bsym in bsyms for out in outs_of(bsym)}
     refused = _refused(trace, live)
     last_use: dict[Lifetime, int] = {}
     saved: dict[Lifetime, list[Lifetime]] = defaultdict(list)
@@ -148,7 +147,7 @@ def _find(trace: TraceCtx) -> dict[str, _Activation]:
             continue
         derivations: dict[str, list[BoundSymbol]] = {}
         for value in saved[owner]:
-            chain = _derivation(value.name, owner, live, producers)
+            chain = _derivation(value, owner, live)
             if chain is None:
                 break
             derivations[value.name] = chain
@@ -186,25 +185,22 @@ def _refused(trace: TraceCtx, live: Analysis) -> set[Lifetime]:
     return refused
 
 
-def _derivation(
-    name: str, owner: Lifetime, live: Analysis, producers: dict[str, BoundSymbol]
-) -> list[BoundSymbol] | None:
-    """Return the bound symbols that compute ``name`` from ``owner`` alone, in order; ``None`` if there are none such."""
+def _derivation(value: Lifetime, owner: Lifetime, live: Analysis) -> list[BoundSymbol] | None:
+    """Return the bound symbols that compute ``value`` from ``owner`` alone, in order; ``None`` if there are none such."""
     chain: dict[int, BoundSymbol] = {}
-    pending = [name]
+    pending = [value]
     while pending:
         current = pending.pop()
-        if current == owner.name:
+        if current is owner:
             continue
-        value = live.value(current)
-        producer = producers.get(current)
-        if value is None or producer is None or owner not in live.owners_of(value):
+        if current.first < 0 or owner not in live.owners_of(current):
             return None
+        producer = live.bsyms[current.first]
         if producer.sym.is_fusion or not facts_of(producer).pure:
             return None
-        if value.first not in chain:
-            chain[value.first] = producer
-            pending += args_of(producer)
+        if current.first not in chain:
+            chain[current.first] = producer
+            pending += live.args[current.first]
     return [chain[position] for position in sorted(chain)]
 
 

@@ -186,26 +186,22 @@ def issue_points(stage_bytes: Sequence[int], prefetch: int) -> list[int]:
     return points
 
 
+@dataclass
 class _Sorter:
-    def __init__(
-        self,
-        trace: TraceCtx,
-        prefetch: int,
-        max_unsharded_bytes: int | None,
-        max_gathers_in_flight: int | None,
-        max_reductions_in_flight: int,
-    ) -> None:
-        self.prefetch = prefetch
-        self.budget = max_unsharded_bytes
-        self.max_in_flight = max_gathers_in_flight
-        self.max_reductions = max_reductions_in_flight
+    trace: TraceCtx
+    prefetch: int
+    budget: int | None
+    max_in_flight: int | None
+    max_reductions: int
+
+    def __post_init__(self) -> None:
         self.out: list[BoundSymbol] = []
         self.compute: list[BoundSymbol] = []
         issues: dict[str, BoundSymbol] = {}
         all_reduces: dict[str, BoundSymbol] = {}
         gathers: list[_Gather] = []
         self.reductions: list[_Reduction] = []
-        for bsym in statements(trace):
+        for bsym in statements(self.trace):
             e = effects(bsym)
             if e.bucket is None or (e.issues is None and e.waits is None):
                 self.compute.append(bsym)
@@ -229,7 +225,7 @@ class _Sorter:
             for gather in stage:
                 gather.stage = number
         stage_bytes = [sum(g.nbytes for g in stage) for stage in self.stages]
-        self.issue_points = issue_points(stage_bytes, prefetch)
+        self.issue_points = issue_points(stage_bytes, self.prefetch)
 
         self.next_issue = 0  # number of the gather to be issued next
         self.next_wait = 0  # number of the gather to be waited for next
