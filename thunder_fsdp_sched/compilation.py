@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from thunder.core.trace import TraceCtx
 from thunder.extend import Executor, FusionExecutor
 
 from . import passes
 from .capture.traced_computation import TracedComputation, needs_backward, without_computation
-from .ir.analysis import NOTHING_LEFT, LeftGradients
+from .ir.analysis import NOTHING_LEFT
 from .ir.caching import with_caches
 from .ir.computation import computation_of
 from .ir.descriptions import count_issues
@@ -30,25 +30,6 @@ from .transforms.shard_prologue import shard_prologue, unpacked_parameters
 Fingerprint = Callable[[TraceCtx, Mapping[str, str]], TracedComputation | None]
 
 
-class Planner(Protocol):
-    """The functions of ``planning.choosing``, which a default step does not load."""
-
-    def choose_settings(
-        self,
-        joint: TraceCtx,
-        traces: CompiledTraces,
-        context: Context,
-        *,
-        sharded: ShardedModule,
-        options: Options,
-        compiled: Sequence[CompiledTraces],
-    ) -> Any: ...
-
-    def check_memory(
-        self, traces: CompiledTraces, *, limit: int, left: LeftGradients, compiled: Sequence[CompiledTraces]
-    ) -> None: ...
-
-
 class Compilation:
     """The passes that turn what Thunder has traced once into the traces that run.
 
@@ -63,7 +44,7 @@ class Compilation:
         stats: Thunder's statistics of the jitted modules that may run the traces.
         compiled: the traces of the module that were compiled before, whose joint trace this compilation may share.
         agrees: whether the ranks agree before each run; ``False`` only to measure the cost of that.
-        planner: chooses settings, if the options ask for a search.
+        planner: the module ``planning.choosing``, if the options ask for a search; a default step does not load it.
 
     Attributes:
         is_finished: whether the last trace has been scheduled.
@@ -79,7 +60,7 @@ class Compilation:
         *,
         compiled: Sequence[CompiledTraces] = (),
         agrees: bool = True,
-        planner: Planner | None = None,
+        planner: Any = None,
     ) -> None:
         self.traces = traces
         self._compiled = compiled
@@ -190,7 +171,6 @@ class Compilation:
             traces.forward_before, traces.forward, traces.forward_schedule = unscheduled, trace, schedule
         self.is_finished = backward or not trains
         if self.is_finished and self._options.max_memory is not None:
-            assert self._planner is not None
             self._planner.check_memory(traces, limit=self._options.max_memory, left=self._left, compiled=self._compiled)
         if self._options.audit:
             trace = audited(trace, forward=forward, former_memory=self._sharded.former_memory, stats=self._stats)
@@ -203,7 +183,6 @@ class Compilation:
             assert options.prefetch != "auto"
             traces.prefetch = options.prefetch
             return passes.run("joint", joint, self._context(), record=traces.run)
-        assert self._planner is not None
         context, compiled = self._context(), self._compiled
         settings = self._planner.choose_settings(
             joint, traces, context, sharded=sharded, options=options, compiled=compiled

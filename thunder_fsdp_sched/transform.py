@@ -37,7 +37,7 @@ from thunder.extend import Executor
 from .capture.module_calls import call_forward, trace_module_calls
 from .capture.repetition import Repetition
 from .capture.traced_computation import defers_autograd, fingerprint
-from .compilation import Compilation, Planner
+from .compilation import Compilation
 from .ir.descriptions import Call, read_call
 from .ir.registry import executor as own_executor
 from .ir.schedule import StepSchedule, save_schedules
@@ -70,7 +70,7 @@ class FSDPTransform(ShardingTransform):
     input shapes and flags, oldest first.
     """
 
-    def __init__(self, options: Options, planner: Planner | None = None) -> None:
+    def __init__(self, options: Options, planner: Any = None) -> None:
         super().__init__()
         self.options = options
         self._planner = planner
