@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from thunder.core.trace import TraceCtx
@@ -114,8 +115,7 @@ class Compilation:
             traces.shares = self._same.number
             return prologue, without_computation(computation)
         computation = with_caches(computation)
-        context = self._context(inputs=inputs, locations=locations, shards=shards)
-        computation = passes.run("computation", computation, context, record=run)
+        computation = self._run("computation", computation, inputs=inputs, locations=locations, shards=shards)
         if defers_autograd:
             self._computation = computation
             computation = without_computation(computation)
@@ -131,20 +131,18 @@ class Compilation:
         else:
             hidden = self._computation
             has_gradients = None if hidden is None else needs_backward(hidden)
-            context = self._context(has_gradients=has_gradients)
-            joint = passes.run("autograd", joint if hidden is None else hidden, context, record=traces.run)
+            joint = self._run("autograd", joint if hidden is None else hidden, has_gradients=has_gradients)
         traces.differentiated = snapshot(joint)
         joint = snapshot(joint)
         log(f"{done}, %d bound symbols in the joint trace", len(joint.bound_symbols), stage="bucketing and fusing")
-        bucketed = self._choose(joint)
-        traces.joint = passes.run("bucketed", bucketed, self._context(), record=traces.run)
+        traces.joint = self._run("bucketed", self._choose(joint))
         return traces.joint
 
     def after_fusion(self, joint: TraceCtx) -> TraceCtx:
         """Remove from the joint trace what only kept fusions apart, and offload the chosen activations."""
         traces = self.traces
         assert traces.joint is not None, "passes have run before fusion"
-        joint = passes.run("fused", joint, self._context(), record=traces.run)
+        joint = self._run("fused", joint)
         if traces.offloaded and self._fusions:  # one may have taken in a value that was to be offloaded
             traces.offloaded = frozenset(offloaded_values(joint))
         return joint
@@ -159,12 +157,10 @@ class Compilation:
         assert traces.joint is not None
         trains = backward or len(split_joint(traces.joint)) == 2
         forward_schedule = traces.forward_schedule if backward else None
-        context = self._context(forward=forward, forward_schedule=forward_schedule, trains=trains)
-        unsorted = passes.run("split", unscheduled, context, record=traces.run)
-        sorted_trace = passes.run("scheduled", unsorted, context, record=traces.run)
+        run = partial(self._run, forward=forward, forward_schedule=forward_schedule, trains=trains)
+        sorted_trace = run("scheduled", run("split", unscheduled))
         schedule = read_schedule(sorted_trace)
-        context = replace(context, agreement=self._agree(sorted_trace, name))
-        trace = passes.run("finished", sorted_trace, context, record=traces.run)
+        trace = run("finished", sorted_trace, agreement=self._agree(sorted_trace, name))
         if backward:
             traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
         else:
@@ -182,7 +178,7 @@ class Compilation:
         if not options.needs_search:
             assert options.prefetch != "auto"
             traces.prefetch = options.prefetch
-            return passes.run("joint", joint, self._context(), record=traces.run)
+            return self._run("joint", joint)
         context, compiled = self._context(), self._compiled
         settings = self._planner.choose_settings(
             joint, traces, context, sharded=sharded, options=options, compiled=compiled
@@ -196,6 +192,10 @@ class Compilation:
             sharded.set_kept_buckets(settings.kept)
             sharded.kept_is_final = True
         return settings.bucketed
+
+    def _run(self, phase: passes.Phase, trace: TraceCtx, **more: Any) -> TraceCtx:
+        """Run the passes of a phase; ``more`` are further fields of their context."""
+        return passes.run(phase, trace, self._context(**more), record=self.traces.run)
 
     def _context(self, **more: Any) -> Context:
         """Return the context of the next passes."""
