@@ -77,16 +77,28 @@ def assign_slots(
     if kept and forward is not None:
         private |= grads_over_kept_params(forward, trace)
     shared = [live for issue, live in ranges.items() if issue not in private]
-    gathers = [live for live in shared if live.is_gather]
-    if separate:
-        over = {r.issue for r in grads_over_params(shared)}
-        slots = {r.issue: _separate_slot(r, over_params=r.issue in over) for r in shared}
-        slots |= {issue: ranges[issue].bucket.ensure_private_slot() for issue in private}
-        return _with_slots(trace, ranges, slots)
     border = _bytes_of_forward(forward, arena_of) if extends and forward is not None else None
     plan = _Plan(shared, {r.issue: g.issue for r, g in grads_over_params(shared).items()}, border=border)
+    offsets = {} if separate else _offsets(trace, plan, forward, max_bytes)
+    bsyms = list(trace.bound_symbols)
+    for issue, live in ranges.items():
+        if issue in private:
+            slot = live.bucket.ensure_private_slot()
+        elif separate:
+            slot = _separate_slot(live, over_params=issue in plan.gather_of)
+        else:
+            slot = _slot_at(arena_of(live.bucket), offsets[issue], live.nbytes, border)
+        for user in (*live.writes, issue):
+            _, _, *others = bsyms[user].args
+            bsyms[user] = bsyms[user].from_bsym(args=(live.bucket, slot, *others))
+    return with_bound_symbols(trace, bsyms, "fsdp: assign slots")
+
+
+def _offsets(trace: TraceCtx, plan: _Plan, forward: TraceCtx | None, max_bytes: int | None) -> dict[int, int]:
+    """Return the offset of each shared slot by its issue, with as many buckets resident longer as fit."""
     offsets = plan.offsets()
-    arena_bytes, gathered_bytes = _end(shared, offsets), plan.gathered_bytes
+    arena_bytes, gathered_bytes = _end(plan.ranges, offsets), plan.gathered_bytes
+    gathers = [live for live in plan.ranges if live.is_gather]
     candidates: list[_Candidate] = []
     if has_backward(trace):
         candidates = [_Candidate(replace(live, last=len(trace.bound_symbols))) for live in reversed(gathers)]
@@ -102,14 +114,7 @@ def assign_slots(
             for primary, live in reversed(first.items())
             if primary in retained
         ]
-    offsets = _keep_resident(plan, candidates, _Limits(arena_bytes, gathered_bytes)) or offsets
-    slots = {
-        issue: live.bucket.ensure_private_slot()
-        if issue in private
-        else _slot_at(arena_of(live.bucket), offsets[issue], live.nbytes, border)
-        for issue, live in ranges.items()
-    }
-    return _with_slots(trace, ranges, slots)
+    return _keep_resident(plan, candidates, _Limits(arena_bytes, gathered_bytes)) or offsets
 
 
 def _bytes_of_forward(forward: TraceCtx, arena_of: Callable[[Bucket], Arena]) -> int:
@@ -129,15 +134,6 @@ def _separate_slot(live: Lifetime, *, over_params: bool) -> Slot:
     spec = live.bucket.spec
     dtype = spec.param_dtype if live.is_gather else spec.reduce_dtype
     return live.bucket.separate_slot(dtype, is_reduction=not (live.is_gather or over_params))
-
-
-def _with_slots(trace: TraceCtx, ranges: Mapping[int, Lifetime], slots: Mapping[int, Slot]) -> TraceCtx:
-    bsyms = list(trace.bound_symbols)
-    for issue, live in ranges.items():
-        for user in (*live.writes, issue):
-            _, _, *others = bsyms[user].args
-            bsyms[user] = bsyms[user].from_bsym(args=(live.bucket, slots[issue], *others))
-    return with_bound_symbols(trace, bsyms, "fsdp: assign slots")
 
 
 class _Candidate(NamedTuple):
