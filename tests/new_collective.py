@@ -36,5 +36,5 @@ def _wait_for_broadcast(bsym: BoundSymbol) -> Effects:
     return Effects(waits=wait, work=Work(), in_schedule=True, bucket=bsym.args[0], in_place=(bsym.output.name,))
 
 
-broadcast = register("broadcast_bucket", lambda bucket, slot, shard: FutureTensorProxy(like=shard), print, _broadcast)
-wait_for_broadcast = register("wait_for_broadcast", lambda bucket, future: tensor(), print, _wait_for_broadcast)
+broadcast = register("broadcast_bucket", print, _broadcast, lambda bucket, slot, shard: FutureTensorProxy(like=shard))
+wait_for_broadcast = register("wait_for_broadcast", print, _wait_for_broadcast, lambda bucket, future: tensor())

@@ -53,7 +53,7 @@ def _copy_to_host_effects(bsym: BoundSymbol) -> Effects:
     return Effects(issues=issue, work=Work(), views={copy.name: ()}, layouts={copy.name: source.name})
 
 
-fsdp_copy_to_host = register("fsdp_copy_to_host", _copy_to_host_meta, copy_to_host, _copy_to_host_effects)
+fsdp_copy_to_host = register("fsdp_copy_to_host", copy_to_host, _copy_to_host_effects, _copy_to_host_meta)
 
 
 def _wait_host_copy_effects(bsym: BoundSymbol) -> Effects:
@@ -69,7 +69,7 @@ def _wait_host_copy_effects(bsym: BoundSymbol) -> Effects:
     )
 
 
-fsdp_wait_host_copy = register("fsdp_wait_host_copy", _wait_host_copy_meta, wait_host_copy, _wait_host_copy_effects)
+fsdp_wait_host_copy = register("fsdp_wait_host_copy", wait_host_copy, _wait_host_copy_effects, _wait_host_copy_meta)
 
 
 def _copy_to_device_effects(bsym: BoundSymbol) -> Effects:
@@ -83,7 +83,7 @@ def _copy_to_device_effects(bsym: BoundSymbol) -> Effects:
     )
 
 
-fsdp_copy_to_device = register("fsdp_copy_to_device", _copy_to_device_meta, copy_to_device, _copy_to_device_effects)
+fsdp_copy_to_device = register("fsdp_copy_to_device", copy_to_device, _copy_to_device_effects, _copy_to_device_meta)
 
 
 def _wait_device_copy_effects(bsym: BoundSymbol) -> Effects:
@@ -98,7 +98,7 @@ def _wait_device_copy_effects(bsym: BoundSymbol) -> Effects:
 
 
 fsdp_wait_device_copy = register(
-    "fsdp_wait_device_copy", _wait_device_copy_meta, wait_device_copy, _wait_device_copy_effects
+    "fsdp_wait_device_copy", wait_device_copy, _wait_device_copy_effects, _wait_device_copy_meta
 )
 
 HOST_COPY_ISSUES = frozenset({fsdp_copy_to_host.name, fsdp_copy_to_device.name})

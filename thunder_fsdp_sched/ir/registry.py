@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any
 
 from thunder.core import codeutils, prims
@@ -10,40 +11,34 @@ from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import OperatorExecutor, register_executor
 
-from ..runtime.bucket import Bucket
-from ..runtime.memory import Slot
-from ..runtime.module_hooks import TracedHooks
-from ..runtime.trace_start import TraceStart
 from .effects import Effects, Work, declare, effects
 
 executor = OperatorExecutor("fsdp_sched", version="0.1")
 register_executor(executor)
 
-_NAMED = (Bucket, Slot, TracedHooks, TraceStart)
-"""Arguments that print their names."""
+
+def _returns_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
 
 
 def register(
     name: str,
-    meta: Callable[..., Any],
     function: Callable[..., Any],
     declared: Callable[[BoundSymbol], Effects] = lambda bsym: Effects(work=Work()),
-    *,
-    keep: bool = False,
+    meta: Callable[..., Any] = _returns_nothing,
 ) -> Symbol:
     """Register a symbol.
 
     Args:
-        meta: returns proxies for its results.
         function: runs it.
         declared: returns its effects.
-        keep: whether it stays although nothing reads its results.
+        meta: returns proxies for its results. A symbol without results stays in a trace, although nothing reads them.
     """
     symbol = executor.register_operator(
         name,
         meta=meta,
         fn=function,
-        tags=[prims.OpTags.DONT_DCE] if keep else None,
+        tags=[prims.OpTags.DONT_DCE] if meta is _returns_nothing else None,
         bind_postprocess=_bind_handles,
         python_printer=_print,
     )
@@ -52,20 +47,21 @@ def register(
     return symbol
 
 
+def _is_handle(arg: Any) -> bool:
+    """Return whether an argument is an object that a trace knows by name, such as a bucket or a slot."""
+    return not isinstance(arg, (Proxy, str, int, tuple, list, NoneType))
+
+
 def _bind_handles(bsym: BoundSymbol) -> None:
-    bsym._call_ctx = {**(bsym._call_ctx or {}), **{str(a): a for a in bsym.args if isinstance(a, _NAMED)}}
+    bsym._call_ctx = {**(bsym._call_ctx or {}), **{str(arg): arg for arg in bsym.args if _is_handle(arg)}}
 
 
 def _print(
     bsym: BoundSymbol, out_printables: Any, arg_printables: Sequence[Any], kwarg_printables: dict[str, Any]
 ) -> str:
-    """Print ``out = symbol(bucket, slot, tensors)  # bytes``, with bucket, slot and hooks by name."""
-
-    def show(arg: Any) -> str:
-        return str(arg) if isinstance(arg, _NAMED) else codeutils.prettyprint(arg)
-
-    named = {key: value for key, value in bsym.kwargs.items() if value is not None}
-    shown = [*map(show, bsym.args), *(f"{key}={codeutils.prettyprint(value)}" for key, value in named.items())]
+    """Print ``out = symbol(bucket, slot, tensors)  # bytes``, with handles by name."""
+    shown = [str(arg) if _is_handle(arg) else codeutils.prettyprint(arg) for arg in bsym.args]
+    shown += [f"{key}={codeutils.prettyprint(value)}" for key, value in bsym.kwargs.items() if value is not None]
     call = f"{bsym.sym.name}({', '.join(shown)})"
     if isinstance(bsym.output, Proxy):
         call = f"{bsym.output.name} = {call}"

@@ -57,27 +57,12 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.transforms import get_grad, put_grad
 
+from ..runtime import ops
 from ..runtime.autograd import guard_backward
 from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import copy_secondary_shard
 from ..runtime.memory import Slot
-from ..runtime.module_hooks import TracedHooks, check_hooks
-from ..runtime.ops import (
-    accumulate_grads,
-    accumulate_reduced,
-    all_gather,
-    all_reduce,
-    backward_done,
-    check_no_sync,
-    matmul_into,
-    params_unchanged,
-    reduce_scatter,
-    reduce_unreduced,
-    release,
-    sum_into,
-    wait_grads,
-    wait_params,
-)
+from ..runtime.module_hooks import check_hooks
 from ..transports.base import Traffic
 from .effects import Effects, Issue, Memory, Place, Wait, Work, bucket_of, reduced_gradients, unsharded_gradients
 from .inspection import nbytes_of
@@ -88,13 +73,21 @@ from .registry import executor, register
 #
 
 
+def _tensor(
+    shape: Sequence[int], device: torch.device, dtype: torch.dtype, *, requires_grad: bool = False
+) -> TensorProxy:
+    return TensorProxy(
+        shape=shape, device=devices.to_device(device), dtype=dtypes.to_dtype(dtype), requires_grad=requires_grad
+    )
+
+
 def _future(bucket: Bucket, numel: int, dtype: torch.dtype) -> FutureTensorProxy:
     return FutureTensorProxy(shape=(numel,), device=devices.to_device(bucket.spec.device), dtype=dtypes.to_dtype(dtype))
 
 
-def _slot_of(bsym: BoundSymbol) -> Slot | None:
-    """Return the slot of an issue or a gradient in place, ``None`` before ``assign_slots``."""
-    return bsym.args[1] if isinstance(bsym.args[1], Slot) else None
+def _shard_bytes(bucket: Bucket, dtype: torch.dtype) -> int:
+    """Return the bytes of the shard of a bucket, or of its gradients, in a dtype."""
+    return bucket.spec.layout.shard_numel * dtype.itemsize
 
 
 def _all_gather_meta(
@@ -112,8 +105,7 @@ def _all_gather_meta(
 
 def gather_of(bucket: Bucket, slot: Slot | None = None, future: str = "", **marks: Any) -> Issue:
     """Return the gather of a bucket."""
-    spec, resident = bucket.spec, marks.get("preceded_by") is not None
-    shard = spec.layout.shard_numel * spec.param_dtype.itemsize
+    spec = bucket.spec
     return Issue(
         "fsdp_all_gather",
         future,
@@ -124,34 +116,35 @@ def gather_of(bucket: Bucket, slot: Slot | None = None, future: str = "", **mark
         Place(bucket, slot, spec.param_dtype),
         gathers=True,
         transport=spec.comm.transport,
-        resident=resident,
+        resident=marks.get("preceded_by") is not None,
         **{mark: marks.get(mark) for mark in ("followed_by", "preceded_by", "window")},
         traffic=bucket.transport.gather_traffic(spec),
-        from_host=shard if spec.comm.offload else 0,
+        from_host=_shard_bytes(bucket, spec.param_dtype) if spec.comm.offload else 0,
     )
 
 
 def _all_gather_effects(bsym: BoundSymbol) -> Effects:
-    bucket, slot, marks = bucket_of(bsym), _slot_of(bsym), bsym.kwargs
+    bucket, (_, slot, *shards), marks = bucket_of(bsym), bsym.args, bsym.kwargs
     spec, issue = bucket.spec, gather_of(bucket, slot, bsym.output.name, **marks)
     secondary = None if (sent := marks.get("secondary")) is None else sent.name
-    offload, casts = spec.comm.offload, spec.param_dtype != spec.dtype
-    shard = spec.layout.shard_numel * spec.param_dtype.itemsize
-    label, device, memory = f"copy of {spec.name}", spec.device.type, []
+    offload, casts, nbytes = spec.comm.offload, spec.param_dtype != spec.dtype, _shard_bytes(bucket, spec.param_dtype)
+    memory, work = [], Work()
     if offload and not issue.resident:
-        memory.append(Memory(issue.future, shard, device, label=label))
+        memory.append(Memory(issue.future, nbytes, spec.device.type, label=f"copy of {spec.name}"))
     if casts and not offload:
-        memory.append(Memory(("cast", bucket), shard, device, "steps", label=f"cast of {spec.name}"))
-    work = Work()
+        memory.append(Memory(("cast", bucket), nbytes, spec.device.type, "steps", label=f"cast of {spec.name}"))
     if not issue.resident and issue.traffic is not None:
-        copied, cast = issue.traffic.copied_before, spec.layout.shard_numel * spec.dtype.itemsize + shard
-        casts_now = casts and not marks.get("again", False)
+        copied, cast, casts_now = (
+            issue.traffic.copied_before,
+            spec.shard_bytes + nbytes,
+            casts and not marks.get("again"),
+        )
         moved = copied + (cast if casts_now and not offload else 0)
         work = Work(issue.traffic.launches, moved, copied + (cast if casts_now or offload else 0))
     return Effects(
         issues=issue,
         work=work,
-        shards=tuple(shard.name for shard in bsym.args[2:] if shard is not None),
+        shards=tuple(shard.name for shard in shards if shard is not None),
         in_schedule=True,
         bucket=bucket,
         uses=slot,
@@ -162,17 +155,14 @@ def _all_gather_effects(bsym: BoundSymbol) -> Effects:
     )
 
 
-fsdp_all_gather = register("fsdp_all_gather", _all_gather_meta, all_gather, _all_gather_effects)
+fsdp_all_gather = register("fsdp_all_gather", ops.all_gather, _all_gather_effects, _all_gather_meta)
 
 
 def _wait_params_meta(
     bucket: Bucket, future: FutureTensorProxy, token: TensorProxy | None = None
 ) -> tuple[TensorProxy, ...]:
     spec = bucket.spec
-    device, dtype = devices.to_device(spec.device), dtypes.to_dtype(spec.param_dtype)
-    return tuple(
-        TensorProxy(shape=p.shape, device=device, dtype=dtype, requires_grad=spec.requires_grad) for p in spec.params
-    )
+    return tuple(_tensor(p.shape, spec.device, spec.param_dtype, requires_grad=spec.requires_grad) for p in spec.params)
 
 
 def _wait_params_effects(bsym: BoundSymbol) -> Effects:
@@ -182,7 +172,7 @@ def _wait_params_effects(bsym: BoundSymbol) -> Effects:
     return Effects(waits=wait, work=work, in_schedule=True, bucket=bucket, in_place=params)
 
 
-fsdp_wait_params = register("fsdp_wait_params", _wait_params_meta, wait_params, _wait_params_effects)
+fsdp_wait_params = register("fsdp_wait_params", ops.wait_params, _wait_params_effects, _wait_params_meta)
 
 
 def with_token(wait: BoundSymbol, token: TensorProxy | None) -> BoundSymbol:
@@ -199,8 +189,7 @@ def without_token(bsym: BoundSymbol) -> BoundSymbol:
 def _copy_secondary_shard_meta(
     bucket: Bucket, future: FutureTensorProxy, token: TensorProxy, *params: TensorProxy
 ) -> tuple[TensorProxy, TensorProxy]:
-    device, dtype = devices.to_device(bucket.spec.device), dtypes.to_dtype(bucket.spec.dtype)
-    return TensorProxy(shape=(bucket.spec.layout.shard_numel,), device=device, dtype=dtype, requires_grad=False), token
+    return _tensor((bucket.spec.layout.shard_numel,), bucket.spec.device, bucket.spec.dtype), token
 
 
 def _copy_secondary_shard_effects(bsym: BoundSymbol) -> Effects:
@@ -217,12 +206,8 @@ def _copy_secondary_shard_effects(bsym: BoundSymbol) -> Effects:
 
 
 fsdp_copy_secondary_shard = register(
-    "fsdp_copy_secondary_shard", _copy_secondary_shard_meta, copy_secondary_shard, _copy_secondary_shard_effects
+    "fsdp_copy_secondary_shard", copy_secondary_shard, _copy_secondary_shard_effects, _copy_secondary_shard_meta
 )
-
-
-def _none_meta(bucket: Bucket, *tensors: TensorProxy | None, hook: str | None = None) -> None:
-    return None
 
 
 def _params_unchanged_effects(bsym: BoundSymbol) -> Effects:
@@ -230,9 +215,7 @@ def _params_unchanged_effects(bsym: BoundSymbol) -> Effects:
     return Effects(work=Work(), bucket=bucket, ensures=Place(bucket, bucket.private_slot, bucket.spec.param_dtype))
 
 
-fsdp_params_unchanged = register(
-    "fsdp_params_unchanged", _none_meta, params_unchanged, _params_unchanged_effects, keep=True
-)
+fsdp_params_unchanged = register("fsdp_params_unchanged", ops.params_unchanged, _params_unchanged_effects)
 
 #
 # Reductions
@@ -295,9 +278,8 @@ def reduction_of(bucket: Bucket, slot: Slot | None = None, future: str = "") -> 
 
 
 def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
-    bucket, slot, future = bucket_of(bsym), _slot_of(bsym), bsym.output.name
-    spec, dtype, grads = bucket.spec, bucket.spec.reduce_dtype, bsym.args[2:]
-    flat = spec.layout.shard_numel * dtype.itemsize
+    bucket, (_, slot, *grads), future = bucket_of(bsym), bsym.args, bsym.output.name
+    spec, dtype = bucket.spec, bucket.spec.reduce_dtype
     issue = reduction_of(bucket, slot, future)
     assert issue.traffic is not None
     launches, copied = issue.traffic.launches, issue.traffic.copied_before
@@ -309,7 +291,7 @@ def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
         uses=slot,
         collects={grad.name: Place(bucket, slot, dtype, i) for i, grad in enumerate(grads) if grad is not None},
         allocates=(
-            Memory(future, flat, spec.device.type, kind="gradients", label=future),
+            Memory(future, _shard_bytes(bucket, dtype), spec.device.type, kind="gradients", label=future),
             *_broadcast(bucket, grads),
             *_transport_temporary(bucket, in_wait=False),
             *_transport_memory(bucket),
@@ -317,23 +299,22 @@ def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
     )
 
 
-fsdp_reduce_scatter = register("fsdp_reduce_scatter", _reduce_scatter_meta, reduce_scatter, _reduce_scatter_effects)
+fsdp_reduce_scatter = register("fsdp_reduce_scatter", ops.reduce_scatter, _reduce_scatter_effects, _reduce_scatter_meta)
 
 
 def _grad_meta(bucket: Bucket, slot: Slot | None, index: int, *args: Any) -> TensorProxy:
-    device, dtype = devices.to_device(bucket.spec.device), dtypes.to_dtype(bucket.spec.reduce_dtype)
-    return TensorProxy(shape=bucket.spec.params[index].shape, device=device, dtype=dtype, requires_grad=False)
+    return _tensor(bucket.spec.params[index].shape, bucket.spec.device, bucket.spec.reduce_dtype)
 
 
 def _grad_effects(bsym: BoundSymbol) -> Effects:
-    bucket, slot, index = bucket_of(bsym), _slot_of(bsym), bsym.args[2]
+    bucket, (_, slot, index, *_) = bucket_of(bsym), bsym.args
     place = Place(bucket, slot, bucket.spec.reduce_dtype, index)
     operators = frozenset({"mm"} if bsym.sym.name == "fsdp_matmul_into" else {"sum"})
     return Effects(bucket=bucket, uses=slot, fills=place, in_place=(bsym.output.name,), operators=operators)
 
 
-fsdp_matmul_into = register("fsdp_matmul_into", _grad_meta, matmul_into, _grad_effects)
-fsdp_sum_into = register("fsdp_sum_into", _grad_meta, sum_into, _grad_effects)
+fsdp_matmul_into = register("fsdp_matmul_into", ops.matmul_into, _grad_effects, _grad_meta)
+fsdp_sum_into = register("fsdp_sum_into", ops.sum_into, _grad_effects, _grad_meta)
 
 
 def _all_reduce_meta(bucket: Bucket, future: FutureTensorProxy) -> FutureTensorProxy:
@@ -341,21 +322,26 @@ def _all_reduce_meta(bucket: Bucket, future: FutureTensorProxy) -> FutureTensorP
 
 
 def _all_reduce_effects(bsym: BoundSymbol) -> Effects:
-    bucket, future, result = bucket_of(bsym), bsym.args[1].name, bsym.output.name
-    spec, added = bucket.spec, 0
-    if spec.accumulate_dtype != spec.reduce_dtype:
-        added = spec.accumulated_bytes
-    nbytes, group = spec.layout.shard_numel * spec.reduce_dtype.itemsize, bucket.ranks.replicas
-    traffic = Traffic((nbytes,), 1, passes=2.0)
+    bucket, (_, future), result = bucket_of(bsym), bsym.args, bsym.output.name
+    spec, dtype = bucket.spec, bucket.spec.reduce_dtype
+    nbytes, added = _shard_bytes(bucket, dtype), spec.accumulated_bytes if spec.accumulate_dtype != dtype else 0
+    issue = Issue(
+        bsym.sym.name,
+        result,
+        bucket,
+        bucket.ranks.replicas,
+        nbytes,
+        dtype,
+        transport="all_reduce",
+        traffic=Traffic((nbytes,), 1, passes=2.0),
+    )
     return Effects(
-        waits=Wait(future, (fsdp_reduce_scatter.name,)),
-        issues=Issue(
-            bsym.sym.name, result, bucket, group, nbytes, spec.reduce_dtype, transport="all_reduce", traffic=traffic
-        ),
+        waits=Wait(future.name, (fsdp_reduce_scatter.name,)),
+        issues=issue,
         work=Work(),
         in_schedule=True,
         bucket=bucket,
-        views={result: (future,)},
+        views={result: (future.name,)},
         allocates=(
             *_call(bucket, "sum of sharded gradients", added, reduced_gradients(bucket).owner),
             *_transport_temporary(bucket, in_wait=True),
@@ -363,43 +349,39 @@ def _all_reduce_effects(bsym: BoundSymbol) -> Effects:
     )
 
 
-fsdp_all_reduce = register("fsdp_all_reduce", _all_reduce_meta, all_reduce, _all_reduce_effects)
+fsdp_all_reduce = register("fsdp_all_reduce", ops.all_reduce, _all_reduce_effects, _all_reduce_meta)
 
 
 def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy, *, hook: str | None = None) -> tuple[TensorProxy, ...]:
-    device, dtype = devices.to_device(bucket.spec.shard_device), dtypes.to_dtype(bucket.spec.dtype)
-    return tuple(
-        TensorProxy(shape=p.shard_shape(bucket.rank), device=device, dtype=dtype, requires_grad=False)
-        for p in bucket.spec.layout.placements
-    )
+    spec = bucket.spec
+    return tuple(_tensor(p.shard_shape(bucket.rank), spec.shard_device, spec.dtype) for p in spec.layout.placements)
 
 
 def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
-    bucket, future, hook = bucket_of(bsym), bsym.args[1].name, bsym.kwargs.get("hook")
+    bucket, (_, future), hook = bucket_of(bsym), bsym.args, bsym.kwargs.get("hook")
     spec, (first, *rest) = bucket.spec, [p.name for p in bsym.output]
-    flat = spec.layout.shard_numel * spec.dtype.itemsize
+    casts, offload, flat = spec.reduce_dtype != spec.dtype, spec.comm.offload, spec.shard_bytes
     memory: list[Memory] = []
-    views: dict[str, tuple[str, ...]] = dict.fromkeys((first, *rest), (future,))
-    if spec.reduce_dtype != spec.dtype or spec.comm.offload:
-        offload = spec.comm.offload
+    views: dict[str, tuple[str, ...]] = dict.fromkeys((first, *rest), (future.name,))
+    if casts or offload:
         memory.append(Memory(first, flat, spec.shard_device.type, kind="gradients", label=first, on_host=offload))
         views = {first: (), **dict.fromkeys(rest, (first,))}
     if bucket.ranks.replicas is None:
         memory += _transport_temporary(bucket, in_wait=True)
         if spec.accumulate_dtype not in (spec.reduce_dtype, spec.dtype):
             memory += _call(bucket, "sum of sharded gradients", spec.accumulated_bytes, reduced_gradients(bucket).owner)
-    if spec.comm.offload and spec.reduce_dtype != spec.dtype:
+    if casts and offload:
         memory += _call(bucket, "cast of sharded gradients", flat)
-    expected, own = bucket.hook_name, spec.layout.shard_numel * spec.reduce_dtype.itemsize
+    expected, own = bucket.hook_name, _shard_bytes(bucket, spec.reduce_dtype)
     divides = spec.options.gradient_divide_factor not in (None, spec.layout.world_size * spec.replicas)
-    moved = (2 * own if divides else 0) + (own + flat if spec.reduce_dtype != spec.dtype else 0)
+    moved = (2 * own if divides else 0) + (own + flat if casts else 0)
     work = Work(
         moved=moved,
         moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after,
-        to_host=flat if spec.comm.offload else 0,
+        to_host=flat if offload else 0,
     )
     return Effects(
-        waits=Wait(future, ((fsdp_reduce_scatter if bucket.ranks.replicas is None else fsdp_all_reduce).name,)),
+        waits=Wait(future.name, ((fsdp_reduce_scatter if bucket.ranks.replicas is None else fsdp_all_reduce).name,)),
         work=work,
         in_schedule=True,
         bucket=bucket,
@@ -410,18 +392,16 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
     )
 
 
-fsdp_wait_grads = register("fsdp_wait_grads", _wait_grads_meta, wait_grads, _wait_grads_effects)
+fsdp_wait_grads = register("fsdp_wait_grads", ops.wait_grads, _wait_grads_effects, _wait_grads_meta)
 
 
 def _accumulate_grads_effects(bsym: BoundSymbol) -> Effects:
-    bucket = bucket_of(bsym)
-    memory = (unsharded_gradients(bucket), *_broadcast(bucket, bsym.args[1:]))
+    bucket, grads = bucket_of(bsym), bsym.args[1:]
+    memory = (unsharded_gradients(bucket), *_broadcast(bucket, grads))
     return Effects(work=Work(touches=3), in_schedule=True, bucket=bucket, allocates=memory)
 
 
-fsdp_accumulate_grads = register(
-    "fsdp_accumulate_grads", _none_meta, accumulate_grads, _accumulate_grads_effects, keep=True
-)
+fsdp_accumulate_grads = register("fsdp_accumulate_grads", ops.accumulate_grads, _accumulate_grads_effects)
 
 
 def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
@@ -430,16 +410,14 @@ def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
     # The first ones stay where the reduction has put them, unless they are added up in a wider dtype.
     stays = spec.accumulate_dtype == spec.reduce_dtype
     memory = (*_transport_temporary(bucket, in_wait=True), *(() if stays else kept))
-    moved = spec.layout.shard_numel * spec.reduce_dtype.itemsize + 2 * spec.accumulated_bytes
+    moved = _shard_bytes(bucket, spec.reduce_dtype) + 2 * spec.accumulated_bytes
     work = Work(moved=moved, moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after)
     return Effects(
         waits=wait, work=work, in_schedule=True, bucket=bucket, allocates=memory, keeps=kept if stays else ()
     )
 
 
-fsdp_accumulate_reduced = register(
-    "fsdp_accumulate_reduced", _none_meta, accumulate_reduced, _accumulate_reduced_effects, keep=True
-)
+fsdp_accumulate_reduced = register("fsdp_accumulate_reduced", ops.accumulate_reduced, _accumulate_reduced_effects)
 
 
 def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
@@ -451,10 +429,10 @@ def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
     # The result of a reduction is cast or copied. Reduced gradients alone are sent if replicas add them up in a narrower
     # dtype than they have been accumulated in.
     cast = spec.reduce_dtype != spec.dtype or spec.comm.offload
-    result = spec.layout.shard_numel * spec.reduce_dtype.itemsize if cast else 0
+    result = _shard_bytes(bucket, spec.reduce_dtype) if cast else 0
     resent = spec.accumulate_dtype != spec.reduce_dtype and bucket.ranks.replicas is not None
     whole = spec.grad_bytes + staging + bucket.transport.reduce_temporary(spec) + result
-    flat, device = spec.layout.shard_numel * spec.dtype.itemsize, spec.shard_device.type
+    flat, device = spec.shard_bytes, spec.shard_device.type
     grads = f"sharded gradients of {spec.name}"
     return Effects(
         runs=reduction_of(bucket),
@@ -473,13 +451,7 @@ def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
     )
 
 
-fsdp_reduce_unreduced = register(
-    "fsdp_reduce_unreduced", _none_meta, reduce_unreduced, _reduce_unreduced_effects, keep=True
-)
-
-
-def _backward_done_meta(no_sync: bool, *buckets: Bucket) -> None:
-    return None
+fsdp_reduce_unreduced = register("fsdp_reduce_unreduced", ops.reduce_unreduced, _reduce_unreduced_effects)
 
 
 def _backward_done_effects(bsym: BoundSymbol) -> Effects:
@@ -488,41 +460,21 @@ def _backward_done_effects(bsym: BoundSymbol) -> Effects:
     return Effects(work=Work(), forgets=() if no_sync else tuple(left))
 
 
-fsdp_backward_done = register(
-    "fsdp_backward_done", _backward_done_meta, backward_done, _backward_done_effects, keep=True
-)
+fsdp_backward_done = register("fsdp_backward_done", ops.backward_done, _backward_done_effects)
 
 #
 # Others
 #
 
 
-def _release_meta(*slots: Slot) -> None:
-    return None
-
-
 def _release_effects(bsym: BoundSymbol) -> Effects:
     return Effects(work=Work(), frees=tuple(dict.fromkeys(slot.arena for slot in bsym.args)))
 
 
-fsdp_release = register("fsdp_release", _release_meta, release, _release_effects, keep=True)
-
-
-def _check_no_sync_meta(module: Any, no_sync: bool) -> None:
-    return None
-
-
-def _check_hooks_meta(module: Any, hooks: TracedHooks) -> None:
-    return None
-
-
-def _guard_backward_meta(no_sync: bool, *outputs: TensorProxy) -> None:
-    return None
-
-
-fsdp_check_no_sync = register("fsdp_check_no_sync", _check_no_sync_meta, check_no_sync, keep=True)
-fsdp_check_hooks = register("fsdp_check_hooks", _check_hooks_meta, check_hooks, keep=True)
-fsdp_guard_backward = register("fsdp_guard_backward", _guard_backward_meta, guard_backward, keep=True)
+fsdp_release = register("fsdp_release", ops.release, _release_effects)
+fsdp_check_no_sync = register("fsdp_check_no_sync", ops.check_no_sync)
+fsdp_check_hooks = register("fsdp_check_hooks", check_hooks)
+fsdp_guard_backward = register("fsdp_guard_backward", guard_backward)
 
 
 def _only_in_between(*args: Any) -> None:
@@ -538,21 +490,17 @@ def _cut_effects(bsym: BoundSymbol) -> Effects:
     return Effects(aliases=aliases, views=aliases)
 
 
-fsdp_cut = register("fsdp_cut", _cut_meta, _only_in_between, _cut_effects)
+fsdp_cut = register("fsdp_cut", _only_in_between, _cut_effects, _cut_meta)
 
 
 def _unshard_meta(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:
     spec = bucket.spec
-    device, dtype = devices.to_device(spec.device), dtypes.to_dtype(spec.param_dtype)
-    shape = spec.params[index].shape
-    return TensorProxy(shape=shape, like=shard, device=device, dtype=dtype, requires_grad=shard.requires_grad)
+    return _tensor(spec.params[index].shape, spec.device, spec.param_dtype, requires_grad=shard.requires_grad)
 
 
 def _reduce_meta(bucket: Bucket, index: int, grad: TensorProxy) -> TensorProxy:
-    spec = bucket.spec
-    shape = spec.layout.placements[index].shard_shape(bucket.rank)
-    device, dtype = devices.to_device(spec.shard_device), dtypes.to_dtype(spec.dtype)
-    return TensorProxy(shape=shape, like=grad, device=device, dtype=dtype)
+    shape = bucket.spec.layout.placements[index].shard_shape(bucket.rank)
+    return _tensor(shape, bucket.spec.shard_device, bucket.spec.dtype, requires_grad=grad.requires_grad)
 
 
 def _new_tensor(bsym: BoundSymbol) -> Effects:
@@ -560,8 +508,8 @@ def _new_tensor(bsym: BoundSymbol) -> Effects:
     return Effects(allocates=(Memory(out.name, nbytes_of(out), out.device.type, kind="values", label=out.name),))
 
 
-fsdp_unshard = register("fsdp_unshard", _unshard_meta, _only_in_between, _new_tensor)
-fsdp_reduce = register("fsdp_reduce", _reduce_meta, _only_in_between, _new_tensor)
+fsdp_unshard = register("fsdp_unshard", _only_in_between, _new_tensor, _unshard_meta)
+fsdp_reduce = register("fsdp_reduce", _only_in_between, _new_tensor, _reduce_meta)
 
 
 def _unshard_grad(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:

@@ -52,10 +52,6 @@ def insert_agreement(trace: TraceCtx, *, run: TraceStart, before_issue: bool) ->
     return with_bound_symbols(trace, bsyms, "fsdp: insert agreement")
 
 
-def _meta(run: TraceStart) -> None:
-    return None
-
-
-fsdp_agree = register("fsdp_agree", _meta, TraceStart.post, lambda bsym: NOTHING, keep=True)
-fsdp_agreed = register("fsdp_agreed", _meta, TraceStart.settle, lambda bsym: NOTHING, keep=True)
+fsdp_agree = register("fsdp_agree", TraceStart.post, lambda bsym: NOTHING)
+fsdp_agreed = register("fsdp_agreed", TraceStart.settle, lambda bsym: NOTHING)
 assert {fsdp_agree.name, fsdp_agreed.name} == AGREEMENT
