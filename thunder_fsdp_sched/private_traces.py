@@ -118,7 +118,7 @@ def _is_library_function(function: Any) -> bool:
     return str(module).partition(".")[0] in ("torch", "thunder")
 
 
-FACTS = ("_fsdp_facts", "_fsdp_calls", "_fsdp_like")
+FACTS = ("_fsdp_facts", "_fsdp_like")
 """Attributes of a bound symbol for what this package knows about its operator."""
 
 EFFECTS, OBSERVED_EFFECTS = "_fsdp_effects", "_fsdp_observed_effects"

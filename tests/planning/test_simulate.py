@@ -17,10 +17,11 @@ from thunder_fsdp_sched.ir.host_copies import (
     fsdp_wait_device_copy,
     fsdp_wait_host_copy,
 )
+from thunder_fsdp_sched.ir.inspection import runs_nothing
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketOptions, BucketSpec, ParamSpec
-from thunder_fsdp_sched.planning.cost import Seconds, runs_nothing
+from thunder_fsdp_sched.planning.cost import Seconds
 from thunder_fsdp_sched.planning.simulate import COMPUTE, Timeline, simulate
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
 from thunder_fsdp_sched.runtime.bucket import Bucket

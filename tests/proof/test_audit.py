@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.ir import inspection, operator_facts
+from thunder_fsdp_sched.ir import operator_facts
 from thunder_fsdp_sched.ir.operator_facts import Facts
 from thunder_fsdp_sched.proof import VerificationError, audit
 from thunder_fsdp_sched.proof.audit import fsdp_audit
@@ -96,7 +96,7 @@ def _hide_views(backward: bool) -> Iterator[None]:
             return facts._replace(aliases={})
         return facts
 
-    with mock.patch.object(inspection, "facts_of", facts_of):
+    with mock.patch.object(operator_facts, "facts_of", facts_of):
         yield
 
 
@@ -187,7 +187,7 @@ def test_operators_that_change_parameters_are_an_error_and_failed_runs_are_audit
 
         with (
             mock.patch.object(audit, "facts_of", known),
-            mock.patch.object(inspection, "facts_of", known),
+            mock.patch.object(operator_facts, "facts_of", known),
             pytest.raises(VerificationError, match=r"changes parameter 'b.weight'(.|\n)*known not to write"),
         ):
             _jit_with_unknown_operator()(x)

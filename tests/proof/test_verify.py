@@ -13,7 +13,8 @@ from typing import Any
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.ir.effects import Issue, Place, effects, is_declared
-from thunder_fsdp_sched.ir.inspection import Aliases, args_of, has_backward, names, outs_of
+from thunder_fsdp_sched.ir.inspection import args_of, has_backward, names, outs_of
+from thunder_fsdp_sched.ir.operator_facts import Aliases
 from thunder_fsdp_sched.ir.symbols import fsdp_wait_grads
 from thunder_fsdp_sched.proof import VerificationError, verify
 from thunder_fsdp_sched.runtime.memory import Slot
@@ -617,7 +618,7 @@ def broken_promise(trace: TraceCtx) -> str:
         effect = effects(bsym)
         if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL and not defined.issuperset(args_of(bsym)):
             return f"{position} reads what is not defined"
-        for root in {root for name in args_of(bsym) for root in aliases.roots(name)} & places.keys():
+        for root in aliases.roots(*args_of(bsym)) & places.keys():
             since, place = places[root]
             for at, other in writes:
                 if since < at < position and place.slot.arena is other.slot.arena:

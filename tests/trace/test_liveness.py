@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.ir.analysis import BEFORE_TRACE, Analysis
-from thunder_fsdp_sched.ir.inspection import aliased_inputs, args_of, outs_of
+from thunder_fsdp_sched.ir.inspection import args_of, outs_of
+from thunder_fsdp_sched.ir.operator_facts import facts_of
 from thunder_fsdp_sched.ir.symbols import (
     fsdp_all_gather,
     fsdp_matmul_into,
@@ -89,7 +90,7 @@ def bound_symbols(draw: st.DrawFn) -> list[BoundSymbol]:
 def roots_of(bsyms: Sequence[BoundSymbol], name: str) -> set[str]:
     """The values whose memory ``name`` may share, from one bound symbol to the one before."""
     for bsym in bsyms:
-        if name in outs_of(bsym) and (inputs := aliased_inputs(bsym).get(name)):
+        if name in outs_of(bsym) and (inputs := facts_of(bsym).aliases.get(name)):
             return set().union(*(roots_of(bsyms, i) for i in inputs))
     return {name}
 

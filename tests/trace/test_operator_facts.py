@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.ir.caching import caching
-from thunder_fsdp_sched.ir.inspection import Aliases
-from thunder_fsdp_sched.ir.operator_facts import facts_of
+from thunder_fsdp_sched.ir.operator_facts import Aliases, facts_of
 
 import pytest
 import thunder.torch as ltorch
@@ -134,7 +133,7 @@ def reported(bsyms: Iterable[BoundSymbol], given: list[str], outs: list[TensorPr
     for bsym in bsyms:
         facts = facts_of(bsym)
         pure, known = pure and facts.pure, known and facts.known
-        writes.update(root for name in facts.writes for root in aliases.roots(name))
+        writes |= aliases.roots(*facts.writes)
         aliases.add(bsym)
     roots = [{i for i, name in enumerate(given) if name in aliases.roots(o.name)} for o in outs]
     return Outcome(roots, pure, {i for i, name in enumerate(given) if name in writes}), known

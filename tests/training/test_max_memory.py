@@ -9,7 +9,7 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.ir.inspection import is_pure
+from thunder_fsdp_sched.ir.operator_facts import is_pure
 from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.planning.search import MemoryLimitError

@@ -29,7 +29,7 @@ from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot, slot_bytes
 from ..transports.base import Traffic
 from .inspection import UNPACKING, args_of, communicates, defined_by, nbytes_of
-from .operator_facts import facts_of, observed_call
+from .operator_facts import facts_of, observed_call, tensors_read, tensors_returned
 
 
 class Place(NamedTuple):
@@ -335,16 +335,17 @@ def is_declared(symbol: Symbol) -> bool:
 def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int, ...]]) -> Effects:
     """Return the effects of an operator that is not ours, on inputs with these strides."""
     facts, call = facts_of(bsym), observed_call(bsym, strides)
-    by_name = {p.name: p for p in bsym.flat_proxy_args}
+    inputs, outs, by_name = tensors_read(bsym), tensors_returned(bsym), {p.name: p for p in bsym.flat_proxy_args}
     views: dict[str, tuple[str, ...]] = {}
     found: dict[str, tuple[int, ...]] = {}
     memory = []
     for out in defined_by(bsym):
         nbytes = nbytes_of(out) if isinstance(out, TensorProxy) else 0
-        of: tuple[str, ...] = ()
-        if call is not None and out.name in call.outputs:
-            observed = call.outputs[out.name]
-            found[out.name], of, nbytes = observed.strides, observed.views, observed.nbytes
+        if call is not None and out.name in outs:
+            index = outs.index(out.name)
+            first, nbytes = call.storages[index]
+            found[out.name] = call.strides[index]
+            of = tuple(inputs[i] for i in sorted(call.aliases[index])) or (outs[first],) * (first != index)
             is_new = not of
         else:
             of = tuple(name for name in facts.aliases.get(out.name, ()) if _may_be_view(out, by_name[name]))

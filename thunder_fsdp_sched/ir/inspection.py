@@ -1,4 +1,4 @@
-"""Queries on traces: which bound symbols are forward, which values alias which, which bound symbols compute a value."""
+"""Queries on traces: which bound symbols are forward, which proxies they read and define, which compute a value."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
 
 from ..private_traces import DEFINED, NAMES_OF_ARGS
-from .operator_facts import facts_of
 
 AGREEMENT = frozenset({"fsdp_agree", "fsdp_agreed"})
 """Symbols with which ranks agree on what they run; see ``transforms.insert_agreement``."""
 
 UNPACKING = frozenset(i for i in PrimIDs if i.name.startswith("UNPACK_"))
 """Prims that name values which exist already: arguments, and what forward has saved."""
+
+_BOOKKEEPING = UNPACKING | {PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.RETURN}
 
 _NOT_COUNTED = AGREEMENT | {"clear_mutable_collection"}
 
@@ -112,6 +113,11 @@ def is_statement(bsym: BoundSymbol) -> bool:
     return bsym.sym.id is not PrimIDs.DEL and bsym.sym.name not in _NOT_COUNTED
 
 
+def runs_nothing(bsym: BoundSymbol) -> bool:
+    """Return whether a bound symbol is bookkeeping of a trace: unpacking, ``del``, return, comments, agreement."""
+    return bsym.sym.id in _BOOKKEEPING or bsym.sym.name in _NOT_COUNTED
+
+
 def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name: str) -> TraceCtx:
     """Return a copy of ``trace`` with other bound symbols and the provenance of the pass that created them."""
     new = from_trace(trace)
@@ -198,26 +204,6 @@ def split_joint(trace: TraceCtx) -> list[TraceCtx]:
     return halves
 
 
-class Aliases:
-    """The views in the part of a trace so far: for any value, the values whose memory it may share."""
-
-    def __init__(self) -> None:
-        self._roots: dict[str, frozenset[str]] = {}
-
-    def add(self, bsym: BoundSymbol) -> None:
-        """Record the next bound symbol in trace order."""
-        for out, inputs in facts_of(bsym).aliases.items():
-            self._roots[out] = frozenset().union(*(self.roots(name) for name in inputs))
-
-    def link(self, name: str, to: str) -> None:
-        """Count ``name`` as a view of ``to``."""
-        self._roots[name] = self.roots(to)
-
-    def roots(self, name: str) -> frozenset[str]:
-        """Return the values whose memory ``name`` may share; ``name`` itself if it is not a view."""
-        return self._roots.get(name, frozenset({name}))
-
-
 def derivation(bsym: BoundSymbol, out: str) -> list[BoundSymbol]:
     """Return the bound symbols that compute ``out``: ``bsym`` itself, or the subsymbols of a fusion that ``out`` needs."""
     if not bsym.sym.is_fusion:
@@ -229,11 +215,6 @@ def derivation(bsym: BoundSymbol, out: str) -> list[BoundSymbol]:
             part.append(sub)
             needed.update(args_of(sub))
     return part[::-1]
-
-
-def is_pure(bsym: BoundSymbol) -> bool:
-    """Return whether running ``bsym`` again is known to return the same values and to modify nothing."""
-    return facts_of(bsym).pure
 
 
 def swap_args(bsym: BoundSymbol, swaps: dict[str, Proxy]) -> BoundSymbol:

@@ -19,13 +19,16 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType, NoneType
 from typing import Any, NamedTuple
 
 import torch
 from thunder.core import devices, dtypes
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.core.pytree import tree_unflatten
+from thunder.core.symbol import BoundSymbol
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,7 +49,11 @@ _SEEDS = frozenset({"philox_seed", "seed"})
 
 _DEVICE = re.compile(r"(cpu|cuda|meta|xpu|mps|hpu|privateuseone)(:\d+)?")
 
-_OTHER_FORMATS = (torch.channels_last, torch.channels_last_3d)
+_DIMENSIONS_OF = {torch.channels_last: 4, torch.channels_last_3d: 5}
+"""The memory formats besides the contiguous one, each with the number of dimensions of its tensors."""
+
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+"""The logger of each operator that does not accept its arguments."""
 
 _MAX_CACHED = 10_000
 """How many calls are cached; a model has a few hundred."""
@@ -78,42 +85,51 @@ class Observed(NamedTuple):
     draws: bool = False
 
 
-_cache: dict[Any, Observed | None] = {}
+class _Tensor(NamedTuple):
+    """A tensor argument of a call; equal tensors have equal numbers."""
+
+    number: int
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None
+
+
+_cache: dict[Any, tuple[Observed, ...]] = {}
 
 
 def observe_call(
-    function: Callable[..., Any],
-    leaves: Sequence[Any],
-    unflatten: Callable[[list[Any]], Any],
-    structure: Any,
-    strides: Mapping[str, tuple[int, ...]] | None = None,
-) -> Observed | None:
-    """Return the facts about a call of ``function`` in a trace, or ``None`` if it cannot be run on fake tensors.
+    bsym: BoundSymbol, function: Callable[..., Any], strides: Mapping[str, tuple[int, ...]] | None = None
+) -> tuple[Observed, ...]:
+    """Return the facts about a call of ``function`` with the arguments of a bound symbol.
+
+    There are none if it cannot be run on fake tensors, and several if its arguments name other memory formats.
 
     Args:
-        leaves: the arguments of the bound symbol, flattened. Tensor proxies of one name are one tensor.
-        unflatten: converts a list as long as ``leaves`` to ``(args, kwargs)``.
-        structure: a hashable value that differs between calls of different structure.
         strides: strides of tensor proxies by name, to learn what this call does with just these. The others, and without
             it all, are contiguous.
     """
-    described = _describe(leaves, strides)
-    if described is None:
-        return None
-    key = (function, structure, described)
+    leaves, spec = bsym.flat_args_and_spec
+    arguments = _describe(leaves, strides or {})
+    if arguments is None:
+        return ()
+    key = function, spec, strides is None, tuple([(type(a), a if type(a) is _Tensor else str(a)) for a in arguments])
     if key not in _cache:
         if len(_cache) >= _MAX_CACHED:
             _cache.clear()
-        _cache[key] = _try(function, leaves, unflatten, strides)
+        formats = [torch.contiguous_format]
+        if strides is None:
+            formats += [a for a in arguments if isinstance(a, torch.memory_format) and a in _DIMENSIONS_OF]
+        found = [_try(function, arguments, spec, layout) for layout in formats]
+        _cache[key] = tuple([observed for observed in found if observed is not None])
     return _cache[key]
 
 
-def observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observed:
+def _observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observed:
     """Run ``function`` with tensors of the active :class:`FakeTensorMode`, and return the facts.
 
     Tensor arguments are numbered in the order in which they appear, each tensor once.
     """
-    inputs = _unique(t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+    inputs = list({id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}.values())
     recorder = _Recorder(inputs)
     with recorder:
         outputs = function(*args, **kwargs)
@@ -203,138 +219,71 @@ class _Recorder(TorchDispatchMode):
 
 
 def _try(
-    function: Callable[..., Any],
-    leaves: Sequence[Any],
-    unflatten: Callable[[list[Any]], Any],
-    strides: Mapping[str, tuple[int, ...]] | None,
+    function: Callable[..., Any], arguments: Sequence[Any], spec: Any, layout: torch.memory_format
 ) -> Observed | None:
     """Observe a call with torch's dtypes and devices, or else with Thunder's; return ``None`` if both fail."""
-    formats = [x for x in leaves if isinstance(x, torch.memory_format) and x in _OTHER_FORMATS]
-    layouts = [torch.contiguous_format, *(formats if strides is None else ())]
-    observed = [_try_with(function, leaves, unflatten, layout, strides or {}) for layout in layouts]
-    found = [o for o in observed if o is not None]
-    if not found:
-        return None
-    first = found[0]
-    for other in found[1:]:
-        aliases = tuple(a | b for a, b in zip(first.aliases, other.aliases, strict=True))
-        writes, by_position = first.writes | other.writes, first.by_position | other.by_position
-        pure, draws = first.pure and other.pure, first.draws or other.draws
-        first = Observed(aliases, pure, writes, by_position, draws=draws)
-    return first
-
-
-def _try_with(
-    function: Callable[..., Any],
-    leaves: Sequence[Any],
-    unflatten: Callable[[list[Any]], Any],
-    layout: torch.memory_format,
-    strides: Mapping[str, tuple[int, ...]],
-) -> Observed | None:
     for convert in (True, False):
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
-                stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
+                stack.callback(setattr, _LOGGER, "disabled", _LOGGER.disabled)
+                _LOGGER.disabled = True
                 stack.enter_context(torch.device("cpu"))
                 stack.enter_context(torch.autocast("cpu", enabled=False))
                 stack.enter_context(torch.no_grad())
                 stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-                tensors: dict[str, torch.Tensor] = {}
-                args, kwargs = unflatten([_fake(leaf, tensors, convert, layout, strides) for leaf in leaves])
-                return observe(function, *args, **kwargs)
+                tensors = {a.number: _empty(a, layout) for a in arguments if type(a) is _Tensor}
+                args, kwargs = tree_unflatten([_fake(a, tensors, convert) for a in arguments], spec)
+                return _observe(function, *args, **kwargs)
         except Exception:  # after any error nothing is known about the function
             continue
     return None
 
 
-@contextlib.contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Keep torch from logging each operator that does not accept these arguments."""
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+def _empty(tensor: _Tensor, layout: torch.memory_format) -> torch.Tensor:
+    shape = tuple(map(int, tensor.shape))
+    if tensor.strides is not None:
+        return torch.empty_strided(shape, tensor.strides, dtype=tensor.dtype)
+    fits = _DIMENSIONS_OF.get(layout, len(shape)) == len(shape)
+    return torch.empty(shape, dtype=tensor.dtype, memory_format=layout if fits else torch.contiguous_format)
 
 
-def _fake(
-    leaf: Any,
-    tensors: dict[str, torch.Tensor],
-    convert: bool,
-    layout: torch.memory_format,
-    strides: Mapping[str, tuple[int, ...]],
-) -> Any:
-    if isinstance(leaf, TensorProxy):
-        shape = tuple(int(_value(size)) for size in shape_of(leaf))
-        if leaf.name not in tensors and leaf.name in strides:
-            tensors[leaf.name] = torch.empty_strided(
-                shape, strides[leaf.name], dtype=to_torch_dtype(leaf.dtype), device="cpu"
-            )
-        elif leaf.name not in tensors:
-            fits = {torch.channels_last: 4, torch.channels_last_3d: 5}.get(layout, len(shape)) == len(shape)
-            tensors[leaf.name] = torch.empty(
-                shape,
-                dtype=to_torch_dtype(leaf.dtype),
-                device="cpu",
-                memory_format=layout if fits else torch.contiguous_format,
-            )
-        return tensors[leaf.name]
-    if isinstance(leaf, NumberProxy):
-        return leaf.value
-    if isinstance(leaf, torch.device) or (isinstance(leaf, str) and _DEVICE.fullmatch(leaf)):
+def _fake(argument: Any, tensors: Mapping[int, torch.Tensor], convert: bool) -> Any:
+    if isinstance(argument, _Tensor):
+        return tensors[argument.number]
+    if isinstance(argument, torch.device) or (isinstance(argument, str) and _DEVICE.fullmatch(argument)):
         return torch.device("cpu")
-    if convert and isinstance(leaf, devices.Device):
+    if convert and isinstance(argument, devices.Device):
         return torch.device("cpu")
-    if convert and isinstance(leaf, dtypes.dtype):
-        return to_torch_dtype(leaf)
-    return leaf
+    if convert and isinstance(argument, dtypes.dtype):
+        return to_torch_dtype(argument)
+    return argument
 
 
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    slice,
-    type(None),
-    type(Ellipsis),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    dtypes.dtype,
-    devices.Device,
-)
+_CONSTANTS = (bool, int, float, complex, str, slice, NoneType, EllipsisType)
+_KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format, dtypes.dtype, devices.Device)
 
 
-def _describe(leaves: Sequence[Any], strides: Mapping[str, tuple[int, ...]] | None) -> tuple[Any, ...] | None:
-    """Return a key that is equal for calls with equal facts, or ``None`` if arguments cannot be converted to fake ones."""
-    described: list[Any] = (
-        [] if strides is None else [tuple(strides.get(p.name) for p in leaves if isinstance(p, TensorProxy))]
-    )
-    first: dict[str, int] = {}
+def _describe(leaves: Sequence[Any], strides: Mapping[str, tuple[int, ...]]) -> list[Any] | None:
+    """Return the arguments of a call without proxies, or ``None`` if one cannot be converted."""
+    numbers: dict[str, int] = {}
+    described: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, TensorProxy):
-            number = first.setdefault(leaf.name, len(first))
-            described.append((number, tuple(_value(size) for size in shape_of(leaf)), leaf.dtype))
+            number, shape = numbers.setdefault(leaf.name, len(numbers)), tuple(map(_value, shape_of(leaf)))
+            described.append(_Tensor(number, shape, to_torch_dtype(leaf.dtype), strides.get(leaf.name)))
         elif isinstance(leaf, NumberProxy):
-            described.append((type(leaf.value), leaf.value))
-        elif isinstance(leaf, _PLAIN):
-            described.append((type(leaf), str(leaf)))
+            described.append(leaf.value)
+        elif isinstance(leaf, (*_CONSTANTS, *_KINDS)):
+            described.append(leaf)
         else:
             return None
-    return tuple(described)
+    return described
 
 
 def _value(size: Any) -> Any:
     return size.value if isinstance(size, NumberProxy) else size
-
-
-def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return list({id(t): t for t in tensors}.values())
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:

@@ -15,15 +15,16 @@ Everything else is unknown: all outputs may alias all tensor inputs, and it is n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import reduce
 from typing import Any, NamedTuple
 
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
-from thunder.core.pytree import tree_unflatten
 from thunder.core.symbol import BoundSymbol
 
 from ..private_traces import FACTS, function_called_by, torch_function_of
+from .inspection import args_of, outs_of
 from .observation import Observed, observe_call
 
 
@@ -98,7 +99,7 @@ _RANDOM_PRIMS = frozenset(
 )
 """Prims that return new memory with random numbers."""
 
-_KEPT, _KEPT_CALLS, _LIKE = FACTS
+_KEPT, _LIKE = FACTS
 
 _IMPURE_TAGS: set[Any] = {OpTags.RANDOM_OP, OpTags.IN_PLACE, OpTags.DONT_DCE}
 
@@ -150,13 +151,14 @@ def _facts_of(bsym: BoundSymbol) -> Facts:
         return Facts({}, pure=False)
     if sym.executor is not None and sym.executor.name == _OUR_EXECUTOR:
         # What is copied from a slot is there only until another collective uses the slot.
-        return Facts(_of_cut(bsym) if sym.name == "fsdp_cut" else {}, pure=sym.name != "fsdp_copy_secondary_shard")
+        aliases = _alias_in_order(bsym) if sym.name == "fsdp_cut" else {}
+        return Facts(aliases, pure=sym.name != "fsdp_copy_secondary_shard")
     if isinstance(sym.id, PrimIDs):
         return _of_prim(sym.id, bsym)
     looked_through = _look_through(bsym) if bsym.subsymbols else None
     if sym.is_fusion:
         return looked_through or _unknown(bsym)
-    observed = _observe(bsym)
+    observed = _observe(bsym, _function_of(bsym))
     if observed is None:
         return looked_through or _of_implemented(bsym) or _unknown(bsym)
     if looked_through is None or not looked_through.known:
@@ -164,38 +166,41 @@ def _facts_of(bsym: BoundSymbol) -> Facts:
     return _either(observed, looked_through)
 
 
-def _tensors(bsym: BoundSymbol) -> tuple[str, ...]:
+def tensors_read(bsym: BoundSymbol) -> tuple[str, ...]:
     """Return the names of the tensors, or futures of tensors, that ``bsym`` reads, each once."""
     return tuple(dict.fromkeys(p.name for p in bsym.flat_proxy_args if isinstance(p, (TensorProxy, FutureTensorProxy))))
 
 
-def _outs(bsym: BoundSymbol) -> Iterator[str]:
-    """Return the names of the proxies that ``bsym`` defines."""
-    args = {p.name for p in bsym.flat_proxy_args}
-    yield from (p.name for p in bsym.flat_proxy_outs if p.name not in args)
+def tensors_returned(bsym: BoundSymbol) -> list[str]:
+    """Return the names of the tensors that ``bsym`` returns."""
+    return [p.name for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
+
+
+def _alias_all(bsym: BoundSymbol) -> dict[str, tuple[str, ...]]:
+    """Let each output alias all inputs."""
+    tensors = tensors_read(bsym)
+    return dict.fromkeys(outs_of(bsym), tensors) if tensors else {}
+
+
+def _alias_in_order(bsym: BoundSymbol) -> dict[str, tuple[str, ...]]:
+    """Let each output be a new name of the input at the same position."""
+    pairs = zip(bsym.flat_proxy_outs, bsym.flat_proxy_args, strict=True)
+    return {new.name: (old.name,) for new, old in pairs}
 
 
 def _unknown(bsym: BoundSymbol) -> Facts:
-    tensors = _tensors(bsym)
-    return Facts(dict.fromkeys(_outs(bsym), tensors) if tensors else {}, pure=False, known=False)
-
-
-def _of_cut(bsym: BoundSymbol) -> dict[str, tuple[str, ...]]:
-    return {out.name: (arg.name,) for out, arg in zip(bsym.output, bsym.args, strict=True)}
+    return Facts(_alias_all(bsym), pure=False, known=False)
 
 
 def _of_prim(prim: Hashable, bsym: BoundSymbol) -> Facts:
     """Return the facts about ``bsym``, which is or implements ``prim``."""
-    tensors = _tensors(bsym)
     if prim is PrimIDs.COPY_:
         destination = bsym.args[1].name
-        return Facts(dict.fromkeys(_outs(bsym), (destination,)), pure=False, writes=frozenset({destination}))
-    if prim is PrimIDs.UPDATE_ALIASES:  # new names for the same tensors
-        return Facts(
-            {o.name: (i.name,) for o, i in zip(bsym.flat_proxy_outs, bsym.flat_proxy_args, strict=True)}, pure=True
-        )
+        return Facts(dict.fromkeys(outs_of(bsym), (destination,)), pure=False, writes=frozenset({destination}))
+    if prim is PrimIDs.UPDATE_ALIASES:
+        return Facts(_alias_in_order(bsym), pure=True)
     if prim in _VIEW_PRIMS:
-        return Facts(dict.fromkeys(_outs(bsym), tensors) if tensors else {}, pure=True)
+        return Facts(_alias_all(bsym), pure=True)
     if prim in _FRESH_PRIMS:
         return Facts({}, pure=True)
     if prim is PrimIDs.EMPTY or prim in _RANDOM_PRIMS:  # new memory, with other values each time
@@ -205,110 +210,58 @@ def _of_prim(prim: Hashable, bsym: BoundSymbol) -> Facts:
 
 def _look_through(bsym: BoundSymbol) -> Facts:
     """Return the facts that follow from those about the subsymbols of ``bsym``."""
-    roots: dict[str, frozenset[str]] = {}
-    inputs = {p.name for p in bsym.flat_proxy_args}
-    pure = known = True
-    draws = False
-    writes: frozenset[str] = frozenset()
-    by_position: frozenset[str] = frozenset()
-    for sub in bsym.subsymbols:
-        facts = facts_of(sub)
-        pure, known, draws = pure and facts.pure, known and facts.known, draws or facts.draws
-        for written in facts.writes:
-            writes |= roots.get(written, frozenset({written})) & inputs
-        for addressed in facts.by_position:
-            by_position |= roots.get(addressed, frozenset({addressed})) & inputs
-        for out, read in facts.aliases.items():
-            roots[out] = frozenset().union(*(roots.get(name, frozenset({name})) for name in read))
-    aliases = {out: tuple(sorted(of)) for out in _outs(bsym) if (of := roots.get(out, frozenset()) & inputs)}
-    return Facts(aliases, pure, writes, known, by_position, draws)
+    aliases, inputs = Aliases(), frozenset(args_of(bsym))
+    writes: set[str] = set()
+    by_position: set[str] = set()
+    of_parts = [facts_of(sub) for sub in bsym.subsymbols]
+    for sub, facts in zip(bsym.subsymbols, of_parts, strict=True):
+        writes |= aliases.roots(*facts.writes)
+        by_position |= aliases.roots(*facts.by_position)
+        aliases.add(sub)
+    return Facts(
+        {out: tuple(sorted(of)) for out in outs_of(bsym) if (of := aliases.roots(out) & inputs)},
+        pure=all(facts.pure for facts in of_parts),
+        writes=inputs & writes,
+        known=all(facts.known for facts in of_parts),
+        by_position=inputs & by_position,
+        draws=any(facts.draws for facts in of_parts),
+    )
 
 
-class Output(NamedTuple):
-    """An output of a call with inputs of known strides.
-
-    Attributes:
-        views: names of the inputs and of earlier outputs with which it shares memory.
-        strides: its strides.
-        nbytes: bytes of its storage.
-    """
-
-    views: tuple[str, ...]
-    strides: tuple[int, ...]
-    nbytes: int
+def _function_of(bsym: BoundSymbol) -> Callable[..., Any] | None:
+    """Return the torch function that ``bsym`` calls, or will call once executors claim it."""
+    return function_called_by(bsym) or torch_function_of(bsym.sym.id)
 
 
-class ObservedCall(NamedTuple):
-    """The outputs and temporary memory of a call with inputs of known strides.
-
-    Attributes:
-        outputs: its outputs, by name.
-        temporary_bytes: the most bytes that exist at once during the call, besides inputs and outputs.
-        operators: names of the base operators of torch that it calls.
-    """
-
-    outputs: Mapping[str, Output]
-    temporary_bytes: int
-    operators: frozenset[str]
-
-
-def observed_call(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> ObservedCall | None:
+def observed_call(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> Observed | None:
     """Observe the call for inputs with these strides; ``None`` if it cannot be observed.
 
-    The bound symbol keeps the answer, as it keeps its facts. :func:`facts_of` knows no strides, so its aliases are those
-    of contiguous inputs, and of any input where that is safer.
+    :func:`facts_of` knows no strides, so its aliases are those of contiguous inputs, and of any input where that is safer.
 
     Args:
         strides: strides by name; inputs that are not in it are contiguous.
     """
-    kept: dict[Any, ObservedCall | None] = vars(bsym).setdefault(_KEPT_CALLS, {})
-    key = tuple([strides.get(p.name) for p in bsym.flat_proxy_args])
-    if key not in kept:
-        kept[key] = _observed_call(bsym, strides)
-    return kept[key]
-
-
-def _observed_call(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> ObservedCall | None:
-    function = function_called_by(bsym) or torch_function_of(bsym.sym.id)
+    function = _function_of(bsym)
     if function is None or bsym.sym.is_fusion:
         return None
-    leaves, spec = bsym.flat_args_and_spec
-    observed = observe_call(function, leaves, lambda flat: tree_unflatten(flat, spec), spec, strides)
-    outs = [p.name for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
-    if observed is None or len(outs) != len(observed.aliases):
-        return None
-    inputs = tuple(dict.fromkeys(p.name for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)))
-    outputs = {}
-    for index, out in enumerate(outs):
-        first, nbytes = observed.storages[index]
-        views = tuple(inputs[i] for i in sorted(observed.aliases[index])) or (outs[first],) * (first != index)
-        outputs[out] = Output(views, observed.strides[index], nbytes)
-    return ObservedCall(outputs, observed.temporary_bytes, observed.operators)
+    found = observe_call(bsym, function, strides)
+    return found[0] if found and len(found[0].aliases) == len(tensors_returned(bsym)) else None
 
 
-def _observe(bsym: BoundSymbol) -> Facts | None:
-    """Return the observed facts of the torch function that ``bsym`` calls, or will call once executors claim it."""
-    return _observe_function(function_called_by(bsym) or torch_function_of(bsym.sym.id), bsym)
-
-
-def _observe_function(function: Any, bsym: BoundSymbol) -> Facts | None:
-    if function is None:
-        return None
-    leaves, spec = bsym.flat_args_and_spec
-    observed = observe_call(function, leaves, lambda flat: tree_unflatten(flat, spec), spec)
-    return None if observed is None else _named(observed, bsym)
+def _observe(bsym: BoundSymbol, function: Callable[..., Any] | None) -> Facts | None:
+    """Return the observed facts of a function with the arguments of ``bsym``."""
+    found = () if function is None else observe_call(bsym, function)
+    return reduce(_either, [_named(observed, bsym) for observed in found]) if found else None
 
 
 def _named(observed: Observed, bsym: BoundSymbol) -> Facts:
     """Return ``observed`` with the names of the inputs and outputs of ``bsym``."""
-    inputs = tuple(dict.fromkeys(p.name for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)))
-    outs = [p.name for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
+    inputs, outs, defined = tensors_read(bsym), tensors_returned(bsym), outs_of(bsym)
     of_outs = observed.aliases
     if len(outs) != len(
         of_outs
     ):  # the meta function returns another structure: any output may alias what any other does
         of_outs = (frozenset().union(*of_outs),) * len(outs)
-    defined = set(_outs(bsym))
     aliases = {
         out: tuple(inputs[i] for i in sorted(of))
         for out, of in zip(outs, of_outs, strict=True)
@@ -321,26 +274,21 @@ def _named(observed: Observed, bsym: BoundSymbol) -> Facts:
 def _of_implemented(bsym: BoundSymbol) -> Facts | None:
     """Return the facts about the operator that an executor's symbol replaces, with the same arguments; else ``None``."""
     executor = bsym.sym.executor
-    if executor is None:
-        return None
-    replaced = [
-        id for id, info in executor.implmap.items() if info.symbol is bsym.sym and info.execution_transform is None
+    found = [
+        _of_prim(id, bsym) if isinstance(id, PrimIDs) else _observe(bsym, torch_function_of(id))
+        for id, info in (executor.implmap.items() if executor is not None else ())
+        if info.symbol is bsym.sym and info.execution_transform is None
     ]
-    found: Facts | None = None
-    for id in replaced:
-        if isinstance(id, PrimIDs):
-            facts: Facts | None = _of_prim(id, bsym)
-        else:
-            facts = _observe_function(torch_function_of(id), bsym)
-        if facts is None or not facts.known:
-            return None
-        found = facts if found is None else _either(found, facts)
-    return found
+    known = [facts for facts in found if facts is not None and facts.known]
+    return reduce(_either, known) if known and len(known) == len(found) else None
 
 
 def _either(a: Facts, b: Facts) -> Facts:
     return Facts(
-        _merged(a.aliases, b.aliases),
+        {
+            out: tuple(dict.fromkeys((*a.aliases.get(out, ()), *b.aliases.get(out, ()))))
+            for out in {**a.aliases, **b.aliases}
+        },
         a.pure and b.pure,
         a.writes | b.writes,
         by_position=a.by_position | b.by_position,
@@ -348,5 +296,26 @@ def _either(a: Facts, b: Facts) -> Facts:
     )
 
 
-def _merged(a: dict[str, tuple[str, ...]], b: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    return {out: tuple(dict.fromkeys((*a.get(out, ()), *b.get(out, ())))) for out in {**a, **b}}
+class Aliases:
+    """The views in the part of a trace so far: for any value, the values whose memory it may share."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, frozenset[str]] = {}
+
+    def add(self, bsym: BoundSymbol) -> None:
+        """Record the next bound symbol in trace order."""
+        for out, inputs in facts_of(bsym).aliases.items():
+            self._roots[out] = self.roots(*inputs)
+
+    def link(self, name: str, to: str) -> None:
+        """Count ``name`` as a view of ``to``."""
+        self._roots[name] = self.roots(to)
+
+    def roots(self, *names: str) -> frozenset[str]:
+        """Return the values whose memory the named ones may share; a value itself if it is not a view."""
+        return frozenset().union(*(self._roots.get(name, frozenset({name})) for name in names))
+
+
+def is_pure(bsym: BoundSymbol) -> bool:
+    """Return whether running ``bsym`` again is known to return the same values and to modify nothing."""
+    return facts_of(bsym).pure

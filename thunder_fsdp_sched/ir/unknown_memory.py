@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from .analysis import Analysis
 from .effects import Effects, Issue, is_declared
-from .inspection import AGREEMENT, UNPACKING, nbytes_of, nested, outs_of
-from .operator_facts import facts_of
+from .inspection import nbytes_of, nested, outs_of, runs_nothing
+from .operator_facts import facts_of, tensors_returned
 
 _CUBLAS_BYTES = 4096 * 8 * 1024
 """Bytes of torch's largest default workspace of cuBLAS, that for Hopper; see ``CUBLAS_WORKSPACE_CONFIG``."""
@@ -49,8 +48,6 @@ _SORTS = frozenset(
 _NORMS = frozenset({"native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward"})
 
 _EMBEDDING_BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
-
-_RUNS_NOTHING = frozenset({PrimIDs.DEL, PrimIDs.RETURN, PrimIDs.COMMENT})
 
 
 class UnknownMemory(NamedTuple):
@@ -104,26 +101,17 @@ def unknown_memory(
 def _of(bsym: BoundSymbol, e: Effects, device_type: str) -> Iterator[tuple[str, str, int | None]]:
     """Return the names, reasons and bounds of what one bound symbol may allocate."""
     name = bsym.sym.name
-    if (
-        bsym.sym.id in _RUNS_NOTHING
-        or bsym.sym.id in UNPACKING
-        or name in AGREEMENT
-        or name == "clear_mutable_collection"
-    ):
+    if runs_nothing(bsym):
         return
     if is_declared(bsym.sym):
-        yield from _of_communication(e, device_type)
-        return
-    if bsym.sym.is_fusion:
+        yield from _of_communication(e)
+    elif bsym.sym.is_fusion:
         yield name, "a fusion allocates at most what it computes inside", _inside(bsym)
-        return
-    if e.operators is None:
-        if not facts_of(bsym).known and bsym.flat_proxy_outs:
-            yield name, "an operator without known facts; its outputs count as views and as new memory", None
-        elif any(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):
-            yield name, "the call cannot be observed", None
-        return
-    for operator in sorted(e.operators):
+    elif e.operators is None and not facts_of(bsym).known and bsym.flat_proxy_outs:
+        yield name, "an operator without known facts; its outputs count as views and as new memory", None
+    elif e.operators is None and tensors_returned(bsym):
+        yield name, "the call cannot be observed", None
+    for operator in sorted(e.operators or ()):
         if operator in _MATMULS and device_type == "cuda":
             yield "cuBLAS", "a workspace for each handle and stream, which stays allocated", _CUBLAS_BYTES
         elif operator.startswith(_ATTENTION):
@@ -136,9 +124,7 @@ def _of(bsym: BoundSymbol, e: Effects, device_type: str) -> Iterator[tuple[str, 
             yield name, f"the kernel of {operator} may allocate a buffer", None
 
 
-def _of_communication(e: Effects, device_type: str) -> Iterator[tuple[str, str, int | None]]:
-    if e.operators and e.operators & _MATMULS and device_type == "cuda":
-        yield "cuBLAS", "a workspace for each handle and stream, which stays allocated", _CUBLAS_BYTES
+def _of_communication(e: Effects) -> Iterator[tuple[str, str, int | None]]:
     if e.hook:
         yield "all_reduce_hook", "what the user's function allocates", None
     issue, bucket = e.issues or e.runs, e.bucket

@@ -30,11 +30,11 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.effects import Issue, effects
-from ..ir.inspection import AGREEMENT, nbytes_of, outs_of
+from ..ir.inspection import nbytes_of, outs_of, runs_nothing
 from .clusters import ClusterSpec, cluster
 from .flops import _key, flops_of, tensors
 
-__all__ = ["AnalyticCost", "CostModel", "Seconds", "bytes_of", "compute_seconds", "ring_seconds", "runs_nothing"]
+__all__ = ["AnalyticCost", "CostModel", "Seconds", "bytes_of", "compute_seconds", "ring_seconds"]
 
 
 class Seconds(NamedTuple):
@@ -152,11 +152,6 @@ def compute_seconds(cost: CostModel, trace: TraceCtx) -> list[float]:
     return [s.host + s.device if cost.synchronous else s.device for s in cost.seconds(trace)]
 
 
-def runs_nothing(bsym: BoundSymbol) -> bool:
-    """Return whether ``bsym`` is bookkeeping of the trace: unpacking, ``del``, return, comments."""
-    return bsym.sym.id in _BOOKKEEPING or bsym.sym.name == "clear_mutable_collection" or bsym.sym.name in AGREEMENT
-
-
 def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, passes: float = 1.0) -> float:
     """Return the time of a ring collective over ``ranks`` of a cluster whose nodes have consecutive ranks.
 
@@ -206,10 +201,6 @@ def _picks_rows(bsym: BoundSymbol) -> bool:
 
 
 _PICKING = frozenset({PrimIDs.EMBEDDING, PrimIDs.GATHER, PrimIDs.TAKE, PrimIDs.TAKE_ALONG_AXIS})
-
-_BOOKKEEPING = frozenset(
-    {PrimIDs.DEL, PrimIDs.RETURN, PrimIDs.COMMENT, PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE}
-)
 
 _RESHAPES = frozenset({PrimIDs.RESHAPE, "torch_prims_reshape_impl", "reshape"})
 _EXPANDS = frozenset({PrimIDs.BROADCAST_IN_DIM, "expand"})

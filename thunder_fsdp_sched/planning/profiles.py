@@ -16,10 +16,10 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.effects import Issue, effects, is_declared
-from ..ir.inspection import is_backward_trace
+from ..ir.inspection import is_backward_trace, runs_nothing
 from ..ir.json_files import read_json
 from ..runtime.bucket import Bucket
-from .cost import Seconds, runs_nothing
+from .cost import Seconds
 
 __all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "computes", "shapes_of", "symbol_of"]
 

@@ -24,17 +24,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from thunder.core import codeutils
-from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..ir.effects import Place, effects
-from ..ir.inspection import UNPACKING, Aliases, args_of, outs_of, statement
-from ..ir.operator_facts import facts_of
-from ..ir.registry import executor
+from ..ir.inspection import UNPACKING, args_of, outs_of, statement
+from ..ir.operator_facts import Aliases, facts_of
+from ..ir.registry import executor, register
 from ..private_traces import without_calls
 from ..runtime.memory import Arena, Slot
 from .machine import VerificationError
@@ -298,34 +297,9 @@ def _after(auditor: Auditor, position: int, *outputs: torch.Tensor) -> None:
         auditor.after(position, outputs)
 
 
-def _done(auditor: Auditor) -> None:
-    auditor.succeeded()
-
-
-def _meta(auditor: Auditor, *args: Any) -> None:
-    return None
-
-
-def _print(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    auditor, *others = bsym.args
-    return f"{bsym.sym.name}({', '.join((str(auditor), *map(codeutils.prettyprint, others)))})"
-
-
-def _bind_auditor(bsym: BoundSymbol) -> None:
-    bsym._call_ctx = {**(bsym._call_ctx or {}), str(bsym.args[0]): bsym.args[0]}
-
-
-def _register(name: str, fn: Callable[..., None]) -> Symbol:
-    symbol = executor.register_operator(
-        name, meta=_meta, fn=fn, tags=[OpTags.DONT_DCE], bind_postprocess=_bind_auditor, python_printer=_print
-    )
-    executor.register_implementation(symbol, symbol)
-    return symbol
-
-
-fsdp_audit_inputs = _register("fsdp_audit_inputs", _inputs)
-fsdp_audit_before = _register("fsdp_audit_before", _before)
-fsdp_audit = _register("fsdp_audit", _after)
-fsdp_audit_done = _register("fsdp_audit_done", _done)
+fsdp_audit_inputs = register("fsdp_audit_inputs", _inputs)
+fsdp_audit_before = register("fsdp_audit_before", _before)
+fsdp_audit = register("fsdp_audit", _after)
+fsdp_audit_done = register("fsdp_audit_done", Auditor.succeeded)
 
 _AUDIT = frozenset({fsdp_audit_inputs, fsdp_audit_before, fsdp_audit, fsdp_audit_done})

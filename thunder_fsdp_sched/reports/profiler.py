@@ -32,8 +32,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.effects import Issue, effects, sends
-from ..ir.inspection import with_bound_symbols
-from ..planning.cost import runs_nothing
+from ..ir.inspection import runs_nothing, with_bound_symbols
 from ..planning.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
 from ..runtime.autograd import as_backward_of_latest_forward
 from ..runtime.bucket import Bucket

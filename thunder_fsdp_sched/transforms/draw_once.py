@@ -25,8 +25,8 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
 from thunder.extend import TemporaryExecutor
 
-from ..ir.inspection import UNPACKING, args_of, is_pure, nested, outs_of, source_of, with_bound_symbols
-from ..ir.operator_facts import facts_of
+from ..ir.inspection import UNPACKING, args_of, nested, outs_of, source_of, with_bound_symbols
+from ..ir.operator_facts import facts_of, is_pure
 from ..ir.registry import executor
 
 

@@ -13,8 +13,8 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.inspection import Aliases, args_of, is_pure, outs_of, return_of, with_bound_symbols
-from ..ir.operator_facts import facts_of
+from ..ir.inspection import args_of, outs_of, return_of, with_bound_symbols
+from ..ir.operator_facts import Aliases, facts_of, is_pure
 from ..ir.symbols import fsdp_unshard
 from ..plan.specs import Strided
 from ..runtime.bucket import Bucket
@@ -129,14 +129,10 @@ def _reads_only(bsym: BoundSymbol, values: Collection[str]) -> bool:
     return is_pure(bsym) and all(p.name in values for p in bsym.flat_proxy_args if isinstance(p, TensorProxy))
 
 
-def _roots(aliases: Aliases, names: Collection[str]) -> list[str]:
-    return sorted({root for name in names for root in aliases.roots(name)})
-
-
 def _refuse_in_place(
     bsym: BoundSymbol, aliases: Aliases, parameters: Mapping[str, str], copied: Mapping[str, str]
 ) -> None:
-    for root in _roots(aliases, facts_of(bsym).writes):
+    for root in sorted(aliases.roots(*facts_of(bsym).writes)):
         if root in parameters:
             raise NotImplementedError(
                 f"fsdp: the model changes parameter {parameters[root]!r} in place during forward "
@@ -157,7 +153,7 @@ def _refuse_by_position(
     strided: Mapping[str, Strided],
     copied_by: Mapping[str, str],
 ) -> None:
-    for root in _roots(aliases, facts_of(bsym).by_position):
+    for root in sorted(aliases.roots(*facts_of(bsym).by_position)):
         if root in copied_by:
             raise NotImplementedError(
                 f"fsdp: the model addresses a tensor by position in memory ({bsym.sym.name}) that {copied_by[root]} may "

@@ -32,13 +32,13 @@ from ..ir.inspection import (
     defined_by,
     derivation,
     forward_part,
-    is_pure,
     nested,
     outs_of,
     swap_args,
     unused_name,
     with_bound_symbols,
 )
+from ..ir.operator_facts import is_pure
 from ..runtime.bucket import Bucket
 from .bucket_communication import gather_and_wait
 
