@@ -41,7 +41,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
@@ -114,31 +114,10 @@ class Lifetime:
         return self.place.slot
 
 
-class LeftGradients(NamedTuple):
-    """The buckets for which backwards under ``no_sync`` have left gradients.
+LeftGradients = frozenset[Memory]
+"""The memory of the gradients that backwards under ``no_sync`` have left, unsharded or reduced."""
 
-    Attributes:
-        unsharded: those with unsharded gradients.
-        reduced: those with this rank's rows of reduced gradients.
-    """
-
-    unsharded: frozenset[Bucket] = frozenset()
-    reduced: frozenset[Bucket] = frozenset()
-
-    def union(self, *others: LeftGradients) -> LeftGradients:
-        """Return the gradients that these and the others have left together."""
-        return LeftGradients(
-            self.unsharded.union(*(other.unsharded for other in others)),
-            self.reduced.union(*(other.reduced for other in others)),
-        )
-
-    def memory(self) -> Iterator[Memory]:
-        """Return their memory."""
-        yield from map(unsharded_gradients, sorted(self.unsharded, key=lambda bucket: bucket.handle))
-        yield from map(reduced_gradients, sorted(self.reduced, key=lambda bucket: bucket.handle))
-
-
-NOTHING_LEFT = LeftGradients()
+NOTHING_LEFT: LeftGradients = frozenset()
 
 
 def gradients_left(bsyms: Iterable[BoundSymbol]) -> LeftGradients:
@@ -146,16 +125,16 @@ def gradients_left(bsyms: Iterable[BoundSymbol]) -> LeftGradients:
 
     Those that it reduces and returns count as unsharded: it would leave them so under ``no_sync``.
     """
-    found: set[Bucket] = set()
-    reduced: set[Bucket] = set()
+    found: dict[Bucket, Memory] = {}
     for e in map(effects, bsyms):
         if e.bucket is None:
             continue
-        if reduced_gradients(e.bucket).owner in e.leaves:
-            reduced.add(e.bucket)
-        elif e.collects or unsharded_gradients(e.bucket).owner in e.leaves:
-            found.add(e.bucket)
-    return LeftGradients(frozenset(found - reduced), frozenset(reduced))
+        unsharded, reduced = unsharded_gradients(e.bucket), reduced_gradients(e.bucket)
+        if reduced.owner in e.leaves:
+            found[e.bucket] = reduced
+        elif e.collects or unsharded.owner in e.leaves:
+            found.setdefault(e.bucket, unsharded)
+    return frozenset(found.values())
 
 
 class Analysis:
@@ -372,7 +351,7 @@ class Analysis:
             left: the gradients that earlier backwards under ``no_sync`` have left.
         """
         end = len(self.bsyms) - 1
-        kept = {m.owner: _lifetime(m, BEFORE_TRACE, end) for m in left.memory()}
+        kept = {m.owner: _lifetime(m, BEFORE_TRACE, end) for m in sorted(left, key=lambda m: m.label)}
         before = frozenset(kept)
         found = list(kept.values())
         for position, e in enumerate(self.effects):
@@ -414,7 +393,7 @@ class Analysis:
             if m.owner not in lasting or m.nbytes > lasting[m.owner].nbytes:
                 lasting[m.owner] = m
         yield from (_lifetime(m, BEFORE_TRACE, end) for m in lasting.values() if m.nbytes)
-        kept = {m.owner for m in left.memory()}
+        kept = {m.owner for m in left}
         kept.update(m.owner for e in everything for m in e.allocates if m.scope == "kept" and m.if_kept is None)
         leaving = [e for step in (self.effects, *others) if not releases(step) for e in step]
         released = next((position for position, e in enumerate(self.effects) if e.frees), end)
@@ -426,7 +405,7 @@ def releases(step: Sequence[Effects]) -> bool:
     return any(e.frees for e in step)
 
 
-def _receive_buffers(step: Sequence[Effects], kept: Collection[Hashable]) -> Iterator[Lifetime]:
+def _receive_buffers(step: Sequence[Effects], kept: Collection[Hashable]) -> list[Lifetime]:
     """Return the buffers into which reductions receive, each from its first use until it is freed.
 
     A reduction uses an idle buffer again. A release frees the idle ones, and those in use when they have been waited for.
@@ -434,27 +413,33 @@ def _receive_buffers(step: Sequence[Effects], kept: Collection[Hashable]) -> Ite
     Args:
         kept: keys of the gradients that exist before.
     """
-    idle: dict[Hashable, list[tuple[Memory, int]]] = defaultdict(list)  # each with the position of its allocation
-    taken: dict[str, tuple[dict[Hashable, list[tuple[Memory, int]]], list[tuple[Memory, int]]]] = {}  # by the future
+    found: list[Lifetime] = []
+    idle: dict[Hashable, list[Lifetime]] = defaultdict(list)
+    taken: dict[str, list[tuple[Hashable, Lifetime]]] = {}  # by the future of the reduction
+    leaving: set[Lifetime] = set()
     for position, e in enumerate(step):
-        pools = [m for m in e.allocates if m.scope == "pool" and (m.if_kept is None or m.if_kept in kept)]
-        used = [idle[m.owner].pop() if idle[m.owner] else (m, position) for m in pools]
+        used = []
+        for m in e.allocates:
+            if m.scope == "pool" and (m.if_kept is None or m.if_kept in kept):
+                if not idle[m.owner]:
+                    found.append(_lifetime(m, position, len(step) - 1))
+                    idle[m.owner].append(found[-1])
+                used.append((m.owner, idle[m.owner].pop()))
         if e.issues is not None:
-            taken[e.issues.future] = idle, used
-        else:  # it waits for what it issues
-            for buffer in used:
-                idle[buffer[0].owner].append(buffer)
+            taken[e.issues.future], used = used, []
         if e.waits is not None:
-            pool, buffers = taken.pop(e.waits.future, (idle, []))
-            for m, begin in buffers:
-                if pool is idle:
-                    idle[m.owner].append((m, begin))
-                else:
-                    yield _lifetime(m, begin, position)
+            used += taken.pop(e.waits.future, [])
+        for key, buffer in used:
+            if buffer in leaving:
+                buffer.last = position
+            else:
+                idle[key].append(buffer)
         if e.frees:
-            yield from (_lifetime(m, begin, position) for m, begin in itertools.chain(*idle.values()))
-            idle = defaultdict(list)
-    yield from (_lifetime(m, begin, len(step) - 1) for m, begin in itertools.chain(*idle.values()))
+            leaving.update(buffer for buffers in taken.values() for _, buffer in buffers)
+            for buffer in itertools.chain(*idle.values()):
+                buffer.last = position
+            idle.clear()
+    return found
 
 
 def _own(value: Lifetime, memory: Memory | None, nbytes: int) -> None:

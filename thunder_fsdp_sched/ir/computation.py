@@ -79,7 +79,7 @@ def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
             kind = "" if e.unshards else "gradient of "
             # The order of parameters in a bucket is the same on all ranks.
             names.update({p.name: f"{kind}{q.name}" for p, q in zip(bsym.output, e.bucket.spec.params, strict=True)})
-        exact, masked = _line(bsym, names)
+        exact, masked = [_line(bsym, names, number) for number in (str, _without_size)]
         if e.in_schedule and e.bucket is not None:
             trace_lines.append(f"{bsym.sym.name} {e.bucket.spec.name}")
         else:
@@ -111,22 +111,21 @@ def _name_copy(bsym: BoundSymbol, e: Effects, names: _Names) -> None:
     names.update({out: f"host copy of {source}" if to_host else source for out in outs_of(bsym)})
 
 
-def _line(bsym: BoundSymbol, names: _Names) -> tuple[str, str]:
-    """Return the line of ``bsym`` with all numbers, and the line without numbers that may stem from a size."""
+def _line(bsym: BoundSymbol, names: _Names, number: Callable[[Any], str]) -> str:
+    """Return the line of ``bsym``.
+
+    Args:
+        number: formats a number that is no dimension.
+    """
     if bsym.sym.is_fusion:  # its name does not depend on its content
-        parts = [_line(sub, names) for sub in bsym.subsymbols]
-        exact, masked = ("fusion of " + "; ".join(texts) for texts in zip(*parts, strict=True))
-        return exact, masked
-    bound = _bound(bsym)
-    exact_texts = [_text(value, names, str) for _, value in bound]
-    masked_texts = [_text(value, names, str if name in _DIMENSIONS else _without_size) for name, value in bound]
+        return "fusion of " + "; ".join(_line(sub, names, number) for sub in bsym.subsymbols)
+    texts = [_text(value, names, str if name in _DIMENSIONS else number) for name, value in _bound(bsym)]
     outputs = []
     for out in bsym.flat_proxy_outs:
         name = names.of_output(out)
         outputs.append(f"{name}: {_text(dtype, names, str)}" if (dtype := getattr(out, "dtype", None)) else name)
     returned = f" -> {', '.join(outputs)}" if outputs else ""
-    exact, masked = (f"{bsym.sym.name}({', '.join(texts)}){returned}" for texts in (exact_texts, masked_texts))
-    return exact, masked
+    return f"{bsym.sym.name}({', '.join(texts)}){returned}"
 
 
 def _bound(bsym: BoundSymbol) -> list[tuple[str, Any]]:
@@ -175,7 +174,7 @@ def _text(value: Any, names: Mapping[str, str], number: Callable[[Any], str]) ->
         case dict():
             return "{" + ", ".join(f"{k}: {_text(v, names, number)}" for k, v in value.items()) + "}"
         case slice():
-            return f"slice({', '.join(_text(v, names, number) for v in (value.start, value.stop, value.step))})"
+            return f"slice{_text((value.start, value.stop, value.step), names, number)}"
         case Bucket():
             return value.spec.name
         case Symbol():

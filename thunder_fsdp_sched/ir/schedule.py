@@ -101,7 +101,7 @@ class Schedule:
 
     def diff(self, other: Schedule) -> str:
         """Return a unified diff of the printed schedules; empty if they print alike."""
-        return "\n".join(difflib.unified_diff(str(self).splitlines(), str(other).splitlines(), lineterm="", n=2))
+        return _diff(self, other)
 
     @property
     def gathers_in_flight(self) -> int:
@@ -133,18 +133,13 @@ def read_program(trace: TraceCtx) -> list[Action]:
             actions += [called, called._replace(waits=True)]
         issue = e.issues
         if issue is not None and issue.bucket is not None and issue.group is not None:
-            line = _collective(issue) + "".join(f" {mark}={number}" for mark, number in issue.marks.items())
+            spec, group = issue.bucket.spec, issue.group
+            line = f"{issue.kind} {spec.name} {issue.nbytes} bytes {issue.dtype} {spec.comm.transport}"
+            line += "".join(f" {mark}={number}" for mark, number in issue.marks.items())
             line += "" if issue.window is None else f" window={issue.window}"
-            group = issue.group
             actions.append(Action(line, group.name or group.description, tuple(group.global_ranks), False, len(issued)))
             issued[issue.future] = actions[-1]
     return actions
-
-
-def _collective(issue: Issue) -> str:
-    assert issue.bucket is not None
-    spec = issue.bucket.spec
-    return f"{issue.kind} {spec.name} {issue.nbytes} bytes {issue.dtype} {spec.comm.transport}"
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,11 @@ class StepSchedule:
 
     def diff(self, other: StepSchedule) -> str:
         """Return a unified diff of the printed schedules; empty if they print alike."""
-        return "\n".join(difflib.unified_diff(str(self).splitlines(), str(other).splitlines(), lineterm="", n=2))
+        return _diff(self, other)
+
+
+def _diff(one: object, other: object) -> str:
+    return "\n".join(difflib.unified_diff(str(one).splitlines(), str(other).splitlines(), lineterm="", n=2))
 
 
 def read_schedule(trace: TraceCtx) -> Schedule:

@@ -15,7 +15,8 @@ forward, or one after an exception, gathers them again into the slot, which the 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import itertools
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from thunder.core.trace import TraceCtx
@@ -114,21 +115,12 @@ def slots_in_use(analysis: Analysis) -> list[int]:
     Args:
         analysis: that of traces with slots.
     """
-    changes: dict[int, tuple[list[Slot], list[Slot]]] = {}
-    for used in analysis.slots.values():
-        if used.slot is not None:
-            changes.setdefault(max(used.first, 0), ([], []))[0].append(used.slot)
-            changes.setdefault(used.last + 1, ([], []))[1].append(used.slot)
+    in_use = [live for live in analysis.slots.values() if live.slot is not None]
+    changes = {0, len(analysis.bsyms)}.union(*((max(live.first, 0), live.last + 1) for live in in_use))
     found: list[int] = []
-    in_use: Counter[Slot] = Counter()
-    nbytes = 0
-    for position in range(len(analysis.bsyms)):
-        if position in changes:
-            begin, end = changes[position]
-            in_use.update(begin)
-            in_use.subtract(end)
-            nbytes = _union_bytes(slot for slot, count in in_use.items() if count)
-        found.append(nbytes)
+    for begin, end in itertools.pairwise(sorted(changes)):
+        nbytes = _union_bytes({live.slot for live in in_use if live.slot and live.first <= begin <= live.last})
+        found += [nbytes] * (end - begin)
     return found
 
 

@@ -20,6 +20,7 @@ import numpy
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Lifetime as Value
+from ..ir.analysis import bytes_at
 from ..ir.effects import effects
 from .cost import CostModel
 from .recomputation import Cut, SegmentChoice
@@ -158,13 +159,13 @@ class _Division:
                 known[key] = cut.hull()
             self.choices.append(known[key])
         uses = [[_Uses(saved, s, c.again) for c in cs] for s, cs in zip(self.segments, self.choices, strict=True)]
-        self.memory = [[_timeline(saved.length, u.spans) for u in of_segment] for of_segment in uses]
+        self.memory = [[numpy.array(bytes_at(u.spans, saved.length)) for u in of_segment] for of_segment in uses]
         self.absent = [[self._absences(u.kept) for u in of_segment] for of_segment in uses]
         followed = {
             saved.owner[out].proxy.name for s in self.segments for o in s.operators for out in _followed(saved, o)
         }
         rest = [Span(max(i.first, 0), i.last, i.nbytes) for i in saved.intervals if i.name not in followed]
-        self.others = _timeline(saved.length, rest)
+        self.others = numpy.array(bytes_at(rest, saved.length))
 
     def unchanged(self) -> ActivationPlan:
         """Return the plan that saves everything."""
@@ -339,11 +340,3 @@ class _Uses:
 
 def _contains(span: Span, position: int) -> bool:
     return span.start <= position <= span.end
-
-
-def _timeline(length: int, spans: Iterable[Span]) -> _Timeline:
-    changes = numpy.zeros(length + 1, dtype=numpy.int64)
-    for span in spans:
-        changes[max(span.start, 0)] += span.nbytes
-        changes[span.end + 1] -= span.nbytes
-    return numpy.cumsum(changes)[:-1]

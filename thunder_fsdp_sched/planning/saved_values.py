@@ -18,9 +18,9 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.analysis import BEFORE_TRACE, Analysis, Lifetime
-from ..ir.inspection import communicates, is_pure, return_of
-from ..ir.operator_facts import facts_of
+from ..ir.analysis import BEFORE_TRACE, Analysis, Lifetime, bytes_at
+from ..ir.inspection import communicates, return_of
+from ..ir.operator_facts import facts_of, is_pure
 
 
 class Span(NamedTuple):
@@ -155,15 +155,13 @@ class SavedValues:
 
         Each is where the fewest bytes cross, nearby.
         """
-        changes = [0] * (self.begin + 1)
+        computed = [o for o in self.last_in_forward if o.first >= 0 and o not in self.free]
+        spans = (Span(owner.first + 1, self.last_in_forward[owner], self.nbytes[owner]) for owner in computed)
+        crossing = bytes_at(spans, self.begin + 1)
         saved = [0] * (self.begin + 1)
-        for owner, last in self.last_in_forward.items():
-            if owner.first >= 0 and owner not in self.free:
-                changes[owner.first + 1] += self.nbytes[owner]
-                changes[last + 1] -= self.nbytes[owner]
         for owner in {self.owner[value] for value in self.reads if value not in self.free}:
             saved[owner.first] += self.nbytes[owner]
-        crossing, before = list(itertools.accumulate(changes)), list(itertools.accumulate(saved))
+        before = list(itertools.accumulate(saved))
         total = before[-1]
         found = []
         for index in range(1, number + 1):
