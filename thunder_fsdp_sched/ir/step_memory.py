@@ -150,7 +150,7 @@ class StepMemory:
         issues = [e for e in analysis.effects if e.issues is not None]
         names = {e.uses.arena: str(e.uses) for e in reversed(issues) if e.uses is not None}
         found = [
-            tensor("unsharded buckets", names.get(arena, ""), arena.nbytes, first, last)
+            tensor("unsharded buckets", names.get(arena, ""), arena.nbytes, first or BEFORE_TRACE, last)
             for arena, spans in allocations.items()
             for first, last in spans
         ]
