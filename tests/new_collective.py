@@ -28,12 +28,12 @@ def _broadcast(bsym: BoundSymbol) -> Effects:
         transport="broadcast",
         traffic=Traffic((nbytes,), 1),
     )
-    return Effects(issues=issue, work=Work(), in_schedule=True, bucket=bucket, uses=slot, in_place=(future,))
+    return Effects(issues=issue, work=Work(), bucket=bucket, uses=slot, in_place=(future,))
 
 
 def _wait_for_broadcast(bsym: BoundSymbol) -> Effects:
     wait = Wait(bsym.args[1].name, ("broadcast_bucket",))
-    return Effects(waits=wait, work=Work(), in_schedule=True, bucket=bsym.args[0], in_place=(bsym.output.name,))
+    return Effects(waits=wait, work=Work(), bucket=bsym.args[0], in_place=(bsym.output.name,))
 
 
 broadcast = register("broadcast_bucket", print, _broadcast, lambda bucket, slot, shard: FutureTensorProxy(like=shard))

@@ -194,7 +194,6 @@ class Effects:
         runs: an operation that it issues and waits for, if earlier micro-batches have left gradients to reduce.
         shards: the shards that it sends.
         work: what it costs besides communication; ``None`` for computation.
-        in_schedule: whether it is communication of a bucket, and so a line of the schedule.
         bucket: the bucket of a symbol of this package.
         hook: the user's function that it calls, which may communicate.
         communicates: whether it communicates with other ranks and is not ours, so nothing may be moved across it.
@@ -226,7 +225,6 @@ class Effects:
     runs: Issue | None = None
     shards: tuple[str, ...] = ()
     work: Work | None = None
-    in_schedule: bool = False
     bucket: Bucket | None = None
     hook: str | None = None
     communicates: bool = False
@@ -257,6 +255,11 @@ class Effects:
         """The keys of the gradients that it leaves for a later micro-batch."""
         kept = (m for m in self.allocates if m.scope == "kept" and m.if_kept is None)
         return tuple(m.owner for m in (*kept, *self.keeps))
+
+    @property
+    def in_schedule(self) -> bool:
+        """Whether it is a line of the schedule: it communicates for its bucket, or leaves gradients that will be reduced."""
+        return self.bucket is not None and (self.issues is not None or self.waits is not None or bool(self.leaves))
 
     @property
     def is_gather(self) -> bool:

@@ -145,7 +145,6 @@ def _all_gather_effects(bsym: BoundSymbol) -> Effects:
         issues=issue,
         work=work,
         shards=tuple(shard.name for shard in shards if shard is not None),
-        in_schedule=True,
         bucket=bucket,
         uses=slot,
         in_place=(issue.future,),
@@ -169,7 +168,7 @@ def _wait_params_effects(bsym: BoundSymbol) -> Effects:
     params = tuple(p.name for p in bsym.output)
     bucket, wait = bucket_of(bsym), Wait(bsym.args[1].name, (fsdp_all_gather.name,))
     work = Work(moved_at_once=bucket.transport.gather_traffic(bucket.spec).copied_after)
-    return Effects(waits=wait, work=work, in_schedule=True, bucket=bucket, in_place=params)
+    return Effects(waits=wait, work=work, bucket=bucket, in_place=params)
 
 
 fsdp_wait_params = register("fsdp_wait_params", ops.wait_params, _wait_params_effects, _wait_params_meta)
@@ -286,7 +285,6 @@ def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
     return Effects(
         issues=issue,
         work=Work(launches, copied, copied, touches=2),
-        in_schedule=True,
         bucket=bucket,
         uses=slot,
         collects={grad.name: Place(bucket, slot, dtype, i) for i, grad in enumerate(grads) if grad is not None},
@@ -339,7 +337,6 @@ def _all_reduce_effects(bsym: BoundSymbol) -> Effects:
         waits=Wait(future.name, (fsdp_reduce_scatter.name,)),
         issues=issue,
         work=Work(),
-        in_schedule=True,
         bucket=bucket,
         views={result: (future.name,)},
         allocates=(
@@ -383,7 +380,6 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
     return Effects(
         waits=Wait(future.name, ((fsdp_reduce_scatter if bucket.ranks.replicas is None else fsdp_all_reduce).name,)),
         work=work,
-        in_schedule=True,
         bucket=bucket,
         hook=hook,
         views=views,
@@ -398,7 +394,7 @@ fsdp_wait_grads = register("fsdp_wait_grads", ops.wait_grads, _wait_grads_effect
 def _accumulate_grads_effects(bsym: BoundSymbol) -> Effects:
     bucket, grads = bucket_of(bsym), bsym.args[1:]
     memory = (unsharded_gradients(bucket), *_broadcast(bucket, grads))
-    return Effects(work=Work(touches=3), in_schedule=True, bucket=bucket, allocates=memory)
+    return Effects(work=Work(touches=3), bucket=bucket, allocates=memory)
 
 
 fsdp_accumulate_grads = register("fsdp_accumulate_grads", ops.accumulate_grads, _accumulate_grads_effects)
@@ -412,9 +408,7 @@ def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
     memory = (*_transport_temporary(bucket, in_wait=True), *(() if stays else kept))
     moved = _shard_bytes(bucket, spec.reduce_dtype) + 2 * spec.accumulated_bytes
     work = Work(moved=moved, moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after)
-    return Effects(
-        waits=wait, work=work, in_schedule=True, bucket=bucket, allocates=memory, keeps=kept if stays else ()
-    )
+    return Effects(waits=wait, work=work, bucket=bucket, allocates=memory, keeps=kept if stays else ())
 
 
 fsdp_accumulate_reduced = register("fsdp_accumulate_reduced", ops.accumulate_reduced, _accumulate_reduced_effects)
