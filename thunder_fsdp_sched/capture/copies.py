@@ -12,12 +12,11 @@ from thunder.core.symbol import BoundSymbol
 
 from ..private_interpreter import added_checks, checks_of, renames_of
 from ..private_traces import renamed
-from .bound_symbols import BoundSymbolCopies
+from .bound_symbols import BoundSymbolCopies, renew_calls
 from .grad_modes import GradMode, kwargs_in, tags_in
 from .observer import Observer
 from .paths import ATTRIBUTE, FUNCTION, Path, evaluate
 from .records import Arguments, Record
-from .regions import renew_calls
 
 
 def repeat(

@@ -18,7 +18,7 @@ from thunder.core.interpreter import unwrap
 from thunder.core.jit_ext import get_jit_ctx
 
 from ..private_interpreter import call_interpreted, call_module_as_torch, is_hooked, look_aside_module_calls
-from .regions import tag_call
+from .bound_symbols import tag_call
 
 _callers: weakref.WeakKeyDictionary[Any, weakref.ref[Callable[..., Any]]] = weakref.WeakKeyDictionary()
 

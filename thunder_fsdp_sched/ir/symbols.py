@@ -53,7 +53,7 @@ from typing import Any
 
 import torch
 from thunder.core import devices, dtypes
-from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.transforms import get_grad, put_grad
 
@@ -513,6 +513,16 @@ def _unshard_grad(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy
 
 
 executor.register_implementation(fsdp_unshard, fsdp_unshard, grad_transform=_unshard_grad)
+
+
+def gather_and_wait(
+    bucket: Bucket, shards: Sequence[TensorProxy | None], params: Sequence[Proxy], **marks: Any
+) -> tuple[BoundSymbol, BoundSymbol]:
+    """Return the gather of a bucket and its wait, which returns ``params``."""
+    future = fsdp_all_gather.meta(bucket, None, *shards)
+    gather = fsdp_all_gather.bind(bucket, None, *shards, **marks, output=future)
+    return gather, fsdp_wait_params.bind(bucket, future, output=tuple(params))
+
 
 GATHERS = frozenset({fsdp_all_gather.name})
 """Names of the symbols that issue a gather of a bucket."""

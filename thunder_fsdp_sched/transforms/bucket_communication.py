@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core.proxies import Proxy, TensorProxy
@@ -16,7 +15,6 @@ from ..ir.inspection import return_of, with_bound_symbols
 from ..ir.symbols import (
     fsdp_accumulate_grads,
     fsdp_accumulate_reduced,
-    fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_reduce,
     fsdp_reduce_scatter,
@@ -24,6 +22,7 @@ from ..ir.symbols import (
     fsdp_unshard,
     fsdp_wait_grads,
     fsdp_wait_params,
+    gather_and_wait,
 )
 from ..runtime.accumulation import Way
 from ..runtime.bucket import Bucket
@@ -128,15 +127,6 @@ def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol]) -> Sequence[BoundS
     for index, bsym in unshards.items():
         params[index] = bsym.output
     return gather_and_wait(bucket, _tensors(bucket, unshards), params)
-
-
-def gather_and_wait(
-    bucket: Bucket, shards: Sequence[TensorProxy | None], params: Sequence[Proxy], **marks: Any
-) -> tuple[BoundSymbol, BoundSymbol]:
-    """Return the gather of a bucket and its wait, which returns ``params``."""
-    future = fsdp_all_gather.meta(bucket, None, *shards)
-    gather = fsdp_all_gather.bind(bucket, None, *shards, **marks, output=future)
-    return gather, fsdp_wait_params.bind(bucket, future, output=tuple(params))
 
 
 def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], accumulate: Way | None) -> list[BoundSymbol]:

@@ -5,8 +5,8 @@ Thunder differentiates a computation operator by operator, and executors claim t
 tracing all blocks of a model one after the other. So Thunder is handed a trace that computes nothing
 (``without_computation``), and this pass calls Thunder's own functions for the real one, in Thunder's order:
 
-1. Bound symbols are tagged with the calls of modules that have added them; see [Note: Regions] in ``capture.regions``.
-   Regions of equal structure repeat, also if their modules could not be traced once.
+1. Bound symbols are tagged with the calls of modules that have added them; see [Note: Regions] in
+   ``capture.bound_symbols``. Regions of equal structure repeat, also if their modules could not be traced once.
 2. Thunder differentiates one region of each kind as a computation by itself, and its operators are claimed.
 3. Each region is replaced by one ``fsdp_run``. Its grad rule makes a symbol for its forward and one for its
    backward, so Thunder differentiates the rest of the computation around them.
@@ -37,8 +37,7 @@ from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import Executor
 from thunder.transforms.autodiff import grad_transform_on_trace
 
-from ..capture.bound_symbols import BoundSymbolCopies
-from ..capture.regions import Region, find_repeated_regions
+from ..capture.bound_symbols import BoundSymbolCopies, Region, find_repeated_regions
 from ..ir.inspection import args_of, defined_by, forward_part, names, nested, outs_of, return_of
 from ..ir.operator_facts import share_facts
 from ..ir.registry import executor

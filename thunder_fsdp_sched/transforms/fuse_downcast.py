@@ -16,9 +16,9 @@ from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.effects import bucket_of, effects
 from ..ir.inspection import args_of, nested, swap_args, with_bound_symbols
-from ..ir.symbols import fsdp_wait_params
+from ..ir.symbols import fsdp_wait_params, gather_and_wait
 from ..runtime.bucket_aliases import alias_bytes, alias_in_dtype, alias_of_params
-from .bucket_communication import gather_and_wait, like
+from .bucket_communication import like
 
 
 class _Downcast(NamedTuple):

@@ -39,8 +39,8 @@ from ..ir.inspection import (
     with_bound_symbols,
 )
 from ..ir.operator_facts import is_pure
+from ..ir.symbols import gather_and_wait
 from ..runtime.bucket import Bucket
-from .bucket_communication import gather_and_wait
 
 
 def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket], recomputed: Collection[str] = ()) -> TraceCtx:
