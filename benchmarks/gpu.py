@@ -48,8 +48,9 @@ from typing import Any, NamedTuple
 import thunder_fsdp_sched
 from thunder_fsdp_sched.planning.clusters import preset_of_gpu
 from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.profiles import MeasuredCost
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.reports.profiler import MeasuredCost, measure
+from thunder_fsdp_sched.reports.profiler import measure
 from thunder_fsdp_sched.transports import TRANSPORTS
 
 import thunder

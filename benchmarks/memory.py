@@ -40,8 +40,8 @@ from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.profiles import MeasuredCost
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.reports.profiler import MeasuredCost
 from thunder_fsdp_sched.reports.profiler import measure as measure_profile
 
 import harness

@@ -43,8 +43,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from thunder_fsdp_sched.planning.profiles import MeasuredCost
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.reports.profiler import MeasuredCost
 from thunder_fsdp_sched.reports.profiler import measure as measure_profile
 from thunder_fsdp_sched.reports.step_counter import StepCounter
 

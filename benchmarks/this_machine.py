@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.planning.clusters import GLOO, ClusterSpec, Protocol, describe
+from thunder_fsdp_sched.planning.clusters import GLOO, ClusterSpec, Protocol, as_json
 
 import harness
 import torch
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     dist.all_reduce(means)
     if dist.get_rank() == 0:
         means /= dist.get_world_size()
-        print(describe(cluster_of(dict(zip(figures, means.tolist(), strict=True)), dist.get_world_size())))
+        print(as_json(cluster_of(dict(zip(figures, means.tolist(), strict=True)), dist.get_world_size())))
 
 
 def cluster_of(figures: dict[str, float], world_size: int) -> ClusterSpec:

@@ -37,8 +37,8 @@ import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched.capture import garbage_collection
 from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
 from thunder_fsdp_sched.pipeline import CompiledTraces
-from thunder_fsdp_sched.planning.candidates import Candidates
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.planning.search import Search
 
 import thunder
 import torch
@@ -161,7 +161,7 @@ def measure_searches(blocks: int) -> None:
     figures = {}
     for name, options in searches.items():
         try:
-            with mock.patch.object(Candidates, "run", autospec=True, side_effect=Candidates.run) as run:
+            with mock.patch.object(Search, "run", autospec=True, side_effect=Search.run) as run:
                 compiled, _ = compile_for_cluster(blocks, **options)
         except ValueError as refused:  # a model of few blocks needs more than half of its parameters at once
             print(f"{name}: {refused}\n")

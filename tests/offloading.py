@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
 from thunder_fsdp_sched.compilation import Compilation
-from thunder_fsdp_sched.planning.candidates import copy_times
 from thunder_fsdp_sched.planning.clusters import cluster_of_this_process
 from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.search import copy_times
 from thunder_fsdp_sched.transforms.offload_activations import offload_activations, offloadable
 
 from thunder.core.trace import TraceCtx

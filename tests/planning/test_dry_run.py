@@ -12,7 +12,7 @@ from thunder_fsdp_sched.reports.memory_files import load_memory
 
 import pytest
 import torch
-from test_testing import Model
+from planned_model import Model
 from typer.testing import CliRunner
 
 
@@ -82,15 +82,7 @@ def test_an_unknown_model_or_cluster_is_refused_by_name():
 def test_trace_and_plan_take_the_same_options_and_a_cluster_described_by_a_file(tmp_path):
     path = tmp_path / "ours.json"
     path.write_text('{"like": "h100-sxm", "inter_node_bandwidth": "1GB"}')
-    common = [
-        "test_dry_run:make_on_meta",
-        "--world-size",
-        "16",
-        "--cluster",
-        str(path),
-        "--cluster-set",
-        "contention=0",
-    ]
+    common = f"test_dry_run:make_on_meta --world-size 16 --cluster {path} --cluster-set contention=0".split()
     common += ["--sharding", "both", "--bucketing", "100kB", "--prefetch", "auto", "--transport", "coalesced"]
     for command in ("trace", "plan"):
         result = invoke(command, *common)

@@ -10,7 +10,7 @@ from thunder_fsdp_sched.planning.replanning import NeedsTrace
 
 import pytest
 import torch
-from test_testing import Model
+from planned_model import Model
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 

@@ -10,10 +10,9 @@ from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.inspection import split_joint
 from thunder_fsdp_sched.passes import Context
-from thunder_fsdp_sched.planning.candidates import Candidates, Limits
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.search import MemoryLimitError, choose
+from thunder_fsdp_sched.planning.search import Limits, MemoryLimitError, Search
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.sizes import parse_bytes
@@ -29,8 +28,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned_model import Model, make
 from synthetic_traces import joint_step
-from test_testing import Model, make
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # A device that computes slowly enough to hide communication, without launch overhead.
@@ -154,13 +153,13 @@ def test_a_later_call_does_not_let_an_earlier_step_exceed_the_limit():
 def test_a_distance_that_is_too_slow_even_without_recomputation_is_not_planned_further(monkeypatch):
     slow = with_activations(prefetch=0)
     recomputing = set()
-    run = Candidates.run
+    run = Search.run
 
     def recorded(self, candidate):
         recomputing.update({candidate.prefetch} if candidate.recomputed else ())
         return run(self, candidate)
 
-    monkeypatch.setattr(Candidates, "run", recorded)
+    monkeypatch.setattr(Search, "run", recorded)
     chosen = with_activations(max_memory=slow.memory.peak.nbytes - 1).choice.chosen
     assert chosen.recomputed and 1 in recomputing and 0 not in recomputing
     assert chosen.step_seconds < simulate(slow.forward, slow.backward, AnalyticCost(SLOW)).step_seconds
@@ -214,15 +213,20 @@ def step_of_default(joint, cost):
 def test_a_search_that_may_use_the_memory_of_the_default_is_never_slower(search):
     joint, cost, share = search
     nbytes, seconds = step_of_default(joint, cost)
-    unlimited = choose(Candidates(joint, cost, Limits()), prefetch=None, may_keep=False).chosen
+    unlimited = Search(joint, cost, Limits()).choose(prefetch=None, may_keep=False).chosen
     assert unlimited.step_seconds <= seconds
     everything = sum(b.nbytes for b in testing.gathers(joint))
     budget = nbytes + int(share * everything)
-    limited = Candidates(joint, cost, Limits(budget), Context(max_unsharded_bytes=budget))
-    choice = choose(limited, prefetch=None, may_keep=True)
+    choice = Search(joint, cost, Limits(budget), Context(max_unsharded_bytes=budget)).choose(
+        prefetch=None, may_keep=True
+    )
     assert choice.chosen.step_seconds <= seconds
     assert choice.chosen.unsharded_bytes <= budget
-    fixed = choose(limited, prefetch=1, may_keep=True).chosen
+    fixed = (
+        Search(joint, cost, Limits(budget), Context(max_unsharded_bytes=budget))
+        .choose(prefetch=1, may_keep=True)
+        .chosen
+    )
     assert fixed.step_seconds <= seconds
     assert fixed.unsharded_bytes <= budget
 

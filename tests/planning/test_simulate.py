@@ -22,7 +22,8 @@ from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, 
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketOptions, BucketSpec, ParamSpec
 from thunder_fsdp_sched.planning.cost import Seconds
-from thunder_fsdp_sched.planning.simulate import COMPUTE, Timeline, simulate
+from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.planning.timeline import COMPUTE, Timeline
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
@@ -135,20 +136,26 @@ def spans(timeline: Timeline, stream: str, kind: str | None = None) -> list[tupl
     return [(i.start, i.end) for i in timeline.intervals if i.stream == stream and kind in (None, i.kind)]
 
 
-def prefetched(**options: object) -> TraceCtx:
-    """Return a trace that issues the gather of b1 before it computes with b0."""
+def trace(*steps: str, **options: object) -> TraceCtx:
+    """Return a trace of steps, each a method of the builder with its number: ``"gather 0"``, ``"compute"``."""
     builder = TraceBuilder(**options)
-    builder.gather(0)
-    builder.gather(1)
-    builder.wait(0)
-    builder.compute(0)
-    builder.wait(1)
-    builder.compute(1)
+    for step in steps:
+        name, *numbers = step.split()
+        getattr(builder, name)(*map(int, numbers))
     return builder.finish_trace()
 
 
+def run(*steps: str, **cost: object) -> Timeline:
+    """Simulate a trace of steps with constant costs."""
+    return simulate(trace(*steps), None, ConstantCost(**cost))
+
+
+PREFETCHED = ("gather 0", "gather 1", "wait 0", "compute 0", "wait 1", "compute 1")
+"""The gather of b1 is issued before compute with b0."""
+
+
 def test_compute_hides_a_prefetched_gather_but_not_the_first():
-    timeline = simulate(prefetched(), None, ConstantCost({"matmul": 3.0}, gather=2.0))
+    timeline = run(*PREFETCHED, compute={"matmul": 3.0}, gather=2.0)
     assert spans(timeline, "data") == [(0.0, 2.0), (2.0, 4.0)]
     assert spans(timeline, COMPUTE, "wait") == [(0.0, 2.0)]
     assert spans(timeline, COMPUTE, "compute") == [(2.0, 5.0), (5.0, 8.0)]
@@ -165,7 +172,7 @@ def test_compute_hides_a_prefetched_gather_but_not_the_first():
 
 
 def test_compute_waits_for_a_gather_that_takes_longer():
-    timeline = simulate(prefetched(), None, ConstantCost({"matmul": 1.0}, gather=2.0))
+    timeline = run(*PREFETCHED, compute={"matmul": 1.0}, gather=2.0)
     assert spans(timeline, COMPUTE, "wait") == [(0.0, 2.0), (3.0, 4.0)]
     assert timeline.step_seconds == 5.0
     assert timeline.exposed_seconds == 3.0
@@ -218,23 +225,16 @@ def test_a_copy_does_not_delay_collectives_and_has_its_own_time_in_each_directio
     assert timeline.step_seconds == 3.0
 
 
-def test_a_collective_starts_after_all_compute_issued_before_it():
-    builder = TraceBuilder()
-    builder.compute()
-    builder.gather(0)
-    builder.compute()
-    builder.wait(0)
-    builder.compute(0)
-    for synchronous in (True, False):
-        timeline = simulate(
-            builder.finish_trace(), None, ConstantCost({"neg": 1.0}, gather=3.0, synchronous=synchronous)
-        )
-        assert spans(timeline, "data") == [(1.0, 4.0)]
-        assert timeline.exposed_seconds == 2.0
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_collective_starts_after_all_compute_issued_before_it(synchronous):
+    steps = ("compute", "gather 0", "compute", "wait 0", "compute 0")
+    timeline = run(*steps, compute={"neg": 1.0}, gather=3.0, synchronous=synchronous)
+    assert spans(timeline, "data") == [(1.0, 4.0)]
+    assert timeline.exposed_seconds == 2.0
 
 
 def test_collectives_queue_within_a_group_but_not_across_groups():
-    def trace(group: str) -> TraceCtx:
+    def trace_in(group: str) -> TraceCtx:
         builder = TraceBuilder()
         builder.bucket(0)
         builder.bucket(1, group)
@@ -246,10 +246,10 @@ def test_collectives_queue_within_a_group_but_not_across_groups():
         return builder.finish_trace()
 
     cost = ConstantCost({"matmul": 1.0}, gather=2.0, reduction=4.0)
-    together = simulate(trace("data"), None, cost)
+    together = simulate(trace_in("data"), None, cost)
     assert spans(together, "data") == [(0.0, 4.0), (4.0, 6.0)]
     assert together.step_seconds == 7.0
-    separate = simulate(trace("other"), None, cost)
+    separate = simulate(trace_in("other"), None, cost)
     assert spans(separate, "data") == [(0.0, 4.0)]
     assert spans(separate, "other") == [(0.0, 2.0)]
     assert separate.step_seconds == 4.0
@@ -260,113 +260,63 @@ def test_collectives_queue_within_a_group_but_not_across_groups():
     assert separate.lower_bound == 4.0
 
 
-def two_reductions(between: int = 0) -> TraceCtx:
-    builder = TraceBuilder()
-    builder.reduce(0)
-    for _ in range(between):
-        builder.compute()
-    builder.reduce(1)
-    builder.wait_grads(0)
-    builder.wait_grads(1)
-    return builder.finish_trace()
-
-
 def test_two_concurrent_reductions_share_the_link_equally():
-    cost = ConstantCost(reduction=4.0, concurrent=2)
-    timeline = simulate(two_reductions(), None, cost)
-    assert spans(timeline, "data") == [(0.0, 8.0), (0.0, 8.0)]
-    later = simulate(two_reductions(between=2), None, cost)  # the first: 2 s alone, then 2 s of work in 4 s
+    waits = ("wait_grads 0", "wait_grads 1")
+    assert spans(run("reduce 0", "reduce 1", *waits, reduction=4.0, concurrent=2), "data") == [(0.0, 8.0), (0.0, 8.0)]
+    apart = ("reduce 0", "compute", "compute", "reduce 1", *waits)
+    later = run(*apart, reduction=4.0, concurrent=2)  # the first: 2 s alone, then 2 s of work in 4 s
     assert spans(later, "data") == [(0.0, 6.0), (2.0, 8.0)]
     assert later.communication_seconds == {"data": 8.0}
-    one_by_one = simulate(two_reductions(between=2), None, ConstantCost(reduction=4.0))
-    assert spans(one_by_one, "data") == [(0.0, 4.0), (4.0, 8.0)]
+    assert spans(run(*apart, reduction=4.0), "data") == [(0.0, 4.0), (4.0, 8.0)]
 
 
 def test_a_collective_waits_while_the_concurrency_limit_is_reached():
-    builder = TraceBuilder()
-    for number in range(3):
-        builder.reduce(number)
-    for number in range(3):
-        builder.wait_grads(number)
-    timeline = simulate(builder.finish_trace(), None, ConstantCost(reduction=1.0, concurrent=2))
-    assert spans(timeline, "data") == [(0.0, 2.0), (0.0, 2.0), (2.0, 3.0)]
+    steps = [f"{step} {number}" for step in ("reduce", "wait_grads") for number in range(3)]
+    assert spans(run(*steps, reduction=1.0, concurrent=2), "data") == [(0.0, 2.0), (0.0, 2.0), (2.0, 3.0)]
 
 
 def test_an_all_gather_gets_its_share_of_the_link_from_a_concurrent_reduction():
-    builder = TraceBuilder()
-    builder.reduce(0)
-    builder.gather(1)
-    builder.wait(1)
-    builder.wait_grads(0)
-    cost = ConstantCost(gather=2.0, reduction=3.0, concurrent=2, gather_share=0.5, reduction_share=0.25)
-    timeline = simulate(builder.finish_trace(), None, cost)
+    shares = {"gather_share": 0.5, "reduction_share": 0.25}
+    timeline = run("reduce 0", "gather 1", "wait 1", "wait_grads 0", gather=2.0, reduction=3.0, concurrent=2, **shares)
     # The gather takes 2 / 0.5 s, in which 1 of the reduction's 3 s is done.
     assert spans(timeline, "data") == [(0.0, 6.0), (0.0, 4.0)]
 
 
 def test_of_two_concurrent_all_gathers_the_first_gets_the_whole_link():
-    timeline = simulate(prefetched(), None, ConstantCost({"matmul": 1.0}, gather=2.0, concurrent=2, gather_share=0.5))
+    timeline = run(*PREFETCHED, compute={"matmul": 1.0}, gather=2.0, concurrent=2, gather_share=0.5)
     assert [end for _, end in spans(timeline, "data")] == [2.0, 4.0]
 
 
 def test_running_collectives_slow_compute_down():
-    builder = TraceBuilder()
-    builder.gather(0)
-    builder.compute()
-    builder.compute()
-    builder.wait(0)
-    builder.compute(0)
-    timeline = simulate(builder.finish_trace(), None, ConstantCost({"neg": 1.5}, gather=2.0, slowdown=0.25))
+    steps = ("gather 0", "compute", "compute", "wait 0", "compute 0")
+    timeline = run(*steps, compute={"neg": 1.5}, gather=2.0, slowdown=0.25)
     # In the first 2 s compute does 1.5 s of work; afterwards it runs at full speed.
     assert spans(timeline, COMPUTE, "compute") == [(0.0, 2.0), (2.0, 3.5)]
-    assert timeline.compute_seconds == 3.0
-    assert timeline.contention_seconds == 0.5
-    assert timeline.exposed_seconds == 0.0
-
-
-def test_contention_may_end_in_the_middle_of_an_operation():
-    builder = TraceBuilder()
-    builder.gather(0)
-    builder.compute()
-    builder.wait(0)
-    timeline = simulate(builder.finish_trace(), None, ConstantCost({"neg": 4.0}, gather=2.0, slowdown=0.5))
-    assert spans(timeline, COMPUTE, "compute") == [(0.0, 5.0)]
-    assert timeline.contention_seconds == 1.0
+    assert (timeline.compute_seconds, timeline.contention_seconds, timeline.exposed_seconds) == (3.0, 0.5, 0.0)
+    middle = run("gather 0", "compute", "wait 0", compute={"neg": 4.0}, gather=2.0, slowdown=0.5)
+    assert spans(middle, COMPUTE, "compute") == [(0.0, 5.0)] and middle.contention_seconds == 1.0
 
 
 def test_the_device_idles_while_it_waits_for_a_slower_host():
-    builder = TraceBuilder()
-    for _ in range(3):
-        builder.compute()
-    timeline = simulate(builder.finish_trace(), None, ConstantCost({"neg": 1.0}, host=2.0, synchronous=False))
+    timeline = run("compute", "compute", "compute", compute={"neg": 1.0}, host=2.0, synchronous=False)
     assert spans(timeline, COMPUTE) == [(2.0, 3.0), (4.0, 5.0), (6.0, 7.0)]
-    assert timeline.step_seconds == 7.0
-    assert timeline.idle_seconds == 4.0
+    assert (timeline.step_seconds, timeline.idle_seconds) == (7.0, 4.0)
 
 
 def test_the_host_does_not_wait_where_the_device_waits():
-    builder = TraceBuilder()
-    builder.gather(0)
-    builder.wait(0)
-    builder.compute(0)
-    builder.compute()
     # The host finishes after 4 s without waiting. The device waits for the end of the gather at 6 s.
-    timeline = simulate(
-        builder.finish_trace(), None, ConstantCost({"neg": 1.0, "matmul": 1.0}, host=1.0, gather=5.0, synchronous=False)
-    )
+    steps = ("gather 0", "wait 0", "compute 0", "compute")
+    timeline = run(*steps, compute={"neg": 1.0, "matmul": 1.0}, host=1.0, gather=5.0, synchronous=False)
     assert spans(timeline, "data") == [(1.0, 6.0)]
     assert spans(timeline, COMPUTE) == [(1.0, 6.0), (6.0, 7.0), (7.0, 8.0)]
 
 
 def test_the_local_work_of_a_collective_counts_as_compute():
-    builder = TraceBuilder()
-    builder.reduce(0)
-    builder.wait_grads(0)
-    cost = ConstantCost({"fsdp_reduce_scatter": 1.0, "fsdp_wait_grads": 0.5}, reduction=2.0)
-    timeline = simulate(builder.finish_trace(), None, cost)
+    timeline = run(
+        "reduce 0", "wait_grads 0", compute={"fsdp_reduce_scatter": 1.0, "fsdp_wait_grads": 0.5}, reduction=2.0
+    )
     assert spans(timeline, "data") == [(1.0, 3.0)]
-    assert timeline.compute_seconds == 1.5
-    assert timeline.step_seconds == 3.5
+    assert (timeline.compute_seconds, timeline.step_seconds) == (1.5, 3.5)
 
 
 def test_a_slot_is_held_from_the_issue_to_the_last_read_through_views():
@@ -407,18 +357,13 @@ def test_the_slot_of_a_kept_bucket_is_held_until_its_last_read_in_backward():
 
 
 def test_the_slot_of_gradients_is_held_until_they_are_reduced():
-    builder = TraceBuilder()
-    builder.compute()
-    builder.reduce(0)
-    builder.compute()
-    builder.wait_grads(0)
-    cost = ConstantCost({"neg": 1.0, "fsdp_reduce_scatter": 1.0}, reduction=5.0)
-    timeline = simulate(builder.finish_trace(), None, cost)
+    compute = {"neg": 1.0, "fsdp_reduce_scatter": 1.0}
+    timeline = run("compute", "reduce 0", "compute", "wait_grads 0", compute=compute, reduction=5.0)
     assert [(u.kind, u.start, u.end) for u in timeline.slots] == [("fsdp_reduce_scatter", 1.0, 7.0)]
 
 
 def test_a_sequence_of_traces_runs_in_order():
-    traces = [prefetched(), prefetched(), prefetched()]
+    traces = [trace(*PREFETCHED) for _ in range(3)]
     cost = ConstantCost({"matmul": 3.0}, gather=2.0)
     timeline = simulate(traces, None, cost)
     assert timeline.step_seconds == 24.0
@@ -428,7 +373,7 @@ def test_a_sequence_of_traces_runs_in_order():
 
 
 def test_an_empty_trace_takes_no_time():
-    timeline = simulate(TraceBuilder().finish_trace(), None, ConstantCost())
+    timeline = run()
     assert (timeline.step_seconds, timeline.over_max, timeline.over_sum, timeline.overlap) == (0.0, 1.0, 1.0, 1.0)
     assert timeline.memory == ()
     assert "step 0 s" in str(timeline)

@@ -16,9 +16,9 @@ from thunder_fsdp_sched.planning.suggestions import Suggestion, suggest
 
 import pytest
 import torch
+from planned_model import Model
 from profiles import LONG
 from test_dry_run import invoke
-from test_testing import Model
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 
@@ -151,7 +151,7 @@ def test_values_are_attributed_to_the_blocks_and_lines_that_make_them():
     assert blocks == {"blocks.0", "blocks.1", "blocks.2", "head"}
     tanhs = [bsym.output.name for bsym in forward.bound_symbols if bsym.sym.name == "tanh"]
     assert [origins[name].block for name in tanhs] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert describe_origins(tanhs, forward).startswith("blocks.0-blocks.2 (test_testing.py:")
+    assert describe_origins(tanhs, forward).startswith("blocks.0-blocks.2 (planned_model.py:")
     assert describe_origins([tanhs[0], tanhs[2]], forward).startswith("blocks.0, blocks.2 (")
     assert describe_origins([], forward) == ""
 

@@ -90,17 +90,8 @@ def test_suggestions_are_for_all_micro_batches(zero2: DryRun) -> None:
 
 
 def test_plan_prints_the_micro_batches(zero2: DryRun) -> None:
-    command = [
-        "plan",
-        "test_dry_run:make_on_meta",
-        "--world-size",
-        "16",
-        "--cluster",
-        "cpu-2core",
-        "--sharding",
-        "zero2",
-    ]
-    result = invoke(*command, "--micro-batches", "3")
+    command = "plan test_dry_run:make_on_meta --world-size 16 --cluster cpu-2core --sharding zero2 --micro-batches 3"
+    result = invoke(*command.split())
     assert result.exit_code == 0, result.output
     for text in ("1, no_sync", "2, no_sync", "3, reduces", f"all micro-batches: {1e3 * zero2.seconds:,.2f} ms"):
         assert text in result.output, result.output

@@ -51,7 +51,7 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
-from .effects import Effects, Memory, Place, device_of, effects, reduced_gradients, unsharded_gradients
+from .effects import Effects, Memory, Place, device_of, effects, observed, reduced_gradients, unsharded_gradients
 from .inspection import UNPACKING, defined_by, is_statement, names, nbytes_of
 
 BEFORE_TRACE = -1
@@ -274,18 +274,7 @@ class Analysis:
     @cached_property
     def observed(self) -> list[Effects]:
         """The effects of each bound symbol on inputs with the strides that they have."""
-        found: list[Effects] = []
-        strides: dict[str, tuple[int, ...]] = {}
-        for position, bsym in enumerate(self.bsyms):
-            e = effects(bsym, strides)
-            found.append(e)
-            for value in self.outs[position]:
-                known = e.strides.get(value.name) or strides.get(e.layouts.get(value.name, ""))
-                if known is None:
-                    strides.pop(value.name, None)
-                else:
-                    strides[value.name] = known
-        return found
+        return [e for e, _ in observed(self.bsyms)]
 
     @cached_property
     def memory(self) -> list[Lifetime]:

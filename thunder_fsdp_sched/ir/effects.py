@@ -14,7 +14,7 @@ A bound symbol keeps its effects, as it keeps its facts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -322,6 +322,23 @@ def effects(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]] | None = N
     if key not in observed:
         observed[key] = _observed(bsym, kept, strides)
     return observed[key]
+
+
+def observed(bsyms: Iterable[BoundSymbol]) -> Iterator[tuple[Effects, dict[str, tuple[int, ...]]]]:
+    """Yield the effects of each bound symbol on inputs with the strides that they have, and the strides of these inputs.
+
+    Strides are those that the bound symbols before it have returned, by name. Values without are contiguous.
+    """
+    strides: dict[str, tuple[int, ...]] = {}
+    for bsym in bsyms:
+        e = effects(bsym, strides)
+        yield e, strides
+        for out in () if bsym.sym.id in UNPACKING else defined_by(bsym):  # perhaps saved by an earlier trace
+            known = e.strides.get(out.name) or strides.get(e.layouts.get(out.name, ""))
+            if known is None:
+                strides.pop(out.name, None)
+            else:
+                strides[out.name] = known
 
 
 def sends(bsym: BoundSymbol) -> Issue | None:

@@ -1,10 +1,12 @@
 """Choose which saved values backward computes again and which wait in host memory, so that a step fits into memory.
 
 [Note: Plans for activations]
-Memory is followed position by position. As long as its peak exceeds the limit, one move is made, the one that frees the
-most bytes *at the peak* for its time: a segment of forward changes to a choice that computes more again
-(``recomputation``), or a value moves to host memory. A value that is not in memory at the peak need not go, and what
-recomputation itself needs counts. At the end, each move is undone that is not needed any more.
+Forward is divided into segments, as many as it has gathers; if that is not enough, into half as many, and so on, because
+what crosses from one segment to the next is always saved. A segment has several options: each choice of operators that run
+again (``recomputation``), with what it then saves in the device's memory or in the host's. Memory is followed position by
+position. As long as its peak exceeds the limit, one segment takes another option, the one that frees the most bytes *at the
+peak* for its time. A value that is not in memory at the peak need not go, and what recomputation itself needs counts. At the
+end, each segment takes back what is not needed any more.
 
 A copy to host memory costs nearly nothing while compute hides it. That is assumed up to a share of forward's time
 (``_HIDDEN_SHARE``); further copies cost their full time in both directions. The simulator then tells the real time.
@@ -13,18 +15,17 @@ A copy to host memory costs nearly nothing while compute hides it. That is assum
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy
 from thunder.core.trace import TraceCtx
 
-from ..ir.analysis import Lifetime as Value
-from ..ir.analysis import bytes_at
+from ..ir.analysis import Lifetime
 from ..ir.effects import effects
 from .cost import CostModel
-from .recomputation import Cut, SegmentChoice
-from .saved_values import Operator, SavedValues, Segment, Span
+from .recomputation import choices_of
+from .saved_values import SavedValues, Segment, Span, timeline
 
 _HIDDEN_SHARE = 0.7
 """Share of forward's compute time that copies to host memory may take and still count as hidden."""
@@ -35,28 +36,70 @@ _HIDDEN_COST = 0.02
 _COPIES_IN_FLIGHT = 4
 """How many copies of its size a value may have to wait for in host memory's queue, for the estimate of its lifetime."""
 
-_Timeline = numpy.ndarray
-"""Bytes at each position."""
-
 
 class ActivationPlan(NamedTuple):
-    """The recomputed and offloaded values of a step, with their estimated cost.
+    """The recomputed and offloaded values of a step.
 
     Attributes:
         recomputed: names of the values that backward computes again.
         offloaded: names of the values that wait in host memory.
-        seconds: the estimated cost.
         peak: the estimated peak of values (bytes), without slots.
     """
 
     recomputed: frozenset[str]
     offloaded: frozenset[str]
-    seconds: float
     peak: int
 
 
+class _Option(NamedTuple):
+    """An option of a segment.
+
+    Attributes:
+        recomputed, offloaded: names of values.
+        seconds: the time of recomputation.
+        copying: the time of copies in one direction.
+        memory: bytes at each position, besides what forward alone needs.
+    """
+
+    recomputed: frozenset[str]
+    offloaded: frozenset[str]
+    seconds: float
+    copying: float
+    memory: numpy.ndarray
+
+    @property
+    def cost(self) -> float:
+        """Seconds if copies are hidden."""
+        return self.seconds + _HIDDEN_COST * self.copying
+
+
+class _Division(NamedTuple):
+    """Forward divided into segments: the options of each, the cheapest first, and the bytes of all other memory."""
+
+    options: list[list[_Option]]
+    others: numpy.ndarray
+
+    def total(self, chosen: Sequence[int]) -> numpy.ndarray:
+        """Return the bytes at each position with the chosen options."""
+        return self.others + sum(of_one[index].memory for of_one, index in zip(self.options, chosen, strict=True))
+
+    def peak(self, chosen: Sequence[int]) -> int:
+        return int(self.total(chosen).max())
+
+    def take_back(self, chosen: list[int], limit: int) -> list[int]:
+        """Let each segment take its cheapest option with which the step still fits, the most expensive segment first."""
+        total = self.total(chosen)
+        for number in sorted(range(len(chosen)), key=lambda n: -self.options[n][chosen[n]].cost):
+            for index in range(chosen[number]):
+                cheaper = total + self.options[number][index].memory - self.options[number][chosen[number]].memory
+                if int(cheaper.max()) <= limit:
+                    total, chosen[number] = cheaper, index
+                    break
+        return chosen
+
+
 class ActivationPlans:
-    """All plans for the activations of one step.
+    """All plans for the activations of one step; see [Note: Plans for activations].
 
     Args:
         halves: forward and backward, as :func:`~..ir.inspection.split_joint` returns them, with backward's gathers.
@@ -68,275 +111,142 @@ class ActivationPlans:
     """
 
     def __init__(self, halves: Sequence[TraceCtx], cost: CostModel, offloadable: Iterable[str] = ()) -> None:
-        forward = halves[0]
-        seconds = {
-            id(bsym): max(seconds) for bsym, seconds in zip(forward.bound_symbols, cost.seconds(forward), strict=True)
-        }
-        self._saved = SavedValues(halves, seconds)
-        self._copies = _Copies(self._saved, cost, frozenset(offloadable))
-        self._gathers = max(sum(effects(bsym).is_gather for bsym in forward.bound_symbols), 1)
+        self._cost, self._offloadable = cost, frozenset(offloadable)
+        saved = self._saved = SavedValues(halves, [max(seconds) for seconds in cost.seconds(halves[0])])
+        computing = sum(operator.seconds for operator in saved.operators)
+        self._hidden_seconds = _HIDDEN_SHARE * computing
+        self._positions_per_second = saved.begin / computing if computing else 0.0
+        self._gathers = max(sum(effects(bsym).is_gather for bsym in halves[0].bound_symbols), 1)
         self._divisions: dict[int, _Division] = {}
-        self.peak = self._division(self._gathers).unchanged().peak
+        self.peak = self._division(self._gathers).peak([0] * len(self._division(self._gathers).options))
 
     def within(self, limit: int, *, offload: bool) -> ActivationPlan:
         """Return a fast plan whose estimated peak is at most ``limit`` bytes, else that of the least peak found.
-
-        Forward is divided into as many segments as it has gathers; if no plan fits, into half as many, and so on.
 
         Args:
             limit: bytes of all values together, without slots.
             offload: whether values may move to host memory.
         """
         number = self._gathers
-        least = self._division(number).within(limit, offload=offload)
+        least = self._within(self._division(number), limit, offload)
         while least.peak > limit and number > 1:
             number //= 2
-            plan = self._division(number).within(limit, offload=offload)
+            plan = self._within(self._division(number), limit, offload)
             least = min(least, plan, key=lambda plan: plan.peak)
         return least
 
     def _division(self, number: int) -> _Division:
+        """Return forward divided into so many segments."""
         if number not in self._divisions:
-            self._divisions[number] = _Division(self._saved, self._saved.gaps(number - 1), self._copies)
+            saved = self._saved
+            segments = saved.segments(number)
+            options = [sorted(self._options_of(s), key=lambda option: option.cost) for s in segments]
+            outs = [out for s in segments for o in s.operators for out in o.outputs if saved.owned(out)]
+            made = dict.fromkeys(saved.owner[out] for out in outs)
+            names = {owner.name for owner in made}
+            spans = [Span(owner.first, saved.last_in_forward[owner], owner.nbytes) for owner in made]
+            spans += [Span(max(m.first, 0), m.last, m.nbytes) for m in saved.memory if m.name not in names]
+            self._divisions[number] = _Division(options, timeline(saved.length, spans))
         return self._divisions[number]
 
-
-class _Copies:
-    """Copies of values to host memory and back: which are possible, how long each takes, and how much is hidden."""
-
-    def __init__(self, saved: SavedValues, cost: CostModel, names: frozenset[str]) -> None:
-        self.cost = cost
-        self.names = names
-        computing = sum(operator.seconds for operator in saved.operators)
-        self.hidden_seconds = _HIDDEN_SHARE * computing
-        self.positions_per_second = saved.begin / computing if computing else 0.0
-
-    def delay(self, nbytes: int) -> int:
-        """Return for how many positions a value stays in memory while it is copied in one direction."""
-        return 1 + math.ceil(_COPIES_IN_FLIGHT * self.cost.host_copy_seconds(nbytes) * self.positions_per_second)
-
-
-class _Move(NamedTuple):
-    """A change of the plan: segment ``number`` takes ``choice``, or the value ``offloaded`` moves."""
-
-    freed_per_second: float
-    number: int
-    choice: int
-    offloaded: Value | None = None
-
-
-class _State:
-    """A plan while it is made: the choice of each segment, the values that move, and memory at each position."""
-
-    def __init__(self, chosen: list[int], total: _Timeline) -> None:
-        self.chosen = chosen
-        self.total = total
-        self.offloaded: dict[Value, int] = {}  # with the number of the segment
-        self.copying = 0.0
-
-
-class _Division:
-    """Forward divided into segments, each with its choices, from the fastest to the one that saves least.
-
-    Segments of equal structure have equal choices.
-
-    Args:
-        saved: the values.
-        gaps: where segments begin.
-        copies: those to host memory.
-    """
-
-    def __init__(self, saved: SavedValues, gaps: Iterable[int], copies: _Copies) -> None:
-        self.saved = saved
-        self.copies = copies
-        self.segments = saved.segments(gaps)
-        known: dict[object, list[SegmentChoice]] = {}
-        self.choices: list[list[SegmentChoice]] = []
-        for segment in self.segments:
-            cut = Cut(saved, segment)
-            key = cut.structure()
-            if key not in known:
-                known[key] = cut.hull()
-            self.choices.append(known[key])
-        uses = [[_Uses(saved, s, c.again) for c in cs] for s, cs in zip(self.segments, self.choices, strict=True)]
-        self.memory = [[numpy.array(bytes_at(u.spans, saved.length)) for u in of_segment] for of_segment in uses]
-        self.absent = [[self._absences(u.kept) for u in of_segment] for of_segment in uses]
-        followed = {
-            saved.owner[out].proxy.name for s in self.segments for o in s.operators for out in _followed(saved, o)
-        }
-        rest = [Span(max(i.first, 0), i.last, i.nbytes) for i in saved.intervals if i.name not in followed]
-        self.others = numpy.array(bytes_at(rest, saved.length))
-
-    def unchanged(self) -> ActivationPlan:
-        """Return the plan that saves everything."""
-        return self._result(self._start())
-
-    def within(self, limit: int, *, offload: bool) -> ActivationPlan:
-        """Return the plan whose estimated peak is at most ``limit`` bytes, or the one with the least peak found."""
-        state = self._start()
-        best = self._result(state)
-        while (peak := int(state.total.max())) > limit:
-            moves = self._moves(state, int(state.total.argmax()), offload)
+    def _within(self, division: _Division, limit: int, offload: bool) -> ActivationPlan:
+        if not offload:
+            options = [[option for option in of_one if not option.offloaded] for of_one in division.options]
+            division = division._replace(options=options)
+        options = division.options
+        chosen = [0] * len(options)
+        total = division.total(chosen)
+        best, least = list(chosen), int(total.max())
+        while int(total.max()) > limit:
+            position = int(total.argmax())
+            copying = sum(of_one[index].copying for of_one, index in zip(options, chosen, strict=True))
+            moves = []
+            for number, of_one in enumerate(options):
+                now = of_one[chosen[number]]
+                for index, other in enumerate(of_one[chosen[number] + 1 :], start=chosen[number] + 1):
+                    freed = int(now.memory[position] - other.memory[position])
+                    if freed > 0:
+                        seconds = other.seconds - now.seconds
+                        seconds += self._copy_cost(copying + other.copying - now.copying) - self._copy_cost(copying)
+                        moves.append((freed / (seconds + 1e-12), number, index))
             if not moves:
                 break
-            self._make(state, max(moves, key=lambda move: move.freed_per_second))
-            if int(state.total.max()) < min(peak, best.peak):
-                best = self._result(state)
-        if best.peak > limit:
-            return best
-        self._undo(state, limit)
-        return self._result(state)
+            _, number, index = max(moves, key=lambda move: move[0])
+            total = total + options[number][index].memory - options[number][chosen[number]].memory
+            chosen[number] = index
+            if int(total.max()) < least:
+                best, least = list(chosen), int(total.max())
+        if least <= limit:
+            best = division.take_back(best, limit)
+        used = [of_one[index] for of_one, index in zip(options, best, strict=True)]
+        recomputed = frozenset(name for option in used for name in option.recomputed)
+        offloaded = frozenset(name for option in used for name in option.offloaded)
+        return ActivationPlan(recomputed, offloaded, division.peak(best))
 
-    def _start(self) -> _State:
-        chosen = [0] * len(self.segments)
-        return _State(chosen, self.others + sum(memory[0] for memory in self.memory))
+    def _copy_cost(self, copying: float) -> float:
+        return _HIDDEN_COST * copying + 2 * max(copying - self._hidden_seconds, 0.0)
 
-    def _moves(self, state: _State, position: int, offload: bool) -> list[_Move]:
-        """Return the moves that free memory at a position."""
-        moves = []
-        for number, (choices, memory) in enumerate(zip(self.choices, self.memory, strict=True)):
-            now = state.chosen[number]
-            for other in range(now + 1, len(choices)):
-                freed = int(memory[now][position] - memory[other][position])
-                freed -= sum(
-                    span.nbytes
-                    for value, of in state.offloaded.items()
-                    if of == number and _contains(span := self.absent[number][now][value], position)
-                )
-                if freed > 0:
-                    seconds = choices[other].seconds - choices[now].seconds
-                    moves.append(_Move(freed / (seconds + 1e-12), number, other))
-            for value, span in self.absent[number][now].items() if offload else ():
-                if value not in state.offloaded and _contains(span, position):
-                    seconds = self._seconds_of_copy(state, span.nbytes)
-                    moves.append(_Move(span.nbytes / (seconds + 1e-12), number, now, value))
-        return moves
+    def _options_of(self, segment: Segment) -> Iterator[_Option]:
+        saved = self._saved
+        for choice in choices_of(saved, segment):
+            again = {out for index in choice.again for out in segment.operators[index].outputs}
+            spans, kept = _uses(saved, segment, choice.again)
+            memory, names = timeline(saved.length, spans), frozenset(value.name for value in again)
+            yield _Option(names, frozenset(), choice.seconds, 0.0, memory)
+            away = {o: span for o, (last, first) in kept.items() if (span := self._absence(o, last, first)) is not None}
+            if away:
+                copying = sum(self._cost.host_copy_seconds(owner.nbytes) for owner in away)
+                offloaded = frozenset(owner.name for owner in away)
+                yield _Option(names, offloaded, choice.seconds, copying, memory - timeline(saved.length, away.values()))
 
-    def _seconds_of_copy(self, state: _State, nbytes: int) -> float:
-        seconds = self.copies.cost.host_copy_seconds(nbytes)
-        return seconds * (_HIDDEN_COST if state.copying + seconds <= self.copies.hidden_seconds else 2)
-
-    def _make(self, state: _State, move: _Move) -> None:
-        number, now = move.number, state.chosen[move.number]
-        if move.offloaded is not None:
-            self._offload(state, number, move.offloaded, 1)
-            return
-        offloaded = [value for value, of in state.offloaded.items() if of == number]
-        for value in offloaded:
-            self._offload(state, number, value, -1)
-        state.total = state.total + self.memory[number][move.choice] - self.memory[number][now]
-        state.chosen[number] = move.choice
-        for value in offloaded:
-            if value in self.absent[number][move.choice]:
-                self._offload(state, number, value, 1)
-
-    def _offload(self, state: _State, number: int, value: Value, sign: int) -> None:
-        """Let a value of a segment move to host memory (``sign=1``), or stay after all (-1)."""
-        span = self.absent[number][state.chosen[number]][value]
-        total = state.total.copy()
-        total[span.start : span.end + 1] -= sign * span.nbytes
-        state.total = total
-        state.copying += sign * self.copies.cost.host_copy_seconds(span.nbytes)
-        if sign > 0:
-            state.offloaded[value] = number
-        else:
-            del state.offloaded[value]
-
-    def _undo(self, state: _State, limit: int) -> None:
-        """Take back what is not needed, first the copies, which need host memory, then the most expensive choices."""
-        for value, number in sorted(state.offloaded.items(), key=lambda item: item[0].first, reverse=True):
-            self._offload(state, number, value, -1)
-            if int(state.total.max()) > limit:
-                self._offload(state, number, value, 1)
-        order = sorted(range(len(state.chosen)), key=lambda n: -self.choices[n][state.chosen[n]].seconds)
-        for number in order:
-            if number in state.offloaded.values():
-                continue
-            for other in range(state.chosen[number]):
-                cheaper = state.total + self.memory[number][other] - self.memory[number][state.chosen[number]]
-                if int(cheaper.max()) <= limit:
-                    state.total, state.chosen[number] = cheaper, other
-                    break
-
-    def _absences(self, kept: Mapping[Value, tuple[int, int]]) -> dict[Value, Span]:
-        """Return between which positions each value that may be offloaded would not be in memory."""
-        found = {}
-        for value, (last, first) in kept.items():
-            if value.proxy.name in self.copies.names:
-                nbytes = self.saved.nbytes[value]
-                delay = self.copies.delay(nbytes)
-                if last + delay < first - delay:
-                    found[value] = Span(last + delay, first - delay, nbytes)
-        return found
-
-    def _result(self, state: _State) -> ActivationPlan:
-        again: set[str] = set()
-        seconds = 2 * max(state.copying - self.copies.hidden_seconds, 0.0) + _HIDDEN_COST * state.copying
-        for segment, choices, number in zip(self.segments, self.choices, state.chosen, strict=True):
-            seconds += choices[number].seconds
-            for index in choices[number].again:
-                again.update(out.proxy.name for out in segment.operators[index].outputs)
-        offloaded = frozenset(value.proxy.name for value in state.offloaded)
-        return ActivationPlan(frozenset(again), offloaded, seconds, int(state.total.max()))
+    def _absence(self, owner: Lifetime, last: int, first: int) -> Span | None:
+        """Return when a value would not be in memory that forward uses last and backward first at these positions."""
+        if owner.name not in self._offloadable:
+            return None
+        seconds = _COPIES_IN_FLIGHT * self._cost.host_copy_seconds(owner.nbytes)
+        delay = 1 + math.ceil(seconds * self._positions_per_second)
+        return Span(last + delay, first - delay, owner.nbytes) if last + delay < first - delay else None
 
 
-def _followed(saved: SavedValues, operator: Operator) -> list[Value]:
-    return [value for value in operator.outputs if value not in saved.free and saved.owner[value].first >= 0]
+def _uses(
+    saved: SavedValues, segment: Segment, again: frozenset[int]
+) -> tuple[list[Span], dict[Lifetime, tuple[int, int]]]:
+    """Return what backward needs if some operators of a segment, given by index, run again.
 
-
-class _Uses:
-    """When the values of a segment are in memory if some of its operators run again in backward.
-
-    Attributes:
-        spans: that, including for how much longer values of earlier segments are in memory.
-        kept: the last use in forward and the first in backward of each value that owns memory and is saved.
+    Returns:
+        The memory after forward's last use, also of values of earlier segments; and the last use in forward and the first in
+        backward of each value that owns memory and is saved.
     """
-
-    def __init__(self, saved: SavedValues, segment: Segment, again: frozenset[int]) -> None:
-        self.kept: dict[Value, tuple[int, int]] = {}
-        self.spans = self._spans(saved, segment, again)
-
-    def _spans(self, saved: SavedValues, segment: Segment, again: frozenset[int]) -> list[Span]:
-        uses: dict[Value, tuple[int, int]] = {}  # first and last in backward
-        for operator in segment.operators:
-            for value in operator.outputs:
-                if reads := saved.reads.get(value):
-                    uses[value] = reads[0], reads[-1]
-        for index in range(len(segment.operators) - 1, -1, -1):
-            operator = segment.operators[index]
-            starts = [uses[value][0] for value in operator.outputs if value in uses]
-            if index in again and starts:
-                for value in operator.inputs:
-                    first, last = uses.get(value, (min(starts), -1))
-                    uses[value] = min(first, *starts), max(last, *starts)
-        ends: dict[Value, int] = {}  # of owners that forward made
-        repeated: dict[Value, tuple[int, int]] = {}  # of owners that backward makes again
-        made_again = {value for index in again for value in segment.operators[index].outputs}
-        inside = set()
-        for operator in segment.operators:
-            for value in _followed(saved, operator):
-                owner = saved.owner[value]
-                inside.add(owner)
-                ends.setdefault(owner, saved.last_in_forward[owner])
-                if value not in uses:
-                    continue
-                first, last = uses[value]
-                if owner in made_again:
-                    before = repeated.get(owner, (first, last))
-                    repeated[owner] = min(first, before[0]), max(last, before[1])
-                else:
-                    ends[owner] = max(ends[owner], last)
-                    before = self.kept.get(owner, (saved.last_in_forward[owner], first))
-                    self.kept[owner] = before[0], min(before[1], first)
-        spans = [Span(owner.first, end, saved.nbytes[owner]) for owner, end in ends.items()]
-        spans += [Span(first, last, saved.nbytes[owner]) for owner, (first, last) in repeated.items() if first < last]
-        for value, (_, last) in uses.items():
-            if saved.owner.get(value) not in inside and value not in saved.free and saved.owner[value].first >= 0:
-                before = max([saved.last_in_forward[saved.owner[value]], *saved.reads.get(value, ())])
-                if last > before:
-                    spans.append(Span(before + 1, last, saved.nbytes[saved.owner[value]]))
-        return spans
-
-
-def _contains(span: Span, position: int) -> bool:
-    return span.start <= position <= span.end
+    uses: dict[Lifetime, tuple[int, int]] = {}  # first and last in backward
+    for operator in segment.operators:
+        for value in operator.outputs:
+            if reads := saved.reads.get(value):
+                uses[value] = reads[0], reads[-1]
+    for index in sorted(again, reverse=True):
+        starts = [uses[value][0] for value in segment.operators[index].outputs if value in uses]
+        for value in segment.operators[index].inputs if starts else ():
+            first, last = uses.get(value, (min(starts), -1))
+            uses[value] = min(first, *starts), max(last, *starts)
+    needed: dict[Lifetime, tuple[int, int]] = {}
+    before: dict[Lifetime, int] = {}  # until when values of earlier segments are in memory in any case
+    for value, (first, last) in uses.items():
+        if saved.owned(value):
+            owner = saved.owner[value]
+            known = needed.get(owner, (first, last))
+            needed[owner] = min(first, known[0]), max(last, known[1])
+            before[owner] = max(before.get(owner, -1), saved.last_in_forward[owner], *saved.reads.get(value, ()))
+    made_again = {value for index in again for value in segment.operators[index].outputs}
+    inside = {
+        saved.owner[value] for operator in segment.operators for value in operator.outputs if value in saved.owner
+    }
+    spans, kept = [], {}
+    for owner, (first, last) in needed.items():
+        if owner in made_again:
+            if first < last:  # otherwise it is made where it is read
+                spans.append(Span(first, last, owner.nbytes))
+        elif owner in inside:
+            kept[owner] = saved.last_in_forward[owner], first
+            spans.append(Span(saved.last_in_forward[owner] + 1, last, owner.nbytes))
+        elif last > before[owner]:
+            spans.append(Span(before[owner] + 1, last, owner.nbytes))
+    return spans, kept

@@ -13,8 +13,8 @@ accumulate are planned unless one is given: whichever fits and is faster for one
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 from thunder.core.trace import TraceCtx
@@ -29,12 +29,10 @@ from ..options import Options
 from ..passes import Context
 from ..pipeline import CompiledTraces
 from ..runtime.accumulation import Way
-from ..runtime.bucket import Bucket
 from ..sharding.sharded_module import ShardedModule
-from .candidates import Candidates, Limits, copy_times
 from .clusters import cluster_of_this_process
 from .cost import AnalyticCost
-from .search import Choice, MemoryLimitError, choose
+from .search import Choice, Limits, MemoryLimitError, Search, copy_times
 
 
 class Settings(NamedTuple):
@@ -110,9 +108,8 @@ def check_memory(
     )
 
 
-@dataclass
 class _Chooser:
-    """Chooses the settings of one compilation.
+    """Chooses the settings of one compilation; its arguments are those of :func:`choose_settings`.
 
     Attributes:
         limits: those of the options.
@@ -120,25 +117,26 @@ class _Chooser:
         decides_kept: whether this compilation decides what stays unsharded, which one does for the module.
     """
 
-    joint: TraceCtx
-    traces: CompiledTraces
-    context: Context
-    sharded: ShardedModule
-    options: Options
-    compiled: Sequence[CompiledTraces]
-
-    def __post_init__(self) -> None:
-        options = self.options
+    def __init__(
+        self,
+        joint: TraceCtx,
+        traces: CompiledTraces,
+        context: Context,
+        sharded: ShardedModule,
+        options: Options,
+        compiled: Sequence[CompiledTraces],
+    ) -> None:
+        self.joint, self.traces, self.sharded, self.options, self.compiled = joint, traces, sharded, options, compiled
         self.cost = AnalyticCost(options.cluster or cluster_of_this_process())
-        self.context = replace(self.context, fusions=(), pinned=None, release="never", copy_times=copy_times(self.cost))
+        self.context = replace(context, fusions=(), pinned=None, release="never", copy_times=copy_times(self.cost))
         self.limits = Limits(
             options.max_unsharded_bytes,
             options.max_memory,
-            largest_peak=max((one.choice.chosen.largest_peak for one in self.compiled if one.choice), default=0),
+            largest_peak=max((one.choice.chosen.largest_peak for one in compiled if one.choice), default=0),
         )
-        has_choice = self.limits.any_bytes and len(split_joint(self.joint)) == 2
-        self.plans_window = has_choice and self.traces.no_sync
-        self.decides_kept = has_choice and not self.sharded.kept_is_final
+        has_choice = self.limits.any_bytes and len(split_joint(joint)) == 2
+        self.plans_window = has_choice and traces.no_sync
+        self.decides_kept = has_choice and not sharded.kept_is_final
 
     def choose(self) -> Settings:
         if not self.plans_window:
@@ -159,7 +157,7 @@ class _Chooser:
         no_sync = self.traces.no_sync
         bucketed = self._bucketed(self.options.accumulate or "unsharded", no_sync=no_sync)
         left = NOTHING_LEFT.union(*(one.gradients_left for one in self.compiled if one.no_sync and not no_sync))
-        choice = self._search(bucketed, left, self.sharded.kept, self.limits, may_keep=self.decides_kept)
+        choice = self._search(bucketed, left, self.limits)
         return self._settings(bucketed, left, choice, choice)
 
     def for_window(self, way: Way) -> Settings:
@@ -167,12 +165,11 @@ class _Chooser:
         bucketed, ending = (self._bucketed(way, no_sync=no_sync) for no_sync in (True, False))
         left = gradients_left(bucketed.bound_symbols)
         self._check_compiled(left)
-        last = self._search(ending, left, self.sharded.kept, self.limits, may_keep=self.decides_kept)
-        kept = {bucket for bucket in self.sharded.buckets if bucket.spec.name in last.chosen.kept}
+        last = self._search(ending, left, self.limits)
         limits = self.limits
         if limits.memory is not None:
             limits = limits._replace(lasting_bytes=last.chosen.lasting_bytes)
-        choice = self._search(bucketed, left, kept, limits)
+        choice = self._search(bucketed, left, limits, kept=last.chosen.kept)
         return self._settings(bucketed, left, choice, last)
 
     def _settings(self, bucketed: TraceCtx, left: LeftGradients, choice: Choice, last: Choice) -> Settings:
@@ -185,20 +182,16 @@ class _Chooser:
         return passes.run("joint", self.joint, context, record=self.traces.run)
 
     def _search(
-        self,
-        bucketed: TraceCtx,
-        left: LeftGradients,
-        kept: Iterable[Bucket],
-        limits: Limits,
-        *,
-        may_keep: bool = False,
+        self, bucketed: TraceCtx, left: LeftGradients, limits: Limits, *, kept: Collection[str] | None = None
     ) -> Choice:
+        """Search for the settings of a trace; with ``kept``, what stays unsharded is decided."""
         started = time.process_time()
+        always = self.sharded.kept if kept is None else [b for b in self.sharded.buckets if b.spec.name in kept]
         no_sync = any(effects(bsym).leaves for bsym in bucketed.bound_symbols)
-        context = replace(self.context, kept=frozenset(kept), no_sync=no_sync)
-        candidates = Candidates(bucketed, self.cost, limits, context, left)
+        context = replace(self.context, kept=frozenset(always), no_sync=no_sync)
+        search = Search(bucketed, self.cost, limits, context, left)
         prefetch = None if self.options.prefetch == "auto" else self.options.prefetch
-        choice = choose(candidates, prefetch=prefetch, may_keep=may_keep)
+        choice = search.choose(prefetch=prefetch, may_keep=self.decides_kept and kept is None)
         seconds = time.process_time() - started
         self.traces.pass_seconds["choose"] += seconds
         LOGGER.debug("choose: %d candidates, %.1f ms\n%s", len(choice.considered), 1e3 * seconds, choice)

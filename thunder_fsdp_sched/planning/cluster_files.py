@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from ..sizes import parse_bytes
-from .clusters import ClusterSpec, Efficiency, Protocol, cluster
-
-__all__ = ["read_cluster", "save_cluster"]
+from .clusters import ClusterSpec, Efficiency, Protocol, as_json, cluster
 
 _IN_BYTES = {"memory", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth", "host_bandwidth"}
 _FIELDS = {f.name: f for f in dataclasses.fields(ClusterSpec)}
@@ -46,9 +44,7 @@ def read_cluster(name: str, changes: Sequence[str] = ()) -> ClusterSpec:
 
 def save_cluster(spec: ClusterSpec, path: str | Path) -> None:
     """Write a cluster to a JSON file that :func:`read_cluster` reads."""
-    values = dataclasses.asdict(spec)
-    values["flops"] = {str(dtype).removeprefix("torch."): peak for dtype, peak in spec.flops.items()}
-    Path(path).write_text(json.dumps(values, indent=2) + "\n")
+    Path(path).write_text(f"{as_json(spec)}\n")
 
 
 def _from_file(path: Path) -> ClusterSpec:
@@ -92,6 +88,7 @@ def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _convert(name: str, value: Any) -> Any:
+    """Return the value of an attribute that a file or the command line gives, in part as text."""
     if name in ("name", "source"):
         return str(value)
     if name == "flops":
@@ -104,15 +101,10 @@ def _convert(name: str, value: Any) -> Any:
         if value not in (True, False, "true", "false"):
             raise ValueError("expected true or false")
         return value in (True, "true")
-    if name in _IN_BYTES and isinstance(value, str) and not _is_number(value):
-        return parse_bytes(name, value)
-    number = float(value)
-    return int(number) if name in ("devices_per_node", "memory", "concurrent") else number
-
-
-def _is_number(text: str) -> bool:
     try:
-        float(text)
+        number = float(value)
     except ValueError:
-        return False
-    return True
+        if name not in _IN_BYTES:
+            raise
+        number = parse_bytes(name, value)
+    return int(number) if name in ("devices_per_node", "memory", "concurrent") else number

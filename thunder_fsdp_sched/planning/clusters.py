@@ -15,23 +15,13 @@ of the datasheets' 25, 25 and 50).
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
-__all__ = [
-    "CLUSTERS",
-    "ClusterSpec",
-    "Efficiency",
-    "Protocol",
-    "cluster",
-    "cluster_of_this_process",
-    "describe",
-    "preset_of_gpu",
-]
 
 
 @dataclass(frozen=True)
@@ -172,9 +162,8 @@ _ASSUMED = (
 def _nvidia(
     name: str,
     source: str,
-    *,
     memory: int,
-    flops: Mapping[torch.dtype, float],
+    flops: Sequence[float],
     memory_bandwidth: float,
     link: tuple[float, float],
     network: float,
@@ -184,17 +173,21 @@ def _nvidia(
     """Return a node of 8 GPUs.
 
     Args:
+        flops: peaks for float64 (with tensor cores), float32 (without TF32, as PyTorch's default), 16 bits, and 8 bits if it
+            computes in them.
         link: bytes/s of NVLink, and the share of them that NCCL reaches.
         network: bytes/s to other nodes.
         pcie: bytes/s to host memory.
         processors: streaming multiprocessors; NCCL occupies 16 while it communicates.
     """
+    eight = ((torch.float8_e4m3fn, torch.float8_e5m2),) if len(flops) == 4 else ()
+    dtypes = ((torch.float64,), (torch.float32,), (torch.bfloat16, torch.float16), *eight)
     return ClusterSpec(
         name=name,
-        source=f"{source}. {_ASSUMED}",
+        source=f"NVIDIA {source}. {_ASSUMED}",
         devices_per_node=8,
         memory=memory,
-        flops=flops,
+        flops={dtype: peak for of_peak, peak in zip(dtypes, flops, strict=True) for dtype in of_peak},
         memory_bandwidth=memory_bandwidth,
         intra_node_bandwidth=link[0],
         inter_node_bandwidth=network,
@@ -209,67 +202,20 @@ def _nvidia(
     )
 
 
-_HOPPER: dict[str, Any] = {
-    "flops": {
-        torch.float64: 67e12,  # tensor cores
-        torch.float32: 67e12,  # without TF32, as PyTorch's default
-        torch.bfloat16: 989.4e12,
-        torch.float16: 989.4e12,
-        torch.float8_e4m3fn: 1978.9e12,
-        torch.float8_e5m2: 1978.9e12,
-    },
-    "link": (450e9, 20.6 / 25),
-    "network": 50e9,
-    "pcie": 64e9,  # PCIe 5.0, 16 lanes
-    "processors": 132,
-}
-_AMPERE = {torch.float64: 19.5e12, torch.float32: 19.5e12, torch.bfloat16: 312e12, torch.float16: 312e12}
-_BLACKWELL = {
-    torch.float64: 40e12,
-    torch.float32: 80e12,
-    torch.bfloat16: 2250e12,
-    torch.float16: 2250e12,
-    torch.float8_e4m3fn: 4500e12,
-    torch.float8_e5m2: 4500e12,
-}
+_H100 = "H100 Tensor Core GPU datasheet (SXM5, dense) and DGX H100 datasheet (400 Gb/s a GPU)"
+_H200 = "H200 Tensor Core GPU datasheet (SXM, dense) and DGX H200 datasheet (400 Gb/s a GPU)"
+_A100 = "A100 80GB datasheet (SXM4, dense) and DGX A100 datasheet (200 Gb/s a GPU)"
+_B200 = "DGX B200 and HGX B200 datasheets (a GPU's share, dense; 400 Gb/s a GPU)"
+_HOPPER = (67e12, 67e12, 989.4e12, 1978.9e12)
+_AMPERE = (19.5e12, 19.5e12, 312e12)
+_BLACKWELL = (40e12, 80e12, 2250e12, 4500e12)
+_PCIE4, _PCIE5 = 32e9, 64e9  # 16 lanes
 
 _PRESETS = (
-    _nvidia(
-        "h100-sxm",
-        "NVIDIA H100 Tensor Core GPU datasheet (SXM5, dense) and DGX H100 datasheet (400 Gb/s a GPU)",
-        memory=80 * 10**9,
-        memory_bandwidth=3.35e12,
-        **_HOPPER,
-    ),
-    _nvidia(
-        "h200-sxm",
-        "NVIDIA H200 Tensor Core GPU datasheet (SXM, dense) and DGX H200 datasheet (400 Gb/s a GPU)",
-        memory=141 * 10**9,
-        memory_bandwidth=4.8e12,
-        **_HOPPER,
-    ),
-    _nvidia(
-        "a100-sxm",
-        "NVIDIA A100 80GB datasheet (SXM4, dense) and DGX A100 datasheet (200 Gb/s a GPU)",
-        memory=80 * 10**9,
-        flops=_AMPERE,
-        memory_bandwidth=2.039e12,
-        link=(300e9, 20.0 / 25),
-        network=25e9,
-        pcie=32e9,  # PCIe 4.0, 16 lanes
-        processors=108,
-    ),
-    _nvidia(
-        "b200",
-        "NVIDIA DGX B200 and HGX B200 datasheets (a GPU's share, dense; 400 Gb/s a GPU)",
-        memory=180 * 10**9,
-        flops=_BLACKWELL,
-        memory_bandwidth=8e12,
-        link=(900e9, 40.1 / 50),
-        network=50e9,
-        pcie=64e9,
-        processors=148,
-    ),
+    _nvidia("h100-sxm", _H100, 80 * 10**9, _HOPPER, 3.35e12, (450e9, 20.6 / 25), 50e9, _PCIE5, 132),
+    _nvidia("h200-sxm", _H200, 141 * 10**9, _HOPPER, 4.8e12, (450e9, 20.6 / 25), 50e9, _PCIE5, 132),
+    _nvidia("a100-sxm", _A100, 80 * 10**9, _AMPERE, 2.039e12, (300e9, 20.0 / 25), 25e9, _PCIE4, 108),
+    _nvidia("b200", _B200, 180 * 10**9, _BLACKWELL, 8e12, (900e9, 40.1 / 50), 50e9, _PCIE5, 148),
     ClusterSpec(
         name="cpu-2core",
         source="measured (`python benchmarks/this_machine.py`) on 2 cores of a shared AMD EPYC server with 25 GB: 2 ranks, "
@@ -333,17 +279,12 @@ def cluster_of_this_process() -> ClusterSpec:
     return preset
 
 
-def describe(spec: ClusterSpec) -> str:
-    """Return a line for each attribute."""
-    lines = [spec.name]
-    for entry in dataclasses.fields(spec):
-        if entry.name != "name":
-            value = getattr(spec, entry.name)
-            if entry.name == "flops":
-                value = {str(dtype): f"{peak:.4g}" for dtype, peak in value.items()}
-            lines.append(f"    {entry.name}: {f'{value:.4g}' if isinstance(value, float) else value}")
-    return "\n".join(lines)
+def as_json(spec: ClusterSpec) -> str:
+    """Return a cluster as the content of a file that ``cluster_files.read_cluster`` reads."""
+    values = dataclasses.asdict(spec)
+    values["flops"] = {str(dtype).removeprefix("torch."): peak for dtype, peak in spec.flops.items()}
+    return json.dumps(values, indent=2)
 
 
 if __name__ == "__main__":
-    print("\n".join(map(describe, CLUSTERS.values())))
+    print("\n".join(map(as_json, CLUSTERS.values())))

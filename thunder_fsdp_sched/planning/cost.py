@@ -6,9 +6,8 @@ bandwidth. FLOPs are counted by the formulas of ``torch.utils.flop_counter``, fo
 one, else for its subsymbols. Bytes are those of its inputs and outputs, so a fusion pays only for what enters and
 leaves it.
 
-A view runs no kernel and costs only host time. Whether ``reshape`` returns a view depends on the strides of its input,
-which are not in the trace; :class:`_Values` tracks them with a few rules. The same rules ensure that an expanded value
-is not charged for bytes that it does not occupy.
+A view runs no kernel and costs only host time. Whether an operator returns a view depends on the strides of its input,
+which are observed (see [Note: Effects] in ``ir.effects``). An expanded value does not occupy the bytes of its shape.
 
 [Note: Time of a collective]
 A ring of W ranks sends W-1 of W pieces through every link, one after the other. That takes W-1 hops of latency, plus
@@ -20,21 +19,23 @@ of the group in a node x inter-node bandwidth``.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.effects import Issue, effects
-from ..ir.inspection import nbytes_of, outs_of, runs_nothing
+from ..ir.effects import Effects, Issue, is_declared, observed
+from ..ir.inspection import nbytes_of, runs_nothing
 from .clusters import ClusterSpec, cluster
 from .flops import _key, flops_of, tensors
 
-__all__ = ["AnalyticCost", "CostModel", "Seconds", "bytes_of", "compute_seconds", "ring_seconds"]
+Strides = Mapping[str, tuple[int, ...]]
+"""Strides of values by name."""
 
 
 class Seconds(NamedTuple):
@@ -97,8 +98,11 @@ class AnalyticCost:
         return f"AnalyticCost({self.spec.name})"
 
     def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
-        values = _Values()
-        return [self._bound_symbol(bsym, values) for bsym in trace.bound_symbols]
+        in_place: set[str] = set()  # gradients in the slot of their reduction
+        return [
+            self._bound_symbol(bsym, e, strides, in_place)
+            for bsym, (e, strides) in zip(trace.bound_symbols, observed(trace.bound_symbols), strict=True)
+        ]
 
     def collective_seconds(self, issue: Issue) -> float:
         traffic, group = issue.traffic, issue.group
@@ -120,14 +124,13 @@ class AnalyticCost:
             return 2 * nbytes / self.spec.bytes_per_second
         return nbytes / self.spec.host_bytes_per_second
 
-    def _bound_symbol(self, bsym: BoundSymbol, values: _Values) -> Seconds:
+    def _bound_symbol(self, bsym: BoundSymbol, e: Effects, strides: Strides, in_place: set[str]) -> Seconds:
         spec = self.spec
         if runs_nothing(bsym):
             return Seconds(0.0, 0.0)
-        e = effects(bsym)
         if (work := e.work) is not None:
             # Gradients that were not written in place are copied into the slot; accumulating also reads the earlier sum.
-            read = [p for p in bsym.flat_proxy_args if type(p) is TensorProxy and p.name not in values.in_place]
+            read = [p for p in bsym.flat_proxy_args if type(p) is TensorProxy and p.name not in in_place]
             copied = read if work.touches else []
             moved = work.moved_at_once if self.synchronous else work.moved
             kernels = len(copied) + (moved > 0)
@@ -139,11 +142,12 @@ class AnalyticCost:
                 device += self.host_copy_seconds(e.issues.nbytes)
             return Seconds((work.launches + kernels) * spec.launch_overhead, device)
         if e.fills is not None:
-            values.in_place.update(e.in_place)
-        if values.is_view(bsym):
+            in_place.update(e.in_place)
+        makes_views = not is_declared(bsym.sym) and not e.writes and not any(m.nbytes for m in e.allocates)
+        if makes_views:
             return Seconds(spec.launch_overhead, 0.0)
         computing = sum(flops / spec.flops_per_second(dtype) for dtype, flops in flops_of(bsym).items())
-        moving = bytes_of(bsym, values) / spec.bytes_per_second
+        moving = bytes_of(bsym, strides) / spec.bytes_per_second
         return Seconds(spec.launch_overhead, spec.kernel_overhead + max(computing, moving))
 
 
@@ -178,22 +182,23 @@ def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, pass
     )
 
 
-#
-# Bytes
-#
-
-
-def bytes_of(bsym: BoundSymbol, values: _Values | None = None) -> int:
+def bytes_of(bsym: BoundSymbol, strides: Strides | None = None) -> int:
     """Return the bytes that a bound symbol reads and writes: its distinct inputs and its outputs.
 
     An operator that selects rows (an embedding) reads only as much as it writes.
     """
-    sizes = values.sizes if values is not None else {}
-    inputs = {p.name: sizes.get(p.name) or nbytes_of(p) for p in tensors(bsym.flat_proxy_args)}
+    inputs = {p.name: _occupied(p, (strides or {}).get(p.name)) for p in tensors(bsym.flat_proxy_args)}
     written = sum(nbytes_of(p) for p in tensors(bsym.flat_proxy_outs) if p.name not in inputs)
     if _picks_rows(bsym):
         return sum(min(size, written) for size in inputs.values()) + written
     return sum(inputs.values()) + written
+
+
+def _occupied(tensor: TensorProxy, strides: tuple[int, ...] | None) -> int:
+    """Return the bytes that a tensor occupies, without repetitions in an expanded one."""
+    if strides is None:
+        return nbytes_of(tensor)
+    return tensor.dtype.bytes * math.prod(int(n) for n, stride in zip(tensor.shape, strides, strict=True) if stride)
 
 
 def _picks_rows(bsym: BoundSymbol) -> bool:
@@ -201,54 +206,3 @@ def _picks_rows(bsym: BoundSymbol) -> bool:
 
 
 _PICKING = frozenset({PrimIDs.EMBEDDING, PrimIDs.GATHER, PrimIDs.TAKE, PrimIDs.TAKE_ALONG_AXIS})
-
-_RESHAPES = frozenset({PrimIDs.RESHAPE, "torch_prims_reshape_impl", "reshape"})
-_EXPANDS = frozenset({PrimIDs.BROADCAST_IN_DIM, "expand"})
-_TRANSPOSES = frozenset({PrimIDs.TRANSPOSE, "permute", "transpose"})
-_SLICES = frozenset({PrimIDs.SLICE, "torch_slice_prim_impl", "split", "chunk", "getitem", "narrow"})
-_OTHER_VIEWS = frozenset(
-    {PrimIDs.SQUEEZE, PrimIDs.SHALLOW_COPY, PrimIDs.VIEW, PrimIDs.UPDATE_ALIASES}
-    | {"shallow_copy", "update_aliases", "unsqueeze", "squeeze", "view"}
-)
-_VIEWS = _RESHAPES | _EXPANDS | _TRANSPOSES | _SLICES | _OTHER_VIEWS
-
-
-class _Values:
-    """The known properties of the values of a trace, tracked in trace order: which are strided, which occupy fewer
-    bytes than their shape implies, and which are gradients in the slot of their reduction."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
-        self.strided: set[str] = set()
-        self.in_place: set[str] = set()
-
-    def is_view(self, bsym: BoundSymbol) -> bool:
-        """Return whether ``bsym``, the next in the trace, moves no data."""
-        kinds: set[Any] = set()
-        if bsym.sym.is_fusion or not _view_kinds(bsym, kinds):
-            return False
-        source = next(tensors(bsym.flat_proxy_args), None)
-        if source is None:
-            return True
-        strided = source.name in self.strided
-        if strided and kinds & _RESHAPES:
-            return False
-        for out in tensors(bsym.flat_proxy_outs):
-            if out.name == source.name:
-                continue
-            if kinds & _EXPANDS or source.name in self.sizes:
-                self.sizes[out.name] = min(nbytes_of(out), self.sizes.get(source.name) or nbytes_of(source))
-            cut = kinds & _SLICES and tuple(out.shape[1:]) != tuple(source.shape[1:])
-            if strided or kinds & _TRANSPOSES or cut or (kinds & _EXPANDS and nbytes_of(out) != nbytes_of(source)):
-                self.strided.add(out.name)
-        return True
-
-
-def _view_kinds(bsym: BoundSymbol, kinds: set[Any]) -> bool:
-    """Collect the subsymbols of ``bsym`` as long as they are views."""
-    if bsym.subsymbols:
-        return all(_view_kinds(sub, kinds) for sub in bsym.subsymbols)
-    key = _key(bsym)
-    kinds.add(key)
-    # A composite symbol that does nothing for these arguments has no subsymbols and returns its input.
-    return key in _VIEWS or not outs_of(bsym)

@@ -23,9 +23,8 @@ from .clusters import ClusterSpec, cluster
 from .cost import AnalyticCost
 from .fake_ranks import Made, compile_as_rank, fake_rank, jit
 from .replanning import NeedsTrace, plan_again
-from .simulate import Timeline, simulate
-
-__all__ = ["DryRun", "check_made", "dry_run_step", "find_model", "replan"]
+from .simulate import simulate
+from .timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -68,18 +67,31 @@ class Request:
     micro_batches: int
     options: Mapping[str, Any]
 
-    def check(self) -> None:
-        """Raise ValueError for impossible numbers, and for a cluster without a figure that the options need."""
+    def __post_init__(self) -> None:
         if isinstance(self.options.get("offload_policy"), CPUOffloadPolicy):
-            _ = self.cluster.host_bytes_per_second
+            _ = self.cluster.host_bytes_per_second  # raises ValueError if it is not known
         if self.micro_batches < 1:
             raise ValueError(f"micro_batches: expected 1 or more, got {self.micro_batches}")
         if self.replicas < 1 or self.world_size % self.replicas:
             raise ValueError(f"replicas: {self.world_size} ranks cannot hold {self.replicas} copies of equal size")
 
-    def make_checked(self) -> tuple[Any, ...]:
-        """Return the module and its inputs."""
-        return check_made(self.make(), getattr(self.make, "__name__", "make"))
+    def made(self) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+        """Return the module, its positional and its keyword arguments.
+
+        Raises:
+            ValueError: ``make`` returns something else.
+        """
+        factory, made = getattr(self.make, "__name__", "make"), self.make()
+        parts: tuple[Any, ...] = made if isinstance(made, tuple) else ()
+        module, args, kwargs = (*parts, {})[:3] if len(parts) in (2, 3) else (None, (), {})
+        if (
+            not isinstance(module, torch.nn.Module)
+            or not isinstance(args, (tuple, list))
+            or not isinstance(kwargs, dict)
+        ):
+            got = f"({', '.join(type(part).__name__ for part in parts)})" if parts else f"a {type(made).__name__}"
+            raise ValueError(f"{factory!r} must return (module, args) or (module, args, kwargs), but returned {got}")
+        return module, tuple(args), kwargs
 
     def make_transform(self) -> FSDPTransform:
         """Return the transform; called over the process group of the ranks."""
@@ -94,12 +106,19 @@ class Request:
         """The executors that claim what the machine would run with other kernels than this one."""
         return () if self.cluster.synchronous else (gpu_attention.executor,)
 
+    def trace(self) -> DryRun:
+        """Return the step planned from traces of its own."""
+        traced = self if self.micro_batches == 1 else replace(self, options={**self.options, **_NOTHING_TO_CHOOSE})
+        transform = compile_as_rank(
+            traced.made, traced.make_transform, rank=0, world_size=self.world_size, executors=self.executors
+        )
+        return self.done(transform, is_traced=True) if self.micro_batches == 1 else self.plan(transform, is_traced=True)
+
     def plan(self, traced: FSDPTransform, *, is_traced: bool) -> DryRun:
         """Return the step planned from the traces of a step of the same model, without tracing it again."""
         with fake_rank(0, self.world_size):
             transform = self.make_transform()
-            module, *_ = self.make_checked()
-            jitted = jit(module, transform, self.executors)
+            jitted = jit(self.made()[0], transform, self.executors)
             if self.micro_batches > 1:
                 plan_again(traced, transform, jitted, no_sync=True)
             plan_again(traced, transform, jitted)
@@ -109,6 +128,16 @@ class Request:
         """Return the planned step of a transform that has compiled its traces."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(Request)}
         return DryRun(**values, transform=transform, traced=is_traced)
+
+    def changed(self, **changes: Any) -> Request:
+        """Return the request with other attributes; ``options`` are added to those of this one."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(Request)}
+        options = {**self.options, **changes.pop("options", {})}
+        return Request(**{**values, **changes, "options": options})
+
+
+_NOTHING_TO_CHOOSE: Mapping[str, Any] = {"prefetch": 1, "max_memory": None, "max_unsharded_bytes": None}
+"""Options with which the passes run once. A window is planned from the trace of a step that never runs."""
 
 
 @dataclass(frozen=True)
@@ -212,19 +241,7 @@ def dry_run_step(
         RuntimeError: this process already has a default process group.
         ValueError: the cluster is unknown, options are invalid, or ``make`` returns something else.
     """
-    request = Request(make, cluster(on), world_size, replicas, micro_batches, options)
-    request.check()
-    traced = request if micro_batches == 1 else replace(request, options={**options, **_NOTHING_TO_CHOOSE})
-    transform = compile_as_rank(
-        traced.make_checked, traced.make_transform, rank=0, world_size=world_size, executors=request.executors
-    )
-    if micro_batches == 1:
-        return request.done(transform, is_traced=True)
-    return request.plan(transform, is_traced=True)
-
-
-_NOTHING_TO_CHOOSE: Mapping[str, Any] = {"prefetch": 1, "max_memory": None, "max_unsharded_bytes": None}
-"""Options with which the passes run once. A window is planned from the trace of a step that never runs."""
+    return Request(make, cluster(on), world_size, replicas, micro_batches, options).trace()
 
 
 def replan(
@@ -255,30 +272,9 @@ def replan(
     spec = cluster(on or step.cluster)
     if spec.synchronous != step.cluster.synchronous:
         raise NeedsTrace(f"on: {spec.name!r} and {step.cluster.name!r} run other kernels, so trace the model again")
-    request = Request(
-        step.make,
-        spec,
-        world_size or step.world_size,
-        replicas or step.replicas,
-        micro_batches or step.micro_batches,
-        {**step.options, **options},
-    )
-    request.check()
-    return request.plan(step.transform, is_traced=False)
-
-
-def check_made(made: object, factory: str) -> tuple[Any, ...]:
-    """Return the result of a factory: a module, its arguments and optionally its keyword arguments.
-
-    Raises:
-        ValueError: the factory returned something else.
-    """
-    parts = made if isinstance(made, tuple) else ()
-    module, args, kwargs = (*parts, {})[:3] if len(parts) in (2, 3) else (None, (), {})
-    if not isinstance(module, torch.nn.Module) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
-        got = f"({', '.join(type(part).__name__ for part in parts)})" if parts else f"a {type(made).__name__}"
-        raise ValueError(f"{factory!r} must return (module, args) or (module, args, kwargs), but returned {got}")
-    return module, tuple(args), kwargs
+    numbers = {"world_size": world_size, "replicas": replicas, "micro_batches": micro_batches}
+    given = {name: number for name, number in numbers.items() if number is not None}
+    return step.changed(cluster=spec, options=options, **given).plan(step.transform, is_traced=False)
 
 
 def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Callable[[], Made]:
@@ -295,9 +291,17 @@ def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Cal
     tried = []
     for find in (_litgpt, _hugging_face):
         try:
-            return find(name, batch, length, dtype)
+            build = find(name, length, dtype)
         except (ImportError, ValueError, KeyError) as error:
             tried.append(f"{find.__name__.strip('_')}: {error}")
+            continue
+
+        def make() -> Made:
+            with torch.device("meta"):
+                tokens = torch.zeros((batch, length), dtype=torch.int64)
+                return _Loss(build()), (tokens, tokens.clone())  # noqa: B023  # the first model that is found
+
+        return make
     raise ValueError(f"model: {name!r} is neither module:factory nor a known configuration; " + "; ".join(tried))
 
 
@@ -312,34 +316,18 @@ def _imported(name: str) -> Callable[[], Made]:
     return make
 
 
-def _litgpt(name: str, batch: int, length: int, dtype: torch.dtype) -> Callable[[], Made]:
+def _litgpt(name: str, length: int, dtype: torch.dtype) -> Callable[[], torch.nn.Module]:
     from litgpt import GPT, Config
 
     config = Config.from_name(name, block_size=length)
-
-    def make() -> Made:
-        with torch.device("meta"):
-            model = GPT(config).to(dtype)
-            return _Loss(model), (_tokens(batch, length), _tokens(batch, length))
-
-    return make
+    return lambda: GPT(config).to(dtype)
 
 
-def _hugging_face(name: str, batch: int, length: int, dtype: torch.dtype) -> Callable[[], Made]:
+def _hugging_face(name: str, length: int, dtype: torch.dtype) -> Callable[[], torch.nn.Module]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(name, use_cache=False)
-
-    def make() -> Made:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-            return _Loss(model), (_tokens(batch, length), _tokens(batch, length))
-
-    return make
-
-
-def _tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.zeros((batch, length), dtype=torch.int64)
+    return lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
 
 
 class _Loss(torch.nn.Module):

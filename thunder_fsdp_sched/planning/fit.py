@@ -18,8 +18,6 @@ from ..ir.schedule import is_communication
 from ..ir.step_memory import StepMemory
 from ..runtime.bucket import Bucket
 
-__all__ = ["Origin", "describe_fit", "describe_origins", "optimizer_state_bytes", "origins_of", "readable_bytes"]
-
 _SHOWN = 3
 """How many ranges of blocks, and how many lines, a description lists."""
 

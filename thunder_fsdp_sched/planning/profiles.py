@@ -21,8 +21,6 @@ from ..ir.json_files import read_json
 from ..runtime.bucket import Bucket
 from .cost import Seconds
 
-__all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "computes", "shapes_of", "symbol_of"]
-
 _FORMAT = 1
 
 

@@ -3,7 +3,7 @@
 [Note: Cheapest recomputation]
 For one segment of forward and a price of a saved byte, the cheapest choice is a minimum cut of a graph. Its source side
 is what only forward computes, its sink side what backward needs. An operator on the sink side runs again, which costs its
-time; a value whose operator is on the source side, but which is needed, is saved at the price of its bytes; what an
+time; memory is saved at the price of its bytes if a value in it is needed whose operator is on the source side; what an
 operator reads must be on its side. (AOTAutograd's partitioner cuts a similar graph, in which time has no price.) All
 prices together give the convex hull of time over bytes: about ten choices per segment. ``activation_plan`` chooses among
 those of all segments.
@@ -11,12 +11,14 @@ those of all segments.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import networkx
 from networkx.algorithms.flow import boykov_kolmogorov
 
-from ..ir.analysis import Lifetime as Value
+from ..ir.analysis import Lifetime
 from .saved_values import SavedValues, Segment
 
 _UNIT = 1e15
@@ -34,82 +36,82 @@ class SegmentChoice(NamedTuple):
     nbytes: int
 
 
-class Cut:
-    """The graph of one segment; see [Note: Cheapest recomputation]."""
+class _Edge(NamedTuple):
+    """An edge of the graph. Cutting it costs seconds and bytes; if it has no seconds, it must not be cut.
 
-    def __init__(self, saved: SavedValues, segment: Segment) -> None:
-        self.operators = segment.operators
-        self.saved = saved
-        available = {v for o in segment.operators for v in o.outputs if v in saved.free}
-        available |= {value for value in segment.crossing if value in saved.reads}
-        self.available = available
-        self.numbers = {v: n for n, v in enumerate(v for o in segment.operators for v in o.outputs)}
-        self.owned = {saved.owner[value] for value in available}
-        self.repeatable = [
-            o.repeatable and segment.crossing.isdisjoint(o.outputs) and available.isdisjoint(o.outputs)
-            for o in segment.operators
-        ]
+    The nodes of operators are their indices.
+    """
 
-    def price(self, value: Value) -> int:
-        """Return the bytes that saving ``value`` costs."""
-        owner = self.saved.owner[value]
-        return 0 if owner in self.owned or owner in self.saved.free else self.saved.nbytes[owner]
+    source: Hashable
+    target: Hashable
+    seconds: float | None = None
+    nbytes: int = 0
 
-    def structure(self) -> tuple[object, ...]:
-        """Return a value that is equal for segments whose choices are equal."""
-        parts: list[object] = []
-        for operator, repeatable in zip(self.operators, self.repeatable, strict=True):
-            inputs = tuple(self.numbers.get(v, -1) for v in operator.inputs if v not in self.available)
-            outs = tuple(
-                (self.price(v), v in self.saved.reads, v in self.available, self.numbers.get(self.saved.owner[v], -1))
-                for v in operator.outputs
-            )
-            parts.append((repeatable, operator.seconds, inputs, outs))
-        return tuple(parts)
 
-    def hull(self) -> list[SegmentChoice]:
-        """Return the choices, each with more time and fewer bytes than the one before."""
-        everything = self._cut(0.0)
-        seconds = sum(o.seconds for o in self.operators) + 1e-9
-        least = self._cut(seconds)  # one byte is worth more than any time
-        choices = {everything.nbytes: everything, least.nbytes: least}
-        pending = [(everything, least)]
-        while pending:
-            fast, small = pending.pop()
-            if fast.nbytes - small.nbytes <= _FINE * everything.nbytes or small.seconds <= fast.seconds:
-                continue
-            price = (small.seconds - fast.seconds) / (fast.nbytes - small.nbytes)
-            between = self._cut(price)
-            cost = between.seconds + price * between.nbytes
-            if cost < (fast.seconds + price * fast.nbytes) * (1 - 1e-9) and small.nbytes < between.nbytes < fast.nbytes:
-                choices[between.nbytes] = between
-                pending += [(fast, between), (between, small)]
-        return sorted(choices.values(), key=lambda c: -c.nbytes)
+def choices_of(saved: SavedValues, segment: Segment) -> tuple[SegmentChoice, ...]:
+    """Return the choices for a segment, each with more time and fewer bytes than the one before.
 
-    def _cut(self, price: float) -> SegmentChoice:
-        graph = networkx.DiGraph()
-        graph.add_nodes_from(["forward", "backward"])
-        for index, operator in enumerate(self.operators):
-            if self.repeatable[index]:
-                graph.add_edge("forward", index, capacity=max(int(operator.seconds * _UNIT), 1))
-            else:
-                graph.add_edge("forward", index)  # infinite
-            for value in operator.inputs:
-                if value in self.numbers and value not in self.available:
-                    graph.add_edge(value, index)
-            for value in operator.outputs:
-                if value not in self.available:
-                    graph.add_edge(index, value, capacity=int(price * self.price(value) * _UNIT))
-                    if value in self.saved.reads:
-                        graph.add_edge(value, "backward")
-        _, (_, needed) = networkx.minimum_cut(graph, "forward", "backward", flow_func=boykov_kolmogorov)
-        again = frozenset(node for node in needed if isinstance(node, int))
-        kept = {
-            self.saved.owner[v]
-            for index, operator in enumerate(self.operators)
-            if index not in again
-            for v in operator.outputs
-            if v in needed and self.price(v)
-        }
-        seconds = sum(self.operators[index].seconds for index in again)
-        return SegmentChoice(again, seconds, sum(self.saved.nbytes[owner] for owner in kept))
+    Segments of equal structure have equal choices, which are found once.
+    """
+    return _hull(tuple(_edges(saved, segment)))
+
+
+def _edges(saved: SavedValues, segment: Segment) -> Iterator[_Edge]:
+    """Return the graph of a segment; see [Note: Cheapest recomputation]."""
+    numbers = {value: n for n, value in enumerate(v for o in segment.operators for v in o.outputs)}
+    available = {value for value in numbers if value in saved.free}
+    available |= {value for value in segment.crossing if value in saved.reads}
+    owned = {saved.owner[value] for value in available} | saved.free
+    owners: dict[Lifetime, int] = {}
+    for index, operator in enumerate(segment.operators):
+        repeatable = operator.repeatable and segment.crossing.union(available).isdisjoint(operator.outputs)
+        yield _Edge("forward", index, operator.seconds if repeatable else None)
+        for value in operator.inputs:
+            if value in numbers and value not in available:
+                yield _Edge(("value", numbers[value]), index)
+        for value in operator.outputs:
+            if value not in available:
+                owner = saved.owner[value]
+                if owner not in owners:
+                    owners[owner] = len(owners)
+                    price = 0 if owner in owned else owner.nbytes
+                    yield _Edge(("made", owners[owner]), ("saved", owners[owner]), 0.0, price)
+                yield _Edge(index, ("made", owners[owner]))
+                yield _Edge(("saved", owners[owner]), ("value", numbers[value]))
+                if value in saved.reads:
+                    yield _Edge(("value", numbers[value]), "backward")
+
+
+@lru_cache(maxsize=64)
+def _hull(edges: tuple[_Edge, ...]) -> tuple[SegmentChoice, ...]:
+    everything = _cut(edges, 0.0)
+    least = _cut(edges, sum(edge.seconds or 0.0 for edge in edges) + 1e-9)  # one byte is worth more than any time
+    choices = {everything.nbytes: everything, least.nbytes: least}
+    pending = [(everything, least)]
+    while pending:
+        fast, small = pending.pop()
+        if fast.nbytes - small.nbytes <= _FINE * everything.nbytes or small.seconds <= fast.seconds:
+            continue
+        price = (small.seconds - fast.seconds) / (fast.nbytes - small.nbytes)
+        between = _cut(edges, price)
+        cost = between.seconds + price * between.nbytes
+        if cost < (fast.seconds + price * fast.nbytes) * (1 - 1e-9) and small.nbytes < between.nbytes < fast.nbytes:
+            choices[between.nbytes] = between
+            pending += [(fast, between), (between, small)]
+    return tuple(sorted(choices.values(), key=lambda choice: -choice.nbytes))
+
+
+def _cut(edges: tuple[_Edge, ...], price: float) -> SegmentChoice:
+    """Return the cheapest choice if a saved byte costs ``price`` seconds."""
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(["forward", "backward"])
+    for edge in edges:
+        # Without a capacity, an edge cannot be cut. To run an operator again always costs something.
+        cost = {} if edge.seconds is None else {"capacity": int((edge.seconds + price * edge.nbytes) * _UNIT)}
+        if edge.source == "forward" and cost:
+            cost["capacity"] = max(cost["capacity"], 1)
+        graph.add_edge(edge.source, edge.target, **cost)
+    _, (_, needed) = networkx.minimum_cut(graph, "forward", "backward", flow_func=boykov_kolmogorov)
+    cut = [edge for edge in edges if edge.source not in needed and edge.target in needed]
+    again = frozenset(node for node in needed if isinstance(node, int))
+    return SegmentChoice(again, sum(edge.seconds or 0.0 for edge in cut), sum(edge.nbytes for edge in cut))

@@ -33,8 +33,6 @@ from ..runtime.bucket import Bucket
 from ..transform import FSDPTransform
 from ..transforms.shard_prologue import become_shard
 
-__all__ = ["NeedsTrace", "plan_again"]
-
 
 class NeedsTrace(ValueError):
     """Options change what the model computes, so the model must be traced with them."""

@@ -9,18 +9,19 @@ recomputation never reaches back across a gap. Within a segment any pure operato
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import BEFORE_TRACE, Analysis, Lifetime, bytes_at
-from ..ir.inspection import communicates, return_of
-from ..ir.operator_facts import facts_of, is_pure
+from ..ir.effects import is_declared
+from ..ir.operator_facts import is_pure
 
 
 class Span(NamedTuple):
@@ -31,8 +32,7 @@ class Span(NamedTuple):
     nbytes: int
 
 
-@dataclass(eq=False, slots=True)
-class Operator:
+class Operator(NamedTuple):
     """A bound symbol of forward.
 
     Attributes:
@@ -68,114 +68,98 @@ class SavedValues:
 
     Args:
         halves: forward and backward, as :func:`~.inspection.split_joint` returns them, with backward's gathers.
-        seconds: the time of bound symbols of forward, by ``id``.
+        seconds: the time of each bound symbol of forward.
 
     Attributes:
         operators: those of forward that define a tensor.
+        owner: the value whose memory a value is in.
         reads: positions at which backward reads a value of forward, ascending; positions of backward follow those of
             forward.
-        owner: the value whose memory a value is in.
-        nbytes: the bytes of each owner.
+        last_in_forward: the last use of each owner in forward.
         free: values that backward can read at no cost: arguments and outputs of forward, and what is in slots.
+        memory: the memory of all values if everything is saved.
+        begin: the position at which backward begins.
         length: the number of positions.
     """
 
-    def __init__(self, halves: Sequence[TraceCtx], seconds: Mapping[int, float]) -> None:
-        forward = halves[0].bound_symbols
-        memory = Analysis(*halves)
-        bsyms, live = memory.bsyms, memory
-        self.begin, self.length = len(forward), len(bsyms)
-        self.live = live
-        self.intervals = memory.memory
-        self.owner: dict[Lifetime, Lifetime] = {}
-        self.nbytes: dict[Lifetime, int] = {}
-        for value in memory.values:
-            if owners := memory.owners_of(value):
-                owner = max(owners, key=lambda o: o.nbytes)
-                self.owner[value] = owner
-                self.nbytes[owner] = owner.nbytes
-        returns = len(forward) - 1
-        self.reads = {
-            value: [p for p in value.reads if p >= self.begin]
-            for value in live.values
-            if value.first < self.begin and value.reads and value.reads[-1] >= self.begin
-        }
-        self.last_in_forward: dict[Lifetime, int] = {}  # by owner
+    def __init__(self, halves: Sequence[TraceCtx], seconds: Sequence[float]) -> None:
+        live = self._live = Analysis(*halves)
+        self.begin, self.length = len(halves[0].bound_symbols), len(live.bsyms)
+        self.memory = live.memory
+        self.owner = {v: max(v.owners, key=lambda owner: owner.nbytes) for v in live.values if v.owners}
+        self.reads: dict[Lifetime, list[int]] = {}
+        self.last_in_forward: dict[Lifetime, int] = {}
         for value in live.values:
-            if value.first < self.begin and value in self.owner:
-                last = max([value.first, *(p for p in value.reads if p < returns)])
-                owner = self.owner[value]
+            if value.first >= self.begin:
+                continue
+            if later := [p for p in value.reads if p >= self.begin]:
+                self.reads[value] = later
+            if (owner := self.owner.get(value)) is not None:
+                last = max([value.first, *(p for p in value.reads if p < self.begin - 1)])  # the last one returns
                 self.last_in_forward[owner] = max(self.last_in_forward.get(owner, BEFORE_TRACE), last)
-        outputs = {interval.name for interval in self.intervals if interval.last == self.length - 1}
+        outputs = {memory.name for memory in self.memory if memory.last == self.length - 1}
         self.free = {
             value
-            for value in self.owner
-            if self.owner[value].first == BEFORE_TRACE
-            or not self.nbytes[self.owner[value]]
-            or self.owner[value].proxy.name in outputs
+            for value, owner in self.owner.items()
+            if owner.first == BEFORE_TRACE or not owner.nbytes or owner.name in outputs
         }
         written = {
             self.owner.get(value, value)
-            for position, bsym in enumerate(bsyms)
-            for value in live.args[position]
-            if value.proxy.name in _writes(bsym)
+            for args, e in zip(live.args, live.effects, strict=True)
+            for value in args
+            if value.name in e.writes
         }
         self.operators = [
-            self._operator(position, bsym, seconds.get(id(bsym), 0.0), written)
-            for position, bsym in enumerate(forward[:-1])
+            self._operator(position, bsym, seconds[position], written)
+            for position, bsym in enumerate(halves[0].bound_symbols[:-1])
             if live.outs[position] and all(isinstance(out.proxy, TensorProxy) for out in live.outs[position])
         ]
-        assert return_of(halves[0]) is forward[-1]
 
     def _operator(self, position: int, bsym: BoundSymbol, seconds: float, written: set[Lifetime]) -> Operator:
-        args = self.live.args[position]
-        repeatable = is_pure(bsym) and not communicates(bsym) and not bsym.sym.name.startswith("fsdp_")
+        args, e = self._live.args[position], self._live.effects[position]
+        repeatable = is_pure(bsym) and not e.communicates and not is_declared(bsym.sym)
         repeatable = repeatable and written.isdisjoint(self.owner[value] for value in args)
         inputs = tuple(dict.fromkeys(value for value in args if value not in self.free))
-        return Operator(position, seconds, repeatable, inputs, self.live.outs[position])
+        return Operator(position, seconds, repeatable, inputs, self._live.outs[position])
 
-    def segments(self, gaps: Iterable[int]) -> list[Segment]:
-        """Return the segments between gaps, each given by the position of the bound symbol after it."""
-        bounds = sorted(set(gaps))
-        segments = [Segment() for _ in range(len(bounds) + 1)]
+    def owned(self, value: Lifetime) -> bool:
+        """Return whether a value is in memory that forward allocates and that backward does not find for free."""
+        return value not in self.free and value in self.owner and self.owner[value].first >= 0
+
+    def segments(self, number: int) -> list[Segment]:
+        """Return at most ``number`` segments that save about the same bytes; see [Note: Segments]."""
+        gaps = self._gaps(number - 1)
+        segments = [Segment() for _ in range(len(gaps) + 1)]
         of_value: dict[Lifetime, Segment] = {}
-        current = 0
         for operator in self.operators:
-            while current < len(bounds) and operator.position >= bounds[current]:
-                current += 1
-            segments[current].operators.append(operator)
+            segment = segments[bisect_right(gaps, operator.position)]
+            segment.operators.append(operator)
             for value in operator.inputs:
-                if value in of_value and of_value[value] is not segments[current]:
+                if of_value.get(value, segment) is not segment:
                     of_value[value].crossing.add(value)
-            of_value.update(dict.fromkeys(operator.outputs, segments[current]))
+            of_value.update(dict.fromkeys(operator.outputs, segment))
         return [segment for segment in segments if segment.operators]
 
-    def gaps(self, number: int) -> list[int]:
-        """Return at most ``number`` gaps that divide forward into segments that save about the same bytes.
-
-        Each is where the fewest bytes cross, nearby.
-        """
-        computed = [o for o in self.last_in_forward if o.first >= 0 and o not in self.free]
-        spans = (Span(owner.first + 1, self.last_in_forward[owner], self.nbytes[owner]) for owner in computed)
-        crossing = bytes_at(spans, self.begin + 1)
-        saved = [0] * (self.begin + 1)
-        for owner in {self.owner[value] for value in self.reads if value not in self.free}:
-            saved[owner.first] += self.nbytes[owner]
-        before = list(itertools.accumulate(saved))
-        total = before[-1]
-        found = []
+    def _gaps(self, number: int) -> list[int]:
+        """Return where to divide forward: each gap is before the position that the fewest bytes cross, nearby."""
+        spans = [
+            Span(owner.first + 1, last, owner.nbytes)
+            for owner, last in self.last_in_forward.items()
+            if owner.first >= 0 and owner not in self.free
+        ]
+        crossing = timeline(self.begin, spans)
+        saved = {self.owner[value] for value in self.reads if value not in self.free}
+        before = timeline(self.begin, [Span(owner.first + 1, self.begin - 1, owner.nbytes) for owner in saved])
+        total = sum(owner.nbytes for owner in saved)
+        found = set()
         for index in range(1, number + 1):
             low, high = ((index - 0.5) / (number + 1) * total, (index + 0.5) / (number + 1) * total)
-            near = [p for p in range(1, self.begin - 1) if low <= before[p - 1] <= high]
-            if near:
-                found.append(min(near, key=lambda p: crossing[p]))
-        return sorted(set(found))
+            near = 1 + numpy.flatnonzero((low <= before[1:-1]) & (before[1:-1] <= high))
+            if near.size:
+                found.add(int(near[crossing[near].argmin()]))
+        return sorted(found)
 
 
-def _writes(bsym: BoundSymbol) -> frozenset[str]:
-    """Return the names of the inputs that ``bsym`` may write."""
-    facts = facts_of(bsym)
-    copied = frozenset({bsym.args[1].name}) if bsym.sym.name == "copy_" else frozenset()
-    if facts.known or bsym.sym.name.startswith("fsdp_"):
-        return facts.writes | copied
-    return frozenset(p.name for p in bsym.flat_proxy_args)
+def timeline(length: int, spans: Iterable[Span]) -> numpy.ndarray:
+    """Return the bytes at each position."""
+    return numpy.array(bytes_at(spans, length), dtype=numpy.int64)

@@ -8,16 +8,17 @@ Kept are the buckets that backward reads first, because forward gathers them las
 shortest time.
 
 With ``max_memory``, a candidate whose step exceeds it computes values again in backward: those that cost the least time
-(``activations``). Their effect on memory is estimated first. The passes then give the real peak, and the estimate is
-corrected by the difference. That takes several runs of the passes, so it is left out for a candidate that would not win
-even if recomputation took no time. Distance 1 comes first then, because it is usually the fastest, and a shorter one is
-rarely worth that. Values also move to host memory if recomputation alone does not suffice or makes the step slower by more
-than 1 %, which is then what there is to gain.
+(``activation_plan``). Their effect on memory is estimated first. The passes then give the real peak, and the estimate is
+corrected by the difference. That takes several runs of the passes, so once something fits it is left out for a candidate
+that would not win even if recomputation took no time, and for a larger distance that is not faster than the fastest one even
+with what that recomputes, which is less than it would need. Distance 1 comes first then, because it is usually the fastest.
+Values also move to host memory if recomputation alone does not suffice or makes the step slower by more than 1 %, which is
+then what there is to gain.
 
-If nothing fits, all distances are tried again with settings that need less memory (``_THRIFT``): with an extension, see
-[Note: Memory that only backward needs] in ``transforms.release_slots``; then also with one large reduction in flight
-instead of two; then with no reduction beside compute. If something fits, but activations slow it down by more than 1 %,
-the first two are tried at the fastest distance and the next one.
+If nothing fits, all distances are tried again with settings that need less memory (``_THRIFT``): one large reduction in
+flight instead of two and an extension, see [Note: Memory that only backward needs] in ``transforms.release_slots``; then no
+reduction beside compute. If something fits, but activations slow it down by more than 1 %, the first of these is tried at
+the fastest distance.
 
 The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
 less, and then the one with fewer bytes. The default, ``prefetch=1`` with nothing kept, is always tried. If it fits the
@@ -29,14 +30,28 @@ the real one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
-from ..ir.effects import effects
-from ..transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
-from .candidates import Candidate, Candidates
+from thunder.core.trace import TraceCtx
 
-__all__ = ["Candidate", "Choice", "MemoryLimitError", "choose"]
+from .. import passes
+from ..ir.analysis import NOTHING_LEFT, LeftGradients
+from ..ir.effects import bucket_of, effects
+from ..ir.inspection import snapshot, split_joint
+from ..ir.step_memory import StepMemory
+from ..passes import Context
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Arena
+from ..transforms.offload_activations import offloadable
+from ..transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, sort_communication
+from ..transforms.sort_within_budget import private_bytes
+from .activation_plan import ActivationPlans
+from .cost import CostModel, compute_seconds
+from .simulate import simulate
 
 _MAX_PREFETCH = 8
 """The largest prefetch distance that is tried; communication still exposed then cannot be hidden in the step."""
@@ -45,7 +60,7 @@ _PATIENCE = 2
 """How many distances without an improvement end the search."""
 
 _WORTHWHILE = 5e-3
-"""Relative improvement of the step time below which larger distances are not tried, because each takes compile time."""
+"""Relative improvement of the step time below which other settings are not tried, because each takes compile time."""
 
 _SLOWDOWN = 0.01
 """By how much changes of activations may slow a step down before other ways to save memory are tried."""
@@ -56,7 +71,7 @@ _CORRECTIONS = 4
 _SAME = 1e-3
 """Relative difference below which step times count as equal, because the cost model is not more accurate."""
 
-_THRIFT = ((MAX_REDUCTIONS_IN_FLIGHT, False), (MAX_REDUCTIONS_IN_FLIGHT, True), (1, True), (0, True))
+_THRIFT = ((MAX_REDUCTIONS_IN_FLIGHT, False), (1, True), (0, True))
 """Reductions in flight and whether backward extends its arena, from the fastest to the smallest."""
 
 
@@ -72,6 +87,72 @@ class MemoryLimitError(ValueError):
         self.least_bytes = least_bytes
 
 
+class Limits(NamedTuple):
+    """Limits of a search; ``None`` where there is none.
+
+    Attributes:
+        unsharded_bytes: bytes of all slots together.
+        memory: bytes of all memory of the step, without optimizer state.
+        lasting_bytes: bytes of the slots that a planned step of the same module keeps from step to step anyway.
+        largest_peak: bytes of all memory of the largest step of the module that was compiled before.
+    """
+
+    unsharded_bytes: int | None = None
+    memory: int | None = None
+    lasting_bytes: int | None = None
+    largest_peak: int = 0
+
+    @property
+    def any_bytes(self) -> bool:
+        """Whether bytes are limited."""
+        return self.unsharded_bytes is not None or self.memory is not None
+
+    def allow(self, candidate: Candidate) -> bool:
+        """Return whether a candidate keeps all limits on bytes."""
+        found = (candidate.unsharded_bytes, candidate.lasting_bytes, max(candidate.peak_bytes, candidate.largest_peak))
+        limits = (self.unsharded_bytes, self.lasting_bytes, self.memory)
+        return all(limit is None or nbytes <= limit for nbytes, limit in zip(found, limits, strict=True))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings of a step, and the bytes and the simulated time of the step that they would compile.
+
+    Attributes:
+        prefetch: how many prefetch steps gathers are issued ahead of their waits.
+        kept: names of the buckets that stay unsharded from forward to backward.
+        reductions: how many equally large reductions of one process group may be in flight.
+        extends: whether backward allocates the memory of slots that only backward needs.
+        recomputed: names of the values that backward computes again.
+        offloaded: names of the values that wait in host memory between forward and backward.
+        unsharded_bytes: bytes of all slots: kept buckets, gathered ones, and unsharded gradients.
+        lasting_bytes: bytes of the slots that stay allocated from step to step.
+        step_seconds: simulated time of forward and backward.
+        peak_bytes: peak of all memory of the step; 0 without ``max_memory``.
+        largest_peak: the larger of that and of the peaks of the steps that were compiled before, whose arena may grow.
+    """
+
+    prefetch: int
+    kept: tuple[str, ...] = ()
+    reductions: int = MAX_REDUCTIONS_IN_FLIGHT
+    extends: bool = False
+    recomputed: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+    unsharded_bytes: int = 0
+    lasting_bytes: int = 0
+    step_seconds: float = math.inf
+    peak_bytes: int = 0
+    largest_peak: int = 0
+
+    def __str__(self) -> str:
+        text = f"prefetch {self.prefetch}  {len(self.kept):3d} buckets kept  {self.unsharded_bytes:>15,} bytes"
+        if self.peak_bytes:
+            text += f"  {self.reductions} reductions in flight"
+            text += f"  {len(self.recomputed):5d} values recomputed  {len(self.offloaded):4d} offloaded"
+            text += f"  {self.peak_bytes:>17,} bytes in all{', extended in backward' if self.extends else ''}"
+        return f"{text}  {self.step_seconds * 1e3:10.3f} ms"
+
+
 @dataclass(frozen=True)
 class Choice:
     """The candidate that was chosen, and all that were considered."""
@@ -83,149 +164,150 @@ class Choice:
         return "\n".join(f"{'>' if c == self.chosen else ' '} {c}" for c in self.considered)
 
 
-def choose(candidates: Candidates, *, prefetch: int | None, may_keep: bool) -> Choice:
-    """Search for the shortest simulated step within the limits.
-
-    Args:
-        candidates: the joint trace and the limits.
-        prefetch: a fixed prefetch distance; ``None`` tries several.
-        may_keep: whether more buckets may be kept than those that are in any case.
-
-    Raises:
-        MemoryLimitError, ValueError: nothing fits; the message has the bytes of the smallest candidate.
-    """
-    search = _Search(candidates)
-    search.try_settings(prefetch)
-    if not search.fitting:
-        raise _error(search.unfit, prefetch, candidates)
-    if may_keep and candidates.limits.any_bytes:
-        search.keep_more()
-    default = search.considered.get((candidates.names_kept(0), 1 if prefetch is None else prefetch, *_THRIFT[0]))
-    longest = search.fastest.step_seconds * (1 + _SAME)
-    if default is not None and default in search.fitting:
-        longest = min(longest, default.step_seconds)
-    good = [c for c in search.fitting if c.step_seconds <= longest]
-    chosen = min(good, key=lambda c: (-len(c.kept), c.unsharded_bytes, c.prefetch))
-    in_order = sorted(search.fitting, key=lambda c: (c.prefetch, len(c.kept), c.reductions, c.extends))
-    return Choice(chosen, tuple(in_order))
+def copy_times(cost: CostModel) -> Mapping[str, Any]:
+    """Return the arguments of ``sort_host_copies``: the times of compute and of copies."""
+    return {"seconds": partial(compute_seconds, cost), "copy_seconds": cost.host_copy_seconds}
 
 
-class _Search:
-    """The candidates that were considered.
+@dataclass(eq=False)
+class Search:
+    """The search for the settings of one joint trace; see [Note: The search].
 
     Attributes:
-        considered: all candidates, keyed by kept buckets, distance, reductions and extension.
-        fitting: those that keep the limits.
-        unfit: those that keep no further bucket and exceed the limits.
+        joint: the joint trace with bucketed communication, before ``regather_for_backward``.
+        cost: the cost model.
+        limits: the memory of a step is predicted only if it is limited.
+        context: that of the compilation; its ``kept`` are the buckets that stay unsharded in any case.
+        left: the gradients that earlier micro-batches under ``no_sync`` have left, which count as memory of the step.
     """
 
-    def __init__(self, candidates: Candidates) -> None:
-        self.candidates = candidates
-        self.limits = candidates.limits
-        self.considered: dict[tuple[object, ...], Candidate] = {}
-        self.fitting: list[Candidate] = []
-        self.unfit: list[Candidate] = []
-        self._unchanged_seconds = float("inf")  # of the fastest step that recomputes nothing, whether it fits or not
+    joint: TraceCtx
+    cost: CostModel
+    limits: Limits
+    context: Context = field(default_factory=Context)
+    left: LeftGradients = NOTHING_LEFT
+    _fitting: list[Candidate] = field(default_factory=list, init=False)
+    _unfit: list[Candidate] = field(default_factory=list, init=False)  # those that keep no further bucket
+    _unchanged: list[Candidate] = field(default_factory=list, init=False)  # before they recompute, fitting or not
+    _halves: dict[tuple[str, ...], list[TraceCtx]] = field(default_factory=dict, init=False)
+
+    def choose(self, *, prefetch: int | None, may_keep: bool) -> Choice:
+        """Search for the shortest simulated step within the limits.
+
+        Args:
+            prefetch: a fixed prefetch distance; ``None`` tries several.
+            may_keep: whether more buckets may be kept than those that are in any case.
+
+        Raises:
+            MemoryLimitError, ValueError: nothing fits; the message has the bytes of the smallest candidate.
+        """
+        self._try_settings(prefetch)
+        if not self._fitting:
+            raise self._error(prefetch)
+        default = [c for c in self._fitting if c.prefetch == (1 if prefetch is None else prefetch)][:1]
+        if may_keep and self.limits.any_bytes:
+            self._keep_more()
+        longest = min([self._fastest.step_seconds * (1 + _SAME), *(c.step_seconds for c in default)])
+        good = [c for c in self._fitting if c.step_seconds <= longest]
+        chosen = min(good, key=lambda c: (-len(c.kept), c.unsharded_bytes, c.prefetch))
+        in_order = sorted(self._fitting, key=lambda c: (c.prefetch, len(c.kept), c.reductions, c.extends))
+        return Choice(chosen, tuple(in_order))
 
     @property
-    def fastest(self) -> Candidate:
+    def _fastest(self) -> Candidate:
         """The fastest candidate that fits."""
-        return min(self.fitting, key=lambda candidate: candidate.step_seconds)
+        return min(self._fitting, key=lambda candidate: candidate.step_seconds)
 
-    def try_settings(self, prefetch: int | None) -> None:
-        """Consider distances and thrift with no further bucket kept; see [Note: The search]."""
-        gathers = sum(effects(bsym).is_gather for bsym in self.candidates.joint.bound_symbols)
+    def _try_settings(self, prefetch: int | None) -> None:
+        """Consider distances and thrift with no further bucket kept."""
+        gathers = sum(effects(bsym).is_gather for bsym in self.joint.bound_symbols)
         distances = list(range(min(_MAX_PREFETCH, gathers) + 1)) if prefetch is None else [prefetch]
         if prefetch is None and self.limits.memory is not None:
             distances = [*distances[1:2], 0, *distances[2:]]
         for reductions, extends in _THRIFT if self.limits.memory is not None else _THRIFT[:1]:
-            near = distances
-            if self.fitting:
-                fastest = self.fastest
-                if not reductions or fastest.step_seconds <= self._unchanged_seconds * (1 + _SLOWDOWN):
+            if self._fitting:
+                without_changes = min(candidate.step_seconds for candidate in self._unchanged)
+                if not reductions or self._fastest.step_seconds <= without_changes * (1 + _SLOWDOWN):
                     return
-                near = [d for d in (fastest.prefetch, fastest.prefetch + 1) if d in distances]
-            self._try_distances(near, reductions, extends)
+                distances = [self._fastest.prefetch]
+            self._try_distances(distances, reductions, extends)
 
     def _try_distances(self, distances: Iterable[int], reductions: int, extends: bool) -> None:
         """Consider distances until larger ones do not fit or gain little."""
-        kept = self.candidates.names_kept(0)
         times: list[float] = []
         least_unfit = _MAX_PREFETCH + 1
         for distance in distances:
             if distance > least_unfit:
                 return
-            candidate = self._consider(Candidate(distance, kept, reductions, extends))
+            candidate = self._consider(Candidate(distance, self._names_kept(0), reductions, extends))
             if candidate is None:
-                least_unfit = distance if distance > 0 else least_unfit
+                least_unfit = distance or least_unfit
                 continue
             times.append(candidate.step_seconds)
             if len(times) > _PATIENCE and min(times[-_PATIENCE:]) > min(times[:-_PATIENCE]) * (1 - _WORTHWHILE):
                 return
 
-    def keep_more(self) -> None:
+    def _keep_more(self) -> None:
         """Consider candidates that keep further buckets besides the settings of the fastest, up to the most that fit."""
-        fastest = self.fastest
-        number = high = len(self.candidates.regathered)
+        fastest = self._fastest
+        number = high = len(self._regathered)
         low = 0  # fits
         while low < high:
-            kept = self.candidates.names_kept(number)
-            fits = self._consider(replace(fastest, kept=kept)) is not None
+            fits = self._consider(replace(fastest, kept=self._names_kept(number))) is not None
             low, high = (number, high) if fits else (low, number - 1)
             number = (low + high + 1) // 2
 
     def _consider(self, settings: Candidate) -> Candidate | None:
         """Return the candidate with these settings if it fits. If it keeps nothing more, it recomputes what helps."""
-        key = settings.kept, settings.prefetch, settings.reductions, settings.extends
-        if key not in self.considered:
-            candidate = self.candidates.run(settings)
-            keeps = settings.kept != self.candidates.names_kept(0)
-            if not keeps:
-                self._unchanged_seconds = min(self._unchanged_seconds, candidate.step_seconds)
-                candidate = self._within_memory(candidate)
-            self.considered[key] = candidate
-            if self.limits.allow(candidate):
-                self.fitting.append(candidate)
-            elif not keeps:
-                self.unfit.append(candidate)
-        candidate = self.considered[key]
-        return candidate if candidate in self.fitting else None
+        candidate = self.run(settings)
+        keeps = settings.kept != self._names_kept(0)
+        if not keeps:
+            candidate = self._within_memory(candidate)
+        if self.limits.allow(candidate):
+            self._fitting.append(candidate)
+            return candidate
+        if not keeps:
+            self._unfit.append(candidate)
+        return None
 
     def _exceeds_memory(self, candidate: Candidate) -> bool:
-        limit, peak = self.limits.memory, candidate.peak_bytes
-        return limit is not None and peak is not None and peak > limit
+        return self.limits.memory is not None and candidate.peak_bytes > self.limits.memory
 
     def _within_memory(self, candidate: Candidate) -> Candidate:
         """Return the fastest step found that recomputes or offloads to keep the limit; else the smallest found.
 
-        A candidate that fits or could not win stays as it is.
+        A candidate that fits or cannot win stays as it is.
         """
-        could_win = not self.fitting or candidate.step_seconds < self.fastest.step_seconds
-        if not self._exceeds_memory(candidate) or not self.candidates.has_backward or not could_win:
+        self._unchanged.append(candidate)
+        if not self._exceeds_memory(candidate) or len(split_joint(self.joint)) == 1 or not self._can_win(candidate):
             return candidate
         best = self._corrected(candidate, offload=False)
         slow = best.step_seconds > candidate.step_seconds * (1 + _SLOWDOWN)
-        if self.candidates.offloadable and (slow or self._exceeds_memory(best)):
-            other = self._corrected(candidate, offload=True)
-            found = [c for c in (best, other) if not self._exceeds_memory(c)]
-            best = min(found or (best, other), key=lambda c: (c.step_seconds, c.peak_bytes or 0))
+        if self._offloadable and (slow or self._exceeds_memory(best)):
+            both = best, self._corrected(candidate, offload=True)
+            best = min(both, key=lambda c: (max(c.peak_bytes, self.limits.memory or 0), c.step_seconds))
         return best
+
+    def _can_win(self, candidate: Candidate) -> bool:
+        """Return whether a candidate that recomputes nothing yet may become faster than those that fit."""
+        if not self._fitting:
+            return True
+        fastest = self._fastest
+        if candidate.prefetch > fastest.prefetch:
+            candidate = self.run(replace(candidate, recomputed=fastest.recomputed, offloaded=fastest.offloaded))
+            return candidate.step_seconds < fastest.step_seconds * (1 - _WORTHWHILE)
+        return candidate.step_seconds < fastest.step_seconds
 
     def _corrected(self, unchanged: Candidate, *, offload: bool) -> Candidate:
         """Estimate what to recompute and to offload until the real peak is within the limit."""
-        assert unchanged.peak_bytes is not None and self.limits.memory is not None
-        plans = self.candidates.activations
-        limit = self.limits.memory - (unchanged.peak_bytes - plans.peak)
+        assert self.limits.memory is not None
+        limit = self.limits.memory - (unchanged.peak_bytes - self._activations.peak)
         least = unchanged
-        known: dict[tuple[frozenset[str], frozenset[str]], Candidate] = {}
+        known: dict[Candidate, Candidate] = {}
         for correction in range(_CORRECTIONS + 1):
-            plan = plans.within(limit if correction < _CORRECTIONS else 0, offload=offload)
-            changes = plan.recomputed, plan.offloaded
-            if changes not in known:
-                settings = replace(unchanged, recomputed=plan.recomputed, offloaded=plan.offloaded)
-                known[changes] = self.candidates.run(settings)
-            candidate = known[changes]
-            assert candidate.peak_bytes is not None and least.peak_bytes is not None
+            plan = self._activations.within(limit if correction < _CORRECTIONS else 0, offload=offload)
+            settings = replace(unchanged, recomputed=plan.recomputed, offloaded=plan.offloaded)
+            candidate = known[settings] = known.get(settings) or self.run(settings)
             if candidate.peak_bytes < least.peak_bytes:
                 least = candidate
             if not self._exceeds_memory(candidate) or plan.peak > limit:  # the latter is the least by the estimate
@@ -233,25 +315,112 @@ class _Search:
             limit = min(limit, plan.peak) - (candidate.peak_bytes - self.limits.memory)
         return least
 
-
-def _error(unfit: list[Candidate], prefetch: int | None, candidates: Candidates) -> ValueError:
-    """Return the error for limits that not even the smallest candidate keeps."""
-    limits = candidates.limits
-    least = min(unfit, key=lambda c: c.unsharded_bytes)
-    if limits.unsharded_bytes is not None and least.unsharded_bytes > limits.unsharded_bytes:
-        return ValueError(
-            f"max_unsharded_bytes: {limits.unsharded_bytes:,} bytes are too few: with prefetch={least.prefetch} and "
-            f"nothing kept for backward the slots need {least.unsharded_bytes:,} bytes. Allow more, or make smaller buckets "
-            f"(bucketing_strategy)"
+    def _error(self, prefetch: int | None) -> ValueError:
+        """Return the error for limits that not even the smallest candidate keeps."""
+        limits = self.limits
+        least = min(self._unfit, key=lambda c: c.unsharded_bytes)
+        if limits.unsharded_bytes is not None and least.unsharded_bytes > limits.unsharded_bytes:
+            return ValueError(
+                f"max_unsharded_bytes: {limits.unsharded_bytes:,} bytes are too few: with prefetch={least.prefetch} and "
+                f"nothing kept for backward the slots need {least.unsharded_bytes:,} bytes. Allow more, or make smaller "
+                f"buckets (bucketing_strategy)"
+            )
+        least = min(self._unfit, key=lambda c: c.peak_bytes)
+        less = "another prefetch distance (leave out prefetch=), " if prefetch else ""
+        needed = max(least.peak_bytes, least.largest_peak)
+        return MemoryLimitError(
+            f"max_memory: {limits.memory:,} bytes are too few: with prefetch={least.prefetch}, {least.reductions} large "
+            f"reductions in flight and as much recomputed or offloaded as helps the step needs {needed:,} bytes. "
+            f"Allow more, or use {less}smaller batches, more ranks, lower precision (mp_policy) or smaller buckets "
+            f"(bucketing_strategy)",
+            needed,
         )
-    least = min(unfit, key=lambda c: c.peak_bytes or 0)
-    less = "another prefetch distance (leave out prefetch=), " if prefetch else ""
-    assert least.peak_bytes is not None
-    needed = max(least.peak_bytes, least.largest_peak)
-    return MemoryLimitError(
-        f"max_memory: {limits.memory:,} bytes are too few: with prefetch={least.prefetch}, {least.reductions} large "
-        f"reductions in flight and as much recomputed or offloaded as helps the step needs {needed:,} bytes. "
-        f"Allow more, or use {less}smaller batches, more ranks, lower precision (mp_policy) or smaller buckets "
-        f"(bucketing_strategy)",
-        needed,
-    )
+
+    @cached_property
+    def _regathered(self) -> list[Bucket]:
+        """The buckets that backward gathers again, in the order of their first consumers."""
+        halves = split_joint(self._joint_with_gathers)
+        if len(halves) == 1:
+            return []
+        ordered = sort_communication(halves[1], prefetch=0)
+        return list(dict.fromkeys(bucket_of(b).base for b in ordered.bound_symbols if effects(b).is_gather))
+
+    def _names_kept(self, number: int) -> tuple[str, ...]:
+        """Return the buckets that stay unsharded if that many do besides those that do in any case."""
+        more = self._regathered[:number] if number else []
+        return tuple(sorted(bucket.spec.name for bucket in (*self.context.kept, *more)))
+
+    @cached_property
+    def _offloadable(self) -> frozenset[str]:
+        """The values that may move to host memory. On a CPU that would free nothing."""
+        return frozenset() if self.cost.synchronous else frozenset(offloadable(self._joint_with_gathers))
+
+    @cached_property
+    def _activations(self) -> ActivationPlans:
+        """The plans for activations if no further bucket is kept; further ones hardly change them."""
+        return ActivationPlans(split_joint(self._joint_with_gathers), self.cost, self._offloadable)
+
+    def run(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with its bytes and its time, from the passes of a compilation in unused arenas.
+
+        Guards and releases, which neither allocate nor move communication, are left out, and so are fusions: with a fusion
+        executor, bytes and time are those of the operators by themselves.
+        """
+        scratch: dict[Arena, Arena] = {}
+
+        def arena_of(bucket: Bucket) -> Arena:
+            return scratch.setdefault(bucket.arena, Arena(bucket.arena.device))
+
+        unsorted = self._split(candidate)
+        context = replace(self._context(candidate), arena_of=arena_of, trains=len(unsorted) == 2)
+        halves: list[TraceCtx] = []
+        for half in unsorted:
+            forward = halves[0] if halves else None
+            halves.append(passes.run("scheduled", half, replace(context, forward=forward), search=True))
+        lasting = private_bytes(halves[0], context.kept) + sum(arena.nbytes for arena in scratch.values())
+        nbytes = lasting + sum(arena.extension.nbytes for arena in scratch.values())
+        seconds = simulate(halves, None, self.cost).step_seconds
+        found = replace(candidate, unsharded_bytes=nbytes, lasting_bytes=lasting, step_seconds=seconds)
+        if self.limits.memory is not None:
+            # Other sets of shapes and flags may have needed a larger arena, which is one for all.
+            pairs = [(arena, new) for arena, new in scratch.items()]
+            pairs += [(arena.extension, new.extension) for arena, new in pairs if new.extension.nbytes]
+            larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in pairs)
+            peak = StepMemory.of(halves, self.context.buckets, accumulated=self.left).peak.nbytes + larger
+            growth = sum(max(new.nbytes - arena.nbytes, 0) for arena, new in pairs)
+            found = replace(found, peak_bytes=peak, largest_peak=max(peak, self.limits.largest_peak + growth))
+        return found
+
+    def _context(self, candidate: Candidate) -> Context:
+        further = (
+            frozenset(b for b in self._regathered if b.spec.name in candidate.kept) if candidate.kept else frozenset()
+        )
+        return replace(
+            self.context,
+            kept=further.union(self.context.kept),
+            prefetch=candidate.prefetch,
+            max_reductions_in_flight=candidate.reductions,
+            extends=candidate.extends,
+            recomputed=candidate.recomputed,
+            offloaded=candidate.offloaded,
+        )
+
+    @cached_property
+    def _joint_with_gathers(self) -> TraceCtx:
+        """The joint trace with backward's gathers if no further bucket is kept and nothing is recomputed."""
+        return self._with_gathers(replace(self.context, recomputed=frozenset(), offloaded=frozenset()))
+
+    def _with_gathers(self, context: Context) -> TraceCtx:
+        joint = snapshot(self.joint)  # rejected candidates must not reserve names
+        return passes.run("fused", passes.run("bucketed", joint, context, search=True), context, search=True)
+
+    def _split(self, candidate: Candidate) -> list[TraceCtx]:
+        """Return forward and backward; those of candidates that keep the same and change no values are made once."""
+        changes_values = bool(candidate.recomputed or candidate.offloaded)
+        if not changes_values and candidate.kept in self._halves:
+            return self._halves[candidate.kept]
+        context = self._context(candidate)
+        halves = [passes.run("split", half, context, search=True) for half in split_joint(self._with_gathers(context))]
+        if not changes_values:
+            self._halves[candidate.kept] = halves
+        return halves

@@ -40,8 +40,6 @@ from ..runtime.memory import Slot
 from .cost import CostModel, Seconds
 from .timeline import COMPUTE, TO_DEVICE, TO_HOST, Interval, SlotUse, Timeline
 
-__all__ = ["COMPUTE", "Interval", "SlotUse", "Timeline", "simulate"]
-
 
 def simulate(
     forward: TraceCtx | Sequence[TraceCtx],
@@ -73,11 +71,11 @@ def simulate(
 
 @dataclass(eq=False)
 class _Flight:
-    """A collective in flight; ``remaining`` is its remaining work in seconds, if it were alone on the link."""
+    """A collective or a copy in flight; ``remaining`` is its remaining work in seconds, if it were alone on the link."""
 
     kind: str
+    label: str
     gathers: bool
-    bucket: Bucket
     arrival: float
     remaining: float
     trace: int
@@ -87,14 +85,17 @@ class _Flight:
 
 
 class _Link:
-    """The link of a process group, which runs collectives in issue order, several at once if the backend does.
+    """The link of a process group, or one direction of the link to host memory. It runs what it is given in issue order,
+    several collectives at once if the backend does.
 
     Its simulated time lags that of the streams that issue to it, and advances only while no new collective can arrive.
     """
 
-    def __init__(self, group: str, cost: CostModel, intervals: list[Interval]) -> None:
-        self.group = group
+    def __init__(self, name: str, cost: CostModel, intervals: list[Interval]) -> None:
+        self.name = name
         self.cost = cost
+        self.to_host = name in (TO_HOST, TO_DEVICE)
+        self.concurrent = 1 if self.to_host else cost.concurrent
         self.intervals = intervals
         self.now = 0.0
         self.dedicated_seconds = 0.0
@@ -103,7 +104,7 @@ class _Link:
         self.load = 0.0
         """The share of compute speed that is lost to the active collectives."""
         self.next_change = float("inf")
-        """The time at which the next collective starts or finishes."""
+        """The time at which the next one starts or finishes."""
 
     def issue(self, flight: _Flight) -> None:
         self.dedicated_seconds += flight.remaining
@@ -136,28 +137,22 @@ class _Link:
         self.active.remove(flight)
         self.intervals.append(
             Interval(
-                self.group,
-                flight.kind,
-                flight.kind,
-                flight.bucket.spec.name,
-                flight.start,
-                flight.end,
-                flight.trace,
-                flight.position,
+                self.name, flight.kind, flight.kind, flight.label, flight.start, self.now, flight.trace, flight.position
             )
         )
 
     def _admit(self) -> None:
-        while self.waiting and len(self.active) < self.cost.concurrent and self.waiting[0].arrival <= self.now:
+        while self.waiting and len(self.active) < self.concurrent and self.waiting[0].arrival <= self.now:
             flight = self.waiting.popleft()
             flight.start = self.now
             self.active.append(flight)
         shares = self._shares()
         ends = [self.now + max(f.remaining, 0.0) / share for f, share in zip(self.active, shares, strict=True) if share]
-        if self.waiting and len(self.active) < self.cost.concurrent:
+        if self.waiting and len(self.active) < self.concurrent:
             ends.append(self.waiting[0].arrival)
         self.next_change = min(ends, default=float("inf"))
-        self.load = sum(self.cost.contention(f.kind) * share for f, share in zip(self.active, shares, strict=True))
+        if not self.to_host:
+            self.load = sum(self.cost.contention(f.kind) * share for f, share in zip(self.active, shares, strict=True))
 
     def _shares(self) -> list[float]:
         """Return the share of the link of each active collective: see [Note: Several collectives at once]."""
@@ -175,21 +170,6 @@ class _Link:
         ]
 
 
-@dataclass(eq=False)
-class _HostLink:
-    """One direction of the link to host memory, which runs copies in issue order."""
-
-    free: float = 0.0
-    dedicated_seconds: float = 0.0
-
-    def issue(self, arrival: float, seconds: float) -> tuple[float, float]:
-        """Return when a copy starts and ends."""
-        start = max(arrival, self.free)
-        self.free = start + seconds
-        self.dedicated_seconds += seconds
-        return start, self.free
-
-
 class _Simulator:
     """The state of all streams while traces run."""
 
@@ -201,8 +181,6 @@ class _Simulator:
         self.compute = 0.0
         self.links: dict[str, _Link] = {}
         self.flights: dict[str, tuple[_Link, _Flight]] = {}
-        self.host_links: dict[str, _HostLink] = {}
-        self.copied: dict[str, tuple[str, float]] = {}  # links and ends of copies by their futures
         self.times: list[tuple[float, float]] = []
         """For each bound symbol, when it begins to use slots and when it has used them."""
         self.resident: set[str] = set()  # gathers whose buckets are resident, so there is nothing to wait for
@@ -211,7 +189,6 @@ class _Simulator:
 
     def run(self, number: int, trace: TraceCtx) -> None:
         self.flights.clear()
-        self.copied.clear()
         self.resident.clear()
         position = 0
         for bsym, seconds in zip(trace.bound_symbols, self.cost.seconds(trace), strict=True):
@@ -221,28 +198,25 @@ class _Simulator:
                 continue
             e = effects(bsym)
             issue, wait = e.issues, e.waits
+            in_bucket = e.bucket is not None  # else it is a copy of an activation
             if issue is not None and wait is not None:
                 self._wait(bsym, wait, Seconds(0.0, 0.0), number, position)
                 used = self.compute  # the slot is free before the next collective itself is issued
                 self._work(bsym, seconds, number, position)
-                self._communicate(issue, number, position)
+                self._issue(e, issue, number, position)
             elif issue is not None and (issue.resident or (self.in_window and issue.window is not None)):
                 self.resident.add(issue.future)
-            elif issue is not None and issue.bucket is not None:
+            elif issue is not None and (in_bucket or not self.cost.synchronous):  # on a CPU, a copy is compute
                 self._work(bsym, seconds, number, position)
-                flight = self._communicate(issue, number, position)
+                flight = self._issue(e, issue, number, position)
                 if issue.gathers:  # parameters occupy the slot only while they are received
                     began = flight.arrival
                 used = max(began, self.compute)
-            elif wait is not None and e.bucket is not None:
-                if wait.future not in self.resident:
-                    self._wait(bsym, wait, seconds, number, position)
-                used = self.compute
-            elif (issue is not None or wait is not None) and not self.cost.synchronous:
-                self._copy(bsym, e, seconds, number, position)
-                used = self.compute
             else:
-                self._work(bsym, seconds, number, position)
+                if wait is None or (not in_bucket and self.cost.synchronous):
+                    self._work(bsym, seconds, number, position)
+                elif wait.future not in self.resident:
+                    self._wait(bsym, wait, seconds, number, position)
                 used = self.compute
             self.times.append((began, used))
             position += 1
@@ -253,8 +227,8 @@ class _Simulator:
                 link.advance(link.next_change)
         self.intervals.sort(key=lambda i: (i.trace, i.position, i.kind != "wait"))
         end = max([self.host, *(i.end for i in self.intervals)])
-        links: dict[str, _Link | _HostLink] = {**self.links, **self.host_links}
-        communication = {name: link.dedicated_seconds for name, link in links.items()}
+        links = sorted(self.links.values(), key=lambda link: link.to_host)
+        communication = {link.name: link.dedicated_seconds for link in links}
         uses = _slot_uses(analysis, self.times)
         return Timeline(tuple(self.intervals), uses, end, self.compute_seconds, self.contention_seconds, communication)
 
@@ -272,16 +246,19 @@ class _Simulator:
         if self.cost.synchronous:
             self.host = self.compute
 
-    def _communicate(self, issue: Issue, trace: int, position: int) -> _Flight:
-        assert issue.bucket is not None and issue.group is not None
-        bucket, kind, group = issue.bucket, issue.kind, issue.group.description
-        link = self.links.get(group)
-        if link is None:
-            link = self.links[group] = _Link(group, self.cost, self.intervals)
-        seconds = self.cost.collective_seconds(issue)
-        flight = _Flight(kind, issue.gathers, bucket, max(self.host, self.compute), seconds, trace, position)
-        link.issue(flight)
-        self.flights[issue.future] = link, flight
+    def _issue(self, e: Effects, issue: Issue, trace: int, position: int) -> _Flight:
+        """Issue a collective, or a copy of an offloaded activation; see [Note: Simulated host copies]."""
+        if issue.group is None:
+            name, seconds = TO_DEVICE if e.reads_host else TO_HOST, self.cost.host_copy_seconds(issue.nbytes)
+        else:
+            name, seconds = issue.group.description, self.cost.collective_seconds(issue)
+        if name not in self.links:
+            self.links[name] = _Link(name, self.cost, self.intervals)
+        label = name if issue.bucket is None else issue.bucket.spec.name
+        arrival = max(self.host, self.compute)
+        flight = _Flight(issue.kind, label, issue.gathers, arrival, seconds, trace, position)
+        self.links[name].issue(flight)
+        self.flights[issue.future] = self.links[name], flight
         return flight
 
     def _wait(self, bsym: BoundSymbol, wait: Wait, seconds: Seconds, trace: int, position: int) -> None:
@@ -290,27 +267,9 @@ class _Simulator:
         link.advance(start)
         end = link.finish(flight)
         if end > start:
-            name = flight.bucket.spec.name
-            self.intervals.append(Interval(COMPUTE, "wait", bsym.sym.name, name, start, end, trace, position))
+            self.intervals.append(Interval(COMPUTE, "wait", bsym.sym.name, flight.label, start, end, trace, position))
         self.compute = max(self.compute, end)
-        self._work(bsym, seconds, trace, position, flight.bucket.spec.name)
-
-    def _copy(self, bsym: BoundSymbol, e: Effects, seconds: Seconds, trace: int, position: int) -> None:
-        """Issue or wait for a copy of an offloaded activation; see [Note: Simulated host copies]."""
-        if (issue := e.issues) is not None:
-            self._work(bsym, seconds, trace, position)
-            name = TO_DEVICE if e.reads_host else TO_HOST
-            link = self.host_links.setdefault(name, _HostLink())
-            start, end = link.issue(max(self.host, self.compute), self.cost.host_copy_seconds(issue.nbytes))
-            self.copied[issue.future] = name, end
-            self.intervals.append(Interval(name, bsym.sym.name, bsym.sym.name, name, start, end, trace, position))
-            return
-        assert e.waits is not None
-        start, (name, end) = max(self.compute, self.host), self.copied[e.waits.future]
-        if end > start:
-            self.intervals.append(Interval(COMPUTE, "wait", bsym.sym.name, name, start, end, trace, position))
-        self.compute = max(self.compute, end)
-        self._work(bsym, seconds, trace, position)
+        self._work(bsym, seconds, trace, position, "" if link.to_host else flight.label)
 
     def _end_of(self, start: float, work: float) -> float:
         """Return when compute of ``work`` seconds at full speed ends if it starts at ``start``, given contention."""

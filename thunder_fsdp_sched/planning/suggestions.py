@@ -21,12 +21,10 @@ import torch
 from thunder.core.pytree import tree_flatten, tree_map
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from .dry_run import DryRun, check_made, dry_run_step, replan
+from .dry_run import DryRun, Request, replan
 from .fake_ranks import Made
 from .fit import describe_origins, optimizer_state_bytes, origins_of, readable_bytes
 from .search import MemoryLimitError
-
-__all__ = ["HEADROOM", "Suggestion", "Suggestions", "suggest"]
 
 HEADROOM = 0.05
 """The share of a device's memory that shall stay free, for what no trace shows: workspaces of kernels, the allocator."""
@@ -200,6 +198,12 @@ class Change:
     make: Callable[[], Made] | None = None
     needs_trace: bool = False
 
+    def apply(self, step: DryRun) -> DryRun:
+        """Return the step planned with this change."""
+        if not self.needs_trace:
+            return replan(step, **self.options)
+        return step.changed(make=self.make or step.make, options=self.options).trace()
+
 
 def smaller_changes(step: DryRun, max_memory: int) -> Iterator[Change]:
     """Yield changes that may lower the memory of a step.
@@ -228,11 +232,16 @@ def smaller_changes(step: DryRun, max_memory: int) -> Iterator[Change]:
         text = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         lower = replace(policy, param_dtype=torch.bfloat16)
         yield Change(text, "mp_policy", {"mp_policy": lower}, needs_trace=True)
-    samples = samples_of(step.make)
+    samples = samples_of(step)
     if samples is not None and samples > 1:
         half = samples // 2
         text = f"half the batch ({half} of {samples} samples a rank)"
-        yield Change(text, "batch", make=_with_samples(step.make, samples, half), needs_trace=True)
+
+        def make() -> Any:
+            module, *inputs = step.made()
+            return module, *tree_map(lambda x: x[:half] if isinstance(x, torch.Tensor) else x, inputs)
+
+        yield Change(text, "batch", make=make, needs_trace=True)
 
 
 def faster_changes(step: DryRun) -> Iterator[Change]:
@@ -245,19 +254,11 @@ def faster_changes(step: DryRun) -> Iterator[Change]:
         yield _option("prefetch", "auto")
 
 
-def samples_of(make: Callable[[], Made]) -> int | None:
+def samples_of(step: Request) -> int | None:
     """Return the number of samples of the inputs: the first dimension, if all tensors share it; otherwise ``None``."""
-    _, args, kwargs = (*check_made(make(), "make"), {})[:3]
+    _, args, kwargs = step.made()
     sizes = {t.shape[0] if t.ndim else None for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def _with_samples(make: Callable[[], Made], samples: int, fewer: int) -> Callable[[], Made]:
-    def make_fewer() -> Any:
-        module, *inputs = check_made(make(), getattr(make, "__name__", "make"))
-        return module, *(tree_map(lambda x: x[:fewer] if isinstance(x, torch.Tensor) else x, part) for part in inputs)
-
-    return make_fewer
 
 
 def _has_long_dtypes(step: DryRun) -> bool:
@@ -276,26 +277,28 @@ def _rounded_down(nbytes: int) -> str:
     return f"{nbytes // (unit // 100) / 100:.2f}{name}" if unit > 1 else f"{nbytes}B"
 
 
+@dataclass(eq=False)
 class _Search:
-    """The suggestions found so far."""
+    """The suggestions found so far.
 
-    def __init__(
-        self,
-        step: DryRun,
-        optimizer_bytes: float | None,
-        limit: int,
-        dry_runs: int,
-        progress: Callable[[str], None],
-    ) -> None:
-        self.optimizer_bytes = optimizer_bytes
-        self.limit = limit
-        self.dry_runs = dry_runs
-        self.progress = progress
-        self.dry_runs_made = 0
-        self.found: list[Suggestion] = []
-        self.least: list[tuple[int, str]] = []  # bytes that a step needs, with its changes
-        self.untried: list[str] = []
-        self.first = step
+    Attributes:
+        first: the planned step.
+        optimizer_bytes: bytes of optimizer state for each element that trains.
+        limit: the bytes that a step may need.
+        dry_runs: how many may be made.
+        progress: called with a line of text before each plan.
+        least: bytes that a step needs, with its changes.
+    """
+
+    first: DryRun
+    optimizer_bytes: float | None
+    limit: int
+    dry_runs: int
+    progress: Callable[[str], None]
+    dry_runs_made: int = 0
+    found: list[Suggestion] = field(default_factory=list)
+    least: list[tuple[int, str]] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
 
     @cached_property
     def plan(self) -> Suggestion:
@@ -343,8 +346,12 @@ class _Search:
         if change.needs_trace and self.dry_runs_made == self.dry_runs:
             self.untried.append(f"{text} needs a dry run, and {self.dry_runs} were allowed")
             return []
+        if change.needs_trace:
+            self.dry_runs_made += 1
+        how = f"dry run {self.dry_runs_made} of {self.dry_runs}" if change.needs_trace else "planning again"
+        self.progress(f"{how}: {text}")
         try:
-            step = self._planned(change, base.step, text)
+            step = change.apply(base.step)
         except MemoryLimitError as error:
             least = error.least_bytes + self._optimizer_state(base.step)
             self.least.append((least, text))
@@ -354,22 +361,6 @@ class _Search:
             self.untried.append(f"{text}: {error}")
             return []
         return [self._suggestion(changes, step)]
-
-    def _planned(self, change: Change, step: DryRun, text: str) -> DryRun:
-        if not change.needs_trace:
-            self.progress(f"planning again: {text}")
-            return replan(step, **change.options)
-        self.dry_runs_made += 1
-        self.progress(f"dry run {self.dry_runs_made} of {self.dry_runs}: {text}")
-        make, options = change.make or step.make, {**step.options, **change.options}
-        return dry_run_step(
-            make,
-            world_size=step.world_size,
-            on=step.cluster,
-            replicas=step.replicas,
-            micro_batches=step.micro_batches,
-            **options,
-        )
 
     def _suggestion(self, changes: tuple[str, ...], step: DryRun) -> Suggestion:
         peak = step.memory.with_optimizer_state(self._optimizer_state(step)).peak.nbytes
@@ -381,7 +372,7 @@ class _Search:
             fits=peak <= self.limit,
             step_seconds=seconds,
             extra_seconds=seconds - self.first.seconds,
-            samples=(samples_of(step.make) or 1) * step.micro_batches,
+            samples=(samples_of(step) or 1) * step.micro_batches,
             detail=_detail(step) if changes else "",
             step=step,
         )

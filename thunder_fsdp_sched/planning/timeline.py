@@ -16,8 +16,6 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["COMPUTE", "TO_DEVICE", "TO_HOST", "Interval", "SlotUse", "Timeline"]
-
 COMPUTE = "compute"
 """Name of the compute stream; the other streams have the names of process groups or the two below."""
 

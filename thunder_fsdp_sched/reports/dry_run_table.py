@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from rich import box
 from rich.table import Table
 
 from ..ir.schedule import read_schedule
 from ..ir.slots import shared_slots
 from ..planning.dry_run import DryRun
+from ..planning.timeline import Timeline
 from ..transforms.write_grads_in_place import share_written_in_place
 from .report import human_bytes
 
@@ -15,23 +18,17 @@ from .report import human_bytes
 def dry_run_table(step: DryRun) -> Table:
     """Return a table of a planned step, unsorted and scheduled, on its cluster. It fits 80 columns."""
     what = "one step" if step.window is None else "the last micro-batch"
-    table = Table(
-        title=f"{what} on {step.cluster.name}, simulated; times in ms", box=box.SIMPLE_HEAD, title_justify="left"
-    )
-    table.add_column("", no_wrap=True)
-    for column in ("step", "compute", "communi-\ncation", "exposed", "over\nmax", "over\nsum", "peak\nunsharded"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for name, timeline in (("unsorted", step.before), ("scheduled", step.after)):
-        table.add_row(
-            name,
-            f"{timeline.step_seconds * 1e3:,.2f}",
-            f"{timeline.compute_seconds * 1e3:,.2f}",
-            f"{sum(timeline.communication_seconds.values()) * 1e3:,.2f}",
-            f"{timeline.exposed_seconds * 1e3:,.2f}",
+    rows = {
+        name: [
+            *_times(timeline),
             f"{timeline.over_max:.2f}",
             f"{timeline.over_sum:.2f}",
             human_bytes(timeline.peak_unsharded_bytes),
-        )
+        ]
+        for name, timeline in (("unsorted", step.before), ("scheduled", step.after))
+    }
+    columns = ["", "step", *_PARTS, "over\nmax", "over\nsum", "peak\nunsharded"]
+    table = _times_table(f"{what} on {step.cluster.name}, simulated; times in ms", columns, rows)
     compiled = step.compiled
     parts, in_flight = [], []
     for name, trace in (("forward", compiled.forward), ("backward", compiled.backward)):
@@ -39,7 +36,6 @@ def dry_run_table(step: DryRun) -> Table:
             used, least = shared_slots(trace)
             parts.append(f"{name} {human_bytes(used)} ({human_bytes(least)} live at once)")
             in_flight.append(f"{name} {read_schedule(trace).gathers_in_flight}")
-    table.caption_justify = "left"
     table.caption = f"scheduled: {step.after.breakdown}\nmemory of shared slots: {', '.join(parts)}\n"
     table.caption += f"gathers in flight, at most: {', '.join(in_flight)}"
     if compiled.backward is not None:
@@ -52,23 +48,32 @@ def window_table(step: DryRun) -> Table:
     """Return a table of the micro-batches of a planned step, which must have several. It fits 80 columns."""
     window = step.window
     assert window is not None
-    table = Table(title=f"{window.micro_batches} micro-batches; times in ms", box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("micro-batch", no_wrap=True)
-    for column in ("time", "compute", "communi-\ncation", "exposed", "peak\nmemory"):
-        table.add_column(column, justify="right", no_wrap=True)
-    earlier, last = step.memories
-    rows = [("1, no_sync", window.first, earlier), (f"{window.micro_batches}, reduces", step.after, last)]
+    earlier, last = (human_bytes(memory.peak.nbytes) for memory in step.memories)
+    further = "2" if window.micro_batches == 3 else f"each of 2 to {window.micro_batches - 1}"
+    rows = {"1, no_sync": [*_times(window.first), earlier]}
     if window.micro_batches > 2:
-        further = "2" if window.micro_batches == 3 else f"each of 2 to {window.micro_batches - 1}"
-        rows.insert(1, (f"{further}, no_sync", window.further, earlier))
-    for name, timeline, memory in rows:
-        seconds = (
-            timeline.step_seconds,
-            timeline.compute_seconds,
-            sum(timeline.communication_seconds.values()),
-            timeline.exposed_seconds,
-        )
-        table.add_row(name, *(f"{1e3 * s:,.2f}" for s in seconds), human_bytes(memory.peak.nbytes))
-    table.caption_justify = "left"
+        rows[f"{further}, no_sync"] = [*_times(window.further), earlier]
+    rows[f"{window.micro_batches}, reduces"] = [*_times(step.after), last]
+    columns = ["micro-batch", "time", *_PARTS, "peak\nmemory"]
+    table = _times_table(f"{window.micro_batches} micro-batches; times in ms", columns, rows)
     table.caption = f"all micro-batches: {1e3 * step.seconds:,.2f} ms; peak memory without optimizer state"
+    return table
+
+
+_PARTS = ("compute", "communi-\ncation", "exposed")
+
+
+def _times(timeline: Timeline) -> list[str]:
+    """Return the time of a step and its parts in ms."""
+    communication = sum(timeline.communication_seconds.values())
+    seconds = (timeline.step_seconds, timeline.compute_seconds, communication, timeline.exposed_seconds)
+    return [f"{1e3 * s:,.2f}" for s in seconds]
+
+
+def _times_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
     return table

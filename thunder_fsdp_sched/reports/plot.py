@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ir.symbols import GATHERS
-from ..planning.simulate import COMPUTE, Interval, Timeline
+from ..planning.timeline import COMPUTE, Interval, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["plot_timelines", "save_perfetto"]
 
 _COLORS = {"compute": "#b8c4d0", "gather": "#4c9f70", "reduction": "#e0a030", "exposed": "#d0312d", "gap": "#8a63c0"}
 _LANE = 0.8  # height of a bar; lanes are 1 apart

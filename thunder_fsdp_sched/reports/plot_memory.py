@@ -13,8 +13,6 @@ from ..planning.timeline import COMPUTE, Timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["plot_memory"]
-
 _COLORS = dict(
     zip(
         KINDS,

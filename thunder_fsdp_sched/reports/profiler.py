@@ -33,14 +33,12 @@ from thunder.core.trace import TraceCtx
 
 from ..ir.effects import Issue, effects, sends
 from ..ir.inspection import runs_nothing, with_bound_symbols
-from ..planning.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
+from ..planning.profiles import CollectiveTime, OpTime, Profile, computes, shapes_of, symbol_of
 from ..runtime.autograd import as_backward_of_latest_forward
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, InFlight, Slot
 from ..sharding.sharded_module import ShardedModule, find_jitted
 from ..transform import find_transform
-
-__all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "measure"]
 
 
 def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profile:

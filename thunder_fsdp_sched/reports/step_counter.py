@@ -26,8 +26,6 @@ from torch.utils._pytree import tree_iter
 
 from ..runtime.row_dtensor import local_rows
 
-__all__ = ["Collective", "StepCounter", "StepCounts"]
-
 _COPIES = frozenset(
     {
         "_chunk_cat",
@@ -89,19 +87,15 @@ class StepCounts:
 
 @dataclass(eq=False)
 class _Region:
-    kind: str  # "shard", "copied shard", "unsharded" or "gradient"
+    kind: (
+        str  # "shard", "copied shard", "unsharded", "gradient", or "written", by an operator whose bytes may yet count
+    )
     start: int
     end: int
     since: int
     last_read: int
     until: int | None = None
-
-
-@dataclass(eq=False)
-class _Write:
-    start: int
-    end: int
-    nbytes: int
+    nbytes: int = 0  # that operators have written, for "written"
 
 
 @dataclass(eq=False)
@@ -112,7 +106,6 @@ class _Memory:
     new: bool
     known: bool = False  # it has stored parameters or gradients
     regions: list[_Region] = field(default_factory=list)
-    writes: list[_Write] = field(default_factory=list)
 
 
 class StepCounter(TorchDispatchMode):
@@ -186,18 +179,14 @@ class StepCounter(TorchDispatchMode):
         in_place = func.namespace == "c10d"  # outputs precede inputs
         outputs = _tensors(args[0] if in_place else result)
         inputs = _tensors(args[1]) if in_place and len(args) > 1 else _tensors(args)
-        if "reduce_scatter" in name:
-            self._collectives.append(Collective(self._phase, "reduce_scatter", sum(t.nbytes for t in inputs)))
+        if "reduce_scatter" in name or "alltoall" in name:  # with the latter, ranks sum locally
+            kind = "reduce_scatter" if "reduce_scatter" in name else name
+            self._collectives.append(Collective(self._phase, kind, sum(t.nbytes for t in inputs)))
             for tensor in inputs:
                 self._bytes["gradient"] += self._take_writes(tensor)
                 self._label(tensor, None)  # no longer parameters: padding that a gather wrote is sent as well
-            for tensor in outputs:
+            for tensor in outputs if kind == "reduce_scatter" else ():
                 self._label(tensor, "gradient")
-        elif "alltoall" in name:  # gradients of a transport whose ranks sum locally
-            self._collectives.append(Collective(self._phase, name, sum(t.nbytes for t in inputs)))
-            for tensor in inputs:
-                self._bytes["gradient"] += self._take_writes(tensor)
-                self._label(tensor, None)
         elif "gather" in name:
             self._collectives.append(Collective(self._phase, "all_gather", sum(t.nbytes for t in outputs)))
             for tensor in outputs:
@@ -235,7 +224,7 @@ class StepCounter(TorchDispatchMode):
         if name in _SCALINGS:
             scaled = [t for t in sources if t.numel() == targets[0].numel()]
             if len(scaled) == 1 and all(t.numel() == 1 for t in sources if t is not scaled[0]):
-                self._note_write(targets[0], targets[0].nbytes + self._take_writes(scaled[0]))
+                self._label(targets[0], "written", targets[0].nbytes + self._take_writes(scaled[0]))
 
     def _copy(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         itemsize = targets[0].element_size()
@@ -253,11 +242,9 @@ class StepCounter(TorchDispatchMode):
                 unknown += source.numel() * itemsize + self._take_writes(source)
         inherited = next((k for k in ("unsharded", "shard", "copied shard", "gradient") if k in kinds), None)
         inherited = "copied shard" if inherited == "shard" else inherited
+        written = "written" if unknown else None
         for target in targets:
-            self._label(target, inherited)
-        if unknown and inherited is None:
-            for target in targets:
-                self._note_write(target, unknown // len(targets))
+            self._label(target, inherited or written, unknown // len(targets))
 
     def _backend_made(self, source: torch.Tensor) -> bool:
         """Return whether no operator created this memory, so that only the communication backend can have filled it."""
@@ -291,13 +278,13 @@ class StepCounter(TorchDispatchMode):
         return [r for r in self._find(tensor).regions if r.start < extent[1] and extent[0] < r.end]
 
     def _kind(self, tensor: torch.Tensor) -> str | None:
-        return next((region.kind for region in self._overlapping(tensor)), None)
+        return next((region.kind for region in self._overlapping(tensor) if region.kind != "written"), None)
 
     def _read(self, tensor: torch.Tensor) -> None:
         for region in self._overlapping(tensor):
             region.last_read = self._now
 
-    def _label(self, tensor: torch.Tensor, kind: str | None) -> None:
+    def _label(self, tensor: torch.Tensor, kind: str | None, nbytes: int = 0) -> None:
         """Record a new content for the range of ``tensor``; shards remain shards when they are updated."""
         extent = _extent(tensor)
         if extent is None:
@@ -309,12 +296,11 @@ class StepCounter(TorchDispatchMode):
             memory.regions.remove(old)
             old.until = self._now
             for start, end in ((old.start, extent[0]), (extent[1], old.end)):
-                if start < end:  # the part outside of the new range stays
+                if start < end and old.kind != "written":  # the part outside of the new range stays
                     # It was counted with the old region so far; from now on it counts only if it is read again.
                     self._add(memory, _Region(old.kind, start, end, self._now + 1, self._now))
-        memory.writes = [w for w in memory.writes if w.end <= extent[0] or extent[1] <= w.start]
         if kind is not None:
-            self._add(memory, _Region(kind, *extent, self._now, self._now))
+            self._add(memory, _Region(kind, *extent, self._now, self._now, nbytes=nbytes))
 
     def _add(self, memory: _Memory, region: _Region) -> None:
         memory.regions.append(region)
@@ -322,22 +308,12 @@ class StepCounter(TorchDispatchMode):
         if region.kind == "unsharded":
             self._unsharded.append((memory, region))
 
-    def _note_write(self, tensor: torch.Tensor, nbytes: int) -> None:
-        extent = _extent(tensor)
-        if extent is not None:
-            memory = self._find(tensor)
-            memory.writes.append(_Write(*extent, nbytes))
-            memory.known = True
-
     def _take_writes(self, tensor: torch.Tensor) -> int:
-        """Return the bytes that copies wrote into the range of ``tensor``, each counted for one reader."""
-        extent = _extent(tensor)
-        if extent is None:
-            return 0
-        memory = self._find(tensor)
-        taken = [w for w in memory.writes if w.start < extent[1] and extent[0] < w.end]
-        memory.writes = [w for w in memory.writes if w not in taken]
-        return sum(w.nbytes for w in taken)
+        """Return the bytes that operators wrote into the range of ``tensor``, each counted for one reader."""
+        taken = [region for region in self._overlapping(tensor) if region.kind == "written"]
+        for region in taken:
+            self._find(tensor).regions.remove(region)
+        return sum(region.nbytes for region in taken)
 
     def _expire(self) -> None:
         for memory, region in self._unsharded:
