@@ -1,21 +1,56 @@
-"""A new kind of communication is one declaration and one function: everything else reads its effects."""
+"""A new kind of communication is one declaration and one function: everything else reads its effects.
+
+The tests declare a broadcast of a bucket, which the package does not have.
+"""
 
 from __future__ import annotations
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import StepMemory, VerificationError
+from thunder_fsdp_sched.ir.effects import Effects, Issue, Place, Wait, Work
+from thunder_fsdp_sched.ir.registry import register
 from thunder_fsdp_sched.ir.schedule import read_schedule
 from thunder_fsdp_sched.planning.cost import AnalyticCost, ring_seconds
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.proof import verify
+from thunder_fsdp_sched.runtime.memory import Slot
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.sort_communication import sort_communication
+from thunder_fsdp_sched.transports import Traffic
 
 import pytest
-from new_collective import broadcast, wait_for_broadcast
 from synthetic_traces import make_buckets, tensor
 from thunder.core import prims
+from thunder.core.proxies import FutureTensorProxy
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
+
+
+def _broadcast(bsym: BoundSymbol) -> Effects:
+    bucket, slot, _ = bsym.args
+    slot, future, nbytes = slot if isinstance(slot, Slot) else None, bsym.output.name, bucket.spec.unsharded_bytes
+    issue = Issue(
+        bsym.sym.name,
+        future,
+        bucket,
+        bucket.ranks.group,
+        nbytes,
+        bucket.spec.param_dtype,
+        Place(bucket, slot, bucket.spec.param_dtype),
+        gathers=True,
+        transport="broadcast",
+        traffic=Traffic((nbytes,), 1),
+    )
+    return Effects(issues=issue, work=Work(), bucket=bucket, uses=slot, in_place=(future,))
+
+
+def _wait_for_broadcast(bsym: BoundSymbol) -> Effects:
+    wait = Wait(bsym.args[1].name, ("broadcast_bucket",))
+    return Effects(waits=wait, work=Work(), bucket=bsym.args[0], in_place=(bsym.output.name,))
+
+
+broadcast = register("broadcast_bucket", print, _broadcast, lambda bucket, slot, shard: FutureTensorProxy(like=shard))
+wait_for_broadcast = register("wait_for_broadcast", print, _wait_for_broadcast, lambda bucket, future: tensor())
 
 
 def _unsorted(blocks: int) -> TraceCtx:
@@ -53,11 +88,29 @@ def test_a_new_collective_is_sorted_laid_out_proved_counted_priced_and_printed()
     assert sum(timeline.communication_seconds.values()) == pytest.approx(expected)
 
 
-def test_a_broadcast_that_overwrites_what_is_still_read_is_refused() -> None:
-    trace = assign_slots(sort_communication(_unsorted(3), prefetch=1))
-    bsyms = trace.bound_symbols
-    slot = next(b.args[1] for b in bsyms if b.sym is broadcast)
-    other = [i for i, b in enumerate(bsyms) if b.sym is broadcast][1]
-    bsyms[other] = bsyms[other].from_bsym(args=(bsyms[other].args[0], slot, bsyms[other].args[2]))
-    with pytest.raises(VerificationError):
-        verify(trace)
+def broadcasts(*slots: int, read_first: bool) -> TraceCtx:
+    """Return a trace that broadcasts one bucket into each slot, and reads each before the next one or all at the end."""
+    trace, buckets = TraceCtx(), make_buckets([1] * len(slots))
+    made = {number: Slot(f"slot_{number}", buckets[0].arena, 1024 * number, 1024) for number in slots}
+    with tracectx(trace):
+        trace.args = tuple(tensor() for _ in slots)
+        for arg in trace.args:
+            prims.unpack_trivial(arg, name=arg.name)
+        weights = []
+        for bucket, number, shard in zip(buckets, slots, trace.args, strict=True):
+            weights.append(wait_for_broadcast(bucket, broadcast(bucket, made[number], shard)))
+            if read_first:
+                prims.neg(weights[-1])
+        prims.python_return({"output": sum(map(prims.neg, weights)) if not read_first else (), "flat_args": []}, ())
+    return trace
+
+
+def test_a_new_symbol_is_proved_by_its_declaration() -> None:
+    verify(broadcasts(0, 0, 1, read_first=True))
+    verify(broadcasts(0, 1, 2, read_first=False))
+    with pytest.raises(VerificationError, match=r"which bound symbol \d+ of \w+ has overwritten for bucket"):
+        verify(broadcasts(0, 1, 0, read_first=False))
+    lost = broadcasts(0, 1, read_first=True)
+    lost.bound_symbols = [b for b in lost.bound_symbols if b.sym is not wait_for_broadcast and b.sym is not prims.neg]
+    with pytest.raises(VerificationError, match="broadcast_bucket is never waited for"):
+        verify(lost)
