@@ -46,9 +46,11 @@ from thunder_fsdp_sched.transports.flat import Flat
 import pytest
 import thunder
 import torch
+from ranks import on_ranks
+from scenario import everywhere
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -252,15 +254,9 @@ def test_an_expanded_value_has_the_bytes_of_its_source():
 
 
 def test_a_fusion_costs_its_inputs_and_outputs_and_the_flops_inside():
-    trace = TraceCtx()
-    with tracectx(trace):
-        a, b = proxy(2, 3), proxy(3, 5)
-        inner = TraceCtx()
-        with tracectx(inner):
-            product = prims.matmul(a, b)
-            out = prims.neg(prims.exp(product))
-        fused = Symbol("fusion0", is_fusion=True)
-        bsym = BoundSymbol(fused, args=(a, b), kwargs={}, output=out, subsymbols=tuple(inner.bound_symbols))
+    trace = traced(lambda: prims.neg(prims.exp(prims.matmul(proxy(2, 3), proxy(3, 5)))))
+    inside = tuple(trace.bound_symbols)
+    bsym = Symbol("fusion0", is_fusion=True).bind(*inside[0].args, output=inside[-1].output, subsymbols=inside)
     trace.bound_symbols = [bsym]
     assert flops_of(bsym) == {torch.float32: 60}
     assert bytes_of(bsym) == 4 * (6 + 15 + 10)
@@ -271,10 +267,8 @@ def test_copying_gradients_into_the_reduction_slot_has_a_cost():
     one = bucket([(4, 4), (4,)])
 
     def write():
-        future = fsdp_all_gather(one, None, proxy(2, 4), None)
-        fsdp_wait_params(one, future)
-        future = fsdp_reduce_scatter(one, None, proxy(4, 4), None)
-        fsdp_wait_grads(one, future)
+        fsdp_wait_params(one, fsdp_all_gather(one, None, proxy(2, 4), None))
+        fsdp_wait_grads(one, fsdp_reduce_scatter(one, None, proxy(4, 4), None))
 
     spec = dataclasses.replace(PLAIN, launch_overhead=1.0)
     # Two segments need two launches; one gradient is copied.
@@ -376,28 +370,20 @@ def test_a_file_without_a_profile_is_refused_by_name(tmp_path, content):
 
 
 def test_measured_times_are_looked_up_by_position_or_else_by_equal_operations():
-    def write(*symbols):
-        def apply_symbols():
-            x = proxy(4)
-            for symbol in symbols:
-                x = symbol(x)
-
-        return traced(apply_symbols)
-
     cost = MeasuredCost(profile())
-    assert [s.device for s in cost.seconds(write(prims.neg, prims.neg))] == [1.0, 3.0]
-    assert [s.device for s in cost.seconds(write(prims.exp, prims.neg))] == [4.0, 2.0]
+    assert [s.device for s in cost.seconds(traced(lambda: prims.neg(prims.neg(proxy(4)))))] == [1.0, 3.0]
+    assert [s.device for s in cost.seconds(traced(lambda: prims.neg(prims.exp(proxy(4)))))] == [4.0, 2.0]
     with pytest.raises(ValueError, match=r"profile: it holds no sin of f32\[4\] f32\[4\]"):
-        cost.seconds(write(prims.sin))
+        cost.seconds(traced(lambda: prims.sin(proxy(4))))
     assert cost.collective_seconds(gather_of(bucket([(4, 4)]))) == 3.0
     with pytest.raises(ValueError, match="no fsdp_reduce_scatter of bucket 'b'"):
         cost.collective_seconds(reduction_of(bucket([(4, 4)])))
     assert (cost.contention("fsdp_all_gather"), cost.contention("fsdp_reduce_scatter")) == (0.25, 0.0)
 
 
-def measure_and_simulate(rank: int, world_size: int, strategy: str) -> dict:
-    """Measure a model, continue training, and return the profile with a simulation based on it."""
-    torch.manual_seed(0)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@on_ranks()
+def test_measuring_gives_all_ranks_the_same_profile_and_does_not_change_training(strategy):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
     transform = fsdp(sharding_strategy=strategy)
     jitted = thunder.jit(model, transforms=[transform])
@@ -405,42 +391,26 @@ def measure_and_simulate(rank: int, world_size: int, strategy: str) -> dict:
     jitted(x).sum().backward()
     before = [p.grad.clone() for p in jitted.parameters()]
     found = measure(jitted, x, repeats=2)
-    assert all(torch.equal(p.grad, b) for p, b in zip(jitted.parameters(), before, strict=True))
-    jitted.zero_grad()
-    jitted(x).sum().backward()
-    assert all(torch.equal(p.grad, b) for p, b in zip(jitted.parameters(), before, strict=True))
-    compiled = transform.compiled[-1]
-    assert len(transform.compiled) == 1, "measuring must not compile anything"
-    timeline = simulate(compiled.forward, compiled.backward, MeasuredCost(found))
-    return {
-        "profile": found,
-        "gathers": sum(
-            (issue := sends(b)) is not None and issue.gathers
-            for trace in (compiled.forward, compiled.backward)
-            for b in trace.bound_symbols
-        ),
-        "counts": [sum(computes(b) for b in t.bound_symbols) for t in (compiled.forward, compiled.backward)],
-        "step": timeline.step_seconds,
-        "bound": timeline.lower_bound,
-    }
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_measuring_gives_all_ranks_the_same_profile_and_does_not_change_training(ranks, strategy):
-    first, second = ranks.run(measure_and_simulate, strategy)
-    found = first["profile"]
-    assert found == second["profile"]
-    assert [len(found.forward), len(found.backward)] == first["counts"]
+    assert everywhere(found) == [found] * 2
+    for _ in range(2):
+        assert all(torch.equal(p.grad, b) for p, b in zip(jitted.parameters(), before, strict=True))
+        jitted.zero_grad()
+        jitted(x).sum().backward()
+    [compiled] = transform.compiled  # measuring compiles nothing
+    traces = compiled.forward, compiled.backward
+    assert [len(found.forward), len(found.backward)] == [sum(map(computes, t.bound_symbols)) for t in traces]
+    issues = [issue for trace in traces for b in trace.bound_symbols if (issue := sends(b)) is not None]
     kinds = [c.kind for c in found.collectives]
-    assert 3 <= kinds.count("fsdp_all_gather") == first["gathers"] < 6
+    assert 3 <= kinds.count("fsdp_all_gather") == sum(issue.gathers for issue in issues) < 6
     assert kinds.count("fsdp_reduce_scatter") == 3
     assert all(c.wire >= 0 and math.isfinite(c.wire) for c in found.collectives)
-    assert first["step"] >= first["bound"] > 0
+    timeline = simulate(*traces, MeasuredCost(found))
+    assert timeline.step_seconds >= timeline.lower_bound > 0
     assert all(0 <= share < 1 for share in found.contention.values())
 
 
-def measure_with_different_clocks(rank: int, world_size: int) -> Profile:
-    """Measure while the clock of rank 1 adds ten seconds to each duration."""
+@on_ranks(timeout=60)
+def test_ranks_issue_equally_many_collectives_while_measuring_whatever_their_clocks_say(rank):
     durations = Clock.durations
 
     def longer(clock: Clock) -> list[tuple[float, float]]:
@@ -450,15 +420,12 @@ def measure_with_different_clocks(rank: int, world_size: int) -> Profile:
     inputs = torch.ones(2, 8)
     jitted(inputs).sum().backward()
     with mock.patch.object(Clock, "durations", longer if rank else durations):
-        return measure(jitted, inputs, repeats=1)
+        found = measure(jitted, inputs, repeats=1)
+    assert everywhere(found) == [found] * 2
 
 
-def test_ranks_issue_equally_many_collectives_while_measuring_whatever_their_clocks_say(ranks):
-    first, second = ranks.run(measure_with_different_clocks, timeout=60)
-    assert first == second
-
-
-def measure_invalid_states(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_measuring_other_modules_or_with_unreduced_gradients_is_an_error():
     with pytest.raises(TypeError, match=r"fsdp\(\.\.\.\)"):
         measure(thunder.jit(nn.Linear(2, 2)), torch.ones(2, 2))
     jitted = thunder.jit(nn.Linear(2, 2), transforms=[fsdp()])
@@ -468,33 +435,26 @@ def measure_invalid_states(rank: int, world_size: int) -> None:
         measure(jitted, torch.ones(2, 2))
 
 
-def test_measuring_other_modules_or_with_unreduced_gradients_is_an_error(ranks):
-    ranks.run(measure_invalid_states)
-
-
 def test_gathers_cost_the_bytes_that_the_transport_and_precision_move_locally():
     spec = dataclasses.replace(PLAIN, synchronous=True)
 
-    def gather_seconds(on, mp_policy=None, **comm) -> float:
+    def gather_seconds(mp_policy=None, **comm) -> float:
         small_bucket = bucket([(4, 4)])
         small_bucket.spec = dataclasses.replace(small_bucket.spec, comm=CommSpec(**comm))
         if mp_policy is not None:
             small_bucket.spec = small_bucket.spec.with_options(mp_policy=mp_policy)
         small_bucket.transport = TRANSPORTS[small_bucket.spec.comm.transport]
-        trace = TraceCtx()
-        with tracectx(trace):
-            shard = TensorProxy(shape=(2, 4), device=devices.cpu, dtype=dtypes.float32)
-            future = fsdp_all_gather(small_bucket, None, shard)
-            fsdp_wait_params(small_bucket, future)
-            prims.python_return(None)
-        seconds = AnalyticCost(on).seconds(trace)
-        return sum(s.device for s in seconds) * on.bytes_per_second
 
-    assert gather_seconds(spec) == 0
-    assert gather_seconds(spec, MixedPrecisionPolicy(param_dtype=torch.bfloat16)) == 8 * (4 + 2)
-    assert gather_seconds(spec, transport="staged", staging=True) == 2 * 64
+        def write():
+            fsdp_wait_params(small_bucket, fsdp_all_gather(small_bucket, None, proxy(2, 4)))
+
+        return sum(device_seconds(traced(write), spec)) * spec.bytes_per_second
+
+    assert gather_seconds() == 0
+    assert gather_seconds(MixedPrecisionPolicy(param_dtype=torch.bfloat16)) == 8 * (4 + 2)
+    assert gather_seconds(transport="staged", staging=True) == 2 * 64
     # The slot is zeroed, and this rank's shard is copied into it.
-    assert gather_seconds(spec, transport="all_reduce") == 64 + 2 * 32
+    assert gather_seconds(transport="all_reduce") == 64 + 2 * 32
 
 
 class Relayed(Flat):
@@ -546,10 +506,6 @@ def test_the_sum_of_an_all_to_all_reduction_counts_in_the_collective_on_a_gpu_an
     assert cost.collective_seconds(gather_of(small_bucket)) == pytest.approx(reduced)
     on_cpu = AnalyticCost(dataclasses.replace(PLAIN, synchronous=True))
     assert on_cpu.collective_seconds(reduction_of(small_bucket)) == pytest.approx(reduced)
-    trace = TraceCtx()
-    with tracectx(trace):
-        future = fsdp_reduce_scatter(small_bucket, None, None)
-        fsdp_wait_grads(small_bucket, future)
-        prims.python_return(None)
-    waiting = sum(s.device for s in on_cpu.seconds(trace)) - sum(s.device for s in cost.seconds(trace))
-    assert waiting == pytest.approx(added)
+    trace = traced(lambda: fsdp_wait_grads(small_bucket, fsdp_reduce_scatter(small_bucket, None, None)))
+    on_gpu_seconds, on_cpu_seconds = (sum(s.device for s in on.seconds(trace)) for on in (cost, on_cpu))
+    assert on_cpu_seconds - on_gpu_seconds == pytest.approx(added)

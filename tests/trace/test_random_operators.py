@@ -18,12 +18,12 @@ from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 import pytest
 import thunder
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from profiles import LONG
 from random_models import draw_numbered
 from random_operators import OperatorModel, Use, operators, returns_uninitialized_memory, uses
-from ranks import RankError, Ranks
+from ranks import RankError, Ranks, on_ranks
+from scenario import everywhere
 
 REFUSED = "refused"
 STRATEGIES: tuple[dict[str, Any], ...] = (
@@ -126,11 +126,9 @@ def _is_random(use: Use) -> bool:
     return bool(_difference(first, second))
 
 
-def _first_on_any_rank(text: str, world_size: int) -> str:
+def _first_on_any_rank(text: str) -> str:
     """Return the first text of any rank that is not empty, the same on all ranks."""
-    texts = [""] * world_size
-    dist.all_gather_object(texts, text)
-    return next(filter(None, texts), "")
+    return next(filter(None, everywhere(text)), "")
 
 
 def try_operators(rank: int, world_size: int, drawn: list[tuple[Use, int]]) -> tuple[list[str], list[str]]:
@@ -142,15 +140,15 @@ def try_operators(rank: int, world_size: int, drawn: list[tuple[Use, int]]) -> t
     failures: list[str] = []
     usable: list[tuple[Use, int]] = []
     for use, strategy in drawn:
-        if reason := _first_on_any_rank(_expected_values((use,))[0], world_size):
+        if reason := _first_on_any_rank(_expected_values((use,))[0]):
             outcomes.append(reason)
         else:
             usable.append((use, strategy))
     for start in range(0, len(usable), 3):
         together, options = tuple(use for use, _ in usable[start : start + 3]), STRATEGIES[usable[start][1]]
         reason, expected = _expected_values(together)
-        if not _first_on_any_rank(reason, world_size):
-            failure = _first_on_any_rank(_failure_of_sharded(together, expected, options), world_size)
+        if not _first_on_any_rank(reason):
+            failure = _first_on_any_rank(_failure_of_sharded(together, expected, options))
             if not failure:
                 outcomes += ["right"] * len(together)
                 continue
@@ -158,7 +156,7 @@ def try_operators(rank: int, world_size: int, drawn: list[tuple[Use, int]]) -> t
                 failures.append(f"rank {rank}: {together} with {options}: {failure}")
         for use in together:
             failure = _failure_of_sharded((use,), _expected_values((use,))[1], options)
-            failure = _first_on_any_rank(failure, world_size)
+            failure = _first_on_any_rank(failure)
             outcomes.append("right" if not failure else "refused" if failure == REFUSED else "failed")
             if outcomes[-1] == "failed":
                 failures.append(f"rank {rank}: {use} with {options}: {failure}")
@@ -189,16 +187,11 @@ def test_random_operators_give_the_same_results_sharded_and_unsharded(ranks: Ran
     assert outcomes["right"], "nothing was compared"
 
 
-def _redraw(rank: int, world_size: int) -> list[str]:
-    found = []
+@on_ranks()
+def test_a_random_operator_that_backward_would_run_again_is_refused() -> None:
     for source in ("parameter", "activation"):
         use = Use("random gumbel_softmax", 0, (source,))
-        found.append(_failure_of_sharded((use,), _expected_values((use,))[1], STRATEGIES[0]))
-    return found
-
-
-def test_a_random_operator_that_backward_would_run_again_is_refused(ranks: Ranks) -> None:
-    assert ranks.run(_redraw) == [[REFUSED, REFUSED]] * 2
+        assert _failure_of_sharded((use,), _expected_values((use,))[1], STRATEGIES[0]) == REFUSED
 
 
 def test_operators_whose_results_are_uninitialized_memory_are_recognized() -> None:
