@@ -19,28 +19,22 @@ from thunder_fsdp_sched.ir.host_copies import (
 )
 from thunder_fsdp_sched.ir.inspection import runs_nothing
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from thunder_fsdp_sched.plan.layout import make_layout
-from thunder_fsdp_sched.plan.specs import BucketOptions, BucketSpec, ParamSpec
 from thunder_fsdp_sched.planning.cost import Seconds
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.planning.timeline import COMPUTE, Timeline
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
-from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.sort_communication import sort_communication
-from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thunder.core import devices, dtypes, prims
+from synthetic_traces import make_buckets, tensor
+from thunder.core import prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
-SHAPE = (4, 4)
-NBYTES = 64  # of an unsharded bucket
+NBYTES = 1024  # of an unsharded bucket
 
 
 @dataclass
@@ -79,33 +73,20 @@ class TraceBuilder:
 
     def __init__(self, *, zero3: bool = True, after: "TraceBuilder | None" = None) -> None:
         self.trace = from_trace(after.trace) if after else TraceCtx()  # no name is used in both traces
-        self.arena = Arena(torch.device("cpu"))
-        self.zero3 = zero3
-        self.buckets: list[Bucket] = []
+        self.buckets = make_buckets([1] * 6, zero3=zero3)
         self.futures: dict[int, object] = {}
         self.params: dict[int, TensorProxy] = {}
         with tracectx(self.trace):
             self.value = tensor()
             self.trace.args = (self.value,)
 
-    def bucket(self, number: int, group: str = "data") -> Bucket:
-        while len(self.buckets) <= number:
-            name = f"b{len(self.buckets)}"
-            params = (ParamSpec((f"{name}.p",), SHAPE, torch.float32, torch.device("cpu"), True),)
-            options = BucketOptions("zero3" if self.zero3 else "zero2")
-            spec = BucketSpec(name, params, make_layout([SHAPE], 2, 4), options)
-            self.buckets.append(
-                Bucket(spec, Ranks(ProcessGroupRef(group, 0, range(2))), Flat(), self.arena, f"bucket_{name}")
-            )
-        return self.buckets[number]
-
     def write(self, function: Callable, *args: object) -> object:
         with tracectx(self.trace):
             return function(*args)
 
-    def gather(self, number: int, group: str = "data") -> None:
+    def gather(self, number: int) -> None:
         with tracectx(self.trace):
-            self.futures[number] = fsdp_all_gather(self.bucket(number, group), None, tensor())
+            self.futures[number] = fsdp_all_gather(self.buckets[number], None, tensor())
 
     def wait(self, number: int) -> None:
         (self.params[number],) = self.write(fsdp_wait_params, self.buckets[number], self.futures[number])
@@ -117,8 +98,8 @@ class TraceBuilder:
         else:
             self.value = self.write(prims.matmul, self.value, self.params[number])
 
-    def reduce(self, number: int, group: str = "data") -> None:
-        self.futures[number] = self.write(fsdp_reduce_scatter, self.bucket(number, group), None, self.value)
+    def reduce(self, number: int) -> None:
+        self.futures[number] = self.write(fsdp_reduce_scatter, self.buckets[number], None, self.value)
 
     def wait_grads(self, number: int) -> None:
         self.write(fsdp_wait_grads, self.buckets[number], self.futures[number])
@@ -126,10 +107,6 @@ class TraceBuilder:
     def finish_trace(self) -> TraceCtx:
         self.write(prims.python_return, {"output": self.value, "flat_args": []}, ())
         return self.trace
-
-
-def tensor() -> TensorProxy:
-    return TensorProxy(shape=SHAPE, device=devices.cpu, dtype=dtypes.float32)
 
 
 def spans(timeline: Timeline, stream: str, kind: str | None = None) -> list[tuple[float, float]]:
@@ -156,12 +133,12 @@ PREFETCHED = ("gather 0", "gather 1", "wait 0", "compute 0", "wait 1", "compute 
 
 def test_compute_hides_a_prefetched_gather_but_not_the_first():
     timeline = run(*PREFETCHED, compute={"matmul": 3.0}, gather=2.0)
-    assert spans(timeline, "data") == [(0.0, 2.0), (2.0, 4.0)]
+    assert spans(timeline, "none") == [(0.0, 2.0), (2.0, 4.0)]
     assert spans(timeline, COMPUTE, "wait") == [(0.0, 2.0)]
     assert spans(timeline, COMPUTE, "compute") == [(2.0, 5.0), (5.0, 8.0)]
     assert timeline.step_seconds == 8.0
     assert timeline.compute_seconds == 6.0
-    assert timeline.communication_seconds == {"data": 4.0}
+    assert timeline.communication_seconds == {"none": 4.0}
     assert timeline.exposed_seconds == 2.0
     assert timeline.exposed_by_bucket == {"b0": 2.0, "b1": 0.0}
     assert timeline.lower_bound == 6.0
@@ -221,7 +198,7 @@ def test_a_copy_does_not_delay_collectives_and_has_its_own_time_in_each_directio
     builder.write(fsdp_wait_device_copy, other)
     cost = ConstantCost(gather=2.0, host_copy=3.0, synchronous=False)
     timeline = simulate(builder.finish_trace(), None, cost)
-    assert [spans(timeline, s) for s in ("data", "to host memory", "to the device")] == [[(0, 2)], [(0, 3)], [(0, 3)]]
+    assert [spans(timeline, s) for s in ("none", "to host memory", "to the device")] == [[(0, 2)], [(0, 3)], [(0, 3)]]
     assert timeline.step_seconds == 3.0
 
 
@@ -229,15 +206,14 @@ def test_a_copy_does_not_delay_collectives_and_has_its_own_time_in_each_directio
 def test_a_collective_starts_after_all_compute_issued_before_it(synchronous):
     steps = ("compute", "gather 0", "compute", "wait 0", "compute 0")
     timeline = run(*steps, compute={"neg": 1.0}, gather=3.0, synchronous=synchronous)
-    assert spans(timeline, "data") == [(1.0, 4.0)]
+    assert spans(timeline, "none") == [(1.0, 4.0)]
     assert timeline.exposed_seconds == 2.0
 
 
 def test_collectives_queue_within_a_group_but_not_across_groups():
     def trace_in(group: str) -> TraceCtx:
         builder = TraceBuilder()
-        builder.bucket(0)
-        builder.bucket(1, group)
+        builder.buckets[1].ranks = Ranks(ProcessGroupRef(group, 0, range(2)))
         builder.reduce(0)
         builder.gather(1)
         builder.wait(1)
@@ -246,11 +222,11 @@ def test_collectives_queue_within_a_group_but_not_across_groups():
         return builder.finish_trace()
 
     cost = ConstantCost({"matmul": 1.0}, gather=2.0, reduction=4.0)
-    together = simulate(trace_in("data"), None, cost)
-    assert spans(together, "data") == [(0.0, 4.0), (4.0, 6.0)]
+    together = simulate(trace_in("none"), None, cost)
+    assert spans(together, "none") == [(0.0, 4.0), (4.0, 6.0)]
     assert together.step_seconds == 7.0
     separate = simulate(trace_in("other"), None, cost)
-    assert spans(separate, "data") == [(0.0, 4.0)]
+    assert spans(separate, "none") == [(0.0, 4.0)]
     assert spans(separate, "other") == [(0.0, 2.0)]
     assert separate.step_seconds == 4.0
     assert separate.exposed_seconds == 3.0, (
@@ -262,29 +238,29 @@ def test_collectives_queue_within_a_group_but_not_across_groups():
 
 def test_two_concurrent_reductions_share_the_link_equally():
     waits = ("wait_grads 0", "wait_grads 1")
-    assert spans(run("reduce 0", "reduce 1", *waits, reduction=4.0, concurrent=2), "data") == [(0.0, 8.0), (0.0, 8.0)]
+    assert spans(run("reduce 0", "reduce 1", *waits, reduction=4.0, concurrent=2), "none") == [(0.0, 8.0), (0.0, 8.0)]
     apart = ("reduce 0", "compute", "compute", "reduce 1", *waits)
     later = run(*apart, reduction=4.0, concurrent=2)  # the first: 2 s alone, then 2 s of work in 4 s
-    assert spans(later, "data") == [(0.0, 6.0), (2.0, 8.0)]
-    assert later.communication_seconds == {"data": 8.0}
-    assert spans(run(*apart, reduction=4.0), "data") == [(0.0, 4.0), (4.0, 8.0)]
+    assert spans(later, "none") == [(0.0, 6.0), (2.0, 8.0)]
+    assert later.communication_seconds == {"none": 8.0}
+    assert spans(run(*apart, reduction=4.0), "none") == [(0.0, 4.0), (4.0, 8.0)]
 
 
 def test_a_collective_waits_while_the_concurrency_limit_is_reached():
     steps = [f"{step} {number}" for step in ("reduce", "wait_grads") for number in range(3)]
-    assert spans(run(*steps, reduction=1.0, concurrent=2), "data") == [(0.0, 2.0), (0.0, 2.0), (2.0, 3.0)]
+    assert spans(run(*steps, reduction=1.0, concurrent=2), "none") == [(0.0, 2.0), (0.0, 2.0), (2.0, 3.0)]
 
 
 def test_an_all_gather_gets_its_share_of_the_link_from_a_concurrent_reduction():
     shares = {"gather_share": 0.5, "reduction_share": 0.25}
     timeline = run("reduce 0", "gather 1", "wait 1", "wait_grads 0", gather=2.0, reduction=3.0, concurrent=2, **shares)
     # The gather takes 2 / 0.5 s, in which 1 of the reduction's 3 s is done.
-    assert spans(timeline, "data") == [(0.0, 6.0), (0.0, 4.0)]
+    assert spans(timeline, "none") == [(0.0, 6.0), (0.0, 4.0)]
 
 
 def test_of_two_concurrent_all_gathers_the_first_gets_the_whole_link():
     timeline = run(*PREFETCHED, compute={"matmul": 1.0}, gather=2.0, concurrent=2, gather_share=0.5)
-    assert [end for _, end in spans(timeline, "data")] == [2.0, 4.0]
+    assert [end for _, end in spans(timeline, "none")] == [2.0, 4.0]
 
 
 def test_running_collectives_slow_compute_down():
@@ -307,7 +283,7 @@ def test_the_host_does_not_wait_where_the_device_waits():
     # The host finishes after 4 s without waiting. The device waits for the end of the gather at 6 s.
     steps = ("gather 0", "wait 0", "compute 0", "compute")
     timeline = run(*steps, compute={"neg": 1.0, "matmul": 1.0}, host=1.0, gather=5.0, synchronous=False)
-    assert spans(timeline, "data") == [(1.0, 6.0)]
+    assert spans(timeline, "none") == [(1.0, 6.0)]
     assert spans(timeline, COMPUTE) == [(1.0, 6.0), (6.0, 7.0), (7.0, 8.0)]
 
 
@@ -315,7 +291,7 @@ def test_the_local_work_of_a_collective_counts_as_compute():
     timeline = run(
         "reduce 0", "wait_grads 0", compute={"fsdp_reduce_scatter": 1.0, "fsdp_wait_grads": 0.5}, reduction=2.0
     )
-    assert spans(timeline, "data") == [(1.0, 3.0)]
+    assert spans(timeline, "none") == [(1.0, 3.0)]
     assert (timeline.compute_seconds, timeline.step_seconds) == (1.5, 3.5)
 
 
