@@ -21,8 +21,16 @@ def make_on_meta():
         return Model(2, 32), (torch.randn(4, 32),)
 
 
-def invoke(*arguments: str):
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "80"})  # a narrow terminal
+def invoke(*arguments: str, exit_code: int = 0) -> str:
+    """Run a command in a narrow terminal, check its exit code, and return what it prints."""
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "80"})
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def words(output: str) -> str:
+    """Return an output without its frames and line breaks."""
+    return " ".join(output.replace("\u2502", " ").split())
 
 
 def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
@@ -30,53 +38,41 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     files = [tmp_path / name for name in ("step.png", "step.json", "one.json", "memory.png")]
     outputs = ["--picture", str(files[0]), "--perfetto", str(files[1]), "--schedule", str(files[2])]
     outputs += ["--memory", str(files[3])]
-    result = invoke("plan", "test_dry_run:make_on_meta", "--world-size", "16", *outputs)
-    assert result.exit_code == 0, result.output
-    assert "scheduled" in result.output and "unsorted" in result.output and "blocks.1" in result.output
+    planned = ("plan", "test_dry_run:make_on_meta", "--world-size", "16")
+    output = invoke(*planned, *outputs)
+    assert all(text in output for text in ("scheduled", "unsorted", "blocks.1", "optimizer state"))
+    assert "gathers in flight, at most: forward 2, backward 2" in output
+    assert re.search(
+        r"^fits on h100-sxm: 80\.00 GB free of 80\.00 GB$\npeak [\d.]+ MB in (for|back)ward", output, re.MULTILINE
+    )
+    assert re.search(r"\.py:\d+$", output, re.MULTILINE)
     assert all(file.stat().st_size for file in files)
     [step] = load_schedules(files[2])
     assert {op.bucket for op in step.forward} == {"blocks.0", "blocks.1", "head"}
-    assert re.search(
-        r"^fits on h100-sxm: 80\.00 GB free of 80\.00 GB$\npeak [\d.]+ MB in (for|back)ward", result.output, re.M
-    )
-    assert "optimizer state" in result.output and re.search(r"\.py:\d+$", result.output, re.MULTILINE)
 
-    assert invoke("diff", str(files[2]), str(files[2])).exit_code == 0
     other = tmp_path / "other.json"
-    plan_command = ["plan", "test_dry_run:make_on_meta", "--world-size", "16", "--schedule", str(other)]
-    assert "gathers in flight, at most: forward 2, backward 2" in result.output
-    saved = ["--memory", str(tmp_path / "memory.json")]
-    limited = invoke(*plan_command, "--max-gathers-in-flight", "1", "--optimizer-bytes", "1e9", *saved)
+    limits = ["--max-gathers-in-flight", "1", "--optimizer-bytes", "1e9"]
+    limited = invoke(*planned, *limits, "--schedule", str(other), "--memory", str(tmp_path / "memory.json"))
     memory = load_memory(tmp_path / "memory.json")
     assert memory.fixed["optimizer state"] > 80e9 and memory.peak.by_kind["unsharded buckets"] % 512 == 0
-    assert re.search(r"^does not fit on h100-sxm: [\d,.]+ GB too much of 80\.00 GB$", limited.output, re.MULTILINE), (
-        limited.output
-    )
-    assert "gathers in flight, at most: forward 1, backward 1" in limited.output
-    difference = invoke("diff", str(files[2]), str(other))
-    assert difference.exit_code == 1
-    assert "fsdp_all_gather" in difference.output
+    assert re.search(r"^does not fit on h100-sxm: [\d,.]+ GB too much of 80\.00 GB$", limited, re.MULTILINE), limited
+    assert "gathers in flight, at most: forward 1, backward 1" in limited
+    invoke("diff", str(files[2]), str(files[2]))
+    assert "fsdp_all_gather" in invoke("diff", str(files[2]), str(other), exit_code=1)
 
 
 def test_a_hybrid_step_is_planned_on_the_links_of_both_mesh_dimensions():
-    outputs = {}
-    for replicas in ("1", "8"):
-        result = invoke("plan", "test_dry_run:make_on_meta", "--world-size", "64", "--replicas", replicas)
-        assert result.exit_code == 0, result.output
-        outputs[replicas] = result.output
-    assert "8 x 8" in outputs["8"] and "8 x 8" not in outputs["1"]
+    planned = ("plan", "test_dry_run:make_on_meta", "--world-size", "64", "--replicas")
+    assert "8 x 8" in invoke(*planned, "8") and "8 x 8" not in invoke(*planned, "1")
     step = dry_run_step(make_on_meta, world_size=64, replicas=8, on="h100-sxm")
     assert set(step.after.communication_seconds) == {"mesh_shard", "mesh_replicate"}
     assert all(seconds > 0 for seconds in step.after.communication_seconds.values())
-    refused = invoke("plan", "test_dry_run:make_on_meta", "--world-size", "64", "--replicas", "7")
-    assert "replicas: 64 ranks cannot hold 7 copies" in " ".join(refused.output.split())
+    assert "replicas: 64 ranks cannot hold 7 copies" in words(invoke(*planned, "7", exit_code=2))
 
 
-def test_an_unknown_model_or_cluster_is_refused_by_name():
+def test_an_unknown_model_is_refused_by_name():
     with pytest.raises(ValueError, match="'no-such-model' is neither"):
         find_model("no-such-model", batch=1, length=8, dtype=torch.bfloat16)
-    assert "nowhere" in invoke("plan", "test_dry_run:make_on_meta", "--cluster", "nowhere").output
-    assert "no_such_module" in invoke("plan", "no_such_module:make").output
 
 
 def test_trace_and_plan_take_the_same_options_and_a_cluster_described_by_a_file(tmp_path):
@@ -84,20 +80,18 @@ def test_trace_and_plan_take_the_same_options_and_a_cluster_described_by_a_file(
     path.write_text('{"like": "h100-sxm", "inter_node_bandwidth": "1GB"}')
     common = f"test_dry_run:make_on_meta --world-size 16 --cluster {path} --cluster-set contention=0".split()
     common += ["--sharding", "both", "--bucketing", "100kB", "--prefetch", "auto", "--transport", "coalesced"]
-    for command in ("trace", "plan"):
-        result = invoke(command, *common)
-        assert result.exit_code == 0, result.output
-        assert len(re.findall(r"^coalesced: ", result.output, re.MULTILINE)) == 2, "one plan for each strategy"
-        expected = {
-            "trace": ["ZeRO-2, forward, 16 ranks", "ZeRO-3, backward, 16 ranks"],
-            "plan": ["one step on ours", " ms = ", "launch gaps"],
-        }
-        assert all(text in " ".join(result.output.split()) for text in expected[command]), result.output
+    for command, expected in (
+        ("trace", ["ZeRO-2, forward, 16 ranks", "ZeRO-3, backward, 16 ranks"]),
+        ("plan", ["one step on ours", " ms = ", "launch gaps"]),
+    ):
+        output = invoke(command, *common)
+        assert len(re.findall(r"^coalesced: ", output, re.MULTILINE)) == 2, "one plan for each strategy"
+        assert all(text in " ".join(output.split()) for text in expected), output
 
 
 @pytest.mark.parametrize("command", ["plan", "trace"])
 def test_help_lists_presets_units_and_an_example(command):
-    text = " ".join(invoke(command, "--help").output.split())
+    text = " ".join(invoke(command, "--help").split())
     assert "Clusters: h100-sxm, h200-sxm, a100-sxm, b200, cpu-2core." in text
     assert "Units: sizes are bytes, as 8GiB" in text
     assert f"Example: python -m thunder_fsdp_sched {command} " in text
@@ -124,6 +118,8 @@ NOT_A_FUNCTION = 3
         (("plan", "test_dry_run:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
         (("plan", "test_dry_run:make_on_meta", "--bucketing", "foo"), "foo"),
         (("plan", ":make"), "cannot be imported"),
+        (("plan", "no_such_module:make"), "no_such_module"),
+        (("plan", "test_dry_run:make_on_meta", "--cluster", "nowhere"), "nowhere"),
         (("trace", "test_dry_run:make_nothing"), "must return (module, args)"),
         (("trace", "test_dry_run:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
         (("trace", "test_dry_run:make_on_meta", "--bucketing", "foo"), "foo"),
@@ -134,6 +130,5 @@ NOT_A_FUNCTION = 3
     ],
 )
 def test_invalid_arguments_are_usage_errors(arguments, message):
-    result = invoke(*arguments)
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.output.replace("\u2502", " ").split()), result.output
+    output = invoke(*arguments, exit_code=2)
+    assert message in words(output), output

@@ -19,7 +19,7 @@ from hypothesis import given
 from models import CASES, GPT, Stack
 from profiles import each_case
 from random_models import CallingModel, ModelSpec, quiet, repeating_models
-from test_repeated_modules import Blocks, Linear, X, check_traces, seeded
+from test_repeated_modules import Blocks, Linear, X, adding, check_traces, seeded
 from thunder.core import prims
 from thunder.core.compile_data import get_compile_data
 from thunder.core.symbol import Symbol
@@ -205,19 +205,9 @@ class Setting(Linear):
         return self.linear(x) + y
 
 
-class Asking(Linear):
-    def extra(self) -> Any:
-        return 1 if torch.is_grad_enabled() else 2
-
-
-class AskingThunder(Linear):
-    def extra(self) -> Any:
-        return 1 if get_compile_data().is_grad_enabled else 2
-
-
-class AskingForInference(Linear):
-    def extra(self) -> Any:
-        return 1 if torch.is_inference_mode_enabled() else 2
+Asking = adding(lambda self: 1 if torch.is_grad_enabled() else 2)
+AskingThunder = adding(lambda self: 1 if get_compile_data().is_grad_enabled else 2)
+AskingForInference = adding(lambda self: 1 if torch.is_inference_mode_enabled() else 2)
 
 
 class Detaching(Linear):
@@ -225,11 +215,8 @@ class Detaching(Linear):
         return self.linear(x.detach())
 
 
-class Registered(Linear):
-    """Calls an operator that Thunder registers automatically. Its result requires gradients, if torch says so."""
-
-    def extra(self) -> Any:
-        return torch.sinc(self.linear.bias)
+Registered = adding(lambda self: torch.sinc(self.linear.bias))
+"""Calls an operator that Thunder registers automatically. Its result requires gradients, if torch says so."""
 
 
 class CopyingAlone(Updating):

@@ -81,6 +81,11 @@ class Linear(nn.Module):
         return 1
 
 
+def adding(extra: Callable[..., Any]) -> type[Linear]:
+    """Return a class of blocks that add what the function returns for a block."""
+    return type("Adding", (Linear,), {"extra": extra})
+
+
 X = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
 
 
@@ -93,11 +98,7 @@ def test_a_block_with_an_index_that_it_does_not_read_is_repeated() -> None:
 
 
 def test_a_block_that_depends_on_its_index_is_traced_again() -> None:
-    class Indexed(Linear):
-        def extra(self) -> Any:
-            return self.index
-
-    repetition = repetition_of(Indexed)
+    repetition = repetition_of(adding(lambda self: self.index))
     assert repetition.repeated == 2  # the linear layers of the second and the third block
     assert repetition.recorded == 5  # the model, the blocks, and one linear layer
 
@@ -130,30 +131,7 @@ class StoringGlobally(Linear):
         return 0.5
 
 
-class Caching(Linear):
-    def extra(self) -> Any:
-        CACHE.setdefault("first", 3)
-        return len(CACHE)
-
-
-class WithADefault(Linear):
-    def extra(self, seen: list[int] = []) -> Any:  # noqa: B006
-        seen.append(1)
-        return 2.0
-
-
-class Iterating(Linear):
-    def extra(self) -> Any:
-        return float(len(str(next(NUMBERS))))
-
-
 NUMBERS = itertools.count(8)
-
-
-class Drawing(Linear):
-    def extra(self) -> Any:
-        random.random()
-        return 2.0
 
 
 class Named:
@@ -165,11 +143,6 @@ class Named:
 
 
 NAMED = Named()
-
-
-class Naming(Linear):
-    def extra(self) -> Any:
-        return float(len(f"{NAMED}")) + float(len(str(NAMED)))
 
 
 class Square(torch.autograd.Function):
@@ -211,11 +184,11 @@ class Closing(Linear):
         (Counting, "modif"),
         (CountingGlobally, "STORE_SUBSCR"),
         (StoringGlobally, "STORE_GLOBAL"),
-        (Caching, "setdefault"),
-        (WithADefault, "append"),
-        (Iterating, "count.__next__"),
-        (Drawing, "random"),
-        (Naming, "format"),
+        (adding(lambda self: CACHE.setdefault("first", 3)), "setdefault"),
+        (adding(lambda self, seen=[]: seen.append(1) or 2.0), "append"),
+        (adding(lambda self: float(next(NUMBERS))), "count.__next__"),
+        (adding(lambda self: random.random()), "random"),
+        (adding(lambda self: float(len(f"{NAMED}")) + float(len(str(NAMED)))), "format"),
         (WithAFunction, "operator"),
         (Closing, "STORE_DEREF"),
     ],
@@ -310,11 +283,7 @@ def test_containers_of_tensors_pass_through_repeated_blocks() -> None:
 
 
 def test_a_block_is_traced_again_for_another_default_dtype() -> None:
-    class Scaling(Linear):
-        def extra(self) -> Any:
-            return torch.ones(4)
-
-    model = seeded(lambda: Blocks(Scaling))()
+    model = seeded(lambda: Blocks(adding(lambda self: torch.ones(4))))()
     jitted, repetition = thunder.jit(model), Repetition()
     trace_module_calls(thunder.compile_data(jitted), repetition)
     jitted(X)
