@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.demo import model as demo
 
 import torch
@@ -418,3 +419,14 @@ CASES: dict[str, type[Model]] = {
     "checkpointed": Checkpointed,
     "expanded_parameters": ExpandedParameters,
 }
+
+
+def compile_model(make: Callable[[], Any], world_size: int = 2, **options: Any) -> testing.CompiledTraces:
+    """Return what the first of some ranks compiles for a model of this module, or one with ``inputs`` of its own."""
+
+    def made() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        model = make()
+        return model, model.inputs(torch.Generator().manual_seed(0))
+
+    [compiled] = testing.compile_on_fake_ranks(made, world_size, **options)
+    return compiled

@@ -6,15 +6,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import fsdp
+import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.capture.bound_symbols import BoundSymbolCopies
 from thunder_fsdp_sched.ir.caching import caching, with_caches
-from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.private_traces import CachingBoundSymbol, renamed
 
 import pytest
-import torch
-from models import CASES, GPT
+from models import CASES, GPT, compile_model
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace, tracectx
@@ -23,11 +21,7 @@ FLAT = ("flat_args", "flat_proxy_args", "flat_outs", "flat_proxy_outs")
 
 
 def traces_of(make: Callable[[], Any]) -> list[TraceCtx]:
-    def made() -> tuple[Any, Any]:
-        model = make().double()
-        return model, model.inputs(torch.Generator().manual_seed(0))
-
-    compiled = compile_as_rank(made, fsdp(trace_modules_once=False), rank=0, world_size=2).compiled[-1]
+    compiled = compile_model(lambda: make().double(), trace_modules_once=False)
     assert compiled.differentiated is not None
     return [compiled.differentiated, *compiled.traces]
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CASES, GPT
+from models import CASES, GPT, compile_model
 from synthetic_traces import SHAPE, make_buckets, tensor
 from thunder.core import devices, dtypes, prims
 from thunder.core.prims import PrimIDs
@@ -148,11 +148,8 @@ def test_values_and_slots_are_those_of_brute_force(bsyms: list[BoundSymbol], dat
 @pytest.mark.parametrize("case", ["gpt", "views_of_parameters", "shared_blocks", "expanded_parameters"])
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_consumers_are_those_that_the_assertions_find(case: str, strategy: str) -> None:
-    def make() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-        model = GPT() if case == "gpt" else CASES[case]().double()
-        return model, model.inputs(torch.Generator().manual_seed(0))
-
-    [traces] = testing.compile_on_fake_ranks(make, 2, sharding_strategy=strategy)
+    make = GPT if case == "gpt" else lambda: CASES[case]().double()
+    traces = compile_model(make, sharding_strategy=strategy)
     for trace in (traces.forward, traces.backward):
         bsyms = testing.statements(trace)
         slots = Analysis(bsyms).slots
@@ -164,10 +161,7 @@ def test_consumers_are_those_that_the_assertions_find(case: str, strategy: str) 
 
 
 def test_a_resident_bucket_keeps_its_slot_from_forward_to_its_last_reader_in_backward() -> None:
-    def make() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-        return CASES["checkpointed"](), (torch.randn(3, 4),)
-
-    [traces] = testing.compile_on_fake_ranks(make, 2)
+    traces = compile_model(lambda: CASES["checkpointed"]().double())
     forward, backward = traces.forward.bound_symbols, traces.backward.bound_symbols
     alone, step = Analysis(backward).slots, Analysis(forward, backward).slots
     resident = {issue: live for issue, live in alone.items() if live.first == BEFORE_TRACE}

@@ -23,7 +23,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from models import CASES, GPT, FeedForward, Model, Stack
+from models import CASES, GPT, FeedForward, Model, Stack, compile_model
 from offloading import offloading
 from profiles import LONG, LONG_ONLY, mostly_zero3
 from ranks import Ranks, on_ranks, worker_pool
@@ -36,8 +36,6 @@ from thunder.extend import FusionExecutor
 from torch import nn
 
 FUSION_TYPES = ("consecutive", "dataflow")
-
-each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 
 
 @pytest.fixture(scope="module")
@@ -128,16 +126,23 @@ def check_overlap(trace: TraceCtx, prefetch: int) -> None:
         assert gather.last_consumer < following.wait or gather.last_consumer == len(testing.statements(trace)) - 1
 
 
-def check_saved(run: Run, saved: list[torch.Tensor]) -> None:
-    """Check that no saved tensor is in the arena, and under ZeRO-3 that none derives only from parameters."""
+def train(model: nn.Module, strategy: str, **options: Any) -> Run:
+    """Train like the unsharded model, and check what forward saves for backward.
+
+    No saved tensor may be in the arena, and under ZeRO-3 none may derive only from parameters.
+    """
+    run = Run(model.double(), sharding_strategy=strategy, **options)
+    with saved_for_backward() as saved:
+        run.train(steps=2)
     arenas = {b.arena for b in run.transform.sharded.buckets}
     leaked = [tuple(t.shape) for t in saved if any(arena.span_of(t) for arena in arenas)]
     assert saved and not leaked, f"saved tensors of shapes {leaked} are in memory that other buckets overwrite"
-    if run.transform.options.sharding_strategy == "zero3":
+    if strategy == "zero3":
         forward = run.transform.compiled[-1].forward
         derived = BucketReads(forward).bucket_of
         kept = [p.name for p in forward.bound_symbols[-1].args[1][0] if p.name in derived]
         assert not kept, f"{kept} derive only from parameters, but are saved for backward"
+    return run
 
 
 #
@@ -165,13 +170,7 @@ class FeedForwards(GPT):
 )
 @on_ranks(timeout=300)
 def test_each_block_has_its_own_fusion_regions(model: type[GPT], strategy: str, fuser: str, fusion_type: str) -> None:
-    model = model(blocks=2, width=8, length=4).double()
-    options = jit_options(fuser, fusion_type)
-    run = Run(model, sharding_strategy=strategy, jit_options=options)
-    with saved_for_backward() as saved:
-        run.train(steps=2)
-    check_saved(run, saved)
-
+    run = train(model(blocks=2, width=8, length=4), strategy, jit_options=jit_options(fuser, fusion_type))
     compiled = run.transform.compiled[-1]
     one_region_per_block = fuser != "nvfuser"
     forward = ["wte", "wpe", "h.0", "h.1", "ln_f", "head"]
@@ -191,11 +190,7 @@ def test_each_block_has_its_own_fusion_regions(model: type[GPT], strategy: str, 
 @on_ranks(1, timeout=600)  # more ranks would each compile the same with a C++ compiler
 def test_inductor_compiles_fusion_regions() -> None:
     options = {**jit_options("inductor"), "executors": ["torchcompile"]}
-    run = Run(Stack(1).double(), sharding_strategy="zero3", jit_options=options)
-    with saved_for_backward() as saved:
-        run.train(steps=2)
-    check_saved(run, saved)
-    compiled = run.transform.compiled[-1]
+    compiled = train(Stack(1), "zero3", jit_options=options).transform.compiled[-1]
     assert check_regions(compiled.forward, fused_blocks=True) == ["first", "blocks.0", "last"]
     assert check_regions(compiled.backward, fused_blocks=True) == ["last", "blocks.0"]
 
@@ -265,9 +260,9 @@ class LateViews(Model):
         return x @ transposed + x @ torch.cat([rows, rows]), rows * 2, transposed
 
 
-DERIVED: dict[str, functools.partial] = {
+DERIVED: dict[str, Callable[[], nn.Module]] = {
     **{block.__name__: functools.partial(Blocks, block) for block in (Sines, Transposes, Casts, Products)},
-    "LateViews": functools.partial(LateViews),
+    "LateViews": LateViews,
 }
 
 
@@ -288,15 +283,8 @@ def _runs(case: str) -> list[tuple[str, str, str]]:
 def test_values_that_derive_only_from_parameters_are_not_saved(case: str, runs: list[tuple[str, str, str]]) -> None:
     for fuser, strategy, fusion_type in runs:
         torch.manual_seed(0)
-        run = Run(
-            DERIVED[case]().double(),
-            tolerance=1e-5 if case == "Casts" else 1e-11,
-            sharding_strategy=strategy,
-            jit_options=jit_options(fuser, fusion_type),
-        )
-        with saved_for_backward() as saved:
-            run.train(steps=2)
-        check_saved(run, saved)
+        tolerance = 1e-5 if case == "Casts" else 1e-11
+        run = train(DERIVED[case](), strategy, tolerance=tolerance, jit_options=jit_options(fuser, fusion_type))
         if case != "LateViews":
             check_regions(run.transform.compiled[-1].forward, fused_blocks=False)
 
@@ -316,27 +304,16 @@ _MORE_MODELS = [
 )
 @on_ranks()
 def test_fused_models_with_every_kind_of_parameter_train_correctly(strategy: str, name: str) -> None:
-    options = jit_options("nvfuser", FUSION_TYPES[list(CASES).index(name) % 2])
-    run = Run(CASES[name]().double(), sharding_strategy=strategy, jit_options=options)
-    with saved_for_backward() as saved:
-        run.train(steps=2)
-    check_saved(run, saved)
+    train(CASES[name](), strategy, jit_options=jit_options("nvfuser", FUSION_TYPES[list(CASES).index(name) % 2]))
 
 
 @mostly_zero3
 @on_ranks()
 def test_fused_models_train_correctly_with_any_bucketing_and_prefetch(strategy: str) -> None:
-    model = Stack(2).double()
-    state = model.state_dict()
     sweep = [("none", 0), ("none", 2), ("layer", 2), (300, 0)] if strategy == "zero3" else [("none", 2), (300, 0)]
     for bucketing, prefetch in sweep:
-        copy = Stack(2).double()
-        copy.load_state_dict(state)
-        options = {"sharding_strategy": strategy, "bucketing_strategy": bucketing, "prefetch": prefetch}
-        run = Run(copy, jit_options=jit_options("nvfuser_matmul"), **options)
-        with saved_for_backward() as saved:
-            run.train(steps=2)
-        check_saved(run, saved)
+        options = {"bucketing_strategy": bucketing, "prefetch": prefetch}
+        run = train(Stack(2), strategy, jit_options=jit_options("nvfuser_matmul"), **options)
         testing.assert_prefetch_distance(run.transform.compiled[-1].forward, prefetch)
 
 
@@ -394,13 +371,7 @@ def test_backward_uses_the_random_mask_that_forward_drew(rank: int, world_size: 
 @pytest.fixture(scope="module")
 def joint() -> TraceCtx:
     """A joint trace without fusions."""
-
-    def make() -> tuple[nn.Module, tuple]:
-        model = FeedForwards(blocks=2, width=8, length=4)
-        return model, model.inputs(torch.Generator().manual_seed(0))
-
-    (compiled,) = testing.compile_on_fake_ranks(make, 2, sharding_strategy="zero3")
-    return compiled.joint
+    return compile_model(lambda: FeedForwards(blocks=2, width=8, length=4)).joint
 
 
 class Everything(FusionExecutor):

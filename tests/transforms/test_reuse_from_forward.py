@@ -10,12 +10,11 @@ from thunder_fsdp_sched.ir.inspection import has_backward, return_of
 from thunder_fsdp_sched.ir.slots import shared_slots
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.reports.step_counter import StepCounter
-from thunder_fsdp_sched.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 
 import pytest
 import torch
-from models import Stack
+from models import Stack, compile_model
 from ranks import on_ranks
 from scenario import Run, do
 from thunder.core.trace import TraceCtx, from_trace
@@ -80,9 +79,7 @@ def test_backward_gathers_only_buckets_that_are_not_resident(patterns: list[str]
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_resident_buckets_hardly_increase_the_arena(prefetch: int) -> None:
     torch.manual_seed(0)
-    model = Stack(6, 256).double()
-    inputs = model.inputs(torch.Generator())
-    [compiled] = compile_on_fake_ranks(lambda: (model, inputs), 8, prefetch=prefetch)
+    compiled = compile_model(lambda: Stack(6, 256).double(), 8, prefetch=prefetch)
     forward, backward = compiled.forward, compiled.backward
     assert forward is not None and backward is not None
     resident = [b.args[0].spec.unsharded_bytes for b in _gathers(backward) if effects(b).issues.resident]

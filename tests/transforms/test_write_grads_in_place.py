@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import fsdp, full_state_dict, passes, testing
+from thunder_fsdp_sched import fsdp, full_state_dict, testing
 from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.slots import grads_over_params, shared_slots
@@ -21,12 +21,12 @@ from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Slot
 from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
-from thunder_fsdp_sched.transforms.write_grads_in_place import share_written_in_place, write_grads_in_place
+from thunder_fsdp_sched.transforms.write_grads_in_place import share_written_in_place
 
 import pytest
 import thunder
 import torch
-from models import GPT, Layer, Model, SharedBlocks, Stack, TiedWeights, UnevenRows
+from models import GPT, Layer, Model, SharedBlocks, Stack, TiedWeights, UnevenRows, compile_model
 from pipeline_patches import without
 from profiles import LONG_ONLY
 from ranks import on_ranks
@@ -59,6 +59,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "shared_blocks": SharedBlocks,
     "uneven_rows": UnevenRows,
     "batched_experts": BatchedExperts,
+    "stack": lambda: Stack(1, width=16),
 }
 
 
@@ -86,42 +87,30 @@ def in_place(trace: TraceCtx) -> dict[str, bool]:
 @functools.cache
 def compiled(make: Callable[[], nn.Module], **options: Any) -> testing.CompiledTraces:
     """Return what one of two ranks compiles, cached by function and options."""
-
-    def make_double() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-        model = make().double()
-        return model, model.inputs(torch.Generator().manual_seed(0))
-
-    [traces] = testing.compile_on_fake_ranks(make_double, 2, **options)
-    return traces
+    return compile_model(lambda: make().double(), **options)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"sharding_strategy": "zero2", "bucketing_strategy": "none"}, {}],  # {}: the cached traces of several tests
-    ids=["zero2-none", "zero3-block"],
-)
-def test_all_matmul_gradients_of_a_gpt_are_written_in_place(options: dict[str, str]) -> None:
-    traces = compiled(CASES["gpt"], **options)
-    copied = {name for name, done in in_place(traces.backward).items() if not done}
-    assert copied == {"wte.weight", "wpe.weight"}, "only embedding gradients may be copied: their backward has no out="
-    model = GPT(blocks=1)
-    embeddings = 8 * sum(model.get_parameter(name).numel() for name in copied)
-    total = 8 * sum(p.numel() for p in model.parameters())
-    assert share_written_in_place(traces.backward) == (total - embeddings, total)
-    testing.assert_reductions_right_after_last_gradient(traces)
-
-
-@pytest.mark.parametrize(
-    ("case", "copied"),
+    ("case", "options", "copied"),
     [
-        ("gpt_with_tied_weights", {"wte.weight", "wpe.weight"}),
-        ("shared_blocks", {"common", "blocks.0.weight", "blocks.0.bias"}),
-        ("batched_experts", {"block.down.weight", "conv.weight"}),
+        ("gpt", {"sharding_strategy": "zero2", "bucketing_strategy": "none"}, {"wte.weight", "wpe.weight"}),
+        ("gpt", {}, {"wte.weight", "wpe.weight"}),
+        ("gpt_with_tied_weights", {}, {"wte.weight", "wpe.weight"}),
+        ("shared_blocks", {}, {"common", "blocks.0.weight", "blocks.0.bias"}),
+        ("batched_experts", {}, {"block.down.weight", "conv.weight"}),
     ],
 )
-def test_gradients_that_are_sums_or_lack_an_out_variant_are_copied(case: str, copied: set[str]) -> None:
-    traces = compiled(CASES[case])
+def test_only_gradients_that_are_sums_or_lack_an_out_variant_are_copied(
+    case: str, options: dict[str, str], copied: set[str]
+) -> None:
+    """All others are products of matrices. The backward of an embedding has no ``out=``."""
+    traces = compiled(CASES[case], **options)
     assert {name for name, done in in_place(traces.backward).items() if not done} == copied
+    model = CASES[case]()
+    total = 8 * sum(p.numel() for p in model.parameters())
+    written = total - 8 * sum(model.get_parameter(name).numel() for name in copied)
+    assert share_written_in_place(traces.backward) == (written, total)
+    testing.assert_reductions_right_after_last_gradient(traces)
 
 
 @pytest.mark.parametrize(("reduced", "expected"), [(torch.float32, False), (torch.bfloat16, True)])
@@ -129,15 +118,6 @@ def test_gradients_that_are_reduced_in_another_dtype_are_copied(reduced: torch.d
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
     done = in_place(compiled(Stack, mp_policy=policy).backward)
     assert {done[name] for name in done if name.endswith("weight")} == {expected}
-
-
-def test_a_slot_is_live_from_its_first_gradient() -> None:
-    trace = compiled(CASES["gpt"]).backward
-    for position, live in Analysis(trace.bound_symbols).slots.items():
-        if trace.bound_symbols[position].sym is fsdp_reduce_scatter and live.writes:
-            assert live.first == min(live.writes) < position
-            slots = {trace.bound_symbols[i].args[1] for i in (*live.writes, position)}
-            assert len(slots) == 1
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -191,56 +171,39 @@ def test_cost_and_report_account_for_gradients_written_in_place() -> None:
 #
 
 
-def _train_and_accumulate(case: str, strategy: str) -> dict[str, torch.Tensor]:
+def _train_and_accumulate(case: str, dtype: torch.dtype, **options: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    run = Run(CASES[case]().double(), sharding_strategy=strategy)
+    run = Run(CASES[case]().to(dtype), dtype=dtype, **options)
     run.train(steps=2)
     run.micro_batch(5)
     run.micro_batch(6, no_sync=False)
     run.step()
-    written, _ = share_written_in_place(run.transform.compiled[0].backward)
-    assert (written > 0) is any(step.pass_ is write_grads_in_place for step in passes.PIPELINE)
     return full_state_dict(run.model)
 
 
+def _in_lower_precision(reduce_dtype: torch.dtype) -> dict[str, Any]:
+    return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype), "dtype": torch.float32, "oracle": None}
+
+
 @pytest.mark.parametrize(
-    ("case", "strategy"),
+    ("case", "options"),
     [
-        ("gpt_with_tied_weights", "zero3"),
-        ("batched_experts", "zero2"),
-        pytest.param("uneven_rows", "zero2", marks=LONG_ONLY),
-        pytest.param("shared_blocks", "zero3", marks=LONG_ONLY),
+        ("gpt_with_tied_weights", {}),
+        ("batched_experts", {"sharding_strategy": "zero2"}),
+        ("stack", _in_lower_precision(torch.float32)),
+        ("stack", _in_lower_precision(torch.bfloat16)),
+        pytest.param("uneven_rows", {"sharding_strategy": "zero2"}, marks=LONG_ONLY),
+        pytest.param("shared_blocks", {}, marks=LONG_ONLY),
     ],
 )
 @on_ranks(2)
-def test_trains_like_the_unsharded_model_and_bit_equal_to_copies(case: str, strategy: str) -> None:
-    direct = _train_and_accumulate(case, strategy)
+def test_trains_like_the_unsharded_model_and_bit_equal_to_copies(case: str, options: dict[str, Any]) -> None:
+    options = {"dtype": torch.float64, **options}
+    direct = _train_and_accumulate(case, **options)
     with copying_all_gradients():
-        copied = _train_and_accumulate(case, strategy)
+        copied = _train_and_accumulate(case, **options)
     for name in direct:
         assert torch.equal(direct[name], copied[name]), name
-
-
-@on_ranks(2)
-def test_mixed_precision_is_bit_equal_to_copies(rank: int) -> None:
-    for reduce_dtype in (torch.float32, torch.bfloat16):
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-        results = []
-        for context in (contextlib.nullcontext(), copying_all_gradients()):
-            with context:
-                torch.manual_seed(0)
-                model = Stack(1, width=16)
-                sharded = thunder.jit(model, transforms=[fsdp(mp_policy=policy)])
-                optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-                for step in range(3):
-                    (x,) = model.inputs(torch.Generator().manual_seed(10 * step + rank))
-                    loss_of(sharded(x.float()).float()).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                results.append(full_state_dict(sharded))
-        direct, copied = results
-        for name in direct:
-            assert torch.equal(direct[name], copied[name]), (reduce_dtype, name)
 
 
 class _CountCopies(TorchDispatchMode):
