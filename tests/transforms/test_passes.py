@@ -212,11 +212,7 @@ def test_equal_blocks_need_one_slot_more_than_prefetch(prefetch):
         ([8, 8, 8, 8], 1, [0, 0, 1, 2]),
         ([8, 8, 8, 8], 2, [0, 0, 0, 1]),
         ([9, 1, 90, 90, 90, 1, 9], 0, [0, 1, 2, 3, 4, 5, 6]),
-        (
-            [8, 1, 90, 90, 90, 1, 8],
-            1,
-            [0, 0, 0, 2, 3, 4, 4],
-        ),  # the first block is not held back by the small step before it
+        ([8, 1, 90, 90, 90, 1, 8], 1, [0, 0, 0, 2, 3, 4, 4]),  # a small step does not hold back the block after it
         ([8, 1, 90, 90, 90, 1, 8], 2, [0, 0, 0, 0, 2, 3, 3]),
         ([90, 90, 1, 90, 90], 1, [0, 0, 1, 1, 3]),
         ([1] * 7 + [90] * 8, 1, [0, 0, 1, 2, 2, 2, 2, 2, 7, 8, 9, 10, 11, 12, 13]),
@@ -271,11 +267,6 @@ def test_a_failing_assertion_shows_the_trace_around_the_fault():
         testing.assert_prefetch_distance(trace, 2)
     assert "expected 2" in str(caught.value)
     assert "fsdp_all_gather(bucket_b2" in str(caught.value)
-
-
-def test_unsorted_traces_fail_the_assertions():
-    with pytest.raises(AssertionError, match="expected 1"):
-        testing.assert_prefetch_distance(assign_slots(chain(4)), 1)
 
 
 def test_recomputed_activations_need_no_additional_gathers():
