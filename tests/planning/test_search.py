@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import thunder_fsdp_sched  # before thunder
@@ -12,6 +13,7 @@ from thunder_fsdp_sched.ir.inspection import split_joint
 from thunder_fsdp_sched.passes import Context
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.fake_ranks import fake_rank
 from thunder_fsdp_sched.planning.search import Limits, MemoryLimitError, Search
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.memory import Arena
@@ -25,12 +27,10 @@ from thunder_fsdp_sched.transforms.write_grads_in_place import write_grads_in_pl
 import pytest
 import thunder
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_model import Model, make
 from synthetic_traces import joint_step
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # A device that computes slowly enough to hide communication, without launch overhead.
 SLOW = dataclasses.replace(
@@ -42,11 +42,13 @@ SLOW = dataclasses.replace(
 )
 
 
+@functools.cache
 def compiled(blocks: int = 3, **options):
     [traces] = testing.compile_on_fake_ranks(lambda: make(blocks), 8, cluster=SLOW, **options)
     return traces
 
 
+@functools.cache
 def with_activations(**options):
     """Return the traces of a step whose activations need more memory than its parameters."""
     [traces] = testing.compile_on_fake_ranks(lambda: (Model(3), (torch.randn(32, 16),)), 8, cluster=SLOW, **options)
@@ -137,13 +139,10 @@ def test_fewer_reductions_in_flight_are_tried_before_values_are_computed_again()
 def test_a_later_call_does_not_let_an_earlier_step_exceed_the_limit():
     limit = int(0.6 * with_activations().memory.peak.nbytes)
     transform = fsdp(max_memory=limit, cluster=SLOW)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
+    with fake_rank(0, 8):
         model = thunder.jit(Model(3), transforms=[transform])
         model(torch.randn(32, 16))
         model(torch.randn(1, 16))  # has room for more slots, but the first step would have to share them
-    finally:
-        dist.destroy_process_group()
     first, second = transform.compiled
     assert first.recomputed and not second.recomputed
     for traces in (first, second):
@@ -217,18 +216,11 @@ def test_a_search_that_may_use_the_memory_of_the_default_is_never_slower(search)
     assert unlimited.step_seconds <= seconds
     everything = sum(b.nbytes for b in testing.gathers(joint))
     budget = nbytes + int(share * everything)
-    choice = Search(joint, cost, Limits(budget), Context(max_unsharded_bytes=budget)).choose(
-        prefetch=None, may_keep=True
-    )
-    assert choice.chosen.step_seconds <= seconds
-    assert choice.chosen.unsharded_bytes <= budget
-    fixed = (
-        Search(joint, cost, Limits(budget), Context(max_unsharded_bytes=budget))
-        .choose(prefetch=1, may_keep=True)
-        .chosen
-    )
-    assert fixed.step_seconds <= seconds
-    assert fixed.unsharded_bytes <= budget
+    for prefetch in (None, 1):
+        limited = Search(joint, cost, Limits(budget), Context(max_unsharded_bytes=budget))
+        chosen = limited.choose(prefetch=prefetch, may_keep=True).chosen
+        assert chosen.step_seconds <= seconds
+        assert chosen.unsharded_bytes <= budget
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,13 @@ class TraceBuilder:
             self.value = tensor()
             self.trace.args = (self.value,)
 
+    def do(self, *steps: str) -> "TraceBuilder":
+        """Run steps, each a method with its number: ``"gather 0"``, ``"compute"``."""
+        for step in steps:
+            name, *numbers = step.split()
+            getattr(self, name)(*map(int, numbers))
+        return self
+
     def write(self, function: Callable, *args: object) -> object:
         with tracectx(self.trace):
             return function(*args)
@@ -113,18 +120,9 @@ def spans(timeline: Timeline, stream: str, kind: str | None = None) -> list[tupl
     return [(i.start, i.end) for i in timeline.intervals if i.stream == stream and kind in (None, i.kind)]
 
 
-def trace(*steps: str, **options: object) -> TraceCtx:
-    """Return a trace of steps, each a method of the builder with its number: ``"gather 0"``, ``"compute"``."""
-    builder = TraceBuilder(**options)
-    for step in steps:
-        name, *numbers = step.split()
-        getattr(builder, name)(*map(int, numbers))
-    return builder.finish_trace()
-
-
 def run(*steps: str, **cost: object) -> Timeline:
     """Simulate a trace of steps with constant costs."""
-    return simulate(trace(*steps), None, ConstantCost(**cost))
+    return simulate(TraceBuilder().do(*steps).finish_trace(), None, ConstantCost(**cost))
 
 
 PREFETCHED = ("gather 0", "gather 1", "wait 0", "compute 0", "wait 1", "compute 1")
@@ -214,12 +212,7 @@ def test_collectives_queue_within_a_group_but_not_across_groups():
     def trace_in(group: str) -> TraceCtx:
         builder = TraceBuilder()
         builder.buckets[1].ranks = Ranks(ProcessGroupRef(group, 0, range(2)))
-        builder.reduce(0)
-        builder.gather(1)
-        builder.wait(1)
-        builder.compute(1)
-        builder.wait_grads(0)
-        return builder.finish_trace()
+        return builder.do("reduce 0", "gather 1", "wait 1", "compute 1", "wait_grads 0").finish_trace()
 
     cost = ConstantCost({"matmul": 1.0}, gather=2.0, reduction=4.0)
     together = simulate(trace_in("none"), None, cost)
@@ -296,16 +289,9 @@ def test_the_local_work_of_a_collective_counts_as_compute():
 
 
 def test_a_slot_is_held_from_the_issue_to_the_last_read_through_views():
-    builder = TraceBuilder()
-    builder.gather(0)
-    builder.wait(0)
+    builder = TraceBuilder().do("gather 0", "wait 0")
     builder.params[0] = builder.write(prims.transpose, builder.params[0], (1, 0))
-    builder.compute(0)
-    builder.gather(1)
-    builder.compute(0)
-    builder.compute()
-    builder.wait(1)
-    builder.compute(1)
+    builder.do("compute 0", "gather 1", "compute 0", "compute", "wait 1", "compute 1")
     timeline = simulate(builder.finish_trace(), None, ConstantCost({"matmul": 2.0, "neg": 2.0}, gather=1.0))
     # b0 is held until the second matmul that reads it ends, b1 from its issue after the first matmul until the end.
     assert [(u.bucket, u.start, u.end) for u in timeline.slots] == [("b0", 0.0, 5.0), ("b1", 3.0, 9.0)]
@@ -314,19 +300,11 @@ def test_a_slot_is_held_from_the_issue_to_the_last_read_through_views():
 
 
 def test_the_slot_of_a_kept_bucket_is_held_until_its_last_read_in_backward():
-    forward = TraceBuilder(zero3=False)
-    forward.gather(0)
-    forward.wait(0)
-    forward.compute(0)
-    forward.compute()
+    forward = TraceBuilder(zero3=False).do("gather 0", "wait 0", "compute 0", "compute")
     backward = TraceBuilder(after=forward)
     backward.params[0] = forward.params[0]
-    backward.compute()
-    backward.compute(0)
-    backward.compute()
-    timeline = simulate(
-        forward.finish_trace(), backward.finish_trace(), ConstantCost({"matmul": 1.0, "neg": 1.0}, gather=1.0)
-    )
+    traces = forward.finish_trace(), backward.do("compute", "compute 0", "compute").finish_trace()
+    timeline = simulate(*traces, ConstantCost({"matmul": 1.0, "neg": 1.0}, gather=1.0))
     assert [(u.start, u.end) for u in timeline.slots] == [(0.0, 5.0)]
     assert timeline.step_seconds == 6.0
     assert [i.trace for i in timeline.intervals if i.kind == "compute"] == [0, 0, 1, 1, 1]
@@ -339,7 +317,7 @@ def test_the_slot_of_gradients_is_held_until_they_are_reduced():
 
 
 def test_a_sequence_of_traces_runs_in_order():
-    traces = [trace(*PREFETCHED) for _ in range(3)]
+    traces = [TraceBuilder().do(*PREFETCHED).finish_trace() for _ in range(3)]
     cost = ConstantCost({"matmul": 3.0}, gather=2.0)
     timeline = simulate(traces, None, cost)
     assert timeline.step_seconds == 24.0
@@ -371,16 +349,11 @@ def steps(draw):
     for backward in (False, True):
         builder = TraceBuilder(zero3=zero3, after=builder)
         for number in range(count):
-            for _ in range(draw(st.integers(0, 2))):
-                builder.compute()
-            builder.gather(number)
-            builder.wait(number)
-            builder.compute(number)
+            builder.do(*["compute"] * draw(st.integers(0, 2)))
+            builder.do(f"gather {number}", f"wait {number}", f"compute {number}")
         if backward:
             for number in draw(st.lists(st.integers(0, count - 1), unique=True)):
-                builder.compute()
-                builder.reduce(number)
-                builder.wait_grads(number)
+                builder.do("compute", f"reduce {number}", f"wait_grads {number}")
         traces.append(assign_slots(sort_communication(builder.finish_trace(), prefetch=prefetch)))
     return traces
 
