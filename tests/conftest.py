@@ -6,12 +6,12 @@ import gc
 from collections.abc import Callable, Iterator
 
 import thunder_fsdp_sched  # noqa: F401  before thunder
+from thunder_fsdp_sched.planning.fake_ranks import fake_rank
 
 import profiles
 import pytest
 import torch.distributed as dist
 from ranks import Ranks, worker_pool
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracing_shortcuts import tracing_shortcuts
 
 
@@ -68,6 +68,5 @@ def one_rank() -> Iterator[None]:
 @pytest.fixture
 def fake_ranks() -> Iterator[None]:
     """A fake process group of two ranks, of which this process is the first. Nothing is sent."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+    with fake_rank(0, 2):
+        yield

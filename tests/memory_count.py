@@ -19,6 +19,7 @@ from thunder_fsdp_sched import FSDPTransform, StepMemory
 from thunder_fsdp_sched.ir.inspection import AGREEMENT, statements
 from thunder_fsdp_sched.ir.symbols import fsdp_backward_done, fsdp_release
 from thunder_fsdp_sched.pipeline import CompiledTraces
+from thunder_fsdp_sched.planning.fake_ranks import fake_rank
 from thunder_fsdp_sched.runtime.autograd import as_backward_of_latest_forward
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
@@ -26,14 +27,12 @@ from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import thunder
 import torch
-import torch.distributed as dist
 from thunder import ThunderModule
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.extend import OperatorExecutor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -207,8 +206,7 @@ def count_on_fake_ranks(
             that follows them.
         prepare: called with the jitted model.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
+    with fake_rank(rank, world_size):
         transform = ask()
         inputs = () if batch is not None else model.inputs(torch.Generator().manual_seed(0))
         jitted = thunder.jit(model, transforms=[transform])
@@ -249,8 +247,6 @@ def count_on_fake_ranks(
                 found[f"number {number} of mixed ones"] = count(compiled, args, earlier)
             found["last of mixed ones"] = count(reducing, flat(), [micro_batch for micro_batch, _ in micro_batches])
             jitted.zero_grad()
-    finally:
-        dist.destroy_process_group()
     return found
 
 

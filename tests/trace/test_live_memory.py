@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched import fsdp, set_gradient_divide_factor
+from thunder_fsdp_sched import StepMemory, fsdp, set_gradient_divide_factor
 from thunder_fsdp_sched.ir.analysis import NOTHING_LEFT, Analysis
 from thunder_fsdp_sched.ir.step_memory import KINDS, TensorMemory
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
@@ -24,16 +24,15 @@ from thunder_fsdp_sched.planning.search import MemoryLimitError
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.reports.memory_files import load_memory, save_memory
 from thunder_fsdp_sched.reports.plot_memory import plot_memory
-from thunder_fsdp_sched.testing import assert_peak_memory_at_most, compile_on_fake_ranks, gathers
+from thunder_fsdp_sched.testing import assert_peak_memory_at_most, gathers
 from thunder_fsdp_sched.transports import TRANSPORTS
 
 import pytest
 import thunder
 import torch
-import torch.distributed as dist
 from extending import extended
-from memory_count import compare, count_on_fake_ranks
-from models import CASES, GPT, FeedForward, Stack
+from memory_count import Tracker, compare, count_on_fake_ranks
+from models import CASES, GPT, FeedForward, Stack, compile_model
 from profiles import LONG_ONLY
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
@@ -68,10 +67,21 @@ def half_of(cases: Iterable[str]) -> list[Any]:
     return [pytest.param(case, marks=[LONG_ONLY] if number % 4 in (1, 2) else []) for number, case in enumerate(cases)]
 
 
-def counted(make: Callable[[], nn.Module], *, window: bool = False, **options: Any) -> Any:
+Counted = dict[str, tuple[CompiledTraces, StepMemory, Tracker]]
+
+
+def counted(make: Callable[[], nn.Module], *, window: bool = False, **options: Any) -> Counted:
     torch.manual_seed(0)
     size = 4 if "reshard_after_forward" in options else 2
     return count_on_fake_ranks(make().double(), lambda: fsdp(**options), world_size=size, window=window)
+
+
+def check_positions(found: Counted) -> None:
+    """Check that every position has the bytes that the run has allocated, and the peak as well."""
+    for step, (compiled, memory, tracker) in found.items():
+        count = compare(memory, compiled, tracker)
+        assert not count.wrong, f"{step}: {len(count.wrong)} positions\n{count}"
+        assert count.predicted == count.counted > memory.fixed["shards"], step
 
 
 RELEASE_CASES: dict[str, dict[str, Any]] = {
@@ -99,26 +109,23 @@ def test_a_limit_holds_for_the_traces_that_run(compiled: CompiledTraces) -> None
         check(limit=peak.nbytes - 1)
 
 
-@pytest.mark.parametrize("name", [*GPT_CASES, *half_of(TRANSPORT_CASES)])
+VIEW_CASES = ("views_of_parameters", "shared_blocks", "scalar_loss", "checkpointed")
+"""Models with views and recomputed values."""
+
+
+@pytest.mark.parametrize(
+    "name", [*GPT_CASES, *half_of(TRANSPORT_CASES), *half_of(RELEASE_CASES), *WINDOW_CASES, *VIEW_CASES]
+)
 def test_every_position_has_the_bytes_that_a_run_allocates(name: str) -> None:
     if name in GPT_CASES:
         found = counted(partial(GPT, block=FeedForward), **GPT_CASES[name])
+    elif name in VIEW_CASES:
+        found = counted(CASES[name])
     else:
-        found = counted(Stack, window=True, **TRANSPORT_CASES[name])
+        found = counted(Stack, window=True, **{**TRANSPORT_CASES, **RELEASE_CASES, **WINDOW_CASES}[name])
+    check_positions(found)
+    if name in TRANSPORT_CASES:
         assert found["last of a window"][1].peak.nbytes > found["step"][1].peak.nbytes
-    for step, (compiled, memory, tracker) in found.items():
-        count = compare(memory, compiled, tracker)
-        assert not count.wrong, f"{step}: {len(count.wrong)} positions\n{count}"
-        assert count.predicted == count.counted > memory.fixed["shards"]
-
-
-@pytest.mark.parametrize("name", [*half_of(RELEASE_CASES), *WINDOW_CASES])
-def test_every_position_has_the_bytes_that_a_window_allocates(name: str) -> None:
-    options = {**RELEASE_CASES, **WINDOW_CASES}[name]
-    for step, (compiled, memory, tracker) in counted(Stack, window=True, **options).items():
-        count = compare(memory, compiled, tracker)
-        assert not count.wrong, f"{step}: {len(count.wrong)} positions\n{count}"
-        assert count.predicted == count.counted
 
 
 @pytest.mark.parametrize(
@@ -138,16 +145,13 @@ def test_every_position_has_the_bytes_that_a_run_with_an_extension_allocates(str
 
     torch.manual_seed(0)
     [plain] = counted(Stack, **options).values()
-    for step, (compiled, memory, tracker) in count_on_fake_ranks(Stack().double(), ask, window=True).items():
-        count = compare(memory, compiled, tracker)
-        assert not count.wrong, f"{step}: {len(count.wrong)} positions\n{count}"
-        assert count.predicted == count.counted
-        if step == "step":
-            end_of_forward = memory.backward - 1
-            less = plain[1].totals[end_of_forward] - memory.totals[end_of_forward]
-            received = sorted(max(b.transport.reduce_buffers(b.spec), default=0) for b in compiled.buckets)
-            assert less >= received[-1] > 0
-            assert max(memory.totals) <= max(plain[1].totals)
+    found = count_on_fake_ranks(Stack().double(), ask, window=True)
+    check_positions(found)
+    compiled, memory, _ = found["step"]
+    end_of_forward = memory.backward - 1
+    less = plain[1].totals[end_of_forward] - memory.totals[end_of_forward]
+    assert less >= max(max(b.transport.reduce_buffers(b.spec), default=0) for b in compiled.buckets) > 0
+    assert max(memory.totals) <= max(plain[1].totals)
 
 
 @pytest.mark.parametrize("release", ["never", pytest.param("step", marks=LONG_ONLY)])
@@ -156,18 +160,11 @@ def test_every_position_has_the_bytes_that_a_run_with_a_limit_allocates(release:
     make = partial(GPT, blocks=1, length=32)
     [(_, free, _)] = counted(make, **options).values()
     limit = int(0.8 * free.peak.nbytes)
-    [(compiled, memory, tracker)] = counted(make, max_memory=limit, **options).values()
-    count = compare(memory, compiled, tracker)
-    assert not count.wrong, f"{len(count.wrong)} positions\n{count}"
-    assert count.predicted == count.counted and memory.peak.nbytes <= limit
+    found = counted(make, max_memory=limit, **options)
+    check_positions(found)
+    [(compiled, memory, _)] = found.values()
+    assert memory.peak.nbytes <= limit
     assert compiled.recomputed and compiled.extends
-
-
-@pytest.mark.parametrize("name", ["views_of_parameters", "shared_blocks", "scalar_loss", "checkpointed"])
-def test_views_and_recomputed_values_have_the_bytes_that_a_run_allocates(name: str) -> None:
-    compiled, memory, tracker = counted(CASES[name])["step"]
-    count = compare(memory, compiled, tracker)
-    assert not count.wrong, str(count)
 
 
 def _drop_every_third(name: str, grads: torch.Tensor) -> None:
@@ -200,9 +197,7 @@ def test_hybrid_sharding_hooks_and_divide_factors_have_the_bytes_that_a_run_allo
         prepare=lambda jitted: set_gradient_divide_factor(jitted, 3.0),
     )
     assert any("exp(" in line for line in found["step"][1].statements)
-    for step, (compiled, memory, tracker) in found.items():
-        count = compare(memory, compiled, tracker)
-        assert not count.wrong, f"{step}: {count}"
+    check_positions(found)
 
 
 class Routed(nn.Module):
@@ -229,21 +224,14 @@ def test_a_window_of_different_micro_batches_has_the_gradients_that_these_have_l
         batch={"x": x, "route": (0,)},
         others=[{"route": (0,)}, {"route": (1, 0)}, {"route": (2,)}],
     )
-    for step, (compiled, memory, tracker) in found.items():
-        count = compare(memory, compiled, tracker)
-        assert not count.wrong, f"{step}: {count}"
+    check_positions(found)
     left = [t.name for t in found["last of mixed ones"][1].tensors if t.name.startswith("unreduced")]
     assert left == [f"unreduced gradients of layers.{number}" for number in range(3)]
 
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledTraces:
-    def make() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-        model = GPT(block=FeedForward)
-        return model, model.inputs(torch.Generator().manual_seed(0))
-
-    [compiled] = compile_on_fake_ranks(make, 2, transport="all_to_all")
-    return compiled
+    return compile_model(lambda: GPT(block=FeedForward), transport="all_to_all")
 
 
 def test_a_peak_is_printed_with_lines_of_the_model_and_asserted(compiled: CompiledTraces) -> None:
@@ -350,24 +338,20 @@ def test_a_fusion_allocates_at_most_what_it_computes_inside() -> None:
     assert (unknown.name, unknown.nbytes, unknown.positions) == ("fusion0", 2 * 32, (5,))
 
 
-def test_the_copies_of_gloo_are_bounded_by_transport() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        found = {}
-        for transport in ("flat", "all_to_all", "all_reduce"):
-            transform = fsdp(transport=transport, bucketing_strategy=1 << 20)
-            model = Stack(1)
-            (x,) = model.inputs(torch.Generator().manual_seed(0))
-            thunder.jit(model, transforms=[transform])(x.float())
-            [unknown] = [u for u in transform.compiled[-1].memory.unknowns if "fsdp_all_gather" in u.reason]
-            [reduction] = [u for u in transform.compiled[-1].memory.unknowns if "fsdp_reduce_scatter" in u.reason]
-            [bucket] = transform.sharded.buckets
-            assert unknown.name == reduction.name == "gloo" and len(bucket.spec.layout.segments) == 1
-            whole = bucket.spec.unsharded_bytes
-            found[transport] = tuple((u.nbytes - 128 * 1024) / whole for u in (unknown, reduction))
-    finally:
-        dist.destroy_process_group()
-    assert found == {"flat": (2, 2), "all_to_all": (2, 0), "all_reduce": (1, 2)}
+def test_the_copies_of_gloo_are_bounded_by_transport(one_rank: None) -> None:
+    found = {}
+    for transport in ("flat", "all_to_all", "all_reduce"):
+        transform = fsdp(transport=transport, bucketing_strategy=1 << 20)
+        model = Stack(1)
+        (x,) = model.inputs(torch.Generator().manual_seed(0))
+        thunder.jit(model, transforms=[transform])(x.float())
+        unknowns = transform.compiled[-1].memory.unknowns
+        [gather] = [u for u in unknowns if "fsdp_all_gather" in u.reason]
+        [reduction] = [u for u in unknowns if "fsdp_reduce_scatter" in u.reason]
+        [bucket] = transform.sharded.buckets
+        assert gather.name == reduction.name == "gloo" and len(bucket.spec.layout.segments) == 1
+        found[transport] = [(u.nbytes - 128 * 1024) / bucket.spec.unsharded_bytes for u in (gather, reduction)]
+    assert found == {"flat": [2, 2], "all_to_all": [2, 0], "all_reduce": [1, 2]}
 
 
 def test_waste_is_what_slots_hold_without_a_later_use(compiled: CompiledTraces) -> None:
