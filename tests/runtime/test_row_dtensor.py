@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched.plan.layout import make_layout
@@ -17,8 +16,7 @@ from thunder_fsdp_sched.runtime.rows import Rows
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from ranks import Ranks, on_ranks
+from ranks import on_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -155,9 +153,11 @@ REFUSED: dict[str, Callable[..., Any]] = {
 ERRORS = (RuntimeError, IndexError, TypeError, ValueError)
 
 
-def _check_operator(kind: str, name: str, function: Callable[..., Any], x: RowDTensor, y: RowDTensor) -> bool:
+def _check_operator(
+    kind: str, name: str, function: Callable[..., Any], x: RowDTensor, y: RowDTensor, wholes: tuple[torch.Tensor, ...]
+) -> bool:
     """Compare a function of rows with that of whole tensors. Return whether the whole tensors had a result."""
-    wholes, what = (x.full_tensor(), y.full_tensor()), (name, x.rows)
+    what = (name, x.rows)
     torch.manual_seed(7)
     try:
         expected = function(*(whole.clone() for whole in wholes))
@@ -186,42 +186,35 @@ def _check_operator(kind: str, name: str, function: Callable[..., Any], x: RowDT
     return True
 
 
-def _check_operators(rank: int, world_size: int, even: bool) -> None:
-    missing = set()
+@pytest.mark.parametrize(("size", "even"), [(2, True), (2, False), (4, False)])
+@on_ranks(lambda size, even: size)
+def test_operators_give_what_they_give_on_whole_tensors_or_are_refused(size: int, even: bool) -> None:
+    pairs, missing = list(zip(_pairs(even=even), _pairs(even=even, seed=1), strict=True)), set()
     for kind, functions in {"rows": ROWS, "reduced": REDUCED, "numbers": NUMBERS, "refused": REFUSED}.items():
         for name, function in functions.items():
             results = []
-            for (x, whole), (y, _) in zip(_pairs(even=even), _pairs(even=even, seed=1), strict=True):
+            for (x, whole), (y, other) in pairs:
                 if kind != "rows" or name not in PER_ROW or x.ndim > 1:
-                    results.append(_check_operator(kind, name, function, x, y))
-                assert torch.equal(_whole(x), whole), name  # nothing has changed its operands
+                    results.append(_check_operator(kind, name, function, x, y, (whole, other)))
+                assert torch.equal(x.to_local(), x.rows.of(whole)), name  # nothing has changed its operands
             missing |= set() if any(results) else {name}
     assert not missing, missing
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_operators_give_what_they_give_on_whole_tensors_or_are_refused(ranks: Ranks, even: bool) -> None:
-    ranks.run(_check_operators, even)
-
-
-def test_operators_give_what_they_give_on_whole_tensors_on_four_ranks(four_ranks: Ranks) -> None:
-    four_ranks.run(_check_operators, False)
-
-
-@pytest.mark.parametrize("even", [True, False])
 @on_ranks(2)
-def test_penalties_in_a_loss_have_the_gradient_of_the_whole_tensor(even: bool) -> None:
+def test_losses_have_the_gradient_of_the_whole_tensor(even: bool) -> None:
     losses: dict[str, Callable[[Any], Any]] = {
         "penalty": lambda p: p.pow(2).sum(),
         "linear": lambda p: p.sum() + p.mean(),
         "absolute": lambda p: p.abs().mean(),
         "norm": lambda p: p.norm().full_tensor() if isinstance(p, DTensor) else p.norm(),
         "maximum": lambda p: p.amax().full_tensor() if isinstance(p, DTensor) else p.amax(),
-        "whole": lambda p: p.full_tensor().cumsum(0).sum() if isinstance(p, DTensor) else p.cumsum(0).sum(),
+        "whole": lambda p: p.full_tensor().sum() if isinstance(p, DTensor) else p.sum(),
     }
     for name, loss_of_param in losses.items():
         for x, whole in _pairs(even=even):
-            if not whole.numel() or (not whole.ndim and name == "whole"):
+            if not whole.numel():
                 continue
             x, whole = torch.nn.Parameter(x), torch.nn.Parameter(whole)
             others = [torch.tensor(2.0, requires_grad=True) for _ in range(2)]
@@ -232,11 +225,15 @@ def test_penalties_in_a_loss_have_the_gradient_of_the_whole_tensor(even: bool) -
             assert isinstance(x.grad, RowDTensor) and x.grad.rows == x.rows, name
             torch.testing.assert_close(x.grad.full_tensor(), whole.grad, msg=f"{name} {x.rows}")
             assert others[0].grad == 3
+            (x.to_local() * 3).sum().backward()
+            torch.testing.assert_close(x.grad.to_local(), x.rows.of(whole.grad) + 3, msg=f"{name} {x.rows}")
     with pytest.raises(NotImplementedError, match=r"sum.*use the methods p.sum\(\)"):
         torch.sum(torch.nn.Parameter(_pairs(even=even)[0][0]))
 
 
-def _check_placements(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks(lambda size: size)
+def test_placements_tell_where_rows_are_cut(size: int) -> None:
     for x, whole in _pairs(even=False):
         if not x.ndim:
             continue
@@ -249,11 +246,6 @@ def _check_placements(rank: int, world_size: int) -> None:
         cut = replicated(whole, x.device_mesh).redistribute(x.device_mesh, x.placements)
         assert torch.equal(cut.to_local(), x.to_local())
         assert torch.equal(distribute_tensor(whole, x.device_mesh, x.placements).full_tensor(), whole)
-
-
-def test_placements_tell_where_rows_are_cut(ranks: Ranks, four_ranks: Ranks) -> None:
-    ranks.run(_check_placements)
-    four_ranks.run(_check_placements)
 
 
 @pytest.mark.parametrize("even", [True, False])
@@ -283,52 +275,3 @@ def test_changes_reach_the_rows_and_views_of_other_rows_are_refused(even: bool) 
                     one + other
                 with pytest.raises(RuntimeError, match="mixes rows of 'tensor"):
                     one.add_(other)
-
-
-@pytest.mark.parametrize("even", [True, False])
-@on_ranks(2)
-def test_gradients_flow_through_local_and_full_tensors(even: bool) -> None:
-    for x, whole in _pairs(even=even):
-        x, whole = torch.nn.Parameter(x), torch.nn.Parameter(whole)
-        assert isinstance(x, RowDTensor) and isinstance(x, torch.nn.Parameter)
-        (x.full_tensor() ** 2).sum().backward()
-        (whole**2).sum().backward()
-        assert isinstance(x.grad, RowDTensor)
-        assert torch.equal(x.grad.full_tensor(), whole.grad)
-        (x.to_local() * 3).sum().backward()
-        assert torch.equal(x.grad.to_local(), x.rows.of(whole.grad) + 3)
-
-
-@pytest.mark.parametrize("even", [True, False])
-@on_ranks(2)
-def test_optimizers_of_torch_train_them_like_whole_tensors(even: bool) -> None:
-    for make in (
-        lambda p: torch.optim.AdamW(p, 0.1),
-        lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
-        lambda p: torch.optim.AdamW(p, 0.1, fused=True),
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
-        lambda p: torch.optim.Adagrad(p, 0.1),
-    ):
-        both = _pairs(even=even)
-        params = [[torch.nn.Parameter(pair[side].clone()) for pair in both] for side in (0, 1)]
-        optimizers = [make(side) for side in params]
-        for step in range(3):
-            for side in (0, 1):
-                for param, pair in zip(params[side], _pairs(even=even, seed=step), strict=True):
-                    param.grad = pair[side].clone()
-                optimizers[side].step()
-        for sharded, whole in zip(*params, strict=True):
-            assert torch.equal(_whole(sharded), whole)
-
-
-@pytest.mark.parametrize("even", [True, False])
-@on_ranks(2)
-def test_distributed_checkpoints_hold_whole_tensors(tmp_path: Path, even: bool) -> None:
-    saved = {str(i): pair[0] for i, pair in enumerate(_pairs(even=even))}
-    dcp.save(saved, checkpoint_id=tmp_path / str(even))
-    loaded = {str(i): pair[0] for i, pair in enumerate(_pairs(even=not even, seed=1))}
-    dcp.load(loaded, checkpoint_id=tmp_path / str(even))
-    whole = {str(i): torch.zeros_like(pair[1]) for i, pair in enumerate(_pairs(even=even))}
-    dcp.load(whole, checkpoint_id=tmp_path / str(even))
-    for i, (_, expected) in enumerate(_pairs(even=even)):
-        assert torch.equal(_whole(loaded[str(i)]), expected) and torch.equal(whole[str(i)], expected)

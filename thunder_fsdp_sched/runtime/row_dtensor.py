@@ -221,7 +221,8 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RowDTensor:
-        return RowDTensor.wrap(grad, ctx.rows)
+        # The gradient of a sum is an expanded number. Autograd adds to gradients in place, for which they need memory.
+        return RowDTensor.wrap(grad.contiguous(), ctx.rows)
 
 
 class _ToFull(torch.autograd.Function):
@@ -232,7 +233,7 @@ class _ToFull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RowDTensor:
-        return RowDTensor.wrap(ctx.rows.of(grad), ctx.rows)
+        return RowDTensor.wrap(ctx.rows.of(grad).contiguous(), ctx.rows)
 
 
 class WholeNumber(torch.Tensor):
