@@ -20,7 +20,7 @@ import torch.distributed as dist
 from models import Layer, Model, Stack
 from profiles import LONG_ONLY, mostly_zero3
 from ranks import on_ranks
-from scenario import Run, fsdp2, loss_of, sgd
+from scenario import Run, loss_of, sgd
 from thunder.core.trace import TraceCtx, from_trace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -66,21 +66,6 @@ def test_hybrid_sharding_trains_like_the_unsharded_model(rank: int, strategy: st
     testing.assert_reductions_right_after_last_gradient(run.model)
     testing.assert_waits_right_before_first_consumer(run.model)
     testing.assert_same_schedule_on_all_ranks(run.model)
-
-
-@on_ranks(4)
-def test_hybrid_sharding_trains_like_fsdp2_on_the_same_mesh() -> None:
-    """Results differ by rounding, because Thunder decomposes gradients."""
-    mesh = _mesh()
-    run = Run(
-        Stack(2).double(),
-        others=[lambda module: fsdp2(module, mesh=mesh)],
-        others_tolerance=1e-8,
-        oracle=None,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
-        mesh=mesh,
-    )
-    run.train(3)
 
 
 @on_ranks(4)

@@ -13,7 +13,7 @@ import pytest
 import thunder
 import torch
 from models import Stack
-from ranks import Ranks, on_ranks
+from ranks import on_ranks
 from scenario import Run, Scenario, do, each, fsdp2
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -88,16 +88,12 @@ def test_no_copy_of_a_shard_outlives_its_gather(rank: int) -> None:
     assert all(torch.UntypedStorage._expired(ref) for ref in sent)
 
 
-def test_invalid_offload_policies_are_refused(ranks: Ranks) -> None:
+@on_ranks()
+def test_invalid_offload_policies_are_refused() -> None:
     with pytest.raises(TypeError, match="offload_policy: expected a CPUOffloadPolicy"):
         fsdp(offload_policy=True)
-    ranks.run(_symmetric_memory_is_refused)
-
-
-def _symmetric_memory_is_refused(rank: int, world_size: int) -> None:
     with (
         mock.patch.object(SymmetricMemory, "check"),  # which would refuse a machine without GPUs
         pytest.raises(ValueError, match="offload_policy keeps them on the CPU"),
     ):
-        policy = CPUOffloadPolicy()
-        thunder.jit(_model(), transforms=[fsdp(transport="symmetric_memory", offload_policy=policy)])
+        thunder.jit(_model(), transforms=[fsdp(transport="symmetric_memory", offload_policy=CPUOffloadPolicy())])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,13 @@ import pytest
 import thunder
 import torch
 from ranks import on_ranks
+from saving import assert_equal, fill
 from thunder.core.transforms import add_transform
 from thunder.distributed import checkpoint as thunder_checkpoint
 from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, remove_weight_norm, spectral_norm, weight_norm
 from torch.optim.swa_utils import update_bn
 
@@ -37,37 +38,18 @@ def test_state_dict_functions_of_torch_work_and_those_of_thunder_refuse_sharded_
     for module in (nested, nn.Linear(4, 6)):
         unsharded = copy.deepcopy(module.state_dict())
         jitted = thunder.jit(module, transforms=[fsdp()])
-        optimizer = torch.optim.AdamW(jitted.parameters(), lr=0.1)
-        jitted(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
         trained = full_state_dict(jitted)
-        models = (
-            jitted,
-            module,
-            nn.ModuleDict({"net": jitted}),
-            *(m for m in module.modules() if next(m.parameters(), None) is not None),
-        )
-        for model in models:
-            path = next((p for p, m in module.named_modules() if m is model), "")
-            prefix = f"{path}." if path else ""
-            for full in (False, True):
-                options = torch_state_dict.StateDictOptions(full_state_dict=full)
-                state = copy.deepcopy(torch_state_dict.get_model_state_dict(model, options=options))
-                names = [name.removeprefix("net.") for name in state]
-                for name, value in zip(names, state.values(), strict=True):
-                    value = value.full_tensor() if isinstance(value, DTensor) else value
-                    assert torch.equal(value, trained[prefix + name]), (type(model), name)
-                with torch.no_grad():
-                    for param in model.parameters():
-                        param.zero_()
-                torch_state_dict.set_model_state_dict(model, state, options=options)
-                for name in names:
-                    assert torch.equal(full_state_dict(jitted)[prefix + name], trained[prefix + name])
-                torch_state_dict.get_optimizer_state_dict(jitted, optimizer, options=options)
-                for rank0_only in (False, True):
-                    theirs = thunder_checkpoint.StateDictOptions(full_state_dict=full, rank0_only=rank0_only)
-                    _assert_refused(thunder_checkpoint.get_model_state_dict, model, theirs, rank)
-                    _assert_refused(thunder_checkpoint.load_model_state_dict, dict(unsharded), model, theirs, rank)
+        parts = [part for part in module.modules() if list(part.parameters())]
+        for owner, full in itertools.product((jitted, nn.ModuleDict({"net": jitted}), *parts), (False, True)):
+            options = torch_state_dict.StateDictOptions(full_state_dict=full)
+            state = copy.deepcopy(torch_state_dict.get_model_state_dict(owner, options=options))
+            fill(owner, 0.0)
+            torch_state_dict.set_model_state_dict(owner, state, options=options)
+            assert_equal(full_state_dict(jitted), trained, type(owner))
+            for rank0_only in (False, True):
+                theirs = thunder_checkpoint.StateDictOptions(full_state_dict=full, rank0_only=rank0_only)
+                _assert_refused(thunder_checkpoint.get_model_state_dict, owner, theirs, rank)
+                _assert_refused(thunder_checkpoint.load_model_state_dict, dict(unsharded), owner, theirs, rank)
         jitted(torch.randn(2, 4)).sum().backward()
 
     # The functions still work on modules that are not sharded.

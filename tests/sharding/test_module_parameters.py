@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import thunder_fsdp_sched as tfs
@@ -14,7 +15,7 @@ from thunder_fsdp_sched import fsdp, full_state_dict
 import pytest
 import thunder
 import torch
-from models import Model, Stack
+from models import Halves, Model, Stack
 from profiles import mostly_zero3
 from ranks import on_ranks
 from saving import Holder, assert_equal
@@ -58,18 +59,11 @@ def test_optimizers_hooks_and_freezing_work_on_the_module(strategy: str) -> None
     # Parameters frozen after compiling, and then trained again.
     models, compiled = (model, run.reference), len(run.transform.compiled)
     run.optimizers = [sgd(m.parameters()) for m in models]
-    for m in models:
-        m.zero_grad()
-        m.blocks.requires_grad_(False)
-        m.first.bias.requires_grad_(False)
-    run.micro_batch(no_sync=False)
-    assert len(run.transform.compiled) == compiled + 1
-    assert model.blocks[0].up.weight.grad is None and model.first.bias.grad is None
-    run.step()
-    for m in models:
-        m.requires_grad_(True)
-    run.train(steps=1)
-    assert len(run.transform.compiled) == compiled + 1
+    for frozen in (True, False):
+        for m in models:
+            m.blocks.requires_grad_(not frozen)
+        run.train(steps=1)
+        assert len(run.transform.compiled) == compiled + 1
 
     # zero_grad of a submodule, in-place initialization, and loading unsharded entries.
     run.micro_batch(no_sync=False)
@@ -93,31 +87,15 @@ def test_optimizers_hooks_and_freezing_work_on_the_module(strategy: str) -> None
     run.train(steps=1)
 
 
-class OptionalLayer(Model):
-    """A model that may skip its second layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.requires_grad_(False)
-        self.use_second = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first.forward(x))
-        return self.second.forward(x) if self.use_second else x
-
-
 @on_ranks()
 def test_a_backward_that_skips_an_unfrozen_layer_reduces_its_unreduced_gradients() -> None:
-    model = OptionalLayer().double()
+    model = Halves(4).double()
+    model.blocks[1].requires_grad_(False)
     run = Run(model)
-    for m in (model, run.reference):
-        m.second.requires_grad_(True)
-    run.micro_batch()
-    for m in (model, *run.every):
-        m.use_second = False
-    run.micro_batch(1, no_sync=False)
-    run.optimizers = [sgd(m.parameters()) for m in (model, run.reference)]
+    run.freeze("blocks.1.weight", frozen=False)
+    run.use(sgd)
+    run.micro_batch(0, False)
+    run.micro_batch(1, True, no_sync=False)
     run.step()
 
 
@@ -239,11 +217,6 @@ SHARDED = r"of a sharded model"
 REFUSED: list[tuple[Callable[[Any, nn.Module], Any], type[Exception], str]] = [
     (lambda model, part: part(X), RuntimeError, r".* \(.*called by itself.*Call the jitted model, .*eager"),
     (lambda model, part: torch.jit.script(part), AttributeError, rf".* {SHARDED} has hooks that cannot be scripted"),
-    (
-        lambda model, part: nn.parallel.DistributedDataParallel(part),
-        RuntimeError,
-        r"sharded by thunder_fsdp_sched.*DistributedDataParallel would|needs rows of other ranks|c10d",
-    ),
     (
         lambda model, part: part.load_state_dict(part.state_dict(), assign=True),
         ValueError,
@@ -388,6 +361,52 @@ def test_parameters_that_forward_does_not_read_by_their_names_are_refused() -> N
     module.foreign = nn.Parameter(torch.ones(4))
     with pytest.raises(ValueError, match=r"reads parameter 'foreign', which the module did not have at thunder\.jit"):
         late(X)
+
+
+def _reading(way: str, view: torch.Tensor) -> nn.Module:
+    """Return a module whose forward reads a tensor that something holds."""
+
+    class Reads(nn.Module):
+        in_class = view
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.namespace = SimpleNamespace(held=view)
+            self.function = lambda: None
+            self.function.held = view
+
+        def forward(self, x: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+            if way == "closure":
+                read = view
+            elif way == "class":
+                read = self.in_class
+            elif way == "object":
+                read = self.namespace.held
+            elif way == "function":
+                read = self.function.held
+            return (self.b(x) @ read).sum()
+
+    return Reads()
+
+
+@pytest.mark.parametrize("way", ["closure", "class", "object", "function", "argument"])
+@on_ranks()
+def test_forward_must_not_read_a_view_created_before_sharding(way: str) -> None:
+    weight, x = nn.Parameter(torch.ones(4, 4)), torch.ones(2, 4)
+    view = weight.detach().t()
+    torch.manual_seed(0)
+    with_copy = _reading(way, copy := view.clone())
+    module = _reading(way, view)
+    module.a.weight = weight
+    model = thunder.jit(module, transforms=[fsdp()])
+    for _ in range(2):  # the second call is refused as well
+        with pytest.raises(
+            ValueError, match=r"forward reads '.*', a view of parameter 'a\.weight' that was created before"
+        ):
+            model(x, view)
+    expected = with_copy(x, copy)
+    assert torch.allclose(thunder.jit(with_copy, transforms=[fsdp()])(x, copy), expected)
 
 
 @on_ranks()

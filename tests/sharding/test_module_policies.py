@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,8 @@ import thunder
 import torch
 from models import Layer, Model, Stack
 from ranks import on_ranks
-from scenario import Run, loss_of
+from scenario import Run
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 HIGH = MixedPrecisionPolicy(param_dtype=torch.float32)
@@ -228,8 +226,10 @@ class Encoder(nn.Module):
         return torch.relu(self.blocks[0](x))
 
 
-class TwoParts(nn.Module):
+class TwoParts(Model):
     """An encoder and a head. An argument of ``forward`` says what runs."""
+
+    width = 8
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,40 +244,30 @@ class TwoParts(nn.Module):
         return self.head.forward(self.encoder(x))
 
 
+def _shard_parts(model: Any) -> nn.Module:
+    for block in model.encoder.blocks:
+        fully_shard(block)
+    fully_shard(model.encoder)
+    register_fsdp_forward_method(model.encoder, "features")
+    return fully_shard(model)
+
+
 @on_ranks()
-def test_parts_train_through_the_jitted_model_and_run_eagerly_as_in_fsdp2(rank: int, world_size: int) -> None:
+def test_parts_train_through_the_jitted_model_and_run_eagerly_as_in_fsdp2() -> None:
     model = TwoParts()
-    theirs = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (world_size,))
-    for block in theirs.encoder.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(theirs.encoder, mesh=mesh)
-    register_fsdp_forward_method(theirs.encoder, "features")
-    fully_shard(theirs, mesh=mesh)
-    transform = fsdp(mesh=mesh)
-    ours = thunder.jit(model, transforms=[transform])
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, theirs)]
+    run = Run(model, others=[_shard_parts], oracle=None, dtype=torch.float32, optimizer=_adamw)
     for step, part in enumerate(("all", "encoder", "features")):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-        theirs_of = {"all": theirs, "encoder": theirs.encoder, "features": theirs.encoder.features}[part]
-        for output in (ours(x, part), theirs_of(x)):
-            loss_of(output).backward()
-        expected = dict(theirs.named_parameters())
-        for name, param in ours.named_parameters():
-            assert (param.grad is None) == (expected[name].grad is None), (part, name)
-            if param.grad is not None:
-                assert torch.equal(param.grad.full_tensor(), expected[name].grad.full_tensor()), (part, name)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    gathered = [{op.bucket for op in c.schedule.forward.of("fsdp_all_gather")} for c in transform.compiled]
+        run.micro_batch(step, part, no_sync=False)
+        run.step()
+    gathered = [{op.bucket for op in c.schedule.forward.of("fsdp_all_gather")} for c in run.transform.compiled]
     blocks = {"encoder.blocks.0", "encoder.blocks.1"}
     assert gathered == [{*blocks, "head"}, blocks, {"encoder.blocks.0"}], "a part must gather only its own parameters"
     x = torch.randn(4, 8)
-    with torch.no_grad(), eager(ours) as module:
+    theirs = run.models[1]
+    with torch.no_grad(), eager(run.model) as module:
         assert torch.equal(module.encoder(x), theirs.encoder(x))
         assert torch.equal(module.encoder.features(x), theirs.encoder.features(x))
-    for owner in (ours, model):
+    for owner in (run.model, model):
         with pytest.raises(
             RuntimeError, match=r"encoder \(Encoder\).*called by itself.*argument that says.*eager\(model\)"
         ):

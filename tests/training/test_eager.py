@@ -18,7 +18,7 @@ from thunder_fsdp_sched.transports.flat import Flat
 import pytest
 import thunder
 import torch
-from models import GPT, Block, Layer, Model
+from models import GPT, Block, Buffers, Layer
 from ranks import on_ranks
 from scenario import Run
 from torch import nn
@@ -35,17 +35,6 @@ class CallingBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Chain(Model):
-    """Blocks between two layers, all called instead of their ``forward``."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.chain = nn.Sequential(nn.Linear(4, 4), *(CallingBlock(4) for _ in range(blocks)), nn.Linear(4, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.chain(x)
 
 
 class Positions(nn.Module):
@@ -217,7 +206,7 @@ def test_misuse_is_refused_and_an_exception_restores_the_module(rank: int) -> No
 
 @on_ranks(2)
 def test_training_continues_after_eager_without_compiling() -> None:
-    run = Run(Chain(1).double())
+    run = Run(Buffers().double())
     run.train(steps=1)
     for step, batch in enumerate((3, 5, 6)):
         (x,) = run.inputs(step, batch=batch)
@@ -227,15 +216,6 @@ def test_training_continues_after_eager_without_compiling() -> None:
         run.backward()
         run.step()
     assert len(run.transform.compiled) == 1
-
-
-@on_ranks(2)
-def test_batch_sizes_seen_before_are_not_compiled_again() -> None:
-    run = Run(Chain(1).double())
-    for step, batch in enumerate((4, 8, 4, 8, 8, 4)):
-        run.train(steps=1, batch=4)
-        run.forward(step, batch=batch, grad=False)
-    assert len(run.transform.compiled) == 3  # training, and evaluation with two sizes
 
 
 @on_ranks(2)

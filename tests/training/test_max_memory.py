@@ -66,6 +66,7 @@ def _large() -> GPT:
     return GPT(width=512, blocks=2, length=512, vocab=100, block=FeedForward).to("meta")
 
 
+RELEASING = {"release": "step", "prefetch": 1}
 MODELS = {"gpt": _gpt, "dropping": _dropping, "large": _large}
 
 
@@ -99,21 +100,24 @@ def _steps(
 
 
 @pytest.mark.parametrize(
-    ("name", "no_sync", "options", "share", "most"),
+    ("name", "no_sync", "options", "within", "share", "most"),
     [
-        ("gpt", False, {}, 0.0, 0),
-        ("dropping", True, {"sharding_strategy": "zero2"}, 0.85, 2),
-        pytest.param("gpt", True, {"sharding_strategy": "zero2"}, 0.75, 2, marks=pytest.mark.long),
-        pytest.param("dropping", False, {"prefetch": "auto"}, 0.75, 2, marks=pytest.mark.long),
+        ("gpt", False, {}, {}, 0.0, 0),
+        ("dropping", True, {"sharding_strategy": "zero2"}, {}, 0.85, 2),
+        pytest.param("gpt", True, {"sharding_strategy": "zero2"}, {}, 0.75, 2, marks=pytest.mark.long),
+        pytest.param("dropping", False, {"prefetch": "auto"}, {}, 0.75, 2, marks=pytest.mark.long),
+        ("gpt", False, {"steps": 4, "retain": False}, RELEASING, 0.8, 9),
+        pytest.param("gpt", False, {"steps": 4, "retain": False}, RELEASING, 2.0, 9, marks=pytest.mark.long),
     ],
 )
 @on_ranks()
 def test_recomputation_changes_no_bit_of_a_step(
-    rank: int, name: str, no_sync: bool, options: dict[str, Any], share: float, most: int
+    rank: int, name: str, no_sync: bool, options: dict[str, Any], within: dict[str, Any], share: float, most: int
 ) -> None:
-    """Compare a step within a limit with a step without one.
+    """Compare steps within a limit with a step without one.
 
     Args:
+        within: options of the step within the limit alone.
         share: the limit as a share of the peak without a limit; 0 for the least that any step needs.
         most: the fewest reductions in flight of any compiled step are at most as many.
     """
@@ -131,31 +135,15 @@ def test_recomputation_changes_no_bit_of_a_step(
         with pytest.raises(MemoryLimitError) as error:
             _steps(make(), rank, no_sync, **options, max_memory=1)
         limit = error.value.least_bytes
-    limited, found = _steps(make(), rank, no_sync, **options, max_memory=limit)
+    limited, found = _steps(make(), rank, no_sync, **options, **within, max_memory=limit)
     assert len(found) == len(expected)
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(ours, theirs), f"value {number} of {name}"
     assert all(compiled.memory.peak.nbytes <= limit for compiled in limited.compiled)
-    assert sum(len(compiled.recomputed) for compiled in limited.compiled) > 0
-    assert min(compiled.reductions_in_flight for compiled in limited.compiled) <= most
-
-
-@pytest.mark.parametrize("share", [0.8, pytest.param(2.0, marks=pytest.mark.long)])
-@on_ranks()
-def test_a_limit_and_releases_change_no_bit_of_several_steps(rank: int, share: float) -> None:
-    def steps(**options: Any) -> tuple[Any, list[torch.Tensor]]:
-        torch.manual_seed(0)
-        return _steps(_gpt(), rank, False, steps=4, retain=False, **options)
-
-    free, expected = steps()
-    limit = int(share * free.compiled[-1].memory.peak.nbytes)
-    limited, found = steps(release="step", max_memory=limit, prefetch=1)
-    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(ours, theirs), f"value {number}"
-    assert all(compiled.memory.peak.nbytes <= limit for compiled in limited.compiled)
-    assert all(bucket.arena._memory is None for bucket in limited.sharded.buckets)
     # Memory is saved by computing values again, or time by buckets that stay unsharded.
     assert any(compiled.recomputed for compiled in limited.compiled) if share < 1 else limited.sharded.kept
+    assert not within or all(bucket.arena._memory is None for bucket in limited.sharded.buckets)
+    assert min(compiled.reductions_in_flight for compiled in limited.compiled) <= most
 
 
 # A GPU that computes so slowly that copies to host memory are hidden.
@@ -208,27 +196,31 @@ def test_activations_move_to_host_memory_if_that_costs_less() -> None:
     assert compiled.memory.peak.nbytes <= 0.6 * peak
 
 
+def _stack_within(limit: int, **options: Any) -> tuple[Any, Any]:
+    """Return a function that compiles a step, with or without ``no_sync``, and the transform."""
+    model, transform = Stack().double(), fsdp(max_memory=limit, transport="all_to_all", cluster="h100-sxm", **options)
+    jitted = thunder.jit(model, transforms=[transform])
+
+    def compile_step(no_sync: bool) -> None:
+        with jitted.no_sync() if no_sync else contextlib.nullcontext():
+            transform.sharded.compile(jitted, model.inputs(torch.Generator().manual_seed(0)), {})
+
+    return compile_step, transform
+
+
 @pytest.mark.parametrize("limit", [7_000, 9_060])
 def test_a_window_that_was_planned_within_its_limit_is_not_refused(fake_ranks: None, limit: int) -> None:
     """A second model of memory once counted the sum of the reduced gradients twice, and refused 9,060 bytes."""
-    model = Stack().double()
-    options = {"transport": "all_to_all", "accumulate": "sharded", "cluster": "h100-sxm"}
-    transform = fsdp(max_memory=limit, **options)
-    jitted = thunder.jit(model, transforms=[transform])
-    inputs = model.inputs(torch.Generator().manual_seed(0))
+    compile_step, transform = _stack_within(limit, accumulate="sharded")
     for no_sync in (True, False):
-        with jitted.no_sync() if no_sync else contextlib.nullcontext():
-            transform.sharded.compile(jitted, inputs, {})
+        compile_step(no_sync)
     first, last = transform.compiled
     for step in (first, last):
         assert step.predict_memory(accumulated=[first], others=transform.compiled).peak.nbytes <= limit
 
 
 def test_a_limit_that_a_later_mode_would_exceed_is_an_error_before_it_runs(fake_ranks: None) -> None:
-    model = Stack().double()
-    transform = fsdp(max_memory=9_060, transport="all_to_all", accumulate="unsharded", cluster="h100-sxm")
-    jitted = thunder.jit(model, transforms=[transform])
-    inputs = model.inputs(torch.Generator().manual_seed(0))
-    transform.sharded.compile(jitted, inputs, {})
-    with jitted.no_sync(), pytest.raises(MemoryLimitError, match="9,060 bytes are too few"):
-        transform.sharded.compile(jitted, inputs, {})
+    compile_step, _ = _stack_within(9_060, accumulate="unsharded")
+    compile_step(no_sync=False)
+    with pytest.raises(MemoryLimitError, match="9,060 bytes are too few"):
+        compile_step(no_sync=True)

@@ -6,7 +6,9 @@ Most tests set gradients directly, so that nothing has to be traced.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,55 +245,45 @@ def _three_optimizers(run: Run) -> None:
     add_optimizer(run, _is_not_matrix, AdamW, whole=False, lr=0.02)
 
 
-def _save(folder: Path) -> None:
-    run = run_of_matrices()
-    _three_optimizers(run)
-    train(run, range(2))
-    tfs.save_checkpoint(folder / "three", run.model, run.optimizers[::2])
-    for whole in (True, False):
-        run = run_of_matrices(transport="coalesced")
-        add_optimizer(run, _always, AdamW, whole=whole, lr=0.05)
-        train(run, range(2))
-        tfs.save_checkpoint(folder / f"adamw-{whole}", run.model, run.optimizers[::2])
+def _adamw(run: Run, *, whole: bool) -> None:
+    add_optimizer(run, _always, AdamW, whole=whole, lr=0.05)
 
 
-def _load(folder: Path, group: Any) -> None:
-    def resume(saved: str, add_optimizer: Callable[[Run], object]) -> None:
-        run = run_of_matrices(process_group=group)
-        add_optimizer(run)
-        expected = run_of_matrices(process_group=group)  # trained without saving and loading
-        add_optimizer(expected)
-        train(expected, range(3))
-        with torch.no_grad():
-            for param in run.model.parameters():
-                param.zero_()
-        tfs.load_checkpoint(folder / saved, run.model, run.optimizers[::2])
-        run.gradients(2)
-        for optimizer in run.optimizers[::2]:
-            optimizer.step()
-        run.unsharded = expected.unsharded
-        run.compare_parameters()
+ADDED: dict[str, Callable[[Run], Any]] = {
+    "three": _three_optimizers,
+    "whole": partial(_adamw, whole=True),
+    "rows": partial(_adamw, whole=False),
+}
 
-    resume("three", _three_optimizers)
-    for was_whole in (True, False):
-        for whole in (True, False):
-            resume(
-                f"adamw-{was_whole}", lambda run, whole=whole: add_optimizer(run, _always, AdamW, whole=whole, lr=0.05)
-            )
-    run = run_of_matrices(process_group=group)
-    optimizer = AdamW([run.model.get_parameter(n) for n in ("row", "unused")])
-    with pytest.raises(tfs.CheckpointError, match=r"of AdamW has no option 'beta2_decay', 'd'"):
-        tfs.load_checkpoint(folder / "three", run.model, optimizer)
+
+def _trained(added: str, steps: int, **options: Any) -> Run:
+    run = run_of_matrices(**options)
+    ADDED[added](run)
+    train(run, range(steps))
+    return run
 
 
 @on_ranks(4)
 def test_training_on_another_number_of_ranks_continues_bit_equal(rank: int, tmp_path: Path) -> None:
-    _save(tmp_path)
+    for added in ADDED:
+        run = _trained(added, 2, transport="coalesced")
+        tfs.save_checkpoint(tmp_path / added, run.model, run.optimizers[::2])
     dist.barrier()
     for size in (2, 3):
         group = dist.new_group(list(range(size)))
-        if rank < size:
-            _load(tmp_path, group)
+        pairs = [("three", "three"), *itertools.product(("whole", "rows"), repeat=2)]
+        for saved, loaded in pairs if rank < size else ():
+            expected = _trained(loaded, 3, process_group=group)  # trained without saving and loading
+            run = _trained(loaded, 0, process_group=group)
+            with torch.no_grad():
+                for param in run.model.parameters():
+                    param.zero_()
+            tfs.load_checkpoint(tmp_path / saved, run.model, run.optimizers[::2])
+            run.gradients(2)
+            for optimizer in run.optimizers[::2]:
+                optimizer.step()
+            run.unsharded = expected.unsharded
+            run.compare_parameters()
 
 
 #

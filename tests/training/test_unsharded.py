@@ -15,40 +15,20 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from models import Experts, Layer, LoRALinear, Stack, TinyParameters
+from models import GPT, Experts, Layer, LoRALinear, Stack, TinyParameters
 from ranks import on_ranks
-from scenario import Run
+from scenario import Run, everywhere
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-
-class Words(nn.Module):
-    """A tiny language model with a tied embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(7, 4)
-        self.block = Layer(4)
-        self.ln_f = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 7)
-        self.head.weight = self.wte.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head.forward(self.ln_f.forward(self.block(self.wte.forward(tokens))))
-
-    def inputs(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        return (torch.randint(7, (3, 5), generator=generator),)
 
 
 class TiedRun(Run):
     """A run of which the jitted reference has tied parameters: Thunder's own state dict leaves out their other names."""
 
     def compare_parameters(self) -> None:
-        ours, theirs = tfs.full_state_dict(self.model), self.reference._model.state_dict()
-        assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            self.close(value, theirs[name], name)
+        for name, value in tfs.full_state_dict(self.model).items():
+            self.close(value, self.reference._model.state_dict()[name], name)
 
 
 def _operate(module: Any) -> None:
@@ -57,22 +37,21 @@ def _operate(module: Any) -> None:
     vocabulary = module.wte.weight  # tied
     vocabulary[3].zero_()
     vocabulary.copy_(vocabulary[torch.randperm(len(vocabulary))])
-    nn.init.orthogonal_(module.block.up.weight)
-    module.block.down.weight.data = module.block.down.weight.data.flip(1).t().contiguous().t()
-    module.block.up.bias[1:4] += module.block.up.bias[5:8]
+    nn.init.orthogonal_(module.h[0].up.weight)
+    module.h[0].down.weight.data = module.h[0].down.weight.data.flip(1).t().contiguous().t()
+    module.h[0].up.bias[1:4] += module.h[0].up.bias[5:8]
     module.ln_f.weight.mul_(0.5)
     module.ln_f.bias.fill_(0.1)  # ignored
 
 
 @on_ranks(2)
-def test_a_change_of_one_ranks_rows_counts_as_a_change_on_all_ranks(world_size: int) -> None:
+def test_a_change_of_one_ranks_rows_counts_as_a_change_on_all_ranks() -> None:
     run = Run(TinyParameters().double())
     names = [
         name for name, (bucket, index) in run.transform.sharded.locations.items() if bucket.shard_views[index].numel()
     ]
-    everywhere: list[Any] = [None] * world_size
-    dist.all_gather_object(everywhere, names)
-    name = min(set(everywhere[0]).difference(everywhere[1]))  # rank 1 has no rows of it
+    of_first, of_second = everywhere(names)
+    name = min(set(of_first).difference(of_second))  # rank 1 has no rows of it
     run.forward(0)
     with tfs.unsharded(run.model, name) as module, torch.no_grad():
         module.get_parameter(name).add_(1)
@@ -87,7 +66,7 @@ def test_a_change_of_one_ranks_rows_counts_as_a_change_on_all_ranks(world_size: 
 )
 @on_ranks(2)
 def test_training_after_surgery_is_bit_equal_to_the_unsharded_model(options: dict[str, Any]) -> None:
-    model = Words().double()
+    model = GPT(width=4, blocks=1, vocab=7, length=5, tied=True, block=Layer).double()
     model.ln_f.bias.requires_grad_(False)
     run = TiedRun(model, tolerance=0, oracle="compiled", ignored_params=["ln_f.bias"], **options)
     run.train(steps=1)
@@ -107,7 +86,7 @@ def test_training_after_surgery_is_bit_equal_to_the_unsharded_model(options: dic
         _operate(run.reference._model)
     run.compare_parameters()
     # As shards are: matrix products of other strides may round differently, depending on the processor.
-    down = run.reference._model.block.down.weight
+    down = run.reference._model.h[0].down.weight
     down.data = down.data.contiguous()
     run.train(steps=2)
     run.micro_batch(5)
@@ -117,14 +96,14 @@ def test_training_after_surgery_is_bit_equal_to_the_unsharded_model(options: dic
     run.backward()
     run.compare_gradients()
     before = run.model.get_parameter("wte.weight").grad
-    with tfs.unsharded(run.model, "head", "block.up.bias", model.ln_f) as module:
+    with tfs.unsharded(run.model, "head", "h.0.up.bias", model.ln_f) as module:
         whole = {name for name, param in module.named_parameters() if type(param) is nn.Parameter}
-        assert whole == {"wte.weight", "head.bias", "block.up.bias", "ln_f.weight", "ln_f.bias"}
-        assert isinstance(module.block.up.weight, RowDTensor)
+        assert whole == {"wte.weight", "h.0.up.bias", "ln_f.weight", "ln_f.bias"}
+        assert isinstance(module.h[0].up.weight, RowDTensor)
         module.wte.load_state_dict({"weight": module.wte.weight.flip(0)})
-        module.block.up.bias.requires_grad_(False)
+        module.h[0].up.bias.requires_grad_(False)
     assert run.model.get_parameter("wte.weight").grad is before
-    assert not model.block.up.bias.requires_grad and model.block.up.bias is shards["block.up.bias"]
+    assert not model.h[0].up.bias.requires_grad and model.h[0].up.bias is shards["h.0.up.bias"]
     with torch.no_grad():
         run.reference._model.wte.weight.copy_(run.reference._model.wte.weight.flip(0))
     run.compare_parameters()
@@ -210,9 +189,6 @@ def test_misuse_is_refused_and_restores_the_module() -> None:
     before = tfs.full_state_dict(model)
     inside = re.escape("inside unsharded(...) of this model")
 
-    def exchange_state() -> None:
-        tfs.get_model_state_dict(model)
-
     with tfs.unsharded(model):
         for use in (
             lambda: model(x),
@@ -223,22 +199,25 @@ def test_misuse_is_refused_and_restores_the_module() -> None:
             lambda: tfs.full_state_dict(model),
             lambda: tfs.stream_full_parameters(model),
             model.state_dict,
-            exchange_state,
+            lambda: tfs.get_model_state_dict(model),
         ):
             with pytest.raises(RuntimeError, match=inside):
                 use()
     with tfs.eager(model), pytest.raises(RuntimeError, match=r"unsharded: inside eager\(\.\.\.\)"):
         tfs.unsharded(model).__enter__()
 
-    def reshape() -> None:
-        module.first.bias.data = torch.zeros(5)
-
-    def convert() -> None:
-        module.first.bias.data = torch.zeros(4, dtype=torch.float64)
+    def replace(value: torch.Tensor) -> None:
+        module.first.bias.data = value
 
     for change, message in (
-        (reshape, r"'first\.bias' was given another shape, dtype or device: torch\.float32\[5\]"),
-        (convert, r"'first\.bias' was given another shape, dtype or device: torch\.float64\[4\]"),
+        (
+            lambda: replace(torch.zeros(5)),
+            r"'first\.bias' was given another shape, dtype or device: torch\.float32\[5\]",
+        ),
+        (
+            lambda: replace(torch.zeros(4).double()),
+            r"'first\.bias' was given another shape, dtype or device: torch\.float64\[4\]",
+        ),
         (optimizer.step, r"the shard of 'first\.weight' was changed in the meantime"),
     ):
         with pytest.raises(RuntimeError, match=message), tfs.unsharded(model):

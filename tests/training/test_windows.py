@@ -270,44 +270,38 @@ def test_a_later_micro_batch_is_simulated_without_the_gathers_that_it_reuses(fak
         assert (later.step_seconds < first.step_seconds) is not again
 
 
-def test_a_memory_limit_that_only_reduced_gradients_keep_makes_each_micro_batch_reduce(fake_ranks: None) -> None:
-    def window(**options: Any) -> Any:
-        torch.manual_seed(0)
-        transform = fsdp(cluster="cpu-2core", **options)
-        model = thunder.jit(Stack(4, width=64), transforms=[transform])
-        x = torch.randn(2, 64)
-        with model.no_sync():
-            model(x).sum().backward()
-        model(x).sum().backward()
-        return transform.compiled
+def _compile_window(**options: Any) -> Any:
+    """Return the compiled steps of a micro-batch under ``no_sync`` and of the last one."""
+    torch.manual_seed(0)
+    transform = fsdp(cluster="cpu-2core", **options)
+    model = thunder.jit(Stack(4, width=64), transforms=[transform])
+    for context in (model.no_sync(), contextlib.nullcontext()):
+        with context:
+            model(torch.ones(2, 64)).sum().backward()
+    return transform.compiled
 
-    def peak(first: Any, last: Any) -> int:
-        steps = [one.predict_memory(accumulated=[first], others=[first, last]) for one in (first, last)]
-        return max(memory.peak.nbytes for memory in steps)
 
-    most = peak(*window())
-    first, last = window(max_memory=most)
-    assert first.backward_schedule.of("fsdp_accumulate_grads") and peak(first, last) <= most
+def _peak(window: Any) -> int:
+    return max(one.predict_memory(accumulated=window[:1], others=window).peak.nbytes for one in window)
+
+
+def _least(**options: Any) -> int:
     with pytest.raises(MemoryLimitError, match=r"max_memory: .* bytes are too few") as caught:
-        window(max_memory=1, accumulate="unsharded")
-    limit = caught.value.least_bytes - 1
-    first, last = window(max_memory=limit)
-    assert not first.backward_schedule.of("fsdp_accumulate_grads") and first.backward_schedule.of("fsdp_reduce_scatter")
-    assert peak(first, last) <= limit
+        _compile_window(max_memory=1, **options)
+    return caught.value.least_bytes
+
+
+def test_a_memory_limit_that_only_reduced_gradients_keep_makes_each_micro_batch_reduce(fake_ranks: None) -> None:
+    most = _peak(_compile_window())
+    window = _compile_window(max_memory=most)
+    assert window[0].backward_schedule.of("fsdp_accumulate_grads") and _peak(window) <= most
+    limit = _least(accumulate="unsharded") - 1
+    window = _compile_window(max_memory=limit)
+    schedule = window[0].backward_schedule
+    assert not schedule.of("fsdp_accumulate_grads") and schedule.of("fsdp_reduce_scatter") and _peak(window) <= limit
 
 
 def test_the_predicted_bytes_of_a_window_in_lower_precision_are_enough(fake_ranks: None) -> None:
-    def window(limit: int) -> Any:
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-        transform = fsdp(cluster="cpu-2core", accumulate="sharded", mp_policy=policy, max_memory=limit)
-        model = thunder.jit(Stack(4, width=64), transforms=[transform])
-        for context in (model.no_sync(), contextlib.nullcontext()):
-            with context:
-                model(torch.ones(2, 64)).sum().backward()
-        return transform.compiled
-
-    with pytest.raises(MemoryLimitError) as caught:
-        window(1)
-    limit = caught.value.least_bytes
-    for one in (compiled := window(limit)):
-        assert one.predict_memory(accumulated=[compiled[0]], others=compiled).peak.nbytes <= limit
+    options = {"accumulate": "sharded", "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+    limit = _least(**options)
+    assert _peak(_compile_window(max_memory=limit, **options)) <= limit

@@ -1,8 +1,10 @@
-"""The user's function that gets the reduced gradients of each bucket, bit for bit as in FSDP2."""
+"""Gradient divide factors and all-reduce hooks, bit for bit as in FSDP2."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import thunder_fsdp_sched as tfs
@@ -24,6 +26,126 @@ from torch.distributed.fsdp import FSDPModule
 
 WAIT = fsdp_wait_grads.name
 
+#
+# The factor
+#
+
+
+def _fsdp2_that_sums(module: nn.Module, mesh: Any = None) -> nn.Module:
+    sharded = fsdp2(module, mesh=mesh)
+    for part in _wrapped(sharded):
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which FSDP2 would use
+    return sharded
+
+
+def _wrapped(module: nn.Module) -> Iterator[FSDPModule]:
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def _with_fsdp2(mesh: Any = None, **options: Any) -> Run:
+    others = [partial(_fsdp2_that_sums, mesh=mesh)]
+    model = Stack(2, width=8, activation=torch.relu)
+    return Run(model, others=others, oracle=None, dtype=torch.float32, mesh=mesh, **options)
+
+
+def _set_theirs(run: Run, factor: float, below: str = "") -> None:
+    for part in _wrapped(run.models[1].get_submodule(below)):
+        part.set_gradient_divide_factor(factor)
+
+
+def _below(prefix: str, factor: float) -> Callable[[str, torch.nn.Module], float | None]:
+    return lambda name, module: factor if name == prefix else None
+
+
+@on_ranks(2)
+def test_gradients_are_divided_by_any_factor_as_in_fsdp2(rank: int, world_size: int) -> None:
+    run = _with_fsdp2(gradient_divide_factor=3.0)
+    _set_theirs(run, 3.0)
+    run.train(1)
+    tfs.set_gradient_divide_factor(run.model, 1.0)
+    _set_theirs(run, 1.0)
+    run.train(1)
+    tfs.set_gradient_divide_factor(run.model, 0.7, module_name="blocks")
+    _set_theirs(run, 0.7, below="blocks")
+    run.train(1)
+    assert len(run.transform.compiled) == 1, "the factor must not be part of a trace"
+    assert [bucket.options.gradient_divide_factor for bucket in run.transform.plan] == [1.0, 0.7, 0.7, 1.0]
+    run.micro_batch(3)
+    run.train(1)
+
+    tfs.set_gradient_divide_factor(run.model, None)
+    _set_theirs(run, float(world_size))
+    run.train(1)
+    with pytest.raises(tfs.ScheduleDisagreement, match=r"(?s)set_gradient_divide_factor.*to 1\.0.*to 2\.0"):
+        tfs.set_gradient_divide_factor(run.model, rank + 1)
+    run.train(1)
+
+    run = _with_fsdp2(gradient_divide_factor=_below("blocks.1", 5.0), bucketing_strategy="none")
+    _set_theirs(run, float(world_size))
+    _set_theirs(run, 5.0, below="blocks.1")
+    run.train(1)
+
+
+@on_ranks(4)
+def test_gradients_of_replicas_are_divided_by_any_factor_as_in_fsdp2() -> None:
+    run = _with_fsdp2(
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), gradient_divide_factor=3.0
+    )
+    _set_theirs(run, 3.0)
+    run.train(1)
+    tfs.set_gradient_divide_factor(run.model, 4)  # the mean
+    _set_theirs(run, 4.0)
+    run.train(1)
+
+
+@on_ranks(4)
+def test_gradients_of_experts_are_divided_by_a_factor_of_their_own(rank: int) -> None:
+    """Parameters that are sharded over fewer ranks get the mean over all ranks' batches by a factor of their own."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    of_experts = groups[rank // 2]
+    grads = []
+    for factor in (None, 4.0):
+        torch.manual_seed(0)
+        model = Stack(2)
+        options = {"process_group_for": lambda name, param: of_experts if name.startswith("blocks.1.") else None}
+        transform = fsdp(gradient_divide_factor=_below("blocks.1", factor) if factor else None, **options)
+        sharded = thunder.jit(model, transforms=[transform])
+        (x,) = model.inputs(torch.Generator().manual_seed(rank))
+        loss_of(sharded(x.float())).backward()
+        grads.append({name: param.grad.to_local().clone() for name, param in sharded.named_parameters()})
+    for name, mean in grads[0].items():
+        assert torch.equal(grads[1][name], mean / 2 if name.startswith("blocks.1.") else mean), name
+
+
+def test_parameters_with_other_factors_are_in_other_buckets() -> None:
+    [compiled] = testing.compile_on_fake_ranks(
+        lambda: (Stack(1), (torch.ones(2, 4),)), 2, gradient_divide_factor=_below("blocks.0.up", 1.5)
+    )
+    assert [op.bucket for op in compiled.schedule.backward.of("fsdp_reduce_scatter")] == [
+        "last",
+        "blocks.0.divided_by_ranks",
+        "blocks.0",
+        "first",
+    ]
+
+
+@on_ranks(2)
+def test_a_bucket_is_not_divided_in_part() -> None:
+    ours = thunder.jit(Stack(1), transforms=[fsdp()])
+    with pytest.raises(
+        ValueError, match=r"bucket 'blocks\.0' also has 'blocks\.0\.down\.weight', .*not below 'blocks\.0"
+    ):
+        tfs.set_gradient_divide_factor(ours, 2.0, module_name="blocks.0.up")
+    with pytest.raises(ValueError, match="no parameter below 'block' is sharded"):
+        tfs.set_gradient_divide_factor(ours, 2.0, module_name="block")
+    with pytest.raises(ValueError, match="expected a positive number or None, got -1"):
+        tfs.set_gradient_divide_factor(ours, -1)
+
+
+#
+# all_reduce_hook
+#
+
 
 @on_ranks(4)
 def test_a_hook_that_averages_over_replicas_gives_the_gradients_of_fsdp2_and_of_hybrid_sharding() -> None:
@@ -36,9 +158,8 @@ def test_a_hook_that_averages_over_replicas_gives_the_gradients_of_fsdp2_and_of_
 
     def with_fsdp2(module: nn.Module) -> nn.Module:
         sharded = fsdp2(module, mesh=mesh["shard"])
-        for part in sharded.modules():
-            if isinstance(part, FSDPModule):
-                part.set_all_reduce_hook(lambda gradients: average("theirs", gradients))
+        for part in _wrapped(sharded):
+            part.set_all_reduce_hook(lambda gradients: average("theirs", gradients))
         return sharded
 
     run = Run(
