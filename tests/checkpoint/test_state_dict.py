@@ -18,7 +18,7 @@ import thunder
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
-from saving import Everything, Holder, assert_equal, contents, fill, train
+from saving import Everything, Holder, assert_equal, contents, fill
 from scenario import Run, everywhere, loss_of
 from torch import nn
 
@@ -32,17 +32,26 @@ def _addresses(module: nn.Module) -> dict[str, int]:
     return {name: local_rows(param).data_ptr() for name, param in module.named_parameters()}
 
 
+@pytest.mark.parametrize("by_dcp", [False, True])
 @on_ranks(2)
-def test_training_continues_from_a_loaded_sharded_state_dict() -> None:
+def test_training_continues_from_a_loaded_sharded_state_dict(tmp_path: Path, by_dcp: bool) -> None:
     run = _run()
+    run.mode(training=not by_dcp)  # DCP saves the running statistics of one rank
     addresses = _addresses(run.model)
     run.train(1)
-    owners = [run.model, *run.optimizers, *run.unsharded.models.values()]
-    saved = [copy.deepcopy(owner.state_dict()) for owner in owners]
+    ours: dict[str, Any] = {"model": run.model, "optim": run.optimizers[0]}
+    theirs = [run.optimizers[1], *run.unsharded.models.values()]
+    saved, expected = (copy.deepcopy([owner.state_dict() for owner in owners]) for owners in (ours.values(), theirs))
     assert "unsaved" not in saved[0] and "norm.running_mean" in saved[0]
+    dcp.save(ours, checkpoint_id=tmp_path)
     run.train(2)
-    for owner, state in zip(owners, saved, strict=True):
+    for owner, state in zip(theirs, expected, strict=True):
         owner.load_state_dict(state)
+    if by_dcp:
+        dcp.load(ours, checkpoint_id=tmp_path)
+    else:
+        for owner, state in zip(ours.values(), saved, strict=True):
+            owner.load_state_dict(state)
     assert _addresses(run.model) == addresses
     run.compare_parameters()
     run.train(2)
@@ -56,6 +65,10 @@ def test_full_state_dict_loads_into_the_unsharded_module() -> None:
     assert_equal(unsharded, before)
     assert_equal({name.removeprefix("."): value for name, value in run.model.original_state_dict().items()}, before)
     run.train(2)
+    with tfs.eager(run.model) as module:
+        assert {name: value.shape for name, value in module.state_dict().items()} == {
+            name: value.shape for name, value in before.items()
+        }
     for name, _ in run.model.named_parameters():
         assert torch.equal(unsharded[name], before[name]), f"{name} must be a copy, not a view of the shards"
     assert all(value.device.type == "cpu" and not value.requires_grad for value in unsharded.values())
@@ -242,24 +255,6 @@ def test_state_dict_entries_of_an_optimizer_look_like_unsharded_state(
             assert_equal(state, others[name], name)
     with pytest.raises(TypeError, match=r"cannot be pickled: it holds this rank's rows\. Save model\.state_dict"):
         _pickled(dict(jitted.named_parameters()))
-
-
-@on_ranks(2)
-def test_dcp_saves_and_loads_a_sharded_model_and_its_optimizer_directly(tmp_path: Path) -> None:
-    jitted = _models()[0][""]
-    optimizer = torch.optim.AdamW(list(jitted.parameters()), lr=0.1)
-    train(jitted, optimizer)
-    before = full_state_dict(jitted)
-    dcp.save({"model": jitted, "optim": optimizer}, checkpoint_id=tmp_path)
-    train(jitted, optimizer)
-    after = full_state_dict(jitted)
-    train(jitted, optimizer)
-    dcp.load({"model": jitted, "optim": optimizer}, checkpoint_id=tmp_path)
-    assert_equal(full_state_dict(jitted), before)
-    train(jitted, optimizer)
-    assert_equal(full_state_dict(jitted), after)
-    with tfs.eager(jitted) as module:
-        assert {n: v.shape for n, v in module.state_dict().items()} == {n: v.shape for n, v in before.items()}
 
 
 @on_ranks(2)

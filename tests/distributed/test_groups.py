@@ -21,7 +21,7 @@ from models import Layer, Model, Stack
 from profiles import LONG_ONLY, mostly_zero3
 from ranks import on_ranks
 from scenario import Run, loss_of, sgd
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.trace import from_trace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -169,17 +169,6 @@ def test_experts_are_sharded_over_the_ranks_that_share_them(rank: int, strategy:
     testing.assert_gathers_in_consumer_order(sharded)
 
 
-@mostly_zero3
-@on_ranks()
-def test_reductions_may_have_a_separate_process_group(strategy: str) -> None:
-    run = Run(Stack(2).double(), sharding_strategy=strategy, separate_reduce_scatter_group=True, prefetch=2)
-    run.train(2)
-    buckets = run.transform.sharded.buckets
-    assert len({id(b.ranks.reductions) for b in buckets}) == 1
-    assert all(b.ranks.reductions.name != b.ranks.group.name for b in buckets)
-    testing.assert_prefetch_distance(run.model, 2)
-
-
 @on_ranks(timeout=60)
 def test_ranks_that_have_created_different_numbers_of_groups_can_shard_together() -> None:
     for member in (0, 0, 1):
@@ -251,20 +240,20 @@ def test_a_group_of_other_ranks_is_refused_on_every_rank(rank: int) -> None:
         )
 
 
-def _hybrid_backward() -> TraceCtx:
-    step = compile_as_rank(
-        lambda: (Stack(2), (torch.randn(3, 4),)),
-        lambda: fsdp(mesh=init_device_mesh("cpu", (4, 8), mesh_dim_names=("replicate", "shard"))),
-        rank=13,
-        world_size=32,
+def _on_fake_mesh(make: Callable[[], Any], shape: tuple[int, int], rank: int = 0) -> Any:
+    transform = compile_as_rank(
+        make,
+        lambda: fsdp(mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))),
+        rank=rank,
+        world_size=shape[0] * shape[1],
     )
-    trace = from_trace(step.compiled[-1].backward)
-    trace.bound_symbols = testing.statements(step.compiled[-1].backward)
-    return trace
+    return transform.compiled[-1]
 
 
 def test_verify_refuses_a_reduction_that_skips_the_replicas():
-    trace = _hybrid_backward()
+    backward = _on_fake_mesh(lambda: (Stack(2), (torch.randn(3, 4),)), (4, 8), rank=13).backward
+    trace = from_trace(backward)
+    trace.bound_symbols = testing.statements(backward)
     verify(trace)
     replica_reduction = next(b for b in trace.bound_symbols if b.sym is fsdp_all_reduce)
     reduce_scatter_future = replica_reduction.args[1]
@@ -293,13 +282,7 @@ class SmallNorm(nn.Module):
 
 
 def test_an_all_reduce_is_not_issued_after_a_reduce_scatter_too_small_to_hide_its_input():
-    step = compile_as_rank(
-        lambda: (SmallNorm(), (torch.randn(3, 64),)),
-        lambda: fsdp(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))),
-        rank=0,
-        world_size=4,
-    )
-    schedule = step.compiled[-1].schedule.backward
+    schedule = _on_fake_mesh(lambda: (SmallNorm(), (torch.randn(3, 64),)), (2, 2)).schedule.backward
     kinds = [(op.kind.removeprefix("fsdp_"), op.bucket) for op in schedule if "reduce" in op.kind]
     assert kinds == [
         ("reduce_scatter", "head"),

@@ -48,10 +48,6 @@ class _FaultInjector:
             raise _Injected
         self.calls_until_failure -= self.calls_until_failure > 0
 
-    def delay(self) -> None:
-        if self.delays_rank_1 and self.rank == 1:
-            time.sleep(0.002)
-
     @contextlib.contextmanager
     def installed(self, transport: str) -> Iterator[None]:
         def around(owner: Any, name: str, before: bool = True, after: bool = True) -> Any:
@@ -60,8 +56,8 @@ class _FaultInjector:
             def ticking(*args: Any, **kwargs: Any) -> Any:
                 if before:
                     self.before_or_after_call()
-                if owner is TRANSPORTS[transport]:
-                    self.delay()
+                if owner is TRANSPORTS[transport] and self.delays_rank_1 and self.rank == 1:
+                    time.sleep(0.002)
                 result = call(*args, **kwargs)
                 if after:
                     self.before_or_after_call()

@@ -99,30 +99,21 @@ def test_a_backward_that_skips_an_unfrozen_layer_reduces_its_unreduced_gradients
     run.step()
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last.forward(torch.tanh(self.first.forward(x)))
-
-
 @on_ranks()
 def test_parameters_from_the_meta_device_keep_attributes_and_hooks() -> None:
     torch.manual_seed(3)
-    expected = Plain()
+    expected = Stack(0)
     for linear in (expected.first, expected.last):
         linear.reset_parameters()
     with torch.device("meta"):
-        module = Plain()
+        module = Stack(0)
     module.first.weight.group = "matrices"
     hook_calls = []
     module.first.weight.register_hook(lambda grad: hook_calls.append("grad"))
     module.last.bias.register_post_accumulate_grad_hook(lambda p: hook_calls.append("accumulated"))
     before = dict(module.named_parameters())
     torch.manual_seed(3)
-    torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
+    torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
     options = {"device": "cpu", "param_init_fn": lambda m: m.reset_parameters(), "ignored_params": ["last.weight"]}
     model = thunder.jit(module, transforms=[fsdp(**options)])
     assert all(module.get_parameter(n) is model.get_parameter(n) for n in before)
@@ -173,7 +164,7 @@ def _holding(param: nn.Parameter) -> nn.Module:
 @on_ranks()
 def test_parameters_from_before_sharding_are_refused_wherever_they_are_used(meta: bool) -> None:
     with torch.device("meta" if meta else "cpu"):
-        module = Plain()
+        module = Stack(0)
     former = module.last.bias
     early = torch.optim.AdamW(module.parameters(), lr=0.1)
     hidden = _HidesParameters(module.last.parameters())

@@ -12,7 +12,7 @@ from thunder_fsdp_sched.reports.report import plan_table
 import pytest
 import thunder
 import torch
-from models import Layer, Model, Stack
+from models import Layer, Model, Stack, TiedWeights
 from ranks import on_ranks
 from scenario import Run
 from torch import nn
@@ -162,20 +162,12 @@ def test_a_wrong_answer_names_the_option_and_the_module(
         _plan(lambda: Stack(1), **options)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.two.weight = self.one.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(self.one(x))
-
-
 @pytest.mark.parametrize(("option", "answer"), [("sharding_strategy", "zero2"), ("mp_policy", LOW)])
 def test_modules_that_share_a_parameter_must_be_decided_alike(option: str, answer: Any) -> None:
-    with pytest.raises(ValueError, match=f"{option}: parameter 'one.weight' is also 'two.weight', but the callable"):
-        _plan(Tied, **{option: lambda name, module: answer if name == "two" else None})
+    with pytest.raises(
+        ValueError, match=f"{option}: parameter 'embedding.weight' is also 'head.weight', but the callable"
+    ):
+        _plan(TiedWeights, **{option: lambda name, module: answer if name == "head" else None})
 
 
 def test_the_table_of_a_plan_shows_what_functions_have_decided() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp
-from thunder_fsdp_sched.compilation import Compilation
 from thunder_fsdp_sched.ir.host_copies import HOST_COPIES, fsdp_copy_to_device, fsdp_wait_host_copy
 from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, return_of, split_joint
 from thunder_fsdp_sched.planning.cost import AnalyticCost
@@ -24,14 +23,13 @@ from thunder_fsdp_sched.runtime.activation_offload import (
     wait_host_copy,
 )
 from thunder_fsdp_sched.transforms.offload_activations import offload_activations, offloadable
-from thunder_fsdp_sched.transforms.regather_for_backward import regather_for_backward
 
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
 from models import GPT, Block, Model, Stack
-from offloading import TIMES, offloading
+from offloading import offloading
 from random_models import RandomModel, cases, draw_numbered, examples, options_of
 from ranks import on_ranks
 from scenario import Run
@@ -239,18 +237,3 @@ def test_a_name_that_cannot_be_offloaded_is_refused() -> None:
     [unpacked] = [b.output.name for b in joint.bound_symbols if b.sym.name == "unpack_trivial"][:1]
     with pytest.raises(ValueError, match=f"{unpacked} cannot be offloaded"):
         offload_activations(joint, offloaded=[unpacked])
-
-
-def test_a_compilation_offloads_the_names_that_were_chosen() -> None:
-    real = Compilation._choose
-
-    def choose(self: Compilation, joint: Any) -> Any:
-        bucketed = real(self, joint)
-        regathered = regather_for_backward(bucketed, kept=self._sharded.kept)
-        self.traces.offloaded = frozenset(list(offloadable(regathered, min_bytes=0))[:2])
-        self._copy_times = TIMES
-        return bucketed
-
-    with mock.patch.object(Compilation, "_choose", choose):
-        _, traces = _joint(Stack(2))
-    assert _assert_split(traces) == 2

@@ -17,7 +17,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from models import Stack
+from models import Halves, Stack
 from ranks import on_ranks
 from scenario import Run, fsdp2, loss_of
 from torch import nn
@@ -176,18 +176,6 @@ def test_a_hook_that_averages_over_replicas_gives_the_gradients_of_fsdp2_and_of_
     assert all(op.reason.endswith(f"; then all_reduce_hook {average.__qualname__}") for op in waits)
 
 
-class Parts(nn.Module):
-    """Two layers. An argument says whether the second runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        x = self.first.forward(x)
-        return self.second.forward(x) if both else x
-
-
 class Hook:
     """A hook that doubles gradients, or fails."""
 
@@ -202,14 +190,14 @@ class Hook:
 
 @on_ranks(2)
 def test_a_hook_gets_accumulated_gradients_and_its_errors_leave_the_model_usable(rank: int) -> None:
-    x = torch.ones(3, 4) + rank
+    x = torch.ones(3, 4).double() + rank
     grads = []
     for hook in (None, Hook()):
         torch.manual_seed(0)
-        model = thunder.jit(Parts(), transforms=[fsdp(all_reduce_hook=hook)])
+        model = thunder.jit(Halves(4).double(), transforms=[fsdp(all_reduce_hook=hook)])
         with model.no_sync():
             loss_of(model(x, True)).backward()
-        loss_of(model(x, False)).backward()  # reduces the second layer's gradients, which it does not have itself
+        loss_of(model(x, False)).backward()  # reduces the first block's gradients, which it does not have itself
         grads.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
     assert isinstance(hook, Hook)
     for name, grad in grads[0].items():
@@ -221,16 +209,18 @@ def test_a_hook_gets_accumulated_gradients_and_its_errors_leave_the_model_usable
         loss_of(model(x, False)).backward()
     hook.fails, hook.answers = False, True
     model.zero_grad()
-    with pytest.raises(TypeError, match=r"all_reduce_hook: Hook must modify the gradients of bucket 'first' in place"):
+    with pytest.raises(
+        TypeError, match=r"all_reduce_hook: Hook must modify the gradients of bucket 'blocks.1' in place"
+    ):
         loss_of(model(x, False)).backward()
     hook.answers = False
     model.zero_grad()
     loss_of(model(x, False)).backward()
-    assert model.first.weight.grad.full_tensor().any()
+    assert model.blocks[1].weight.grad.full_tensor().any()
 
     hooks = [Hook(), loss_of]
     with pytest.raises(tfs.ScheduleDisagreement, match=r"(?s)fsdp.all_reduce_hook=.*Hook.*loss_of"):
-        thunder.jit(Parts(), transforms=[fsdp(all_reduce_hook=hooks[rank])])
+        thunder.jit(Halves(4).double(), transforms=[fsdp(all_reduce_hook=hooks[rank])])
 
 
 def test_verification_and_the_deadlock_proof_include_hooks() -> None:

@@ -11,12 +11,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import discard_unreduced, fsdp, unsharded
-from thunder_fsdp_sched.ir.effects import effects
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
-from thunder_fsdp_sched.planning.clusters import cluster
-from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.search import MemoryLimitError
-from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.accumulation import Accumulation
 from thunder_fsdp_sched.runtime.bucket import Bucket
 
@@ -249,25 +244,6 @@ def test_a_backward_that_fails_after_reducing_some_gradients_spoils_the_sum() ->
     run.micro_batch(2)
     run.micro_batch(3, no_sync=False)
     run.step()
-
-
-def test_a_later_micro_batch_is_simulated_without_the_gathers_that_it_reuses(fake_ranks: None) -> None:
-    for again in (False, True):
-        transform = fsdp(sharding_strategy="zero2", reshard_after_backward=again)
-        model = thunder.jit(module := Stack(2), transforms=[transform])
-        with model.no_sync():
-            model(torch.randn(3, module.width)).sum()
-        [compiled] = transform.compiled
-        assert [effects(b).issues.window for b in compiled.forward.bound_symbols if b.sym is fsdp_all_gather] == (
-            [None if again else "open"] * len(transform.plan)
-        )
-        first, later = (
-            simulate(compiled.forward, compiled.backward, AnalyticCost(cluster("h100-sxm")), in_window=in_window)
-            for in_window in (False, True)
-        )
-        gathers = [{i.kind for i in timeline.intervals} & {"fsdp_all_gather"} for timeline in (first, later)]
-        assert gathers == [{"fsdp_all_gather"}, {"fsdp_all_gather"} if again else set()]
-        assert (later.step_seconds < first.step_seconds) is not again
 
 
 def _compile_window(**options: Any) -> Any:
