@@ -239,7 +239,7 @@ def test_the_error_names_a_late_rank_which_raises_when_it_arrives(rank: int) -> 
         with tfs.eager(model) as module:
             module(torch.ones(2, 4))
 
-    model = _jit(nn.Linear(4, 4), seconds=8)
+    model = _jit(nn.Linear(4, 4), seconds=5)
     run_eagerly(model)
     if rank == 1:
         dist.barrier()  # arrives, but too late

@@ -6,14 +6,13 @@ import dataclasses
 import json
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
-import thunder_fsdp_sched
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import __main__, fsdp
+from thunder_fsdp_sched.demo import show
 from thunder_fsdp_sched.demo.model import GPT
 from thunder_fsdp_sched.demo.runs import DemoOptions, Run, read_text, sample
-from thunder_fsdp_sched.demo.show import check_run
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.reports.report import (
     before_and_after,
@@ -32,8 +31,10 @@ import torch.distributed as dist
 from forked import run_python
 from rich.console import Console
 from safetensors.torch import load_file
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from typer.testing import CliRunner
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # With edge blocks large enough to be divided.
 TINY = ["--steps", "3", "--blocks", "3", "--width", "192", "--length", "16", "--dtype", "float64"]
 
@@ -62,15 +63,6 @@ def test_demo_shows_traces_and_table_and_all_checks_pass(tmp_path: Path) -> None
     assert re.search(r"^ *collectives +\d+ +\d+ +\d+ +\d+ *$", result.stdout, re.MULTILINE), result.stdout
 
 
-def test_demo_exits_non_zero_if_a_check_fails(tmp_path: Path) -> None:
-    # No difference is within a negative tolerance.
-    failing_options = ["--blocks", "1", "--sharding", "zero2", "--tolerance", "-1"]
-    result = command("demo", *TINY, *failing_options, cwd=tmp_path, columns=90)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "2 of 13 checks FAILED" in result.stdout
-    assert result.stdout.count("FAIL ") == 2
-
-
 def test_trace_command_shows_the_traces_of_a_users_model(tmp_path: Path) -> None:
     (tmp_path / "factory.py").write_text(
         "import torch\n"
@@ -90,10 +82,7 @@ def test_trace_command_shows_the_traces_of_a_users_model(tmp_path: Path) -> None
 
 
 def test_the_training_example_trains(tmp_path: Path) -> None:
-    script = (Path(__file__).parents[2] / "examples" / "train.py").read_text()
-    (tmp_path / "train.py").write_text(script)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = run_python(*torchrun, "train.py", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"}, timeout=300)
+    result = run_python(*TORCHRUN, EXAMPLES / "train.py", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"}, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", result.stdout, re.MULTILINE)]
     assert len(losses) == 4 and losses[-1] < losses[0]
@@ -101,27 +90,17 @@ def test_the_training_example_trains(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "weights.pt")["0.weight"].shape == (256, 64)
 
 
-def _shortened(*replacements: tuple[str, str]) -> str:
-    """Return the restartable example with other numbers of steps."""
-    script = (Path(__file__).parents[2] / "examples" / "resume.py").read_text()
-    for long, short in replacements:
-        assert long in script
-        script = script.replace(long, short)
-    return script
-
-
 def test_the_restartable_example_finishes_after_kills_while_it_saves(tmp_path: Path) -> None:
     """Each start of the script but the last dies at another point, and torchrun restarts it."""
-    script = _shortened(
-        ("(first, 200)", "(first, 4)"), ("step % 50 == 49", "step % 2 == 1"), ("_ in range(2)", "_ in range(1)")
-    )
+    script = (EXAMPLES / "resume.py").read_text()
+    shorter = {"(first, 200)": "(first, 4)", "step % 50 == 49": "step % 2 == 1", "_ in range(2)": "_ in range(1)"}
+    for long, short in shorter.items():
+        assert long in script
+        script = script.replace(long, short)
     (tmp_path / "train.py").write_text(_KILLS + script)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
-    result = run_python(
-        *[*torchrun, "--monitor-interval", "0.1", "train.py", "run"],
-        cwd=tmp_path,
-        env={"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-    )
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    options = ["--max-restarts", "3", "--monitor-interval", "0.1"]
+    result = run_python(*TORCHRUN, *options, "train.py", "run", cwd=tmp_path, env=environment)
     output = result.stdout + result.stderr
     at_exit = "terminate called without an active exception" in output  # gloo, in the last line of the script
     assert result.returncode == 0 or at_exit, output
@@ -319,34 +298,25 @@ def test_counter_counts_parameters_that_are_not_sharded_as_always_unsharded() ->
 @pytest.fixture(scope="module")
 def tiny_run() -> Run:
     """A ZeRO-3 run of a tiny model, with the counts that it should have."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        model = GPT(blocks=2, width=16, heads=2, length=8)
-        transform = thunder_fsdp_sched.fsdp()
+
+    def make() -> tuple[GPT, tuple[torch.Tensor, ...]]:
         tokens = torch.zeros(1, 8, dtype=torch.long)
-        thunder.jit(model, transforms=[transform])(tokens, tokens)
-    finally:
-        dist.destroy_process_group()
+        return GPT(blocks=2, width=16, heads=2, length=8), (tokens, tokens)
+
+    transform = compile_as_rank(make, fsdp(), rank=0, world_size=2)
     traces = transform.compiled[-1]
     assert traces.forward_schedule is not None and traces.backward_schedule is not None
     with StepCounter([]) as counter:
         pass
-    counts = dataclasses.replace(
-        counter.counts(),
-        collectives=tuple(
-            op for s in (traces.forward_schedule, traces.backward_schedule) for op in sent_collectives(s)
-        ),
-        peak_unsharded_bytes={"forward": 100, "backward": 100},
-    )
+    issued = [op for op in (*traces.forward_schedule, *traces.backward_schedule) if op.travels]
+    sent = tuple(op for op in issued if op.kind in ("fsdp_all_gather", "fsdp_reduce_scatter"))
+    peaks = {"forward": 100, "backward": 100}
+    counts = dataclasses.replace(counter.counts(), collectives=sent, peak_unsharded_bytes=peaks)
     return Run("ZeRO-3", [5.0, 4.0, 3.0], {"w": torch.ones(2)}, counts, True, 1.0, 0.1, 0, transform.plan, traces)
 
 
-def sent_collectives(schedule: thunder_fsdp_sched.Schedule) -> Iterator[object]:
-    return (op for op in schedule if op.travels and op.kind in ("fsdp_all_gather", "fsdp_reduce_scatter"))
-
-
 def failed_promises(run: Run, reference: Run) -> list[str]:
-    checks = check_run(run, "zero3", reference, reference, DemoOptions(steps=3))
+    checks = show.check_run(run, "zero3", reference, reference, DemoOptions(steps=3))
     return [c.promise for c in checks if not c.passed]
 
 
@@ -379,6 +349,22 @@ def test_each_check_fails_for_its_fault(tiny_run: Run) -> None:
     }
     for promise, run in faults.items():
         assert any(promise in f for f in failed_promises(run, tiny_run)), f"{promise!r} did not fail"
+
+
+def test_failed_checks_are_shown_and_counted(tiny_run: Run) -> None:
+    assert tiny_run.traces is not None
+    stock = dataclasses.replace(tiny_run, thunder_traces=tiny_run.traces.traces)
+    console = Console(width=90, no_color=True)
+    with console.capture() as capture:  # no difference is within a negative tolerance
+        failed = show._report(console, DemoOptions(steps=3, tolerance=-1), tiny_run, stock, {"zero3": tiny_run})
+    assert failed == 2
+    assert re.search(r"2 of \d+ checks FAILED", capture.get()) and capture.get().count("FAIL ") == 2
+
+
+@pytest.mark.parametrize("failed", [0, 2])
+def test_the_exit_status_is_1_if_checks_failed(failed: int) -> None:
+    with mock.patch.object(__main__, "run_demo", return_value=failed):
+        assert CliRunner().invoke(__main__.app, ["demo"]).exit_code == bool(failed)
 
 
 #
