@@ -1,6 +1,6 @@
 """``thunder_fsdp_sched.compat``: the version check, and the additions to torch that make Thunder import.
 
-Tests that change torch or import Thunder run in separate processes, most of them forked off one that has imported torch.
+Tests that change torch or import Thunder run in processes forked off one that has imported torch.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,20 +55,6 @@ class Scale(torch.autograd.Function):
 """
 
 
-def environment() -> dict[str, str]:
-    """Return an environment in which the package is imported from this work tree."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path}
-
-
-def run(code: str) -> str:
-    """Run code in a new interpreter; return its output."""
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
-
-
 FORK = """
 import json, os, sys, traceback
 import torch
@@ -95,8 +78,9 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def run_after_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
     """Run code in a process that has imported torch and nothing of Thunder or the package; return its output."""
-    command, pipe = [sys.executable, "-c", FORK], subprocess.PIPE
-    with subprocess.Popen(command, env=environment(), stdin=pipe, stdout=pipe, text=True) as server:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # the package of this work tree
+    command, pipe, environment = [sys.executable, "-c", FORK], subprocess.PIPE, {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as server:
 
         def run(code: str) -> str:
             output, errors = (tmp_path_factory.mktemp("run") / name for name in ("stdout", "stderr"))
@@ -132,7 +116,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
 # ---- versions
 
 
-@pytest.mark.parametrize("torch", ["2.10", "2.10.0", "2.11.0", "2.12.1", "2.13.0+cpu", "2.14.1", "2.15.0", "2.15.7"])
+@pytest.mark.parametrize("torch", ["2.10", "2.10.0", "2.11.0", "2.12.1", "2.13.0+cpu", "2.14.1rc1", "2.15.7.post1"])
 @pytest.mark.parametrize("thunder", ["0.2.6", "0.2.7.dev20260201", "0.2.7", "0.2.99"])
 def test_supported_versions_pass(compat, monkeypatch, torch, thunder):
     installed(monkeypatch, torch=torch, thunder=thunder)
@@ -143,9 +127,11 @@ def test_supported_versions_pass(compat, monkeypatch, torch, thunder):
     ("versions", "expected"),
     [
         ({"torch": "2.9.1"}, "torch 2.9.1 is too old (needs 2.10 or later)"),
+        ({"torch": "2.9.9.post1"}, "torch 2.9.9.post1 is too old"),
         ({"torch": "1.13.1+cpu"}, "torch 1.13.1+cpu is too old"),
         ({"torch": "2.16.0"}, "torch 2.16.0 is too new (needs a release before 2.16)"),
         ({"torch": "2.16.0.dev20261201"}, "torch 2.16.0.dev20261201 is too new"),
+        ({"torch": "2.16rc1"}, "torch 2.16rc1 is too new"),
         ({"torch": "3.0"}, "torch 3.0 is too new"),
         ({"torch": None}, "torch is not installed"),
         ({"torch": "unknown"}, "torch has no version that can be read ('unknown')"),
@@ -174,37 +160,20 @@ def test_the_error_names_all_unsupported_versions(compat, monkeypatch):
         compat.check_versions()
 
 
-@given(
-    release=st.lists(st.integers(0, 30), min_size=1, max_size=4),
-    suffix=st.sampled_from(["", "+cpu", "a0+git1", ".dev20260101", "rc1", ".post1"]),
-)
-def test_only_the_release_number_decides_whether_a_version_is_supported(compat, release, suffix):
-    found = ".".join(map(str, release)) + suffix
-    number = Version(Version(found).base_version)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        installed(monkeypatch, torch=found)
-        if Version("2.10") <= number < Version("2.16"):
-            compat.check_versions()
-        else:
-            with pytest.raises(ImportError, match="too old" if number < Version("2.10") else "too new"):
-                compat.check_versions()
-
-
-def test_a_wrong_version_stops_the_import_of_the_package_before_thunder():
-    printed = run(
+def test_a_wrong_version_stops_the_import_of_the_package_before_thunder(run_after_torch):
+    printed = run_after_torch(
         """
-        import importlib.metadata, sys
-        real = importlib.metadata.version
-        importlib.metadata.version = lambda name: "2.9.1" if name == "torch" else real(name)
-        try:
-            import thunder_fsdp_sched
-        except ImportError as error:
-            print(error)
-        print("thunder imported:", "thunder" in sys.modules)
-        """
+import importlib.metadata, sys
+real = importlib.metadata.version
+importlib.metadata.version = lambda name: "2.9.1" if name == "torch" else real(name)
+try:
+    import thunder_fsdp_sched
+except ImportError as error:
+    print(error)
+assert "thunder" not in sys.modules
+"""
     )
     assert "torch 2.9.1 is too old" in printed
-    assert "thunder imported: False" in printed
 
 
 # ---- the named-tensor methods
@@ -326,21 +295,6 @@ assert Function.apply() == (Function, (), {})
 
 
 # ---- with thunder
-
-
-def test_thunder_imports_and_trains_after_the_package():
-    run(
-        """
-        import thunder_fsdp_sched
-        import thunder, torch
-        model = torch.nn.Linear(3, 2)
-        x = torch.ones(1, 3)
-        jitted = thunder.jit(model)
-        jitted(x).sum().backward()
-        torch.testing.assert_close(jitted(x), model(x))
-        torch.testing.assert_close(model.weight.grad, torch.ones(2, 3))
-        """
-    )
 
 
 def test_thunder_traces_custom_autograd_functions_through_the_replaced_apply(run_after_torch):
