@@ -1,8 +1,7 @@
 """Compiled models on a virtual GPU: no races, no host waits, the documented numbers of launches, and no wait too many.
 
-Removing any single wait, barrier, event or ``record_stream`` causes a fault, or is proved harmless. Two checkers
-must agree: ``clocks`` checks the changed log, and ``order`` compares sets of accesses. For mutations without a fault,
-``order`` shows that all accesses to the same bytes are still ordered.
+Removing any single wait, barrier, event or ``record_stream`` causes a fault, or is proved harmless: all accesses to the
+same bytes are still ordered.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from offloading import offloading
 from virtual_gpu import guard, histories, tables
 from virtual_gpu.histories import TRANSPORTS, faults_after_interruption, interrupt, make_model, take_three_steps
 from virtual_gpu.log import Entry
-from virtual_gpu.mutations import faults_without, is_ours, site_of
-from virtual_gpu.order import Order
+from virtual_gpu.order import Order, faults_without, is_ours, site_of
 from virtual_gpu.world import Rank, Result, run
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
@@ -58,27 +56,20 @@ def test_training_has_no_race_no_synchronization_and_the_documented_counts(
     assert row == tables.documented()[transport, strategy, precision]
 
 
-# Transport, setup, and that every nth mutation is checked with both checkers.
 CASES = [
-    *((transport, "fp32", 20) for transport in TRANSPORTS),
-    *(("staged", "offload", 20), ("staged", "interrupted", 20)),
-    *(pytest.param(t, s, 1, marks=pytest.mark.long) for t in TRANSPORTS for s in histories.setups_of(t)),
+    *((transport, "fp32") for transport in TRANSPORTS),
+    *(("staged", "offload"), ("staged", "interrupted")),
 ]
+_LONG = [(t, s) for t in TRANSPORTS for s in histories.setups_of(t) if (t, s) not in CASES]
 
 
-@pytest.mark.parametrize(("transport", "setup", "sample"), CASES)
-def test_every_mutation_is_flagged_by_both_checkers_or_redundant(transport: str, setup: str, sample: int) -> None:
+@pytest.mark.parametrize(("transport", "setup"), [*CASES, *(pytest.param(*c, marks=pytest.mark.long) for c in _LONG)])
+def test_every_place_that_waits_is_needed(transport: str, setup: str) -> None:
     result = histories.run_history(transport, setup)
-    result.assert_clean()
-    order = Order(result.logs)
-    assert order.is_clean
-    verdicts = list(order.verdicts(is_ours))
+    verdicts = list(Order(result.logs).verdicts(is_ours))
     if setup == "interrupted":  # after an exception it is not known which of the others are still needed
         verdicts = [v for v in verdicts if v.mutation.kind == "record_stream"]
     assert verdicts
-    for mutation, flagged in verdicts[::sample]:
-        by_clocks = bool(faults_without(result.logs, mutation))
-        assert by_clocks is flagged, f"the checkers disagree on {mutation.kind}: {mutation.entry}"
     places, needed = (
         {(mutation.kind, site_of(mutation.entry)) for mutation, flagged in verdicts if flagged or every}
         for every in (True, False)
@@ -154,7 +145,7 @@ def test_memory_is_given_back_only_after_the_wait_for_its_last_use(release: str,
     of_backward = [v for v in order.verdicts(lambda e: e.phase == "backward 1") if v.mutation.kind == "wait"]
     flagged = [mutation for mutation, is_flagged in of_backward if is_flagged]
     faults = [faults_without(result.logs, mutation) for mutation in flagged]
-    assert all(faults), "the checkers disagree"
+    assert all(faults), "a changed log must have the fault"
     reused = [f for f in itertools.chain(*faults) if f.kind == "reuse" and "(uint8[" in f.text]
     assert reused, "no wait orders the last use of an arena before the next allocation"
 
@@ -243,8 +234,6 @@ def test_memory_of_interrupted_copies_is_not_reused_too_early() -> None:
 def test_every_wait_of_a_copy_is_needed_or_redundant() -> None:
     result = _three_offloading_steps()
     verdicts = [v for v in Order(result.logs).verdicts(lambda e: bool(e.phase)) if _is_copy(v.mutation.entry)]
-    for mutation, flagged in verdicts[::5]:
-        assert bool(faults_without(result.logs, mutation)) is flagged, mutation
     needed = {(mutation.kind, site_of(mutation.entry)) for mutation, flagged in verdicts if flagged}
     assert needed == {
         *(
