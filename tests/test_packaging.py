@@ -17,9 +17,11 @@ from pathlib import Path
 from types import ModuleType
 
 import thunder_fsdp_sched
+from thunder_fsdp_sched import compat
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,10 +63,19 @@ def wheel(tree: Path) -> Path:
     return build("wheel", tree, tree.parent / "wheel")
 
 
-def metadata(wheel: Path) -> email.message.Message:
+@pytest.fixture(scope="module")
+def about(wheel: Path) -> email.message.Message:
+    """The metadata of the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return email.parser.BytesParser().parsebytes(archive.read(name))
+
+
+@pytest.fixture(scope="module")
+def required(about: email.message.Message) -> dict[str, SpecifierSet]:
+    """The versions of each distribution that is always required."""
+    requirements = map(Requirement, about.get_all("Requires-Dist"))
+    return {requirement.name: requirement.specifier for requirement in requirements if requirement.marker is None}
 
 
 def modules_of_the_tree() -> set[str]:
@@ -138,8 +149,7 @@ def test_the_work_tree_has_the_symlink():
     assert link.resolve() == ROOT / "thunder_fsdp_sched" / "transforms"
 
 
-def test_the_metadata_lists_requirements_and_extras(wheel):
-    about = metadata(wheel)
+def test_the_metadata_lists_requirements_and_extras(about, required):
     assert (about["Name"], about["Version"]) == ("thunder_fsdp_sched", thunder_fsdp_sched.__version__)
     assert about["License-Expression"] == "Apache-2.0"
     assert set(about["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
@@ -154,22 +164,10 @@ def test_the_metadata_lists_requirements_and_extras(wheel):
         "plot",
         "safetensors",
     }
-
-    requirements = [Requirement(line) for line in about.get_all("Requires-Dist")]
-    always = {requirement.name for requirement in requirements if requirement.marker is None}
-    assert always == {"lightning-thunder", "networkx", "numpy", "rich", "torch", "typer"}
+    assert required.keys() == {"lightning-thunder", "networkx", "numpy", "rich", "torch", "typer"}
 
 
-def test_the_required_versions_are_those_that_compat_accepts(wheel):
-    spec = importlib.util.spec_from_file_location("compat_for_packaging", ROOT / "thunder_fsdp_sched" / "compat.py")
-    compat = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = compat
-    spec.loader.exec_module(compat)
-    required = {
-        requirement.name: requirement.specifier
-        for requirement in map(Requirement, metadata(wheel).get_all("Requires-Dist"))
-        if requirement.marker is None
-    }
+def test_the_required_versions_are_those_that_compat_accepts(required):
     assert compat.SUPPORTED
     for supported in compat.SUPPORTED:
         assert required[supported.distribution] == Requirement(supported.requirement).specifier
@@ -186,13 +184,11 @@ def versions() -> ModuleType:
     return module
 
 
-def test_the_script_for_other_versions_tries_all_that_are_supported(versions, wheel):
-    about = metadata(wheel)
+def test_the_script_for_other_versions_tries_all_that_are_supported(versions, about, required):
     pythons, torches, thunders = map(set, zip(*versions.COMBINATIONS, strict=True))
     assert {f"Programming Language :: Python :: {python}" for python in pythons} == {
         classifier for classifier in about.get_all("Classifier") if ":: Python :: 3." in classifier
     }
-    required = {r.name: r.specifier for r in map(Requirement, about.get_all("Requires-Dist")) if r.marker is None}
     assert {Version(torch).minor for torch in torches} == {n for n in range(100) if f"2.{n}.0" in required["torch"]}
     assert all(required["lightning-thunder"].contains(thunder, prereleases=True) for thunder in thunders)
     assert "0.2.6" in thunders
@@ -211,11 +207,11 @@ def test_the_script_for_other_versions_tries_all_that_are_supported(versions, wh
         ("3.12", "darwin", "x86_64", False),
     ],
 )
-def test_the_nvfuser_extra_requires_a_compatible_torch(wheel, python, system, machine, expects_nvfuser):
+def test_the_nvfuser_extra_requires_a_compatible_torch(about, python, system, machine, expects_nvfuser):
     here = {"python_version": python, "sys_platform": system, "platform_machine": machine}
     required_by_extra = {
         requirement.name: requirement.specifier
-        for requirement in map(Requirement, metadata(wheel).get_all("Requires-Dist"))
+        for requirement in map(Requirement, about.get_all("Requires-Dist"))
         if requirement.marker is not None
         and requirement.marker.evaluate({**here, "extra": "nvfuser"})
         and not requirement.marker.evaluate({**here, "extra": ""})
