@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 
-from thunder_fsdp_sched import FSDPSched, full_state_dict
+from thunder_fsdp_sched import FSDPSched
 from thunder_fsdp_sched.transform import find_transform
 
 import pytest
 import thunder
 import torch
-import torch.distributed as dist
+from models import Model
 from ranks import on_ranks
+from scenario import Run
 from thunder.extend import get_executor
 from thunder.recipes import BaseRecipe
 from torch import nn
@@ -24,71 +25,46 @@ class _DefaultExecutors(BaseRecipe):
         return list(thunder.get_default_executors())
 
 
-class _Model(nn.Module):
+class _Model(Model):
     """Computes something else in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        self.layers = nn.Sequential(nn.Linear(self.width, 7), nn.Linear(7, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.layers(x))
         return 2 * x if self.training else x
 
 
-def _check(ours: nn.Module, reference: nn.Module, x: torch.Tensor) -> None:
-    """Compare outputs and, in training, gradients."""
-    outputs = ours(x), reference(x)
-    torch.testing.assert_close(*outputs)
-    if ours.training:
-        for model, output in zip((ours, reference), outputs, strict=True):
-            model.zero_grad()
-            output.square().sum().backward()
-        for name, param in reference.named_parameters():
-            grad = ours.get_parameter(name).grad
-            assert (grad is None) == (param.grad is None) == (not param.requires_grad), name
-            if grad is not None:
-                dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
-                torch.testing.assert_close(grad.full_tensor(), param.grad)
-
-
 @on_ranks(2)
-def test_compile_with_a_recipe_trains_like_the_unsharded_model(rank: int) -> None:
-    model = _Model().double()
-    reference = copy.deepcopy(model)
-    ours = thunder.compile(model, recipe=_DefaultExecutors(), plugins="fsdp-sched")
-    executors = thunder.compile_data(ours).executors_list
-    assert set(thunder.get_default_executors()) <= set(executors)
+def test_compile_with_a_recipe_trains_like_the_unsharded_model() -> None:
+    compiled = partial(thunder.compile, recipe=_DefaultExecutors(), plugins="fsdp-sched")
+    run = Run(_Model().double(), others=[compiled])
+    run.models = [ours := run.models[1]]  # without the one of thunder.jit
+    run.model = ours
+    run.use(run.make_optimizer)
+    assert set(thunder.get_default_executors()) <= set(thunder.compile_data(ours).executors_list)
     assert len(find_transform(ours).plan) > 1
-
-    models = ours, reference
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
-    for _ in range(2):
-        _check(ours, reference, x)
-        for optimizer in optimizers:
-            optimizer.step()
-    for name, whole in full_state_dict(ours).items():
-        torch.testing.assert_close(whole, reference.get_parameter(name))
+    run.train(2)
 
     # Recipes remove the checks of a module's mode.
     assert thunder.cache_misses(ours) == 1
-    for change in (
-        lambda model: model.eval(),
-        lambda model: model.train(),
-        lambda model: model.get_submodule("layers.0").requires_grad_(False),
-        lambda model: model.get_submodule("layers.0").requires_grad_(True),
-    ):
-        for model in models:
-            change(model)
-        _check(ours, reference, x)
+    run.mode(training=False)
+    run.forward()
+    run.pending.clear()
+    run.mode(training=True)
+    for frozen in (False, True, False):
+        run.freeze("layers.0.weight", "layers.0.bias", frozen=frozen)
+        run.micro_batch(no_sync=False)
+        run.compare_gradients()
+        for optimizer in run.optimizers:
+            optimizer.zero_grad()
     assert thunder.cache_misses(ours) == 3  # training and evaluation, and with frozen parameters
 
-    with ours.no_sync():
-        ours(x).sum().backward()
-    ours(x).sum().backward()
+    run.micro_batch()
+    run.micro_batch(no_sync=False)
+    run.step()
     assert thunder.cache_misses(ours) == 4
 
     recipe = BaseRecipe(fuser="torch.compile")
@@ -100,4 +76,4 @@ def test_compile_with_a_recipe_trains_like_the_unsharded_model(rank: int) -> Non
 def test_a_recipe_for_thunder_fx_is_refused() -> None:
     recipe = BaseRecipe(interpreter="thunder.fx", fuser="torch.compile")
     with pytest.raises(Exception, match=r"a recipe with interpreter='thunder\.jit'"):
-        thunder.compile(_Model(), recipe=recipe, plugins="fsdp-sched")(torch.ones(2, 5))
+        thunder.compile(_Model(), recipe=recipe, plugins="fsdp-sched")(torch.ones(2, 4))
