@@ -216,6 +216,17 @@ def on_ranks(count: int | Callable[..., int] = 2, *, timeout: float = _TIMEOUT) 
     return decorate
 
 
+@contextlib.contextmanager
+def launched(rank: int, world_size: int) -> Iterator[None]:
+    """Set the environment that torchrun gives its processes, for libraries that look for it."""
+    environment = {
+        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "localhost", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "test",
+    }  # fmt: skip
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in environment.items()}):
+        yield
+
+
 def _destroy_groups() -> None:
     """Destroy all process groups but the default one and its control channel, which nearly all functions use.
 

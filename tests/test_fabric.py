@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import thunder_fsdp_sched as tfs  # before thunder
 from thunder_fsdp_sched.reports.profiler import measure
 from thunder_fsdp_sched.testing import step_schedule
 
 import pytest
+import ranks
 import thunder
 import torch
 import torch.distributed as dist
@@ -95,11 +94,7 @@ def launched(
 ) -> Iterator[Any]:
     """Yield a ``Fabric`` in processes that have a process group, as under torchrun; ``options`` are those of ours."""
     strategy = strategy or importlib.import_module("thunder_fsdp_sched.fabric").FSDPSchedStrategy(**options)
-    environment = {
-        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "localhost", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "test",
-    }  # fmt: skip
-    with mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}):
+    with ranks.launched(rank, world_size):
         fabric = importlib.import_module(PACKAGE).Fabric(
             accelerator="cpu", devices=world_size, strategy=strategy, **(fabric_options or {})
         )

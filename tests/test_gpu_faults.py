@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils import dlpack
 from virtual_gpu import guard
-from virtual_gpu.histories import faults_after_interruption, interrupt, make_model
+from virtual_gpu.histories import faults_after_interruption, interrupt, make_model, take_three_steps
 from virtual_gpu.symmetric import Handle
 from virtual_gpu.world import Rank, run
 
@@ -235,20 +235,11 @@ def test_memory_in_use_by_a_side_stream_is_not_reused_after_an_exception(transpo
     assert not faults_after_interruption(result)
 
 
-def _train_in_low_precision(rank: Rank, transport: str) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = make_model(rank, width=32, transport=transport, mp_policy=policy)
-    for phase in ("first", "later"):
-        with rank.phase(f"{phase} forward"):
-            loss = model(torch.ones(4, 32, device=rank.device)).sum()
-        with rank.phase(f"{phase} backward"):
-            loss.backward()
-
-
 def test_gradients_in_another_dtype_are_copied_by_one_kernel_per_bucket() -> None:
-    result = run(_train_in_low_precision, "flat", ranks=[0])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    result = run(take_three_steps, "fp32", ranks=[0], transport="flat", mp_policy=policy)
     result.assert_clean()
-    names = [entry.name for entry in result.logs[0].entries if entry.phase == "later backward"]
+    names = [entry.name for entry in result.logs[0].entries if entry.phase == "backward 2"]
     assert names.count("_foreach_copy_") == 5 and "copy_" not in names
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from thunder_fsdp_sched import full_state_dict
 
@@ -14,7 +12,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from ranks import launched, on_ranks
 from torch import nn
 
 pytestmark = pytest.mark.skipif(find_spec("litgpt") is None, reason="litgpt is not installed (make models)")
@@ -45,17 +43,14 @@ def _forward_and_loss(model: nn.Module, input_ids: torch.Tensor, targets: torch.
     return chunked_cross_entropy(logits, targets, chunk_size=0)
 
 
-def _pretrain(rank: int, world_size: int, out_dir: Path) -> None:
+@on_ranks(timeout=500)
+def test_litgpts_pretraining_with_thunder_trains_like_a_plain_loop(rank: int, world_size: int, tmp_path: Path) -> None:
     """Train, save, resume and validate as LitGPT's script does, and compare with a plain loop."""
-    environment = {
-        "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "localhost", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "test",
-    }  # fmt: skip
-    with mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}):
-        _run(rank, world_size, out_dir)
+    with launched(rank, world_size):
+        _pretrain(rank, world_size, tmp_path)
 
 
-def _run(rank: int, world_size: int, out_dir: Path) -> None:
+def _pretrain(rank: int, world_size: int, out_dir: Path) -> None:
     from thunder_fsdp_sched.fabric import FSDPSchedStrategy
 
     import lightning as L
@@ -130,7 +125,3 @@ def _run(rank: int, world_size: int, out_dir: Path) -> None:
         torch.testing.assert_close(_forward_and_loss(model, *args), _forward_and_loss(reference.eval(), *args))
     with pytest.raises(RuntimeError, match="called by itself"):  # what LitGPT's jit=False does
         thunder.jit(_forward_and_loss)(model, *args)
-
-
-def test_litgpts_pretraining_with_thunder_trains_like_a_plain_loop(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_pretrain, tmp_path, timeout=500)
