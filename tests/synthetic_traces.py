@@ -5,6 +5,9 @@ of equal blocks, :func:`joint_step` forward and backward of blocks of any size, 
 sizes. Nothing communicates, so no process group is needed.
 """
 
+import functools
+from collections.abc import Sequence
+
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.ir.symbols import (
     fsdp_all_gather,
@@ -27,22 +30,36 @@ from thunder.core.trace import TraceCtx, tracectx
 SHAPE = (16, 16)  # of each parameter: 1,024 bytes
 
 
+def make_bucket(
+    name: str,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    world_size: int = 2,
+    dtype: torch.dtype = torch.float32,
+    zero3: bool = True,
+    arena: Arena | None = None,
+) -> Bucket:
+    cpu = torch.device("cpu")
+    params = tuple(ParamSpec((f"{name}.p{i}",), shape, dtype, cpu, True) for i, shape in enumerate(shapes))
+    layout, options = make_layout(shapes, world_size, dtype.itemsize), BucketOptions("zero3" if zero3 else "zero2")
+    spec = BucketSpec(name, params, layout, options)
+    return Bucket(spec, _ranks(world_size), Flat(), arena or Arena(cpu), f"bucket_{name}")
+
+
+@functools.cache
+def _ranks(world_size: int) -> Ranks:
+    """Return the ranks of all buckets for this many, whose collectives share a limit."""
+    return Ranks(ProcessGroupRef("none", 0, range(world_size)))
+
+
 def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:
+    """Return buckets of so many parameters each, in one arena."""
     arena = Arena(torch.device("cpu"))
-    buckets = []
-    ranks = Ranks(ProcessGroupRef("none", 0, range(2)))
-    for number, size in enumerate(sizes):
-        params = tuple(
-            ParamSpec((f"b{number}.p{i}",), SHAPE, torch.float32, torch.device("cpu"), True) for i in range(size)
-        )
-        options = BucketOptions("zero3" if zero3 else "zero2")
-        spec = BucketSpec(f"b{number}", params, make_layout([SHAPE] * size, 2, 4), options)
-        buckets.append(Bucket(spec, ranks, Flat(), arena, f"bucket_b{number}"))
-    return buckets
+    return [make_bucket(f"b{i}", [SHAPE] * size, zero3=zero3, arena=arena) for i, size in enumerate(sizes)]
 
 
-def tensor() -> TensorProxy:
-    return TensorProxy(shape=SHAPE, device=devices.cpu, dtype=dtypes.float32)
+def tensor(*shape: int, dtype: dtypes.dtype = dtypes.float32) -> TensorProxy:
+    return TensorProxy(shape=shape or SHAPE, device=devices.cpu, dtype=dtype)
 
 
 def chain(blocks: int, *, zero3: bool = True) -> TraceCtx:

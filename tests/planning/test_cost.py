@@ -19,8 +19,7 @@ from thunder_fsdp_sched.ir.symbols import (
     gather_of,
     reduction_of,
 )
-from thunder_fsdp_sched.plan.layout import make_layout
-from thunder_fsdp_sched.plan.specs import BucketSpec, CommSpec, ParamSpec
+from thunder_fsdp_sched.plan.specs import BucketSpec, CommSpec
 from thunder_fsdp_sched.planning.clusters import (
     CLUSTERS,
     ClusterSpec,
@@ -34,10 +33,7 @@ from thunder_fsdp_sched.planning.cost import AnalyticCost, bytes_of, ring_second
 from thunder_fsdp_sched.planning.flops import flops_of
 from thunder_fsdp_sched.planning.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
 from thunder_fsdp_sched.reports.profiler import Clock, measure
-from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.all_to_all import AllToAll
@@ -48,8 +44,8 @@ import thunder
 import torch
 from ranks import on_ranks
 from scenario import everywhere
-from thunder.core import devices, dtypes, prims
-from thunder.core.proxies import TensorProxy
+from synthetic_traces import make_bucket, tensor
+from thunder.core import dtypes, prims
 from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from torch import nn
@@ -165,25 +161,17 @@ def test_the_fastest_protocol_is_used_and_efficiency_is_applied():
     assert ring_seconds(spec, large, range(4)) == 100 + 3 + 0.75 * large / 4
 
 
-def bucket(shapes, *, world_size=2, dtype=torch.float32) -> Bucket:
-    params = tuple(ParamSpec((f"p{i}",), s, dtype, torch.device("cpu"), True) for i, s in enumerate(shapes))
-    spec = BucketSpec("b", params, make_layout(shapes, world_size, dtype.itemsize))
-    return Bucket(
-        spec, Ranks(ProcessGroupRef("data", 0, range(world_size))), Flat(), Arena(torch.device("cpu")), "bucket_b"
-    )
-
-
 def test_the_time_of_a_collective_follows_from_the_layout_of_its_bucket():
-    one = bucket([(4, 4)])
+    one = make_bucket("b", [(4, 4)])
     cost = AnalyticCost(PLAIN)
     assert cost.collective_seconds(gather_of(one)) == ring_seconds(PLAIN, 64, range(2))
     assert cost.collective_seconds(reduction_of(one)) == ring_seconds(PLAIN, 64, range(2))
     gloo = AnalyticCost(dataclasses.replace(PLAIN, reduce_scatter_factor=2.0))
     assert gloo.collective_seconds(gather_of(one)) == ring_seconds(PLAIN, 64, range(2))
     assert gloo.collective_seconds(reduction_of(one)) == ring_seconds(PLAIN, 64, range(2), passes=2)
-    half = bucket([(4, 4)], dtype=torch.bfloat16)
+    half = make_bucket("b", [(4, 4)], dtype=torch.bfloat16)
     assert cost.collective_seconds(gather_of(half)) == ring_seconds(PLAIN, 32, range(2))
-    eight = bucket([(4, 4)], world_size=8)
+    eight = make_bucket("b", [(4, 4)], world_size=8)
     nbytes = eight.spec.layout.segments[0].shard_numel * 8 * 4
     assert cost.collective_seconds(gather_of(eight)) == ring_seconds(PLAIN, nbytes, range(8))
 
@@ -191,10 +179,6 @@ def test_the_time_of_a_collective_follows_from_the_layout_of_its_bucket():
 #
 # Bound symbols
 #
-
-
-def proxy(*shape: int, dtype=dtypes.float32) -> TensorProxy:
-    return TensorProxy(shape=shape, device=devices.cpu, dtype=dtype)
 
 
 def traced(write) -> TraceCtx:
@@ -209,7 +193,7 @@ def device_seconds(trace: TraceCtx, spec: ClusterSpec = PLAIN) -> list[float]:
 
 
 def test_a_matmul_takes_the_longer_of_its_flops_and_its_bytes():
-    wide = traced(lambda: prims.matmul(proxy(2, 3), proxy(3, 5)))
+    wide = traced(lambda: prims.matmul(tensor(2, 3), tensor(3, 5)))
     (bsym,) = wide.bound_symbols
     assert flops_of(bsym) == {torch.float32: 2 * 2 * 3 * 5}
     assert bytes_of(bsym) == 4 * (6 + 15 + 10)
@@ -217,16 +201,16 @@ def test_a_matmul_takes_the_longer_of_its_flops_and_its_bytes():
     assert device_seconds(wide, dataclasses.replace(PLAIN, memory_bandwidth=124.0)) == [60.0]
     assert device_seconds(wide, dataclasses.replace(PLAIN, efficiency=Efficiency(memory=0.5))) == [248.0]
     narrow = traced(
-        lambda: prims.linear(proxy(7, 2, 3, dtype=dtypes.bfloat16), proxy(5, 3, dtype=dtypes.bfloat16), None)
+        lambda: prims.linear(tensor(7, 2, 3, dtype=dtypes.bfloat16), tensor(5, 3, dtype=dtypes.bfloat16), None)
     )
     assert flops_of(narrow.bound_symbols[0]) == {torch.bfloat16: 2 * 14 * 3 * 5}
 
 
 def test_an_operand_used_twice_is_read_once_and_an_embedding_reads_selected_rows():
     def write():
-        x = proxy(10)
+        x = tensor(10)
         prims.mul(x, x)
-        prims.embedding(proxy(3, dtype=dtypes.int64), proxy(1000, 8))
+        prims.embedding(tensor(3, dtype=dtypes.int64), tensor(1000, 8))
 
     multiply, embed = traced(write).bound_symbols
     assert bytes_of(multiply) == 4 * 20
@@ -254,7 +238,7 @@ def test_an_expanded_value_has_the_bytes_of_its_source():
 
 
 def test_a_fusion_costs_its_inputs_and_outputs_and_the_flops_inside():
-    trace = traced(lambda: prims.neg(prims.exp(prims.matmul(proxy(2, 3), proxy(3, 5)))))
+    trace = traced(lambda: prims.neg(prims.exp(prims.matmul(tensor(2, 3), tensor(3, 5)))))
     inside = tuple(trace.bound_symbols)
     bsym = Symbol("fusion0", is_fusion=True).bind(*inside[0].args, output=inside[-1].output, subsymbols=inside)
     trace.bound_symbols = [bsym]
@@ -264,11 +248,11 @@ def test_a_fusion_costs_its_inputs_and_outputs_and_the_flops_inside():
 
 
 def test_copying_gradients_into_the_reduction_slot_has_a_cost():
-    one = bucket([(4, 4), (4,)])
+    one = make_bucket("b", [(4, 4), (4,)])
 
     def write():
-        fsdp_wait_params(one, fsdp_all_gather(one, None, proxy(2, 4), None))
-        fsdp_wait_grads(one, fsdp_reduce_scatter(one, None, proxy(4, 4), None))
+        fsdp_wait_params(one, fsdp_all_gather(one, None, tensor(2, 4), None))
+        fsdp_wait_grads(one, fsdp_reduce_scatter(one, None, tensor(4, 4), None))
 
     spec = dataclasses.replace(PLAIN, launch_overhead=1.0)
     # Two segments need two launches; one gradient is copied.
@@ -279,7 +263,7 @@ def test_flops_of_causal_attention_exclude_the_masked_half():
     sdpa = pytest.importorskip("thunder.executors.sdpaex")
     batch, heads, length, size = 2, 3, 16, 8
     with tracectx(TraceCtx()):
-        query = proxy(batch, heads, length, size, dtype=dtypes.bfloat16)
+        query = tensor(batch, heads, length, size, dtype=dtypes.bfloat16)
     products = 2 * batch * heads * length * length * size
 
     def counted(causal: bool, memory_efficient: bool = True) -> int:
@@ -371,13 +355,13 @@ def test_a_file_without_a_profile_is_refused_by_name(tmp_path, content):
 
 def test_measured_times_are_looked_up_by_position_or_else_by_equal_operations():
     cost = MeasuredCost(profile())
-    assert [s.device for s in cost.seconds(traced(lambda: prims.neg(prims.neg(proxy(4)))))] == [1.0, 3.0]
-    assert [s.device for s in cost.seconds(traced(lambda: prims.neg(prims.exp(proxy(4)))))] == [4.0, 2.0]
+    assert [s.device for s in cost.seconds(traced(lambda: prims.neg(prims.neg(tensor(4)))))] == [1.0, 3.0]
+    assert [s.device for s in cost.seconds(traced(lambda: prims.neg(prims.exp(tensor(4)))))] == [4.0, 2.0]
     with pytest.raises(ValueError, match=r"profile: it holds no sin of f32\[4\] f32\[4\]"):
-        cost.seconds(traced(lambda: prims.sin(proxy(4))))
-    assert cost.collective_seconds(gather_of(bucket([(4, 4)]))) == 3.0
+        cost.seconds(traced(lambda: prims.sin(tensor(4))))
+    assert cost.collective_seconds(gather_of(make_bucket("b", [(4, 4)]))) == 3.0
     with pytest.raises(ValueError, match="no fsdp_reduce_scatter of bucket 'b'"):
-        cost.collective_seconds(reduction_of(bucket([(4, 4)])))
+        cost.collective_seconds(reduction_of(make_bucket("b", [(4, 4)])))
     assert (cost.contention("fsdp_all_gather"), cost.contention("fsdp_reduce_scatter")) == (0.25, 0.0)
 
 
@@ -439,14 +423,14 @@ def test_gathers_cost_the_bytes_that_the_transport_and_precision_move_locally():
     spec = dataclasses.replace(PLAIN, synchronous=True)
 
     def gather_seconds(mp_policy=None, **comm) -> float:
-        small_bucket = bucket([(4, 4)])
+        small_bucket = make_bucket("b", [(4, 4)])
         small_bucket.spec = dataclasses.replace(small_bucket.spec, comm=CommSpec(**comm))
         if mp_policy is not None:
             small_bucket.spec = small_bucket.spec.with_options(mp_policy=mp_policy)
         small_bucket.transport = TRANSPORTS[small_bucket.spec.comm.transport]
 
         def write():
-            fsdp_wait_params(small_bucket, fsdp_all_gather(small_bucket, None, proxy(2, 4)))
+            fsdp_wait_params(small_bucket, fsdp_all_gather(small_bucket, None, tensor(2, 4)))
 
         return sum(device_seconds(traced(write), spec)) * spec.bytes_per_second
 
@@ -498,7 +482,7 @@ def test_a_registered_transport_costs_the_traffic_that_it_declares(monkeypatch):
 
 def test_the_sum_of_an_all_to_all_reduction_counts_in_the_collective_on_a_gpu_and_in_the_wait_on_a_cpu():
     cost = AnalyticCost(PLAIN)
-    small_bucket = bucket([(4, 4)])
+    small_bucket = make_bucket("b", [(4, 4)])
     reduced = cost.collective_seconds(reduction_of(small_bucket))
     small_bucket.transport = AllToAll()
     added = cost.collective_seconds(reduction_of(small_bucket)) - reduced

@@ -34,8 +34,8 @@ from extending import extended
 from memory_count import Tracker, compare, count_on_fake_ranks
 from models import CASES, GPT, FeedForward, Stack, compile_model
 from profiles import LONG_ONLY
-from thunder.core import devices, dtypes, prims
-from thunder.core.proxies import TensorProxy
+from synthetic_traces import tensor
+from thunder.core import prims
 from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from torch import nn
@@ -330,7 +330,7 @@ def test_memory_that_traces_do_not_tell_is_named_and_bounded(compiled: CompiledT
 def test_a_fusion_allocates_at_most_what_it_computes_inside() -> None:
     trace = TraceCtx()
     with tracectx(trace):
-        a = TensorProxy("a", shape=(8,), device=devices.cpu, dtype=dtypes.float32)
+        a = tensor(8)
         b, c = prims.exp(a), prims.sin(a)
         d = prims.add(b, c)
     fusion = Symbol("fusion0", lambda a: None, is_fusion=True).bind(a, output=d, subsymbols=tuple(trace.bound_symbols))

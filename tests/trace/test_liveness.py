@@ -23,8 +23,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CASES, GPT, compile_model
-from synthetic_traces import SHAPE, make_buckets, tensor
-from thunder.core import devices, dtypes, prims
+from synthetic_traces import make_buckets, tensor
+from thunder.core import dtypes, prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -47,7 +47,7 @@ def bound_symbols(draw: st.DrawFn) -> list[BoundSymbol]:
     buckets = make_buckets(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     trace = TraceCtx()
     with tracectx(trace):
-        condition = TensorProxy(shape=SHAPE, device=devices.cpu, dtype=dtypes.bool8)
+        condition = tensor(dtype=dtypes.bool8)
         values = [tensor(), tensor()]
         waited = [fsdp_wait_params(b, fsdp_all_gather(b, None, *(tensor() for _ in b.spec.params))) for b in buckets]
         issued = list(zip(trace.bound_symbols[::2], trace.bound_symbols[1::2], strict=True))

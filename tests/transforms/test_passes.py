@@ -42,7 +42,7 @@ def traces(draw):
     with tracectx(trace):
         shards = {b: [tensor() for _ in b.spec.params] for b in buckets}
         x = tensor()
-        condition = TensorProxy(shape=SHAPE, device=devices.cpu, dtype=dtypes.bool8)
+        condition = tensor(dtype=dtypes.bool8)
         trace.args = (x, condition, *(s for b in buckets for s in shards[b]))
         for arg in trace.args:
             prims.unpack_trivial(arg, name=arg.name)
