@@ -505,3 +505,12 @@ def saved_for_backward() -> Iterator[list[torch.Tensor]]:
 
     with mock.patch.object(thunder, "connect_to_autograd", spy):
         yield saved
+
+
+def train_and_check_what_is_saved(run: Run, steps: int = 3) -> None:
+    """Train. No tensor that is saved for backward may be in memory that other buckets overwrite."""
+    with saved_for_backward() as saved:
+        run.train(steps)
+    shared = {bucket.arena for bucket in run.transform.sharded.buckets}
+    leaked = [tuple(t.shape) for t in saved if any(arena.span_of(t) for arena in shared)]
+    assert saved and not leaked, f"saved tensors of shapes {leaked} are in memory that other buckets overwrite"

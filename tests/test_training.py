@@ -28,7 +28,7 @@ from models import (
     UnusedParameters,
 )
 from ranks import on_ranks
-from scenario import Run, Scenario, do, each, fsdp2, loss_of, saved_for_backward
+from scenario import Run, Scenario, do, each, fsdp2, loss_of, train_and_check_what_is_saved
 from thunder.core import prims
 from thunder.core.trace import from_trace
 from thunder.transforms.materialization import MaterializationTransform
@@ -49,19 +49,9 @@ def _double(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Callab
 #
 
 
-def _train_and_check_what_is_saved(run: Run) -> None:
-    """Train. No tensor that is saved for backward may be in memory that other buckets overwrite."""
-    with saved_for_backward() as saved:
-        run.train()
-    assert saved
-    shared = {bucket.arena for bucket in run.transform.sharded.buckets}
-    leaked = [tuple(t.shape) for t in saved if any(arena.span_of(t) for arena in shared)]
-    assert not leaked, f"saved tensors of shapes {leaked} are in memory that other buckets overwrite"
-
-
 def _train_under_autocast(run: Run) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        _train_and_check_what_is_saved(run)
+        train_and_check_what_is_saved(run)
 
 
 def _check_frozen_buckets(run: Run) -> None:
@@ -222,8 +212,8 @@ _TWO_WEIGHTS = ("blocks.0.up.weight", "blocks.1.down.weight")
 _stack = _double(Stack, 2)
 
 SCENARIOS = {
-    **{f"{case} on 2 ranks": Scenario(_double(CASES[case]), [_train_and_check_what_is_saved]) for case in CASES},
-    "ranks without rows": Scenario(_double(TinyParameters), [_train_and_check_what_is_saved], ranks=4),
+    **{f"{case} on 2 ranks": Scenario(_double(CASES[case]), [train_and_check_what_is_saved]) for case in CASES},
+    "ranks without rows": Scenario(_double(TinyParameters), [train_and_check_what_is_saved], ranks=4),
     "frozen buckets are gathered but not reduced": Scenario(
         _double(FrozenParameters), [do.train(2), _check_frozen_buckets]
     ),
@@ -284,7 +274,7 @@ SCENARIOS = {
     # Bits
     "bits of the unsharded compiled GPT": Scenario(
         partial(GPT, blocks=1),
-        [_train_and_check_what_is_saved],
+        [train_and_check_what_is_saved],
         {"sharding_strategy": "zero2"},
         oracle="compiled",
         tolerance=0,
@@ -344,7 +334,7 @@ WITH_BOTH_STRATEGIES = {
 KEEP_MORE_THAN_EACH_PARAMETER_ONCE = {
     case: Scenario(
         _double(CASES[case]),
-        [_train_and_check_what_is_saved],
+        [train_and_check_what_is_saved],
         {"sharding_strategy": "zero2"},
         long=case not in ("tied_weights", "buffers"),
     )

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from profiles import mostly_zero3
 from ranks import on_ranks
-from scenario import Run, saved_for_backward
+from scenario import Run, train_and_check_what_is_saved
 from thunder.core.proxies import TensorProxy
 from thunder.torch.custom_op import _register_custom_op
 from torch import nn
@@ -37,15 +37,6 @@ class Blocks(nn.Module):
         return (torch.randn(4, 4, generator=generator, dtype=torch.float64),)
 
 
-def train_without_saving(model: nn.Module, **options: Any) -> None:
-    """Train like the unsharded model, and check that forward saves nothing that lies in a slot."""
-    run = Run(model.double(), **options)
-    with saved_for_backward() as saved:
-        run.train(2)
-    arena = run.transform.sharded.buckets[0].arena
-    assert saved and not any(arena.span_of(t) for t in saved)
-
-
 VIEWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "broadcast_tensors": lambda x, w: torch.broadcast_tensors(x, w)[1],
     "meshgrid": lambda x, w: torch.meshgrid(w[0], w[1], indexing="ij")[1],
@@ -60,7 +51,7 @@ VIEWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @on_ranks()
 def test_multi_input_views_of_parameters_train_correctly_and_are_not_saved() -> None:
-    train_without_saving(Blocks(*VIEWS.values()))
+    train_and_check_what_is_saved(Run(Blocks(*VIEWS.values()).double()), steps=2)
 
 
 class ReturnsViews(Blocks):
@@ -168,7 +159,8 @@ def test_outputs_of_unknown_operators_are_copied_out_of_the_slot() -> None:
 
     executor.register_implementation(symbol, symbol, grad_transform=grad)
     executors = [executor, *thunder.get_default_executors()]
-    train_without_saving(Blocks(lambda x, w: opaque(w)), jit_options={"executors": executors})
+    run = Run(Blocks(lambda x, w: opaque(w)).double(), jit_options={"executors": executors})
+    train_and_check_what_is_saved(run, steps=2)
 
 
 #

@@ -19,8 +19,7 @@ from thunder_fsdp_sched.ir.schedule import save_schedules
 from thunder_fsdp_sched.transforms.sort_host_copies import MAX_HOST_COPIES_IN_FLIGHT, sort_host_copies
 
 import pytest
-import torch
-from models import Stack
+from models import Stack, compile_model
 from offloading import offloading
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -29,8 +28,7 @@ from thunder.core.trace import TraceCtx
 @cache
 def _compiled(offloads: bool = True) -> testing.CompiledTraces:
     with offloading(lambda found: found if offloads else ()):
-        [compiled] = testing.compile_on_fake_ranks(lambda: (Stack(4), (torch.ones(2, 4),)), 2)
-    return compiled
+        return compile_model(lambda: Stack(4).double())
 
 
 def _sort(trace: TraceCtx, copy: float) -> list[BoundSymbol]:
@@ -118,14 +116,9 @@ def test_offloading_frees_device_memory_from_the_wait_to_the_issue_of_the_copy_b
 def test_a_saved_schedule_leaves_the_copies_in_place(tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     with offloading():
-
-        def compile(**options: object) -> testing.CompiledTraces:
-            [compiled] = testing.compile_on_fake_ranks(lambda: (Stack(2), (torch.ones(2, 4),)), 2, **options)
-            return compiled
-
-        first = compile(prefetch=2)
+        first = compile_model(lambda: Stack(2).double(), prefetch=2)
         save_schedules([first.schedule], path)
-        again = compile(schedule=path)
+        again = compile_model(lambda: Stack(2).double(), schedule=path)
     assert again.schedule == first.schedule
     for a, b in ((first.forward, again.forward), (first.backward, again.backward)):
         assert [s.sym.name for s in statements(a)] == [s.sym.name for s in statements(b)]
