@@ -43,9 +43,12 @@ class Tracker(TorchDispatchMode):
     Args:
         counted: tensors that exist before the step and count.
         others: tensors that do not count, such as the inputs.
+
+    Attributes:
+        peak: the largest number of bytes since the last bound symbol.
     """
 
-    def __init__(self, counted: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
+    def __init__(self, counted: Iterable[torch.Tensor] = (), others: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         # Weak references keep addresses from being used again.
         self.known: dict[int, StorageWeakRef] = {}

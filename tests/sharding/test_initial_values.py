@@ -14,7 +14,7 @@ from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
 import pytest
 import thunder
 import torch
-from peak_bytes import PeakBytes
+from memory_count import Tracker
 from ranks import on_ranks
 from scenario import loss_of
 from torch import nn
@@ -162,12 +162,12 @@ def test_a_rank_without_values_allocates_one_layer_more_than_its_shards(rank: in
         module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     total = sum(p.numel() for p in module.parameters()) * 4
     gc.collect()
-    with PeakBytes() as peak:
+    with Tracker() as tracker:
         model = thunder.jit(module, transforms=[fsdp(**options)])
     shards = sum(b.shard.untyped_storage().nbytes() for b in model._lc_transforms[-1].sharded.buckets)
     assert total / 2 <= shards < total * 0.6
     if is_on_meta:
-        assert shards < peak.peak <= shards + total / 8 + 4 * 1024, (peak.peak, shards, total)
+        assert shards < tracker.peak <= shards + total / 8 + 4 * 1024, (tracker.peak, shards, total)
 
 
 ON_META = r"the module is on the meta device on rank"

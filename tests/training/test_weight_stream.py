@@ -18,8 +18,8 @@ import shared_memory
 import thunder
 import torch
 import torch.distributed as dist
+from memory_count import Tracker
 from models import Experts, LoRALinear, Stack
-from peak_bytes import PeakBytes
 from ranks import on_ranks
 from scenario import Run
 from torch import nn
@@ -133,22 +133,22 @@ def test_peak_memory_is_two_successive_buckets_or_that_of_the_training_step(worl
         three = max(map(sum, zip(sizes, sizes[1:], sizes[2:], strict=False)))
         casts = three // world_size if dtype is torch.bfloat16 else 0
         gc.collect()
-        with PeakBytes() as peak:
+        with Tracker() as tracker:
             numel = sum(tensor.numel() for _, tensor in tfs.stream_full_parameters(model, dtype))
         assert numel == sum(p.numel() for p in Growing().parameters())
-        assert limit <= peak.peak <= limit + casts + TOKENS, (dtype, limit, peak.peak)
+        assert limit <= tracker.peak <= limit + casts + TOKENS, (dtype, limit, tracker.peak)
         assert arena._memory is None
         deadline = time.monotonic() + 10
-        while peak.live() > TOKENS and time.monotonic() < deadline:
+        while tracker.bytes_now() > TOKENS and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert peak.live() <= TOKENS, "memory that was allocated must be freed"
+        assert tracker.bytes_now() <= TOKENS, "memory that was allocated must be freed"
     model(torch.randn(2, 64)).backward()
     memory = arena._memory
     assert memory is not None and memory.numel() >= limit
-    with PeakBytes(memory) as peak:
+    with Tracker([memory]) as tracker:
         for _ in tfs.stream_full_parameters(model, torch.bfloat16):
             assert arena._memory is None
-    assert peak.peak <= casts + TOKENS
+    assert tracker.peak <= memory.nbytes + casts + TOKENS
     assert arena._memory is memory, "the model must have its memory back"
 
 
