@@ -283,6 +283,14 @@ SCENARIOS = {
     "bits of the unsharded compiled model under autocast": Scenario(
         partial(Stack, 2), [_train_under_autocast], {"dtype": torch.float32}, oracle="compiled", tolerance=0
     ),
+    "a dimension of a mesh": Scenario(
+        _double(Stack, 1),
+        [do.train(1)],
+        lambda: {
+            "mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))["shard"],
+            "device": "cpu",
+        },
+    ),
     "any prefetch and bucketing": Scenario(
         _stack,
         others=[
@@ -296,6 +304,14 @@ SCENARIOS = {
 """Scenarios for ZeRO-3, unless they say otherwise. ZeRO-2 differs in what is kept for backward."""
 
 WITH_BOTH_STRATEGIES = {
+    "bits of FSDP2 in float32": Scenario(
+        partial(Stack, 2, width=8, activation=torch.relu),
+        [do.train(batch=4)],
+        {"dtype": torch.float32},
+        others=[fsdp2],
+        oracle=None,
+        optimizer=ADAMW,
+    ),
     "accumulation": Scenario(
         _stack,
         [
@@ -342,7 +358,7 @@ KEEP_MORE_THAN_EACH_PARAMETER_ONCE = {
 }
 for _strategy in ("zero2", "zero3"):
     SCENARIOS |= {
-        f"{name}, {_strategy}": replace(scenario, options={"sharding_strategy": _strategy})
+        f"{name}, {_strategy}": replace(scenario, options={**scenario.options, "sharding_strategy": _strategy})
         for name, scenario in WITH_BOTH_STRATEGIES.items()
     }
 SCENARIOS |= {f"{name}, zero2": scenario for name, scenario in KEEP_MORE_THAN_EACH_PARAMETER_ONCE.items()}
@@ -351,14 +367,6 @@ SCENARIOS |= {f"{name}, zero2": scenario for name, scenario in KEEP_MORE_THAN_EA
 @each(SCENARIOS)
 def test_trains_like_the_unsharded_model(name: str) -> None:
     SCENARIOS[name].run()
-
-
-@each_strategy
-@on_ranks(2)
-def test_bits_are_those_of_fsdp2_in_float32(strategy: str) -> None:
-    model = Stack(2, width=8, activation=torch.relu)
-    options = {"others": [fsdp2], "dtype": torch.float32, "optimizer": ADAMW, "oracle": None}
-    Run(model, sharding_strategy=strategy, **options).train(batch=4)
 
 
 @each_strategy
@@ -548,9 +556,3 @@ def test_ignored_parameters_are_neither_sharded_nor_reduced(rank: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
     assert set(full_state_dict(sharded)) == set(reference.state_dict())
-
-
-@on_ranks(2)
-def test_training_over_a_dimension_of_a_mesh(world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
-    Run(Stack(1).double(), mesh=mesh["shard"], device="cpu").train(steps=1)

@@ -135,18 +135,16 @@ def _die_once(point):
         os._exit(9)
 
 
-def _count(function, *points):
+def _dying(function, point, call, after=False):
     calls = []
 
     def counted(*args, **kwargs):
         calls.append(1)
-        for point, call, after in points:
-            if len(calls) == call and not after:
-                _die_once(point)
+        if len(calls) == call and not after:
+            _die_once(point)
         result = function(*args, **kwargs)
-        for point, call, after in points:
-            if len(calls) == call and after:
-                _die_once(point)
+        if len(calls) == call:
+            _die_once(point)
         return result
 
     return counted
@@ -154,11 +152,11 @@ def _count(function, *points):
 
 # 0: all of a checkpoint is written, but its list of contents is not in its place yet. 1: a file of the whole model is
 # written. 2: everything is saved.
-FileSystemWriter.finish = _count(FileSystemWriter.finish, (0, 2, True))
-safetensors.torch.save_file = _count(safetensors.torch.save_file, (1, 2, False))
+FileSystemWriter.finish = _dying(FileSystemWriter.finish, 0, 2, after=True)
+safetensors.torch.save_file = _dying(safetensors.torch.save_file, 1, 2)
 import torch.distributed
 
-torch.distributed.destroy_process_group = _count(torch.distributed.destroy_process_group, (2, 1, False))
+torch.distributed.destroy_process_group = _dying(torch.distributed.destroy_process_group, 2, 1)
 """
 
 
