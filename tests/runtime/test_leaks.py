@@ -7,6 +7,7 @@ import os
 import warnings
 import weakref
 from typing import Any
+from unittest import mock
 
 from thunder_fsdp_sched import fsdp, transform
 from thunder_fsdp_sched.private_api import process_groups
@@ -93,10 +94,7 @@ def test_groups_created_to_level_group_counts_are_destroyed(rank: int) -> None:
 def test_the_oldest_shapes_are_evicted_after_a_warning(rank: int) -> None:
     ours = fsdp()
     model = thunder.jit(torch.nn.Sequential(torch.nn.Linear(4, 4)), transforms=[ours])
-    limits = pytest.MonkeyPatch()
-    limits.setattr(transform, "WARN_COMPILED", 2)
-    limits.setattr(transform, "MAX_COMPILED", 4)
-    try:
+    with mock.patch.multiple(transform, WARN_COMPILED=2, MAX_COMPILED=4):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for batch in range(1, 7):
@@ -109,8 +107,6 @@ def test_the_oldest_shapes_are_evicted_after_a_warning(rank: int) -> None:
         # The evicted shape must be compiled again on rank 1, which does not wait for rank 0 although it compiles alone.
         model(torch.ones(6 if rank == 0 else 1, 4)).sum().backward()
         assert thunder.compile_stats(model).cache_misses == misses + rank
-    finally:
-        limits.undo()
 
 
 @on_ranks(2)

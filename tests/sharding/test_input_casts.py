@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from unittest import mock
 
@@ -12,7 +13,7 @@ from thunder_fsdp_sched.ir.symbols import fsdp_wait_params
 import pytest
 import thunder
 import torch
-from models import GPT, Stack
+from models import GPT, Stack, compile_model
 from pipeline_patches import without
 from profiles import LONG_ONLY
 from ranks import on_ranks
@@ -83,15 +84,11 @@ def test_casts_under_autocast_are_fused_into_gathers_with_equal_bits(
         transforms = {"before": [downcast, ours], "after": [ours, downcast]}.get(autocast_source, [ours])
         sharded = thunder.jit(Blocks(), transforms=transforms)
         optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
-        keep = without("fuse_downcast")
         for step in range(3):
             x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast_source == "context"):
-                if fuse:
-                    loss = sharded(x)
-                else:
-                    with keep:
-                        loss = sharded(x)
+            autocast = torch.autocast("cpu", torch.bfloat16, enabled=autocast_source == "context")
+            with autocast, contextlib.nullcontext() if fuse else without("fuse_downcast"):
+                loss = sharded(x)
             loss.float().square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -100,12 +97,8 @@ def test_casts_under_autocast_are_fused_into_gathers_with_equal_bits(
         compiled = ours.compiled[-1]
         gathered = {op.bucket: op.dtype for op in compiled.schedule.forward.of("fsdp_all_gather")}
         if fuse:
-            assert gathered == {
-                f"{bucket}.{dtype}" if bucket else dtype: dtype
-                for bucket, dtype in (
-                    ("h.0", "bfloat16"), ("h.0", "float32"), ("h.1", "bfloat16"), ("h.1", "float32"), ("back", "bfloat16")
-                )
-            }  # fmt: skip
+            buckets = "h.0.bfloat16", "h.0.float32", "h.1.bfloat16", "h.1.float32", "back.bfloat16"
+            assert gathered == {bucket: bucket.rpartition(".")[2] for bucket in buckets}
             for trace in (compiled.forward, compiled.backward):
                 assert not _casts_of_parameters(trace)
                 testing.assert_waits_right_before_first_consumer(trace)
@@ -137,16 +130,10 @@ def test_a_bucket_that_is_read_in_both_precisions_is_gathered_in_float32():
     assert gathered == {"once.bfloat16": "bfloat16", "twice": "float32"}
 
 
-def _budget_under_autocast(**options: object):
-    with torch.autocast("cpu", torch.bfloat16):
-        [compiled] = testing.compile_on_fake_ranks(
-            lambda: (Blocks(), (torch.randn(3, 8),)), 2, max_unsharded_bytes="1MB", cluster="h100-sxm", **options
-        )
-    return compiled
-
-
 def test_a_kept_bucket_is_kept_in_low_precision():
-    compiled = _budget_under_autocast()
+    options = {"max_unsharded_bytes": "1MB", "cluster": "h100-sxm"}
+    with torch.autocast("cpu", torch.bfloat16):
+        [compiled] = testing.compile_on_fake_ranks(lambda: (Blocks(), (torch.randn(3, 8),)), 2, **options)
     assert set(compiled.choice.chosen.kept) == {"h.0", "h.1", "back"}
     assert not compiled.schedule.backward.of("fsdp_all_gather")
     slots = {op.slot for op in compiled.schedule.forward.of("fsdp_all_gather")}
@@ -235,9 +222,7 @@ def test_inputs_are_cast_only_if_the_policy_requests_it() -> None:
 
 
 def test_traces_show_the_dtypes_of_a_policy():
-    [compiled] = testing.compile_on_fake_ranks(
-        lambda: (GPT(blocks=1), GPT(blocks=1).inputs(torch.Generator())), 2, mp_policy=LOW
-    )
+    compiled = compile_model(lambda: GPT(blocks=1), mp_policy=LOW)
     gathers = [str(b) for b in compiled.backward.bound_symbols if b.sym.name == "fsdp_all_gather"]
     assert gathers and all("bytes bfloat16" in line and "again=True" in line for line in gathers)
     assert "float32" in str(next(b for b in compiled.backward.bound_symbols if b.sym.name == "fsdp_reduce_scatter"))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.ir.schedule import read_program
 from thunder_fsdp_sched.ir.symbols import fsdp_wait_grads
 from thunder_fsdp_sched.ranks.deadlock import find_fault
@@ -17,7 +17,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from models import Halves, Stack
+from models import Halves, Stack, compile_model
 from ranks import on_ranks
 from scenario import Run, fsdp2, loss_of
 from torch import nn
@@ -118,9 +118,7 @@ def test_gradients_of_experts_are_divided_by_a_factor_of_their_own(rank: int) ->
 
 
 def test_parameters_with_other_factors_are_in_other_buckets() -> None:
-    [compiled] = testing.compile_on_fake_ranks(
-        lambda: (Stack(1), (torch.ones(2, 4),)), 2, gradient_divide_factor=_below("blocks.0.up", 1.5)
-    )
+    compiled = compile_model(lambda: Stack(1).double(), gradient_divide_factor=_below("blocks.0.up", 1.5))
     assert [op.bucket for op in compiled.schedule.backward.of("fsdp_reduce_scatter")] == [
         "last",
         "blocks.0.divided_by_ranks",
@@ -224,9 +222,9 @@ def test_a_hook_gets_accumulated_gradients_and_its_errors_leave_the_model_usable
 
 
 def test_verification_and_the_deadlock_proof_include_hooks() -> None:
-    [compiled] = testing.compile_on_fake_ranks(lambda: (Stack(1), (torch.ones(2, 4),)), 2, all_reduce_hook=Hook())
+    compiled = compile_model(lambda: Stack(1).double(), all_reduce_hook=Hook())
     assert re.search(r"fsdp_wait_grads\(bucket_first, ft\d+, hook='Hook'\)", str(compiled.backward))
-    [again] = testing.compile_on_fake_ranks(lambda: (Stack(1), (torch.ones(2, 4),)), 2, schedule=compiled.schedule)
+    again = compile_model(lambda: Stack(1).double(), schedule=compiled.schedule)
     reasons = [op.reason.partition("; then all_reduce_hook Hook") for op in compiled.schedule.backward.of(WAIT)]
     assert [part[2] or part[1] for part in reasons] == 3 * ["; then all_reduce_hook Hook"]
     assert [op.reason for op in again.schedule.backward.of(WAIT)] == [part[0] for part in reasons], "without a hook"

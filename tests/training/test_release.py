@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.runtime import ops
 
 import pytest
 import torch
 from extending import extended
-from models import GPT, Layer, Stack
+from models import GPT, Layer, Stack, compile_model
 from scenario import Run, Scenario, do, each
 
 
@@ -158,17 +157,9 @@ def test_training_gives_the_same_numbers_and_frees_memory(name: str) -> None:
 #
 
 
-def compiled(**options: Any) -> testing.CompiledTraces:
-    model = Stack(3).double()
-    [traces] = testing.compile_on_fake_ranks(
-        lambda: (model, model.inputs(torch.Generator().manual_seed(0))), 2, **options
-    )
-    return traces
-
-
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_the_predicted_peak_is_lower_if_each_bucket_is_freed(strategy: str) -> None:
-    never, bucket = (compiled(sharding_strategy=strategy, release=when) for when in ("never", "bucket"))
+    never, bucket = (compile_model(_stack, sharding_strategy=strategy, release=when) for when in ("never", "bucket"))
     assert bucket.memory.peak.nbytes <= never.memory.peak.nbytes
     assert never.memory.bytes_at(len(never.memory.statements) - 1)["unsharded buckets"] > 0
     assert bucket.memory.bytes_at(len(bucket.memory.statements) - 1)["unsharded buckets"] == 0
