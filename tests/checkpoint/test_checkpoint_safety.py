@@ -31,6 +31,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
 from saving import fill, on_first, refused, small
+from scenario import everywhere
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -430,8 +431,7 @@ def test_at_most_one_of_two_runs_saves_into_a_folder(rank: int, tmp_path: Path) 
         except tfs.CheckpointError as error:
             message = str(error)
             assert any(word in message for word in ("another run", "already", "somebody else", "No such file")), message
-        everyones: list[Any] = [None] * 4
-        dist.all_gather_object(everyones, not message)
+        everyones = everywhere(not message)
         assert everyones[0] == everyones[1] and everyones[2] == everyones[3]
         winners = [run for run in (0, 1) if everyones[2 * run]]
         assert len(winners) <= 1, "both runs say that they have saved into one folder"
