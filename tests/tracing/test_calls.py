@@ -1,4 +1,4 @@
-"""Hooks of modules: they are traced, and a call while there are other hooks compiles again."""
+"""Calls with other hooks of modules compile again, and calls after ``torch.autocast`` compute in full precision."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from thunder_fsdp_sched import fsdp
 
+import pytest
 import thunder
 import torch
 from models import Stack
@@ -76,3 +77,38 @@ def test_a_call_with_replaced_hooks_compiles_again() -> None:
     for block in both.blocks(1):
         block._forward_hooks = OrderedDict()
     both.check(6)
+
+
+#
+# Autocast
+#
+
+
+@pytest.mark.parametrize("cache", ["constant values", "no caching"])
+@on_ranks(2)
+def test_calls_after_autocast_compute_in_full_precision(cache: str) -> None:
+    torch.manual_seed(0)
+    model, reference = Stack(1), Stack(1)
+    reference.load_state_dict(model.state_dict())
+    transform = fsdp()
+    jitted = thunder.jit(model, transforms=[transform], cache=cache)
+    x = torch.randn(6, 4)
+
+    def check(x: torch.Tensor) -> None:
+        output, expected = jitted(x), reference(x)
+        assert output.dtype is expected.dtype
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+    for _ in range(1 if cache == "no caching" else 2):  # without a cache, the second round compiles the same again
+        with torch.autocast("cpu", torch.bfloat16):
+            assert jitted(x).dtype is torch.bfloat16
+        check(x)
+        check(x[:3])
+        with torch.no_grad():
+            check(x)
+        jitted(x).sum().backward()
+        reference(x).sum().backward()
+        for own, param in zip(jitted.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.full_tensor(), param.grad, rtol=1e-5, atol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+            check(x[:2])
