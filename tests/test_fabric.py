@@ -85,12 +85,7 @@ class GPT(nn.Module):
 
 @contextlib.contextmanager
 def launched(
-    rank: int,
-    world_size: int,
-    *,
-    strategy: Any = None,
-    fabric_options: dict[str, Any] | None = None,
-    **options: Any,
+    rank: int, world_size: int, *, strategy: Any = None, fabric_options: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[Any]:
     """Yield a ``Fabric`` in processes that have a process group, as under torchrun; ``options`` are those of ours."""
     strategy = strategy or importlib.import_module("thunder_fsdp_sched.fabric").FSDPSchedStrategy(**options)

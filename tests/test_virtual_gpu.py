@@ -10,7 +10,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from thunder_fsdp_sched.runtime.activation_offload import HostCopy
 
@@ -56,10 +55,7 @@ def test_training_has_no_race_no_synchronization_and_the_documented_counts(
     assert row == tables.documented()[transport, strategy, precision]
 
 
-CASES = [
-    *((transport, "fp32") for transport in TRANSPORTS),
-    *(("staged", "offload"), ("staged", "interrupted")),
-]
+CASES = [*((transport, "fp32") for transport in TRANSPORTS), *(("staged", "offload"), ("staged", "interrupted"))]
 _LONG = [(t, s) for t in TRANSPORTS for s in histories.setups_of(t) if (t, s) not in CASES]
 
 
@@ -83,15 +79,17 @@ def test_every_place_that_waits_is_needed(transport: str, setup: str) -> None:
 
 
 def test_an_extension_exists_in_backward_only() -> None:
-    never, result = three_steps("never"), three_steps("never", extends=True)
+    never, result = three_steps("never", "zero3"), three_steps("never", extends=True)
     kept, *extensions = lifetimes(result)
     assert kept[0].phase == "forward 0" and kept[1] is None
     assert [(a.phase, f.phase) for a, f in extensions if f is not None] == [(f"backward {n}",) * 2 for n in range(3)]
     assert work(result, "kernel", "copy", "collective") == work(never, "kernel", "copy", "collective")
 
 
-def three_steps(release: str, transport: str = "all_to_all", **options: Any) -> Result:
-    result = run(take_three_steps, "fp32", ranks=[0], release=release, transport=transport, **options)
+@cache
+def three_steps(release: str, strategy: str = "zero3", transport: str = "all_to_all", extends: bool = False) -> Result:
+    options = {"sharding_strategy": strategy, "transport": transport, "extends": extends}
+    result = run(take_three_steps, "fp32", ranks=[0], release=release, **options)
     result.assert_clean()
     assert_never_synchronizes(result)
     return result
@@ -117,7 +115,7 @@ def work(result: Result, *kinds: str) -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_step_takes_its_memory_again_and_runs_the_same_kernels(strategy: str) -> None:
-    never, step, bucket = (three_steps(r, sharding_strategy=strategy) for r in ("never", "step", "bucket"))
+    never, step, bucket = (three_steps(r, strategy) for r in ("never", "step", "bucket"))
     assert {alloc.phase for alloc, freed in lifetimes(never) if freed is None} == {"forward 0"}
     for result in (step, bucket):
         for alloc, freed in lifetimes(result):
@@ -140,7 +138,7 @@ def test_a_step_takes_its_memory_again_and_runs_the_same_kernels(strategy: str) 
     ],
 )
 def test_memory_is_given_back_only_after_the_wait_for_its_last_use(release: str, transport: str) -> None:
-    result = three_steps(release, transport)
+    result = three_steps(release, "zero3", transport)
     order = Order(result.logs)
     of_backward = [v for v in order.verdicts(lambda e: e.phase == "backward 1") if v.mutation.kind == "wait"]
     flagged = [mutation for mutation, is_flagged in of_backward if is_flagged]
