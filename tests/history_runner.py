@@ -43,9 +43,8 @@ class PendingLoss:
 
 
 def _optimizer(scenario: Scenario, params: Any) -> torch.optim.Optimizer:
-    if (
-        scenario.optimizer == "adamw"
-    ):  # a large eps, so that gradients that are only rounding errors cause small updates
+    if scenario.optimizer == "adamw":
+        # A large eps, so that gradients that are only rounding errors cause small updates.
         return torch.optim.AdamW(params, lr=0.01, eps=1e-3)
     return torch.optim.SGD(params, lr=0.02, momentum=0.9)
 

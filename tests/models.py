@@ -122,10 +122,7 @@ class Stack(Model):
     """Blocks between two linear layers: the cheapest model with several buckets."""
 
     def __init__(
-        self,
-        blocks: int = 3,
-        width: int = WIDTH,
-        activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh,
+        self, blocks: int = 3, width: int = WIDTH, activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
     ) -> None:
         super().__init__()
         self.width = width

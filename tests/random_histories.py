@@ -79,9 +79,8 @@ PHRASES: dict[tuple[str, ...], int] = {
     ("zero_grad",): 1,
     ("fail_forward",): 2,  # an operator before block `value` fails at run time
     ("forward", "fail_forward", "backward"): 2,
-    (
-        "fail_backward",
-    ): 2,  # a hook raises before (value -1) or after (-2) the compiled backward, or an operator inside it fails
+    # A hook raises before (value -1) or after (-2) the compiled backward, or an operator inside it fails.
+    ("fail_backward",): 2,
     ("add",): 1,  # add to one parameter in place, in half of the cases inside `unsharded`
     ("scale",): 1,  # scale all parameters through .data, as an EMA swap does: by 2, or back
     ("scale", "forward", "scale"): 2,

@@ -112,9 +112,7 @@ class Ranks:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work,
-                args=(rank, self.world_size, store, self._stack_file(rank), theirs),
-                daemon=True,
+                target=_work, args=(rank, self.world_size, store, self._stack_file(rank), theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -240,22 +238,12 @@ def _destroy_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def _work(
-    rank: int,
-    world_size: int,
-    store: Path,
-    stacks: Path,
-    connection: Connection,
-) -> None:
+def _work(rank: int, world_size: int, store: Path, stacks: Path, connection: Connection) -> None:
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(minutes=5),
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
         )
         # Thunder's tracing makes millions of long-lived objects. Collecting garbage between jobs is enough.
         gc.freeze()

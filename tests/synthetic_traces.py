@@ -9,12 +9,7 @@ import functools
 from collections.abc import Sequence
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.ir.symbols import (
-    fsdp_all_gather,
-    fsdp_reduce_scatter,
-    fsdp_wait_grads,
-    fsdp_wait_params,
-)
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketOptions, BucketSpec, ParamSpec
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks

@@ -40,9 +40,8 @@ def test_every_promise_holds_on_fake_ranks(number: int) -> None:
 
     ask = partial(_transform, case, world_size)
     try:
-        transform = compile_as_rank(
-            make, ask, rank=int(share * world_size), world_size=world_size
-        )  # includes ``verify``
+        # This includes ``verify``.
+        transform = compile_as_rank(make, ask, rank=int(share * world_size), world_size=world_size)
     except ValueError as error:
         assert _is_refused(error)
         return
@@ -59,9 +58,8 @@ def test_every_promise_holds_on_fake_ranks(number: int) -> None:
 
 @examples(3, 57)
 def test_predicted_memory_is_counted_at_every_position_of_a_run(number: int) -> None:
-    case, world_size, window = draw_numbered(
-        st.tuples(cases(), st.sampled_from([1, 2, 3, 4, 8]), st.booleans()), number
-    )
+    drawn = st.tuples(cases(), st.sampled_from([1, 2, 3, 4, 8]), st.booleans())
+    case, world_size, window = draw_numbered(drawn, number)
     ask = partial(_transform, case, world_size)
     shape: dict[str, Any] = {"rank": world_size - 1, "world_size": world_size, "window": window}
     try:

@@ -16,17 +16,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from models import (
-    CASES,
-    GPT,
-    Buffers,
-    FrozenParameters,
-    Layer,
-    Model,
-    Stack,
-    TinyParameters,
-    UnusedParameters,
-)
+from models import CASES, GPT, Buffers, FrozenParameters, Layer, Model, Stack, TinyParameters, UnusedParameters
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each, fsdp2, loss_of, train_and_check_what_is_saved
 from thunder.core import prims
