@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -183,35 +184,27 @@ def test_unreduced_gradients_survive_a_failed_backward_or_must_be_discarded(rank
     with injector.installed("flat"):
         run.train(steps=1)
 
-        def fail_and_continue(synced: bool, at: int) -> bool:
-            """Accumulate gradients, with a second backward that fails at a call. Return whether it made that many calls."""
-            run.micro_batch(5)
-            context = contextlib.nullcontext() if synced else run.model.no_sync()
-            with context:
-                loss = run.model(*run.inputs(6)).square().sum()
-                failed = injector.fail(at, loss.backward)
-            if failed and any(bucket.accumulation.is_running for bucket in run.transform.sharded.buckets):
-                with pytest.raises(
-                    RuntimeError, match=r"failed after it had added gradients to bucket .*discard_unreduced"
-                ):
-                    run.model(*run.inputs(6)).sum().backward()
-                discard_unreduced(run.model)
-                run.unsharded.discard()
-                run.micro_batch(5)
-            elif not failed:
-                discard_unreduced(run.model)
-                run.model.zero_grad()
-                run.unsharded.discard()
-                return False
-            assert all(p.grad is None for p in run.model.parameters())
-            run.micro_batch(7, no_sync=False)  # no accumulated gradient may be lost or counted twice
-            run.step()
-            return True
-
+        # Accumulate gradients, with a second backward that fails at each of its calls.
         for synced in (True, False):
-            at = 0
-            while fail_and_continue(synced, at):
-                at += 1
+            for at in itertools.count():
+                run.micro_batch(5)
+                with contextlib.nullcontext() if synced else run.model.no_sync():
+                    failed = injector.fail(at, run.model(*run.inputs(6)).square().sum().backward)
+                if not failed:
+                    discard_unreduced(run.model)
+                    run.model.zero_grad()
+                    run.unsharded.discard()
+                    break
+                if any(bucket.accumulation.is_running for bucket in run.transform.sharded.buckets):
+                    message = r"failed after it had added gradients to bucket .*discard_unreduced"
+                    with pytest.raises(RuntimeError, match=message):
+                        run.model(*run.inputs(6)).sum().backward()
+                    discard_unreduced(run.model)
+                    run.unsharded.discard()
+                    run.micro_batch(5)
+                assert all(p.grad is None for p in run.model.parameters())
+                run.micro_batch(7, no_sync=False)  # no accumulated gradient may be lost or counted twice
+                run.step()
             assert at > 10
         # Nothing was accumulated before the failed backward, so the gradients that it added are dropped silently.
         with run.model.no_sync():
