@@ -14,7 +14,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down.forward(torch.tanh(self.up.forward(self.norm(x))))
+        return x + self.down.forward(torch.tanh(self.up.forward(self.norm.forward(x))))
 
 
 class Model(nn.Module):
