@@ -190,11 +190,11 @@ def refuse_foreign_functions(module: Any, names: Collection[str]) -> None:
 
 
 def set_in_call(module: Any, is_in_call: bool) -> None:
-    """Let Thunder itself ask for ``use_fsdp`` of the original module, as it does in each call of the jitted one."""
-    if is_in_call:
-        module.__dict__.pop("use_fsdp", None)
-    else:
-        module.use_fsdp = _Refused(_BY_CHECKPOINTS)
+    """Let Thunder itself ask for ``use_fsdp`` of the original module, as it does in each call of the jitted one.
+
+    The attribute stays: modules such as PEFT's look up what they lack in a submodule.
+    """
+    module.use_fsdp = False if is_in_call else _Refused(_BY_CHECKPOINTS)
 
 
 _BY_CHECKPOINTS = (
