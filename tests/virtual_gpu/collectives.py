@@ -26,8 +26,9 @@ class Work:
 
     def wait(self, timeout: object = None) -> bool:
         if self._device is not None and self._event:
-            recording = self._group.recording
-            recording.log.add("wait_event", "nccl wait", recording.cuda.key(self._device), event=self._event)
+            self._group.recording.log.add(
+                "wait_event", "nccl wait", self._group.recording.cuda.key(self._device), event=self._event
+            )
         self._stash = ()
         return True
 
@@ -168,8 +169,16 @@ def make_group_class(recording: Recording) -> type[dist.ProcessGroup]:
             return Work(self, tensors, device, done)
 
         def barrier(self, options: Any = None) -> Any:
-            stream = recording.cuda.key()
-            recording.log.add("collective", "barrier", stream, group=self._name, signature=("barrier",), blocks=True)
+            device = torch.device("cuda", recording.cuda.index(None))
+            log = recording.log
+            log.add(
+                "collective",
+                "barrier",
+                recording.cuda.key(device),
+                group=self._name,
+                signature=("barrier",),
+                blocks=True,
+            )
             return Work(self, (), None, 0)
 
         def shutdown(self) -> None:

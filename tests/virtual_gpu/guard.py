@@ -45,13 +45,25 @@ def listen(record: Callable[[int, int, int], None], block: Callable[[int, int, i
 
 
 def _build() -> Path:
-    digest = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode() + torch.__file__.encode()).hexdigest()
-    built = Path(tempfile.gettempdir()) / f"virtual_gpu_guard_{digest[:16]}.so"
+    digest = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode() + torch.__file__.encode()).hexdigest()[
+        :16
+    ]
+    built = Path(tempfile.gettempdir()) / f"virtual_gpu_guard_{digest}.so"
     if not built.exists():
         root = Path(torch.__file__).parent
         with tempfile.TemporaryDirectory(dir=built.parent) as folder:
             fresh = Path(folder) / built.name
-            command = ["g++", "-shared", "-fPIC", "-std=c++20", "-O1", f"-I{root}/include", _SOURCE, "-o", fresh]
+            command = [
+                "g++",
+                "-shared",
+                "-fPIC",
+                "-std=c++20",
+                "-O1",
+                f"-I{root}/include",
+                str(_SOURCE),
+                "-o",
+                str(fresh),
+            ]
             libraries = [f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib"]
             abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
             done = subprocess.run([*command, abi, *libraries], capture_output=True, text=True)

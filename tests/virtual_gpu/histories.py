@@ -19,7 +19,7 @@ from extending import extended
 from models import Stack
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from .order import Fault
+from .clocks import Fault
 from .world import Rank, Result, run
 
 TRANSPORTS = ("flat", "coalesced", "all_to_all", "all_reduce", "staged", "symmetric_memory")

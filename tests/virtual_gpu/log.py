@@ -74,6 +74,7 @@ class Entry:
     group: str = ""
     signature: tuple[Any, ...] = ()
     peer: int = -1
+    launches: int = 1
     phase: str = ""
 
     def __str__(self) -> str:

@@ -110,15 +110,27 @@ class Handle:
         return typed.as_strided(tuple(sizes), strides, storage_offset)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        self._add("barrier", f"barrier {channel}", signature=("barrier", channel))
+        recording = self.recording
+        recording.log.add(
+            "barrier", f"barrier {channel}", self._stream(), group=self.name, signature=("barrier", channel)
+        )
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        self._add("put", f"signal {channel}", peer=self._members[dst_rank], signature=(self.number, channel))
+        self._signal("put", dst_rank, channel)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        self._add("take", f"signal {channel}", peer=self._members[src_rank], signature=(self.number, channel))
+        self._signal("take", src_rank, channel)
 
-    def _add(self, kind: str, name: str, **more: Any) -> None:
+    def _signal(self, kind: str, peer: int, channel: int) -> None:
+        self.recording.log.add(
+            kind,
+            f"signal {channel}",
+            self._stream(),
+            group=self.name,
+            peer=self._members[peer],
+            signature=(self.number, channel),
+        )
+
+    def _stream(self) -> Any:
         # Kernels of symmetric memory run on the current stream of the memory's device.
-        stream = self.recording.cuda.key(self._own.device)
-        self.recording.log.add(kind, name, stream, group=self.name, **more)
+        return self.recording.cuda.key(self._own.device)

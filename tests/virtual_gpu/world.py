@@ -25,12 +25,12 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .clocks import Fault, check
 from .collectives import make_group_class
 from .guard import library, listen
 from .log import Log
 from .memory import Memory, is_fake
 from .mode import Recording
-from .order import Fault, Order
 from .streams import Cuda, engine_listeners
 from .symmetric import SymmetricMemory
 
@@ -84,7 +84,7 @@ class Result:
     @property
     def faults(self) -> list[Fault]:
         """The faults, computed at each access."""
-        return Order(self.logs).faults
+        return check(self.logs)
 
     def assert_clean(self) -> None:
         """Fail with a description of the faults, if there are any."""
@@ -218,7 +218,12 @@ def _replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
 @contextlib.contextmanager
 def _process_group(rank: int, world_size: int, device: torch.device | None) -> Iterator[None]:
     dist.init_process_group(
-        "nccl", store=FakeStore(), rank=rank, world_size=world_size, device_id=device, timeout=timedelta(minutes=5)
+        "nccl",
+        store=FakeStore(),
+        rank=rank,
+        world_size=world_size,
+        device_id=device,
+        timeout=timedelta(minutes=5),
     )
     try:
         if device is not None:
