@@ -190,11 +190,12 @@ def refuse_foreign_functions(module: Any, names: Collection[str]) -> None:
 
 
 def set_in_call(module: Any, is_in_call: bool) -> None:
-    """Let Thunder itself ask for ``use_fsdp`` of the original module, as it does in each call of the jitted one.
-
-    The attribute stays: modules such as PEFT's look up what they lack in a submodule.
-    """
-    module.use_fsdp = False if is_in_call else _Refused(_BY_CHECKPOINTS)
+    """Let Thunder itself ask for ``use_fsdp`` of the original module, as it does in each call of the jitted one."""
+    module.__dict__.pop("use_fsdp", None)
+    if not is_in_call:
+        module.use_fsdp = _Refused(_BY_CHECKPOINTS)
+    elif isinstance(getattr(module, "use_fsdp", None), _Refused):  # PEFT's modules look it up in what they wrap
+        module.use_fsdp = False
 
 
 _BY_CHECKPOINTS = (
