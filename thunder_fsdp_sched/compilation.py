@@ -180,9 +180,8 @@ class Compilation:
             traces.prefetch = options.prefetch
             return self._run("joint", joint)
         context, compiled = self._context(), self._compiled
-        settings = self._planner.choose_settings(
-            joint, traces, context, sharded=sharded, options=options, compiled=compiled
-        )
+        chooser = self._planner.Chooser(joint, traces, context, sharded=sharded, options=options, compiled=compiled)
+        settings = chooser.choose()
         self._left, self._copy_times = settings.left, settings.copy_times
         traces.choice, chosen = settings.choice, settings.choice.chosen
         traces.prefetch, traces.reductions_in_flight = chosen.prefetch, chosen.reductions

@@ -1,4 +1,4 @@
-"""What is refused: functions of other libraries that would take rows for the model, and modules that cannot be traced."""
+"""Refusals: functions of other libraries that would mistake rows for whole parameters, and modules without a trace."""
 
 from __future__ import annotations
 

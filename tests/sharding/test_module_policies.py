@@ -1,4 +1,4 @@
-"""What FSDP2 lets users do by module: strategies and precisions of modules, and calls of parts of the model."""
+"""Per-module use as in FSDP2: strategies and precisions of modules, and calls of parts of the model."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ ACTIONS: dict[str, dict[int, Callable[[Optimizer], Any]]] = {
     "another model": {1: _shard_another},
     "schedulers": {0: _schedule},
 }
-"""What happens to an optimizer, by the step before which it does."""
+"""Changes to an optimizer, each keyed by the number of the step that it precedes."""
 
 
 def _run(make: Make, *, exact: bool = True, **options: Any) -> Run:

@@ -55,29 +55,6 @@ class Settings(NamedTuple):
     seconds: float
 
 
-def choose_settings(
-    joint: TraceCtx,
-    traces: CompiledTraces,
-    context: Context,
-    *,
-    sharded: ShardedModule,
-    options: Options,
-    compiled: Sequence[CompiledTraces],
-) -> Settings:
-    """Bucket the communication of a joint trace, and choose its settings.
-
-    Args:
-        joint: the joint trace with one ``fsdp_unshard`` for each parameter.
-        traces: those to be compiled; gets the time of passes and of the search.
-        context: that of the passes that come next.
-        compiled: the traces of the module that were compiled before.
-
-    Raises:
-        MemoryLimitError, ValueError: the limits are too low.
-    """
-    return _Chooser(joint, traces, context, sharded, options, compiled).choose()
-
-
 def check_memory(
     traces: CompiledTraces, *, limit: int, left: LeftGradients, compiled: Sequence[CompiledTraces]
 ) -> None:
@@ -108,8 +85,14 @@ def check_memory(
     )
 
 
-class _Chooser:
-    """Chooses the settings of one compilation; its arguments are those of :func:`choose_settings`.
+class Chooser:
+    """Buckets the communication of a joint trace, and chooses the settings of its compilation.
+
+    Args:
+        joint: the joint trace with one ``fsdp_unshard`` for each parameter.
+        traces: those to be compiled; gets the time of passes and of the search.
+        context: that of the passes that come next.
+        compiled: the traces of the module that were compiled before.
 
     Attributes:
         limits: those of the options.
@@ -122,6 +105,7 @@ class _Chooser:
         joint: TraceCtx,
         traces: CompiledTraces,
         context: Context,
+        *,
         sharded: ShardedModule,
         options: Options,
         compiled: Sequence[CompiledTraces],
@@ -139,6 +123,11 @@ class _Chooser:
         self.decides_kept = has_choice and not sharded.kept_is_final
 
     def choose(self) -> Settings:
+        """Return the settings.
+
+        Raises:
+            MemoryLimitError, ValueError: the limits are too low.
+        """
         if not self.plans_window:
             return self.for_step()
         given, found, errors = self.options.accumulate, [], []

@@ -383,7 +383,7 @@ class Search:
         found = replace(candidate, unsharded_bytes=nbytes, lasting_bytes=lasting, step_seconds=seconds)
         if self.limits.memory is not None:
             # Other sets of shapes and flags may have needed a larger arena, which is one for all.
-            pairs = [(arena, new) for arena, new in scratch.items()]
+            pairs = list(scratch.items())
             pairs += [(arena.extension, new.extension) for arena, new in pairs if new.extension.nbytes]
             larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in pairs)
             peak = StepMemory.of(halves, self.context.buckets, accumulated=self.left).peak.nbytes + larger

@@ -13,10 +13,10 @@ The *secondary* of a bucket is an alias with the same unsharded buffer, divided 
 ranks' worth of successive shards fill, so cuts stay on rows and nothing is interleaved anew. Its *primary* is the bucket
 that forward gathers. Both gather the same values into the same places, so a slot may hold either.
 
-The secondary shard is a value of the trace: forward returns it for backward, like an activation. So each backward has that
-of its own forward, an exception leaves nothing behind, and memory plans count it. It is already in the dtype in which the
-bucket is gathered and on the device. Backward still takes the shards, although it does not send them: autograd then raises
-an error if a parameter has changed since forward, as it does in the unsharded model.
+The secondary shard is a value of the trace: forward returns it for backward, like an activation. So each backward reads
+the secondary shard of its own forward, no shard outlives an exception, and memory plans count its bytes. It is already
+in the dtype in which the bucket is gathered and on the device. Backward still takes the shards, although it does not
+send them: autograd then raises an error if a parameter has changed since forward, as it does in the unsharded model.
 """
 
 from __future__ import annotations
