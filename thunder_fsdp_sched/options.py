@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .ir.schedule import StepSchedule, load_schedules
 from .plan.bucketing import BucketingStrategy, BucketRule
-from .plan.specs import ParamSpec, ShardingStrategy
+from .plan.specs import BucketOptions, ParamSpec, ShardingStrategy
 from .ranks.process_groups import ProcessGroupRef
 from .runtime.accumulation import Way
 from .sizes import parse_bytes
@@ -39,16 +39,18 @@ ByModule = Callable[[str, torch.nn.Module], Any]
 """A function of (module name, module) that decides an option for each module."""
 
 #
-# Kinds of options
+# Checks
 #
 
 
-def _is(types: Any, expected: str, then: Check = lambda name, value: value) -> Check:
-    """Accept an instance of some types, or ``None`` if ``expected`` says so; ``then`` checks and converts it."""
+def _is(types: Any, expected: str, then: Check = lambda name, value: value, *, words: tuple[str, ...] = ()) -> Check:
+    """Accept an instance of some types, ``None`` if ``expected`` says so, or a word; ``then`` checks and converts it."""
     accepted = (types, type(None)) if expected.endswith("or None") else types
 
     def check(name: str, value: Any) -> Any:
-        if not isinstance(value, accepted):
+        if isinstance(value, str) and value in words:
+            return value
+        if not isinstance(value, accepted) or (isinstance(value, bool) and types is not bool):
             raise TypeError(f"{name}: expected {expected}, got {value!r} of type {type(value).__name__}")
         return then(name, value)
 
@@ -58,20 +60,10 @@ def _is(types: Any, expected: str, then: Check = lambda name, value: value) -> C
 _flag = _is(bool, "a bool")
 
 
-def _int(expected: str, *, words: tuple[str, ...] = (), least: tuple[int, str] | None = None) -> Check:
-    """Accept an int, ``None`` or one of some words.
-
-    Args:
-        least: the smallest int, and the noun for what it counts.
-    """
-
-    def check(name: str, value: Any) -> Any:
-        if value is None or (isinstance(value, str) and value in words):
-            return value
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: expected {expected}, got {value!r}")
-        if least is not None and value < least[0]:
-            raise ValueError(f"{name}: expected {least[0]} or more {least[1]}, got {value}")
+def _at_least(least: int, what: str) -> Check:
+    def check(name: str, value: int | None) -> int | None:
+        if value is not None and value < least:
+            raise ValueError(f"{name}: expected {least} or more {what}, got {value}")
         return value
 
     return check
@@ -87,27 +79,8 @@ def _one_of(*choices: str | None) -> Check:
     return check
 
 
-def _function(expected: str) -> Check:
-    def check(name: str, value: Any) -> Any:
-        if value is not None and not callable(value):
-            raise TypeError(f"{name}: expected a callable {expected}, got {value!r}")
-        return value
-
-    return check
-
-
 def _bytes(name: str, value: Any) -> int | None:
     return None if value is None else parse_bytes(name, value)
-
-
-def _by_module(name: str, value: Any) -> Any:
-    is_function = callable(value) and not isinstance(value, type)
-    return value if is_function else CHECKS_BY_MODULE[name](name, value)
-
-
-#
-# Options that a function may decide for each module
-#
 
 
 def _named(value: Any, enum: type[Enum], known: tuple[str, ...]) -> Any:
@@ -131,17 +104,14 @@ def _floating_point(name: str, policy: MixedPrecisionPolicy | None) -> MixedPrec
     return policy
 
 
-def check_factor(name: str, factor: Any) -> float | None:
-    """Return ``gradient_divide_factor`` as a float, or ``None``.
-
-    Raises:
-        TypeError, ValueError: it is neither a positive number nor ``None``.
-    """
-    if isinstance(factor, bool) or not isinstance(factor, (int, float, type(None))):
-        raise TypeError(f"{name}: expected a positive number or None, got {factor!r}")
+def _positive(name: str, factor: float | None) -> float | None:
     if factor is not None and not 0 < factor < math.inf:
         raise ValueError(f"{name}: expected a positive number or None, got {factor!r}")
     return None if factor is None else float(factor)
+
+
+check_factor = _is((int, float), "a positive number or None", _positive)
+"""The check of ``gradient_divide_factor``."""
 
 
 def _secondary_size(name: str, size: Any) -> int | None:
@@ -153,21 +123,7 @@ def _secondary_size(name: str, size: Any) -> int | None:
             f"{name}: expected a number of ranks or None, at least 2, got {size}; sharding_strategy='zero2' keeps whole "
             f"parameters"
         )
-    return _int("a number of ranks or None")(name, size)
-
-
-CHECKS_BY_MODULE: dict[str, Check] = {
-    "sharding_strategy": _strategy,
-    "mp_policy": _is(MixedPrecisionPolicy, "a MixedPrecisionPolicy or None", _floating_point),
-    "gradient_divide_factor": check_factor,
-    "reshard_after_forward": _secondary_size,
-}
-"""The checks of options that a function may decide for each module, also of what it returns."""
-
-
-#
-# Options that are like no other
-#
+    return _is(int, "a number of ranks or None")(name, size)
 
 
 def _bucketing(name: str, strategy: Any) -> BucketingStrategy | int | BucketRule:
@@ -239,81 +195,68 @@ def _device(name: str, device: Any) -> torch.device | None:
     return _is(torch.device, "a torch.device, its name or None")(name, device)
 
 
-_CHECKS: dict[str, Check] = {
-    "sharding_strategy": _by_module,
-    "bucketing_strategy": _bucketing,
-    "prefetch": _int("a number of buckets (int), 'auto' or None", words=("auto",), least=(0, "buckets")),
-    "max_memory": _bytes,
-    "max_unsharded_bytes": _bytes,
-    "release": _one_of("never", "step", "bucket"),
-    "reshard_after_forward": _by_module,
-    "reshard_after_backward": _flag,
-    "accumulate": _one_of(*get_args(Way), None),
-    "max_gathers_in_flight": _int("a number of gathers (int) or None", least=(1, "gathers")),
-    "cluster": _cluster,
-    "schedule": _is((str, Path, StepSchedule), "a path to a saved schedule, a StepSchedule or None", _load),
-    "transport": check_transport,
-    "mp_policy": _by_module,
-    "gradient_divide_factor": _by_module,
-    "all_reduce_hook": _function("(bucket name, gradients) -> None, or None"),
-    "offload_policy": _is(
-        OffloadPolicy, "a CPUOffloadPolicy, OffloadPolicy or None", lambda _, p: p or OffloadPolicy()
-    ),
-    "process_group": _is(
-        ProcessGroup, "a torch.distributed.ProcessGroup or None", lambda _, g: g and ProcessGroupRef.of(g)
-    ),
-    "mesh": _is(DeviceMesh, "a 1-D or 2-D torch.distributed.device_mesh.DeviceMesh or None", _one_or_two_dimensions),
-    "process_group_for": _function("(parameter name, parameter) -> process group, mesh or None"),
-    "separate_reduce_scatter_group": _flag,
-    "device": _device,
-    "param_init_fn": _function("that initializes a module"),
-    "broadcast_from": _int("a global rank (int) or None"),
-    "ignored_params": _ignored,
-    "allow_different_computation": _flag,
-    "allow_different_initialization": _flag,
-    "audit": _flag,
-    "trace_modules_once": _flag,
-    "move_state_dict_to_cpu": _flag,
-}
+def _option(check: Check, *, compared: bool = True) -> Any:
+    """Return the field of an option.
 
-_NOT_COMPARED = {"process_group", "ignored_params"}
-"""Options that refer to objects of this process. Ranks compare their effect instead."""
+    Args:
+        compared: whether ranks compare it. What refers to objects of this process is compared by its effect instead.
+    """
+    return field(metadata={"check": check, "compared": compared})
 
 
 @dataclass(frozen=True)
 class Options:
     """The validated options of one transform; :func:`thunder_fsdp_sched.fsdp` documents them."""
 
-    sharding_strategy: ShardingStrategy | ByModule
-    bucketing_strategy: BucketingStrategy | int | BucketRule
-    prefetch: int | Literal["auto"]
-    max_memory: int | None
-    max_unsharded_bytes: int | None
-    release: Literal["never", "step", "bucket"]
-    reshard_after_forward: int | ByModule | None
-    reshard_after_backward: bool
-    accumulate: Way | None
-    max_gathers_in_flight: int | None
-    cluster: ClusterSpec | None
-    schedule: tuple[StepSchedule, ...] | None
-    transport: str | Callable[[str, tuple[ParamSpec, ...]], str]
-    mp_policy: MixedPrecisionPolicy | ByModule
-    gradient_divide_factor: float | ByModule | None
-    all_reduce_hook: Callable[[str, torch.Tensor], None] | None
-    offload_policy: OffloadPolicy
-    process_group: ProcessGroupRef | None
-    mesh: DeviceMesh | None
-    process_group_for: Callable[[str, torch.nn.Parameter], Any] | None
-    separate_reduce_scatter_group: bool
-    device: torch.device | None
-    param_init_fn: Callable[[torch.nn.Module], Any] | None
-    broadcast_from: int | None
-    ignored_params: tuple[torch.nn.Parameter | str, ...]
-    allow_different_computation: bool
-    allow_different_initialization: bool
-    audit: bool
-    trace_modules_once: bool
-    move_state_dict_to_cpu: bool
+    sharding_strategy: ShardingStrategy | ByModule = _option(_strategy)
+    bucketing_strategy: BucketingStrategy | int | BucketRule = _option(_bucketing)
+    prefetch: int | Literal["auto"] = _option(
+        _is(int, "a number of buckets (int), 'auto' or None", _at_least(0, "buckets"), words=("auto",))
+    )
+    max_memory: int | None = _option(_bytes)
+    max_unsharded_bytes: int | None = _option(_bytes)
+    release: Literal["never", "step", "bucket"] = _option(_one_of("never", "step", "bucket"))
+    reshard_after_forward: int | ByModule | None = _option(_secondary_size)
+    reshard_after_backward: bool = _option(_flag)
+    accumulate: Way | None = _option(_one_of(*get_args(Way), None))
+    max_gathers_in_flight: int | None = _option(_is(int, "a number of gathers (int) or None", _at_least(1, "gathers")))
+    cluster: ClusterSpec | None = _option(_cluster)
+    schedule: tuple[StepSchedule, ...] | None = _option(
+        _is((str, Path, StepSchedule), "a path to a saved schedule, a StepSchedule or None", _load)
+    )
+    transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = _option(check_transport)
+    mp_policy: MixedPrecisionPolicy | ByModule = _option(
+        _is(MixedPrecisionPolicy, "a MixedPrecisionPolicy or None", _floating_point)
+    )
+    gradient_divide_factor: float | ByModule | None = _option(check_factor)
+    all_reduce_hook: Callable[[str, torch.Tensor], None] | None = _option(
+        _is(Callable, "a callable (bucket name, gradients) -> None, or None")
+    )
+    offload_policy: OffloadPolicy = _option(
+        _is(OffloadPolicy, "a CPUOffloadPolicy, OffloadPolicy or None", lambda _, p: p or OffloadPolicy())
+    )
+    process_group: ProcessGroupRef | None = _option(
+        _is(ProcessGroup, "a torch.distributed.ProcessGroup or None", lambda _, g: g and ProcessGroupRef.of(g)),
+        compared=False,
+    )
+    mesh: DeviceMesh | None = _option(
+        _is(DeviceMesh, "a 1-D or 2-D torch.distributed.device_mesh.DeviceMesh or None", _one_or_two_dimensions)
+    )
+    process_group_for: Callable[[str, torch.nn.Parameter], Any] | None = _option(
+        _is(Callable, "a callable (parameter name, parameter) -> process group, mesh or None")
+    )
+    separate_reduce_scatter_group: bool = _option(_flag)
+    device: torch.device | None = _option(_device)
+    param_init_fn: Callable[[torch.nn.Module], Any] | None = _option(
+        _is(Callable, "a callable that initializes a module, or None")
+    )
+    broadcast_from: int | None = _option(_is(int, "a global rank (int) or None"))
+    ignored_params: tuple[torch.nn.Parameter | str, ...] = _option(_ignored, compared=False)
+    allow_different_computation: bool = _option(_flag)
+    allow_different_initialization: bool = _option(_flag)
+    audit: bool = _option(_flag)
+    trace_modules_once: bool = _option(_flag)
+    move_state_dict_to_cpu: bool = _option(_flag)
 
     def __post_init__(self) -> None:
         if self.mesh is not None and self.process_group is not None:
@@ -346,12 +289,18 @@ class Options:
 
     def lines(self) -> list[str]:
         """Return one line for each option that must be the same on all ranks."""
-        compared = [name for name in _CHECKS if name not in _NOT_COMPARED]
+        compared = [option.name for option in fields(self) if option.metadata["compared"]]
         return [f"fsdp({name}={_comparable(getattr(self, name))})" for name in compared]
 
     def __str__(self) -> str:
         shown = ("sharding_strategy", "bucketing_strategy", "prefetch", "transport")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
+
+
+CHECKS: dict[str, Check] = {option.name: option.metadata["check"] for option in fields(Options)}
+
+BY_MODULE = tuple(option.name for option in fields(BucketOptions))
+"""The options that a function may decide for each module; their checks also check what it returns."""
 
 
 def _comparable(value: Any) -> str:
@@ -386,5 +335,7 @@ def check_options(*positional: Any, **arguments: Any) -> Options:
         )
     if arguments["prefetch"] is None:
         arguments["prefetch"] = 1 if arguments["max_memory"] is None else "auto"
-    assert arguments.keys() == _CHECKS.keys(), arguments.keys() ^ _CHECKS.keys()
-    return Options(**{name: check(name, arguments[name]) for name, check in _CHECKS.items()})
+    for name, value in arguments.items():
+        is_decided_by_module = name in BY_MODULE and callable(value) and not isinstance(value, type)
+        arguments[name] = value if is_decided_by_module else CHECKS[name](name, value)
+    return Options(**arguments)

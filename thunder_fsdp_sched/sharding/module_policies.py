@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from ..options import CHECKS_BY_MODULE, Options
+from ..options import BY_MODULE, CHECKS, Options
 from ..plan.specs import BucketOptions, ParamSpec
 
 
@@ -55,7 +55,7 @@ class ModulePolicies:
     """
 
     def __init__(self, module: torch.nn.Module, options: Options) -> None:
-        given = {option: getattr(options, option) for option in CHECKS_BY_MODULE}
+        given = {option: getattr(options, option) for option in BY_MODULE}
         functions = {option: value for option, value in given.items() if callable(value)}
         fixed = BucketOptions(**{option: value for option, value in given.items() if option not in functions})
         self._functions = tuple(functions)
@@ -68,7 +68,7 @@ class ModulePolicies:
                 for option, function in functions.items():
                     if (answer := function(path, child)) is not None:
                         name = f"{option}, returned by the callable for {_shown(path)}"
-                        decision = replace(decision, **{option: CHECKS_BY_MODULE[option](name, answer)})
+                        decision = replace(decision, **{option: CHECKS[option](name, answer)})
                         if option == "mp_policy" and path:
                             self._casts.append((child, decision.mp_policy))
                 decided[child] = decision
@@ -85,7 +85,7 @@ class ModulePolicies:
         for name in spec.names[1:]:
             other = self._of_owner(name)
             if _for_bucket(other, spec) != _for_bucket(first, spec):
-                option = next(o for o in CHECKS_BY_MODULE if getattr(first, o) != getattr(other, o))
+                option = next(o for o in BY_MODULE if getattr(first, o) != getattr(other, o))
                 raise ValueError(
                     f"{option}: parameter {spec.name!r} is also {name!r}, but the callable decides differently for the two "
                     f"modules: {getattr(first, option)} and {getattr(other, option)}. Let it return the same for both"
