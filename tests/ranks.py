@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched.private_api import timeout_of
+from thunder_fsdp_sched.private_torch import timeout_of
 from thunder_fsdp_sched.ranks import channel
 
 import torch

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder
-from thunder_fsdp_sched import passes, private_api, private_autograd, private_interpreter, private_traces, transforms
+from thunder_fsdp_sched import passes, private_thunder, private_torch, transforms
 from thunder_fsdp_sched.ir import host_copies, symbols
 from thunder_fsdp_sched.ir.schedule import CommOp, Schedule, StepSchedule
 
@@ -186,7 +186,7 @@ def test_the_table_of_rooms_has_every_module() -> None:
 
 def test_every_use_of_a_private_name_is_listed() -> None:
     listed = set(re.findall(r"`(\w+)`", section_of_table("private_api.md")))
-    modules = (private_api, private_autograd, private_interpreter, private_traces)
+    modules = (private_torch, private_thunder)
     private = {name for module in modules for name in functions_of(module)}
     assert private <= listed
     assert {name for name in listed if name.islower()} <= private

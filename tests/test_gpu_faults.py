@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import clip_grad_norm_, fsdp, get_model_state_dict, get_optimizer_state_dict
-from thunder_fsdp_sched.private_api import timeout_of
+from thunder_fsdp_sched.private_torch import timeout_of
 from thunder_fsdp_sched.reports.profiler import measure
 from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 

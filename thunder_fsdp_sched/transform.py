@@ -44,7 +44,8 @@ from .ir.schedule import StepSchedule, save_schedules
 from .options import Options
 from .pipeline import CompiledTraces, JointPasses, without
 from .plan.plan import Plan
-from .private_api import quiet_no_sync, refuse_foreign_functions
+from .private_thunder import quiet_no_sync
+from .private_torch import refuse_foreign_functions
 from .sharding.huggingface_models import let_accelerate_prepare, refuse_save_pretrained, transformers_lookasides
 from .sharding.jitted_state import hold_entries
 from .sharding.module_policies import attach_casts, cast_inputs

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp, transform
-from thunder_fsdp_sched.private_api import process_groups
+from thunder_fsdp_sched.private_torch import process_groups
 
 import pytest
 import shared_memory

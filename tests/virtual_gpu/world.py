@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import private_api
+from thunder_fsdp_sched import private_torch
 from thunder_fsdp_sched.ranks import control, process_groups
 from thunder_fsdp_sched.runtime import activation_offload
 from thunder_fsdp_sched.sharding import module_plan, shard_module, sharded_module
@@ -210,7 +210,7 @@ def _type_of(value: Any) -> type:
 
 def _replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     """Replace a parameter's memory, and the device that a fake tensor stores in an attribute."""
-    private_api.replace_data(param, data)
+    private_torch.replace_data(param, data)
     if is_fake(param):
         param.fake_device = data.device  # type: ignore[attr-defined]
 

@@ -20,7 +20,7 @@ from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import args_of, defined_by, outs_of
 from ..ir.symbols import fsdp_reduce, fsdp_unshard
-from ..private_traces import CachingBoundSymbol, renamed
+from ..private_thunder import CachingBoundSymbol, renamed
 from ..runtime.bucket import Bucket
 from .keys import Same, key_of
 

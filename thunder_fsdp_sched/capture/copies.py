@@ -10,8 +10,7 @@ from thunder.core.jit_ext import EXT_FLAG_IS_CALLABLE, EXT_FLAG_IS_MODULE
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol
 
-from ..private_interpreter import added_checks, checks_of, renames_of
-from ..private_traces import renamed
+from ..private_thunder import added_checks, checks_of, renamed, renames_of
 from .bound_symbols import BoundSymbolCopies, renew_calls
 from .grad_modes import GradMode, kwargs_in, tags_in
 from .observer import Observer

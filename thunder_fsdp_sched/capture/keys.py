@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..private_interpreter import is_hooked
+from ..private_torch import is_hooked
 
 _BY_VALUE = (
     *(NoneType, bool, int, str, bytes, range, slice, type(Ellipsis), frozenset),

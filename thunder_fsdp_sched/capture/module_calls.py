@@ -17,7 +17,8 @@ from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import unwrap
 from thunder.core.jit_ext import get_jit_ctx
 
-from ..private_interpreter import call_interpreted, call_module_as_torch, is_hooked, look_aside_module_calls
+from ..private_thunder import call_interpreted, call_module_as_torch, look_aside_module_calls
+from ..private_torch import is_hooked
 from .bound_symbols import tag_call
 
 _callers: weakref.WeakKeyDictionary[Any, weakref.ref[Callable[..., Any]]] = weakref.WeakKeyDictionary()

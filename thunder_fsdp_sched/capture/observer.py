@@ -23,7 +23,7 @@ from thunder.core.interpreter import (
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy
 
-from ..private_interpreter import checks_of, has_been_modified, observed_by, renames_of, uses_grad_mode
+from ..private_thunder import checks_of, has_been_modified, observed_by, renames_of, uses_grad_mode
 from .native_code import CONTAINERS, READING_METHODS, checks_natively, is_plain, is_pure
 from .paths import ATTRIBUTE, BUILTINS, COMPUTED, FUNCTION, ITEM, Path, Paths, is_hashable
 

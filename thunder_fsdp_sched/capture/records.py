@@ -31,7 +31,7 @@ from thunder.core.proxies import Proxy, TensorProxy, unvariableify
 from thunder.core.symbol import BoundSymbol
 
 from ..ir.inspection import nested
-from ..private_interpreter import checks_of, renames_of
+from ..private_thunder import checks_of, renames_of
 from .grad_modes import DETACHED, GradMode, Validity, grad_mode_of, is_portable
 from .keys import key_of
 from .observer import Mark, Observer, Unrepeatable

@@ -12,7 +12,7 @@ from thunder.core.interpreter import INTERPRETER_SIGNALS, WrappedValue, unwrap
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.options import CACHE_OPTIONS
 
-from ..private_interpreter import cache_info, has_been_modified
+from ..private_thunder import cache_info, has_been_modified
 from .copies import repeat
 from .grad_modes import grad_mode_of
 from .module_calls import call_forward

@@ -35,7 +35,7 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import Transform
 from thunder.extend import StatefulExecutor
 
-from ..private_interpreter import cache_info
+from ..private_thunder import cache_info
 from .bound_symbols import StructuralKeys
 from .keys import Same
 

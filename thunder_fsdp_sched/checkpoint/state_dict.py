@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
-from ..private_api import state_name, unwrap_fabric
+from ..private_torch import state_name, unwrap_fabric
 from ..runtime.row_dtensor import RowDTensor, replicated
 from ..sharding.sharded_module import find_jitted
 from ..sharding.state_entries import RowPiece, refuse_unshared

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ..private_api import state_name
+from ..private_torch import state_name
 from ..ranks.control import control_of
 from ..ranks.process_groups import ProcessGroupRef
 from ..sharding.jitted_state import rows_by_name

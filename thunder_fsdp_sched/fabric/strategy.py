@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ..api import fsdp
-from ..private_api import control_fabric_sync
+from ..private_torch import control_fabric_sync
 from ..sharding.former_parameters import refuse_former
 from ..training.gradients import clip_grad_norm_
 from ..transform import FSDPTransform, find_transform

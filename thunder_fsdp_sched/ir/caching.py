@@ -5,7 +5,7 @@ from __future__ import annotations
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..private_traces import CachingBoundSymbol
+from ..private_thunder import CachingBoundSymbol
 from .registry import executor
 
 

@@ -23,7 +23,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 
-from ..private_traces import EFFECTS, OBSERVED_EFFECTS
+from ..private_thunder import EFFECTS, OBSERVED_EFFECTS
 from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot, slot_bytes

@@ -13,7 +13,7 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
 
-from ..private_traces import DEFINED, NAMES_OF_ARGS
+from ..private_thunder import DEFINED, NAMES_OF_ARGS
 
 AGREEMENT = frozenset({"fsdp_agree", "fsdp_agreed"})
 """Symbols with which ranks agree on what they run; see ``transforms.insert_agreement``."""

@@ -34,8 +34,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..private_api import schema_of
-from ..private_traces import shape_of
+from ..private_thunder import shape_of
+from ..private_torch import schema_of
 
 _TRUSTED_NAMESPACES = frozenset({"aten", "prim", "prims"})
 """Namespaces whose operators have the tag ``nondeterministic_seeded`` if they draw random numbers. Others may lack it."""

@@ -23,7 +23,7 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from ..private_traces import FACTS, function_called_by, torch_function_of
+from ..private_thunder import FACTS, function_called_by, torch_function_of
 from .inspection import args_of, outs_of
 from .observation import Observed, observe_call
 

@@ -34,7 +34,7 @@ from ..ir.effects import Place, effects
 from ..ir.inspection import UNPACKING, args_of, outs_of, statement
 from ..ir.operator_facts import Aliases, facts_of
 from ..ir.registry import executor, register
-from ..private_traces import without_calls
+from ..private_thunder import without_calls
 from ..runtime.memory import Arena, Slot
 from .machine import VerificationError
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..private_api import all_gather_on_host, timeout_of
+from ..private_torch import all_gather_on_host, timeout_of
 from .messages import first_difference, first_different, first_line, named, sides
 from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, delete_once_read, exchange_texts, new_group
 

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from ..private_api import (
+from ..private_torch import (
     copy_of_options,
     is_group_name_taken,
     mesh_over,

@@ -25,7 +25,7 @@ import sys
 
 import torch
 
-from ..private_autograd import has_saved_tensor_hooks
+from ..private_torch import has_saved_tensor_hooks
 from ..transports.base import labelled
 
 

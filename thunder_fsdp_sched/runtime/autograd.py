@@ -49,7 +49,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ..private_autograd import (
+from ..private_torch import (
     accumulates,
     backward_number,
     compiled_node_of,

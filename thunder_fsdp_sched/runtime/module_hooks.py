@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..private_interpreter import find_hooks
+from ..private_torch import find_hooks
 
 
 class UntracedHook:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from thunder.distributed import get_skip_data_parallel_grad_sync
 
-from ..private_autograd import running_node_number
+from ..private_torch import running_node_number
 from ..transports.base import Views, labelled
 from .autograd import forward_number, requested
 from .bucket import WINDOW_OPEN, Bucket

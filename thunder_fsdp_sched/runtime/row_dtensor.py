@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
-from ..private_api import dtensor_constructor, register_foreach_type
+from ..private_torch import dtensor_constructor, register_foreach_type
 from .autograd import guarded_accumulated_hook, guarded_hook
 from .rows import Rows
 

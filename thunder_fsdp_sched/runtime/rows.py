@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
-from ..private_api import new_spec
+from ..private_torch import new_spec
 
 if TYPE_CHECKING:
     from ..plan.layout import Placement

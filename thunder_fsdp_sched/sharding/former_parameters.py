@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..private_autograd import hooks_of, set_hooks
+from ..private_torch import hooks_of, set_hooks
 
 FormerParameters: TypeAlias = "list[weakref.ref[torch.nn.Parameter]]"
 

@@ -23,7 +23,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.tensor import DTensor
 
-from ..private_api import state_name
+from ..private_torch import state_name
 from .sharded_module import ShardedModule
 
 _ORIGINAL = "_model."

@@ -13,7 +13,7 @@ from ..options import Options, check_transport
 from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Strided
-from ..private_api import state_name
+from ..private_torch import state_name
 from ..ranks.assignment import GroupAssignment, check_source
 from ..ranks.control import Control
 from ..ranks.process_groups import Ranks

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 
 from ..options import Options
-from ..private_api import runs_under_torch_compile
-from ..private_interpreter import find_backward_hooks, find_hooks, has_old_backward_hooks
+from ..private_torch import find_backward_hooks, find_hooks, has_old_backward_hooks, runs_under_torch_compile
 from ..runtime.row_dtensor import RowDTensor
 from .former_parameters import refuse_former
 from .module_parameters import find_owner, tensors_in_containers

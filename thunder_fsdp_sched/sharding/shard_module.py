@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..compat import __version__
 from ..options import Options
 from ..plan.plan import Plan
-from ..private_api import replace_data
+from ..private_torch import replace_data
 from ..proof.audit import FormerMemory
 from ..ranks.assignment import GroupAssignment, broadcast, find_world_group
 from ..ranks.control import Control

@@ -20,15 +20,8 @@ from ..capture.garbage_collection import CollectsLess
 from ..logs import Progress
 from ..plan.plan import Plan
 from ..plan.specs import BucketSpec
-from ..private_api import (
-    parameters_of_running_ddp,
-    refuse_ddp,
-    replace_data,
-    set_in_call,
-    state_name,
-    unwrap_fabric,
-    watch_cache_misses,
-)
+from ..private_thunder import watch_cache_misses
+from ..private_torch import parameters_of_running_ddp, refuse_ddp, replace_data, set_in_call, state_name, unwrap_fabric
 from ..proof.audit import FormerMemory
 from ..ranks.control import Control
 from ..runtime.bucket import Bucket

@@ -20,7 +20,7 @@ from collections.abc import Generator, Iterator, Sequence
 import torch
 from thunder.core.module import ThunderModule
 
-from ..private_api import state_name
+from ..private_torch import state_name
 from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import temporary_alias_in_dtype

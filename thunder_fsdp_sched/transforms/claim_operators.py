@@ -19,7 +19,7 @@ from thunder.core.transform_common import dce
 from thunder.extend import Executor, FusionExecutor, OperatorExecutor, StatefulExecutor
 
 from ..ir.caching import with_caches
-from ..private_traces import claim, gradient_rules_of
+from ..private_thunder import claim, gradient_rules_of
 
 
 def claim_operators(trace: TraceCtx, *, executors: Sequence[Executor]) -> TraceCtx:

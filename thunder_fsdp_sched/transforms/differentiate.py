@@ -41,7 +41,7 @@ from ..capture.bound_symbols import BoundSymbolCopies, Region, find_repeated_reg
 from ..ir.inspection import args_of, defined_by, forward_part, names, nested, outs_of, return_of
 from ..ir.operator_facts import share_facts
 from ..ir.registry import executor
-from ..private_traces import renamed, requiring_gradient
+from ..private_thunder import renamed, requiring_gradient
 from .claim_operators import RepeatableRules, claim_operators
 
 

@@ -1,4 +1,4 @@
-"""Private names of Thunder's traces, each used in one function or class only.
+"""Private names of Thunder, each used in one function or class only.
 
 ``docs/private_api.md`` lists them, with what to do when one disappears.
 """
@@ -11,16 +11,24 @@ import functools
 import inspect
 import linecache
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, NoneType
 from typing import Any
 
+import thunder
 import torch
 from thunder.core import transforms
 from thunder.core.baseutils import build_callable
+from thunder.core.interpreter import INTERPRETER_CALLBACKS, InterpreterCompileCtx, _interpret_call
+from thunder.core.jit_ext import register_general_jit_lookaside
+from thunder.core.module import ThunderModule
+from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import CollectionProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_unflatten
 from thunder.core.symbol import BoundSymbol
+from thunder.distributed import skip_data_parallel_grad_sync
 from thunder.executors.passes import _transform_for_operator_executor_execution
 
 
@@ -128,11 +136,14 @@ NAMES_OF_ARGS, DEFINED = "_fsdp_args", "_fsdp_defined"
 """Attributes of a bound symbol for the names of its arguments, and for its results that are no arguments."""
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(BoundSymbol))
+
 _OF_ARGS = (
     *("flat_args_and_spec", "flat_args", "flat_proxy_args", "flat_variableified_proxy_args"),
     *("_var_args", "_var_kwargs", "are_all_args_constant", NAMES_OF_ARGS),
 )
+
 _OF_OUTPUT = ("flat_outs_and_spec", "flat_outs", "flat_proxy_outs", "flat_variableified_proxy_outs", "_var_output")
+
 _PLAIN = (NoneType, bool, int, float, str)
 
 
@@ -249,3 +260,130 @@ def _is_plain(value: Any) -> bool:
     if kind is dict:
         return all(map(_is_plain, value.values()))
     return kind in _PLAIN
+
+
+def call_interpreted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let Thunder's interpreter call ``function`` with wrapped arguments; return the wrapped result, or its signal."""
+    return _interpret_call(function, *args, **kwargs)
+
+
+def call_module_as_torch(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Interpret what ``nn.Module.__call__`` does, with hooks."""
+    return call_interpreted(_wrapped_call_impl, module, *args, **kwargs)
+
+
+def _wrapped_call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
+    if module._compiled_call_impl is not None:
+        return module._compiled_call_impl(*args, **kwargs)
+    return module._call_impl(*args, **kwargs)
+
+
+def look_aside_module_calls(lookaside: Callable[..., Any]) -> None:
+    """Let Thunder's interpreter call ``lookaside(module, ...)``, with wrapped values, wherever a module is called."""
+    register_general_jit_lookaside(torch.nn.Module._wrapped_call_impl)(lookaside)
+
+
+def observed_by(context: Any, observer: Any) -> Any:
+    """Return an interpreter context that passes what happens in ``context`` through ``observer``.
+
+    Args:
+        context: Thunder's ``InterpreterCompileCtx``.
+        observer: has ``interpret(interpret, inst, **state)``, ``look_aside(look_aside, function, *args, **kwargs)`` and
+            ``wrap(wrap, value)``, which call their first argument to do what ``context`` does.
+    """
+    wrap = context._callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
+    return InterpreterCompileCtx(
+        opcode_interpreter=partial(observer.interpret, context._opcode_interpreter),
+        fn_lookaside=partial(observer.look_aside, context._fn_lookaside),
+        callbacks={**context._callbacks, INTERPRETER_CALLBACKS.WRAP_CALLBACK: partial(observer.wrap, wrap)},
+        with_provenance_tracking=True,
+    )
+
+
+def checks_of(context: Any) -> list[Any]:
+    """Return the list of ``(check, proxy, *expected)`` that Thunder's tracing writes to the prologue in the end."""
+    return context._constraints
+
+
+@contextmanager
+def added_checks(context: Any) -> Iterator[list[Any]]:
+    """Let Thunder's tracing add checks to a new list instead of :func:`checks_of`.
+
+    It compares each with all in the list, so that the checks of all tensors of a model take quadratic time.
+    """
+    earlier, context._constraints = context._constraints, []
+    try:
+        yield context._constraints
+    finally:
+        context._constraints = earlier
+
+
+def cache_info() -> dict[str, Any]:
+    """Return the state of torch that the prologues of the compilation check: default dtype, autocast, and so on."""
+    return dict(thunder._get_cache_info())
+
+
+def renames_of(context: Any) -> dict[Any, Any]:
+    """Return the proxies that Thunder's tracing replaces in the end by proxies named like the user's variables."""
+    return context._proxy_swapmap
+
+
+def has_been_modified(context: Any) -> bool:
+    """Return whether the program has assigned an attribute or a buffer of its inputs."""
+    return bool(context._additional_outputs)
+
+
+def uses_grad_mode(function: Any) -> bool:
+    """Return whether this builtin function of torch reads or changes the grad mode."""
+    return function in (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch._C._set_grad_enabled)
+
+
+class TraceCache(list[Any]):
+    """A list of Thunder's compiled traces of one module, with a callback when none fits a call, before Thunder traces.
+
+    Thunder tries its entries in reversed order and stops at the first that fits.
+    """
+
+    def __init__(self, entries: Iterable[Any], on_miss: Callable[[], object]) -> None:
+        super().__init__(entries)
+        self._on_miss = on_miss
+
+    def __reversed__(self) -> Iterator[Any]:
+        yield from super().__reversed__()
+        self._on_miss()
+
+
+def watch_cache_misses(model: ThunderModule, on_miss: Callable[[], object]) -> Callable[[], object]:
+    """Call ``on_miss`` before Thunder traces ``model`` for new inputs.
+
+    Returns a function to call before each call of ``model``: ``on_miss`` if Thunder's cache option disables look-ups.
+
+    Thunder notes the autocast context of each call in ``CompileData.autocast_stack``, and never removes it. Without
+    correction all later compilations would be for autocast, so both functions remove what earlier calls have left.
+    """
+    stats = thunder.compile_stats(model)
+    contexts = thunder.compile_data(model).autocast_stack.stack
+    looks_up = thunder.cache_option(model) in (CACHE_OPTIONS.CONSTANT_VALUES, CACHE_OPTIONS.SYMBOLIC_VALUES)
+
+    def before_trace() -> None:
+        is_noted = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+        while len(contexts) > is_noted:  # the last is that of this call
+            contexts.popleft()
+        on_miss()
+
+    def before_call() -> None:
+        contexts.clear()
+        if not looks_up:
+            on_miss()
+
+    stats.interpreter_cache = TraceCache(stats.interpreter_cache, before_trace)
+    return before_call
+
+
+def quiet_no_sync(model: ThunderModule) -> None:
+    """Give a jitted module a ``no_sync`` that only sets Thunder's flag, without a warning at its end.
+
+    Thunder's method reduces the gradients of Thunder's own ddp and fsdp when it ends, and warns if neither was applied.
+    Here the next backward reduces gradients. This object's attribute hides the method; the class stays as it is.
+    """
+    model.no_sync = skip_data_parallel_grad_sync

@@ -1,4 +1,4 @@
-"""Private names of torch and Thunder, each used in one function only.
+"""Private names of torch and Lightning Fabric, each used in one function only.
 
 ``docs/private_api.md`` lists them, with what to do when one disappears.
 """
@@ -8,19 +8,16 @@ from __future__ import annotations
 import copy
 import hashlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import thunder
 import torch
 import torch.distributed as dist
-from thunder.core.module import ThunderModule
-from thunder.core.options import CACHE_OPTIONS
-from thunder.distributed import skip_data_parallel_grad_sync
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules import module as torch_modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
@@ -203,6 +200,7 @@ _BY_CHECKPOINTS = (
     "for whole parameters. Call thunder_fsdp_sched's full_state_dict, get_model_state_dict or get_optimizer_state_dict "
     "with the jitted module to save it, and load_checkpoint or the jitted module's load_original_state_dict to load it"
 )
+
 _BY_DDP = (
     "the module's parameters are sharded by thunder_fsdp_sched, which reduces their gradients: DistributedDataParallel "
     "would copy the rows of one rank to all others. Leave it out; for replicas of shards there is fsdp(mesh=...)"
@@ -262,57 +260,6 @@ def schema_of(op: Any) -> Any:
     return op._schema
 
 
-class TraceCache(list[Any]):
-    """A list of Thunder's compiled traces of one module, with a callback when none fits a call, before Thunder traces.
-
-    Thunder tries its entries in reversed order and stops at the first that fits.
-    """
-
-    def __init__(self, entries: Iterable[Any], on_miss: Callable[[], object]) -> None:
-        super().__init__(entries)
-        self._on_miss = on_miss
-
-    def __reversed__(self) -> Iterator[Any]:
-        yield from super().__reversed__()
-        self._on_miss()
-
-
-def watch_cache_misses(model: ThunderModule, on_miss: Callable[[], object]) -> Callable[[], object]:
-    """Call ``on_miss`` before Thunder traces ``model`` for new inputs.
-
-    Returns a function to call before each call of ``model``: ``on_miss`` if Thunder's cache option disables look-ups.
-
-    Thunder notes the autocast context of each call in ``CompileData.autocast_stack``, and never removes it. Without
-    correction all later compilations would be for autocast, so both functions remove what earlier calls have left.
-    """
-    stats = thunder.compile_stats(model)
-    contexts = thunder.compile_data(model).autocast_stack.stack
-    looks_up = thunder.cache_option(model) in (CACHE_OPTIONS.CONSTANT_VALUES, CACHE_OPTIONS.SYMBOLIC_VALUES)
-
-    def before_trace() -> None:
-        is_noted = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
-        while len(contexts) > is_noted:  # the last is that of this call
-            contexts.popleft()
-        on_miss()
-
-    def before_call() -> None:
-        contexts.clear()
-        if not looks_up:
-            on_miss()
-
-    stats.interpreter_cache = TraceCache(stats.interpreter_cache, before_trace)
-    return before_call
-
-
-def quiet_no_sync(model: ThunderModule) -> None:
-    """Give a jitted module a ``no_sync`` that only sets Thunder's flag, without a warning at its end.
-
-    Thunder's method reduces the gradients of Thunder's own ddp and fsdp when it ends, and warns if neither was applied.
-    Here the next backward reduces gradients. This object's attribute hides the method; the class stays as it is.
-    """
-    model.no_sync = skip_data_parallel_grad_sync
-
-
 def replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     """Give ``param`` the memory, shape and device of ``data``. The object, its attributes and its hooks stay.
 
@@ -334,3 +281,116 @@ def replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
         param._backward_hooks = hooks
     if accumulated_hooks:
         param._post_accumulate_grad_hooks = accumulated_hooks
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def find_hooks(modules: Iterable[torch.nn.Module]) -> list[tuple[int, Any]]:
+    """Return the hooks that calls of these modules, and of any module, run: each with the number that torch gave it.
+
+    No other call that adds a hook gets the same number.
+    """
+    found: list[tuple[int, Any]] = []
+    for hooks in _global_hooks():
+        found += hooks.items()
+    for module in modules:
+        for name in _HOOKS:
+            if hooks := getattr(module, name):
+                found += hooks.items()
+    return found
+
+
+def find_backward_hooks(module: torch.nn.Module) -> list[str | None]:
+    """Return the names of the submodules with backward hooks, full or not; ``None`` among them for hooks of all modules."""
+    found: list[str | None] = [None] if any(_global_hooks()[2:]) else []
+    return found + [n for n, m in module.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+
+
+def has_old_backward_hooks(module: torch.nn.Module) -> bool:
+    """Return whether ``module`` has hooks of ``register_backward_hook``, which a full one has replaced."""
+    return bool(module._backward_hooks) and module._is_full_backward_hook is False
+
+
+def _global_hooks() -> list[dict[int, Any]]:
+    return [getattr(torch_modules, "_global" + name) for name in _HOOKS]
+
+
+def is_hooked(module: torch.nn.Module) -> bool:
+    """Return whether a call of ``module`` does more than to call its ``forward``."""
+    return module._compiled_call_impl is not None or bool(find_hooks([module]))
+
+
+def next_node_number() -> int:
+    """Return the number of the next autograd node that this thread creates."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def running_node_number() -> int | None:
+    """Return the number of the autograd node whose backward this thread runs, ``None`` outside of a backward."""
+    node = running_node()
+    return None if node is None else node._sequence_nr()
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether hooks, such as ``torch.autograd.graph.save_on_cpu``, read what this thread saves for backward."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
+
+
+def running_node() -> Any:
+    """Return the autograd node whose backward this thread runs, ``None`` outside of a backward."""
+    return torch._C._current_autograd_node()
+
+
+def backward_number() -> int:
+    """Return the number of the backward that this thread runs, which no other backward has; -1 outside of a backward."""
+    return torch._C._current_graph_task_id()
+
+
+def leaf_nodes(node: Any) -> list[tuple[Any, Any]]:
+    """Return the leaves whose gradients ``node`` computes, each with the node that accumulates its gradient."""
+    nodes = (following for following, _ in node.next_functions if following is not None)
+    return [(leaf, following) for following in nodes if (leaf := getattr(following, "variable", None)) is not None]
+
+
+def accumulates(node: Any) -> bool | None:
+    """Return whether the running backward adds to the gradient of a leaf: ``None`` if ``autograd.grad`` returns it.
+
+    It is false for a leaf that is not among the ``inputs`` of ``backward`` or ``autograd.grad``.
+
+    Args:
+        node: the node that accumulates the leaf's gradient.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf among the inputs of autograd.grad, inside of a backward
+        return None
+
+
+def compiled_node_of(tensors: Iterable[Any]) -> tuple[Any, Any] | None:
+    """Return the first node of Thunder's backward and the one that runs the compiled trace; ``None`` without backward.
+
+    Args:
+        tensors: the outputs of one compiled forward, and any others.
+    """
+    for tensor in tensors:
+        node = getattr(tensor, "grad_fn", None)
+        if node is not None and node.name() == "ThunderOutputFunctionBackward":
+            return node, node.next_functions[0][0]
+        if node is not None and node.name() == "ThunderFunctionBackward":  # thunderfx_disable_split_autograd
+            return node, node
+    return None
+
+
+def hooks_of(leaf: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return a leaf's tensor hooks and post-accumulate-grad hooks: the dictionaries that handles remove them from."""
+    return leaf._backward_hooks or {}, leaf._post_accumulate_grad_hooks or {}
+
+
+def set_hooks(leaf: Any, hooks: dict[int, Any], accumulated_hooks: dict[int, Any]) -> None:
+    """Give a leaf dictionaries of tensor hooks and post-accumulate-grad hooks, unless they are empty."""
+    if hooks:
+        leaf._backward_hooks = hooks
+    if accumulated_hooks:
+        leaf._post_accumulate_grad_hooks = accumulated_hooks
