@@ -314,7 +314,7 @@ def tiny_run() -> Run:
 
 
 def failed_promises(run: Run, reference: Run) -> list[str]:
-    checks = show.check_run(run, "zero3", reference, reference, DemoOptions(steps=3))
+    checks = show.check_run(run, reference, reference, DemoOptions(steps=3))
     return [c.promise for c in checks if not c.passed]
 
 
@@ -354,7 +354,7 @@ def test_failed_checks_are_shown_and_counted(tiny_run: Run) -> None:
     stock = dataclasses.replace(tiny_run, thunder_traces=tiny_run.traces.traces)
     console = Console(width=90, no_color=True)
     with console.capture() as capture:  # no difference is within a negative tolerance
-        failed = show._report(console, DemoOptions(steps=3, tolerance=-1), tiny_run, stock, {"zero3": tiny_run})
+        failed = show._report(console, DemoOptions(steps=3, tolerance=-1), tiny_run, stock, [tiny_run])
     assert failed == 2
     assert re.search(r"2 of \d+ checks FAILED", capture.get()) and capture.get().count("FAIL ") == 2
 

@@ -6,7 +6,6 @@ import contextlib
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -20,7 +19,6 @@ from thunder.core.trace import TraceCtx
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 
 from ..api import fsdp
-from ..checkpoint import full_state_dict
 from ..pipeline import CompiledTraces
 from ..plan.plan import Plan
 from ..reports.step_counter import StepCounter, StepCounts
@@ -141,66 +139,51 @@ class Run:
 
     def differences(self, other: Run) -> tuple[float, float]:
         """Return the largest differences between two runs: of the losses of a step, and of an element of a parameter."""
-        assert self.parameters.keys() == other.parameters.keys(), sorted(
-            self.parameters.keys() ^ other.parameters.keys()
+        losses = [abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)]
+        assert self.parameters.keys() == other.parameters.keys()
+        return max(losses), max((p - other.parameters[n]).abs().max().item() for n, p in self.parameters.items())
+
+
+UNSHARDED, STOCK = "unsharded", "Thunder's fsdp"
+
+
+def train(name: str, options: DemoOptions, text: torch.Tensor) -> Run:
+    """Train the model on the same batches, in one of four ways.
+
+    Args:
+        name: ``UNSHARDED``: plain PyTorch without a compiler, in one process, on the batches of all ranks. ``STOCK``:
+            Thunder's own ``fsdp``, with its options for ZeRO-3 and block buckets. ``"ZeRO-2"``, ``"ZeRO-3"``: this
+            package's ``fsdp``.
+    """
+    model: Any = options.model()
+    transform = None
+    if name == STOCK:
+        strategy, bucketing = FSDPType.ZERO3, FSDPBucketingStrategy.BLOCK
+        model = thunder.distributed.fsdp(
+            thunder.jit(model), device=torch.device("cpu"), sharding_strategy=strategy, bucketing_strategy=bucketing
         )
-        pairs = [(value, other.parameters[name]) for name, value in self.parameters.items()]
-        return (
-            max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)),
-            max((a - b).abs().max().item() for a, b in pairs),
-        )
-
-
-def run_unsharded(options: DemoOptions, text: torch.Tensor) -> Run:
-    """Train with plain PyTorch without a compiler, in one process, on the batches of all ranks together."""
-    model = options.model()
-    return _train("unsharded", model, model.state_dict, options, text, rank=None)
-
-
-def run_thunder(options: DemoOptions, text: torch.Tensor) -> Run:
-    """Train with Thunder's own ``fsdp``, with its options for ZeRO-3 and block buckets."""
-    jitted = thunder.distributed.fsdp(
-        thunder.jit(options.model()),
-        device=torch.device("cpu"),
-        sharding_strategy=FSDPType.ZERO3,
-        bucketing_strategy=FSDPBucketingStrategy.BLOCK,
-    )
-
-    def state_dict() -> dict[str, torch.Tensor]:  # names at the root begin with a dot
-        return {name.removeprefix("."): value for name, value in jitted.original_state_dict().items()}
-
-    run = _train("Thunder's fsdp", jitted, state_dict, options, text, rank=dist.get_rank())
-    run.thunder_traces = (thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1])
+    elif name != UNSHARDED:
+        transform = fsdp(sharding_strategy=name.replace("ZeRO-", "zero"), prefetch=options.prefetch)
+        model = thunder.jit(model, transforms=[transform])
+    run = _train(name, model, options, text)
+    if name == STOCK:
+        run.thunder_traces = (thunder.last_traces(model)[-1], thunder.last_backward_traces(model)[-1])
+    if transform is not None:
+        run.plan, run.traces = transform.plan, transform.compiled[-1]
+        buckets = transform.sharded.buckets
+        arenas = {b.arena for b in buckets} | {b.private_slot.arena for b in buckets if b.private_slot is not None}
+        run.kept_bytes = sum(arena.nbytes for arena in arenas)
     return run
 
 
-def run_fsdp(strategy: str, options: DemoOptions, text: torch.Tensor) -> Run:
-    """Train with this package's ``fsdp``; ``strategy`` is ``"zero2"`` or ``"zero3"``."""
-    transform = fsdp(sharding_strategy=strategy, prefetch=options.prefetch)
-    jitted = thunder.jit(options.model(), transforms=[transform])
-    name = strategy.replace("zero", "ZeRO-")
-    run = _train(name, jitted, lambda: full_state_dict(jitted), options, text, rank=dist.get_rank())
-    run.plan, run.traces = transform.plan, transform.compiled[-1]
-    buckets = transform.sharded.buckets
-    arenas = {b.arena for b in buckets} | {b.private_slot.arena for b in buckets if b.private_slot is not None}
-    run.kept_bytes = sum(arena.nbytes for arena in arenas)
-    return run
-
-
-def _train(
-    name: str,
-    model: Any,
-    state_dict: Callable[[], dict[str, torch.Tensor]],
-    options: DemoOptions,
-    text: torch.Tensor,
-    *,
-    rank: int | None,
-) -> Run:
+def _train(name: str, model: Any, options: DemoOptions, text: torch.Tensor) -> Run:
+    is_sharded = name != UNSHARDED
+    first = dist.get_rank() * options.batch if is_sharded else 0
+    rows = slice(first, first + options.batch) if is_sharded else slice(None)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    rows = slice(None) if rank is None else slice(rank * options.batch, (rank + 1) * options.batch)
     losses, seconds = [], []
-    counter = StepCounter(parameters, sharded=rank is not None)
+    counter = StepCounter(parameters, sharded=is_sharded)
     for step in range(options.steps):
         tokens, targets = (part[rows] for part in sample(text, step, options))
         started = time.perf_counter()
@@ -216,14 +199,15 @@ def _train(
         losses.append(loss.item())
     counts = counter.counts()
     of_ranks: list[Any] = [(losses, counts.collectives)]
-    if rank is not None:
+    if is_sharded:
         of_ranks *= options.world_size
         dist.all_gather_object(of_ranks, (losses, counts.collectives))
+    whole = model.original_state_dict() if is_sharded else model.state_dict()
     step_seconds = statistics.median(seconds[1:-1])
     return Run(
         name,
         [statistics.mean(of_step) for of_step in zip(*(of for of, _ in of_ranks), strict=True)],
-        {key: value.detach().clone() for key, value in state_dict().items()},
+        {key.removeprefix("."): value.detach().clone() for key, value in whole.items()},  # Thunder's names at the root
         counts,
         all(collectives == counts.collectives for _, collectives in of_ranks),
         compile_seconds=max(seconds[0] - step_seconds, 0.0),

@@ -17,13 +17,12 @@ from rich.table import Table
 from rich.text import Text
 from thunder.core.trace import TraceCtx
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, parse_args
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .. import testing
 from ..ir.effects import sends
 from ..reports.report import before_and_after, human_bytes, plan_table, summarize_thunder
-from .runs import DemoOptions, Run, read_text, run_fsdp, run_thunder, run_unsharded
+from .runs import STOCK, UNSHARDED, DemoOptions, Run, read_text, train
 
 
 def make_console(*, quiet: bool = False) -> Console:
@@ -45,9 +44,8 @@ def run_demo(options: DemoOptions) -> int:
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["OMP_NUM_THREADS"] = "1"
-    command = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(options.world_size), "demo"]
-    config, *_ = config_from_args(parse_args(command))
+    here = "127.0.0.1"
+    config = LaunchConfig(1, 1, options.world_size, rdzv_backend="c10d", rdzv_endpoint=f"{here}:0", local_addr=here)
     failures: dict[int, int] = elastic_launch(config, run_rank)(options)
     return failures[0]
 
@@ -69,41 +67,40 @@ def run_rank(options: DemoOptions) -> int:
             f"{options.world_size} gloo ranks, one thread each"
         )
 
-        def run(what: str, train: Callable[..., Run], *args: Any) -> Run:
-            with console.status(f"{what}: compiling and training"):
-                done = train(*args, options, text)
+        def run(name: str) -> Run:
+            with console.status(f"{name}: compiling and training"):
+                done = train(name, options, text)
             losses = " ".join(f"{loss:.4f}" for loss in done.losses)
-            compiled = "" if what == "unsharded" else f"compiled in {done.compile_seconds:.1f} s"
+            compiled = "" if name == UNSHARDED else f"compiled in {done.compile_seconds:.1f} s"
             console.print(f"  {done.name:15s} {compiled:19s} loss {losses}")
             return done
 
         # The others wait in the first collective of the next run.
-        unsharded = run("unsharded", run_unsharded) if first else None
-        stock = run("Thunder's fsdp", run_thunder)
-        ours = {strategy: run(strategy, run_fsdp, strategy) for strategy in options.sharding.strategies}
+        unsharded = run(UNSHARDED) if first else None
+        stock = run(STOCK)
+        ours = [run(strategy.replace("zero", "ZeRO-")) for strategy in options.sharding.strategies]
         return 0 if unsharded is None else _report(console, options, unsharded, stock, ours)
     finally:
         dist.destroy_process_group()
 
 
-def _report(console: Console, options: DemoOptions, unsharded: Run, stock: Run, ours: dict[str, Run]) -> int:
+def _report(console: Console, options: DemoOptions, unsharded: Run, stock: Run, ours: list[Run]) -> int:
     """Print traces, comparison and checks, and return the number of failed checks."""
-    plan = next(iter(ours.values())).plan
-    assert plan is not None
-    console.print(plan_table(plan, title="buckets, the same for ZeRO-2 and ZeRO-3"))
-    for run in ours.values():
+    assert ours[0].plan is not None
+    console.print(plan_table(ours[0].plan, title="buckets, the same for ZeRO-2 and ZeRO-3"))
+    for run in ours:
         for name in ("forward", "backward"):
             before, after = getattr(run.traces, f"{name}_before"), getattr(run.traces, name)
             console.print(before_and_after(before, after, title=f"{run.name}, {name}", width=console.width), "")
     for name, trace in zip(("forward", "backward"), stock.thunder_traces, strict=True):
         console.print(Text(f"Thunder's own fsdp (asked for ZeRO-3 and block buckets), {name}", style="bold"))
         console.print("\n".join(summarize_thunder(trace)) + "\n")
-    console.print(_comparison([unsharded, stock, *ours.values()]))
-    checks = [(run.name, c) for name, run in ours.items() for c in check_run(run, name, unsharded, stock, options)]
-    results = {True: Text("pass", style="green"), False: Text("FAIL", style="bold red")}
-    rows = [(results[check.passed], name, check.promise, Text(check.found)) for name, check in checks]
+    console.print(_comparison([unsharded, stock, *ours]))
+    checks = [(run.name, *check) for run in ours for check in check_run(run, unsharded, stock, options)]
+    marks = {True: Text("pass", style="green"), False: Text("FAIL", style="bold red")}
+    rows = [(marks[passed], name, promise, Text(found)) for name, promise, passed, found in checks]
     console.print(_table("checks", ["", "", "", ""], rows))
-    failed = sum(not check.passed for _, check in checks)
+    failed = sum(not passed for _, _, passed, _ in checks)
     verdict = f"{failed} of {len(checks)} checks FAILED" if failed else f"all {len(checks)} checks passed"
     console.print(Text(verdict, style="bold red" if failed else "bold green"))
     return failed
@@ -111,21 +108,23 @@ def _report(console: Console, options: DemoOptions, unsharded: Run, stock: Run, 
 
 def _comparison(runs: list[Run]) -> Table:
     """Return the table of all runs, a column for each, the unsharded one first."""
-    measures: dict[str, Callable[[Run], str]] = {
-        "collectives": lambda run: str(len(run.counts.collectives)),
-        "parameter bytes copied": lambda run: human_bytes(run.counts.parameter_bytes_copied),
-        "gradient bytes copied": lambda run: human_bytes(run.counts.gradient_bytes_copied),
-        "bytes copied by gloo": lambda run: human_bytes(run.counts.backend_bytes_copied),
-        "peak unsharded, forward": lambda run: human_bytes(run.counts.peak_unsharded_bytes["forward"]),
-        "peak unsharded, backward": lambda run: human_bytes(run.counts.peak_unsharded_bytes["backward"]),
-        "allocated in the step": lambda run: human_bytes(run.counts.unsharded_bytes_allocated),
-        "kept between steps": lambda run: human_bytes(run.kept_bytes),
-        "step seconds": lambda run: f"{run.step_seconds:.2f}",
-        "loss differs by": lambda run: f"{run.differences(runs[0])[0]:.2g}",
-        "parameters differ by": lambda run: f"{run.differences(runs[0])[1]:.2g}",
+    first = runs[0]
+    sizes: dict[str, Callable[[Run], int]] = {
+        "parameter bytes copied": lambda run: run.counts.parameter_bytes_copied,
+        "gradient bytes copied": lambda run: run.counts.gradient_bytes_copied,
+        "bytes copied by gloo": lambda run: run.counts.backend_bytes_copied,
+        "peak unsharded, forward": lambda run: run.counts.peak_unsharded_bytes["forward"],
+        "peak unsharded, backward": lambda run: run.counts.peak_unsharded_bytes["backward"],
+        "allocated in the step": lambda run: run.counts.unsharded_bytes_allocated,
+        "kept between steps": lambda run: run.kept_bytes,
     }
-    title = f"one step; largest differences from the unsharded run in {len(runs[0].losses)} AdamW steps"
-    rows = [(name, *map(measure, runs)) for name, measure in measures.items()]
+    differences = [run.differences(first) for run in runs]
+    rows = [("collectives", *(str(len(run.counts.collectives)) for run in runs))]
+    rows += [(name, *(human_bytes(size(run)) for run in runs)) for name, size in sizes.items()]
+    rows += [("step seconds", *(f"{run.step_seconds:.2f}" for run in runs))]
+    rows += [("loss differs by", *(f"{loss:.2g}" for loss, _ in differences))]
+    rows += [("parameters differ by", *(f"{parameters:.2g}" for _, parameters in differences))]
+    title = f"one step; largest differences from the unsharded run in {len(first.losses)} AdamW steps"
     table = _table(title, ["", *(run.name for run in runs)], rows)
     table.caption = (
         "Counted on rank 0 in the last step, optimizer included. Gradient bytes: copied, or scaled in a pass of their own. "
@@ -155,11 +154,10 @@ class Check(NamedTuple):
     found: str
 
 
-def check_run(run: Run, strategy: str, unsharded: Run, stock: Run, options: DemoOptions) -> Iterator[Check]:
+def check_run(run: Run, unsharded: Run, stock: Run, options: DemoOptions) -> Iterator[Check]:
     """Check a run of this package.
 
     Args:
-        strategy: ``"zero2"`` or ``"zero3"``.
         unsharded: the unsharded run, which it must equal.
         stock: the run of Thunder's own ``fsdp``, which it must equal bit for bit with two ranks (their sum has only one
             order).
@@ -184,20 +182,20 @@ def check_run(run: Run, strategy: str, unsharded: Run, stock: Run, options: Demo
     planned = sum(sends(bsym) is not None for trace in traces for bsym in trace.bound_symbols)
     yield Check("the step issues as many collectives as its traces", planned == issued, f"{issued} of {planned}")
 
+    prefetch, blocks = options.prefetch, options.prefetch + 1.1  # 10 % for norms and padding
+    allowed = int(blocks * max(bucket.unsharded_bytes for bucket in run.plan))
     orders: dict[str, Callable[[TraceCtx], None]] = {
         "every wait stands right before its first consumer": testing.assert_waits_right_before_first_consumer,
         "all-gathers are issued in the order of their first consumers": testing.assert_gathers_in_consumer_order,
-        f"an all-gather is issued {options.prefetch} ahead of its own wait": partial(
-            testing.assert_prefetch_distance, prefetch=options.prefetch
+        f"an all-gather is issued {prefetch} ahead of its own wait": partial(
+            testing.assert_prefetch_distance, prefetch=prefetch
         ),
         "every reduce-scatter is issued right after its last gradient": testing.assert_reductions_right_after_last_gradient,
     }
-    if strategy == "zero2":
+    if run.name == "ZeRO-2":
         gathers = sum(c.kind == "all_gather" for c in counts.collectives if c.phase == "backward")
         yield Check("backward gathers nothing", gathers == 0, f"{gathers} all-gathers")
     else:
-        blocks = options.prefetch + 1.1  # 10 % for norms and padding
-        allowed = int(blocks * max(bucket.unsharded_bytes for bucket in run.plan))
         orders[f"the traces keep at most {blocks} blocks unsharded"] = partial(
             testing.assert_unsharded_bytes_at_most, nbytes=allowed
         )
@@ -206,10 +204,9 @@ def check_run(run: Run, strategy: str, unsharded: Run, stock: Run, options: Demo
             promise = f"{phase} holds at most {blocks} blocks of unsharded parameters ({human_bytes(allowed)})"
             yield Check(promise, 0 < peak <= allowed, human_bytes(peak))
     for promise, assertion in orders.items():
+        fault = ""
         try:
-            for trace in traces:
-                assertion(trace)
+            assertion(run.traces)
         except AssertionError as error:
-            yield Check(promise, False, str(error))
-        else:
-            yield Check(promise, True, "forward and backward")
+            fault = str(error)
+        yield Check(promise, not fault, fault or "forward and backward")
