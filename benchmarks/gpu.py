@@ -18,9 +18,6 @@ NCCL's kernels are communication on any stream. Of the remaining kernels, the st
 compute stream. Everything on other streams is communication: copy engines of symmetric memory, gloo's copies between
 GPU and host, copies of a transport. Everything else is compute. Exposed is the time in which communication runs and no
 kernel computes, by the union of intervals.
-
-While a profiler runs, the package labels its collectives: ``fsdp_all_gather(bucket)`` and so on, as in a trace. The
-profiler repeats each label on the GPU's timeline, around the activities that it launched (``gpu_user_annotation``).
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import thunder_fsdp_sched
 from thunder_fsdp_sched.planning.clusters import preset_of_gpu
@@ -83,10 +80,11 @@ CASES = (REFERENCE, *OURS)
 # Rounding gives about 1e-6 and 1e-2; a missing or stale bucket 0.1 or more.
 TOLERANCE, BFLOAT16_TOLERANCE = 1e-3, 0.1
 
-# Verdicts that are not failures.
-FINE = ("ok", "refused", "varies", "other order")
+# Figures of a step besides its seconds.
+PARTS = ("compute", "communication", "exposed", "idle")
 
-LABEL = "gpu_user_annotation"
+# Verdicts that are not failures.
+FINE = ("ok", "refused", "varies")
 
 
 @dataclass(frozen=True)
@@ -291,11 +289,16 @@ class Worker:
             with torch.no_grad():
                 for param, value in zip(module.parameters(), saved, strict=True):
                     param.copy_(value)
-            losses, elapsed = self._train_once(module, tokens)
-            seconds.append(elapsed / self.steps)
+            # Not AdamW: its first steps are the signs of gradients, and rounding would flip those of gradients near zero.
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+            self.settle()
+            started = time.perf_counter()
+            losses = [self._step(module, optimizer, tokens) for _ in range(self.steps)]
+            self.settle()
+            seconds.append((time.perf_counter() - started) / self.steps)
             after = _state(module, transform)
-            digests.append(_digest([after, torch.tensor(losses, dtype=torch.float64)]))
-        record = {"digests": digests, "losses": losses, "seconds": min(seconds)}
+            digests.append(_digest([after, torch.stack(losses).double().cpu()]))
+        record = {"digests": digests, "losses": [float(loss) for loss in losses], "seconds": min(seconds)}
         record["finite"] = bool(torch.isfinite(after).all())
         if self.is_cuda:
             record["peak"] = torch.cuda.max_memory_allocated()
@@ -307,22 +310,13 @@ class Worker:
             record["distance"] = float(torch.dist(after, end) / torch.dist(start, end))
         return record
 
-    def _train_once(self, module: Any, tokens: torch.Tensor) -> tuple[list[float], float]:
-        """Run a few steps without waiting for the device in between; return their losses and the total seconds."""
-        # Not AdamW: its first steps are the signs of gradients, and rounding would flip those of gradients near zero.
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-        self.settle()
-        started = time.perf_counter()
-        losses = []
-        for _ in range(self.steps):
-            loss = module(tokens, tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        self.settle()
-        seconds = time.perf_counter() - started
-        return [loss.item() for loss in losses], seconds
+    def _step(self, module: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
+        """Run a step without waiting for the device; return its loss."""
+        loss = module(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
 
     def profile(self) -> dict[str, Any]:
         """Profile one step and simulate it, with the chip's preset and with a profile measured on it."""
@@ -342,7 +336,7 @@ class Worker:
             step()
         with tempfile.TemporaryDirectory() as folder:
             profiler.export_chrome_trace(f"{folder}/trace.json")
-            found = measured(read(json.loads(Path(folder, "trace.json").read_text()), self.device.index))
+            found = measured(json.loads(Path(folder, "trace.json").read_text()), self.device.index)
         compiled, profile = transform.compiled[-1], measure(module, tokens, tokens, repeats=3)
         record = {"measured": found, "by profile": simulated(compiled, MeasuredCost(profile))}
         chip = torch.cuda.get_device_name(self.device) if self.is_cuda else "a CPU"
@@ -366,85 +360,52 @@ def _digest(tensors: Iterable[torch.Tensor]) -> str:
 #
 
 
-class Activity(NamedTuple):
-    """Something that the GPU did, or a label around it, from ``start`` to ``end`` (microseconds)."""
+def measured(trace: Mapping[str, Any], device: int | None = None) -> dict[str, float]:
+    """Return the figures of a step on a GPU, from a trace that ``profile.export_chrome_trace`` wrote.
 
-    name: str
-    category: str
-    stream: int
-    start: float
-    end: float
-
-
-def read(trace: Mapping[str, Any], device: int | None = None) -> list[Activity]:
-    """Return the activities and labels of a GPU in a trace that ``profile.export_chrome_trace`` wrote, in order."""
-    found = []
-    for event in trace["traceEvents"]:
-        details = event.get("args", {})
-        on_gpu = event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", LABEL)
-        if event.get("ph") == "X" and on_gpu and device in (None, details.get("device", device)):
-            start, stream = float(event["ts"]), int(details.get("stream", -1))
-            found.append(Activity(event["name"], event["cat"], stream, start, start + float(event["dur"])))
-    return sorted(found, key=lambda a: (a.start, a.end))
-
-
-def measured(found: Sequence[Activity]) -> dict[str, Any]:
-    """Return the figures of a step from the activities and labels of a GPU; see [Note: Compute and communication].
+    See [Note: Compute and communication].
 
     Raises:
-        RuntimeError: there are no activities.
+        RuntimeError: nothing ran there.
     """
-    activities = [a for a in found if a.category != LABEL]
-    if not activities:
+    found = [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    found = [event for event in found if device in (None, event["args"].get("device", device))]
+    if not found:
         raise RuntimeError("the profiler saw nothing run on the GPU (CUPTI missing, or not permitted?)")
-    of_nccl = {a for a in activities if "nccl" in a.name.lower()}
     busy: Counter[int] = Counter()
-    for kernel in (a for a in activities if a.category == "kernel" and a not in of_nccl):
-        busy[kernel.stream] += kernel.end - kernel.start  # type: ignore[assignment]
-    stream = max(busy, key=lambda s: busy[s], default=None)
-    compute = {a for a in activities if a.stream == stream} - of_nccl
-    step = (max(a.end for a in activities) - min(a.start for a in activities)) * 1e-6
-    return {
-        "order": order_of(a for a in found if a.category == LABEL),
-        "seconds": step,
-        "compute": seconds_in(compute),
-        "communication": seconds_in(a for a in activities if a not in compute),
-        "exposed": seconds_in(activities) - seconds_in(compute),
-        "idle": step - seconds_in(activities),
-    }
+    for event in found:
+        busy[event["args"]["stream"]] += event["dur"] if event["cat"] == "kernel" and not _is_nccl(event) else 0
+    [(stream, _)] = busy.most_common(1)
+    computes = [event["args"]["stream"] == stream and not _is_nccl(event) for event in found]
+    compute = _seconds_in(event for event, is_compute in zip(found, computes, strict=True) if is_compute)
+    communication = _seconds_in(event for event, is_compute in zip(found, computes, strict=True) if not is_compute)
+    start, end = min(event["ts"] for event in found), max(event["ts"] + event["dur"] for event in found)
+    seconds, busy_seconds = (end - start) * 1e-6, _seconds_in(found)
+    return _figures(seconds, compute, communication, busy_seconds - compute, seconds - busy_seconds)
 
 
-def seconds_in(activities: Iterable[Activity]) -> float:
+def _is_nccl(event: Mapping[str, Any]) -> bool:
+    return "nccl" in event["name"].lower()
+
+
+def _seconds_in(events: Iterable[Mapping[str, Any]]) -> float:
     """Return the seconds in which at least one of them runs: the length of the union of their intervals."""
     total, until = 0.0, float("-inf")
-    for start, end in sorted((a.start, a.end) for a in activities):
-        total += max(end - max(start, until), 0.0)
-        until = max(until, end)
+    for start, duration in sorted((event["ts"], event["dur"]) for event in events):
+        total += max(start + duration - max(start, until), 0.0)
+        until = max(until, start + duration)
     return total * 1e-6
 
 
-def order_of(labels: Iterable[Activity]) -> list[str]:
-    """Return the labelled collectives in order, once each although the label of one may stand on several streams."""
-    ends: dict[str, float] = defaultdict(float)
-    order = []
-    for label in labels:
-        if re.match(r"fsdp_(all_gather|reduce_scatter|all_reduce)\(", label.name):
-            order += [label.name] * (label.start >= ends[label.name])
-            ends[label.name] = max(label.end, ends[label.name])
-    return order
+def _figures(*seconds: float) -> dict[str, float]:
+    return dict(zip(("seconds", *PARTS), seconds, strict=True))
 
 
-def simulated(compiled: Any, cost: Any) -> dict[str, Any]:
+def simulated(compiled: Any, cost: Any) -> dict[str, float]:
     """Simulate a step of a compiled pair of traces and return its figures."""
-    timeline = simulate(compiled.forward, compiled.backward, cost)
-    return {
-        "order": [f"{c.kind}({c.bucket})" for c in sorted(timeline.collectives, key=lambda c: (c.start, c.end))],
-        "seconds": timeline.step_seconds,
-        "compute": timeline.compute_seconds,
-        "communication": sum(timeline.communication_seconds.values()),
-        "exposed": timeline.exposed_seconds,
-        "idle": timeline.idle_seconds,
-    }
+    t = simulate(compiled.forward, compiled.backward, cost)
+    communication = sum(t.communication_seconds.values())
+    return _figures(t.step_seconds, t.compute_seconds, communication, t.exposed_seconds, t.idle_seconds)
 
 
 #
@@ -458,7 +419,7 @@ def verdict(setup: Setup, case: str, found: Mapping[str, Mapping[str, Any]]) -> 
     if record is None or record["status"] != "ok":
         return "-" if record is None else "refused" if record["status"] == "refused" else "FAILED"
     if not setup.repeats:
-        return "ok" if record["by profile"]["order"] == record["measured"]["order"] else "other order"
+        return "ok"
     reference = [found.get(name, {}).get(REFERENCE, {}) for name in (setup.name, setup.like)]
     is_steady = len({digest for of in reference for digest in of.get("digests", ())}) <= 1
     expected = found.get(setup.like, {}).get(case, record).get("digests", record["digests"])
@@ -487,14 +448,13 @@ def page(
     lines += ["", f"{failures} of {len(tried)} failed, {tried.count('refused')} were refused with a reason", ""]
     lines += [table(verdicts, {s.name: (s.name, "s") for s in chosen}), ""]
     lines += [f"{setup.name}: {setup.meaning}" for setup in chosen]
-    parts = ("compute", "communication", "exposed", "idle")
     columns: Columns = {"step s": ("seconds", ".4f"), "peak": ("peak", show_nbytes), "distance": ("distance", ".1e")}
     for setup in chosen:
         figures = {case: record for case, record in found[setup.name].items() if record["status"] == "ok"}
         if not setup.repeats:
             figures = {f"{c}, {part}": f for c, of in figures.items() for part, f in of.items() if part != "status"}
         if figures:
-            lines += ["", f"{setup.name}:", "", table(figures, {**columns, **{part: (part, ".4f") for part in parts}})]
+            lines += ["", f"{setup.name}:", "", table(figures, {**columns, **{part: (part, ".4f") for part in PARTS}})]
     errors: dict[str, list[str]] = defaultdict(list)
     for name, records in found.items():
         for case, record in records.items():
