@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from ..private_torch import all_gather_on_host, timeout_of
 from .messages import first_difference, first_different, first_line, named, sides
-from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, delete_once_read, exchange_texts, new_group
+from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, exchange_texts, new_group
 
 TOKEN = struct.Struct("<4q")
 """The format of a token: a hash of what all ranks must have in common, one of what they may have in common (inputs), one
@@ -217,43 +217,28 @@ _channels: dict[tuple[tuple[int, ...], timedelta], Channel] = {}
 def open_channel(group: ProcessGroupRef, name: str) -> Channel | None:
     """Return the channel of these ranks, and create one if any of them lacks it; ``None`` if there are no other ranks.
 
-    It is a collective, at the start of ``thunder.jit``. Ranks that have no channel in common yet meet at the group's
-    store. The last to arrive says that all have come, or the first whose patience ends says who has not.
+    It is a collective, at the start of ``thunder.jit``, for which the ranks meet at the group's store.
 
     Args:
         name: unique to this call, the same on all ranks.
 
     Raises:
-        ScheduleDisagreement: on all ranks that come, if one does not come in time.
+        ScheduleDisagreement: a rank does not come in time. A rank that comes too late waits in vain for as long.
     """
     if group.size == 1 or group.is_fake:
         return None
     timeout = timeout_of(group.process_group)
     key = tuple(group.global_ranks), timeout
     known = _channels.get(key)
-    store, prefix = group.process_group.get_group_store(), f"thunder_fsdp_sched/{name}"
-    lacking, arrived, verdict = (f"{prefix}/{what}" for what in ("lacking", "arrived", "verdict"))
-    here = {rank: f"{prefix}/{i}" for i, rank in enumerate(group.global_ranks)}
-    me, patience = group.global_ranks[group.rank], min(timeout, ARRIVAL_TIMEOUT)
-    store.add(lacking, int(known is None or not known.is_open))
-    store.set(here[me], "")
-    if store.add(arrived, 1) == group.size:
-        store.compare_set(verdict, "", "(all have come)")
-    else:
-        try:
-            store.wait([verdict], patience)
-        except RuntimeError:  # each kind of store raises another type
-            missing = [rank for rank, rank_key in here.items() if not store.check([rank_key])]
-            store.compare_set(
-                verdict,
-                "",
-                f"{named(missing)} did not come to thunder.jit(..., transforms=[fsdp(...)]) within "
-                f"{patience.total_seconds():g} s of rank {me}",
-            )
-    found = store.get(verdict).decode()
-    if found != "(all have come)":
-        raise ScheduleDisagreement(f"fsdp: the ranks of process group {group.description!r} disagree: {found}")
-    if store.add(lacking, 0):
+    state = "open" if known is not None and known.is_open else ""
+    store, patience = group.process_group.get_group_store(), min(timeout, ARRIVAL_TIMEOUT)
+    states = exchange_texts(store, f"thunder_fsdp_sched/{name}", group.global_ranks, state, patience)
+    if missing := [rank for rank in group.global_ranks if rank not in states]:
+        raise ScheduleDisagreement(
+            f"fsdp: the ranks of process group {group.description!r} disagree: {named(missing)} did not come to "
+            f"thunder.jit(..., transforms=[fsdp(...)]) within {patience.total_seconds():g} s of rank "
+            f"{group.global_ranks[group.rank]}"
+        )
+    if not all(states.values()):
         _channels[key] = Channel(group, timeout)
-    delete_once_read(store, [lacking, arrived, verdict, *here.values()], prefix, group.size)
     return _channels[key]

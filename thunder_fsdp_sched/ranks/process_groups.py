@@ -361,21 +361,22 @@ def _level_group_counts(ranks: list[int], named_after: list[int]) -> list[dist.P
 
 
 def exchange_texts(store: Store, prefix: str, ranks: Sequence[int], text: str, patience: timedelta) -> dict[int, str]:
-    """Publish this rank's text in a store; return those of the ranks that publish theirs in time, keyed by rank."""
+    """Publish this rank's text in a store; return those of the ranks that publish theirs in time, keyed by rank.
+
+    The last to read deletes the texts.
+    """
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     store.set(keys[dist.get_rank()], text)
-    with contextlib.suppress(RuntimeError):
+    present = keys
+    try:
         store.wait(list(keys.values()), patience)
-    texts = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
-    delete_once_read(store, list(keys.values()), prefix, len(ranks))
-    return texts
-
-
-def delete_once_read(store: Store, keys: Sequence[str], prefix: str, size: int) -> None:
-    """Delete keys if all of ``size`` ranks have called this."""
-    if store.add(f"{prefix}/read", 1) == size:
-        for key in (*keys, f"{prefix}/read"):
+    except RuntimeError:  # each kind of store raises another type
+        present = {rank: key for rank, key in keys.items() if store.check([key])}
+    texts = dict(zip(present, (value.decode() for value in store.multi_get(list(present.values()))), strict=True))
+    if store.add(f"{prefix}/read", 1) == len(ranks):
+        for key in (*keys.values(), f"{prefix}/read"):
             store.delete_key(key)
+    return texts
 
 
 @functools.cache
