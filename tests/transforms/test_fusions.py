@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from thunder_fsdp_sched import fsdp, full_state_dict, testing
+from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.ir.host_copies import fsdp_copy_to_host
 from thunder_fsdp_sched.ir.inspection import args_of, forward_part, outs_of
 from thunder_fsdp_sched.ir.operator_facts import facts_of
@@ -22,10 +22,9 @@ import nvfuser_standin
 import pytest
 import thunder
 import torch
-import torch.nn.functional as F
 from models import CASES, GPT, FeedForward, Model, Stack, compile_model
 from offloading import offloading
-from profiles import LONG, LONG_ONLY, mostly_zero3
+from profiles import LONG_ONLY, mostly_zero3
 from ranks import Ranks, on_ranks, worker_pool
 from scenario import Run, train_and_check_what_is_saved
 from thunder.core.prims import PrimIDs
@@ -226,78 +225,35 @@ class Transposes(TwoWeights):
         return torch.tanh(x @ self.w.t() + x @ self.v.t().contiguous())
 
 
-class Casts(TwoWeights):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        low = x.to(torch.float32)
-        return torch.tanh(low @ self.w.to(torch.float32) + F.linear(low, self.v.to(torch.float32))).to(torch.float64)
-
-
-class Products(TwoWeights):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.w @ self.v
-        weight = weight / ((weight * weight).sum(1, keepdim=True) + 1).sqrt()
-        return torch.tanh(F.linear(x, weight * torch.sigmoid(self.v)))
-
-
-class LateViews(Model):
-    """The last lines read views of the first block's parameters, after other blocks have needed the memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        transposed, rows = self.blocks[0].weight.t(), self.blocks[0].weight[1:3]
-        for block in self.blocks:
-            x = torch.tanh(block.forward(x))
-        return x @ transposed + x @ torch.cat([rows, rows]), rows * 2, transposed
-
-
-DERIVED: dict[str, Callable[[], nn.Module]] = {
-    **{block.__name__: functools.partial(Blocks, block) for block in (Sines, Transposes, Casts, Products)},
-    "LateViews": LateViews,
-}
-
-
-_LONG_RUNS = [("aot_eager", "zero3", "consecutive"), *itertools.product(["nvfuser"], ["zero2", "zero3"], FUSION_TYPES)]
-
-
-def _runs(case: str) -> list[tuple[str, str, str]]:
-    if LONG:
-        return _LONG_RUNS
-    # A compiler of its own takes longer, so not for all.
-    own_compiler = case in ("Transposes", "LateViews")
-    second = ("aot_eager", "zero3", "consecutive") if own_compiler else ("nvfuser", "zero2", "dataflow")
-    return [("nvfuser", "zero3", "consecutive"), second]
-
-
-@pytest.mark.parametrize(("case", "runs"), [(case, _runs(case)) for case in DERIVED])
-@on_ranks()
-def test_values_that_derive_only_from_parameters_are_not_saved(case: str, runs: list[tuple[str, str, str]]) -> None:
-    for fuser, strategy, fusion_type in runs:
-        torch.manual_seed(0)
-        tolerance = 1e-5 if case == "Casts" else 1e-11
-        run = train(DERIVED[case](), strategy, tolerance=tolerance, jit_options=jit_options(fuser, fusion_type))
-        if case != "LateViews":
-            check_regions(run.transform.compiled[-1].forward, fused_blocks=False)
-
-
-_ORDINARY_MODELS = [
-    *(("zero3", case) for case in ("tied_weights", "frozen_parameters", "shared_blocks", "views_of_parameters")),
-    *(("zero3", "mixed_dtypes"), ("zero2", "buffers")),
+DERIVED: dict[str, Callable[[], nn.Module]] = {b.__name__: functools.partial(Blocks, b) for b in (Sines, Transposes)}
+TRAINED = [
+    *(("nvfuser", "zero3", "consecutive", name) for name in DERIVED),
+    ("nvfuser", "zero2", "dataflow", "Sines"),
+    ("aot_eager", "zero3", "consecutive", "Transposes"),
+    *(("nvfuser", "zero3", "dataflow", name) for name in ("tied_weights", "shared_blocks", "mixed_dtypes")),
+    *(("nvfuser", "zero3", "consecutive", name) for name in ("frozen_parameters", "views_of_parameters")),
+    ("nvfuser", "zero2", "consecutive", "buffers"),
 ]
-_MORE_MODELS = [
-    *(("zero3", case) for case in ("buffers", "derived_parameters", "scalar_loss", "expanded_parameters")),
-    ("zero2", "views_of_parameters"),
+TRAINED_IN_LONG_RUNS = [
+    ("aot_eager", "zero3", "consecutive", "Sines"),
+    *(("nvfuser", strategy, kind, "Transposes") for strategy in ("zero2", "zero3") for kind in FUSION_TYPES),
+    *(("nvfuser", "zero3", "dataflow", name) for name in ("buffers", "derived_parameters", "expanded_parameters")),
+    ("nvfuser", "zero3", "consecutive", "scalar_loss"),
+    ("nvfuser", "zero2", "dataflow", "views_of_parameters"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "name"), [*_ORDINARY_MODELS, *(pytest.param(*row, marks=LONG_ONLY) for row in _MORE_MODELS)]
+    ("fuser", "strategy", "fusion_type", "name"),
+    [*TRAINED, *(pytest.param(*row, marks=LONG_ONLY) for row in TRAINED_IN_LONG_RUNS)],
 )
 @on_ranks()
-def test_fused_models_with_every_kind_of_parameter_train_correctly(strategy: str, name: str) -> None:
-    train(CASES[name](), strategy, jit_options=jit_options("nvfuser", FUSION_TYPES[list(CASES).index(name) % 2]))
+def test_fused_models_train_and_save_no_values_that_derive_only_from_parameters(
+    fuser: str, strategy: str, fusion_type: str, name: str
+) -> None:
+    run = train({**CASES, **DERIVED}[name](), strategy, jit_options=jit_options(fuser, fusion_type))
+    if name in DERIVED:
+        check_regions(run.transform.compiled[-1].forward, fused_blocks=False)
 
 
 @mostly_zero3
@@ -323,37 +279,6 @@ def test_fused_models_accumulate_and_evaluate_correctly(strategy: str) -> None:
     evaluation = run.transform.compiled[-1]
     assert evaluation.backward is None
     assert check_regions(evaluation.forward, fused_blocks=True) == ["first", "blocks.0", "blocks.1", "last"]
-
-
-class NoisyWeights(Model):
-    """A random mask on weights, which backward must not draw again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(8, 4))
-        self.bias = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(torch.sin(self.w), 0.5) * x + self.bias
-
-
-@pytest.mark.parametrize("fuser", [None, "aot_eager"])
-@on_ranks()
-def test_backward_uses_the_random_mask_that_forward_drew(rank: int, world_size: int, fuser: str | None) -> None:
-    options = jit_options(fuser) if fuser else {}
-    transform = fsdp()
-    sharded = thunder.jit(NoisyWeights().double(), transforms=[transform], **options)
-    for _ in range(2):
-        for owner in range(world_size):  # the other ranks' inputs and gradients are zero
-            output = sharded(torch.full((8, 4), float(rank == owner), dtype=torch.float64))
-            output.sum().backward()
-            grad = sharded.get_parameter("w").grad.full_tensor()
-            bias = full_state_dict(sharded)["bias"]
-            if rank == owner:
-                dropped = output == bias
-                assert 0 < dropped.sum() < dropped.numel()
-                assert torch.equal(grad == 0, dropped)
-            sharded.zero_grad()
 
 
 #
