@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from thunder_fsdp_sched.capture.bound_symbols import StructuralKeys
@@ -332,35 +330,3 @@ def test_random_models_have_the_traces_of_full_tracing() -> None:
     compare()
     assert repeated > 0
     assert repeated_as_a_whole > 0  # in the second grad mode
-
-
-def test_thunder_uses_the_grad_mode_only_where_the_note_says() -> None:
-    found = {*_uses(Path(thunder.__file__).parent, ("core", "clang", "numpy", "torch", "distributed", "common.py"))}
-    assert found <= {
-        "CompileData.__init__",
-        "Symbol.__call__",  # tags
-        "_copy_",  # the argument of prims.copy_
-        "_set_grad_enabled_with_warning",  # programs that change the mode
-        "call_higher_order_function_and_consider_outer_autograd_setting.wrapper",  # functions of autograd
-        "meta_adaptor.meta_func",  # operators that are registered automatically
-        "backward_adaptor.backward",  # differentiation, after tracing
-        "run_with_fake_tensor",  # symbols for DTensors, which are in modules of their own
-    }
-    assert {"Symbol.__call__", "_copy_", "meta_adaptor.meta_func"} <= found
-
-
-def _uses(folder: Path, parts: Sequence[str]) -> Iterator[str]:
-    words = ("is_grad_enabled", "is_inference_mode_enabled", "inference_mode", "FakeTensorMode")
-    for path in folder.rglob("*.py"):
-        text = path.read_text()
-        if path.relative_to(folder).parts[0] in parts and any(word in text for word in words):
-            yield from _functions(ast.parse(text), words, ())
-
-
-def _functions(node: ast.AST, words: Sequence[str], names: tuple[str, ...]) -> Iterator[str]:
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        names = (*names, node.name)
-    if {getattr(node, "attr", None), getattr(node, "id", None)} & {*words}:
-        yield ".".join(names)
-    for child in ast.iter_child_nodes(node):
-        yield from _functions(child, words, names)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 from thunder_fsdp_sched import fsdp, full_state_dict, testing
 from thunder_fsdp_sched.ir.analysis import Analysis
@@ -17,9 +16,6 @@ from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.dry_run import dry_run_step
 from thunder_fsdp_sched.planning.flops import flops_of
 from thunder_fsdp_sched.reports.dry_run_table import dry_run_table
-from thunder_fsdp_sched.runtime import ops
-from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.runtime.memory import Slot
 from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 from thunder_fsdp_sched.transforms.write_grads_in_place import share_written_in_place
 
@@ -141,25 +137,17 @@ def test_gradients_of_another_dtype_have_separate_slots() -> None:
     assert not grads_over_params(Analysis(trace.bound_symbols).slots.values())
 
 
-def test_a_replayed_schedule_writes_the_same_gradients_in_place() -> None:
-    first = compiled(CASES["gpt"])
-    again = compiled(CASES["gpt"], schedule=first.schedule)
-    assert again.backward_schedule == first.backward_schedule
-    assert in_place(again.backward) == in_place(first.backward)
-
-
 def test_cost_and_report_account_for_gradients_written_in_place() -> None:
     trace = compiled(Stack).backward
     with copying_all_gradients():
         copying = compiled.__wrapped__(Stack).backward
-    for one in (trace, copying):
-        flops = sum(sum(flops_of(b).values()) for b in one.bound_symbols)
-        assert flops == sum(sum(flops_of(b).values()) for b in trace.bound_symbols) > 0
-    cost = AnalyticCost("h100-sxm")
+    cost, flops = AnalyticCost("h100-sxm"), set()
     for one, free in ((trace, True), (copying, False)):
+        flops.add(sum(sum(flops_of(b).values()) for b in one.bound_symbols))
         seconds = cost.seconds(one)
         issues = [s.device for b, s in zip(one.bound_symbols, seconds, strict=True) if b.sym is fsdp_reduce_scatter]
         assert issues and all((s == 0) is free for s in issues)
+    assert len(flops) == 1
     step = dry_run_step(lambda: (Stack(), (torch.ones(2, 4),)), world_size=2, on="h100-sxm")
     written, total = share_written_in_place(step.transform.compiled[-1].backward)
     assert written == total
@@ -241,48 +229,3 @@ def test_backward_copies_only_gradients_that_are_not_written_in_place(rank: int)
         assert copies.nbytes == total - written
         assert total == 8 * sum(param.numel for bucket in transform.plan for param in bucket.params)
         assert (written > 0) is isinstance(context, contextlib.nullcontext)
-
-
-#
-# Exceptions
-#
-
-
-@contextlib.contextmanager
-def _failing_after(count: int) -> Iterator[None]:
-    """Make in-place gradient writes fail after ``count`` writes, and check that nothing in flight uses their memory."""
-    real_grad_view = ops._grad_view
-    writes_left = count
-
-    def failing_grad_view(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
-        nonlocal writes_left
-        if writes_left == 0:
-            raise ArithmeticError("in backward")
-        writes_left -= 1
-        grad = real_grad_view(bucket, slot, index)
-        assert not any(f.slot is not None and f.slot.overlaps(slot) for f in slot.arena.in_flight)
-        return grad.fill_(torch.nan)  # a writer must not read the old contents
-
-    with mock.patch.object(ops, "_grad_view", failing_grad_view):
-        yield
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-@on_ranks(2)
-def test_training_continues_after_an_exception_between_a_gradient_and_its_reduction(strategy: str) -> None:
-    run = Run(Stack(2).double(), sharding_strategy=strategy)
-    run.train(steps=1)
-    buckets = run.transform.sharded.buckets
-    arenas = {b.private_slot.arena if b.private_slot else b.arena for b in buckets}
-    was_in_flight = False
-    for count in range(sum(in_place(run.transform.compiled[-1].backward).values())):
-        run.forward(count)
-        [loss] = run.pending.pop().losses
-        with _failing_after(count), pytest.raises(ArithmeticError, match="in backward"):
-            loss.backward()
-        was_in_flight |= any(flight.what == "reduce-scatter" for arena in arenas for flight in arena.in_flight)
-        assert all(p.grad is None for p in run.model.parameters())
-        with _failing_after(-1):
-            run.train(steps=1)
-        assert not any(arena.in_flight for arena in arenas)
-    assert was_in_flight, "no reduction was in flight in any failing backward"
