@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.capture.bound_symbols import BoundSymbolCopies
 from thunder_fsdp_sched.ir.caching import caching, with_caches
 from thunder_fsdp_sched.private_thunder import CachingBoundSymbol, renamed

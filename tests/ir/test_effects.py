@@ -5,7 +5,6 @@ The tests declare a broadcast of a bucket, which the package does not have.
 
 from __future__ import annotations
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import StepMemory, VerificationError
 from thunder_fsdp_sched.ir.effects import Effects, Issue, Place, Wait, Work
 from thunder_fsdp_sched.ir.registry import register

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import StepMemory, fsdp, set_gradient_divide_factor
 from thunder_fsdp_sched.ir.analysis import NOTHING_LEFT, Analysis
 from thunder_fsdp_sched.ir.step_memory import KINDS, TensorMemory

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.ir.caching import caching
 from thunder_fsdp_sched.ir.operator_facts import Aliases, facts_of
 

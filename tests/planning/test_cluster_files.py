@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.planning.cluster_files import read_cluster, save_cluster
 from thunder_fsdp_sched.planning.clusters import CLUSTERS
 

@@ -8,7 +8,6 @@ import json
 import math
 from unittest import mock
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.ir.effects import sends
 from thunder_fsdp_sched.ir.symbols import (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.__main__ import app
 from thunder_fsdp_sched.ir.schedule import load_schedules
 from thunder_fsdp_sched.planning.dry_run import dry_run_step, find_model

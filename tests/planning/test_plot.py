@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import re
 
-import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.inspection import split_joint
@@ -179,7 +178,7 @@ def test_without_a_cluster_the_local_device_is_used():
 
 def test_a_budget_is_refused_under_zero2():
     with pytest.raises(ValueError, match=r"max_unsharded_bytes.*zero2"):
-        thunder_fsdp_sched.fsdp(sharding_strategy="zero2", max_unsharded_bytes="1GB")
+        fsdp(sharding_strategy="zero2", max_unsharded_bytes="1GB")
 
 
 @st.composite

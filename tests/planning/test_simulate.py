@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.ir.effects import Issue
 from thunder_fsdp_sched.ir.host_copies import (
     fsdp_copy_to_device,

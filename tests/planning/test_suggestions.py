@@ -7,7 +7,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.ir.symbols import gather_of
 from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.ir.effects import Issue, Place, effects, is_declared
 from thunder_fsdp_sched.ir.inspection import args_of, has_backward, names, outs_of

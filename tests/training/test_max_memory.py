@@ -7,7 +7,6 @@ import dataclasses
 from functools import partial
 from typing import Any
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.ir.operator_facts import is_pure
 from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster

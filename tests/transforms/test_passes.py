@@ -3,7 +3,6 @@
 ``tests/test_training.py`` runs compiled traces on real ranks.
 """
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.inspection import args_of, outs_of

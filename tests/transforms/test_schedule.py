@@ -5,7 +5,6 @@ import functools
 import json
 import operator
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.ir.schedule import StepSchedule, load_schedules, read_schedule, save_schedules
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.proof import verify
