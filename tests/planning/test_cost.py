@@ -35,7 +35,6 @@ from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.reports.profiler import Clock, measure
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
-from thunder_fsdp_sched.transports.all_to_all import AllToAll
 from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest
@@ -111,20 +110,6 @@ def test_presets_have_a_source_and_plausible_figures(spec):
     assert all(0 < getattr(spec.efficiency, f.name) <= 1 for f in dataclasses.fields(spec.efficiency))
     assert spec.flops_per_second(torch.int64) > 0, "a dtype without a peak must count as the slowest"
     hash(spec)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"memory_bandwidth": 0.0}, "memory_bandwidth must be positive"),
-        ({"flops": {}}, "flops must give a positive peak"),
-        ({"contention": 1.0}, "contention must be"),
-        ({"protocols": ()}, "protocols must hold"),
-    ],
-)
-def test_an_invalid_cluster_is_an_error(change, message):
-    with pytest.raises(ValueError, match=f"cluster 'plain': {message}"):
-        dataclasses.replace(PLAIN, **change)
 
 
 #
@@ -477,18 +462,3 @@ def test_a_registered_transport_costs_the_traffic_that_it_declares(monkeypatch):
     assert [at(on_cpu, *issue) for issue in issues] == [at(on_gpu, *issue) for issue in issues] == [(3, 10), (5, 30)]
     assert [at(on_cpu, *wait) for wait in waits] == [(2, 20), (2, 40)]
     assert [at(on_gpu, *wait) for wait in waits] == [(1, 0), (1, 0)]
-
-
-def test_the_sum_of_an_all_to_all_reduction_counts_in_the_collective_on_a_gpu_and_in_the_wait_on_a_cpu():
-    cost = AnalyticCost(PLAIN)
-    small_bucket = make_bucket("b", [(4, 4)])
-    reduced = cost.collective_seconds(reduction_of(small_bucket))
-    small_bucket.transport = AllToAll()
-    added = cost.collective_seconds(reduction_of(small_bucket)) - reduced
-    assert added == pytest.approx((64 + 32) / PLAIN.bytes_per_second)  # reads what it received, writes its rows
-    assert cost.collective_seconds(gather_of(small_bucket)) == pytest.approx(reduced)
-    on_cpu = AnalyticCost(dataclasses.replace(PLAIN, synchronous=True))
-    assert on_cpu.collective_seconds(reduction_of(small_bucket)) == pytest.approx(reduced)
-    trace = traced(lambda: fsdp_wait_grads(small_bucket, fsdp_reduce_scatter(small_bucket, None, None)))
-    on_gpu_seconds, on_cpu_seconds = (sum(s.device for s in on.seconds(trace)) for on in (cost, on_cpu))
-    assert on_cpu_seconds - on_gpu_seconds == pytest.approx(added)

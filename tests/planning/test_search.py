@@ -148,21 +148,6 @@ def test_a_later_call_does_not_let_an_earlier_step_exceed_the_limit():
         testing.assert_peak_memory_at_most(traces, limit)
 
 
-def test_a_distance_that_is_too_slow_even_without_recomputation_is_not_planned_further(monkeypatch):
-    slow = with_activations(prefetch=0)
-    recomputing = set()
-    run = Search.run
-
-    def recorded(self, candidate):
-        recomputing.update({candidate.prefetch} if candidate.recomputed else ())
-        return run(self, candidate)
-
-    monkeypatch.setattr(Search, "run", recorded)
-    chosen = with_activations(max_memory=slow.memory.peak.nbytes - 1).choice.chosen
-    assert chosen.recomputed and 1 in recomputing and 0 not in recomputing
-    assert chosen.step_seconds < simulate(slow.forward, slow.backward, AnalyticCost(SLOW)).step_seconds
-
-
 def test_automatic_prefetch_minimizes_the_simulated_step_time():
     traces = compiled(prefetch="auto")
     times = {c.prefetch: c.step_seconds for c in traces.choice.considered}

@@ -1,7 +1,6 @@
 """Real models in small configurations of a few thousand parameters, with random weights.
 
-``MODELS`` are those that are trained. ``UNTRACEABLE`` are those that Thunder itself does not trace, with its error. The
-factories import the libraries: tests skip those that are not installed.
+The factories import the libraries: tests skip those that are not installed.
 """
 
 from __future__ import annotations
@@ -159,14 +158,3 @@ MODELS: dict[str, RealModel] = {
 
 for _name in ("litgpt_llama_3", "transformers_gpt2"):
     MODELS[_name] = replace(MODELS[_name], strategies=("zero2", "zero3"))
-
-#: Models with Thunder's error as a regular expression.
-UNTRACEABLE: dict[str, tuple[RealModel, str]] = {
-    # Tokens are routed to experts by torch.where(mask): shapes that depend on data. dense_moe is the variant that works.
-    "litgpt_mixtral": (
-        _litgpt("Mixtral-8x7B-v0.1", n_query_groups=2, n_expert=4, n_expert_per_token=2),
-        r"torch\.where\(\) does not support only specifying a condition",
-    ),
-    # The decorators of forward assign to a global variable. This package traces them: sharding/huggingface_models.
-    "transformers_llama": (MODELS["transformers_llama"], r"trying to set \.global_var of "),
-}

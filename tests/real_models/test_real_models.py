@@ -15,7 +15,6 @@ from typing import Any
 from thunder_fsdp_sched import fsdp
 
 import pytest
-import thunder
 import torch
 import torch.distributed as dist
 from memory_count import compare, count_on_fake_ranks
@@ -26,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from .models import MODELS, UNTRACEABLE, RealModel
+from .models import MODELS, RealModel
 
 
 class _BesideFSDP2(Run):
@@ -130,13 +129,3 @@ def test_predicted_memory_of_real_models_is_counted_at_every_position(name: str,
     bounded = {unknown.name: unknown.nbytes for unknown in memory.unknowns if unknown.nbytes is not None}
     assert bounded.keys() <= {"torch.nn.functional.embedding_bag", "embedding_bag", "embedding_bag_vjp"}, bounded
     assert set(bounded.values()) <= {8}, bounded
-
-
-@pytest.mark.parametrize("name", UNTRACEABLE)
-def test_plain_thunder_does_not_trace_untraceable_models(name: str) -> None:
-    """If this fails, Thunder traces the model now."""
-    case, error = UNTRACEABLE[name]
-    _skip_without_library(case)
-    model = thunder.jit(case.make())
-    with pytest.raises(Exception, match=error):
-        model(**case.batch(torch.Generator().manual_seed(0)))
