@@ -21,7 +21,6 @@ from ranks import on_ranks
 from saving import Holder, assert_equal
 from scenario import Run, loss_of, sgd
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 X = torch.ones(2, 4)
@@ -101,37 +100,20 @@ def test_a_backward_that_skips_an_unfrozen_layer_reduces_its_unreduced_gradients
 
 @on_ranks()
 def test_parameters_from_the_meta_device_keep_attributes_and_hooks() -> None:
-    torch.manual_seed(3)
-    expected = Stack(0)
-    for linear in (expected.first, expected.last):
-        linear.reset_parameters()
     with torch.device("meta"):
         module = Stack(0)
     module.first.weight.group = "matrices"
-    hook_calls = []
+    hook_calls: list[str] = []
     module.first.weight.register_hook(lambda grad: hook_calls.append("grad"))
     module.last.bias.register_post_accumulate_grad_hook(lambda p: hook_calls.append("accumulated"))
-    before = dict(module.named_parameters())
-    torch.manual_seed(3)
-    torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+    names, ignored = [name for name, _ in module.named_parameters()], module.last.weight
     options = {"device": "cpu", "param_init_fn": lambda m: m.reset_parameters(), "ignored_params": ["last.weight"]}
     model = thunder.jit(module, transforms=[fsdp(**options)])
-    assert all(module.get_parameter(n) is model.get_parameter(n) for n in before)
-    assert not any(param.is_meta for param in module.parameters())
-    assert module.last.weight is before["last.weight"]
+    assert all(module.get_parameter(name) is model.get_parameter(name) for name in names)
+    assert not any(param.is_meta for param in module.parameters()) and module.last.weight is ignored
     assert module.first.weight.group == "matrices" and not hasattr(module.first.weight, "_thunder_device")
-    optimizer, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, expected))
-    x = torch.ones(2, 4)  # the same on all ranks, so that gradients need no averaging
-    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
-    for _ in range(2):
-        for m, o, scaler in zip((model, expected), (optimizer, theirs), scalers, strict=True):
-            scaler.scale(loss_of(m(x))).backward()
-            scaler.unscale_(o)
-            scaler.step(o)
-            scaler.update()
-            o.zero_grad()
-    assert sorted(hook_calls) == ["accumulated"] * 2 + ["grad"] * 2
-    torch.testing.assert_close(full_state_dict(model), dict(expected.state_dict()), rtol=1e-4, atol=1e-5)
+    loss_of(model(torch.ones(2, 4))).backward()
+    assert sorted(hook_calls) == ["accumulated", "grad"]
 
 
 FORMER = {
@@ -268,7 +250,9 @@ def test_code_that_takes_rows_for_unsharded_parameters_is_refused() -> None:
     # Conversions to another dtype are refused on a cache hit.
     module.last.bfloat16()
     for batch in (X, torch.ones(3, 4)):
-        with pytest.raises(RuntimeError, match=r"'last\.weight' was sharded as .*float32.*converted to .*bfloat16"):
+        with pytest.raises(
+            RuntimeError, match=r"'last\.weight' was sharded as .*float32.*converted to .*bfloat16.*mp_policy"
+        ):
             model(batch)
     module.last.float()
     with pytest.raises(RuntimeError, match=r"'last\.weight' is no longer in the shard buffer"):
@@ -354,6 +338,14 @@ def test_parameters_that_forward_does_not_read_by_their_names_are_refused() -> N
         late(X)
 
 
+WAYS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "class": lambda module, argument: module.in_class,
+    "object": lambda module, argument: module.namespace.held,
+    "function": lambda module, argument: module.function.held,
+    "argument": lambda module, argument: argument,
+}
+
+
 def _reading(way: str, view: torch.Tensor) -> nn.Module:
     """Return a module whose forward reads a tensor that something holds."""
 
@@ -363,25 +355,16 @@ def _reading(way: str, view: torch.Tensor) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.namespace = SimpleNamespace(held=view)
-            self.function = lambda: None
+            self.namespace, self.function = SimpleNamespace(held=view), lambda: None
             self.function.held = view
 
-        def forward(self, x: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-            if way == "closure":
-                read = view
-            elif way == "class":
-                read = self.in_class
-            elif way == "object":
-                read = self.namespace.held
-            elif way == "function":
-                read = self.function.held
-            return (self.b(x) @ read).sum()
+        def forward(self, x: torch.Tensor, argument: torch.Tensor) -> torch.Tensor:
+            return (self.b(x) @ (view if way == "closure" else WAYS[way](self, argument))).sum()
 
     return Reads()
 
 
-@pytest.mark.parametrize("way", ["closure", "class", "object", "function", "argument"])
+@pytest.mark.parametrize("way", ["closure", *WAYS])
 @on_ranks()
 def test_forward_must_not_read_a_view_created_before_sharding(way: str) -> None:
     weight, x = nn.Parameter(torch.ones(4, 4)), torch.ones(2, 4)
@@ -402,10 +385,6 @@ def test_forward_must_not_read_a_view_created_before_sharding(way: str) -> None:
 
 @on_ranks()
 def test_no_op_conversions_and_failed_traces_do_not_damage_the_shards() -> None:
-    model = thunder.jit(Stack(1), transforms=[fsdp(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))])
-    model.to(torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"was sharded as torch\.float32.*converted to torch\.bfloat16.*mp_policy"):
-        model(torch.ones(2, 4))
     for cache in ("no caching", "constant values"):
         model = thunder.jit(Stack(1), transforms=[fsdp()], cache=cache)
         for size in (2, 2, 3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,34 +14,11 @@ import shared_memory
 import thunder
 import torch
 import torch.distributed as dist
-from models import Model, Stack, UnevenRows
+from models import Stack, TinyParameters, UnevenRows
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each, fsdp2
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-
-
-class OddSizes(Model):
-    """A model with odd sizes, rows that no number of ranks divides, and tiny parameters of which some ranks have no rows."""
-
-    tolerance = 1e-5
-
-    def __init__(self, *, scalar: bool = True) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 5)
-        self.blocks = nn.ModuleList([nn.Linear(5, 7, bias=False), nn.Linear(7, 3)])
-        self.shift = nn.Parameter(torch.randn(1, 3))
-        self.scale = nn.Parameter(torch.tensor(1.5) if scalar else torch.tensor([1.5]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first.forward(x))
-        for block in self.blocks:
-            x = block.forward(x)
-        return (x + self.shift) * self.scale
-
-    def inputs(self, generator: torch.Generator, batch: int = 3) -> tuple[torch.Tensor, ...]:
-        return tuple(x.float() for x in super().inputs(generator, batch))
-
 
 #
 # Training
@@ -53,15 +31,26 @@ def _check_transports(run: Run) -> None:
     assert used == {bucket.comm.transport for bucket in run.transform.plan} == {"staged"}
 
 
-def _every_transport(strategy: str, ranks: int, *transports: str, low: bool = False, long: bool = False) -> Scenario:
+def _every_transport(
+    strategy: str,
+    ranks: int,
+    *transports: str,
+    model: Callable[[], nn.Module] = lambda: UnevenRows().double(),
+    low: bool = False,
+    long: bool = False,
+) -> Scenario:
     """Return a scenario that compares transports. More than two ranks add up in an order that depends on the offset."""
 
     def options() -> dict[str, Any]:
         shared_memory.register()
-        return {"sharding_strategy": strategy, "transport": "staged", **(LOW if low else {})}
+        return {
+            "sharding_strategy": strategy,
+            "transport": "staged",
+            **({**LOW, "dtype": torch.float32} if low else {}),
+        }
 
     return Scenario(
-        partial(OddSizes, scalar=not low),
+        UnevenRows if low else model,
         [do.train(2), _check_transports],
         options,
         others=[{"transport": transport} for transport in transports],
@@ -70,6 +59,11 @@ def _every_transport(strategy: str, ranks: int, *transports: str, low: bool = Fa
         ranks=ranks,
         long=long,
     )
+
+
+def _tiny() -> nn.Module:
+    """Return a model with parameters of which some ranks have no rows."""
+    return TinyParameters().double()
 
 
 def _own(bucket: str, params: Any) -> str:
@@ -86,7 +80,7 @@ OTHERS = ("flat", "all_to_all", "coalesced", "all_reduce", "shared_files")
 SCENARIOS = {
     "zero3": _every_transport("zero3", 2, *OTHERS),
     "zero2": _every_transport("zero2", 2, *OTHERS, long=True),
-    "zero2, 4 ranks": _every_transport("zero2", 4, "flat", "all_to_all", "shared_files"),
+    "zero2, 4 ranks": _every_transport("zero2", 4, "flat", "all_to_all", "shared_files", model=_tiny),
     **{f"{s}, 4 ranks, all": _every_transport(s, 4, *OTHERS, long=True) for s in ("zero2", "zero3")},
     "zero2, bfloat16": _every_transport("zero2", 2, *OTHERS, low=True),
     "zero3, bfloat16": _every_transport("zero3", 2, *OTHERS, low=True, long=True),
