@@ -188,12 +188,7 @@ def test_hybrid_sharding_hooks_and_divide_factors_have_the_bytes_that_a_run_allo
     model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     model.blocks[0].register_forward_hook(lambda module, args, out: out.exp() - args[0])
     found = count_on_fake_ranks(
-        model,
-        ask,
-        rank=3,
-        world_size=4,
-        window=True,
-        prepare=lambda jitted: set_gradient_divide_factor(jitted, 3.0),
+        model, ask, rank=3, world_size=4, window=True, prepare=lambda jitted: set_gradient_divide_factor(jitted, 3.0)
     )
     assert any("exp(" in line for line in found["step"][1].statements)
     check_positions(found)

@@ -9,11 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-shapes = st.lists(
-    st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 16, 33]), max_size=3).map(tuple),
-    min_size=1,
-    max_size=8,
-)
+shapes = st.lists(st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 16, 33]), max_size=3).map(tuple), min_size=1, max_size=8)
 
 
 def gather_all(layout: Layout, params: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -155,10 +155,7 @@ def _jit_with_unknown_operator() -> nn.Module:
     executor = thunder.extend.OperatorExecutor("spoiler")
     thunder.extend.register_executor(executor)
     operator = executor.register_operator(
-        "spoiled_total",
-        meta=lambda w: thunder.core.proxies.TensorProxy(like=w, shape=()),
-        fn=_total,
-        replaces=total,
+        "spoiled_total", meta=lambda w: thunder.core.proxies.TensorProxy(like=w, shape=()), fn=_total, replaces=total
     )
     executor.register_implementation(operator, operator, grad_transform=lambda w: operator(w))  # no gradient
     torch.manual_seed(0)

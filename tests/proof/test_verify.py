@@ -410,11 +410,9 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
         "parameters are freed before they are read": (
             lambda s: s.move(s.at(RELEASE), s.at(PARAMS) + 1),
             r"of bucket '?\S+'? in \S+, which bound symbol \d+ of \w+ has freed",
-        ),
+        )
     },
-    ("kept+released forward",): {
-        "a kept bucket is freed": (free_kept, r"frees own_\S+, which backward reads"),
-    },
+    ("kept+released forward",): {"a kept bucket is freed": (free_kept, r"frees own_\S+, which backward reads")},
     SHARDS[:1]: {
         "a shard is copied out of another gather": (
             lambda s: s.change(s.at(SECONDARY, 1), {0: s.get(SECONDARY).args[0]}),
@@ -426,13 +424,13 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
         "a gather sends another bucket's shard": (
             lambda s: s.change(s.at(GATHER, -1), secondary=s.get(GATHER, -2).kwargs["secondary"]),
             r"reads '\w+', which (holds \('secondary', .*|nothing before it defines)",
-        ),
+        )
     },
     ("hook backward",): {
         "a hook is not called": (
             lambda s: s.change(s.at("fsdp_wait_grads"), hook=None),
             r"calls the all_reduce_hook None, expected \S+",
-        ),
+        )
     },
     HOST: {
         # Definitions, issues and waits

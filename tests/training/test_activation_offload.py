@@ -16,12 +16,7 @@ from thunder_fsdp_sched.ir.host_copies import HOST_COPIES, fsdp_copy_to_device, 
 from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, return_of, split_joint
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.runtime.activation_offload import (
-    copy_to_device,
-    copy_to_host,
-    wait_device_copy,
-    wait_host_copy,
-)
+from thunder_fsdp_sched.runtime.activation_offload import copy_to_device, copy_to_host, wait_device_copy, wait_host_copy
 from thunder_fsdp_sched.transforms.offload_activations import offload_activations, offloadable
 
 import pytest

@@ -71,9 +71,7 @@ def test_the_norm_counts_parameters_of_several_groups_once(rank: int, world_size
     model = Stack(2).double()
     last = [name for name, _ in model.named_parameters() if name.startswith("last")]
     run = Run(
-        model,
-        process_group_for=lambda name, param: pair if name.startswith("blocks.0") else None,
-        ignored_params=last,
+        model, process_group_for=lambda name, param: pair if name.startswith("blocks.0") else None, ignored_params=last
     )
     run.forward()
     run.backward()

@@ -116,10 +116,7 @@ def _optimizers() -> Iterator[tuple[str, Make]]:
     for name, (cls, options, kernels) in TORCH.items():
         for kernel in ("plain", *kernels):
             chosen = {"foreach": False} if kernel == "plain" else {kernel: True}
-            yield (
-                f"{name}, {kernel}",
-                partial(cls, **options, **chosen),
-            )
+            yield (f"{name}, {kernel}", partial(cls, **options, **chosen))
     yield from OWN.items()
 
 

@@ -173,9 +173,7 @@ def test_training_goes_on_around_and_inside_of_streams(strategy: str) -> None:
     names = []
     expected = tfs.full_state_dict(run.model)
     nested = zip(
-        tfs.stream_full_parameters(run.model),
-        tfs.stream_full_parameters(run.model, torch.float32),
-        strict=True,
+        tfs.stream_full_parameters(run.model), tfs.stream_full_parameters(run.model, torch.float32), strict=True
     )
     with contextlib.closing(tfs.stream_full_parameters(run.model)) as early:
         next(early)

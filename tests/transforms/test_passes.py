@@ -129,8 +129,7 @@ def test_a_single_gather_in_flight_overlaps_the_compute_of_the_step_before():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "in_flight"),
-    [([3, 3, 3, 3], [1, 2, 2, 2]), ([3, 1, 1, 3, 3], [1, 2, 3, 3, 2]), ([1, 1, 1], [1, 2, 2])],
+    ("sizes", "in_flight"), [([3, 3, 3, 3], [1, 2, 2, 2]), ([3, 1, 1, 3, 3], [1, 2, 3, 3, 2]), ([1, 1, 1], [1, 2, 2])]
 )
 def test_reductions_in_flight_are_counted_in_bytes(sizes, in_flight):
     """At most as many bytes as the two largest reductions have, so small reductions do not delay others."""

@@ -218,12 +218,7 @@ def _replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
 @contextlib.contextmanager
 def _process_group(rank: int, world_size: int, device: torch.device | None) -> Iterator[None]:
     dist.init_process_group(
-        "nccl",
-        store=FakeStore(),
-        rank=rank,
-        world_size=world_size,
-        device_id=device,
-        timeout=timedelta(minutes=5),
+        "nccl", store=FakeStore(), rank=rank, world_size=world_size, device_id=device, timeout=timedelta(minutes=5)
     )
     try:
         if device is not None:
