@@ -242,7 +242,7 @@ def test_values_that_are_not_plain_are_refused_by_name_and_never_run_code(rank: 
         (r"optim\['param_groups'\]\[0\]\['note'\] is a", optimizer, None),
         (r"extra\['a'\]\[0\] is a .*Path", (), {"a": [Path("b")]}),
         (r"differ between ranks: extra\['loss'\]: 0\.0 on ranks \[0\]; 1\.0 on ranks", (), {"loss": float(rank)}),
-        (r"differ between ranks: the tensor 'a\.rng' of extra", (), {"a": {"rng": torch.tensor([rank])}}),
+        (r"differ between ranks: extra\['a'\]\['rng'\]: ", (), {"a": {"rng": torch.tensor([rank])}}),
     ):
         refused(message, model, save_checkpoint, tmp_path / "unsaved", model, optimizers, extra=extra)
         assert not (tmp_path / "unsaved").exists()
@@ -341,15 +341,14 @@ def _schedulers() -> dict[str, Any]:
 
 def _values() -> dict[str, Any]:
     return {
-        "plain": [None, True, 3, -0.0, 1e-320, "text \u00e9", [], (), {}, b"\x00\xff"],
+        "plain": [None, True, 3, -0.0, 1e-320, "text \u00e9", [], (), {}, b"\x00\xff", b""],
         "odd": (float("inf"), float("-inf"), float("nan"), (1, [2, (3,)])),
-        "keys": {1: "a", "1": "b", -3: {"x": 1}},
-        "types": {"$type": "tuple", "items": [1]},
+        "keys": {1: "a", "1": "b", -3: {"x": 1}, (1, 2): {3, 4}},
         "ordered": OrderedDict(b=1, a=Counter("aab")),
         "random": random.Random(5).getstate(),
         "schedulers": _schedulers(),
         "scaler": torch.amp.GradScaler("cpu").state_dict(),
-        "numpy": np.random.RandomState(3).get_state(),
+        "numpy": [np.random.RandomState(3).get_state(), np.float64(0.5), np.array([True]), np.zeros((0, 2), np.int8)],
         "rng": torch.get_rng_state(),
         "loader": {
             "epoch": 1,
@@ -382,8 +381,6 @@ def test_extra_values_survive_saving_and_loading(tmp_path: Path) -> None:
         ({"later": 1}, r"holds no 'later', but \['model', 'optim', 'plain'"),
     ):
         assert "optimizer" not in refused(message, model, load_checkpoint, tmp_path / "rows", model, extra=wrong)
-    text, _ = extras.encode(values)
-    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 _ITSELF: list[Any] = []
@@ -393,9 +390,9 @@ _ITSELF.append(_ITSELF)
 @pytest.mark.parametrize(
     "value, message",
     [
-        ({"a": {"b": [1, {2}]}}, r"extra\['a'\]\['b'\]\[1\] is a builtins\.set"),
+        ({"a": {"b": [1, Path("c")]}}, r"extra\['a'\]\['b'\]\[1\] is a pathlib\."),
         ({"a": nn.Linear(1, 1)}, r"extra\['a'\] is a torch\.nn\.modules\.linear\.Linear.*state_dict\(\)"),
-        ({"a": {(1, 2): 3}}, r"extra\['a'\] has the key \(1, 2\)"),
+        ({"a": {Path("b"): 3}}, r"extra\['a'\] is a builtins\.dict"),
         ({"a": np.array([object()])}, r"extra\['a'\] is a numpy\.ndarray"),
         ({1: 2}, "1 cannot be a name"),
         ({"a": len}, r"extra\['a'\] is a builtins\.builtin_function_or_method"),

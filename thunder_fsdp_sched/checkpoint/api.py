@@ -7,9 +7,8 @@ data, loading compares the lists that the ranks see, and names and shapes with t
 verifies the data, and changes model and optimizers only after every rank has read everything.
 
 [Note: What is trusted]
-No code in a checkpoint is run. Its list is read by a restricted unpickler (see ``storage``). Values other than
-tensors, which DCP pickles, are read by ``torch.load(weights_only=True)``. ``extra`` is JSON and tensors (see
-``extra``).
+No code in a checkpoint is run. Its list is read by a restricted unpickler (see ``storage``). Tensors and all other values,
+which DCP pickles, are read by ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks, if any rank failed: the folder has a checkpoint, or another run saves into it;
             the disk is full; an optimizer has other parameters; optimizers, their options or ``extra`` differ between
-            ranks; or ``extra`` has values that cannot be stored without pickle. The folder is then not a checkpoint,
+            ranks; or ``extra`` has values that cannot be read without running code. The folder is then not a checkpoint,
             and other checkpoints are unchanged.
     """
     path, chosen = Path(folder), listed(optimizers)
@@ -102,9 +101,8 @@ def save_checkpoint(
             raise ValueError(f"keys: the name {EXTRA!r} is taken by extra")
         facts = describe_optimizers(model, chosen, values=True)
         if extra:
-            text, tensors = extras.encode(extra)
-            state[EXTRA] = {"json": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), "tensors": tensors}
-            facts |= extras.facts_of(text, tensors)
+            state[EXTRA] = extras.encode(extra)
+            facts |= extras.facts_of(extra)
         return state, facts
 
     state, facts = run_on_all_ranks(group, "save_checkpoint", collect)
@@ -182,8 +180,8 @@ def load_checkpoint(
             casts.extend(more)
         values = {}
         for name, wanted in (extra or {}).items():
-            values[name] = own[name] if name in own else extras.from_dcp(wanted, paths[name], name)
-            memory |= extras.memory_for(wanted, values[name], name, found)
+            values[name], more_memory = extras.fit(wanted, paths.get(name, {}), name, own, found)
+            memory |= more_memory
         return memory, there, values
 
     memory, there, values = run_on_all_ranks(group, "load_checkpoint", prepare)
@@ -239,10 +237,9 @@ def _check_extra(extra: Any) -> None:
 
 def _own_extra(of_extra: Mapping[tuple[Any, ...], str], reader: CheckedReader) -> dict[str, Any]:
     """Return additional values that :func:`save_checkpoint` saved; empty if there are none, or if ``dcp.save`` did."""
-    if ("json",) not in of_extra:
+    if ("values",) not in of_extra:
         return {}
     try:
-        text = reader.read_tensor(of_extra["json",]).numpy().tobytes().decode()
+        return extras.decode(reader.read_value(of_extra["values",]), of_extra)
     except Exception as error:
         raise ValueError(f"the checkpoint {reader.path} was not loaded, nothing is changed: {error}") from error
-    return extras.decode(text, {below[1]: name for below, name in of_extra.items() if below[0] == "tensors"})

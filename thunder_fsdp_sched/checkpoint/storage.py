@@ -21,6 +21,7 @@ import pickle
 import re
 import zipfile
 import zlib
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -216,12 +217,11 @@ class CheckedReader(FileSystemReader):
             )
         return done
 
-    def read_tensor(self, name: str) -> torch.Tensor:
-        """Read a tensor that was saved as one chunk."""
+    def read_value(self, name: str) -> Any:
+        """Read a value that was saved as one chunk."""
         [info] = [info for index, info in self._metadata.storage_data.items() if index.fqn == name]
         with (self._folder / info.relative_path).open("rb") as file:
-            tensor: torch.Tensor = _load_plain(self._slice_file(file, info))
-        return tensor
+            return load_plain(self._slice_file(file, info))
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         """Return the bytes of a chunk.
@@ -256,7 +256,7 @@ class _PlainPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
-            self.state_dict[name] = _load_plain(value)
+            self.state_dict[name] = load_plain(value)
         except Exception as error:
             raise ValueError(
                 f"{name!r} is no plain value, and was not unpickled: {str(error).splitlines()[0]}"
@@ -303,23 +303,43 @@ def check_plain(tree: Any, name: str) -> None:
     Raises:
         ValueError: a value is neither a tensor nor plain; the message has its location.
     """
-    for path, value in tree_leaves_with_path(tree, is_leaf=lambda value: not isinstance(value, (dict, list))):
-        if not isinstance(value, (torch.Tensor, str, int, float, type(None))) or isinstance(value, np.generic):
+    for path, value in tree_leaves_with_path(tree, is_leaf=_is_leaf):
+        if type(value) not in _PLAIN and not isinstance(value, torch.Tensor):
             data = io.BytesIO()
             try:
                 torch.save(value, data)
                 data.seek(0)
-                _load_plain(data)
+                load_plain(data)
+            except RecursionError:
+                raise
             except Exception as error:
                 raise ValueError(
                     f"{name}{keystr(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-                    f"cannot hold: give numbers, texts, tensors, or lists, tuples and dictionaries of them"
+                    f"cannot hold: give numbers, texts, tensors, or lists, tuples and dictionaries of them "
+                    f"(the state_dict() of an object instead of the object)"
                 ) from error
 
 
-def _load_plain(data: Any) -> Any:
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, dict) and any(type(key) not in _PLAIN for key in value):
+        return True
+    return type(value) not in (dict, OrderedDict, list, tuple)
+
+
+_PLAIN = (type(None), bool, int, float, str)
+
+_NUMPY: list[Any] = [np.ndarray, np.dtype, bytes, (bytes, "bytes")]
+"""What pickled arrays and numbers of NumPy, and empty bytes, refer to. NumPy 2 has renamed the module of two functions."""
+_NUMPY += {type(np.dtype(code)) for code in f"?{np.typecodes['AllInteger']}{np.typecodes['AllFloat']}"}
+for _made in (np.empty(0), np.float64()):
+    _function: Any = _made.__reduce__()[0]
+    _NUMPY += [(_function, f"numpy.{core}.multiarray.{_function.__name__}") for core in ("core", "_core")]
+
+
+def load_plain(data: Any) -> Any:
     """Load a tensor or plain value; no code in it is run."""
-    return torch.load(data, map_location="cpu", weights_only=True)
+    with torch.serialization.safe_globals(_NUMPY):
+        return torch.load(data, map_location="cpu", weights_only=True)
 
 
 def _is_damaged(data: bytes, expected: int | None) -> bool:
