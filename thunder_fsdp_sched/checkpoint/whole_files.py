@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from ..private_torch import state_name
 from ..ranks.control import control_of
 from ..ranks.process_groups import ProcessGroupRef
-from ..sharding.jitted_state import rows_by_name
-from ..sharding.sharded_module import ShardedModule, find_jitted
+from ..sharding.jitted_state import gather_entries, rows_by_name
+from ..sharding.sharded_module import find_jitted
 from ..sharding.state_entries import refuse_unshared
 from .folder import INDEX, checksum, refuse_complete, saving_into
 from .on_all_ranks import CheckpointError, reason_of, refuse_different, run_on_all_ranks
@@ -70,23 +70,30 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, ch
     path, group = Path(folder), sharded.world_group
     writes = group.rank == 0
     run_on_all_ranks(group, "save_safetensors", lambda: refuse_complete(path, INDEX))
+    entries = rows_by_name(model)
+    parts = {f"{n:05d}": [state_name(p.name) for p in b.spec.params] for n, b in enumerate(sharded.buckets, 1)}
+    parts["rest"] = [name for name in entries if name not in sharded.locations]
     with saving_into(group, path, INDEX) as run:
         weight_map: dict[str, str] = {}
         crcs: dict[str, str] = {}
         total = 0
 
-        def write(file: str, tensors: dict[str, torch.Tensor]) -> None:
-            if writes:
+        def write(label: str, tensors: dict[str, torch.Tensor]) -> None:
+            nonlocal total
+            if writes and tensors:
+                file = f"model-{label}-{run.id}.safetensors"
                 torch_files.save_file(tensors, path / file, metadata={"format": "pt"})
+                weight_map.update(dict.fromkeys(tensors, file))
+                total += sum(tensor.nbytes for tensor in tensors.values())
                 if checksums:
                     crcs[file] = _checksum(path / file)
 
-        for label, tensors in _whole_tensors(model, sharded, keeps=writes):
-            file = f"model-{label}-{run.id}.safetensors"
-            weight_map |= dict.fromkeys(tensors, file)
-            total += sum(tensor.nbytes for tensor in tensors.values())
-            run_on_all_ranks(group, "save_safetensors", partial(write, file, tensors))
-            tensors = {}  # free them before the next bucket is gathered
+        for label, names in parts.items():
+            tensors = gather_entries({name: entries[name] for name in names}, sharded, keeps=writes)
+            if writes and label == "rest":  # they may share memory
+                tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+            run_on_all_ranks(group, "save_safetensors", partial(write, label, tensors))
+            del tensors  # free them before the next bucket is gathered
 
         def complete() -> None:
             if writes:
@@ -98,31 +105,6 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, ch
 
         run_on_all_ranks(group, "save_safetensors", complete)
     return path / INDEX
-
-
-def _whole_tensors(
-    model: ThunderModule, sharded: ShardedModule, *, keeps: bool
-) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield the whole tensors of each bucket by name, then those that are not sharded; a collective.
-
-    Args:
-        keeps: yield copies in host memory on this rank, else meta tensors.
-    """
-
-    def kept(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.cpu() if keeps else tensor.to("meta")
-
-    for number, bucket in enumerate(sharded.buckets, 1):
-        yield (
-            f"{number:05d}",
-            {
-                state_name(spec.name): kept(bucket.rows[index].gather(bucket.shard_views[index]))
-                for index, spec in enumerate(bucket.spec.params)
-            },
-        )
-    rest = {name: tensor for name, tensor in rows_by_name(model).items() if name not in sharded.locations}
-    if rest:
-        yield "rest", {name: kept(tensor.detach()).clone().contiguous() for name, tensor in rest.items()}
 
 
 def load_safetensors(
