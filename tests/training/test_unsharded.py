@@ -137,7 +137,7 @@ def test_ranks_that_make_different_changes_get_an_error_or_those_of_one_rank(ran
     before = tfs.full_state_dict(model)
 
     def check(**changed: torch.Tensor) -> None:
-        assert not transform.sharded.module_params.whole and torch.is_grad_enabled()
+        assert not transform.sharded.module_params.stand_ins and torch.is_grad_enabled()
         for name, value in tfs.full_state_dict(model).items():
             assert torch.equal(value, changed.get(name, before[name])), name
 

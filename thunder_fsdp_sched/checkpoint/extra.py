@@ -69,12 +69,12 @@ def _fact(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         if local_rows(value) is not value or value.layout is not torch.strided or value.is_meta:
             return "a tensor"
-        dtype, data = value.dtype, value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        data: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     elif isinstance(value, np.ndarray):
-        dtype, data = value.dtype, np.ascontiguousarray(value)
+        data = np.ascontiguousarray(value)
     else:
         return repr(value)
-    return f"{dtype}{list(value.shape)}, CRC-32 {zlib.crc32(data):08x}"
+    return f"{value.dtype}{list(value.shape)}, CRC-32 {zlib.crc32(data):08x}"
 
 
 def fit(
@@ -114,8 +114,8 @@ def fit(
                 saved[key] = walk(given.get(key), value, (*path, key))
         elif isinstance(saved, (list, tuple)):
             is_alike = isinstance(wanted, (list, tuple)) and len(wanted) == len(saved)
-            given = wanted if is_alike else itertools.repeat(None)
-            return type(saved)(walk(w, v, (*path, i)) for i, (w, v) in enumerate(zip(given, saved, strict=False)))
+            each = wanted if is_alike else [None] * len(saved)
+            return type(saved)(walk(w, v, (*path, i)) for i, (w, v) in enumerate(zip(each, saved, strict=True)))
         return saved
 
     saved = own[name] if name in own else nested({path: Saved(leaf) for path, leaf in paths.items()})

@@ -91,7 +91,9 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, ch
         for label, names in parts.items():
             tensors = gather_entries({name: entries[name] for name in names}, sharded, keeps=writes)
             if writes and label == "rest":  # they may share memory
-                tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+                tensors = {
+                    name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+                }
             run_on_all_ranks(group, "save_safetensors", partial(write, label, tensors))
             del tensors  # free them before the next bucket is gathered
 

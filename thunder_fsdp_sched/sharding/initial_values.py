@@ -46,6 +46,10 @@ class ValueSource:
     """The rank whose values are sharded: this one, or with ``broadcast_from`` the same one for all.
 
     With ``broadcast_from``, creating it is a collective.
+
+    Attributes:
+        rank: the rank that broadcasts, if there is one.
+        began_on_meta: names of tensors without values.
     """
 
     def __init__(self, model: ThunderModule, options: Options, control: Control) -> None:
@@ -61,6 +65,7 @@ class ValueSource:
             is_source = control.is_single_rank or control.global_rank == self.rank
             devices = control.exchange("broadcast_from", self._own if is_source else None)
             self._theirs = next((theirs for theirs in devices if theirs is not None), self._own)
+        self.began_on_meta = {name for name, t in registered if t.is_meta and not self.has_value(name)}
 
     def has_value(self, name: str) -> bool:
         """Return whether a tensor has a value, here or on the rank that broadcasts; otherwise it is to be initialized."""

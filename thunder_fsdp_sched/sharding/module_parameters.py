@@ -55,10 +55,13 @@ class Entry:
     name: str
     owner: nn.Module
     leaf: str
-    shard: nn.Parameter
-    placeholder: nn.Parameter
     bucket: Bucket
     index: int
+    placeholder: nn.Parameter
+
+    @property
+    def shard(self) -> nn.Parameter:
+        return self.bucket.params[self.index]
 
     @property
     def param(self) -> nn.Parameter | None:
@@ -69,20 +72,20 @@ class ModuleParameters:
     """The parameters of one sharded module: shards, or placeholders or whole parameters in their place.
 
     Attributes:
-        has_placeholders: whether placeholders are in the module now.
+        stand_ins: the parameters that are in the module in place of shards now, keyed by the ``id`` of the shard.
+        placeholders: those of whole shape, on the meta device.
         is_gathering: whether entries are for this rank alone, which gathers them: ranks may have different parameters.
-        whole: the whole parameters that are in the module now (``unsharded``), keyed by the ``id`` of the shard.
     """
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
-        self.has_placeholders = False
+        self.stand_ins: Mapping[int, nn.Parameter] = {}
         self.is_gathering = False
-        self.whole: Mapping[int, nn.Parameter] = {}
         self._module = module
         self._buckets = buckets
         self._entries = list(_entries(module, buckets))
         for entry in self._entries:
             entry.owner._parameters[entry.leaf] = entry.shard
+        self.placeholders = {id(entry.shard): entry.placeholder for entry in self._entries}
         # These must not change: parameters in their modules, and modules in their parents.
         children = [
             (parent._modules, key, child, f"{path}.{key}".lstrip("."))
@@ -103,7 +106,7 @@ class ModuleParameters:
             guarded.register_state_dict_pre_hook(guard.check_state_dict)
             guarded.register_state_dict_post_hook(partial(guard.hold_entries))  # torch sets an attribute of the hook
             guarded.register_load_state_dict_pre_hook(guard.shard_loaded_entries)
-        self._guard_calls()
+        self.install({})
 
     def check(self) -> None:
         """Raise an error if a parameter or a submodule was replaced, because the new one would be neither trained nor read.
@@ -113,7 +116,7 @@ class ModuleParameters:
         Raises:
             RuntimeError: names the replaced object, or the module has whole parameters.
         """
-        if self.whole:
+        if self.has_whole:
             raise RuntimeError(
                 "inside unsharded(...) of this model parameters are whole, and their shards out of date: leave it before "
                 "calling the model, entering it again, or using the model's state or gradients"
@@ -157,47 +160,46 @@ class ModuleParameters:
                         f"instead: `with torch.no_grad(): p.copy_(new)`"
                     )
 
-    def install_placeholders(self) -> None:
-        """Put placeholders of whole shape into the module, and stop guarding calls."""
-        if not self.has_placeholders:
-            for entry in self._entries:
-                if entry.placeholder.requires_grad is not entry.shard.requires_grad:
-                    entry.placeholder.requires_grad_(entry.shard.requires_grad)
-            self._install({id(entry.shard): entry.placeholder for entry in self._entries})
-            for handle in self._call_guards:
-                handle.remove()
-            self.has_placeholders = True
+    @property
+    def has_placeholders(self) -> bool:
+        return self.stand_ins is self.placeholders
 
-    def install_shards(self) -> None:
-        """Put the shards back in place of placeholders, and guard calls."""
-        if self.has_placeholders:
-            self._install({})
-            self.has_placeholders = False
-            self._guard_calls()
+    @property
+    def has_whole(self) -> bool:
+        """Whether there are whole parameters in the module (``unsharded``)."""
+        return bool(self.stand_ins) and not self.has_placeholders
 
-    def install_whole(self, whole: Mapping[int, nn.Parameter]) -> None:
-        """Put whole parameters into the module, in place of some shards.
+    def is_whole(self, entry: Entry) -> bool:
+        return self.has_whole and id(entry.shard) in self.stand_ins
 
-        Args:
-            whole: the parameters, keyed by the ``id`` of the shard; empty to put the shards back.
+    def install(self, stand_ins: Mapping[int, nn.Parameter]) -> None:
+        """Put parameters in place of shards, keyed by the ``id`` of the shard, and shards in place of all others.
+
+        Calls are guarded unless these are :attr:`placeholders`.
         """
-        self._install(whole)
-        self.whole = whole
-
-    def _install(self, instead: Mapping[int, nn.Parameter]) -> None:
-        """Put parameters in place of shards, keyed by the ``id`` of the shard, and shards in place of all others."""
         new_of: dict[int, nn.Parameter] = {}
         for entry in self._entries:
-            new = instead.get(id(entry.shard), entry.shard)
-            present = self.whole.get(id(entry.shard), entry.placeholder if self.has_placeholders else entry.shard)
+            present, new = (params.get(id(entry.shard), entry.shard) for params in (self.stand_ins, stand_ins))
             if new is not present:
-                new_of[id(present)] = new
-                entry.owner._parameters[entry.leaf] = new
+                if new is entry.placeholder:
+                    new.requires_grad_(present.requires_grad)
+                new_of[id(present)] = entry.owner._parameters[entry.leaf] = new
         replace_in_containers(self._module, new_of)
+        self.stand_ins = stand_ins
+        for handle in self._call_guards:
+            handle.remove()
+        if not self.has_placeholders:
+            self._call_guards = [m.register_forward_pre_hook(guard, prepend=True) for guard, m in self._guards]
 
-    def find_replaced_whole(self) -> str | None:
-        """Return the name of a whole parameter that is no longer in the module, if there is one."""
-        return next((e.name for e in self._entries if self.whole.get(id(e.shard), e.param) is not e.param), None)
+    def remove_placeholders(self) -> None:
+        """Put the shards back in place of placeholders."""
+        if self.has_placeholders:
+            self.install({})
+
+    def find_replaced(self) -> str | None:
+        """Return the name of a stand-in that is no longer in the module, if there is one."""
+        names = (e.name for e in self._entries if self.stand_ins.get(id(e.shard), e.param) is not e.param)
+        return next(names, None)
 
     def entries_of(self, bucket: Bucket) -> list[Entry]:
         """Return the entries of the parameters in ``bucket`` that the module has."""
@@ -207,9 +209,6 @@ class ModuleParameters:
         """Return the names of sharded parameters that modules keep in lists, tuples or dicts, keyed by path."""
         names = {id(e.shard): e.name for e in reversed(self._entries)}
         return {path: names[id(t)] for path, t in tensors_in_containers(self._module) if id(t) in names}
-
-    def _guard_calls(self) -> None:
-        self._call_guards = [guarded.register_forward_pre_hook(guard, prepend=True) for guard, guarded in self._guards]
 
 
 class _Guard(UntracedHook):
@@ -223,7 +222,7 @@ class _Guard(UntracedHook):
         self._below = [(state_name(e.name[len(path) :]), e) for e in entries if e.name.startswith(path)]
 
     def __call__(self, module: nn.Module, args: Any) -> NoReturn:
-        if self._params.whole:
+        if self._params.has_whole:
             self._params.check()
         raise RuntimeError(
             f"{self._label} ({type(module).__name__}) of a sharded model was called by itself, but its parameters are this "
@@ -245,13 +244,13 @@ class _Guard(UntracedHook):
                 "state_dict(keep_vars=True): an entry of a sharded parameter stands for the whole parameter, and is not the "
                 "parameter, which holds this rank's rows: named_parameters() gives it"
             )
-        if self._is_root and not self._params.whole:  # once for all submodules
+        if self._is_root and not self._params.has_whole:  # once for all submodules
             self._params.check()
 
     def hold_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """Replace plain rows in a state dict with entries that record which rows they hold."""
         for leaf, entry in self._own.items():
-            if id(entry.shard) not in self._params.whole:
+            if not self._params.is_whole(entry):
                 if entry.param is not entry.shard:
                     self._params.check()
                 if not self._params.is_gathering:
@@ -262,7 +261,7 @@ class _Guard(UntracedHook):
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
     ) -> None:
         """Replace loaded entries with this rank's rows, all of them before torch copies the first into its shard."""
-        if local_metadata.get("assign_to_params_buffers", False) and not self._params.whole:
+        if local_metadata.get("assign_to_params_buffers", False) and not self._params.has_whole:
             for name in state_dict:
                 if name.startswith(prefix):
                     raise ValueError(
@@ -272,7 +271,7 @@ class _Guard(UntracedHook):
         for name, entry in self._below:
             value = state_dict.get(prefix + name)
             try:
-                if isinstance(value, torch.Tensor) and id(entry.shard) not in self._params.whole:
+                if isinstance(value, torch.Tensor) and not self._params.is_whole(entry):
                     rows = entry.bucket.rows[entry.index]
                     state_dict[prefix + name] = RowDTensor.wrap(rows_from(rows, value), rows)
             except ValueError as error:
@@ -311,7 +310,7 @@ def _entries(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[Entry]:
             for name in spec.names:
                 found = find_owner(module, name)
                 if found is not None:
-                    yield Entry(name, *found, shard, placeholder, bucket, index)
+                    yield Entry(name, *found, bucket, index, placeholder)
 
 
 def replace_in_containers(module: nn.Module, new_of: Mapping[int, torch.Tensor]) -> None:

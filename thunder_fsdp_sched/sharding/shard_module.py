@@ -6,33 +6,38 @@ The module's own parameters become the shards: see [Note: The module's own param
 from __future__ import annotations
 
 import importlib.metadata
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from thunder.core.module import ThunderModule
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..compat import __version__
-from ..options import Options
+from ..options import Options, check_transport
+from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
-from ..private_torch import replace_data
+from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Strided
+from ..private_torch import replace_data, state_name
 from ..proof.audit import FormerMemory
-from ..ranks.assignment import GroupAssignment, broadcast, find_world_group
+from ..ranks.assignment import GroupAssignment, broadcast, check_source, find_world_group
 from ..ranks.control import Control
 from ..ranks.process_groups import Ranks
 from ..runtime.autograd import take_hooks
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
-from ..transports import TRANSPORTS
+from ..transports import TRANSPORTS, choose_transport
 from ..transports.peer_memory import announce_all
 from .former_parameters import retire
-from .initial_values import ValueSource, make_blank, resolve_device
-from .module_parameters import replace_in_containers
-from .module_plan import PlannedModule, compare_plans, plan_module
-from .refusals import refuse_graph
+from .initial_values import ValueSource, check_initial_values, make_blank, resolve_device
+from .module_parameters import find_owner, replace_in_containers
+from .module_policies import ModulePolicies
+from .refusals import refuse_graph, refuse_renamed, refuse_reparametrized, refuse_shards_and_grads, refuse_views
 from .sharded_module import ShardedModule
 from .state_entries import check_before_step
 
@@ -58,116 +63,281 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
     refuse_graph(model._model)
     if options.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
         options = replace(options, device=resolve_device(options.device))
-    control = _agree_on_options(model, options)
-    source = ValueSource(model, options, control)
-    assignment = GroupAssignment(
-        control.group,
-        mesh=options.mesh,
-        process_group_for=options.process_group_for,
-        separate_reductions=options.separate_reduce_scatter_group,
-    )
+    sharding = _Sharding(model, options)
+    control = sharding.control
     with control.all_or_none("whether the module can be sharded"):
-        planned = plan_module(model, options, assignment, source)
-    compare_plans(planned, options, control, source)
-    buckets = _allocate(planned.plan, assignment)
-    for bucket in buckets:
-        bucket.all_reduce_hook = options.all_reduce_hook
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-    began_on_meta = {name for name, tensor in named if tensor.is_meta and not source.has_value(name)}
-    locations = {n: (b, i) for b in buckets for i, param in enumerate(b.spec.params) for n in param.names}
-    former_memory = _Filling(planned, locations, options, assignment.default_ranks, control, source).fill(model._model)
-    new_of: dict[int, torch.Tensor] = {id(buffer): planned.moved[name] for name, buffer in model.named_buffers()}
-    former_params = []
-    for spec, _, former, _ in planned.params:
-        bucket, index = locations[spec.name]
-        new_of[id(former)] = param = bucket.params[index]
-        param.__dict__.update({key: value for key, value in vars(former).items() if key != "_thunder_device"})
-        take_hooks(former, param)
-        former_params.append(retire(former, spec.name))
-    sharded = ShardedModule(
+        sharding.plan_buckets()
+    sharding.compare()
+    buckets = sharding.allocate()
+    former_memory = sharding.fill()
+    former_params = sharding.replace_parameters()
+    return ShardedModule(
         model._model,
-        planned.plan,
+        sharding.plan,
         buckets,
-        locations,
+        sharding.locations,
         control,
-        planned.policies.root,
+        sharding.policies.root,
         former_memory,
         former_params,
-        planned.moved,
-        began_on_meta,
+        sharding.moved,
+        sharding.source.began_on_meta,
     )
-    planned.policies.attach_casts()
-    replace_in_containers(model._model, new_of)
-    sharded.update_module()
-    return sharded
 
 
-def _agree_on_options(model: ThunderModule, options: Options) -> Control:
-    """Check that all ranks shard with the same options; this precedes everything else that they do together."""
-    control = Control.of_module(
-        find_world_group(options.mesh, options.process_group),
-        type(model._model).__name__,
-        compares_computation=not options.allow_different_computation,
-    )
-    versions = [f"{package} {importlib.metadata.version(package)}" for package in ("lightning-thunder", "torch")]
-    lines = [f"thunder_fsdp_sched {__version__}", *versions, *options.lines()]
-    control.check_same("versions and options of fsdp(...)", lines)
-    return control
+class _Param(NamedTuple):
+    """A parameter to shard.
+
+    Attributes:
+        param: the jitted module's object. Another transform may have created it.
+        own: the original module's object; ``param`` if that has none.
+        ranks: the ranks that share it.
+    """
+
+    spec: ParamSpec
+    param: nn.Parameter
+    own: nn.Parameter
+    ranks: Ranks
 
 
-def _allocate(plan: Plan, assignment: GroupAssignment) -> list[Bucket]:
-    arenas: dict[torch.device, Arena] = {}
-    handles: set[str] = set()
-    buckets = []
-    peer_memory = announce_all((spec, assignment.ranks_of(spec)) for spec in plan)
-    for spec in plan:
-        handle = handle_name(spec.name)
-        while handle in handles:
-            handle += "_"
-        handles.add(handle)
-        arena = arenas.setdefault(spec.device, Arena(spec.device))
-        buckets.append(
-            Bucket(
+class _Sharding:
+    """The steps of sharding a module, each of which uses the results of those before it.
+
+    Attributes:
+        moved: ignored parameters and buffers on their new device, which are not filled yet if they were on meta.
+        locations: the bucket of each parameter and its index there, by each of its names.
+    """
+
+    params: list[_Param]
+    moved: dict[str, torch.Tensor]
+    policies: ModulePolicies
+    plan: Plan
+    locations: dict[str, tuple[Bucket, int]]
+
+    def __init__(self, model: ThunderModule, options: Options) -> None:
+        self.model, self.module, self.options = model, model._model, options
+        self.control = Control.of_module(
+            find_world_group(options.mesh, options.process_group),
+            type(self.module).__name__,
+            compares_computation=not options.allow_different_computation,
+        )
+        # This precedes everything else that ranks do together.
+        versions = [f"{package} {importlib.metadata.version(package)}" for package in ("lightning-thunder", "torch")]
+        lines = [f"thunder_fsdp_sched {__version__}", *versions, *options.lines()]
+        self.control.check_same("versions and options of fsdp(...)", lines)
+        self.source = ValueSource(model, options, self.control)
+        self.assignment = GroupAssignment(
+            self.control.group,
+            mesh=options.mesh,
+            process_group_for=options.process_group_for,
+            separate_reductions=options.separate_reduce_scatter_group,
+        )
+
+    #
+    # Planning, which changes nothing
+    #
+
+    def plan_buckets(self) -> None:
+        """Check that this rank can shard the module, and plan its buckets."""
+        module, options, assignment, source = self.module, self.options, self.assignment, self.source
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        default_key = assignment.key(assignment.default_ranks)
+        refuse_renamed(module)
+        refuse_shards_and_grads(named)
+        refuse_reparametrized(module)
+        ignored = self._ignored_names(named)
+        specs = self._param_specs({n: p for n, p in named.items() if n not in ignored})
+        source.check({spec.name for spec, _ in specs}, initializes=options.param_init_fn is not None)
+        refuse_views(self.model, named, ignored, options)
+        self.moved = self._move_unsharded(ignored)
+        self.params = [
+            _Param(spec, param, _own_param(module, spec.name, param), assignment.of(spec.name, param))
+            for spec, param in specs
+        ]
+        self.policies = ModulePolicies(module, options)
+        for spec, _, _, ranks in self.params:
+            for group in ranks.groups:
+                group.check_sends(spec.device, f"parameter {spec.name!r}")
+        if source.rank is not None:
+            for ranks in (assignment.default_ranks, *(param.ranks for param in self.params)):
+                check_source(source.rank, ranks)
+        self.plan = make_plan(
+            module,
+            specs,
+            strategy=options.bucketing_strategy,
+            world_size=default_key.size,
+            group=default_key.group,
+            options={spec.name: self.policies.of(spec) for spec, _ in specs},
+            group_keys={param.spec.name: assignment.key(param.ranks) for param in self.params},
+            comm_spec=self._comm_spec,
+        )
+
+    def _ignored_names(self, named: dict[str, nn.Parameter]) -> set[str]:
+        ignored = set()
+        for wanted in self.options.ignored_params:
+            is_name = isinstance(wanted, str)
+            matches = [p for n, p in named.items() if (wanted in (n, state_name(n)) if is_name else p is wanted)]
+            if not matches:
+                what = repr(wanted) if isinstance(wanted, str) else f"a parameter of shape {tuple(wanted.shape)}"
+                raise ValueError(f"ignored_params: {what} is not a parameter of the module")
+            ignored |= {n for n, p in named.items() if any(p is match for match in matches)}
+        return ignored
+
+    def _param_specs(self, named: dict[str, nn.Parameter]) -> list[tuple[ParamSpec, nn.Parameter]]:
+        """Return a spec for each distinct parameter, with all its tied names, in the order of the module tree."""
+        tied: dict[nn.Parameter, list[str]] = {}
+        for name, param in named.items():
+            if type(param) is not nn.Parameter or param.layout is not torch.strided:
+                raise TypeError(
+                    f"parameter {name!r} is a {type(param).__name__} with layout {param.layout}; only plain strided "
+                    f"parameters can be sharded. Convert it, or list it in ignored_params"
+                )
+            tied.setdefault(param, []).append(name)
+        specs = []
+        owners: dict[tuple[torch.device, int], str] = {}
+        for param, names in tied.items():
+            if param.numel() and not param.is_meta:
+                other = owners.setdefault((param.device, param.untyped_storage().data_ptr()), names[0])
+                if other != names[0]:
+                    raise ValueError(
+                        f"parameters {other!r} ({named[other].dtype}) and {names[0]!r} ({param.dtype}) share memory, but "
+                        f"are two Parameter objects: their shards would drift apart. Tie them (assign the same Parameter "
+                        f"to both names), or clone one"
+                    )
+            own = getattr(param, "_thunder_device", self.source.device_of(names[0], param))
+            device = self.options.device or resolve_device(torch.device(own))
+            is_plain = param.is_contiguous() and param.storage_offset() == 0
+            strided = None if is_plain else Strided(param.stride(), int(param.storage_offset()))
+            spec = ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad, strided)
+            specs.append((spec, param))
+        return specs
+
+    def _move_unsharded(self, ignored: set[str]) -> dict[str, torch.Tensor]:
+        """Return ignored parameters and buffers on the requested device, with memory for those that are to be received."""
+        copies: dict[torch.Tensor, torch.Tensor] = {}  # a tensor with several names stays one tensor
+
+        def move(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            device = self.options.device or self.source.device_of(name, tensor)
+            if tensor.device == device or not self.source.has_value(name):
+                return tensor
+            if tensor not in copies:
+                copy = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+                is_param = isinstance(tensor, nn.Parameter)
+                copies[tensor] = nn.Parameter(copy, tensor.requires_grad) if is_param else copy
+            return copies[tensor]
+
+        params = {n: p for n, p in self.model.named_parameters(remove_duplicate=False) if n in ignored}
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        return {name: move(name, tensor) for name, tensor in (*params.items(), *buffers.items())}
+
+    def _comm_spec(self, name: str, params: tuple[ParamSpec, ...], group_key: GroupKey, own: BucketOptions) -> CommSpec:
+        """Return how a bucket is sent according to the options, and raise an error if that is impossible."""
+        first, ranks = params[0], self.assignment.ranks(group_key)
+        asked, reason = self.options.transport, "asked for"
+        if callable(asked):
+            asked, reason = check_transport("transport", asked(name, params)), "asked for by the callable"
+        param_dtype = own.mp_policy.param_dtype or first.dtype
+        dtypes = (param_dtype, own.mp_policy.reduce_dtype or param_dtype)
+        if asked == "auto":
+            itemsize = min(d.itemsize for d in (first.dtype, *dtypes))
+            backend = ranks.group.backend_for(first.device)
+            asked, reason = choose_transport([p.shape for p in params], group_key.size, itemsize, backend)
+        transport = TRANSPORTS[asked]
+        try:
+            transport.check(first.device, dtypes, ranks)
+        except ValueError as error:
+            raise ValueError(f"{error} (bucket {name!r})") from error
+        policy = self.options.offload_policy
+        if not isinstance(policy, CPUOffloadPolicy):
+            return CommSpec(asked, reason, transport.per_param, transport.staging)
+        if transport.peers_read_shards:
+            raise ValueError(
+                f"transport={asked!r}: peers read shards in GPU memory, but offload_policy keeps them on the CPU "
+                f"(bucket {name!r}); choose another transport"
+            )
+        return CommSpec(
+            asked,
+            f"{reason}; shards on the CPU",
+            transport.per_param,
+            transport.staging,
+            offload=True,
+            pin_memory=policy.pin_memory and first.device.type == "cuda",
+        )
+
+    def compare(self) -> None:
+        """Check that all ranks have planned the same, and have the same values unless one of them broadcasts its own."""
+        options, control, source = self.options, self.control, self.source
+        bucket_of = {param.name: bucket for bucket in self.plan for param in bucket.params}
+        lines = []  # ranks of different groups may have different experts
+        for spec, _, _, ranks in self.params:
+            bucket, on_meta = bucket_of[spec.name], "" if source.has_value(spec.name) else " on meta"
+            line = f"{spec}{on_meta}{self.policies.line(spec)}, in bucket {bucket.name!r} with transport "
+            lines.append((ranks.group, f"{line}{bucket.comm.transport!r}"))
+        control.check_same_in_groups("the parameters to shard", lines)
+        if source.rank is not None:
+            moved = [f"{n}: {t.dtype}{list(t.shape)} on {t.device.type}" for n, t in self.moved.items()]
+            control.check_same("the buffers and ignored parameters to broadcast", moved)
+        elif not options.allow_different_initialization and not control.is_single_rank:
+            # With replicas all of them at once, unless some parameters have other ranks.
+            every = None if options.process_group_for is not None else (control.group,)
+            check_initial_values(control, ((p.spec.name, p.param, every or p.ranks.groups) for p in self.params))
+
+    #
+    # Memory and values
+    #
+
+    def allocate(self) -> list[Bucket]:
+        assignment = self.assignment
+        arenas: dict[torch.device, Arena] = {}
+        buckets: dict[str, Bucket] = {}  # by handle
+        peer_memory = announce_all((spec, assignment.ranks_of(spec)) for spec in self.plan)
+        for spec in self.plan:
+            handle = handle_name(spec.name)
+            while handle in buckets:
+                handle += "_"
+            buckets[handle] = Bucket(
                 spec,
                 assignment.ranks_of(spec),
                 TRANSPORTS[spec.comm.transport],
-                arena,
+                arenas.setdefault(spec.device, Arena(spec.device)),
                 handle,
                 secondary_ranks=assignment.secondary_ranks_of(spec),
                 peer_memory=peer_memory.get(spec.name),
             )
-        )
-    return buckets
+            buckets[handle].all_reduce_hook = self.options.all_reduce_hook
+        self.locations = {n: (b, i) for b in buckets.values() for i, p in enumerate(b.spec.params) for n in p.names}
+        return list(buckets.values())
 
+    def fill(self) -> FormerMemory:
+        """Fill shards, ignored parameters and buffers: with the module's values, those of one rank, or initialized ones.
 
-@dataclass(frozen=True)
-class _Filling:
-    """Fills shards, ignored parameters and buffers: with the module's values, those of one rank, or initialized ones."""
-
-    planned: PlannedModule
-    locations: dict[str, tuple[Bucket, int]]
-    options: Options
-    default_ranks: Ranks
-    control: Control
-    source: ValueSource
-
-    def fill(self, module: nn.Module) -> FormerMemory:
-        """Fill all of them, free the memory of the module's parameters, and return which memory it was."""
-        planned, source = self.planned, self.source
-        for spec, *_ in planned.params:
-            bucket, index = self.locations[spec.name]
+        Free the memory of the module's parameters, and return which memory it was.
+        """
+        source = self.source
+        # Parameters to receive share memory. Memory of their own would be freed too late: gloo refers to it for a while
+        # after the broadcast.
+        received: dict[torch.device, int] = defaultdict(int)
+        for spec, param, *_ in self.params:
             if not source.has_value(spec.name):
+                bucket, index = self.locations[spec.name]
                 make_blank(bucket.shard_views[index])
+            elif param.is_meta:
+                device = source.device_of(spec.name, param)
+                received[device] = max(received[device], param.nbytes)
         if self.options.param_init_fn is not None:
-            self._initialize(module, self.options.param_init_fn)
-        first = planned.params[0].spec.device if planned.params else self.options.device
-        for name, tensor in planned.moved.items():
+            self._initialize(self.options.param_init_fn)
+        first = self.params[0].spec.device if self.params else self.options.device
+        for name, tensor in self.moved.items():
             if source.has_value(name):
-                self._broadcast(tensor, self.default_ranks, first)
-        former_memory, receive = FormerMemory(), self._receiver()
-        for spec, param, own, ranks in planned.params:
+                self._broadcast(tensor, self.assignment.default_ranks, first)
+        buffers = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in received.items()}
+        former_memory = FormerMemory()
+        for spec, param, own, ranks in self.params:
             if source.has_value(spec.name):
-                whole = receive(spec.name, param) if param.is_meta else param
+                whole: torch.Tensor = param
+                if param.is_meta:
+                    buffer = buffers[source.device_of(spec.name, param)]
+                    whole = buffer[: param.nbytes].view(param.dtype).view(param.shape)
                 self._broadcast(whole, ranks, spec.device)
                 self._copy_in(spec.name, whole)
             if not param.is_meta:
@@ -177,7 +347,7 @@ class _Filling:
                     former.data = former.new_empty(0)
         return former_memory
 
-    def _initialize(self, module: nn.Module, init: Callable[[nn.Module], object]) -> None:
+    def _initialize(self, init: Callable[[nn.Module], object]) -> None:
         """Materialize the tensors that each submodule owns on the meta device, initialize them, and shard them.
 
         Submodules are visited in the order of the module tree, so random numbers are drawn as for the whole module.
@@ -185,7 +355,7 @@ class _Filling:
         submodules are lost. Afterwards the sharded parameters are on the meta device again; all others are the same
         objects, with memory.
         """
-        for path, submodule in module.named_modules():
+        for path, submodule in self.module.named_modules():
             on_meta = [
                 (own, leaf, tensor, name)
                 for own in (submodule._parameters, submodule._buffers)
@@ -215,34 +385,45 @@ class _Filling:
                 if isinstance(tensor, nn.Parameter):
                     replace_data(tensor, made.detach())
                     made = tensor
-                self._broadcast(made, self.default_ranks, self.options.device)
-                self.planned.moved[name] = made
+                self._broadcast(made, self.assignment.default_ranks, self.options.device)
+                self.moved[name] = made
 
+    @torch.no_grad()
     def _copy_in(self, name: str, whole: torch.Tensor) -> None:
         bucket, index = self.locations[name]
-        with torch.no_grad():
-            bucket.copy_in(index, whole)
+        bucket.copy_in(index, whole)
 
+    @torch.no_grad()
     def _broadcast(self, tensor: torch.Tensor, ranks: Ranks, via: torch.device | None) -> None:
         """With ``broadcast_from``, broadcast a tensor over its ranks, if necessary by way of the device ``via``."""
         if self.source.rank is not None:
-            with torch.no_grad(), self.control.doing("broadcast_from"):
+            with self.control.doing("broadcast_from"):
                 broadcast(tensor.detach(), self.source.rank, ranks, via=via)
 
-    def _receiver(self) -> Callable[[str, torch.Tensor], torch.Tensor]:
-        """Return a function that gives a parameter's memory to receive it, which the next parameter reuses.
+    def replace_parameters(self) -> list[weakref.ref[nn.Parameter]]:
+        """Put shards and moved tensors into the module, and retire the parameters that they replace; return these."""
+        self.policies.attach_casts()
+        module, moved, former_params = self.module, self.moved, []
+        new_of: dict[int, torch.Tensor] = {id(buffer): moved[name] for name, buffer in self.model.named_buffers()}
+        for spec, _, former, _ in self.params:
+            bucket, index = self.locations[spec.name]
+            new_of[id(former)] = param = bucket.params[index]
+            param.__dict__.update({key: value for key, value in vars(former).items() if key != "_thunder_device"})
+            take_hooks(former, param)
+            former_params.append(retire(former, spec.name))
+        replace_in_containers(module, new_of)
+        for path, submodule in module.named_modules(remove_duplicate=False):
+            for leaf, buffer in submodule._buffers.items():
+                submodule._buffers[leaf] = moved.get(f"{path}.{leaf}".lstrip("."), buffer)
+        for name, tensor in moved.items():
+            if isinstance(tensor, nn.Parameter) and (own := _own_param(module, name, tensor)) is not tensor:
+                replace_data(own, tensor.detach())
+                moved[name] = own
+        return former_params
 
-        Memory of its own would be freed too late: gloo refers to it for a while after the broadcast.
-        """
-        source = self.source
-        nbytes: dict[torch.device, int] = defaultdict(int)
-        for spec, param, *_ in self.planned.params:
-            if param.is_meta and source.has_value(spec.name):
-                device = source.device_of(spec.name, param)
-                nbytes[device] = max(nbytes[device], param.nbytes)
-        buffers = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in nbytes.items()}
 
-        def receive(name: str, param: torch.Tensor) -> torch.Tensor:
-            return buffers[source.device_of(name, param)][: param.nbytes].view(param.dtype).view(param.shape)
-
-        return receive
+def _own_param(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
+    """Return the module's own object for a parameter; ``param`` itself if another transform has replaced it."""
+    found = find_owner(module, name)
+    own = None if found is None else found[0]._parameters[found[1]]
+    return param if own is None or own.shape != param.shape or own.dtype != param.dtype else own

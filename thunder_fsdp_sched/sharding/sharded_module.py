@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from ..logs import Progress
 from ..plan.plan import Plan
 from ..plan.specs import BucketSpec
 from ..private_thunder import watch_cache_misses
-from ..private_torch import parameters_of_running_ddp, refuse_ddp, replace_data, set_in_call, state_name, unwrap_fabric
+from ..private_torch import parameters_of_running_ddp, refuse_ddp, set_in_call, state_name, unwrap_fabric
 from ..proof.audit import FormerMemory
 from ..ranks.control import Control
 from ..runtime.bucket import Bucket
@@ -52,8 +52,7 @@ class ShardedModule:
         replaced: ignored parameters and buffers on their new device.
         began_on_meta: names of tensors without values, until all of them are known to have some.
         world_group: these ranks.
-        kept: the buckets that stay unsharded between forward and backward.
-        kept_is_final: whether ``max_unsharded_bytes`` has settled that already.
+        kept_is_final: whether ``max_unsharded_bytes`` has settled already which buckets are kept.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
         progress: logs the progress of compiling.
     """
@@ -75,34 +74,21 @@ class ShardedModule:
         self.shards = {name: bucket.params[index] for name, (bucket, index) in self.locations.items()}
         self.locations |= {state_name(name): location for name, location in self.locations.items()}
         self.world_group = self.control.group
-        self.kept = {bucket for bucket in self.buckets if bucket.spec.options.sharding_strategy == "zero2"}
         self.progress = Progress(self.control.title, self.world_group.rank)
         for bucket in self.buckets:
             bucket.control, bucket.issue_counts = self.control, self.control.issue_counts
         self.module_params = ModuleParameters(self.module, self.buckets)
         self._collects_less = CollectsLess()
-        self._model: weakref.ref[ThunderModule] | None = None
+        self._model: Callable[[], ThunderModule | None] = lambda: None
 
-    def update_module(self) -> None:
-        """Move the module's ignored parameters and buffers to their new device, keeping its parameter objects."""
-        for name, tensor in self.replaced.items():
-            path, _, leaf = name.rpartition(".")
-            try:
-                owner = self.module.get_submodule(path)
-            except AttributeError:  # a transform has added it
-                continue
-            if leaf in owner._buffers:
-                owner._buffers[leaf] = tensor
-            own = owner._parameters.get(leaf)
-            if own is None or own is tensor or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
-                continue  # a transform has replaced it
-            replace_data(own, tensor.detach())
-            self.replaced[name] = own
+    @property
+    def kept(self) -> set[Bucket]:
+        """The buckets that stay unsharded between forward and backward."""
+        return {bucket for bucket in self.buckets if bucket.spec.options.sharding_strategy == "zero2"}
 
     def set_kept_buckets(self, names: Collection[str]) -> None:
         """Keep exactly the named buckets unsharded between forward and backward from now on."""
         self._set_specs(b.with_options(sharding_strategy="zero2" if b.name in names else "zero3") for b in self.plan)
-        self.kept = {bucket for bucket in self.buckets if bucket.spec.name in names}
 
     def set_gradient_divide_factor(self, names: Collection[str], factor: float | None) -> None:
         """Divide the sum of gradients in the named buckets by ``factor`` from now on."""
@@ -128,7 +114,7 @@ class ShardedModule:
             if not self.running_eagerly:
                 refuse_old_backward_hooks(jitted)
                 # Compiling without a call may have failed and left placeholders in the module.
-                self.module_params.install_shards()
+                self.module_params.remove_placeholders()
                 self.module_params.check()
                 self.former_params = check_gradients(self.former_params)
                 if any(isinstance(param, RowDTensor) for param in parameters_of_running_ddp()):
@@ -140,8 +126,13 @@ class ShardedModule:
             self._collects_less.end()
             finish_copies()
             if not self.running_eagerly and self.module_params.has_placeholders:  # tracing failed
-                self.module_params.install_shards()
-                self._warn_of_containers()
+                self.module_params.remove_placeholders()
+                for path, name in self.module_params.in_containers().items():
+                    warnings.warn(
+                        f"fsdp: {path} holds parameter {name!r}, which is sharded: if forward reads it there, tracing sees "
+                        f"only this rank's rows. Read it as {name}",
+                        stacklevel=2,
+                    )
 
         model.register_forward_pre_hook(before_call)
         model.register_forward_hook(after_call, always_call=True)
@@ -154,7 +145,7 @@ class ShardedModule:
         refuse_backward_hooks(self.module)
         self.check_ready()
         self.progress.begin("tracing the module for new inputs", stage="tracing")
-        self.module_params.install_placeholders()
+        self.module_params.install(self.module_params.placeholders)
         self._collects_less.begin()
 
     def compile(self, model: ThunderModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -169,16 +160,13 @@ class ShardedModule:
 
     def known(self) -> Collection[str]:
         """Return the names of all parameters that Thunder may unpack, including those that other transforms created."""
-        model = None if self._model is None else self._model()
-        return self.shards.keys() if model is None else model._overrides_parameters.keys()
+        return self._jitted._overrides_parameters.keys()
 
-    def _warn_of_containers(self) -> None:
-        for path, name in self.module_params.in_containers().items():
-            warnings.warn(
-                f"fsdp: {path} holds parameter {name!r}, which is sharded: if forward reads it there, tracing sees only "
-                f"this rank's rows. Read it as {name}",
-                stacklevel=3,
-            )
+    @property
+    def _jitted(self) -> ThunderModule:
+        model = self._model()
+        assert model is not None, "the jitted module is gone"
+        return model
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return all names of a parameter in a state dict, the leading one first; if it is not sharded, only ``name``."""
@@ -193,7 +181,7 @@ class ShardedModule:
         Raises:
             RuntimeError: names those that are not.
         """
-        self.module_params.install_shards()  # a failed compilation may have left placeholders
+        self.module_params.remove_placeholders()  # a failed compilation may have left placeholders
         self.module_params.check()
         self.module_params.check_shards()
         self.check_initialized()
@@ -208,9 +196,7 @@ class ShardedModule:
         if not self.began_on_meta or self.world_group.is_fake:  # a plan needs no values
             return
         with self.control.all_or_none("whether all parameters have values"):
-            assert self._model is not None
-            model = self._model()
-            assert model is not None
+            model = self._jitted
             tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
             blank = [n for n, t in tensors.items() if t.is_meta or (n in self.began_on_meta and is_blank(t))]
             if blank:

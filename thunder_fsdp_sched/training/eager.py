@@ -67,13 +67,14 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
     if sharded.running_eagerly:
         raise RuntimeError("eager: already inside eager(...) of this model; use the module that it returned")
     sharded.check_ready()
-    if found := sharded.module_params.in_containers():
+    params = sharded.module_params
+    if found := params.in_containers():
         path, name = next(iter(found.items()))
         raise RuntimeError(
             f"eager: {path} of the module holds parameter {name!r} beside its name: forward could read this rank's rows "
             f"there. Remove it"
         )
-    unsharded = [_Unsharded(module, bucket, sharded.module_params.entries_of(bucket)) for bucket in sharded.buckets]
+    unsharded = [_Unsharded(module, bucket, params.entries_of(bucket)) for bucket in sharded.buckets]
     inside: dict[nn.Module, list[_Unsharded]] = {}
     for one in unsharded:
         inside.setdefault(one.innermost if reshard_after_forward else module, []).append(one)
@@ -81,8 +82,8 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
     with torch.no_grad(), contextlib.ExitStack() as undo:
         sharded.running_eagerly = True
         undo.callback(setattr, sharded, "running_eagerly", False)
-        sharded.module_params.install_placeholders()
-        undo.callback(sharded.module_params.install_shards)
+        params.install(params.placeholders)
+        undo.callback(params.remove_placeholders)
         undo.callback(_keep_buffers, model, dict(module.named_buffers(remove_duplicate=False)))
         undo.callback(_reshard, unsharded, finally_=True)
         _unshard(stay)

@@ -127,7 +127,7 @@ class _Whole:
 
 def _install(jitted: ThunderModule, sharded: ShardedModule, whole: Sequence[_Whole], *, are_whole: bool) -> None:
     """Put whole parameters in place of shards into both modules, or the shards back."""
-    sharded.module_params.install_whole({id(one.shard): one.param for one in whole} if are_whole else {})
+    sharded.module_params.install({id(one.shard): one.param for one in whole} if are_whole else {})
     for one in whole:
         names = one.bucket.spec.params[one.index].names
         jitted._overrides_parameters.update(dict.fromkeys(names, one.param if are_whole else one.shard))
@@ -135,7 +135,7 @@ def _install(jitted: ThunderModule, sharded: ShardedModule, whole: Sequence[_Who
 
 def _find_fault(sharded: ShardedModule, whole: Sequence[_Whole]) -> str:
     """Return why these parameters cannot be written back; empty if they can."""
-    if replaced := sharded.module_params.find_replaced_whole():
+    if replaced := sharded.module_params.find_replaced():
         return (
             f"parameter {replaced!r} was replaced or removed; copy into it instead: "
             f"`with torch.no_grad(): p.copy_(new)`"
