@@ -89,6 +89,26 @@ def dtensor_constructor() -> Callable[..., Any]:
     return DTensor.__new__
 
 
+def dtensor_base() -> Any:
+    """Return the class from which a DTensor that handles operators itself derives: DTensor, where torch allows it.
+
+    torch 2.10 and 2.11 run DTensor's own operators on tensors of its subclasses, whatever their ``__torch_dispatch__``
+    (pytorch/pytorch#177878). There, it is a tensor with the attributes of a DTensor that is no instance of DTensor.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
+        return DTensor
+
+    class TensorLikeDTensor(torch.Tensor):
+        __slots__ = ("_local_tensor", "_spec")
+        __new__ = DTensor.__new__
+        __torch_function__ = torch._C._disabled_torch_function_impl
+        device_mesh, placements = DTensor.device_mesh, DTensor.placements
+
+    return TensorLikeDTensor
+
+
 def register_foreach_type(tensor_class: type[torch.Tensor]) -> None:
     """Let torch's optimizers and functions of gradients use ``_foreach`` operators on tensors of this class.
 

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
 from ..private_torch import state_name, unwrap_fabric
-from ..runtime.row_dtensor import RowDTensor, replicated
+from ..runtime.row_dtensor import DTENSORS, RowDTensor, replicated
 from ..sharding.sharded_module import find_jitted
 from ..sharding.state_entries import RowPiece, refuse_unshared
 from .storage import Paths
@@ -148,7 +147,7 @@ def _as_vector(state: RowDTensor) -> RowDTensor:
 def _check_state(name: str, state: dict[str, Any]) -> None:
     """Raise an error for state of which nobody can tell whether it is whole."""
     for key, value in ((key, leaf) for key, values in state.items() for leaf in tree_leaves(values)):
-        if isinstance(value, torch.Tensor) and value.ndim and not isinstance(value, (DTensor, RowPiece)):
+        if isinstance(value, torch.Tensor) and value.ndim and not isinstance(value, (*DTENSORS, RowPiece)):
             raise ValueError(
                 f"optimizers: state {key!r} of parameter {name!r} is a plain tensor of shape {tuple(value.shape)}, "
                 f"and which part of a whole tensor it is cannot be told: make it from the parameter or its gradient, as "
@@ -347,4 +346,4 @@ def _text(value: Any) -> str:
     """Describe a value; of a tensor that may be rows, only that it is one."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    return "a tensor" if value.ndim or isinstance(value, (DTensor, RowPiece)) else repr(value.tolist())
+    return "a tensor" if value.ndim or isinstance(value, (*DTENSORS, RowPiece)) else repr(value.tolist())

@@ -14,10 +14,10 @@ import thunder
 import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from ..api import fsdp
 from ..private_torch import control_fabric_sync
+from ..runtime.row_dtensor import DTENSORS
 from ..sharding.former_parameters import refuse_former
 from ..training.gradients import clip_grad_norm_
 from ..transform import FSDPTransform, find_transform
@@ -178,7 +178,7 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         mine = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
         if mine != {param for param in module.parameters() if param.requires_grad}:
             norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
-            return norm.full_tensor() if isinstance(norm, DTensor) else norm
+            return norm.full_tensor() if isinstance(norm, DTENSORS) else norm
         self.precision.unscale_gradients(optimizer)
         # With one collective, while torch's function, as called above, has one for each parameter.
         return clip_grad_norm_(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ..runtime.row_dtensor import local_rows
+from ..runtime.row_dtensor import DTENSORS, local_rows
 
 _COPIES = frozenset(
     {
@@ -157,7 +156,7 @@ class StepCounter(TorchDispatchMode):
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):  # it calls operators on its local tensor
+        if any(issubclass(kind, DTENSORS) for kind in types):  # it calls operators on its local tensor
             return NotImplemented
         kwargs = kwargs or {}
         self._now += 1

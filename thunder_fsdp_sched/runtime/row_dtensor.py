@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
-from ..private_torch import dtensor_constructor, register_foreach_type
+from ..private_torch import dtensor_base, dtensor_constructor, register_foreach_type
 from .autograd import guarded_accumulated_hook, guarded_hook
 from .rows import Rows
 
@@ -62,7 +62,7 @@ class _Entry:
         return rows if self.shape else rows.reshape(())
 
 
-class RowDTensor(_Entry, DTensor):
+class RowDTensor(_Entry, dtensor_base()):  # type: ignore[misc]
     """This rank's rows of a tensor that is sharded along its first dimension; see [Note: Uneven DTensors].
 
     It has the shape of the whole tensor. :meth:`to_local` returns the rows, :meth:`full_tensor` gathers all of them.
@@ -85,7 +85,7 @@ class RowDTensor(_Entry, DTensor):
     @staticmethod
     def wrap(local: torch.Tensor, rows: Rows) -> RowDTensor:
         """Return a tensor that shares the memory of ``local``, this rank's rows, of shape ``rows.local_shape``."""
-        assert not isinstance(local, DTensor)
+        assert not isinstance(local, DTENSORS)
         return RowDTensor.of_spec(local, rows.spec(local.dtype, local.device.type))
 
     @classmethod
@@ -200,7 +200,7 @@ def local_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of a DTensor or a :class:`RowPiece`, sharing its memory; any other tensor itself."""
     if isinstance(tensor, RowPiece):
         return tensor.to_local()
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if isinstance(tensor, DTENSORS) else tensor
 
 
 def replicated(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -211,6 +211,10 @@ def replicated(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 _DETACH = aten.detach.default
 RowDTensor.of_spec = functools.partial(_construct, RowDTensor, requires_grad=False)
 register_foreach_type(RowDTensor)
+
+
+DTENSORS = (DTensor, RowDTensor)
+"""The classes of DTensors, for ``isinstance``; a :class:`RowDTensor` is a DTensor from torch 2.12 on."""
 
 
 class _ToLocal(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .row_dtensor import RowDTensor, local_rows, replicated
+from .row_dtensor import DTENSORS, RowDTensor, local_rows, replicated
 from .rows import Rows
 
 # Explicit lists, because an operator that is not listed may read other rows. torch's tag `pointwise` is no proof:
@@ -111,7 +111,7 @@ _ROW_DTENSOR = {RowDTensor}
 
 
 def _is_number(item: Any) -> bool:
-    return not isinstance(item, torch.Tensor) or (item.ndim == 0 and not isinstance(item, DTensor))
+    return not isinstance(item, torch.Tensor) or (item.ndim == 0 and not isinstance(item, DTENSORS))
 
 
 def _aligned(func: Any, values: Sequence[Any], written: list[int]) -> tuple[list[Any], list[Rows | None]]:
@@ -133,7 +133,7 @@ def _aligned(func: Any, values: Sequence[Any], written: list[int]) -> tuple[list
     operands = [list(value) if place in lists else local_rows(value) for place, value in enumerate(values)]
     all_rows: list[Rows | None] = []
     for number, items in enumerate(zip(*(values[place] for place in lists), strict=True)):
-        if not any(isinstance(item, DTensor) for item in items):
+        if not any(isinstance(item, DTENSORS) for item in items):
             all_rows.append(None)
             continue
         parts, rows = align(func, [*items, *others])
@@ -175,12 +175,12 @@ def _part(func: Any, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
         if tensor.rows.has_cuts_of(rows) and not lacks_rows:
             return tensor._local_tensor
         refuse(func, (tensor,), {})
-    if isinstance(tensor, DTensor) and tensor.device_mesh == rows.ranks.mesh(tensor.device.type):
+    if isinstance(tensor, DTENSORS) and tensor.device_mesh == rows.ranks.mesh(tensor.device.type):
         if all(placement.is_replicate() for placement in tensor.placements):
             return tensor._local_tensor if lacks_rows else rows.of(tensor._local_tensor)
         if rows.is_even and tuple(tensor.placements) == rows.placements and not lacks_rows:
             return tensor._local_tensor
-    if not isinstance(tensor, DTensor) and tensor.numel() == 1:
+    if not isinstance(tensor, DTENSORS) and tensor.numel() == 1:
         return tensor  # a number
     raise RuntimeError(
         f"{func} mixes rows of {rows.label!r}, of shape {tuple(rows.shape)}, with {_described(tensor)}. Pass a whole tensor "
@@ -192,7 +192,7 @@ def _part(func: Any, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def _described(tensor: Any) -> str:
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, DTENSORS):
         return f"a DTensor of shape {tuple(tensor.shape)} and placements {tensor.placements}"
     return f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
 

@@ -25,10 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .row_dtensor import RowDTensor, local_rows, replicated
+from .row_dtensor import DTENSORS, RowDTensor, local_rows, replicated
 from .row_elements import acts_on_elements, align, on_elements, run_on_single_rank
 from .rows import Rows
 
@@ -309,7 +308,7 @@ def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _put_where(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Assign a number to elements that a mask chooses: ``p[p > 1] = 1``."""
     tensor, (*others, mask), value = args[0], args[1], args[2]
-    if tensor.shape == (1,) and not isinstance(mask, DTensor):  # what torch makes of a 0-dim tensor and mask
+    if tensor.shape == (1,) and not isinstance(mask, DTENSORS):  # what torch makes of a 0-dim tensor and mask
         if len(tensor._local_tensor):
             func(tensor._local_tensor, *args[1:], **kwargs)
         return tensor

@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 
 import torch
 from thunder.core.module import ThunderModule
-from torch.distributed.tensor import DTensor
+
+from ..runtime.row_dtensor import DTENSORS
 
 
 def transformers_lookasides() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -72,7 +73,7 @@ def refuse_save_pretrained(module: torch.nn.Module) -> None:
 
 def _save_whole_values(reference: weakref.ref[Any], *args: Any, state_dict: Any = None, **options: Any) -> Any:
     module: Any = reference()
-    if not state_dict or any(isinstance(value, DTensor) for value in state_dict.values()):
+    if not state_dict or any(isinstance(value, DTENSORS) for value in state_dict.values()):
         raise RuntimeError(
             f"save_pretrained: the parameters of this {type(module).__name__} are sharded. Call "
             f"thunder_fsdp_sched.huggingface.save_pretrained(model, folder) with the jitted module, on all ranks"

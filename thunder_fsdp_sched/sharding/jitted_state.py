@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 import torch
 from thunder.core.module import ThunderModule
-from torch.distributed.tensor import DTensor
 
 from ..private_torch import state_name
+from ..runtime.row_dtensor import DTENSORS
 from .sharded_module import ShardedModule
 
 _ORIGINAL = "_model."
@@ -73,7 +73,7 @@ def gather_entries(
     whole: dict[str, Any] = {}  # by leading name
     for name, value in entries.items():
         if leading[name] not in whole:
-            if isinstance(value, DTensor):
+            if isinstance(value, DTENSORS):
                 value = value.full_tensor()
             if isinstance(value, torch.Tensor):
                 value = None if not keeps else value.detach().cpu() if to_cpu else value.detach()

@@ -25,12 +25,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.utils import dlpack
 from torch.utils._pytree import tree_map_only
 
 from ..runtime.bucket import Bucket
-from ..runtime.row_dtensor import RowDTensor
+from ..runtime.row_dtensor import DTENSORS, RowDTensor
 from ..runtime.row_dtensor import RowPiece as RowPiece
 from ..runtime.rows import Rows
 from .former_parameters import refuse_former
@@ -72,7 +72,7 @@ def rows_from(rows: Rows, value: torch.Tensor) -> torch.Tensor:
     value = value.detach()
     if isinstance(value, RowDTensor) and value.rows == rows:
         return value._local_tensor
-    if isinstance(value, DTensor):
+    if isinstance(value, DTENSORS):
         is_even = rows.is_even and value.placements[-1] == Shard(0) and not isinstance(value, RowDTensor)
         is_same = is_even and value.device_mesh.shape[-1] == rows.ranks.group.size
         return value.to_local() if is_same else rows.of(value.full_tensor()).clone()
@@ -126,13 +126,13 @@ def _as_rows(param: RowDTensor, what: str, value: torch.Tensor) -> torch.Tensor:
             f"{rows.local_shape}: it has loaded the state of an unsharded run. Create a new optimizer, and load its state "
             f"with thunder_fsdp_sched.load_checkpoint"
         )
-    if not isinstance(value, (DTensor, RowPiece)):
+    if not isinstance(value, (*DTENSORS, RowPiece)):
         return value
     if isinstance(value, RowDTensor) and value.rows.has_cuts_of(rows):
         return value
-    if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
+    if isinstance(value, DTENSORS) and all(placement.is_replicate() for placement in value.placements):
         return value
-    if isinstance(value, DTensor) and value.shape != rows.shape and value.shape[:1] == rows.shape[:1]:
+    if isinstance(value, DTENSORS) and value.shape != rows.shape and value.shape[:1] == rows.shape[:1]:
         rows = rows.reshaped(value.shape)
         return RowDTensor.wrap(rows.of(value.full_tensor()), rows)
     try:
