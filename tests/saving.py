@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS
 from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
 
 import pytest
@@ -16,7 +17,6 @@ from models import Layer, Model
 from scenario import loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 
 class Everything(Model):
@@ -112,7 +112,7 @@ def contents(model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict
 
 
 def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if isinstance(value, DTENSORS) else value
 
 
 def assert_equal(actual: dict[str, Any], expected: dict[str, Any], what: Any = "") -> None:

@@ -10,6 +10,7 @@ from thunder_fsdp_sched.transports.symmetric_memory import SymmetricMemory
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory  # defines its operators
 
 
 class SharedFiles:

@@ -11,7 +11,7 @@ from unittest import mock
 from thunder_fsdp_sched import clip_grad_norm_, fsdp, get_model_state_dict, get_optimizer_state_dict
 from thunder_fsdp_sched.private_torch import timeout_of
 from thunder_fsdp_sched.reports.profiler import measure
-from thunder_fsdp_sched.runtime.row_dtensor import local_rows
+from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, local_rows
 
 import pytest
 import thunder
@@ -23,7 +23,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.utils import dlpack
 from virtual_gpu import guard
 from virtual_gpu.histories import faults_after_interruption, interrupt, make_model, take_three_steps
@@ -85,7 +84,7 @@ def _check_entries_of_offloaded_shards(rank: Rank) -> None:
     with unset_fake_temporarily(), mock.patch.object(dlpack, "from_dlpack", lambda view: view):
         state = get_model_state_dict(model)
         saved = get_optimizer_state_dict(model, optimizer)["state"]
-    assert any(isinstance(entry, DTensor) for entry in state.values())
+    assert any(isinstance(entry, DTENSORS) for entry in state.values())
     pieces = {name: entry.to_local() for name, entry in state.items()}
     for name, param in model.named_parameters():
         assert pieces[name].device.type == "cpu", name

@@ -12,6 +12,7 @@ from typing import Any
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import load_checkpoint, save_checkpoint
 from thunder_fsdp_sched.checkpoint import RowPiece
+from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS
 
 import pytest
 import torch
@@ -69,10 +70,10 @@ def test_pickled_entries_are_dtensors_or_pieces_that_refuse_operators() -> None:
     even, _ = make(transport="coalesced")
     uneven, _ = make()
     entries = tfs.get_model_state_dict(even)
-    kinds = {name: type(pickle.loads(pickle.dumps(e))) for name, e in entries.items() if isinstance(e, DTensor)}
+    kinds = {name: type(pickle.loads(pickle.dumps(e))) for name, e in entries.items() if isinstance(e, DTENSORS)}
     assert {kinds.pop("scale")} == {RowPiece}  # a single row cannot be divided
     assert set(kinds.values()) == {DTensor}
-    entry = next(e for e in tfs.get_model_state_dict(uneven).values() if isinstance(e, DTensor) and not e.rows.is_even)
+    entry = next(e for e in tfs.get_model_state_dict(uneven).values() if isinstance(e, DTENSORS) and not e.rows.is_even)
     assert "RowDTensor(rows [" in repr(entry)
     piece = pickle.loads(pickle.dumps(entry))
     assert "RowPiece(rows [" in repr(piece)

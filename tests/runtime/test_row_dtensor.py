@@ -10,7 +10,7 @@ from typing import Any
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef
 from thunder_fsdp_sched.ranks.process_groups import Ranks as ShardingRanks
-from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, replicated
+from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, RowDTensor, replicated
 from thunder_fsdp_sched.runtime.rows import Rows
 
 import pytest
@@ -39,7 +39,7 @@ def _pairs(*, even: bool, seed: int = 0, scale: float = 1.0) -> list[tuple[RowDT
 
 
 def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if isinstance(value, DTENSORS) else value
 
 
 def _assign(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -208,9 +208,9 @@ def test_losses_have_the_gradient_of_the_whole_tensor(even: bool) -> None:
         "penalty": lambda p: p.pow(2).sum(),
         "linear": lambda p: p.sum() + p.mean(),
         "absolute": lambda p: p.abs().mean(),
-        "norm": lambda p: p.norm().full_tensor() if isinstance(p, DTensor) else p.norm(),
-        "maximum": lambda p: p.amax().full_tensor() if isinstance(p, DTensor) else p.amax(),
-        "whole": lambda p: p.full_tensor().sum() if isinstance(p, DTensor) else p.sum(),
+        "norm": lambda p: p.norm().full_tensor() if isinstance(p, DTENSORS) else p.norm(),
+        "maximum": lambda p: p.amax().full_tensor() if isinstance(p, DTENSORS) else p.amax(),
+        "whole": lambda p: p.full_tensor().sum() if isinstance(p, DTENSORS) else p.sum(),
     }
     for name, loss_of_param in losses.items():
         for x, whole in _pairs(even=even):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS
 
 import pytest
 import thunder
@@ -46,7 +47,7 @@ def _compare(run: Run) -> None:
 
 
 def _check(run: Run, ours: Any, theirs: Any, what: str) -> None:
-    ours, theirs = (v.full_tensor() if isinstance(v, DTensor) else v for v in (ours, theirs))
+    ours, theirs = (v.full_tensor() if isinstance(v, DTENSORS) else v for v in (ours, theirs))
     if isinstance(ours, torch.Tensor):
         run.close(ours, theirs, what, tolerance=run.others_tolerance)
     else:
@@ -91,7 +92,7 @@ def test_parameters_and_buffers_are_averaged() -> None:
         ours, theirs = (average.state_dict() for average in averages)
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
-            actual = ours[name].full_tensor() if isinstance(ours[name], DTensor) else ours[name]
+            actual = ours[name].full_tensor() if isinstance(ours[name], DTENSORS) else ours[name]
             torch.testing.assert_close(actual, value, msg=name)
 
 

@@ -222,7 +222,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     complete = [p.parent for p in Path(folder).glob(f"*/{METADATA}")]
     for path in sorted(complete, key=lambda p: ((p / METADATA).stat().st_mtime_ns, p.name), reverse=True):
         try:
-            check_lengths(path, read_metadata(path)[0])
+            check_lengths(path, read_metadata(path)[0].storage_data.values())
         except (OSError, ValueError) as error:
             warnings.warn(f"latest_checkpoint leaves out {path}: {error}", stacklevel=2)
         else:

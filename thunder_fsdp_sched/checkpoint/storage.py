@@ -22,7 +22,7 @@ import re
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -97,15 +97,18 @@ def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
     return [tree[key] for key in sorted(tree)] if tree and all(isinstance(key, int) for key in tree) else tree
 
 
-def check_lengths(folder: Path, found: Metadata) -> None:
+def check_lengths(folder: Path, chunks: Iterable[Any]) -> None:
     """Raise an error unless all data files exist with the length in the list.
+
+    Args:
+        chunks: the file, offset and length of each chunk of data, as DCP stores them.
 
     Raises:
         ValueError: a file is truncated.
         OSError: a file is missing.
     """
     ends: dict[str, int] = {}
-    for info in found.storage_data.values():
+    for info in chunks:
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in ends.items():
         if (folder / name).stat().st_size < end:
@@ -287,7 +290,7 @@ class RunWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         self.path = self._run.draft
         super().finish(metadata, results)
-        check_lengths(self._run.folder, metadata)
+        check_lengths(self._run.folder, (written.storage_data for of_rank in results for written in of_rank))
         with (self._run.draft / METADATA).open("r+b") as file:
             sealed = seal(file.read())
             file.seek(0)
