@@ -200,3 +200,32 @@ def test_operators_that_change_parameters_are_an_error_and_failed_runs_are_audit
         assert _audits(model) == (False, False)
     finally:
         change_argument = None
+
+
+def pair(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return w.sum(), w * 1
+
+
+class WithPair(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + pair(self.b.weight.detach())[0]
+
+
+@on_ranks()
+def test_operators_may_return_none_in_place_of_a_tensor() -> None:
+    """As CUDA's attention in bfloat16 does."""
+    executor = thunder.extend.OperatorExecutor("sparing")
+    thunder.extend.register_executor(executor)
+    operator = executor.register_operator(
+        "without_second",
+        meta=lambda w: (thunder.core.proxies.TensorProxy(like=w, shape=()), thunder.core.proxies.TensorProxy(like=w)),
+        fn=lambda w: (w.sum(), None),
+        replaces=pair,
+    )
+    executor.register_implementation(operator, operator, grad_transform=lambda w: operator(w))  # no gradient
+    torch.manual_seed(0)
+    reference, x = WithPair(), torch.randn(3, 4)
+    torch.manual_seed(0)
+    executors = [executor, *thunder.get_default_executors()]
+    model = thunder.jit(WithPair(), transforms=[fsdp()], executors=executors)
+    torch.testing.assert_close(model(x), reference(x))

@@ -162,8 +162,11 @@ class Auditor:
         tensors = map(_tensor_in, expected.read)
         self._before = [(tensor._version, None if expected.known else tensor.clone()) for tensor in tensors]
 
-    def after(self, position: int, outputs: Sequence[torch.Tensor]) -> None:
+    def after(self, position: int, outputs: Sequence[torch.Tensor | None]) -> None:
         """Compare the effect of the bound symbol at ``position`` with the plan.
+
+        Args:
+            outputs: what it returned for its tensors; ``None`` where it returned none, as some attention kernels do.
 
         Raises:
             VerificationError: it returned memory of a slot or changed a parameter, contrary to the plan.
@@ -171,7 +174,7 @@ class Auditor:
         expected, state, self._before = self.expected[position], self._before, []
         for proxy, output, slots in zip(expected.outs, outputs, expected.slots, strict=True):
             for arena in self._arenas:
-                span = arena.span_of(output)
+                span = None if output is None else arena.span_of(output)
                 if span is not None and not any(s.arena is arena and s.contains(span) for s in slots):
                     self._fail(position, self._misplaced(position, proxy.name, arena, span, slots))
         for param, (version, copy) in zip(expected.read, state, strict=True):
@@ -292,7 +295,7 @@ def _before(auditor: Auditor, position: int) -> None:
         auditor.before(position)
 
 
-def _after(auditor: Auditor, position: int, *outputs: torch.Tensor) -> None:
+def _after(auditor: Auditor, position: int, *outputs: torch.Tensor | None) -> None:
     if not auditor.done:
         auditor.after(position, outputs)
 
