@@ -102,8 +102,8 @@ def dtensor_base() -> Any:
 
     class TensorLikeDTensor(torch.Tensor):
         __slots__ = ("_local_tensor", "_spec")
-        __new__ = DTensor.__new__
-        __torch_function__ = torch._C._disabled_torch_function_impl
+        __new__: Any = DTensor.__new__
+        __torch_function__: Any = torch._C._disabled_torch_function_impl
         device_mesh, placements = DTensor.device_mesh, DTensor.placements
 
     return TensorLikeDTensor

@@ -201,6 +201,7 @@ def test_operators_give_what_they_give_on_whole_tensors_or_are_refused(size: int
     assert not missing, missing
 
 
+@pytest.mark.skipif(not issubclass(RowDTensor, DTensor), reason="torch 2.10 and 2.11 refuse such losses")
 @pytest.mark.parametrize("even", [True, False])
 @on_ranks(2)
 def test_losses_have_the_gradient_of_the_whole_tensor(even: bool) -> None:

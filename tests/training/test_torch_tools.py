@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS
+from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, RowDTensor
 
 import pytest
 import thunder
@@ -96,6 +96,7 @@ def test_parameters_and_buffers_are_averaged() -> None:
             torch.testing.assert_close(actual, value, msg=name)
 
 
+@pytest.mark.skipif(not issubclass(RowDTensor, DTensor), reason="torch 2.10 and 2.11 gather instances of DTensor alone")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
 def test_state_dicts_are_exchanged_with_fsdp2(rank: int, transport: str) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -32,6 +32,10 @@ from .rows import Rows
 
 aten = torch.ops.aten
 _construct = dtensor_constructor()
+if TYPE_CHECKING:
+    _Base = DTensor
+else:
+    _Base = dtensor_base()
 
 
 class _Entry:
@@ -62,7 +66,7 @@ class _Entry:
         return rows if self.shape else rows.reshape(())
 
 
-class RowDTensor(_Entry, dtensor_base()):  # type: ignore[misc]
+class RowDTensor(_Entry, _Base):
     """This rank's rows of a tensor that is sharded along its first dimension; see [Note: Uneven DTensors].
 
     It has the shape of the whole tensor. :meth:`to_local` returns the rows, :meth:`full_tensor` gathers all of them.
