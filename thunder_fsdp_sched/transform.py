@@ -34,8 +34,7 @@ from thunder.core.trace import TraceCtx
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import Executor
 
-from .capture.module_calls import call_forward, trace_module_calls
-from .capture.repetition import Repetition
+from .capture.repetition import Repetition, call_forward, trace_module_calls
 from .capture.traced_computation import defers_autograd, fingerprint
 from .compilation import Compilation
 from .ir.descriptions import Call, read_call

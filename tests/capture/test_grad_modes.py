@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from thunder_fsdp_sched.capture.bound_symbols import StructuralKeys
-from thunder_fsdp_sched.capture.module_calls import call_forward, trace_module_calls
-from thunder_fsdp_sched.capture.repetition import Repetition
+from thunder_fsdp_sched.capture.repetition import Repetition, call_forward, trace_module_calls
 
 import pytest
 import thunder

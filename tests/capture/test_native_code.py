@@ -8,9 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched.capture.module_calls import call_forward, trace_module_calls
 from thunder_fsdp_sched.capture.native_code import is_plain, is_pure
-from thunder_fsdp_sched.capture.repetition import Repetition
+from thunder_fsdp_sched.capture.repetition import Repetition, call_forward, trace_module_calls
 
 import pytest
 import thunder

@@ -1,24 +1,52 @@
-"""Trace modules that are alike once: see [Note: Repeated modules] in ``records``."""
+"""Trace modules that are alike once: see [Note: Repeated modules] in ``records``.
+
+[Note: Module calls]
+Thunder has one table of functions that it calls in place of others while it traces ("lookasides"). The first ``thunder.jit``
+with ``fsdp`` registers one there for ``nn.Module.__call__``, for the rest of the process. In programs that ``fsdp`` does not
+shard it does what torch does. What each call adds to the trace gets a tag: see [Note: Regions] in ``bound_symbols``.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from thunder.core.compile_data import get_cache_option, get_compile_data
-from thunder.core.interpreter import INTERPRETER_SIGNALS, WrappedValue, unwrap
-from thunder.core.jit_ext import get_jit_ctx
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    ProvenanceRecord,
+    PseudoInst,
+    WrappedValue,
+    unwrap,
+    wrap,
+    wrap_const,
+)
+from thunder.core.jit_ext import EXT_FLAG_IS_CALLABLE, EXT_FLAG_IS_MODULE, get_jit_ctx
 from thunder.core.options import CACHE_OPTIONS
+from thunder.core.proxies import Proxy, variableify
+from thunder.core.symbol import BoundSymbol
 
-from ..private_thunder import cache_info, has_been_modified
-from .copies import repeat
-from .grad_modes import grad_mode_of
-from .module_calls import call_forward
+from ..private_thunder import (
+    added_checks,
+    cache_info,
+    call_interpreted,
+    call_module_as_torch,
+    checks_of,
+    has_been_modified,
+    look_aside_module_calls,
+    renamed,
+    renames_of,
+)
+from ..private_torch import is_hooked
+from .bound_symbols import BoundSymbolCopies, renew_calls, tag_call
 from .observer import Observer, Unrepeatable
-from .paths import ATTRIBUTE, FUNCTION, ITEM, Path
-from .records import Record, flatten, make_record
+from .paths import ATTRIBUTE, FUNCTION, ITEM, Path, evaluate
+from .records import Arguments, GradMode, Record, flatten, grad_mode_of, kwargs_in, make_record, tags_in
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -74,7 +102,7 @@ class Repetition:
                 self.repeated += 1
                 observer.uses_of_grad_mode += not record.validity.is_portable
                 observer.reads.extend(read.at(place) for read in record.reads)
-                return repeat(record, observer, module, place, arguments, mode)
+                return _repeat(record, observer, module, place, arguments, mode)
         is_known = place in observer.checked  # then full tracing adds fewer checks than it will for others
         since = observer.mark()
         observer.reads.append(place)
@@ -116,3 +144,161 @@ class Repetition:
     def _refuse(self, place: Path | None, reason: Unrepeatable) -> None:
         self.refused[place or ()] = str(reason)
         _LOGGER.debug("a module call is traced in full: %s: %s", place, reason)
+
+
+#
+# Copies of a recorded call
+#
+
+
+def _repeat(
+    record: Record, observer: Observer, module: WrappedValue, place: Path, arguments: Arguments, mode: GradMode
+) -> WrappedValue:
+    """Add copies of everything that the recorded call added to the traces; return the wrapped result of the call.
+
+    Args:
+        place: the path of ``module``, for which the record fits.
+        arguments: those of the call, with the same key as in the recorded one.
+        mode: the grad mode of the call, in which the record holds.
+    """
+    context = observer.context
+    copies = _Copies(record, observer, mode, {place: module.provenance, (FUNCTION,): observer.root})
+    copies.new.update(
+        (old.name, wrapped.value) for old, wrapped in zip(record.arguments, arguments.tensors, strict=True)
+    )
+    for read, check, proxy, expected in record.checks:
+        path = read.at(place)
+        if (path, check) not in observer.written:
+            copies.check(path, check, proxy, expected)
+    for name, read in record.inputs.items():
+        if name not in copies.new:
+            copies.new[name] = copies.wrap_tensor(read.at(place)).value
+    scope = context.computation_trace.peek_scope()
+    added = [copies.copy(bsym) for bsym in record.bsyms]
+    renew_calls(added)
+    scope.extend(added)
+    for old, name in record.renames.items():
+        if not context.computation_trace.has_name(name):
+            renames_of(context)[variableify(copies.new[old])] = copies.new[old].replace_name(name)
+    provenance = ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[module.provenance])
+    return wrap(copies.swap(record.result), provenance=provenance)
+
+
+class _Copies(BoundSymbolCopies):
+    """Copies for one repetition."""
+
+    def __init__(
+        self, record: Record, observer: Observer, mode: GradMode, provenances: dict[Path, ProvenanceRecord]
+    ) -> None:
+        super().__init__(observer.context.computation_trace, {})
+        self._context = observer.context
+        self._checked = observer.checked_names
+        self._record = record
+        self._mode = mode
+        self._provenances = provenances
+        self._known = dict(observer.roots)
+        self._wrapped: dict[Path, WrappedValue] = {}
+
+    def check(self, path: Path, check: Any, proxy: Proxy, expected: tuple[Any, ...]) -> None:
+        """Write a check of the value at ``path`` to the prologue."""
+        value = evaluate(path, self._known)
+        if isinstance(value, torch.Tensor):
+            self.new[proxy.name] = self.wrap_tensor(path).value  # Thunder checks what it wraps
+            return
+        if (value,) != expected or type(value) is not type(expected[0]):  # an attribute that the program does not read
+            wrap(value, provenance=self._provenance(path))
+            return
+        new = renamed(proxy, self._trace, set(proxy.tags))
+        new.history = self._provenance(path)
+        self.new[proxy.name] = new
+        checks_of(self._context).append((check, new, *expected))
+
+    def wrap_tensor(self, path: Path) -> WrappedValue:
+        """Return the tensor at ``path`` as the interpreter wraps it, with a proxy."""
+        if path not in self._wrapped:
+            with added_checks(self._context) as added:
+                self._wrapped[path] = wrap(evaluate(path, self._known), provenance=self._provenance(path))
+            is_new = self._checked.isdisjoint(check[1].name for check in added)
+            for check in added:
+                if is_new:
+                    checks_of(self._context).append(check)
+                else:
+                    self._context.add_constraint(check)  # which leaves out those that there are
+                self._checked.add(check[1].name)
+        return self._wrapped[path]
+
+    def copy(self, bsym: BoundSymbol) -> BoundSymbol:
+        """Return a copy of a bound symbol, for the grad mode of this call."""
+        new = super().copy(bsym)
+        if self._record.validity.is_portable and (kwargs := kwargs_in(bsym, self._mode.enabled)) is not bsym.kwargs:
+            new = new.from_bsym(kwargs=self.swap(kwargs))
+        return new
+
+    def tags_of(self, proxy: Proxy) -> set[Any]:
+        tags = self._record.tags[proxy.name]
+        return tags_in(proxy, tags, self._mode.enabled) if self._record.validity.is_portable else set(tags)
+
+    def _provenance(self, path: Path) -> ProvenanceRecord:
+        """Return the provenance of the value at ``path``, as the interpreter makes it."""
+        if path not in self._provenances:
+            if len(path) == 1:
+                return wrap_const(evaluate(path, self._known)).provenance
+            kind, key = path[-1]
+            inst = PseudoInst.LOAD_ATTR if kind == ATTRIBUTE else PseudoInst.BINARY_SUBSCR
+            inputs = [self._provenance(path[:-1]), wrap_const(key).provenance]
+            self._provenances[path] = ProvenanceRecord(inst, inputs=inputs)
+            value = evaluate(path, self._known)
+            if isinstance(value, torch.nn.Module):
+                self._provenances[path].ext_flag |= EXT_FLAG_IS_MODULE
+            elif callable(value):  # of a module, the prologue then reads it from the user's module, not the jitted one
+                self._provenances[path].ext_flag |= EXT_FLAG_IS_CALLABLE
+        return self._provenances[path]
+
+
+#
+# Calls of modules
+#
+
+_callers: weakref.WeakKeyDictionary[Any, weakref.ref[Callable[..., Any]]] = weakref.WeakKeyDictionary()
+
+
+def trace_module_calls(compile_data: Any, call: Callable[..., Any]) -> None:
+    """Let ``call(module, *args, **kwargs)``, with wrapped values, trace the calls of modules without hooks.
+
+    Thunder interprets ``nn.Module.__call__``, which tests eight dictionaries of hooks, and this takes half of its time.
+
+    Args:
+        compile_data: that of one jitted module; other programs that Thunder compiles are not affected.
+        call: :func:`call_forward`, or something that calls it; the caller keeps it alive.
+    """
+    _register()
+    _callers[compile_data] = weakref.ref(call)
+
+
+@functools.cache
+def _register() -> None:
+    """Let Thunder call :func:`_call` wherever a program calls a module; see [Note: Module calls]."""
+    look_aside_module_calls(_call)
+
+
+def call_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Interpret ``module.forward``."""
+    return call_interpreted(_forward, module, *args, **kwargs)
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module.forward(*args, **kwargs)
+
+
+def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    known = _callers.get(get_compile_data())
+    call = None if known is None else known()
+    if call is None:
+        return call_module_as_torch(module, *args, **kwargs)
+    if is_hooked(unwrap(module)):
+        call = call_module_as_torch
+    scope = get_jit_ctx().computation_trace.peek_scope()
+    before = len(scope)
+    result = call(module, *args, **kwargs)
+    tag_call(scope[before:])
+    return result
