@@ -8,7 +8,7 @@ from . import compat
 compat.prepare()
 compat.import_thunder()
 
-from .api import fsdp
+from .api import FSDPSched, fsdp
 from .checkpoint import (
     CheckpointError,
     full_state_dict,
@@ -26,7 +26,6 @@ from .ir.step_memory import StepMemory
 from .pipeline import CompiledTraces
 from .plan.plan import Plan
 from .plan.specs import BucketSpec, ParamSpec
-from .plugin import FSDPSched
 from .proof import VerificationError
 from .ranks.channel import ScheduleDisagreement
 from .training.eager import eager
