@@ -64,10 +64,8 @@ def compiled_traces(subject: Subject) -> CompiledTraces:
     return transform.compiled[-1]
 
 
-def _traces(subject: Subject) -> list[TraceCtx]:
-    if isinstance(subject, TraceCtx):
-        return [subject]
-    return list(compiled_traces(subject).traces)
+def _traces(subject: Subject) -> Sequence[TraceCtx]:
+    return [subject] if isinstance(subject, TraceCtx) else compiled_traces(subject).traces
 
 
 def step_schedule(subject: Subject) -> StepSchedule:
@@ -151,28 +149,24 @@ def assert_waits_right_before_first_consumer(trace: TraceCtx) -> None:
     """
     bsyms = statements(trace)
     for gather in gathers(trace):
-        if gather.first_consumer is None:
-            continue
-        for position in range(gather.wait + 1, gather.first_consumer):
-            between = effects(bsyms[position])
-            if between.is_gather:
-                continue
-            if not between.unshards or not _reads(bsyms, gather.first_consumer, position):
-                _fail(
-                    trace,
-                    f"the wait for bucket {gather.bucket!r} at {gather.wait} does not stand right before its first "
-                    f"consumer at {gather.first_consumer}",
-                    gather.wait,
-                    gather.first_consumer,
-                )
+        consumer = gather.first_consumer or 0
+        read = set(args_of(bsyms[consumer]))
+        between = [bsym for bsym in bsyms[gather.wait + 1 : consumer] if not effects(bsym).is_gather]
+        if any(not effects(bsym).unshards or read.isdisjoint(outs_of(bsym)) for bsym in between):
+            _fail(
+                trace,
+                f"the wait for bucket {gather.bucket!r} at {gather.wait} does not stand right before its first consumer at "
+                f"{consumer}",
+                gather.wait,
+                consumer,
+            )
 
 
 @_on_every_trace
 def assert_gathers_in_consumer_order(trace: TraceCtx) -> None:
     """Assert that all-gathers are issued in the order of their first consumers."""
-    before: Gather | None = None
-    for gather in gathers(trace):
-        if before is not None and _first(gather) < _first(before):
+    for before, gather in itertools.pairwise(gathers(trace)):
+        if _first(gather) < _first(before):
             _fail(
                 trace,
                 f"bucket {gather.bucket!r} is first read at {gather.first_consumer}, before bucket {before.bucket!r} "
@@ -180,7 +174,6 @@ def assert_gathers_in_consumer_order(trace: TraceCtx) -> None:
                 before.issue,
                 gather.issue,
             )
-        before = gather
 
 
 @_on_every_trace
@@ -190,23 +183,17 @@ def assert_prefetch_distance(trace: TraceCtx, prefetch: int) -> None:
     Buckets with the same first consumer form one prefetch step. A large bucket may also be issued ahead of small steps:
     see :func:`~thunder_fsdp_sched.transforms.sort_communication.issue_points`.
     """
-    found = [g for g in gathers(trace) if g.first_consumer is not None]
-    stages = sorted({_first(g) for g in found})
-    number = {consumer: i for i, consumer in enumerate(stages)}
-    first_wait = {s: min(g.wait for g in found if number[_first(g)] == s) for s in range(len(stages))}
-    points = issue_points(
-        [sum(g.nbytes for g in found if number[_first(g)] == s) for s in range(len(stages))], prefetch
-    )
-    for gather in found:
-        own = number[_first(gather)]
-        ahead = sum(gather.issue < first_wait[s] for s in range(own))
-        if ahead != own - points[own]:
-            _fail(
-                trace,
-                f"bucket {gather.bucket!r} is gathered {ahead} steps ahead of its wait, expected {own - points[own]}",
-                gather.issue,
-                gather.wait,
-            )
+    found = sorted((g for g in gathers(trace) if g.first_consumer is not None), key=_first)
+    steps = [list(of_step) for _, of_step in itertools.groupby(found, key=_first)]
+    points = issue_points([sum(g.nbytes for g in of_step) for of_step in steps], prefetch)
+    waits = [min(g.wait for g in of_step) for of_step in steps]
+    for number, of_step in enumerate(steps):
+        expected = number - points[number]
+        for gather in of_step:
+            ahead = sum(gather.issue < wait for wait in waits[:number])
+            if ahead != expected:
+                message = f"bucket {gather.bucket!r} is gathered {ahead} steps ahead of its wait, expected {expected}"
+                _fail(trace, message, gather.issue, gather.wait)
 
 
 @_on_every_trace
@@ -369,10 +356,6 @@ def _collectives(subject: Subject) -> list[str]:
 
 def _first(gather: Gather) -> float:
     return float("inf") if gather.first_consumer is None else gather.first_consumer
-
-
-def _reads(bsyms: list[BoundSymbol], reader: int, writer: int) -> bool:
-    return not set(args_of(bsyms[reader])).isdisjoint(outs_of(bsyms[writer]))
 
 
 def _fail(trace: TraceCtx, message: str, *positions: int) -> None:
