@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from types import GetSetDescriptorType
-from typing import Any, NamedTuple
+from typing import Any
 
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst
+
+from .keys import Same
 
 ATTRIBUTE, ITEM = "attribute", "item"
 FUNCTION, INPUTS, BUILTINS = "INPUT_FN", ("INPUT_ARGS", "INPUT_KWARGS"), "BUILTINS"
 
 Path = tuple[Any, ...]
 """A root, and then steps ``(ATTRIBUTE, name)`` or ``(ITEM, key)``. The root is ``FUNCTION``, what Thunder compiles, one of
-its ``INPUTS``, ``BUILTINS``, or a :class:`Constant`."""
+its ``INPUTS``, ``BUILTINS``, or :class:`Same` of an object of the program's code: a function, a class, a module."""
 
 COMPUTED: Path = ("computed",)
 """In place of a path: the value was read from an input, but under a name or key that the program computed."""
-
-
-class Constant(NamedTuple):
-    """An object of the program's code: a function, a class, a module. Its identity counts."""
-
-    number: int
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and self.number == other.number
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self.number)
 
 
 class Paths:
@@ -53,7 +39,7 @@ class Paths:
         if name in (FUNCTION, *INPUTS, BUILTINS):
             return (name,)
         if name == "CONSTANT":
-            return (Constant(id(provenance.value), provenance.value),)
+            return (Same(provenance.value),)
         if name in ("LOAD_ATTR", "BINARY_SUBSCR") and len(provenance.inputs) == 2:
             source, key = provenance.inputs
             return self._step(ATTRIBUTE if name == "LOAD_ATTR" else ITEM, source, key)
@@ -97,7 +83,7 @@ def evaluate(path: Path, known: dict[Path, Any]) -> Any:
     if path in known:
         return known[path]
     if len(path) == 1:
-        if not isinstance(path[0], Constant):
+        if not isinstance(path[0], Same):
             raise LookupError(path)
         return path[0].value
     kind, key = path[-1]
