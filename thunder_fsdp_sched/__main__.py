@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .demo.runs import DemoOptions, Sharding
+from .demo.runs import DemoOptions, Sharding, strategies_of
 from .demo.show import make_console, run_demo
 from .ir.schedule import load_schedules
 from .ir.step_memory import StepMemory
@@ -80,7 +80,7 @@ class StepOptions:
             help="Change an attribute of the machine, such as inter_node_bandwidth=25GB; may be repeated.",
         ),
     ] = None
-    sharding: Annotated[Sharding, typer.Option(help="What to compile.")] = Sharding.zero3
+    sharding: Annotated[Sharding, typer.Option(help="What to compile.")] = "zero3"
     bucketing: Annotated[str, typer.Option(help="block, layer, none, or the size of a bucket, such as 25MB.")] = "block"
     prefetch: Annotated[
         str | None,
@@ -191,7 +191,7 @@ def trace(options: StepOptions) -> None:
     This runs in one process, with a fake process group that sends no data.
     """
     console = make_console()
-    for strategy in options.sharding.strategies:
+    for strategy in strategies_of(options.sharding):
         step = options.compile(console, strategy)
         console.print(plan_table(step.transform.plan))
         traces = step.transform.compiled[-1]
@@ -249,10 +249,10 @@ def plan(
     nearly all of it in Thunder's own tracing.
     """
     console = make_console()
-    both = options.sharding is Sharding.both
+    both = options.sharding == "both"
     if both and any((picture, perfetto, schedule, memory_file)):
         raise typer.BadParameter("files hold one step: give --sharding zero2 or zero3, not both")
-    for strategy in options.sharding.strategies:
+    for strategy in strategies_of(options.sharding):
         step = options.compile(console, strategy, micro_batches=micro_batches)
         if both:
             console.print(strategy.replace("zero", "ZeRO-"), style="bold")

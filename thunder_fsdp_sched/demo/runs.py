@@ -7,9 +7,8 @@ import statistics
 import sysconfig
 import time
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import thunder
 import torch
@@ -27,23 +26,12 @@ from .model import GPT
 _TOLERANCES = {"float32": (2e-5, 2e-4), "float64": (1e-12, 1e-9)}
 
 
-class Sharding(str, Enum):
-    """The sharding strategies of a command."""
-
-    zero2 = "zero2"
-    zero3 = "zero3"
-    both = "both"
-
-    @property
-    def strategies(self) -> tuple[str, ...]:
-        return ("zero2", "zero3") if self is Sharding.both else (self.value,)
+Sharding = Literal["zero2", "zero3", "both"]
 
 
-class DType(str, Enum):
-    """A dtype of parameters."""
-
-    float32 = "float32"
-    float64 = "float64"
+def strategies_of(sharding: Sharding) -> tuple[str, ...]:
+    """Return the sharding strategies that a command runs."""
+    return ("zero2", "zero3") if sharding == "both" else (sharding,)
 
 
 @dataclass(frozen=True)
@@ -56,10 +44,10 @@ class DemoOptions:
     length: Annotated[int, typer.Option(min=2, help="Bytes of a sequence.")] = 64
     batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = 4
     world_size: Annotated[int, typer.Option(min=1, help="Ranks: processes on this machine.")] = 2
-    sharding: Annotated[Sharding, typer.Option(help="What to run.")] = Sharding.both
+    sharding: Annotated[Sharding, typer.Option(help="What to run.")] = "both"
     prefetch: Annotated[int, typer.Option(min=0, help="Buckets that an all-gather is issued ahead of its wait.")] = 1
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the batches.")] = 0
-    dtype: Annotated[DType, typer.Option(help="Of the parameters.")] = DType.float32
+    dtype: Annotated[Literal["float32", "float64"], typer.Option(help="Of the parameters.")] = "float32"
     tolerance: Annotated[
         float | None, typer.Option(help="Largest accepted difference from the unsharded run, in loss and parameters.")
     ] = None
@@ -71,14 +59,14 @@ class DemoOptions:
         The latter is a fifth of a step in float32. AdamW divides a gradient by its own size, so an element whose gradient
         is almost zero moves by a part of the learning rate that depends on the last bits.
         """
-        return _TOLERANCES[self.dtype.value] if self.tolerance is None else (self.tolerance, self.tolerance)
+        return _TOLERANCES[self.dtype] if self.tolerance is None else (self.tolerance, self.tolerance)
 
     def model(self) -> GPT:
         """Return the model, alike on all ranks, with up to 8 attention heads."""
         torch.manual_seed(self.seed)
         heads = next(h for h in range(8, 0, -1) if self.width % h == 0)
         model = GPT(blocks=self.blocks, width=self.width, heads=heads, length=self.length)
-        return model.to(getattr(torch, self.dtype.value))
+        return model.to(getattr(torch, self.dtype))
 
 
 def read_text(limit: int = 1 << 20) -> torch.Tensor:
@@ -88,13 +76,10 @@ def read_text(limit: int = 1 << 20) -> torch.Tensor:
         RuntimeError: this interpreter has no sources.
     """
     folder = sysconfig.get_paths()["stdlib"]
-    text = bytearray()
-    for path in sorted(Path(folder).glob("*.py")):
-        if len(text) < limit:
-            text += path.read_bytes()
+    text = b"".join(path.read_bytes() for path in sorted(Path(folder).glob("*.py")))
     if len(text) < 1 << 14:
         raise RuntimeError(f"no Python sources in {folder}, the demo has no text to train on")
-    return torch.frombuffer(text[:limit], dtype=torch.uint8).long()
+    return torch.frombuffer(bytearray(text[:limit]), dtype=torch.uint8).long()
 
 
 def sample(text: torch.Tensor, step: int, options: DemoOptions) -> tuple[torch.Tensor, torch.Tensor]:

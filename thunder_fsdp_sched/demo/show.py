@@ -22,7 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from .. import testing
 from ..ir.effects import sends
 from ..reports.report import before_and_after, human_bytes, plan_table, summarize_thunder
-from .runs import STOCK, UNSHARDED, DemoOptions, Run, read_text, train
+from .runs import STOCK, UNSHARDED, DemoOptions, Run, read_text, strategies_of, train
 
 
 def make_console(*, quiet: bool = False) -> Console:
@@ -62,7 +62,7 @@ def run_rank(options: DemoOptions) -> int:
         parameters = sum(p.numel() for p in options.model().parameters())
         console.print(
             f"byte-level GPT, depth {options.blocks}, width {options.width}, {parameters / 1e6:.2f} M parameters in "
-            f"{options.dtype.value}; text: {human_bytes(len(text))} of this Python's standard library; "
+            f"{options.dtype}; text: {human_bytes(len(text))} of this Python's standard library; "
             f"{options.steps} AdamW steps on {options.world_size} x {options.batch} sequences of {options.length} bytes; "
             f"{options.world_size} gloo ranks, one thread each"
         )
@@ -78,7 +78,7 @@ def run_rank(options: DemoOptions) -> int:
         # The others wait in the first collective of the next run.
         unsharded = run(UNSHARDED) if first else None
         stock = run(STOCK)
-        ours = [run(strategy.replace("zero", "ZeRO-")) for strategy in options.sharding.strategies]
+        ours = [run(strategy.replace("zero", "ZeRO-")) for strategy in strategies_of(options.sharding)]
         return 0 if unsharded is None else _report(console, options, unsharded, stock, ours)
     finally:
         dist.destroy_process_group()
