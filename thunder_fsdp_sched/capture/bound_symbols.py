@@ -33,17 +33,11 @@ class ModuleCall:
 
 
 class Structure(NamedTuple):
-    """The structure of bound symbols and values.
+    """The structure of bound symbols and values."""
 
-    Attributes:
-        key: equal for values that differ only in their proxies, their parameters and the calls they belong to.
-        proxies: the proxies in order of appearance, by name.
-        parameters: the parameters that are unsharded or reduced, in order of appearance.
-    """
-
-    key: tuple[Any, ...]
-    proxies: dict[str, Proxy]
-    parameters: tuple[Parameter, ...]
+    key: tuple[Any, ...]  # equal for values that differ only in their proxies, their parameters and their calls
+    proxies: dict[str, Proxy]  # in order of appearance, by name
+    parameters: tuple[Parameter, ...]  # that are unsharded or reduced, in order of appearance
 
 
 class _Unknown(Exception):
@@ -193,19 +187,12 @@ class BoundSymbolCopies:
 
 
 class Region(NamedTuple):
-    """The bound symbols of one module call, of which later bound symbols read one result.
+    """The bound symbols of one module call, of which later bound symbols read one result."""
 
-    Attributes:
-        start, stop: the positions of the first bound symbol, and of the one after the last.
-        parameters: those that are unsharded, in order of appearance.
-        inputs: the proxies that it reads and does not define.
-        output: the result.
-    """
-
-    start: int
-    stop: int
-    parameters: tuple[Parameter, ...]
-    inputs: tuple[Proxy, ...]
+    start: int  # the position of the first bound symbol
+    stop: int  # the position after the last one
+    parameters: tuple[Parameter, ...]  # that are unsharded, in order of appearance
+    inputs: tuple[Proxy, ...]  # that it reads and does not define
     output: TensorProxy
 
 

@@ -51,36 +51,25 @@ class Observer:
 
     Args:
         module: the outermost module.
-
-    Attributes:
-        context: Thunder's context of the compilation.
-        root: the provenance of what Thunder compiles.
-        roots: the values of the roots of paths.
-        written: the paths that the prologue checks, each with the check.
-        checked: all beginnings of these paths.
-        checked_names: names of the proxies that the prologue checks.
-        paths: those of all interpreted values.
-        reads: paths of all values that the program has read, with repetitions.
-        aliases: the paths that values have which were read elsewhere before, by the paths under which they were read.
-        effects: what the program has done besides reading. A modification has the length of ``reads`` when the program
-            made the modified object; -1 if it was there before.
-        uses_of_grad_mode: how often the program has read or changed the grad mode.
     """
 
     def __init__(self, module: WrappedValue) -> None:
-        self.context = get_jit_ctx()
-        self.root = module.provenance
+        self.context = get_jit_ctx()  # Thunder's, of the compilation
+        self.root = module.provenance  # of what Thunder compiles
         self.paths = Paths()
         self.roots: dict[Path, Any] = {(BUILTINS,): vars(builtins)}
         if self.paths.of(self.root) == (FUNCTION,):
             self.roots[FUNCTION,] = module.value
-        self.reads: list[Path] = []
+        self.reads: list[Path] = []  # of all values that the program has read, with repetitions
+        # The paths of values that were read elsewhere before, by the paths under which they were read now.
         self.aliases: dict[Path, Path] = {}
+        # What the program has done besides reading. A modification has the length of `reads` when the program made the
+        # modified object; -1 if it was there before.
         self.effects: list[tuple[str, int | None]] = []
         self.uses_of_grad_mode = 0
-        self.written: set[Any] = set()
-        self.checked: set[Path] = set()
-        self.checked_names: set[str] = set()
+        self.written: set[Any] = set()  # the paths that the prologue checks, each with the check
+        self.checked: set[Path] = set()  # all beginnings of these paths
+        self.checked_names: set[str] = set()  # of the proxies that the prologue checks
         self._noted_checks = 0
         # By the identity of a value, which is kept alive: the value, and the length of `reads` when the program made it.
         self._made: dict[int, tuple[Any, int]] = {}

@@ -72,17 +72,11 @@ _CALL_FUNCTIONS = ("set_grad_enabled", "activation_checkpoint", "torch.ops.highe
 
 
 class GradMode(NamedTuple):
-    """The state of Thunder and torch that decides whether operators are recorded for backward.
+    """The state of Thunder and torch that decides whether operators are recorded for backward."""
 
-    Attributes:
-        enabled: whether Thunder's trace is in a region with gradients.
-        of_torch: ``torch.is_grad_enabled()``, which Thunder does not change when a traced program does.
-        infers: ``torch.is_inference_mode_enabled()``.
-    """
-
-    enabled: bool
-    of_torch: bool
-    infers: bool
+    enabled: bool  # whether Thunder's trace is in a region with gradients
+    of_torch: bool  # torch.is_grad_enabled(), which Thunder does not change when a traced program does
+    infers: bool  # torch.is_inference_mode_enabled()
 
 
 def grad_mode_of(compile_data: Any) -> GradMode:
@@ -91,17 +85,11 @@ def grad_mode_of(compile_data: Any) -> GradMode:
 
 
 class Validity(NamedTuple):
-    """The grad modes in which a record holds.
+    """The grad modes in which a record holds."""
 
-    Attributes:
-        mode: that of the recorded call.
-        detached: which of the recorded call's tensor arguments had the tag ``DETACHED``.
-        is_portable: whether the record holds in other modes.
-    """
-
-    mode: GradMode
-    detached: frozenset[int]
-    is_portable: bool
+    mode: GradMode  # of the recorded call
+    detached: frozenset[int]  # which of the recorded call's tensor arguments had the tag DETACHED
+    is_portable: bool  # whether the record holds in other modes
 
     def covers(self, mode: GradMode, detached: frozenset[int]) -> bool:
         """Return whether the record holds for a call in this mode whose ``detached`` arguments have the tag."""
@@ -166,17 +154,11 @@ def _is_understood(sym: Symbol) -> bool:
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call.
+    """The arguments of a call."""
 
-    Attributes:
-        key: equal for calls that are traced alike, as far as their arguments go, except for ``detached``.
-        tensors: the wrapped tensors, whose values are proxies, in the order of their first appearance.
-        detached: which of the tensors were made without gradients.
-    """
-
-    key: Any
-    tensors: tuple[WrappedValue, ...]
-    detached: frozenset[int]
+    key: Any  # equal for calls that are traced alike, as far as their arguments go, except for `detached`
+    tensors: tuple[WrappedValue, ...]  # the tensors, whose values are proxies, in the order of their first appearance
+    detached: frozenset[int]  # which of the tensors were made without gradients
 
 
 def flatten(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) -> Arguments:
@@ -214,19 +196,12 @@ def _metadata(proxy: TensorProxy) -> Any:
 
 
 class Read(NamedTuple):
-    """A value that the call read.
+    """A value that the call read."""
 
-    Attributes:
-        path: where; without the path of the module if it is inside the module.
-        is_inside: whether it is the module itself or was read from it.
-        key: equal for values that are traced alike.
-        alias: where the same object was read before, whose path the interpreter knows it by.
-    """
-
-    path: Path
-    is_inside: bool
-    key: Any = None
-    alias: Read | None = None
+    path: Path  # without the path of the module if it is inside the module
+    is_inside: bool  # whether it is the module itself or was read from it
+    key: Any = None  # equal for values that are traced alike
+    alias: Read | None = None  # where the same object was read before, whose path the interpreter knows it by
 
     def at(self, place: Path) -> Path:
         """Return the path of the value for the module at ``place``."""
@@ -234,44 +209,25 @@ class Read(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A check of the prologue.
-
-    Attributes:
-        read: the checked value.
-        check: the function of Thunder that writes the check.
-        proxy: of the recorded value.
-        expected: what the value must be.
-    """
+    """A check of the prologue."""
 
     read: Read
-    check: Any
-    proxy: Proxy
+    check: Any  # the function of Thunder that writes the check
+    proxy: Proxy  # of the recorded value
     expected: tuple[Any, ...]
 
 
 class Record(NamedTuple):
-    """What tracing one module call has read and added.
+    """What tracing one module call has read and added."""
 
-    Attributes:
-        reads: all values that were read, in order.
-        arguments: the proxies of the tensors among the arguments.
-        inputs: the tensors that the bound symbols read besides, by the names of their proxies.
-        bsyms: the bound symbols.
-        checks: the checks that were added to the prologue.
-        tags: those of each proxy that the bound symbols make, by name.
-        renames: names of the user's variables for proxies, by their names.
-        result: what the call returned: proxies, numbers, strings, ``None``, and containers of such.
-        validity: in which grad modes the record holds.
-    """
-
-    reads: tuple[Read, ...]
-    arguments: tuple[Proxy, ...]
-    inputs: dict[str, Read]
+    reads: tuple[Read, ...]  # all values that were read, in order
+    arguments: tuple[Proxy, ...]  # the tensors among the arguments
+    inputs: dict[str, Read]  # the tensors that the bound symbols read besides, by the names of their proxies
     bsyms: tuple[BoundSymbol, ...]
-    checks: tuple[Check, ...]
-    tags: dict[str, frozenset[Any]]
-    renames: dict[str, str]
-    result: Any
+    checks: tuple[Check, ...]  # that were added to the prologue
+    tags: dict[str, frozenset[Any]]  # of each proxy that the bound symbols make, by name
+    renames: dict[str, str]  # names of the user's variables for proxies, by their names
+    result: Any  # proxies, numbers, strings, None, and containers of such
     validity: Validity
 
     def fits(self, place: Path, roots: Mapping[Path, Any]) -> bool:

@@ -61,18 +61,13 @@ class Repetition:
     """Traces the module calls of one jitted module, and gives calls that are alike copies of the same bound symbols.
 
     Records are kept from one compilation to the next, so that calls with other flags profit from earlier ones.
-
-    Attributes:
-        recorded: how many calls of the present compilation were recorded.
-        repeated: how many were repeated.
-        refused: why others can be neither, by the path of the module.
     """
 
     def __init__(self) -> None:
         self._records: dict[Any, list[Record]] = {}
         self._trace: Any = None
-        self.recorded = self.repeated = 0
-        self.refused: dict[Path, str] = {}
+        self.recorded = self.repeated = 0  # calls of the present compilation
+        self.refused: dict[Path, str] = {}  # why others can be neither, by the path of the module
 
     def __call__(self, module: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
         """Trace a call of a module without hooks, with wrapped values; return the wrapped result, or a signal."""

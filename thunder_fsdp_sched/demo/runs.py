@@ -96,31 +96,19 @@ def sample(text: torch.Tensor, step: int, options: DemoOptions) -> tuple[torch.T
 
 @dataclass
 class Run:
-    """One training run.
-
-    Attributes:
-        losses: nats per byte before each step, mean over ranks.
-        parameters: whole parameters after the last step, by name.
-        counts: the counts of the last step, on this rank.
-        alike: whether all ranks issued the same collectives in the same order.
-        compile_seconds: the first call minus a later one.
-        step_seconds: median of all steps except the first and the counted one.
-        kept_bytes: memory for unsharded parameters and gradients that stays allocated between steps.
-        plan, traces: the plan and the traces, for runs of this package.
-        thunder_traces: the forward and backward traces of Thunder's own ``fsdp``.
-    """
+    """One training run."""
 
     name: str
-    losses: list[float]
-    parameters: dict[str, torch.Tensor]
-    counts: StepCounts
-    alike: bool
-    compile_seconds: float
-    step_seconds: float
-    kept_bytes: int = 0
-    plan: Plan | None = None
-    traces: CompiledTraces | None = None
-    thunder_traces: tuple[TraceCtx, ...] = ()
+    losses: list[float]  # nats per byte before each step, mean over ranks
+    parameters: dict[str, torch.Tensor]  # whole, after the last step, by name
+    counts: StepCounts  # of the last step, on this rank
+    alike: bool  # whether all ranks issued the same collectives in the same order
+    compile_seconds: float  # the first call minus a later one
+    step_seconds: float  # median of all steps except the first and the counted one
+    kept_bytes: int = 0  # memory for unsharded parameters and gradients that stays allocated between steps
+    plan: Plan | None = None  # of this package
+    traces: CompiledTraces | None = None  # of this package
+    thunder_traces: tuple[TraceCtx, ...] = ()  # forward and backward of Thunder's own fsdp
 
     def differences(self, other: Run) -> tuple[float, float]:
         """Return the largest differences between two runs: of the losses of a step, and of an element of a parameter."""

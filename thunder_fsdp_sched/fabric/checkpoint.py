@@ -47,13 +47,10 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 
 @dataclass
 class _State:
-    """The objects of one ``fabric.save`` or ``fabric.load`` call.
+    """The objects of one ``fabric.save`` or ``fabric.load`` call, by their keys.
 
-    Attributes:
-        module_key: the key of the sharded module.
-        optimizers: by key.
-        others: everything else, by key, except data loaders without a state: pickled ones would resume nothing, and
-            could not be read with ``weights_only``.
+    Data loaders without a state are left out: pickled ones would resume nothing, and could not be read with
+    ``weights_only``.
     """
 
     model: ThunderModule

@@ -36,17 +36,11 @@ _MAX_PADDING = 1 / 8
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of the bucket that one collective communicates.
+    """A range of the bucket that one collective communicates."""
 
-    Attributes:
-        unsharded_offset: first element in the unsharded buffer, where it has ``world_size * shard_numel`` elements.
-        shard_offset: first element in a rank's shard buffer, where it has ``shard_numel`` elements.
-        shard_numel: elements that each rank owns, padding included.
-    """
-
-    unsharded_offset: int
-    shard_offset: int
-    shard_numel: int
+    unsharded_offset: int  # first element in the unsharded buffer, where it has world_size * shard_numel elements
+    shard_offset: int  # first element in a rank's shard buffer, where it has shard_numel elements
+    shard_numel: int  # elements that each rank owns, padding included
 
 
 @dataclass(frozen=True)

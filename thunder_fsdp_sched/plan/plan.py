@@ -12,20 +12,13 @@ Key = TypeVar("Key")
 
 
 class PlanTable(NamedTuple):
-    """The cells of a plan's table. Sizes are in bytes.
-
-    Attributes:
-        columns: headers; the first column has names, the others numbers or short words.
-        rows: one for each bucket, in the order of the plan.
-        total: the last row.
-        notes: what all buckets have in common, or only some, one line each.
-    """
+    """The cells of a plan's table. Sizes are in bytes."""
 
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    columns: tuple[str, ...]  # headers; the first column has names, the others numbers or short words
+    rows: tuple[tuple[str, ...], ...]  # one for each bucket, in the order of the plan
     total: tuple[str, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what all buckets have in common, or only some, one line each
 
 
 @dataclass(frozen=True)

@@ -81,23 +81,16 @@ class BucketOptions:
 
 @dataclass(frozen=True)
 class CommSpec:
-    """The way in which a bucket is sent.
-
-    Attributes:
-        transport: name of the transport.
-        reason: why this transport was chosen.
-        per_param: whether it needs a layout that splits every parameter evenly by rows.
-        staging: whether its slots have a second half, with the elements in the order in which ranks send them.
-        offload: whether shards and their gradients are stored on the CPU; shards are copied to the device to be sent.
-        pin_memory: whether they are stored in page-locked memory there.
-    """
+    """The way in which a bucket is sent."""
 
     transport: str = "flat"
-    reason: str = "default"
-    per_param: bool = False
-    staging: bool = False
-    offload: bool = False
-    pin_memory: bool = False
+    reason: str = "default"  # why this transport was chosen
+    per_param: bool = False  # whether it needs a layout that splits every parameter evenly by rows
+    staging: bool = False  # whether slots have a second half, with the elements in the order in which ranks send them
+    offload: bool = (
+        False  # whether shards and their gradients are on the CPU; shards are copied to the device to be sent
+    )
+    pin_memory: bool = False  # whether they are stored in page-locked memory there
 
 
 @dataclass(frozen=True)

@@ -78,10 +78,6 @@ class Channel:
     Args:
         world_group: the ranks.
         timeout: how long a rank waits for the others in a round.
-
-    Attributes:
-        rounds: the number of settled rounds, the same on all ranks.
-        pending: the action that was posted and is not settled yet.
     """
 
     def __init__(self, world_group: ProcessGroupRef, timeout: timedelta) -> None:
@@ -90,8 +86,8 @@ class Channel:
         self.group = dataclasses.replace(made, description=world_group.description)
         self.size = made.size
         self.global_rank = made.global_ranks[made.rank]
-        self.rounds = 0
-        self.pending: RoundAction | None = None
+        self.rounds = 0  # settled, the same on all ranks
+        self.pending: RoundAction | None = None  # posted and not settled yet
         self.last: RoundAction | None = None
         self.closed = ""  # why no further round is possible
         # Tensors that share memory with Python buffers, so comparing needs no tensor operation.

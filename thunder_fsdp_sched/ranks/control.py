@@ -46,18 +46,14 @@ class IssueCounts:
     """The number of collectives that one model has issued on this rank; see [Note: Agreement of ranks].
 
     Each collective counts twice, before and after it is issued, so an issue that failed halfway is recognized.
-
-    Attributes:
-        issued: the count of issued collectives.
-        expected: the count of the collectives of all traces that have started.
-        settle: ends a round of agreement that is still open.
     """
 
     __slots__ = ("expected", "issued", "settle")
 
     def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
-        self.issued = self.expected = 0
-        self.settle = settle
+        self.issued = 0
+        self.expected = 0  # the collectives of all traces that have started
+        self.settle = settle  # ends a round of agreement that is still open
 
     @property
     def excess(self) -> int:
@@ -67,19 +63,12 @@ class IssueCounts:
 
 @dataclass
 class Computation:
-    """The computation of one trace; see [Note: Equal computations] in ``ir.computation``.
+    """The computation of one trace; see [Note: Equal computations] in ``ir.computation``."""
 
-    Attributes:
-        inputs: descriptions of the inputs' shapes, dtypes and values.
-        lines: a line for each bound symbol of compute, with all numbers.
-        comparable: the same lines without numbers that may stem from a size.
-        trace_lines: a line for each bound symbol, for messages: collectives by their buckets, the others as in ``lines``.
-    """
-
-    inputs: Sequence[str] = ()
-    lines: Sequence[str] = ()
-    comparable: Sequence[str] = ()
-    trace_lines: Sequence[str] = ()
+    inputs: Sequence[str] = ()  # descriptions of the inputs' shapes, dtypes and values
+    lines: Sequence[str] = ()  # one for each bound symbol of compute, with all numbers
+    comparable: Sequence[str] = ()  # the same lines without numbers that may stem from a size
+    trace_lines: Sequence[str] = ()  # one for each bound symbol, for messages: collectives by their buckets
 
     @cached_property
     def hashes(self) -> tuple[int, int, int]:
@@ -88,17 +77,11 @@ class Computation:
 
 
 class AgreedProgram(NamedTuple):
-    """The result of comparing a program among the ranks.
+    """The result of comparing a program among the ranks."""
 
-    Attributes:
-        number: identifies the program on the control channel, the same on all ranks whose programs match.
-        communicates: whether any rank issues a collective.
-        compares_computation: whether the computations of the ranks must be equal.
-    """
-
-    number: int
-    communicates: bool
-    compares_computation: bool
+    number: int  # identifies the program on the control channel, the same on all ranks whose programs match
+    communicates: bool  # whether any rank issues a collective
+    compares_computation: bool  # whether the computations of the ranks must be equal
 
 
 class _Shared(Protocol):

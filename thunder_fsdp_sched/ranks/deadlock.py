@@ -26,21 +26,13 @@ from .messages import first_difference
 
 
 class Action(NamedTuple):
-    """One action of a program: issuing a collective, or waiting for one.
+    """One action of a program: issuing a collective, or waiting for one."""
 
-    Attributes:
-        line: a readable description of the collective, the same on all ranks.
-        group: name of its process group, the same on all members.
-        ranks: the members, by global rank.
-        waits: whether the action is the wait for a collective that was issued earlier.
-        number: the number of the collective in this program.
-    """
-
-    line: str
-    group: str
-    ranks: tuple[int, ...]
-    waits: bool
-    number: int
+    line: str  # a readable description of the collective, the same on all ranks
+    group: str  # the name of its process group, the same on all members
+    ranks: tuple[int, ...]  # the members, by global rank
+    waits: bool  # whether the action is the wait for a collective that was issued earlier
+    number: int  # of the collective in this program
 
 
 def find_fault(programs: Mapping[int, Sequence[Action]]) -> str:
