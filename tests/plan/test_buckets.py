@@ -1,7 +1,7 @@
 """Blocks are found from the module tree, and a bucket holds only parameters that one collective can communicate."""
 
 from thunder_fsdp_sched.plan.bucketing import make_plan, named_blocks
-from thunder_fsdp_sched.plan.specs import ParamSpec
+from thunder_fsdp_sched.plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec
 
 import pytest
 import torch
@@ -79,12 +79,13 @@ def _model(**children: nn.Module) -> nn.Module:
 def plan(module: nn.Module, strategy="block", world_size: int = 2):
     params = dict(module.named_parameters(remove_duplicate=False))
     names = {name: tuple(n for n, other in params.items() if other is param) for name, param in params.items()}
+    group = GroupKey("g", world_size)
     specs = [
-        (ParamSpec(of_param, tuple(p.shape), p.dtype, p.device, p.requires_grad), p)
+        (ParamSpec(of_param, tuple(p.shape), p.dtype, p.device, p.requires_grad), p, group, BucketOptions())
         for of_param in dict.fromkeys(names.values())
         for p in [params[of_param[0]]]
     ]
-    return make_plan(module, specs, strategy=strategy, world_size=world_size, group="g")
+    return make_plan(module, specs, strategy=strategy, default_group=group, comm_spec=lambda *_: CommSpec())
 
 
 def members(module: nn.Module, strategy="block") -> dict[str, list[str]]:

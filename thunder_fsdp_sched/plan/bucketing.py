@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -32,26 +32,20 @@ BucketingStrategy = Literal["none", "layer", "block"]
 
 def make_plan(
     module: torch.nn.Module,
-    params: Iterable[tuple[ParamSpec, torch.nn.Parameter]],
+    params: Iterable[tuple[ParamSpec, torch.nn.Parameter, GroupKey, BucketOptions]],
     *,
     strategy: BucketingStrategy | int | BucketRule,
-    world_size: int,
-    group: str,
-    options: Mapping[str, BucketOptions] | None = None,
-    group_keys: Mapping[str, GroupKey] | None = None,
-    comm_spec: Callable[[str, tuple[ParamSpec, ...], GroupKey, BucketOptions], CommSpec] = lambda *_: CommSpec(),
+    default_group: GroupKey,
+    comm_spec: Callable[[str, tuple[ParamSpec, ...], GroupKey, BucketOptions], CommSpec],
 ) -> Plan:
     """Group parameters into buckets, never across dtype, device, ``requires_grad``, process group or options.
 
     Args:
         module: the module that owns the parameters, for its tree.
-        params: the parameters to shard, in the order of the module tree.
+        params: the parameters to shard, in the order of the module tree, each with its ranks and its options.
         strategy: a strategy, the size (bytes of unsharded parameters) at which a bucket is full, or a rule that returns
             the name of a parameter's bucket.
-        world_size: number of ranks to shard over.
-        group: description of the process group, for people.
-        options: the options of parameters for which they are not the default ones, keyed by the parameter's name.
-        group_keys: the ranks of parameters that are sharded over others than the default, keyed by the parameter's name.
+        default_group: the ranks of parameters for which ``process_group_for`` names no others.
         comm_spec: returns how a bucket is sent, given its name, its parameters, its ranks and its options.
 
     Raises:
@@ -60,12 +54,10 @@ def make_plan(
             bucket cannot be divided into groups for secondary shards.
     """
     rule = _rule(module, strategy)
-    default_key = GroupKey(group, world_size)
     grouped: dict[tuple[str, _Kind], list[ParamSpec]] = {}
     first_of: dict[str, tuple[_Kind, str]] = {}
-    for spec, param in params:
-        ranks, own = (group_keys or {}).get(spec.name, default_key), (options or {}).get(spec.name, BucketOptions())
-        kind = _Kind(spec.dtype, spec.device, spec.requires_grad, ranks, own)
+    for spec, param, ranks, options in params:
+        kind = _Kind(spec.dtype, spec.device, spec.requires_grad, ranks, options)
         name = rule(spec, param, kind)
         (_, _, _, other, _), first = first_of.setdefault(name, (kind, spec.name))
         if other != ranks and callable(strategy):
@@ -98,7 +90,7 @@ def make_plan(
                 ranks.replicas,
             )
         )
-    return Plan(tuple(buckets), world_size, group)
+    return Plan(tuple(buckets), default_group.size, default_group.group)
 
 
 def _secondary_size(name: str, options: BucketOptions, ranks: int) -> int | None:

@@ -163,12 +163,9 @@ class _Sharding:
                 check_source(source.rank, ranks)
         self.plan = make_plan(
             module,
-            specs,
+            [(p.spec, p.param, assignment.key(p.ranks), self.policies.of(p.spec)) for p in self.params],
             strategy=options.bucketing_strategy,
-            world_size=default_key.size,
-            group=default_key.group,
-            options={spec.name: self.policies.of(spec) for spec, _ in specs},
-            group_keys={param.spec.name: assignment.key(param.ranks) for param in self.params},
+            default_group=default_key,
             comm_spec=self._comm_spec,
         )
 
