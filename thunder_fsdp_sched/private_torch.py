@@ -294,13 +294,10 @@ def replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
         return
     new = torch.nn.Parameter(data.data, param.requires_grad)
     new.__dict__.update(param.__dict__)
-    hooks, accumulated_hooks = param._backward_hooks, param._post_accumulate_grad_hooks
+    hooks, accumulated_hooks = hooks_of(param)
     torch.utils.swap_tensors(param, new)
-    if hooks:
-        param._backward_hooks = None
-        param._backward_hooks = hooks
-    if accumulated_hooks:
-        param._post_accumulate_grad_hooks = accumulated_hooks
+    param._backward_hooks = None
+    set_hooks(param, hooks, accumulated_hooks)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
