@@ -45,20 +45,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Placement:
-    """The position of one parameter in its bucket.
+    """The position of one parameter in its bucket. A 0-dim parameter counts as one row."""
 
-    Attributes:
-        shape: shape of the unsharded parameter.
-        unsharded_offset: its first element in the unsharded buffer.
-        row_starts: ``world_size + 1`` row numbers; rank ``r`` owns rows ``[row_starts[r], row_starts[r + 1])``. A 0-dim
-            parameter counts as one row.
-        shard_offsets: for each rank, the element of its shard buffer at which its rows start.
-    """
-
-    shape: tuple[int, ...]
-    unsharded_offset: int
-    row_starts: tuple[int, ...]
-    shard_offsets: tuple[int, ...]
+    shape: tuple[int, ...]  # of the unsharded parameter
+    unsharded_offset: int  # its first element in the unsharded buffer
+    row_starts: tuple[int, ...]  # world_size + 1 numbers; rank r owns rows [row_starts[r], row_starts[r + 1])
+    shard_offsets: tuple[int, ...]  # for each rank, the element of its shard buffer at which its rows start
 
     @property
     def numel(self) -> int:

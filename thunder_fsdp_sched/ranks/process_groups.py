@@ -53,22 +53,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ProcessGroupRef:
-    """A description of a process group that outlives the group.
+    """A description of a process group that outlives the group."""
 
-    Attributes:
-        description: its purpose (``default_pg``, ``mesh_fsdp``), which is the same in every run; its name if it has
-            none.
-        rank: this process's rank in it.
-        global_ranks: the global ranks of its members.
-        backends: the backend for each device type, ``"cpu:gloo,cuda:nccl"``, or one name for all types.
-        name: its name, the same for all members.
-    """
-
-    description: str
-    rank: int
+    description: str  # its purpose (default_pg, mesh_fsdp), the same in every run; its name if it has none
+    rank: int  # of this process
     global_ranks: Sequence[int]
-    backends: str = "fake"
-    name: str = ""
+    backends: str = "fake"  # for each device type, "cpu:gloo,cuda:nccl", or one name for all types
+    name: str = ""  # the same for all members
     _process_group: weakref.ref[ProcessGroup] | None = field(default=None, repr=False)
 
     @classmethod
@@ -156,15 +147,7 @@ class ProcessGroupRef:
 
 
 class Ranks:
-    """The ranks that share a bucket.
-
-    Attributes:
-        group: the ranks that it is sharded over.
-        reductions: the same ranks, for reductions: ``group`` itself, or a process group with a separate communicator.
-        replicas: the ranks that have the same shards (hybrid sharding); ``None`` if this rank is the only one.
-        grid: with replicas, the global ranks of the 2-D mesh: a row for each replica.
-        dim_names: the names of the dimensions of the user's mesh; ``None`` without.
-    """
+    """The ranks that share a bucket."""
 
     def __init__(
         self,
@@ -177,11 +160,11 @@ class Ranks:
     ) -> None:
         if replicas is not None and replicas.size == 1:
             replicas, grid, dim_names = None, None, dim_names and dim_names[1:]
-        self.group = group
-        self.reductions = reductions or group
-        self.replicas = replicas
-        self.grid = grid
-        self.dim_names = dim_names
+        self.group = group  # the ranks that it is sharded over
+        self.reductions = reductions or group  # the same ranks, maybe with a separate communicator
+        self.replicas = replicas  # the ranks with the same shards (hybrid sharding); None if this rank is the only one
+        self.grid = grid  # with replicas, the global ranks of the 2-D mesh: a row for each replica
+        self.dim_names = dim_names  # of the user's mesh; None without
         self._meshes: dict[str, DeviceMesh] = {}
 
     def mesh(self, device_type: str) -> DeviceMesh:
