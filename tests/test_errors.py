@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
+from thunder_fsdp_sched import FSDPTransform, ScheduleDisagreement, fsdp, full_state_dict
 
 import pytest
 import thunder
@@ -15,78 +15,70 @@ from models import Model, Stack
 from ranks import on_ranks
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 #
 # Options, which are checked before there is a module or a process group
 #
 
-WRONG_OPTIONS = [
-    ({"sharding_strategy": "zero4"}, ValueError, "sharding_strategy: expected 'zero2', 'zero3'.*got 'zero4'"),
-    ({"sharding_strategy": 3}, ValueError, "sharding_strategy: expected .*got 3"),
-    ({"sharding_strategy": ["zero3"]}, ValueError, r"sharding_strategy: expected .*got \['zero3'\]"),
-    ({"sharding_strategy": None}, ValueError, "sharding_strategy: expected .*got None"),
-    (
-        {"bucketing_strategy": "blocks"},
-        ValueError,
-        "bucketing_strategy: expected 'none', 'layer', 'block'.*got 'blocks'",
-    ),
-    ({"bucketing_strategy": 0}, ValueError, "bucketing_strategy: a size in bytes must be positive, got 0"),
-    ({"bucketing_strategy": None}, ValueError, "bucketing_strategy: expected .*got None"),
-    ({"bucketing_strategy": True}, TypeError, "bucketing_strategy: .*got True"),
-    ({"bucketing_strategy": "25 bananas"}, ValueError, "bucketing_strategy: expected bytes .*got '25 bananas'"),
-    ({"bucketing_strategy": "0MB"}, ValueError, "bucketing_strategy: expected more than 0 bytes, got 0"),
-    ({"bucketing_strategy": "-1MB"}, ValueError, "bucketing_strategy: expected bytes .*got '-1MB'"),
-    ({"prefetch": -1}, ValueError, "prefetch: expected 0 or more buckets, got -1"),
-    ({"prefetch": "1"}, TypeError, "prefetch: expected a number of buckets.*got '1'"),
-    ({"prefetch": True}, TypeError, "prefetch: expected a number of buckets.*got True"),
-    ({"max_gathers_in_flight": "1"}, TypeError, "max_gathers_in_flight: expected a number of gathers.*got '1'"),
-    ({"max_gathers_in_flight": 0}, ValueError, "max_gathers_in_flight: expected 1 or more gathers, got 0"),
-    ({"device": 1.5}, TypeError, "device: expected a torch.device.*got 1.5 of type float"),
-    ({"mesh": 2}, TypeError, "mesh: expected a 1-D .*DeviceMesh.*got 2 of type int"),
-    ({"process_group": "world"}, TypeError, "process_group: expected a .*ProcessGroup.*got 'world' of type str"),
-    ({"broadcast_from": "0"}, TypeError, "broadcast_from: expected a global rank.*got '0'"),
-    ({"broadcast_from": False}, TypeError, "broadcast_from: expected a global rank.*got False"),
-    ({"ignored_params": "wte.weight"}, TypeError, "ignored_params: expected parameters or their names, got str"),
-    ({"ignored_params": nn.Parameter(torch.zeros(2, 2))}, TypeError, "ignored_params: .* got tensor"),
-    ({"ignored_params": [torch.zeros(1)]}, TypeError, "ignored_params: expected parameters or their names, got tensor"),
-    ({"process_group_for": dist}, TypeError, "process_group_for: expected a callable"),
-    ({"accumulate": "both"}, ValueError, "accumulate: expected 'unsharded', 'sharded' or None, got 'both'"),
-    ({"reshard_after_backward": 1}, TypeError, "reshard_after_backward: expected a bool, got 1 of type int"),
-    ({"move_state_dict_to_cpu": "yes"}, TypeError, "move_state_dict_to_cpu: expected a bool, got 'yes' of type str"),
-    ({"release": "now"}, ValueError, "release: expected 'never', 'step' or 'bucket', got 'now'"),
+# The option, a value, the error, and what it says after the option's name.
+WRONG_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
+    ("sharding_strategy", "zero4", ValueError, "expected 'zero2', 'zero3'.*got 'zero4'"),
+    *(("sharding_strategy", value, ValueError, f"expected .*got {value}") for value in (3, None)),
+    ("bucketing_strategy", "blocks", ValueError, "expected 'none', 'layer', 'block'.*got 'blocks"),
+    ("bucketing_strategy", 0, ValueError, "a size in bytes must be positive, got 0"),
+    ("bucketing_strategy", None, ValueError, "expected .*got None"),
+    ("bucketing_strategy", True, TypeError, ".*got True"),
+    ("bucketing_strategy", "25 bananas", ValueError, "expected bytes .*got '25 bananas'"),
+    ("bucketing_strategy", "0MB", ValueError, "expected more than 0 bytes, got 0"),
+    ("bucketing_strategy", "-1MB", ValueError, "expected bytes .*got '-1MB'"),
+    ("prefetch", -1, ValueError, "expected 0 or more buckets, got -1"),
+    ("prefetch", "1", TypeError, "expected a number of buckets.*got '1'"),
+    ("prefetch", True, TypeError, "expected a number of buckets.*got True"),
+    ("max_gathers_in_flight", "1", TypeError, "expected a number of gathers.*got '1'"),
+    ("max_gathers_in_flight", 0, ValueError, "expected 1 or more gathers, got 0"),
+    ("device", 1.5, TypeError, "expected a torch.device.*got 1.5 of type float"),
+    ("mesh", 2, TypeError, "expected a 1-D .*DeviceMesh.*got 2 of type int"),
+    ("process_group", "world", TypeError, "expected a .*ProcessGroup.*got 'world' of type str"),
+    ("broadcast_from", "0", TypeError, "expected a global rank.*got '0'"),
+    ("broadcast_from", False, TypeError, "expected a global rank.*got False"),
+    ("ignored_params", "wte.weight", TypeError, "expected parameters or their names, got str"),
+    ("ignored_params", nn.Parameter(torch.zeros(2, 2)), TypeError, ".* got tensor"),
+    ("ignored_params", [torch.zeros(1)], TypeError, "expected parameters or their names, got tensor"),
+    ("process_group_for", dist, TypeError, "expected a callable"),
+    ("accumulate", "both", ValueError, "expected 'unsharded', 'sharded' or None, got 'both'"),
+    ("reshard_after_backward", 1, TypeError, "expected a bool, got 1 of type int"),
+    ("move_state_dict_to_cpu", "yes", TypeError, "expected a bool, got 'yes' of type str"),
+    ("release", "now", ValueError, "expected 'never', 'step' or 'bucket', got 'now'"),
+    ("reshard_after_forward", True, TypeError, ".*use sharding_strategy='zero3'"),
+    ("reshard_after_forward", False, TypeError, ".*use sharding_strategy='zero2'"),
+    ("reshard_after_forward", "8", TypeError, "expected a number of ranks or None, got '8'"),
+    ("reshard_after_forward", 1, ValueError, ".*sharding_strategy='zero2' keeps whole parameters"),
+    ("all_reduce_hook", "average", TypeError, r"expected a callable \(bucket name, gradients\)"),
     *(
-        ({"release": "bucket", limit: "1GiB"}, ValueError, f"{limit}: cannot be combined with release='bucket'")
-        for limit in ("max_memory", "max_unsharded_bytes")
-    ),
-    ({"reshard_after_forward": True}, TypeError, "use sharding_strategy='zero3'"),
-    ({"reshard_after_forward": False}, TypeError, "use sharding_strategy='zero2'"),
-    ({"reshard_after_forward": "8"}, TypeError, "reshard_after_forward: expected a number of ranks or None, got '8'"),
-    ({"reshard_after_forward": 1}, ValueError, "sharding_strategy='zero2' keeps whole parameters"),
-    (
-        {"reshard_after_forward": 2, "sharding_strategy": "zero2"},
-        ValueError,
-        "reshard_after_forward: sharding_strategy='zero2' keeps whole",
-    ),
-    ({"all_reduce_hook": "average"}, TypeError, r"all_reduce_hook: expected a callable \(bucket name, gradients\)"),
-    *(
-        (
-            {"gradient_divide_factor": factor},
-            (TypeError, ValueError),
-            "gradient_divide_factor: expected a positive number or None",
-        )
-        for factor in (0, -1.0, float("nan"), float("inf"), "2", True)
+        ("gradient_divide_factor", factor, error, "expected a positive number or None")
+        for error, factors in ((ValueError, (0, -1.0, float("nan"), float("inf"))), (TypeError, ("2", True)))
+        for factor in factors
     ),
 ]
 
 
+@pytest.mark.parametrize(("option", "value", "error", "message"), WRONG_OPTIONS)
+def test_errors_name_an_invalid_option(option: str, value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"{option}: {message}"):
+        fsdp(**{option: value})
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
-    WRONG_OPTIONS,
-    ids=[", ".join(f"{k}={v!r}" for k, v in options.items()) for options, *_ in WRONG_OPTIONS],
+    ("options", "message"),
+    [
+        ({"release": "bucket", "max_memory": "1GiB"}, "max_memory: cannot be combined with release='bucket'"),
+        ({"release": "bucket", "max_unsharded_bytes": 9}, "max_unsharded_bytes: cannot be combined with release="),
+        ({"reshard_after_forward": 2, "sharding_strategy": "zero2"}, "sharding_strategy='zero2' keeps whole"),
+    ],
 )
-def test_errors_name_an_invalid_option(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_errors_name_options_that_exclude_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         fsdp(**options)
 
 
@@ -169,83 +161,100 @@ class _Subclassed(nn.Parameter):
     pass
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "shared memory",
-        "subclass",
-        "sparse",
-        "unknown ignored name",
-        "foreign ignored parameter",
-        "rule gives no name",
-        "broadcast from outside",
-        "broadcast of meta",
-        "three-dimensional mesh",
-        "mesh and process group",
-        pytest.param(
-            "GPU without CUDA", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-        ),
-        "sharded twice",
-        "used for another module",
-    ],
-)
+def _with_last(module: Any, **params: nn.Parameter) -> list[FSDPTransform]:
+    """Replace parameters of the last layer."""
+    for name, param in params.items():
+        setattr(module.last, name, param)
+    return [fsdp()]
+
+
+def _used_already(module: nn.Module) -> list[FSDPTransform]:
+    thunder.jit(Stack(1), transforms=[transform := fsdp()])
+    return [transform]
+
+
+def _mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
+
+
+# By what the user does: transforms for a module, which is changed as well, and the error on two ranks.
+REFUSED: dict[str, tuple[Callable[[Any], list[FSDPTransform]], type[Exception], str]] = {
+    "shared memory": (
+        lambda m: _with_last(m, bias=nn.Parameter(m.first.bias.data.view(torch.bfloat16)[:3])),
+        ValueError,
+        r"'first\.bias' \(torch\.float32\) and 'last\.bias' \(torch\.bfloat16\) share memory.*Tie them.*or clone",
+    ),
+    "subclass": (
+        lambda m: _with_last(m, weight=_Subclassed(torch.zeros(3, 4))),
+        TypeError,
+        r"'last\.weight' is a _Subclassed.*only plain strided.*Convert it, or.*ignored_params",
+    ),
+    "sparse": (
+        lambda m: _with_last(m, weight=nn.Parameter(torch.zeros(3, 4).to_sparse())),
+        TypeError,
+        r"'last\.weight'.*torch\.sparse_coo.*ignored_params",
+    ),
+    "unknown ignored name": (
+        lambda m: [fsdp(ignored_params=["first.weight", "blocks.7.up.weight"])],
+        ValueError,
+        r"ignored_params: 'blocks\.7\.up\.weight' is not a parameter of the module",
+    ),
+    "foreign ignored parameter": (
+        lambda m: [fsdp(ignored_params=[nn.Parameter(torch.zeros(4, 9))])],
+        ValueError,
+        r"ignored_params: a parameter of shape \(4, 9\) is not a parameter of the module",
+    ),
+    "rule gives no name": (
+        lambda m: [fsdp(bucketing_strategy=lambda name, param: None if name == "last.bias" else "all")],
+        TypeError,
+        r"bucketing_strategy: the callable must return a bucket's name.*None for 'last\.bias'",
+    ),
+    "broadcast from outside": (
+        lambda m: [fsdp(broadcast_from=2)],
+        ValueError,
+        "broadcast_from: rank 2 is not in the process group",
+    ),
+    "broadcast of meta": (
+        lambda m: m.to("meta") and [fsdp(broadcast_from=0)],
+        ValueError,
+        "broadcast_from: the module is on the meta device",
+    ),
+    "three-dimensional mesh": (
+        lambda m: [fsdp(mesh=_mesh(1, 1, 2))],
+        ValueError,
+        r"mesh: expected one dimension .* or two .*, got 3; pass only those",
+    ),
+    "mesh and process group": (
+        lambda m: [fsdp(mesh=_mesh(2), process_group=dist.group.WORLD)],
+        ValueError,
+        "mesh and process_group: pass one of them, not both",
+    ),
+    "GPU without CUDA": (
+        lambda m: [fsdp(device="cuda:1")],
+        ValueError,
+        "device: 'cuda:1' is not available: .*Pass device='cpu', or leave device out",
+    ),
+    "sharded twice": (lambda m: [fsdp(), fsdp()], ValueError, r"sharded already; pass one fsdp"),
+    "used for another module": (
+        _used_already,
+        ValueError,
+        "already shards another module: make one transform for each",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [case for case in REFUSED if "CUDA" not in case or not torch.cuda.is_available()])
 @on_ranks(2)
-def test_invalid_modules_and_options_are_refused_on_every_rank(world_size: int, case: str) -> None:
-    model: nn.Module = Stack(2)
-    options: dict[str, Any] = {}
-    if case == "shared memory":
-        model.last.bias = nn.Parameter(model.first.bias.data.view(torch.bfloat16)[:3])
-        expected = (
-            ValueError,
-            r"'first\.bias' \(torch\.float32\) and 'last\.bias' \(torch\.bfloat16\) share memory.*Tie them.*or clone",
-        )
-    elif case == "subclass":
-        model.last.weight = _Subclassed(torch.zeros(3, 4))
-        expected = TypeError, r"'last\.weight' is a _Subclassed.*only plain strided.*Convert it, or.*ignored_params"
-    elif case == "sparse":
-        model.last.weight = nn.Parameter(torch.zeros(3, 4).to_sparse())
-        expected = TypeError, r"'last\.weight'.*torch\.sparse_coo.*ignored_params"
-    elif case == "unknown ignored name":
-        options = {"ignored_params": ["first.weight", "blocks.7.up.weight"]}
-        expected = ValueError, r"ignored_params: 'blocks\.7\.up\.weight' is not a parameter of the module"
-    elif case == "foreign ignored parameter":
-        options = {"ignored_params": [nn.Parameter(torch.zeros(4, 9))]}
-        expected = ValueError, r"ignored_params: a parameter of shape \(4, 9\) is not a parameter of the module"
-    elif case == "rule gives no name":
-        options = {"bucketing_strategy": lambda name, param: None if name == "last.bias" else "all"}
-        expected = TypeError, r"bucketing_strategy: the callable must return a bucket's name.*None for 'last\.bias'"
-    elif case == "broadcast from outside":
-        options = {"broadcast_from": world_size}
-        expected = ValueError, f"broadcast_from: rank {world_size} is not in the process group"
-    elif case == "broadcast of meta":
-        model, options = model.to("meta"), {"broadcast_from": 0}
-        expected = ValueError, "broadcast_from: the module is on the meta device"
-    elif case == "three-dimensional mesh":
-        options = {"mesh": init_device_mesh("cpu", (1, 1, world_size), mesh_dim_names=("a", "b", "c"))}
-        expected = ValueError, r"mesh: expected one dimension .* or two .*, got 3; pass only those"
-    elif case == "GPU without CUDA":
-        options = {"device": "cuda:1"}
-        expected = ValueError, "device: 'cuda:1' is not available: .*Pass device='cpu', or leave device out"
-    elif case == "mesh and process group":
-        options = {"mesh": init_device_mesh("cpu", (world_size,)), "process_group": dist.group.WORLD}
-        expected = ValueError, "mesh and process_group: pass one of them, not both"
-    elif case == "sharded twice":
-        expected = ValueError, r"sharded already; pass one fsdp"
-        with pytest.raises(expected[0], match=expected[1]):
-            thunder.jit(model, transforms=[fsdp(), fsdp()])
+def test_invalid_modules_and_options_are_refused_on_every_rank(case: str) -> None:
+    model = Stack(2)
+    make, error, message = REFUSED[case]
+    before: dict[str, torch.Tensor] = {}
+    with pytest.raises(error, match=message):
+        transforms = make(model)
+        before |= {name: param.detach().clone() for name, param in model.named_parameters()}
+        thunder.jit(model, transforms=transforms)
+    if case == "sharded twice" or not before:
         return
-    elif case == "used for another module":
-        transform = fsdp()
-        thunder.jit(Stack(1), transforms=[transform])
-        expected = ValueError, "already shards another module: make one transform for each module"
-        with pytest.raises(expected[0], match=expected[1]):
-            thunder.jit(model, transforms=[transform])
-        return
-    else:
-        raise AssertionError(case)
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    with pytest.raises(expected[0], match=expected[1]):
-        thunder.jit(model, transforms=[fsdp(**options)])
     # The user's module is unchanged, so that it can be corrected and sharded.
     for name, param in model.named_parameters():
         assert param.device == before[name].device and param.shape == before[name].shape, name
