@@ -1,17 +1,15 @@
 """Dump everything that a redesign must not change: traces, schedules, slots, predicted bytes, plan numbers.
 
-    python tests/freeze.py write FOLDER [--random 300] [--only REGEX]   # one text file for each case
-    python tests/freeze.py compare FOLDER OTHER                         # the first difference of each case
-    python tests/freeze.py update                                       # tests/freeze.json, which CI compares
+    python tests/freeze.py write FOLDER [REGEX]   # one text file for each case
+    python tests/freeze.py update                 # tests/freeze.json, which CI compares
 
 Each case is a model and options, compiled as rank 0 of a fake process group, also under ``no_sync``. Names of values are
-numbered in the order of their appearance, so dumps are equal up to names. To compare with an older commit, run this file
-with ``PYTHONPATH`` set to its work tree.
+numbered in the order of their appearance, so dumps are equal up to names. To compare with another commit (``diff -r``),
+write its dumps with ``PYTHONPATH`` set to its work tree.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -28,25 +26,18 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as fs
+from thunder_fsdp_sched.planning.clusters import cluster
+from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.fake_ranks import fake_rank
+from thunder_fsdp_sched.planning.simulate import simulate
 
 import thunder
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from models import CASES, GPT, Layer, Stack
-from random_models import RandomModel, cases, options_of
+from random_models import RandomModel, cases, draw_numbered, options_of
 from thunder.core.proxies import Proxy
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-try:
-    from thunder_fsdp_sched.planning.clusters import cluster
-    from thunder_fsdp_sched.planning.cost import AnalyticCost
-    from thunder_fsdp_sched.planning.simulate import simulate
-except ImportError:  # at older commits
-    from thunder_fsdp_sched.simulator.clusters import cluster
-    from thunder_fsdp_sched.simulator.cost import AnalyticCost
-    from thunder_fsdp_sched.simulator.simulate import simulate
 
 DIGESTS = Path(__file__).with_suffix(".json")
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -126,7 +117,7 @@ def _mesh(*shape: int) -> Any:
     return dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
-def all_cases(random: int) -> dict[str, Frozen]:
+def all_cases(random: int = 0) -> dict[str, Frozen]:
     """Return all test models with each strategy, each option on its own, and random models with random options."""
     found = {
         f"model_{name}_{strategy}": Frozen(model, {"sharding_strategy": strategy}, windows=True)
@@ -134,33 +125,13 @@ def all_cases(random: int) -> dict[str, Frozen]:
         for strategy in ("zero2", "zero3")
     }
     found |= {f"option_{name}": case for name, case in OPTIONS.items()}
-    return found | dict(_random_cases(random))
-
-
-def _random_cases(count: int) -> Iterator[tuple[str, Frozen]]:
-    """Return random cases, the same ones whenever hypothesis is the same."""
-    drawn: list[Any] = []
-
-    @seed(0)
-    @settings(
-        max_examples=max(count, 1),
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        verbosity=Verbosity.quiet,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(cases())
-    def draw(case: Any) -> None:
-        drawn.append(case)
-
-    if count:
-        draw()
-    for number, case in enumerate(drawn[:count]):
+    for number in range(random):
+        case = draw_numbered(cases(), number)
         world = 4 if case.secondary else 2
         options = functools.partial(_options_of, case, world)
         model = functools.partial(RandomModel, case.model)
-        yield f"random_{number:03d}", Frozen(model, options, world, windows=number % 3 == 0, double=False)
+        found[f"random_{number:03d}"] = Frozen(model, options, world, windows=number % 3 == 0, double=False)
+    return found
 
 
 def _options_of(case: Any, world: int) -> dict[str, Any]:
@@ -186,15 +157,9 @@ SMALL = (
 
 def dump(case: Frozen) -> str:
     """Compile a case and return the text of all that must stay."""
-    if dist.is_initialized():
-        raise RuntimeError("needs a process without a process group")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _dump(case)
-    finally:
-        dist.destroy_process_group()
+    with fake_rank(0, case.world), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _dump(case)
 
 
 def _dump(case: Frozen) -> str:
@@ -215,10 +180,10 @@ def _dump(case: Frozen) -> str:
         with torch.no_grad():
             jitted.eval()
             transform.sharded.compile(jitted, inputs, {})
-    except Exception as error:  # an error is a result, too: of a limit that is too low, for example
-        text = f"{type(error).__name__}: {error}"
-        return "\n".join(itertools.chain(*(_lines(compiled) for compiled in transform.compiled), [text]))
-    return "\n".join(itertools.chain(*(_lines(compiled) for compiled in transform.compiled)))
+        error = []
+    except Exception as raised:  # an error is a result, too: of a limit that is too low, for example
+        error = [f"{type(raised).__name__}: {raised}"]
+    return "\n".join(itertools.chain(*map(_lines, transform.compiled), error))
 
 
 def _lines(compiled: Any) -> Iterator[str]:
@@ -268,53 +233,9 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _chosen(args: argparse.Namespace) -> dict[str, Frozen]:
-    return {name: case for name, case in all_cases(args.random).items() if re.search(args.only, name)}
-
-
-def _write(args: argparse.Namespace) -> None:
-    args.folder.mkdir(parents=True, exist_ok=True)
-    for name, case in _chosen(args).items():
-        (args.folder / f"{name}.txt").write_text(dump(case))
-        gc.collect()
-
-
-def _compare(args: argparse.Namespace) -> None:
-    differing = 0
-    for path in sorted(args.folder.glob("*.txt")):
-        other = args.other / path.name
-        if not other.exists():
-            continue
-        pairs = itertools.zip_longest(path.read_text().splitlines(), other.read_text().splitlines())
-        found = [(number, a, b) for number, (a, b) in enumerate(pairs) if a != b]
-        if found:
-            differing += 1
-            number, a, b = found[0]
-            print(f"{path.stem}: {len(found)} lines, first {number}:\n  {str(a)[:300]}\n  {str(b)[:300]}")
-    print(f"{differing} cases differ")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    write = commands.add_parser("write")
-    write.add_argument("folder", type=Path)
-    write.add_argument("--random", type=int, default=300)
-    write.add_argument("--only", default="")
-    write.set_defaults(run=_write)
-    compare = commands.add_parser("compare")
-    compare.add_argument("folder", type=Path)
-    compare.add_argument("other", type=Path)
-    compare.set_defaults(run=_compare)
-    update = commands.add_parser("update")
-    update.set_defaults(run=lambda args: DIGESTS.write_text(json.dumps(digests(), indent=1) + "\n"))
-    args = parser.parse_args()
-    args.run(args)
-
-
 def digests() -> dict[str, str]:
     """Return the digests of the cases that CI compares."""
-    known = all_cases(0)
+    known = all_cases()
     return {"versions": versions(), **{name: digest(dump(known[name])) for name in SMALL}}
 
 
@@ -323,7 +244,19 @@ def versions() -> str:
     return f"torch {torch.__version__.partition('+')[0]}, thunder {thunder.__version__}"
 
 
+def main(command: str, folder: str = "", regex: str = "") -> None:
+    """Do what the command line asks for."""
+    if command == "update":
+        DIGESTS.write_text(json.dumps(digests(), indent=1) + "\n")
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, case in all_cases(random=300).items():
+        if re.search(regex, name):
+            Path(folder, f"{name}.txt").write_text(dump(case))
+            gc.collect()
+
+
 if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":  # Thunder iterates over sets of names
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
-    main()
+    main(*sys.argv[1:])
