@@ -140,6 +140,10 @@ def test_supported_versions_pass(compat, monkeypatch, torch, thunder):
         ({"thunder": "1.0"}, "lightning-thunder 1.0 is too new"),
         ({"thunder": None}, "lightning-thunder is not installed"),
         ({"thunder": ""}, "lightning-thunder has no version that can be read"),
+        (
+            {"torch": "2.16.1", "thunder": "0.2.2"},
+            "is too new (needs a release before 2.16); lightning-thunder 0.2.2 is",
+        ),
     ],
 )
 def test_the_error_of_an_unsupported_version_names_it_and_the_supported_ones(compat, monkeypatch, versions, expected):
@@ -149,15 +153,6 @@ def test_the_error_of_an_unsupported_version_names_it_and_the_supported_ones(com
     message = str(raised.value)
     assert expected in message
     assert '"torch>=2.10,<2.16" "lightning-thunder>=0.2.6,<0.3"' in message
-
-
-def test_the_error_names_all_unsupported_versions(compat, monkeypatch):
-    installed(monkeypatch, torch="2.16.1", thunder="0.2.2")
-    with pytest.raises(ImportError, match=r"torch 2\.16\.1 is too new .*lightning-thunder 0\.2\.2 is too old"):
-        compat.check_versions()
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: None)
-    with pytest.raises(ImportError, match="no version that can be read"):
-        compat.check_versions()
 
 
 def test_a_wrong_version_stops_the_import_of_the_package_before_thunder(run_after_torch):
@@ -185,6 +180,9 @@ def test_missing_methods_are_added_once_and_raise_when_called(run_after_torch):
         + """
 import torch
 compat.NAMED_TENSOR_METHODS += ("a_method_that_no_torch_has",)
+def rename(self): return "mine"
+torch.Tensor.rename = rename                # a method that exists is not replaced
+had_func = hasattr(torch.autograd.Function.apply, "__func__")
 missing = [name for name in compat.NAMED_TENSOR_METHODS if not hasattr(torch.Tensor, name)]
 present = {name: getattr(torch.Tensor, name) for name in compat.NAMED_TENSOR_METHODS if name not in missing}
 assert "a_method_that_no_torch_has" in missing
@@ -193,6 +191,7 @@ added = compat.prepare()
 methods = [name for name in added if name.startswith("torch.Tensor.")]
 assert methods == [f"torch.Tensor.{name}" for name in missing], added
 assert all(getattr(torch.Tensor, name) is method for name, method in present.items())
+assert ("torch.autograd.Function.apply.__func__" in added) == (not had_func)
 
 stand_ins = {name: getattr(torch.Tensor, name) for name in missing}
 assert compat.prepare() == ()
@@ -213,26 +212,8 @@ print(*missing)
 """
     )
     torch = Version(Version(importlib.metadata.version("torch")).base_version)
-    named = {"align_as", "align_to", "has_names", "refine_names", "rename"} if torch >= Version("2.13") else set()
+    named = {"align_as", "align_to", "has_names", "refine_names"} if torch >= Version("2.13") else set()
     assert set(printed.split()) == named | {"a_method_that_no_torch_has"}
-
-
-def test_existing_attributes_of_torch_are_not_replaced(run_after_torch):
-    run_after_torch(
-        LOAD_COMPAT
-        + """
-import torch
-def rename(self): return "mine"
-torch.Tensor.rename = rename
-apply = torch.autograd.Function.__dict__["apply"]
-had_func = hasattr(torch.autograd.Function.apply, "__func__")
-added = compat.prepare()
-assert "torch.Tensor.rename" not in added
-assert torch.Tensor.rename is rename and torch.ones(1).rename() == "mine"
-assert (torch.autograd.Function.__dict__["apply"] is apply) == had_func
-assert ("torch.autograd.Function.apply.__func__" in added) == (not had_func)
-"""
-    )
 
 
 # ---- Function.apply
@@ -270,26 +251,6 @@ for function, value, slope in ((Scale, 6.0, 30.0), (Twice, 6.0, 60.0), (Shifted,
 torch.func.vmap(torch.sin)(torch.ones(2))   # functions that torch itself makes
 checkpointed = torch.utils.checkpoint.checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=True)
 checkpointed.sum().backward()
-"""
-    )
-
-
-def test_function_apply_passes_on_the_class_and_every_argument(run_after_torch):
-    run_after_torch(
-        """
-import torch
-class CClassMethod:                         # binds, and what it binds has no __func__
-    def __get__(self, instance, owner):
-        return type("bound", (), {"__slots__": (), "__call__": lambda _, *a, **k: (owner, a, k)})()
-Function = torch.autograd.function.Function
-Function.apply = CClassMethod()
-"""
-        + LOAD_COMPAT
-        + """
-assert "torch.autograd.Function.apply.__func__" in compat.prepare()
-class Mine(Function): pass
-assert Mine.apply(1, 2, scale=3) == (Mine, (1, 2), {"scale": 3})
-assert Function.apply() == (Function, (), {})
 """
     )
 

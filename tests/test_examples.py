@@ -33,17 +33,6 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def test_every_example_is_short_and_says_how_to_start_it() -> None:
-    found = sorted(FOLDER.glob("*.py"))
-    names = "evaluate fabric huggingface plan plan_llama resume stream_weights test_schedule train trainer"
-    assert [path.stem for path in found] == names.split()
-    for path in found:
-        lines = path.read_text().splitlines()
-        assert len(lines) < 60, path
-        docstring = "\n".join(lines[: 1 + next(i for i, line in enumerate(lines) if line.endswith('"""'))])
-        assert f"examples/{path.name}" in docstring, path
-
-
 @on_ranks()
 def test_evaluate_gives_the_loss_of_unpadded_batches_and_generates(rank: int) -> None:
     example = load("evaluate")

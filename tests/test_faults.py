@@ -113,14 +113,8 @@ def _resume_and_compare(rank: int, world_size: int, folder: Path) -> None:
     "stage, stop_rank, strategy, expected_error",
     [
         ("forward", _die, "zero3", r"the all-gather of bucket 'blocks\.\d' failed"),
-        ("backward", _die, "zero3", r"the (reduce-scatter|all-gather) of bucket 'blocks\.\d' failed"),
         ("backward", _die, "zero2", r"the reduce-scatter of bucket 'blocks\.\d' failed"),
-        (
-            "optimizer",
-            _die,
-            "zero3",
-            r"rank 1 did not come and a connection was closed:\n +rank 0: the forward for inputs",
-        ),
+        ("optimizer", _die, "zero3", r"rank 1 did not come and a connection was closed:\n +rank 0: the forward for in"),
         ("forward", _raise, "zero3", r"the all-gather of bucket 'blocks\.\d' failed"),
     ],
 )
@@ -137,17 +131,14 @@ def test_the_other_rank_raises_soon_and_training_resumes_from_the_checkpoint(
         message = str(caught.value)
         report_of_rank = dict(re.findall(r"--- rank (\d) failed\n(.*?)(?=\n--- rank|\Z)", message, re.DOTALL))
         assert ("exit code 9" if stop_rank is _die else "something of the user's") in report_of_rank["1"], message
-        error = (
-            "ScheduleDisagreement: fsdp: the ranks of .* disagree" if stage == "optimizer" else "RuntimeError: rank 0"
-        )
-        assert re.search(rf"{error}: {expected_error}", report_of_rank["0"]), message
-        assert re.search(
-            r"in (line \d+ of \w+: .*fsdp_(all_gather|wait_params|reduce_scatter|wait_grads)|computation\n +fsdp_agreed)\(",
-            report_of_rank["0"],
-        )
-        if stage != "optimizer":  # the error says what happened to the other ranks
+        if stage == "optimizer":
+            error, where = "ScheduleDisagreement: fsdp: the ranks of .* disagree", r"computation\n +fsdp_agreed"
+        else:  # the error says what happened to the other ranks
+            error, where = "RuntimeError: rank 0", r"line \d+ of \w+: .*fsdp_(all_gather|reduce_scatter|wait_\w+)"
             assert re.search(r"The other ranks:\n +rank(s)? .*1", report_of_rank["0"]), message
-        if (stage, strategy) == ("backward", "zero3"):  # the checkpoint does not depend on them
+        assert re.search(rf"{error}: {expected_error}", report_of_rank["0"]), message
+        assert re.search(rf"in {where}\(", report_of_rank["0"]), message
+        if stage == "backward":  # the checkpoint does not depend on it
             workers.run(_resume_and_compare, tmp_path)
     finally:
         workers.close()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from models import Stack
+from profiles import LONG_ONLY
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
@@ -222,8 +223,14 @@ def test_a_twin_group_is_created_by_its_ranks_only(bind_device: bool) -> None:
 #
 
 
-@pytest.mark.parametrize("at", [3, 10], ids=["forward", "backward"])
-@pytest.mark.parametrize("transport", SIDE_STREAMS)
+# The wait of forward or backward at which a step ends.
+_ENDS = [("staged", 10), ("all_to_all", 3), ("symmetric_memory", 10)]
+_MORE_ENDS = [
+    pytest.param(*end, marks=LONG_ONLY) for end in itertools.product(SIDE_STREAMS, (3, 10)) if end not in _ENDS
+]
+
+
+@pytest.mark.parametrize(("transport", "at"), [*_ENDS, *_MORE_ENDS])
 def test_memory_in_use_by_a_side_stream_is_not_reused_after_an_exception(transport: str, at: int) -> None:
     result = run(interrupt, at=at, transport=transport, ranks=_one_of_two(transport, 0))
     assert not faults_after_interruption(result)

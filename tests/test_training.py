@@ -460,17 +460,6 @@ def test_a_step_copies_no_parameters_and_allocates_no_unsharded_ones(strategy: s
             assert len(storages) == 1, "sharded parameters and gradients must each be views of one buffer"
 
 
-@on_ranks(2)
-def test_zero3_needs_no_more_unsharded_memory_for_more_blocks() -> None:
-    sizes = set()
-    for blocks in (4, 6):
-        run = Run(Stack(blocks, width=8).double(), oracle=None)
-        run.train(steps=1)
-        (arena,) = {b.arena for b in run.transform.sharded.buckets}
-        sizes.add(arena.nbytes)
-    assert len(sizes) == 1, sizes
-
-
 #
 # Other transforms, and other options
 #
