@@ -88,31 +88,6 @@ def modules_of_the_tree() -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in (ROOT / "thunder_fsdp_sched").rglob("*.py")}
 
 
-def import_elsewhere(tmp_path: Path, set_up: str) -> str:
-    """Import the package in a new interpreter in an empty folder, after running ``set_up``; return where it was found."""
-    # The path of this process, without the work tree.
-    dependencies = [entry for entry in sys.path if entry and ROOT not in (Path(entry), Path(entry).parent)]
-    code = f"""
-import importlib.util, os, site, sys
-{set_up}
-sys.path += {dependencies!r}
-import thunder_fsdp_sched, thunder_fsdp_sched.transforms, thunder_fsdp_sched.transports
-for name in ("transforms", "transports", "tests"):
-    spec = importlib.util.find_spec(name)
-    assert spec is None, f"global package {{name}}: {{spec}}"
-print(os.path.realpath(thunder_fsdp_sched.__file__))
-print(os.path.realpath(thunder_fsdp_sched.transforms.__file__))
-"""
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    # -I keeps the current folder and PYTHONPATH off the path. -S ignores the environment's .pth files, such as that of an
-    # editable install of the work tree.
-    command = [sys.executable, "-I", "-S", "-c", code]
-    result = subprocess.run(command, cwd=empty, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
-
-
 def test_the_wheel_of_the_sdist_has_every_module_and_no_other_top_level_package(unpacked, wheel):
     assert (unpacked / "LICENSE").is_file()
     assert (unpacked / "thunder_fsdp_sched" / "transforms" / "__init__.py").is_file()
@@ -124,16 +99,26 @@ def test_the_wheel_of_the_sdist_has_every_module_and_no_other_top_level_package(
     assert "thunder_fsdp_sched-0.1.0.dist-info/licenses/LICENSE" in names
 
 
-def test_an_editable_install_imports_from_an_empty_folder_even_from_a_checkout_without_symlinks(tree, tmp_path):
-    copy = tmp_path / "tree"
+def test_an_editable_install_is_found_from_an_empty_folder_even_from_a_checkout_without_symlinks(tree, tmp_path):
+    copy, site, empty = (tmp_path / name for name in ("tree", "site", "empty"))
     shutil.copytree(tree, copy, symlinks=True)
     (copy / "transforms").unlink()
-    site = tmp_path / "site"
+    empty.mkdir()
     with zipfile.ZipFile(build("editable", copy, tmp_path / "out")) as archive:
         archive.extractall(site)
-    found = import_elsewhere(tmp_path, f"site.addsitedir({str(site)!r})").split()
-    expected_folder = Path(os.path.realpath(copy)) / "thunder_fsdp_sched"
-    assert found == [str(expected_folder / "__init__.py"), str(expected_folder / "transforms" / "__init__.py")]
+    code = f"""
+import importlib.util, site
+site.addsitedir({str(site)!r})
+print(importlib.util.find_spec("thunder_fsdp_sched").origin)
+for name in ("transforms", "transports", "tests"):
+    assert importlib.util.find_spec(name) is None, f"global package {{name}}"
+"""
+    # -I keeps the current folder and PYTHONPATH off the path. -S ignores the environment's .pth files, such as that of an
+    # editable install of the work tree.
+    command = [sys.executable, "-I", "-S", "-c", code]
+    result = subprocess.run(command, cwd=empty, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert os.path.realpath(result.stdout.strip()) == os.path.realpath(copy / "thunder_fsdp_sched" / "__init__.py")
 
 
 def test_the_work_tree_has_the_symlink():
