@@ -52,11 +52,6 @@ def ranks(workers: Callable[[int], Ranks]) -> Ranks:
     return workers(2)
 
 
-@pytest.fixture(scope="session")
-def four_ranks(workers: Callable[[int], Ranks]) -> Ranks:
-    return workers(4)
-
-
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""

@@ -44,39 +44,22 @@ def run_python(
     Raises:
         subprocess.TimeoutExpired: it took longer, and was killed.
     """
-    return Program(*arguments, cwd=cwd, env=env).finish(timeout)
-
-
-class Program:
-    """A running program, started as by :func:`run_python`.
-
-    Attributes:
-        process: its first process.
-    """
-
-    def __init__(self, *arguments: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> None:
-        self._command = [str(argument) for argument in arguments]
-        self._outputs = cwd / ".stdout", cwd / ".stderr"
-        environment = {**os.environ, **(env or {})}
-        self.process = fork_server().Process(target=_first, args=(self._command, cwd, environment, self._outputs))
-        self.process.start()
-
-    def finish(self, timeout: float = 500.0) -> subprocess.CompletedProcess[str]:
-        """Wait for it; see :func:`run_python`."""
-        process = self.process
-        process.join(timeout)
-        finished = process.exitcode is not None
-        if not finished:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            process.join()
-        stdout, stderr = (path.read_text() for path in self._outputs)
-        for path in self._outputs:
-            path.unlink()
-        if not finished:
-            raise subprocess.TimeoutExpired(self._command, timeout, stdout, stderr)
-        return subprocess.CompletedProcess(self._command, process.exitcode, stdout, stderr)
+    command, outputs = [str(argument) for argument in arguments], (cwd / ".stdout", cwd / ".stderr")
+    process = fork_server().Process(target=_first, args=(command, cwd, {**os.environ, **(env or {})}, outputs))
+    process.start()
+    process.join(timeout)
+    finished = process.exitcode is not None
+    if not finished:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+    stdout, stderr = (path.read_text() for path in outputs)
+    for path in outputs:
+        path.unlink()
+    if not finished:
+        raise subprocess.TimeoutExpired(command, timeout, stdout, stderr)
+    return subprocess.CompletedProcess(command, process.exitcode, stdout, stderr)
 
 
 def _first(command: list[str], cwd: Path, environment: dict[str, str], outputs: tuple[Path, Path]) -> None:

@@ -1,7 +1,7 @@
 """Worker processes for tests on several ranks, started once and reused by all tests.
 
 A test under :func:`on_ranks` runs on every rank. One that needs to do more in the test process takes the fixture ``ranks``
-(or ``four_ranks``, or ``workers``) and calls ``ranks.run(fn, *args)``. This calls ``fn(rank, world_size, *args)`` in each
+(or ``workers``) and calls ``ranks.run(fn, *args)``. This calls ``fn(rank, world_size, *args)`` in each
 worker, in a process group, and returns the results in the order of ranks. ``fn`` must be a function at the top level of a
 module. If it fails on a rank, the test fails with that rank's traceback, and all workers are replaced, so that the next
 test starts with undamaged ones.

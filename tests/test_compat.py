@@ -300,3 +300,16 @@ except ImportError as error:
     )
     assert "an earlier `import thunder` failed" in printed
     assert "import thunder_fsdp_sched before thunder" in printed
+
+
+def test_the_command_line_starts_without_thunders_warning_and_adds_no_filter(run_after_torch):
+    run_after_torch(
+        """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import thunder_fsdp_sched.__main__
+    assert not any("transformer_engine" in getattr(filter[1], "pattern", "") for filter in warnings.filters)
+assert not any("transformer_engine" in str(warning.message) for warning in caught), caught
+"""
+    )

@@ -22,7 +22,7 @@ import pytest
 import thunder
 import torch
 from models import Stack
-from ranks import Ranks, on_ranks
+from ranks import on_ranks
 from scenario import Run, loss_of, saved_for_backward
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, _fully_shard
@@ -83,20 +83,16 @@ def test_the_documented_transport_trains_like_the_unsharded_model() -> None:
         TRANSPORTS.update(before)
 
 
-def _record_collectives(rank: int, world_size: int) -> list[str]:
-    run = Run(Stack(2).double())
-    run.train(steps=1)
+@on_ranks(2)
+def test_the_flight_recorder_shows_the_line_and_bucket_of_a_collective() -> None:
+    Run(Stack(2).double()).train(steps=1)
     [block] = blocks_of(section("troubleshooting.md", "Ranks"))
     names: dict[str, Any] = {}
     exec(block.replace('not entry["retired"]', "True"), names)  # whether one is unfinished depends on timing
-    return [line for _, line in names["unfinished_collectives"]()]
-
-
-def test_the_flight_recorder_shows_the_line_and_bucket_of_a_collective(ranks: Ranks) -> None:
-    for lines in ranks.run(_record_collectives):
-        for call in ("fsdp_all_gather", "fsdp_reduce_scatter"):
-            for bucket in ("bucket_first", "bucket_blocks_0", "bucket_last"):
-                assert any(f"{call}({bucket}," in line for line in lines), (call, bucket)
+    lines = [line for _, line in names["unfinished_collectives"]()]
+    for call in ("fsdp_all_gather", "fsdp_reduce_scatter"):
+        for bucket in ("bucket_first", "bucket_blocks_0", "bucket_last"):
+            assert any(f"{call}({bucket}," in line for line in lines), (call, bucket)
 
 
 def messages_in_the_source() -> list[str]:

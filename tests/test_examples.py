@@ -18,7 +18,7 @@ from thunder_fsdp_sched.planning.dry_run import DryRun
 
 import pytest
 import torch
-from ranks import Ranks, on_ranks
+from ranks import on_ranks
 from scenario import everywhere
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
@@ -60,15 +60,13 @@ def test_evaluate_gives_the_loss_of_unpadded_batches_and_generates(rank: int) ->
     assert first != second, "each rank must have its own prompt"
 
 
-def _stream_weights(rank: int, world_size: int) -> torch.Tensor:
-    return load("stream_weights").main()
-
-
-def test_the_inference_process_has_the_logits_of_the_trained_model(four_ranks: Ranks) -> None:
-    *trained, server = four_ranks.run(_stream_weights)
+@on_ranks(4)
+def test_the_inference_process_has_the_logits_of_the_trained_model() -> None:
+    example = load("stream_weights")
+    *trained, server = everywhere(example.main())
     assert all(torch.equal(logits, server) for logits in trained)
     torch.manual_seed(0)
-    initial = load("stream_weights").Sequential(
+    initial = example.Sequential(
         torch.nn.Embedding(256, 64), torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 256)
     )
     assert not torch.allclose(initial(torch.arange(8).unsqueeze(0)), server, atol=1e-2)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import re
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
-import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.logs import describe_change, following_stages
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
@@ -144,26 +140,3 @@ def test_other_modules_keep_thunders_warning(fake_ranks: None) -> None:
     thunder.jit(Stack(2), transforms=[fsdp()])
     with pytest.warns(UserWarning, match="No op since neither"), thunder.jit(torch.nn.Linear(2, 2)).no_sync():
         pass
-
-
-_IMPORT = """
-import warnings
-warnings.simplefilter("always")
-import thunder_fsdp_sched.__main__
-texts = [getattr(filter[1], "pattern", "") for filter in warnings.filters]
-assert not any("transformer_engine" in text for text in texts), texts
-"""
-
-
-def test_the_command_line_starts_without_thunders_warning_and_adds_no_filter() -> None:
-    root = str(Path(thunder_fsdp_sched.__file__).resolve().parents[1])
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
-    done = subprocess.run(
-        [sys.executable, "-c", _IMPORT],
-        env={**environment, "PYTHONPATH": os.pathsep.join([root, environment.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "transformer_engine" not in done.stderr, done.stderr
