@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_gpu import guard
-from virtual_gpu.histories import TRANSPORTS, make_model
+from virtual_gpu.histories import TRANSPORTS, make_model, take_three_steps
 from virtual_gpu.world import Rank, Result, run
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
@@ -76,10 +76,7 @@ def step(model: Any, rank: Rank) -> None:
     update(model)
 
 
-def train(rank: Rank, **options: Any) -> None:
-    model = make_model(rank, **options)
-    for _ in range(3):
-        step(model, rank)
+train, use_autocast = (partial(take_three_steps, precision=precision) for precision in ("fp32", "autocast"))
 
 
 def accumulate(rank: Rank, **options: Any) -> None:
@@ -208,15 +205,6 @@ def change_weights(rank: Rank, **options: Any) -> None:
         update(model)
 
 
-def use_autocast(rank: Rank, **options: Any) -> None:
-    model = make_model(rank, **options)
-    for _ in range(2):
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = model(batch(rank)).float().sum()
-        loss.backward()
-        update(model)
-
-
 def use_another_stream(rank: Rank, **options: Any) -> None:
     """Run forward on a side stream, backward and optimizer on the default stream."""
     model = make_model(rank, **options)
@@ -239,23 +227,10 @@ def use_a_mesh(rank: Rank, **options: Any) -> None:
     train(rank, mesh=mesh, **options)
 
 
-USES: dict[str, Callable[..., None]] = {
-    f.__name__: f
-    for f in (
-        train,
-        accumulate,
-        interleave,
-        raise_exceptions,
-        clip,
-        run_eagerly,
-        initialize_from_meta,
-        save_and_load,
-        stream_weights,
-        change_weights,
-        use_autocast,
-        use_another_stream,
-    )
-}
+_FUNCTIONS = (accumulate, interleave, raise_exceptions, clip, run_eagerly, initialize_from_meta, save_and_load)
+_MORE_FUNCTIONS = (stream_weights, change_weights, use_another_stream)
+USES: dict[str, Callable[..., None]] = {f.__name__: f for f in (*_FUNCTIONS, *_MORE_FUNCTIONS)}
+USES |= {"train": train, "use_autocast": use_autocast}
 
 
 def run_on_virtual_gpus(function: Callable[..., None], transport: str, options: dict[str, Any], **world: Any) -> Result:
