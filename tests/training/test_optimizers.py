@@ -163,7 +163,7 @@ def test_each_parameter_has_one_owner_and_a_step_issues_two_collectives(world_si
         assert muon.owns(param)
         assert state["momentum_buffer"].shape == run.reference.get_parameter(name_of[param]).shape
     # Between steps it holds no gradients, and no memory for whole parameters.
-    wholes = [p for group in muon._inner.param_groups for p in group["params"]]
+    wholes = [p for group in muon.inner.param_groups for p in group["params"]]
     assert all(p.grad is None and p.untyped_storage().nbytes() == 4 for p in wholes)
 
 

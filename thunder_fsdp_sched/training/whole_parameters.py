@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -72,6 +71,9 @@ class WholeParameters(torch.optim.Optimizer):
         ScheduleDisagreement: ranks passed different parameters, or a different order.
     """
 
+    inner: torch.optim.Optimizer
+    """The optimizer that updates whole parameters."""
+
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
@@ -84,15 +86,8 @@ class WholeParameters(torch.optim.Optimizer):
         model, self._sharded = find_jitted(model)
         self._names = {param: name for name, param in model.named_parameters()}
         self._params: dict[torch.Tensor, OwnedParam] = {}
-        self._inner: torch.optim.Optimizer | None = None
         super().__init__(params, {})
         self._take(self.param_groups, options)
-
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The optimizer that updates whole parameters."""
-        assert self._inner is not None
-        return self._inner
 
     def owns(self, param: torch.Tensor) -> bool:
         """Return whether this rank updates ``param`` and has its state."""
@@ -133,7 +128,7 @@ class WholeParameters(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if self._inner is not None:  # the constructor passes all groups together
+        if hasattr(self, "inner"):  # the constructor passes all groups together
             try:
                 self._take(self.param_groups[-1:], {})
             except Exception:
@@ -178,20 +173,29 @@ class WholeParameters(torch.optim.Optimizer):
     def _take(self, groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
         """Check groups, compare them among ranks, assign an owner to each parameter, and add them to the optimizer."""
         new = {param: self._param(param) for group in groups for param in group["params"]}
-        self._agree([[new[param] for param in group["params"]] for group in groups])
+        # Ranks with different parameters would block each other in `step`, or drift apart.
+        self._sharded.control.check_same_in_groups(
+            f"what WholeParameters was given for {self._class.__name__}",
+            [
+                (group_of_ranks, f"group {i}: {new[param].spec}")
+                for i, group in enumerate(groups)
+                for param in group["params"]
+                for group_of_ranks in new[param].bucket.ranks.groups
+            ],
+        )
         unsharded_groups = [
             {**_options(group), "params": [new[param].unsharded for param in group["params"]]} for group in groups
         ]
         # Every rank passes all parameters to the optimizer, so that errors occur on all ranks.
-        if self._inner is None:
-            self._inner = self._class(unsharded_groups, **options)
-            self.defaults = self._inner.defaults
-        else:
+        if hasattr(self, "inner"):
             for whole in unsharded_groups:
-                self._inner.add_param_group(whole)
+                self.inner.add_param_group(whole)
+        else:
+            self.inner = self._class(unsharded_groups, **options)
+            self.defaults = self.inner.defaults
         choose_owners(self._params.values(), new.values())
         self._params |= new
-        for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
+        for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             ours.update(_options(theirs))
             theirs["params"] = [self._params[param].unsharded for param in ours["params"] if self.owns(param)]
         self._keep_state()  # some optimizers create it in the constructor
@@ -209,18 +213,6 @@ class WholeParameters(torch.optim.Optimizer):
                 f"{self._class.__name__} directly"
             )
         return OwnedParam(*self._sharded.locations[name])
-
-    def _agree(self, groups: Sequence[Sequence[OwnedParam]]) -> None:
-        """Raise an error if parameters differ between ranks, which would block each other in ``step`` or drift apart."""
-        self._sharded.control.check_same_in_groups(
-            f"what WholeParameters was given for {self._class.__name__}",
-            [
-                (group, f"group {i}: {param.spec}")
-                for i, params in enumerate(groups)
-                for param in params
-                for group in param.bucket.ranks.groups
-            ],
-        )
 
 
 def _check_class(optimizer_class: object) -> None:
@@ -245,18 +237,16 @@ class OwnedParam:
 
     Attributes:
         param: the parameter of the sharded model.
-        rows: this rank's rows, as a plain tensor.
+        local: this rank's rows, as a plain tensor.
         unsharded: the parameter that the optimizer updates. Outside of a step it has a shape but no memory.
         owner: the rank that updates it, in the process group over which it is sharded.
     """
 
     def __init__(self, bucket: Bucket, index: int) -> None:
-        self.param = bucket.params[index]
-        self.rows = local_rows(self.param)
-        self.spec = bucket.spec.params[index]
+        self.param, self.spec, self.rows = bucket.params[index], bucket.spec.params[index], bucket.rows[index]
+        self.local = local_rows(self.param)
         self.bucket, self.group = bucket, bucket.ranks.group
         self.owner = 0
-        self._all_rows = bucket.rows[index]
         self.unsharded = torch.nn.Parameter(self._blank(), self.param.requires_grad)
 
     @property
@@ -266,96 +256,82 @@ class OwnedParam:
     @property
     def exchange_key(self) -> tuple[Any, ...]:
         """A key that is equal for parameters that one collective can send, and that sorts equally on all ranks."""
-        return (tuple(self.group.global_ranks), self.group.name, str(self.rows.dtype), str(self.spec.device))
+        return (tuple(self.group.global_ranks), self.group.name, str(self.local.dtype), str(self.spec.device))
 
-    @property
-    def grad(self) -> torch.Tensor:
-        """Return this rank's rows of the gradient, which must exist."""
-        assert self.param.grad is not None
-        return local_rows(self.param.grad)
+    def allocate(self) -> None:
+        """Allocate memory for :attr:`unsharded` and its gradient."""
+        self.unsharded.data = torch.empty_like(self.unsharded, memory_format=torch.contiguous_format)
+        self.unsharded.grad = torch.empty_like(self.unsharded)
 
-    def shape_on(self, rank: int) -> tuple[int, ...]:
-        return (self._all_rows.lengths[rank], *self._all_rows.shape[1:])
+    def of_rank(self, rank: int) -> slice:
+        """Return the rows of ``rank`` in :attr:`unsharded`."""
+        return slice(*self.rows.starts[rank : rank + 2])
 
-    def rows_of(self, rank: int) -> torch.Tensor:
-        start, end = self._all_rows.starts[rank : rank + 2]
-        return self.unsharded[start:end]
-
-    def fill(self, values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Assemble :attr:`unsharded` from the rows of each rank."""
-        self.unsharded.data = torch.cat(list(values))
-        self.unsharded.grad = torch.cat(list(grads))
-
-    def empty(self) -> None:
+    def free(self) -> None:
         self.unsharded.grad = None
         self.unsharded.data = self._blank()
 
     def _blank(self) -> torch.Tensor:
         # A 0-dim parameter counts as one row, as in its bucket and in checkpoints.
-        return self.rows.new_zeros(()).expand(self._all_rows.shape or (1,))
+        return self.local.new_zeros(()).expand(self.rows.shape or (1,))
 
 
 def choose_owners(known: Iterable[OwnedParam], new: Iterable[OwnedParam]) -> None:
     """Assign new parameters, largest first, to the rank that owns least; among equals to the one with most of its rows."""
-    loads: dict[str, list[int]] = {}
-    for param in known:
-        loads.setdefault(param.group.name, [0] * param.group.size)[param.owner] += param.spec.numel
-    for param in sorted(new, key=lambda p: -p.spec.numel):
+    loads: dict[str, list[int]] = defaultdict(list)
+    for param in itertools.chain(known, sorted(new, key=lambda p: -p.spec.numel)):
         load = loads.setdefault(param.group.name, [0] * param.group.size)
-        param.owner = min((load[rank], -param.shape_on(rank)[0], rank) for rank in range(param.group.size))[-1]
+        if param in new:
+            param.owner = min((load[rank], -param.rows.lengths[rank], rank) for rank in range(param.group.size))[-1]
         load[param.owner] += param.spec.numel
 
 
 def rows_to_owners(params: Sequence[OwnedParam]) -> None:
-    """Send this rank's rows of parameters and gradients to their owners, which assemble them."""
-    group = params[0].group
+    """Send this rank's rows of parameters and gradients to their owners."""
     mine = [p for p in params if p.is_owned_here]
-    received = _all_to_all(
+    for param in mine:
+        param.allocate()
+    _all_to_all(
         params[0],
-        [[t for p in params if p.owner == rank for t in (p.rows, p.grad)] for rank in range(group.size)],
-        [[shape for p in mine for shape in (p.shape_on(rank), p.shape_on(rank))] for rank in range(group.size)],
+        [[t for p in params if p.owner == rank for t in (p.param, p.param.grad)] for rank in _ranks(params)],
+        [[t[p.of_rank(rank)] for p in mine for t in (p.unsharded, p.unsharded.grad)] for rank in _ranks(params)],
     )
-    for i, param in enumerate(mine):
-        param.fill([pieces[2 * i] for pieces in received], [pieces[2 * i + 1] for pieces in received])
 
 
 def rows_from_owners(params: Sequence[OwnedParam]) -> None:
     """Send updated rows from this rank to the ranks that hold them, and receive its own rows from the other owners."""
-    group = params[0].group
     mine = [p for p in params if p.is_owned_here]
-    by_owner = [[p for p in params if p.owner == rank] for rank in range(group.size)]
-    received = _all_to_all(
+    _all_to_all(
         params[0],
-        [[p.rows_of(rank) for p in mine] for rank in range(group.size)],
-        [[p.shape_on(group.rank) for p in owned] for owned in by_owner],
+        [[p.unsharded[p.of_rank(rank)] for p in mine] for rank in _ranks(params)],
+        [[p.local for p in params if p.owner == rank] for rank in _ranks(params)],
     )
-    updated = [param for owned in by_owner for param in owned]
-    torch._foreach_copy_([p.rows for p in updated], list(itertools.chain.from_iterable(received)))
-    torch.autograd.graph.increment_version(p.param for p in updated)
+    torch.autograd.graph.increment_version(p.param for p in params)
     for param in mine:
-        param.empty()
+        param.free()
 
 
-def _all_to_all(
-    of: OwnedParam, sent: Sequence[Sequence[Any]], shapes: Sequence[Sequence[tuple[int, ...]]]
-) -> list[list[torch.Tensor]]:
-    """Send tensors to each rank of a group and return those from each, with the given shapes; one collective.
+def _ranks(params: Sequence[OwnedParam]) -> range:
+    return range(params[0].group.size)
+
+
+def _all_to_all(of: OwnedParam, sent: Sequence[Sequence[Any]], received: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Send tensors to each rank of a group, and copy those from each rank to ``received``; one collective.
 
     Args:
         of: a parameter with the group, the device and the dtype to use.
     """
-    group, rows, device = of.group, of.rows, of.spec.device
-    lengths = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
-    outgoing = torch.cat([rows.new_empty(0), *(t.reshape(-1) for of_rank in sent for t in of_rank)])
-    if group.size == 1:
-        incoming = outgoing
-    else:
+    group, device = of.group, of.spec.device
+    counts, lengths = ([sum(local_rows(t).numel() for t in tensors) for tensors in each] for each in (sent, received))
+    outgoing = torch.cat([of.local.new_empty(0), *(local_rows(t).reshape(-1) for tensors in sent for t in tensors)])
+    incoming = outgoing
+    if group.size > 1:
         # They may be on a device that the group does not support, such as the CPU.
-        incoming = rows.new_empty(sum(map(sum, lengths)), device=device)
-        counts = [sum(t.numel() for t in of_rank) for of_rank in sent]
-        process_group = group.process_group
+        incoming = outgoing.new_empty(sum(lengths), device=device)
         assert of.bucket.control is not None
         with of.bucket.control.doing("the exchange of rows with the owners of whole parameters"):
-            dist.all_to_all_single(incoming, outgoing.to(device), list(map(sum, lengths)), counts, group=process_group)
-    flat = iter(incoming.to(rows.device).split(list(itertools.chain.from_iterable(lengths))))
-    return [[next(flat).view(shape) for shape in of_rank] for of_rank in shapes]
+            dist.all_to_all_single(incoming, outgoing.to(device), lengths, counts, group=group.process_group)
+    targets = list(itertools.chain.from_iterable(received))
+    pieces = incoming.to(of.local.device).split([target.numel() for target in targets])
+    for target, piece in zip(targets, pieces, strict=True):
+        target.copy_(piece.view(target.shape))
