@@ -46,7 +46,7 @@ from .plan.plan import Plan
 from .private_thunder import quiet_no_sync
 from .private_torch import refuse_foreign_functions
 from .sharding.huggingface_models import let_accelerate_prepare, refuse_save_pretrained, transformers_lookasides
-from .sharding.jitted_state import hold_entries
+from .sharding.jitted_state import install_state_dict
 from .sharding.module_policies import attach_casts, cast_inputs
 from .sharding.refusals import refuse_fsdp2_methods
 from .sharding.shard_module import shard_module
@@ -126,7 +126,7 @@ class FSDPTransform(ShardingTransform):
             )
         # Adding a transform to a jitted module creates a new ThunderModule, which gets the same shards.
         self._sharded.attach(model)
-        hold_entries(model, self._sharded, to_cpu=self.options.move_state_dict_to_cpu)
+        install_state_dict(model, self._sharded, to_cpu=self.options.move_state_dict_to_cpu)
         attach_casts(model, self._sharded.mp_policy)
         refuse_foreign_functions(model._model, self._sharded.locations)
         refuse_save_pretrained(model._model)

@@ -292,9 +292,8 @@ class RunWriter(FileSystemWriter):
         super().finish(metadata, results)
         check_lengths(self._run.folder, (written.storage_data for of_rank in results for written in of_rank))
         with (self._run.draft / METADATA).open("r+b") as file:
-            sealed = seal(file.read())
-            file.seek(0)
-            file.write(sealed)
+            data = file.read()
+            file.write(seal(data)[len(data) :])
             file.flush()
             os.fsync(file.fileno())
         self._run.complete()

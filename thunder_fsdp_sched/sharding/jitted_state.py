@@ -30,7 +30,7 @@ _ORIGINAL = "_model."
 """The prefix of the original module's names in a jitted module."""
 
 
-def hold_entries(model: ThunderModule, sharded: ShardedModule, *, to_cpu: bool) -> None:
+def install_state_dict(model: ThunderModule, sharded: ShardedModule, *, to_cpu: bool) -> None:
     """Make ``model`` have the state dict of its original module.
 
     Args:
@@ -147,27 +147,21 @@ class _JittedState:
         name, value = name.removeprefix("."), value if value is None else value.detach()
         ThunderModule.set_buffer(self._model, name, value)
         path, _, leaf = name.rpartition(".")
-        owner = self._sharded.module.get_submodule(path)
-        owner._buffers[leaf] = value
+        self._sharded.module.get_submodule(path)._buffers[leaf] = value
 
     def before_load(self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Rename entries to the names that torch expects in a module that contains the jitted one."""
         self._prefix = prefix
         names = [name for name in state_dict if name.startswith(prefix)]
-        if all(name.startswith(prefix + _ORIGINAL) for name in names):
-            return
-        for name in names:
-            state_dict[prefix + _ORIGINAL + name[len(prefix) :]] = state_dict.pop(name)
+        if not all(name.startswith(prefix + _ORIGINAL) for name in names):
+            for name in names:
+                state_dict[prefix + _ORIGINAL + name[len(prefix) :]] = state_dict.pop(name)
 
     def after_load(self, module: torch.nn.Module, incompatible: Any) -> None:
         """Rename missing and unexpected entries back."""
         for names in (incompatible.missing_keys, incompatible.unexpected_keys):
-            names[:] = [
-                self._prefix + name.removeprefix(self._prefix + _ORIGINAL)
-                if name.startswith(self._prefix + _ORIGINAL)
-                else name
-                for name in names
-            ]
+            original = self._prefix + _ORIGINAL
+            names[:] = [self._prefix + n[len(original) :] if n.startswith(original) else n for n in names]
 
     def _module(self) -> torch.nn.Module:
         """Return the original module, whose state dict is complete."""

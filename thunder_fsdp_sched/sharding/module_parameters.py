@@ -104,7 +104,7 @@ class ModuleParameters:
         self._call_guards: list[RemovableHandle] = []
         for guard, guarded in self._guards:
             guarded.register_state_dict_pre_hook(guard.check_state_dict)
-            guarded.register_state_dict_post_hook(partial(guard.hold_entries))  # torch sets an attribute of the hook
+            guarded.register_state_dict_post_hook(partial(guard.put_entries))  # torch sets an attribute of the hook
             guarded.register_load_state_dict_pre_hook(guard.shard_loaded_entries)
         self.install({})
 
@@ -247,7 +247,7 @@ class _Guard(UntracedHook):
         if self._is_root and not self._params.has_whole:  # once for all submodules
             self._params.check()
 
-    def hold_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    def put_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """Replace plain rows in a state dict with entries that record which rows they hold."""
         for leaf, entry in self._own.items():
             if not self._params.is_whole(entry):

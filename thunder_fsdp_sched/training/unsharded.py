@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch import nn
 
+from ..ranks.assignment import broadcast
 from ..runtime.bucket import Bucket
 from ..runtime.shard_source import version_of
 from ..sharding.former_parameters import retire
@@ -164,9 +164,8 @@ def _write_back(sharded: ShardedModule, whole: Sequence[_Whole], source: int | N
             control.check_same_in_groups(_CHANGES, [(group, line) for groups, line in digests for group in groups])
         elif not control.is_single_rank:
             for one in whole:
-                one.param.data = one.param.detach().contiguous()
                 with control.doing(f"the broadcast of {one.name}"):
-                    dist.broadcast(one.param.detach(), src=source, group=sharded.world_group.process_group)
+                    broadcast(one.param.detach(), source, one.bucket.ranks)
         mine = [
             one.name for one in whole if not torch.equal(_bytes(one.local), _bytes(one.bucket.shard_views[one.index]))
         ]

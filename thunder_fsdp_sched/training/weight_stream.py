@@ -174,26 +174,21 @@ def _release_shards(flights: Sequence[InFlight]) -> None:
             bucket.source.free()
 
 
-def _alternating_slots(wanted: Sequence[tuple[Bucket, torch.dtype]], undo: contextlib.ExitStack) -> list[Slot]:
-    """Return a slot for each bucket, so that those of two successive ones are disjoint.
+def _alternating_slots(wanted: Sequence[tuple[Bucket, torch.dtype]], undo: contextlib.ExitStack) -> dict[int, Slot]:
+    """Return a slot for each bucket by its number, so that those of two successive ones are disjoint.
 
     Args:
         undo: gives the memory back.
     """
-    sizes: dict[Arena, list[int]] = defaultdict(list)  # one arena for each device
-    for bucket, dtype in wanted:
-        sizes[bucket.arena].append(slot_bytes(bucket.spec, dtype))
-    lent = {
-        arena: undo.enter_context(arena.lend(max(map(sum, zip([0, *each], each, strict=False)))))
-        for arena, each in sizes.items()
-    }
-    numbers: dict[Arena, int] = defaultdict(int)
-    slots = []
-    for bucket, _ in wanted:
-        arena = bucket.arena
-        nbytes, is_upper = sizes[arena][numbers[arena]], numbers[arena] % 2
-        slots.append(lent[arena].slot(lent[arena].nbytes - nbytes if is_upper else 0, nbytes))
-        numbers[arena] += 1
+    of_arena: dict[Arena, list[int]] = defaultdict(list)  # one arena for each device
+    for number, (bucket, _) in enumerate(wanted):
+        of_arena[bucket.arena].append(number)
+    slots = {}
+    for arena, numbers in of_arena.items():
+        sizes = [slot_bytes(bucket.spec, dtype) for bucket, dtype in (wanted[number] for number in numbers)]
+        lent = undo.enter_context(arena.lend(max(map(sum, zip([0, *sizes], sizes, strict=False)))))
+        for position, (number, nbytes) in enumerate(zip(numbers, sizes, strict=True)):
+            slots[number] = lent.slot(lent.nbytes - nbytes if position % 2 else 0, nbytes)
     return slots
 
 
