@@ -39,22 +39,17 @@ class ShardedModule:
 
     Attributes:
         module: the user's module, whose own parameters are now the shards.
-        module_params: the parameters of ``module``.
-        plan: the buckets as planned.
         buckets: the buckets with their memory, in the order of the plan.
         locations: the bucket of each sharded parameter and its index there, keyed by each of its names, also those in a
             state dict (see [Note: Names in state dicts] in ``jitted_state``).
         shards: each sharded parameter, a DTensor over this rank's rows in the shard buffer, keyed by each of its names.
         control: agrees on what runs next with all ranks that share parameters with this one.
         mp_policy: the mixed precision of the module's own inputs and outputs.
-        former_memory: the memory in which the parameters were stored before.
         former_params: the parameters that the sharded ones have replaced (see [Note: Former parameters]).
         replaced: ignored parameters and buffers on their new device.
         began_on_meta: names of tensors without values, until all of them are known to have some.
-        world_group: these ranks.
         kept_is_final: whether ``max_unsharded_bytes`` has settled already which buckets are kept.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
-        progress: logs the progress of compiling.
     """
 
     module: torch.nn.Module
