@@ -159,13 +159,13 @@ def _write_back(sharded: ShardedModule, whole: Sequence[_Whole], source: int | N
     """Write this rank's rows of changed parameters; a collective. See [Note: Which rank's changes count]."""
     control = sharded.control
     with torch.no_grad():
-        if source is None and not control.is_single_rank:
-            digests = [(one.bucket.ranks.groups, f"{one.name}: digest {_digest(one.param)}") for one in whole]
-            control.check_same_in_groups(_CHANGES, [(group, line) for groups, line in digests for group in groups])
-        elif not control.is_single_rank:
+        if source is not None and not control.is_single_rank:
             for one in whole:
                 with control.doing(f"the broadcast of {one.name}"):
                     broadcast(one.param.detach(), source, one.bucket.ranks)
+        elif not control.is_single_rank:
+            digests = [(one.bucket.ranks.groups, f"{one.name}: digest {_digest(one.param)}") for one in whole]
+            control.check_same_in_groups(_CHANGES, [(group, line) for groups, line in digests for group in groups])
         mine = [
             one.name for one in whole if not torch.equal(_bytes(one.local), _bytes(one.bucket.shard_views[one.index]))
         ]

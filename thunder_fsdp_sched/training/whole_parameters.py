@@ -293,8 +293,8 @@ def rows_to_owners(params: Sequence[OwnedParam]) -> None:
         param.allocate()
     _all_to_all(
         params[0],
-        [[t for p in params if p.owner == rank for t in (p.param, p.param.grad)] for rank in _ranks(params)],
-        [[t[p.of_rank(rank)] for p in mine for t in (p.unsharded, p.unsharded.grad)] for rank in _ranks(params)],
+        [[t for p in params if p.owner == rank for t in _with_grad(p.param)] for rank in _ranks(params)],
+        [[t[p.of_rank(rank)] for p in mine for t in _with_grad(p.unsharded)] for rank in _ranks(params)],
     )
 
 
@@ -309,6 +309,10 @@ def rows_from_owners(params: Sequence[OwnedParam]) -> None:
     torch.autograd.graph.increment_version(p.param for p in params)
     for param in mine:
         param.free()
+
+
+def _with_grad(param: Any) -> tuple[Any, Any]:
+    return param, param.grad
 
 
 def _ranks(params: Sequence[OwnedParam]) -> range:
