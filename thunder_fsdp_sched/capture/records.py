@@ -84,20 +84,6 @@ def grad_mode_of(compile_data: Any) -> GradMode:
     return GradMode(compile_data.is_grad_enabled, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
-class Validity(NamedTuple):
-    """The grad modes in which a record holds."""
-
-    mode: GradMode  # of the recorded call
-    detached: frozenset[int]  # which of the recorded call's tensor arguments had the tag DETACHED
-    is_portable: bool  # whether the record holds in other modes
-
-    def covers(self, mode: GradMode, detached: frozenset[int]) -> bool:
-        """Return whether the record holds for a call in this mode whose ``detached`` arguments have the tag."""
-        if (mode, detached) == (self.mode, self.detached):
-            return True
-        return self.is_portable and not (mode.enabled and detached)
-
-
 def is_portable(bsyms: Sequence[BoundSymbol], known: Set[str], enabled: bool) -> bool:
     """Return whether bound symbols of a module call in one grad mode determine those in the other one.
 
@@ -228,10 +214,18 @@ class Record(NamedTuple):
     tags: dict[str, frozenset[Any]]  # of each proxy that the bound symbols make, by name
     renames: dict[str, str]  # names of the user's variables for proxies, by their names
     result: Any  # proxies, numbers, strings, None, and containers of such
-    validity: Validity
+    mode: GradMode  # of the recorded call
+    detached: frozenset[int]  # which of its tensor arguments had the tag DETACHED
+    is_portable: bool  # whether the record holds in other grad modes
 
-    def fits(self, place: Path, roots: Mapping[Path, Any]) -> bool:
-        """Return whether the program would read the same for the module at ``place``."""
+    def fits(self, place: Path, roots: Mapping[Path, Any], mode: GradMode, detached: frozenset[int]) -> bool:
+        """Return whether the program would read the same for the module at ``place``, in a mode in which this holds.
+
+        Args:
+            detached: the arguments of the call with the tag ``DETACHED``.
+        """
+        if (mode, detached) != (self.mode, self.detached) and (not self.is_portable or (mode.enabled and detached)):
+            return False
         known, objects = dict(roots), dict[int, int]()
         for read in self.reads:
             alias = read.alias.at(place) if read.alias else None
@@ -287,9 +281,9 @@ def make_record(
     returned = _unwrap(result, returnable)
     reads_mode = observer.uses_of_grad_mode != since.uses_of_grad_mode
     portable = not reads_mode and is_portable(bsyms, {*inputs, *passed}, mode.enabled)
-    validity = Validity(mode, arguments.detached, portable)
+    modes = mode, arguments.detached, portable
     return Record(
-        tuple(seen), tuple(passed.values()), inputs, tuple(bsyms), tuple(written), tags, names, returned, validity
+        tuple(seen), tuple(passed.values()), inputs, tuple(bsyms), tuple(written), tags, names, returned, *modes
     )
 
 

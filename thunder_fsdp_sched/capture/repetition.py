@@ -93,9 +93,9 @@ class Repetition:
         records, mode = self._records.setdefault(key, []), grad_mode_of(data)
         observer.note_checks()
         for record in records:
-            if record.validity.covers(mode, arguments.detached) and record.fits(place, observer.roots):
+            if record.fits(place, observer.roots, mode, arguments.detached):
                 self.repeated += 1
-                observer.uses_of_grad_mode += not record.validity.is_portable
+                observer.uses_of_grad_mode += not record.is_portable
                 observer.reads.extend(read.at(place) for read in record.reads)
                 return _repeat(record, observer, module, place, arguments, mode)
         is_known = place in observer.checked  # then full tracing adds fewer checks than it will for others
@@ -225,13 +225,13 @@ class _Copies(BoundSymbolCopies):
     def copy(self, bsym: BoundSymbol) -> BoundSymbol:
         """Return a copy of a bound symbol, for the grad mode of this call."""
         new = super().copy(bsym)
-        if self._record.validity.is_portable and (kwargs := kwargs_in(bsym, self._mode.enabled)) is not bsym.kwargs:
+        if self._record.is_portable and (kwargs := kwargs_in(bsym, self._mode.enabled)) is not bsym.kwargs:
             new = new.from_bsym(kwargs=self.swap(kwargs))
         return new
 
     def tags_of(self, proxy: Proxy) -> set[Any]:
         tags = self._record.tags[proxy.name]
-        return tags_in(proxy, tags, self._mode.enabled) if self._record.validity.is_portable else set(tags)
+        return tags_in(proxy, tags, self._mode.enabled) if self._record.is_portable else set(tags)
 
     def _provenance(self, path: Path) -> ProvenanceRecord:
         """Return the provenance of the value at ``path``, as the interpreter makes it."""
