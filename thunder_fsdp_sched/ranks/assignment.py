@@ -121,13 +121,13 @@ class GroupAssignment:
 
 
 def broadcast(tensor: torch.Tensor, source: int, ranks: Ranks, *, via: torch.device | None = None) -> None:
-    """Broadcast a tensor from the global rank ``source`` to all ranks that share it.
+    """Broadcast a tensor from the global rank ``source``, one of those that share it, to the others.
 
     Args:
         via: device from which to send a copy if the tensor's own device has no backend (a CPU, with NCCL only).
 
     Raises:
-        ValueError: ``source`` is not among these ranks, or neither device has a backend.
+        ValueError: neither device has a backend.
     """
     can_send = all(group.backend_for(tensor.device) for group in ranks.groups)
     if not can_send:
@@ -138,7 +138,6 @@ def broadcast(tensor: torch.Tensor, source: int, ranks: Ranks, *, via: torch.dev
         broadcast(copy, source, ranks)
         tensor.copy_(copy)
         return
-    check_source(source, ranks)
     if ranks.replicas is not None and ranks.grid is not None:
         if source in ranks.replicas.global_ranks:
             dist.broadcast(tensor, src=source, group=ranks.replicas.process_group)
@@ -147,16 +146,6 @@ def broadcast(tensor: torch.Tensor, source: int, ranks: Ranks, *, via: torch.dev
         own_row = next(row for row in rows if dist.get_rank() in row)
         source = own_row[next(row.index(source) for row in rows if source in row)]
     dist.broadcast(tensor, src=source, group=ranks.group.process_group)
-
-
-def check_source(source: int, ranks: Ranks) -> None:
-    """Raise an error if the global rank ``source`` is not among the ranks that share a parameter.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if source not in ranks.all_ranks:
-        raise ValueError(f"broadcast_from: rank {source} is not in the process group to shard over")
 
 
 def find_world_group(mesh: DeviceMesh | None, process_group: ProcessGroupRef | None) -> ProcessGroupRef:

@@ -25,7 +25,7 @@ from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Strided
 from ..private_torch import replace_data, state_name
 from ..proof.audit import FormerMemory
-from ..ranks.assignment import GroupAssignment, broadcast, check_source, find_world_group
+from ..ranks.assignment import GroupAssignment, broadcast, find_world_group
 from ..ranks.control import Control
 from ..ranks.process_groups import Ranks
 from ..runtime.autograd import take_hooks
@@ -160,7 +160,8 @@ class _Sharding:
                 group.check_sends(spec.device, f"parameter {spec.name!r}")
         if source.rank is not None:
             for ranks in (assignment.default_ranks, *(param.ranks for param in self.params)):
-                check_source(source.rank, ranks)
+                if source.rank not in ranks.all_ranks:
+                    raise ValueError(f"broadcast_from: rank {source.rank} is not in the process group to shard over")
         self.plan = make_plan(
             module,
             [(p.spec, p.param, assignment.key(p.ranks), self.policies.of(p.spec)) for p in self.params],
