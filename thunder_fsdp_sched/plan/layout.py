@@ -18,7 +18,6 @@ order only with one collective or one copy per parameter; here that is the speci
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,11 +59,6 @@ class Placement:
     def row_numel(self) -> int:
         """Elements of one row."""
         return math.prod(self.shape[1:])
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether more than one rank has rows of it."""
-        return sum(end > start for start, end in itertools.pairwise(self.row_starts)) > 1
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the rows of ``rank``; for a 0-dim parameter ``(1,)`` on its owner and ``(0,)`` elsewhere."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -124,8 +125,9 @@ class Bucket:
             self.shard_views = tuple(base.shard_views[index_of[param.name]] for param in spec.params)
             self.params = tuple(base.params[index_of[param.name]] for param in spec.params)
         self.shard_pointers = tuple(map(address, self.shard_views))
+        reference = weakref.ref(self)
         self.rows = tuple(
-            Rows(placement, ranks, param.name, bucket=self, index=index)
+            Rows(torch.Size(placement.shape), placement.row_starts, ranks, param.name, (reference, index))
             for index, (placement, param) in enumerate(zip(spec.layout.placements, spec.params, strict=True))
         )
         if base is None:

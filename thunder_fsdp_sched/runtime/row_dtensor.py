@@ -114,17 +114,17 @@ class RowDTensor(_Entry, _Base):
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the sum; a collective without arguments. In a loss it is a :class:`WholeNumber` with a gradient."""
-        if args or kwargs or not (torch.is_grad_enabled() and self.requires_grad):
-            return super().sum(*args, **kwargs)
-        total: torch.Tensor = _Sum.apply(self, 1)
+        total: torch.Tensor = _Sum.apply(self) if self._is_in_loss(args, kwargs) else super().sum(*args, **kwargs)
         return total
 
     def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the mean; see :meth:`sum`."""
-        if args or kwargs or not (torch.is_grad_enabled() and self.requires_grad):
-            return super().mean(*args, **kwargs)
-        mean: torch.Tensor = _Sum.apply(self, self.numel())
-        return mean
+        if self._is_in_loss(args, kwargs):
+            return (_Sum.apply(self) / self.numel()).as_subclass(WholeNumber)
+        return super().mean(*args, **kwargs)
+
+    def _is_in_loss(self, args: Any, kwargs: Any) -> bool:
+        return torch.is_grad_enabled() and self.requires_grad and not (args or kwargs)
 
     @property
     def data(self) -> torch.Tensor:
@@ -259,14 +259,13 @@ class WholeNumber(torch.Tensor):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: RowDTensor, divisor: int) -> torch.Tensor:
-        ctx.rows, ctx.divisor = tensor.rows, divisor
-        return (local_rows(tensor.detach().sum()) / divisor).as_subclass(WholeNumber)
+    def forward(ctx: Any, tensor: RowDTensor) -> torch.Tensor:
+        ctx.rows = tensor.rows
+        return local_rows(tensor.detach().sum()).as_subclass(WholeNumber)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        rows = (grad / ctx.divisor).expand(ctx.rows.local_shape).contiguous()
-        return RowDTensor.wrap(rows, ctx.rows), None
+    def backward(ctx: Any, grad: torch.Tensor) -> RowDTensor:
+        return RowDTensor.wrap(grad.expand(ctx.rows.local_shape).contiguous(), ctx.rows)
 
 
 class RowPiece(_Entry, torch.Tensor):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -86,22 +86,20 @@ def _unwrapped(values: Sequence[Any], written: list[int]) -> tuple[list[Any], li
     """
     rows: list[Rows] = []
     operands: list[Any] = []
-    found: list[Rows]
-    local: Any
     for value in values:
-        if type(value) is RowDTensor:
-            found, local = [value.rows], value._local_tensor
-        elif isinstance(value, (list, tuple)) and set(map(type, value)) == _ROW_DTENSOR:
-            found, local = [item._spec.rows for item in value], [item._local_tensor for item in value]
-        elif all(map(_is_number, value if isinstance(value, (list, tuple)) else (value,))):
+        is_list = isinstance(value, (list, tuple))
+        items = value if is_list else (value,)
+        if set(map(type, items)) == _ROW_DTENSOR:
+            found = [item._spec.rows for item in items]
+            rows = rows or found
+            if len(rows) != len(found) or not all(map(operator.is_, rows, found)):
+                return None
+            local = [item._local_tensor for item in items]
+            operands.append(local if is_list else local[0])
+        elif all(map(_is_number, items)):
             operands.append(value)
-            continue
         else:
             return None
-        if rows and not (len(rows) == len(found) and all(map(operator.is_, rows, found))):
-            return None
-        rows = found
-        operands.append(local)
     if not rows or (written and operands[written[0]] is values[written[0]]):
         return None
     return operands, rows
@@ -117,32 +115,21 @@ def _is_number(item: Any) -> bool:
 def _aligned(func: Any, values: Sequence[Any], written: list[int]) -> tuple[list[Any], list[Rows | None]]:
     """Return this rank's part of operands of different types or shapes, and the rows of the results.
 
-    Some items of lists may be plain, at the same position in each list.
+    Items at the same position of all lists belong together. Some may be plain.
     """
-    lists = [
-        place
-        for place, value in enumerate(values)
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor)
-    ]
-    if not lists:
-        operands, rows = align(func, values)
-        if written:
-            _check_written(func, values[written[0]], rows)
-        return operands, [rows]
-    others = [value for place, value in enumerate(values) if place not in lists]
-    operands = [list(value) if place in lists else local_rows(value) for place, value in enumerate(values)]
-    all_rows: list[Rows | None] = []
-    for number, items in enumerate(zip(*(values[place] for place in lists), strict=True)):
-        if not any(isinstance(item, DTENSORS) for item in items):
-            all_rows.append(None)
-            continue
-        parts, rows = align(func, [*items, *others])
-        if written:
-            _check_written(func, items[0], rows)
-        for place, part in zip(lists, parts, strict=False):
-            operands[place][number] = part
+    are_lists = [isinstance(v, (list, tuple)) and bool(v) and isinstance(v[0], torch.Tensor) for v in values]
+    number = max((len(v) for v, is_list in zip(values, are_lists, strict=True) if is_list), default=0)
+    lists = (v if is_list else [local_rows(v)] * number for v, is_list in zip(values, are_lists, strict=True))
+    columns: Iterable[Sequence[Any]] = zip(*lists, strict=True) if number else [values]
+    parts, all_rows = [], []
+    for column in columns:
+        part, rows = align(func, column)
+        if written and rows is not None:
+            _check_written(func, column[written[0]], rows)
+        parts.append(part)
         all_rows.append(rows)
-    return operands, all_rows
+    by_operand = zip(zip(*parts, strict=True), are_lists, strict=True)
+    return [list(items) if is_list else items[0] for items, is_list in by_operand], all_rows
 
 
 def _check_written(func: Any, written: Any, rows: Rows) -> None:
@@ -153,15 +140,17 @@ def _check_written(func: Any, written: Any, rows: Rows) -> None:
         )
 
 
-def align(func: Any, values: Sequence[Any]) -> tuple[list[Any], Rows]:
-    """Return this rank's part of each operand, and the rows of the result.
+def align(func: Any, values: Sequence[Any]) -> tuple[list[Any], Rows | None]:
+    """Return this rank's part of each operand, and the rows of the result: ``None`` if there are none among them.
 
     Raises:
         RuntimeError: an operand is a plain tensor, is distributed otherwise, or has other rows.
     """
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     known = [tensor.rows for tensor in tensors if isinstance(tensor, RowDTensor)]
+    if not known:
+        return [local_rows(v) if isinstance(v, torch.Tensor) and not v.ndim else v for v in values], None
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     rows = max(known, key=lambda r: (len(r.shape), r.shape[:1])).reshaped(shape)
     if rows.starts[-1] != (shape or (1,))[0]:
         return refuse(func, values, {})  # a single row is broadcast to other ranks
@@ -220,9 +209,9 @@ def refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
             f"one rank to all others. Use a collective on to_local() if that is what you want"
         )
     raise NotImplementedError(
-        f"{func} of {rows.label!r}, of shape {tuple(rows.shape)}, needs rows of other ranks, which are not gathered "
-        f"silently. Use this rank's rows, to_local(), or gather the whole tensor on all ranks, full_tensor(), and pass a "
-        f"whole result back as torch.distributed.tensor.distribute_tensor(whole, p.device_mesh), which operators on "
-        f"elements accept (p.copy_(...)). Initialize parameters before thunder.jit or inside unsharded(model); optimizers "
-        f"that need whole parameters run in thunder_fsdp_sched.WholeParameters"
+        f"{func} of {rows.label!r}, of shape {tuple(rows.shape)}, needs rows of other ranks, or is not known to act on "
+        f"rows. Nothing is gathered silently. Use this rank's rows, to_local(), or gather the whole tensor on all ranks, "
+        f"full_tensor(), and pass a whole result back as torch.distributed.tensor.distribute_tensor(whole, "
+        f"p.device_mesh), which operators on elements accept (p.copy_(...)). Initialize parameters before thunder.jit or "
+        f"inside unsharded(model); optimizers that need whole parameters run in thunder_fsdp_sched.WholeParameters"
     )

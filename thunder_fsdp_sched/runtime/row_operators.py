@@ -5,10 +5,10 @@ Each operator is one of these; nothing is ever gathered silently:
 
 - Operators on elements, such as ``add_``, ``_foreach_lerp_`` or ``_fused_adamw_``, run on this rank's rows of all operands.
   Their results are rows, so the state that an optimizer makes by ``zeros_like`` is, too.
-- Operators on whole rows, such as ``mean(1)`` or ``softmax(-1)``, run on this rank's rows.
 - Views run on this rank's rows if each row of the result lies in the memory of one rank's rows.
-- Reductions over the rows, such as ``norm()`` or ``amax(0)``, combine the results of all ranks, with one collective. They
-  return replicated DTensors: whatever is read from them is the same on all ranks.
+- Reductions within rows, such as ``mean(1)``, run on this rank's rows. Those over the rows, such as ``norm()`` or
+  ``amax(0)``, combine the results of all ranks, and return replicated DTensors: whatever is read from them is the same on
+  all ranks.
 - Operators that fill a tensor with random numbers draw those of the whole tensor and keep the rows, so that with equal
   seeds on all ranks the result is that of the unsharded tensor.
 - All others raise an error, unless this rank has all rows.
@@ -20,6 +20,7 @@ on all ranks or on none.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .row_dtensor import DTENSORS, RowDTensor, local_rows, replicated
+from .row_dtensor import RowDTensor, local_rows, replicated
 from .row_elements import acts_on_elements, align, on_elements, run_on_single_rank
 from .rows import Rows
 
@@ -35,40 +36,21 @@ aten = torch.ops.aten
 
 Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
-_REDUCING = {
-    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.dim_IntList), torch.Tensor.sum),
-    **dict.fromkeys((aten.prod.default, aten.prod.dim_int), torch.Tensor.prod),
-    **dict.fromkeys((aten.amax.default, aten.max.default), torch.Tensor.amax),
-    **dict.fromkeys((aten.amin.default, aten.min.default), torch.Tensor.amin),
-    **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), torch.Tensor.all),
-    **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), torch.Tensor.any),
+_COMBINED_BY: dict[Any, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList), torch.sum),
+    **dict.fromkeys((aten.amax.default, aten.max.default), torch.amax),
+    **dict.fromkeys((aten.amin.default, aten.min.default), torch.amin),
+    **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), torch.all),
+    **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), torch.any),
 }
-"""Reductions, and the method that reduces the results of parts of a tensor, stacked in the first dimension."""
+"""Reductions, and the function that combines the results of all ranks, stacked in the first dimension."""
 
 _NORM = aten.linalg_vector_norm.default
 _MEANS = (aten.mean.default, aten.mean.dim)
 _SPREADS = (aten.var.correction, aten.std.correction)
 _LINEAR = (*_MEANS, aten.sum.default, aten.sum.dim_IntList)
 
-_REDUCTIONS = frozenset((_NORM, *_MEANS, *_SPREADS, *_REDUCING))
-
-_ROWWISE = _REDUCTIONS | {
-    aten._log_softmax.default,
-    aten._softmax.default,
-    aten.argmax.default,
-    aten.argmin.default,
-    aten.cumprod.default,
-    aten.cumsum.default,
-    aten.flip.default,
-    aten.logsumexp.default,
-    aten.max.dim,
-    aten.median.dim,
-    aten.min.dim,
-    aten.sort.default,
-    aten.sort.stable,
-    aten.topk.default,
-}
-"""Operators that treat each row by itself, unless the first dimension is among their dims."""
+_REDUCTIONS = frozenset((_NORM, *_MEANS, *_SPREADS, *_COMBINED_BY))
 
 _DRAWING = frozenset(
     ("cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
@@ -93,8 +75,8 @@ def _handler_of(func: Any) -> Handler:
         return _HANDLERS[func]
     if acts_on_elements(func):
         return on_elements
-    if func in _ROWWISE:
-        return _on_rows
+    if func in _REDUCTIONS:
+        return _reduce
     schema = func._schema
     if schema.name.removeprefix("aten::") in _DRAWING and "out" not in func._overloadname:
         return _draw
@@ -130,56 +112,61 @@ def _rows_of_view(tensor: RowDTensor, view: torch.Tensor) -> RowDTensor | None:
     length, new_length = (len(t) if t.ndim else 1 for t in (tensor, view))
     # The memory from one row to the next, and what a row of the view takes of it.
     step = local.stride(0)
-    new_step = view.stride(0) if view.ndim else step
+    new_step = step if length == new_length == 1 or not view.ndim else view.stride(0)
     sizes, strides, begin = view.shape[1:], view.stride()[1:], view.storage_offset()
-    needed = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
-    starts = list(rows.starts)
-    if length == new_length and (step == new_step or length == 1):
-        new_step = step
-    elif begin == 0 and view.numel() == tensor.numel() and new_step and length * step == new_length * new_step:
-        if any(start * step % new_step for start in starts):
-            return None
-        starts = [start * step // new_step for start in starts]
-    else:
+    end = begin + 1 + sum(max(0, size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    borders = [start * step for start in rows.starts]
+    if length * step != new_length * new_step or end > new_step or any(border % new_step for border in borders):
         return None
-    if begin + needed > new_step:
-        return None
-    new_rows = rows.reshaped(view.shape, starts)
+    new_rows = rows.reshaped(view.shape, [border // new_step for border in borders])
     own = local.as_strided(new_rows.local_shape, (new_step, *strides), local.storage_offset() + begin)
     return RowDTensor.wrap(own, new_rows)
 
 
 #
-# Operators on rows and reductions
+# Reductions
 #
 
 
-def _on_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensor, rows = args[0], args[0].rows
+def _reduce(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Reduce each row by itself, or the rows of all ranks: a collective."""
+    tensor, rows, local = args[0].detach(), args[0].rows, args[0]._local_tensor
     # On the whole shape, so that it raises the same errors on all ranks.
     expected = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
     dims = _dims_of(func, args, kwargs)
     if dims and 0 not in dims:
-        result = func(tensor._local_tensor, *args[1:], **kwargs)
-        return tree_map_only(
-            torch.Tensor,
-            lambda local: RowDTensor.wrap(local, rows.reshaped((tensor.shape[0], *local.shape[1:]))),
-            result,
-        )
-    is_whole = len(set(dims)) in (0, tensor.ndim)
-    if func not in _REDUCTIONS or (is_whole and expected.numel() != 1):
-        return run_on_single_rank(func, args, kwargs)
-    if torch.is_grad_enabled() and tensor.requires_grad and func in _LINEAR:
+        return RowDTensor.wrap(func(local, *args[1:], **kwargs), rows.reshaped(expected.shape))
+    if torch.is_grad_enabled() and args[0].requires_grad and func in _LINEAR:
         # The gradient that torch computes of it is a plain tensor, of which nobody knows whether it is whole.
         raise NotImplementedError(
             f"{func} of {rows.label!r} has no gradient: in a loss, use the methods p.sum() or p.mean() without arguments, "
             f"or p.full_tensor(); elsewhere, torch.no_grad() or p.detach()"
         )
-    if is_whole:
+    if len(set(dims)) in (0, tensor.ndim):
         _check_shared(func, rows)
+    keepdim = expected.ndim == tensor.ndim
+    number = tensor.numel() // max(1, expected.numel())
+    wide = torch.promote_types(expected.dtype, torch.float32)
+    if func in _MEANS:
+        return (tensor.sum(dims or None, keepdim, dtype=wide) / number).to(expected.dtype)
     if func in _SPREADS:
-        return _spread(func, tensor, *args[1:], expected=expected, **kwargs)
-    return replicated(_reduced(func, args, kwargs, expected), tensor.device_mesh)
+        correction = kwargs.get("correction")
+        divisor = max(0, number - (1 if correction is None else correction))
+        centered = tensor - tensor.mean(dims or None, keepdim=True)
+        deviation = torch.linalg.vector_norm(centered, 2, dims or None, keepdim) / math.sqrt(divisor)
+        return deviation if func is aten.std.correction else deviation.square()
+    if rows.start < rows.end:
+        part = func(local if tensor.ndim else local[0], *args[1:], **kwargs)
+    else:
+        part = local.new_zeros(expected.shape, dtype=expected.dtype)
+    parts = rows.exchange(part, str(func))[rows.holders]
+    if parts.is_floating_point():
+        parts = parts.to(wide)
+    if func is _NORM:
+        combined = _norm_of(parts, args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    else:
+        combined = _COMBINED_BY[func](parts, 0)
+    return replicated(combined.to(expected.dtype), tensor.device_mesh)
 
 
 def _dims_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
@@ -191,48 +178,6 @@ def _dims_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int
             dims = args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)
             found += [dims] if isinstance(dims, int) else dims or ()
     return [dim % ndim if ndim else 0 for dim in found]
-
-
-def _reduced(func: Any, args: Sequence[Any], kwargs: dict[str, Any], expected: torch.Tensor) -> torch.Tensor:
-    """Reduce each rank's rows, and the results of all ranks; a collective."""
-    tensor, rows, local = args[0], args[0].rows, args[0]._local_tensor
-    if not tensor.numel():
-        return func(local.new_empty(tensor.shape), *args[1:], **kwargs)
-    if not tensor.ndim and len(local):
-        local = local.reshape(())
-    if rows.start < rows.end:
-        part = func(local, *args[1:], **kwargs)
-    else:
-        part = local.new_zeros(expected.shape, dtype=expected.dtype)
-    parts = rows.exchange(part, str(func))[rows.holders]
-    if parts.dtype in (torch.bfloat16, torch.float16):
-        parts = parts.float()
-    if func is _NORM:
-        combined = _norm_of(parts, args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    elif func in _MEANS:
-        shares = parts.new_tensor([rows.lengths[rank] / rows.starts[-1] for rank in rows.holders], dtype=torch.float64)
-        combined = torch.tensordot(shares.to(parts.dtype), parts, 1)
-    else:
-        combine: Any = _REDUCING[func]
-        combined = combine(parts, 0)
-    return combined.to(expected.dtype)
-
-
-def _spread(
-    func: Any,
-    tensor: RowDTensor,
-    dims: Any = None,
-    *,
-    correction: Any = None,
-    keepdim: bool = False,
-    expected: torch.Tensor,
-) -> Any:
-    """Compute the variance, or the standard deviation, from squares of distances from the mean."""
-    dims = list(range(tensor.ndim)) if dims is None else dims
-    squares = (tensor - tensor.mean(dims, keepdim=True)).pow(2).sum(dims, keepdim)
-    number = tensor.numel() // max(1, expected.numel())
-    variance = squares / max(0, number - (1 if correction is None else correction))
-    return variance.sqrt() if func is aten.std.correction else variance
 
 
 def _norm_of(norms: torch.Tensor, order: Any) -> torch.Tensor:
@@ -273,31 +218,26 @@ def _norms(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch
         labels = [tensor.rows.label for tensor in sharded]
         combined = _norm_of(sharded[0].rows.exchange(parts, str(func), *labels), order)
         for number, tensor, norm in zip(numbers, sharded, combined.unbind(), strict=True):
-            norms[number] = replicated(norm.to(dtype or _real(tensor.dtype)), tensor.device_mesh)
+            norms[number] = replicated(norm.to(dtype or tensor.dtype.to_real()), tensor.device_mesh)
     return norms
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def _compare(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if func is aten.equal.default and args[0].shape != args[1].shape:
         return False
     (one, other), rows = align(func, args[:2])
+    assert rows is not None
     _check_shared(func, rows)
     is_equal = torch.tensor(func(one, other, *args[2:], **kwargs), device=one.device)
     return bool(rows.exchange(is_equal, str(func)).all())
 
 
 def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensor, rows = args[0], args[0].rows
+    tensor = args[0]
     if tensor.numel() != 1:
         raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
-    _check_shared(func, rows)
-    local = tensor._local_tensor.reshape(-1)
-    part = local[0] if len(local) else local.new_zeros(())
-    return rows.exchange(part, str(func))[rows.holders[0]].item()
+    _check_shared(func, tensor.rows)
+    return tensor.rows.gather(tensor._local_tensor).item()
 
 
 #
@@ -307,11 +247,7 @@ def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _put_where(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Assign a number to elements that a mask chooses: ``p[p > 1] = 1``."""
-    tensor, (*others, mask), value = args[0], args[1], args[2]
-    if tensor.shape == (1,) and not isinstance(mask, DTENSORS):  # what torch makes of a 0-dim tensor and mask
-        if len(tensor._local_tensor):
-            func(tensor._local_tensor, *args[1:], **kwargs)
-        return tensor
+    tensor, (mask, *others), value = args[:3]
     if others or mask is None or mask.dtype is not torch.bool or mask.shape != tensor.shape or args[3:] or kwargs:
         return run_on_single_rank(func, args, kwargs)
     return on_elements(aten.masked_fill_.Tensor, (tensor, mask, value.reshape(())), {})
@@ -319,13 +255,13 @@ def _put_where(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _new(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Create a tensor like this one; with another size it is replicated."""
-    tensor, size = args[0], torch.Size(args[1])
+    tensor, size, *others = args
+    if func is aten.new_empty_strided.default:  # autograd, for a copy of a gradient
+        func, others = aten.new_empty.default, []
     local = tensor._local_tensor
-    if func is aten.new_empty_strided.default:
-        return RowDTensor.wrap(local.new_empty(local.shape, **kwargs), tensor.rows)
-    if size == tensor.shape:
-        return RowDTensor.wrap(func(local, local.shape, *args[2:], **kwargs), tensor.rows)
-    return replicated(func(local, size, *args[2:], **kwargs), tensor.device_mesh)
+    if tuple(size) == tensor.shape:
+        return RowDTensor.wrap(func(local, local.shape, *others, **kwargs), tensor.rows)
+    return replicated(func(local, size, *others, **kwargs), tensor.device_mesh)
 
 
 def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -7,11 +7,11 @@ it that concerns one parameter. The parameter, its gradients and its optimizer s
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,6 @@ from torch.distributed.tensor import Replicate, Shard
 from ..private_torch import new_spec
 
 if TYPE_CHECKING:
-    from ..plan.layout import Placement
     from ..ranks.process_groups import Ranks
 
 
@@ -31,9 +30,6 @@ class RowShard(Shard):
     torch asks a placement for the size and offset of a rank's part (``compute_local_shape_and_global_offset``) when it
     loads whole state dicts, and so do tools that read a DTensor's local tensor. ``distribute_tensor`` cuts evenly in any
     case, and returns a DTensor with a plain ``Shard(0)``.
-
-    Attributes:
-        starts: row numbers, one more than there are ranks.
     """
 
     starts: tuple[int, ...]
@@ -61,60 +57,58 @@ class RowShard(Shard):
     def __reduce__(self) -> Any:
         return RowShard, (self.starts,)
 
-    @property
-    def _lengths(self) -> list[int]:
-        return [end - start for start, end in itertools.pairwise(self.starts)]
-
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
-        return self._lengths[rank], self.starts[rank]
+        return self.starts[rank + 1] - self.starts[rank], self.starts[rank]
 
     def _split_tensor(
         self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[torch.Tensor], list[int]]:
-        pieces = list(tensor.split(self._lengths))
-        padding = [max(self._lengths) - len(piece) for piece in pieces] if with_padding else []
-        pieces = [self._padded(piece) for piece in pieces] if with_padding else pieces
-        return [piece.contiguous() for piece in pieces] if contiguous else pieces, padding
+        if with_padding:
+            raise NotImplementedError(f"ranks have different numbers of rows, {self}, which torch cannot scatter")
+        return list(torch.tensor_split(tensor, self.starts[1:-1])), []
 
     def _to_replicate_tensor(
         self, local_tensor: torch.Tensor, mesh: Any, mesh_dim: int, current_logical_shape: Sequence[Any]
     ) -> torch.Tensor:
-        own = self._padded(local_tensor).contiguous()
-        pieces = [torch.empty_like(own) for _ in self._lengths]
-        dist.all_gather(pieces, own, group=mesh.get_group(mesh_dim))
-        return torch.cat([piece[:length] for piece, length in zip(pieces, self._lengths, strict=True)])
-
-    def _padded(self, piece: torch.Tensor) -> torch.Tensor:
-        missing = max(self._lengths) - len(piece)
-        return torch.cat([piece, piece.new_zeros(missing, *piece.shape[1:])]) if missing else piece
+        whole = local_tensor.new_empty(self.starts[-1], *local_tensor.shape[1:])
+        return gather_rows(whole, local_tensor, self.starts, mesh.get_group(mesh_dim))
 
 
+def gather_rows(
+    whole: torch.Tensor, local: torch.Tensor, starts: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Fill ``whole`` with the rows of all ranks, bit for bit, and return it; a collective.
+
+    Args:
+        starts: as in :class:`RowShard`.
+    """
+    for rank, (start, end) in enumerate(itertools.pairwise(starts)):
+        rows = whole[start:end]
+        if rank == group.rank():
+            rows.copy_(local)
+        if rows.numel():
+            dist.broadcast(rows, group=group, group_src=rank)
+    return whole
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Rows:
     """The rows ``[starts[r], starts[r + 1])`` of a tensor that rank ``r`` of a process group has.
 
     Attributes:
         shape: the shape of the whole tensor. A 0-dim tensor counts as one row.
         starts: ``world_size + 1`` row numbers.
-        rank: this process's rank in the group.
         ranks: the group, and the ranks that have the same rows (hybrid sharding).
-        is_cut: whether more than one rank has rows.
         label: the name of the parameter.
         is_reshaped: whether the tensor has another shape than the parameter.
     """
 
-    is_reshaped = False
-
-    def __init__(self, placement: Placement, ranks: Ranks, label: str, *, bucket: Any = None, index: int = 0) -> None:
-        self.shape = torch.Size(placement.shape)
-        self.starts: Sequence[int] = placement.row_starts
-        self.rank = ranks.group.rank
-        self.ranks = ranks
-        self.label = label
-        self.is_cut = placement.is_cut
-        self._bucket = None if bucket is None else weakref.ref(bucket)
-        self._index = index
-        self._specs: dict[tuple[torch.dtype, str], Any] = {}
-        self._reshaped: dict[tuple[tuple[int, ...], tuple[int, ...]], Rows] = {}
+    shape: torch.Size
+    starts: Sequence[int]
+    ranks: Ranks
+    label: str
+    _place: tuple[weakref.ref[Any], int] | None = None
+    is_reshaped: bool = False
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Rows) and self.shape == other.shape and self.has_cuts_of(other))
@@ -127,6 +121,11 @@ class Rows:
         return self is other or (
             self.starts == other.starts and self.ranks.group.global_ranks == other.ranks.group.global_ranks
         )
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self.ranks.group.rank
 
     @property
     def start(self) -> int:
@@ -148,6 +147,11 @@ class Rows:
         """The ranks of the group that have rows."""
         return [rank for rank, length in enumerate(self.lengths) if length]
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether more than one rank has rows."""
+        return len(self.holders) > 1
+
     @functools.cached_property
     def is_even(self) -> bool:
         """Whether these are the rows of DTensor's ``Shard(0)``."""
@@ -166,6 +170,10 @@ class Rows:
         replicas = () if self.ranks.replicas is None else (Replicate(),)
         return (*replicas, Shard(0) if self.is_even else RowShard(self.starts))
 
+    @functools.cached_property
+    def _specs(self) -> dict[tuple[torch.dtype, str], Any]:
+        return {}
+
     def spec(self, dtype: torch.dtype, device_type: str) -> Any:
         """Return the description of a :class:`RowDTensor`, with these rows as an attribute."""
         spec = self._specs.get((dtype, device_type))
@@ -176,25 +184,24 @@ class Rows:
             self._specs[dtype, device_type] = spec
         return spec
 
+    @functools.cached_property
+    def _reshaped(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], Rows]:
+        return {}
+
     def reshaped(self, shape: Sequence[int], starts: Sequence[int] | None = None) -> Rows:
         """Return the rows of a tensor of another shape, cut between the same rows, or those of other numbers."""
         key = (tuple(shape), tuple(self.starts if starts is None else starts))
         if key == (self.shape, tuple(self.starts)):
             return self
-        rows = self._reshaped.get(key)
-        if rows is None:
-            rows = self._reshaped[key] = copy.copy(self)
-            for name in ("lengths", "is_even"):
-                rows.__dict__.pop(name, None)
-            rows.shape, rows.starts, rows._specs, rows._reshaped = torch.Size(shape), key[1], {}, {}
-            rows.is_reshaped = True
-        return rows
+        if key not in self._reshaped:
+            self._reshaped[key] = replace(self, shape=torch.Size(shape), starts=key[1], is_reshaped=True)
+        return self._reshaped[key]
 
     @property
     def place(self) -> tuple[Any, int] | None:
         """The bucket of the parameter and its index there; ``None`` if the model is gone."""
-        bucket = None if self._bucket is None else self._bucket()
-        return None if bucket is None else (bucket, self._index)
+        bucket = None if self._place is None else self._place[0]()
+        return None if self._place is None or bucket is None else (bucket, self._place[1])
 
     @property
     def is_on_all_ranks(self) -> bool:
@@ -215,15 +222,10 @@ class Rows:
             ValueError: the process group cannot send from that device.
             ScheduleDisagreement: other ranks do something else.
         """
-        group = self.ranks.group
         with self._collective("gathering", local.device) as device:
             local = local.detach()
             whole = local.new_empty(self.shape or (1,), device=device)
-            whole[self.start : self.end].copy_(local)
-            for rank, source in enumerate(group.global_ranks):
-                piece = whole[self.starts[rank] : self.starts[rank + 1]]
-                if piece.numel():
-                    dist.broadcast(piece, src=source, group=group.process_group)
+            gather_rows(whole, local, self.starts, self.ranks.group.process_group)
         return whole.reshape(self.shape)
 
     def exchange(self, part: torch.Tensor, what: str, *labels: str) -> torch.Tensor:
@@ -237,12 +239,12 @@ class Rows:
             ValueError: the process group cannot send from the parameter's device.
             ScheduleDisagreement: other ranks do something else.
         """
+        size = len(self.lengths)
         with self._collective(what, part.device, *labels) as device:
-            sent = part.detach().to(device).contiguous()
-            as_bytes = sent.view(torch.uint8) if sent.dtype is torch.bool else sent
-            parts = [torch.empty_like(as_bytes) for _ in self.lengths]
-            dist.all_gather(parts, as_bytes, group=self.ranks.group.process_group)
-        return torch.stack(parts).view(sent.dtype).to(part.device)
+            sent = part.detach().to(device).reshape(-1).contiguous().view(torch.uint8)  # gloo sends no booleans
+            received = sent.new_empty(size, sent.numel())
+            dist.all_gather(list(received), sent, group=self.ranks.group.process_group)
+        return received.view(part.dtype).view(size, *part.shape).to(part.device)
 
     @contextlib.contextmanager
     def _collective(self, what: str, device: torch.device, *labels: str) -> Iterator[torch.device]:
