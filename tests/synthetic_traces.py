@@ -15,7 +15,6 @@ from thunder_fsdp_sched.plan.specs import BucketOptions, BucketSpec, ParamSpec
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
-from thunder_fsdp_sched.transports.flat import Flat
 
 import torch
 from thunder.core import devices, dtypes, prims
@@ -38,7 +37,7 @@ def make_bucket(
     params = tuple(ParamSpec((f"{name}.p{i}",), shape, dtype, cpu, True) for i, shape in enumerate(shapes))
     layout, options = make_layout(shapes, world_size, dtype.itemsize), BucketOptions("zero3" if zero3 else "zero2")
     spec = BucketSpec(name, params, layout, options)
-    return Bucket(spec, _ranks(world_size), Flat(), arena or Arena(cpu), f"bucket_{name}")
+    return Bucket(spec, _ranks(world_size), arena or Arena(cpu), f"bucket_{name}")
 
 
 @functools.cache

@@ -70,10 +70,10 @@ def test_no_copy_of_a_shard_outlives_its_gather() -> None:
     sent = []
     load = shard_source.OffloadedShardSource.shard
 
-    def spy(self: shard_source.OffloadedShardSource, *, again: bool) -> torch.Tensor:
+    def spy(self: shard_source.OffloadedShardSource, *, reuse_cast: bool) -> torch.Tensor:
         alive = sum(torch.UntypedStorage._expired(ref) is False for ref in sent)
         assert alive <= 2, "more copies of shards than gathers in flight"
-        copy = load(self, again=again)
+        copy = load(self, reuse_cast=reuse_cast)
         sent.append(copy.untyped_storage()._weak_ref())
         return copy
 

@@ -221,7 +221,7 @@ def test_code_that_takes_rows_for_unsharded_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match=r"AdamW: state 'exp_avg' of parameter 'first\.weight' has the shape \(4, 4\)"):
         optimizer.step()
     [bucket] = [b for b in model._lc_transforms[-1].sharded.buckets if b.spec.name == "last"]
-    bucket.copy_in(0, torch.zeros(3, 4))  # as loading does, between forward and backward
+    bucket.write_rows(0, bucket.rows[0].of(torch.zeros(3, 4)))  # as loading does, between forward and backward
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     for use, error, message in REFUSED:

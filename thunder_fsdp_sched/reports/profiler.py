@@ -388,7 +388,9 @@ def _start_all_gather(bucket: Bucket, slot: Slot) -> InFlight:
     is_secondary = bucket is not bucket.primary
     numel, dtype = bucket.spec.layout.shard_numel, bucket.spec.dtype
     sent = (
-        torch.zeros(numel, dtype=dtype, device=bucket.spec.device) if is_secondary else bucket.source.shard(again=True)
+        torch.zeros(numel, dtype=dtype, device=bucket.spec.device)
+        if is_secondary
+        else bucket.source.shard(reuse_cast=True)
     )
     works = bucket.gather_into(slot.params[bucket], sent)
     return InFlight(bucket, "all-gather", None, works, sent=sent)

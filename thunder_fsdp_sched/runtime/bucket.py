@@ -23,23 +23,26 @@ from __future__ import annotations
 
 import functools
 import re
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..plan.specs import BucketSpec
 from ..ranks.control import Control, IssueCounts
-from ..transports.base import Transport, Views, Work
+from ..transports import TRANSPORTS
+from ..transports.base import Views, Work
 from .accumulation import Accumulation
 from .autograd import is_backward_of, requested
 from .memory import Arena, Slot, address, slot_bytes
 from .row_dtensor import RowDTensor
 from .rows import Rows
-from .shard_source import ShardSource, source_of, version_of
+from .shard_source import CastShardSource, OffloadedShardSource, ShardSource
 
 if TYPE_CHECKING:
-    from ..plan.specs import BucketSpec
     from ..ranks.process_groups import Ranks
     from ..transports.peer_memory import PeerMemory
 
@@ -59,7 +62,6 @@ class Bucket:
     Args:
         spec: the planned bucket.
         ranks: the ranks that share the bucket.
-        transport: moves the bucket.
         arena: memory for the slots that the bucket shares with others.
         handle: the name under which it prints.
         base: for a bucket alias (``bucket_aliases``), the bucket whose shard and parameters it uses.
@@ -87,7 +89,6 @@ class Bucket:
         self,
         spec: BucketSpec,
         ranks: Ranks,
-        transport: Transport,
         arena: Arena,
         handle: str,
         *,
@@ -102,7 +103,7 @@ class Bucket:
         self.ranks = ranks
         self.secondary_ranks = secondary_ranks
         self.rank = ranks.group.rank
-        self.transport = transport
+        self.transport = TRANSPORTS[spec.comm.transport]
         self.arena = arena
         self.handle = handle
         self.private_slot: Slot | None = None
@@ -140,7 +141,12 @@ class Bucket:
         self.control: Control | None = None
         """How the model agrees with the other ranks on what runs next."""
         self.accumulation = Accumulation(spec)
-        self.source = source_of(self)
+        if spec.comm.offload:
+            self.source = OffloadedShardSource(spec, self.shard)
+        elif spec.param_dtype != spec.dtype:
+            self.source = CastShardSource(spec, self.shard, self.allocate_sent, self.version)
+        else:
+            self.source = ShardSource(spec, self.shard)
         self.aliases: dict[Any, Bucket] = {}
         """Aliases of this bucket, gathered in another way; see ``bucket_aliases``."""
 
@@ -153,10 +159,18 @@ class Bucket:
         hook = self.base.all_reduce_hook
         return None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
 
-    def explain(self, text: str) -> str:
-        """Tell the other ranks what failed here and return what they tell; nothing without other ranks."""
-        control = self.base.control
-        return "" if control is None else control.explain(text)
+    def failure(self, what: str, error: RuntimeError) -> RuntimeError:
+        """Return the error for a failed collective of the bucket, with this rank, the line of the trace, and the cause.
+
+        Other ranks are told, and it has what they tell.
+        """
+        rank, control = self.ranks.group.global_ranks[self.rank], self.base.control
+        text = f"rank {rank}: the {what} of bucket {self.spec.name!r} failed: {error}"
+        traces = [frame for frame in traceback.extract_stack() if frame.filename.startswith("thunder.")]
+        if traces:
+            text += f"\nin line {traces[-1].lineno} of {traces[-1].name}: {traces[-1].line}"
+        why = "" if control is None else control.explain(text)
+        return RuntimeError(f"{text}\n{why}" if why else text)
 
     def _allocate_shard(self) -> torch.Tensor:
         spec = self.spec
@@ -211,9 +225,14 @@ class Bucket:
         """
         return self.gathered_in_forward is not None and is_backward_of(self.gathered_in_forward)
 
+    def version(self) -> tuple[int, ...]:
+        """Return numbers that differ after each detectable write to the shard; see [Note: Reuse of casts]
+        in ``shard_source``."""
+        return (_optimizer_steps, self.shard._version, *(p._version for p in self.params))
+
     def state_of(self, slot: Slot) -> tuple[int, ...]:
         """Return numbers that change when the memory of ``slot`` is freed, or with a write to the shard that torch sees."""
-        return (slot.arena.times_released, *version_of(self))
+        return (slot.arena.times_released, *self.version())
 
     def ends_window(self) -> bool:
         """Return whether the running backward returns what backwards under ``no_sync`` have accumulated.
@@ -312,10 +331,6 @@ class Bucket:
                 f"parameter's, {param.shape}"
             ) from error
 
-    def copy_in(self, index: int, unsharded: torch.Tensor) -> None:
-        """Copy this rank's rows of the unsharded parameter ``index`` into its shard."""
-        self.write_rows(index, self.rows[index].of(unsharded))
-
     def write_rows(self, index: int, rows: torch.Tensor) -> None:
         """Copy ``rows`` into the shard of parameter ``index``, so that autograd sees the change in saved tensors."""
         self.shard_views[index].copy_(rows)
@@ -325,3 +340,14 @@ class Bucket:
 def handle_name(bucket_name: str) -> str:
     """Return a Python identifier for a bucket's name: ``transformer.h.0`` -> ``bucket_transformer_h_0``."""
     return "bucket_" + re.sub(r"\W", "_", bucket_name)
+
+
+_optimizer_steps = 0
+
+
+def _count_optimizer_step(*args: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_optimizer_step)

@@ -50,20 +50,11 @@ def _alias(base: Bucket, spec: BucketSpec, *, ranks: Ranks | None = None, primar
         ranks: the ranks that gather it, if they are not those of ``base``.
         primary: see :attr:`Bucket.primary`.
     """
-    transport = TRANSPORTS[spec.comm.transport]
-    memory = base.peer_memory if transport.peers_read_shards else None
+    memory = base.peer_memory if TRANSPORTS[spec.comm.transport].peers_read_shards else None
     if memory is not None:
         memory.announce(spec.name, spec.layout.shard_numel, spec.param_dtype)
-    return Bucket(
-        spec,
-        ranks or base.ranks,
-        transport,
-        base.arena,
-        handle_name(spec.name),
-        base=base,
-        primary=primary,
-        peer_memory=memory,
-    )
+    handle = handle_name(spec.name)
+    return Bucket(spec, ranks or base.ranks, base.arena, handle, base=base, primary=primary, peer_memory=memory)
 
 
 def alias_in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:

@@ -50,22 +50,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from ..transports.base import Views, Work
+from ..plan.specs import BucketSpec
+from ..transports.base import TransportedBucket, Views, Work
 from .autograd import forward_number, is_backward_of
-
-if TYPE_CHECKING:
-    from ..plan.specs import BucketSpec
-    from .bucket import Bucket
 
 SLOT_ALIGNMENT = 512
 """Alignment (bytes) of each slot's offset in the arena, as in CUDA's caching allocator."""
+
+
+class StoredBucket(TransportedBucket, Protocol):
+    """A bucket whose parameters and gradients are views of slots."""
+
+    def failure(self, what: str, error: RuntimeError) -> RuntimeError:
+        """Return the error for a failed collective of the bucket."""
 
 
 class Slot:
@@ -102,13 +105,13 @@ class Slot:
         return self.offset <= span[0] and span[1] <= self.end
 
 
-class _ViewCache(dict["Bucket", Views]):
+class _ViewCache(dict[StoredBucket, Views]):
     """The views of a slot for each bucket, created on first use; a step only looks them up."""
 
-    def __init__(self, make: Callable[[Bucket], Views]) -> None:
+    def __init__(self, make: Callable[[StoredBucket], Views]) -> None:
         self._make = make
 
-    def __missing__(self, bucket: Bucket) -> Views:
+    def __missing__(self, bucket: StoredBucket) -> Views:
         views = self[bucket] = self._make(bucket)
         return views
 
@@ -122,7 +125,7 @@ class InFlight(NamedTuple):
     reference keeps the copy of an offloaded shard alive. A gather that reuses what is there has none.
     """
 
-    bucket: Bucket
+    bucket: StoredBucket
     what: str
     slot: Slot | None
     works: Sequence[Work]
@@ -141,17 +144,7 @@ class InFlight(NamedTuple):
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise failed(self.bucket, self.what, error) from error
-
-
-def failed(bucket: Bucket, what: str, error: RuntimeError) -> RuntimeError:
-    """Return the error for a failed collective of ``bucket``, with this rank, collective and line of the trace."""
-    text = f"rank {bucket.ranks.group.global_ranks[bucket.rank]}: the {what} of bucket {bucket.spec.name!r} failed: {error}"
-    traces = [frame for frame in traceback.extract_stack() if frame.filename.startswith("thunder.")]
-    if traces:
-        text += f"\nin line {traces[-1].lineno} of {traces[-1].name}: {traces[-1].line}"
-    why = bucket.explain(text)
-    return RuntimeError(f"{text}\n{why}" if why else text)
+            raise self.bucket.failure(self.what, error) from error
 
 
 class Arena:
@@ -176,7 +169,7 @@ class Arena:
         self.nbytes = 0
         self._in_flight: dict[Slot, InFlight] = {}
         self._issued = 0
-        self._retained: dict[Bucket, _Retained] = {}
+        self._retained: dict[StoredBucket, _Retained] = {}
         self.scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] = (
             defaultdict(list) if scratch is None else scratch
         )
@@ -269,7 +262,7 @@ class Arena:
             if memory is not None and memory.numel() == self.nbytes and self._memory is None and not other.in_flight:
                 self._memory = memory
 
-    def make_views(self, bucket: Bucket, slot: Slot, dtype: torch.dtype) -> Views:
+    def make_views(self, bucket: StoredBucket, slot: Slot, dtype: torch.dtype) -> Views:
         """Return the views of ``slot`` for ``bucket``, with elements of ``dtype``."""
         self.allocate()
         assert self._memory is not None
@@ -288,7 +281,7 @@ class Arena:
             tensors = tuple(view.data for view in spec.layout.unsharded_views(flat))
             return Views(flat, tensors, [piece.data for piece in spec.layout.unsharded_segments(flat)], staging)
 
-    def make_params(self, bucket: Bucket, slot: Slot) -> Views:
+    def make_params(self, bucket: StoredBucket, slot: Slot) -> Views:
         """Return the views of ``slot`` as parameters of ``bucket``, each with a storage of its own."""
         views = self.make_views(bucket, slot, bucket.spec.param_dtype)
         with torch.inference_mode(False):
@@ -323,15 +316,15 @@ class Arena:
         self._in_flight[flight.slot] = flight
         return flight
 
-    def mark_interrupted(self, bucket: Bucket, what: str, slot: Slot) -> None:
+    def mark_interrupted(self, bucket: StoredBucket, what: str, slot: Slot) -> None:
         """Record that an issue on the memory of ``slot`` was interrupted, so it is unknown what is in flight there."""
         self._in_flight[slot] = InFlight(bucket, what, slot, (_InterruptedWork(),))
 
-    def retain(self, bucket: Bucket, slot: Slot, followed_by: int) -> None:
+    def retain(self, bucket: StoredBucket, slot: Slot, followed_by: int) -> None:
         """Record that the last issue was a gather that the next ``followed_by`` issues of forward do not overwrite."""
         self._retained[bucket] = _Retained(slot, self._issued + followed_by, forward_number())
 
-    def take_retained(self, bucket: Bucket, slot: Slot, preceded_by: int | None) -> bool:
+    def take_retained(self, bucket: StoredBucket, slot: Slot, preceded_by: int | None) -> bool:
         """Return whether ``bucket`` is still resident in ``slot``, which the running backward has claimed.
 
         It is if this backward's own forward left it there and only the rest of that forward and ``preceded_by`` issues

@@ -13,7 +13,7 @@ from ..private_torch import running_node_number
 from ..transports.base import Views, labelled
 from .autograd import forward_number, requested
 from .bucket import WINDOW_OPEN, Bucket
-from .memory import InFlight, Slot, address, failed
+from .memory import InFlight, Slot, address
 from .row_dtensor import RowDTensor
 
 
@@ -49,7 +49,7 @@ def all_gather(
     if slot is bucket.private_slot:
         bucket.gathered_in_forward = None
         bucket.window_state = bucket.state_of(slot) if window == WINDOW_OPEN else None
-    sent = bucket.source.shard(again=again) if secondary is None else secondary
+    sent = bucket.source.shard(reuse_cast=again) if secondary is None else secondary
     with _issuing(bucket, "all-gather", slot):
         works = bucket.gather_into(unsharded, sent)
         arena.track(flight := InFlight(bucket, "all-gather", slot, works, sent=sent))
@@ -83,7 +83,7 @@ def _issuing(bucket: Bucket, what: str, slot: Slot | None = None) -> Iterator[No
         with labelled(f"fsdp_{what.replace('-', '_')}({bucket.spec.name})"):
             yield
     except RuntimeError as error:
-        raise failed(bucket, what, error) from error
+        raise bucket.failure(what, error) from error
     except BaseException as error:
         # A transport that raises an Exception leaves nothing in flight; an interrupt may have come at any time.
         if slot is not None and not isinstance(error, Exception):

@@ -17,31 +17,30 @@ Backward has no such point that is always reached, so there the host waits whene
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..plan.specs import BucketSpec
 from ..transports.base import NO_CONTEXT, labelled, side_stream
 from .autograd import forward_number, is_backward_of
-
-if TYPE_CHECKING:
-    from .bucket import Bucket
 
 
 class ShardSource:
     """The source that sends the shard itself."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
+    def __init__(self, spec: BucketSpec, shard: torch.Tensor) -> None:
+        self._spec = spec
+        self._shard = shard
 
-    def shard(self, *, again: bool) -> torch.Tensor:
+    def shard(self, *, reuse_cast: bool) -> torch.Tensor:
         """Return the flat shard on the device and in the dtype in which it is sent; valid until the gather finishes.
 
         Args:
-            again: reuse the tensor that forward sent if it is known to be up to date.
+            reuse_cast: return the tensor that forward sent if it is known to be up to date.
         """
-        return self._bucket.shard
+        return self._shard
 
     def send_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which to issue the gather of what :meth:`shard` has just returned."""
@@ -55,23 +54,38 @@ class ShardSource:
 
 
 class CastShardSource(ShardSource):
-    """The source that sends a cast of the shard in lower precision, made by one kernel in each forward."""
+    """The source that sends a cast of the shard in lower precision, made by one kernel in each forward.
+
+    Args:
+        allocate: allocates memory for the cast.
+        version: returns numbers that differ after each detectable write to the shard.
+    """
 
     _cast: torch.Tensor | None = None
     _of: tuple[int, ...] = ()
     _number = 0
 
-    def shard(self, *, again: bool) -> torch.Tensor:
-        bucket = self._bucket
-        of = version_of(bucket)
+    def __init__(
+        self,
+        spec: BucketSpec,
+        shard: torch.Tensor,
+        allocate: Callable[[], torch.Tensor],
+        version: Callable[[], tuple[int, ...]],
+    ) -> None:
+        super().__init__(spec, shard)
+        self._allocate = allocate
+        self._version = version
+
+    def shard(self, *, reuse_cast: bool) -> torch.Tensor:
+        of = self._version()
         if self._cast is None:
             with torch.inference_mode(False):
-                self._cast = bucket.allocate_sent()
-        elif again and of == self._of and is_backward_of(self._number):
+                self._cast = self._allocate()
+        elif reuse_cast and of == self._of and is_backward_of(self._number):
             return self._cast
         self._of = ()  # invalid until the cast is complete
-        with torch.no_grad(), labelled(f"fsdp_cast({bucket.spec.name})"):
-            self._cast.copy_(bucket.shard)
+        with torch.no_grad(), labelled(f"fsdp_cast({self._spec.name})"):
+            self._cast.copy_(self._shard)
         self._of, self._number = of, forward_number()
         return self._cast
 
@@ -88,14 +102,13 @@ class OffloadedShardSource(ShardSource):
 
     _copied: torch.cuda.Event | None = None
 
-    def shard(self, *, again: bool) -> torch.Tensor:
-        bucket = self._bucket
-        device = bucket.spec.device
+    def shard(self, *, reuse_cast: bool) -> torch.Tensor:
+        spec, device = self._spec, self._spec.device
         if device.type == "cuda":
             side_stream(device).wait_stream(torch.cuda.current_stream(device))
-        with torch.no_grad(), self.send_context(), labelled(f"fsdp_load({bucket.spec.name})"):
-            copy = torch.empty_like(bucket.shard, dtype=bucket.spec.param_dtype, device=device)
-            copy.copy_(bucket.shard, non_blocking=True)
+        with torch.no_grad(), self.send_context(), labelled(f"fsdp_load({spec.name})"):
+            copy = torch.empty_like(self._shard, dtype=spec.param_dtype, device=device)
+            copy.copy_(self._shard, non_blocking=True)
             if device.type == "cuda":
                 self._copied = _last_copies[device] = torch.cuda.current_stream(device).record_event()
             return copy
@@ -106,7 +119,7 @@ class OffloadedShardSource(ShardSource):
             self._copied = None
 
     def send_context(self) -> contextlib.AbstractContextManager[Any]:
-        device = self._bucket.spec.device
+        device = self._spec.device
         return torch.cuda.stream(side_stream(device)) if device.type == "cuda" else NO_CONTEXT
 
 
@@ -120,26 +133,3 @@ def finish_copies() -> None:
     while _last_copies:
         _, copied = _last_copies.popitem()
         copied.synchronize()
-
-
-def source_of(bucket: Bucket) -> ShardSource:
-    """Return the source of the tensors that ``bucket`` sends."""
-    if bucket.spec.comm.offload:
-        return OffloadedShardSource(bucket)
-    return CastShardSource(bucket) if bucket.spec.param_dtype != bucket.spec.dtype else ShardSource(bucket)
-
-
-def version_of(bucket: Bucket) -> tuple[int, ...]:
-    """Return numbers that differ after each detectable write to the shard; see [Note: Reuse of casts]."""
-    return (_optimizer_steps, bucket.shard._version, *(p._version for p in bucket.params))
-
-
-_optimizer_steps = 0
-
-
-def _count_optimizer_step(*args: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_optimizer_step)

@@ -296,7 +296,6 @@ class _Sharding:
             buckets[handle] = Bucket(
                 spec,
                 assignment.ranks_of(spec),
-                TRANSPORTS[spec.comm.transport],
                 arenas.setdefault(spec.device, Arena(spec.device)),
                 handle,
                 secondary_ranks=assignment.secondary_ranks_of(spec),
@@ -389,7 +388,7 @@ class _Sharding:
     @torch.no_grad()
     def _copy_in(self, name: str, whole: torch.Tensor) -> None:
         bucket, index = self.locations[name]
-        bucket.copy_in(index, whole)
+        bucket.write_rows(index, bucket.rows[index].of(whole))
 
     @torch.no_grad()
     def _broadcast(self, tensor: torch.Tensor, ranks: Ranks, via: torch.device | None) -> None:

@@ -20,7 +20,6 @@ from torch import nn
 
 from ..ranks.assignment import broadcast
 from ..runtime.bucket import Bucket
-from ..runtime.shard_source import version_of
 from ..sharding.former_parameters import retire
 from ..sharding.sharded_module import ShardedModule, find_jitted
 from .eager import in_former_place
@@ -147,7 +146,7 @@ def _find_fault(sharded: ShardedModule, whole: Sequence[_Whole]) -> str:
                 f"parameter {one.name!r} was given another shape, dtype or device: {param.dtype}"
                 f"{list(param.shape)} on {param.device}, expected {spec}"
             )
-        if version_of(one.bucket) != one.version:
+        if one.bucket.version() != one.version:
             return (
                 f"the shard of {one.name!r} was changed in the meantime, by an optimizer step for example, and writing "
                 f"back would undo that; do it outside"
@@ -219,7 +218,7 @@ def _gather(sharded: ShardedModule, chosen: Sequence[tuple[Bucket, int]]) -> lis
         indices.setdefault(bucket, []).append(index)
     found = []
     for bucket, tensors in gather_ahead(sharded, "unsharded(...)", [(b, b.spec.dtype) for b in indices]):
-        version = version_of(bucket)
+        version = bucket.version()
         for index in indices[bucket]:
             value = in_former_place(tensors[index], bucket.spec.params[index].strided)
             if value is tensors[index]:  # in a slot

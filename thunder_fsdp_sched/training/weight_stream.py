@@ -26,7 +26,6 @@ from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import temporary_alias_in_dtype
 from ..runtime.memory import Arena, InFlight, Slot, slot_bytes
 from ..runtime.ops import all_gather, wait_params
-from ..runtime.shard_source import version_of
 from ..sharding.sharded_module import ShardedModule, find_jitted
 
 
@@ -135,15 +134,15 @@ def gather_ahead(
         f"the buckets of {what}", [(bucket.ranks.group, f"{bucket.spec} as {dtype}") for bucket, dtype in others]
     )
     wanted = on_all + others
-    versions = [version_of(bucket) for bucket, _ in wanted]
-    flights: list[InFlight] = []
+    versions = [bucket.version() for bucket, _ in wanted]
+    flights: list[tuple[Bucket, InFlight]] = []
     with contextlib.ExitStack() as undo:
         slots = _alternating_slots(wanted, undo)
         undo.callback(_release_shards, flights)
 
-        def issue(number: int) -> InFlight:
+        def issue(number: int) -> tuple[Bucket, InFlight]:
             bucket, dtype = wanted[number]
-            if version_of(bucket) != versions[number]:
+            if bucket.version() != versions[number]:
                 raise RuntimeError(
                     f"{what}: parameters of bucket {bucket.spec.name!r} were changed after it had started: finish or close "
                     f"it before optimizer.step() and before loading parameters"
@@ -153,22 +152,22 @@ def gather_ahead(
             if dtype is not bucket.spec.param_dtype:
                 bucket = temporary_alias_in_dtype(bucket, dtype)
             bucket.issue_counts.expected += 2
-            return all_gather(bucket, slots[number], *bucket.params)  # type: ignore[arg-type]
+            return bucket, all_gather(bucket, slots[number], *bucket.params)  # type: ignore[arg-type]
 
         for number, (bucket, _) in enumerate(wanted):
             while len(flights) < 2 and number + len(flights) < len(wanted):
                 flights.append(issue(number + len(flights)))
-            source = flights[0].bucket
-            params = wait_params(source, flights[0])
+            source, flight = flights[0]
+            params = wait_params(source, flight)
             _release_shards(flights[:1])
             del flights[0]
             yield bucket, params
             slots[number].params.pop(source)
 
 
-def _release_shards(flights: Sequence[InFlight]) -> None:
+def _release_shards(flights: Sequence[tuple[Bucket, InFlight]]) -> None:
     """Let the host write the shards again that these gathers send, and free casts of them."""
-    for bucket in (flight.bucket for flight in flights):
+    for bucket, _ in flights:
         bucket.source.finish_copy()
         if bucket is not bucket.base:
             bucket.source.free()
