@@ -121,7 +121,8 @@ def by_formula(transform: Any) -> dict[str, int]:
         if not (gathers or reduces):
             continue
         traffic = transport.gather_traffic(spec) if gathers else transport.reduce_traffic(spec)
-        sent = traffic.wire_bytes(spec.layout.world_size)
+        world_size = spec.layout.world_size
+        sent = int(sum(traffic.messages) * traffic.passes * (world_size - 1) / world_size)
         gathered += gathers * sent
         reduced += reduces * sent
         through_gloo += reduces * sent * (2 if traffic.is_reduce_scatter else 1)

@@ -86,10 +86,6 @@ class Traffic(NamedTuple):
         total = sum(self.messages)
         return self._replace(messages=(total,) * bool(total), launches=min(1, self.launches))
 
-    def wire_bytes(self, world_size: int) -> int:
-        """Return the bytes that one rank sends."""
-        return int(sum(self.messages) * self.passes * (world_size - 1) / world_size)
-
 
 class Transport(ABC):
     """The interface for moving a bucket between its sharded and its interleaved unsharded form.

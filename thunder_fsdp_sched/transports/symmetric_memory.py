@@ -12,13 +12,12 @@ is checked. Its two barriers share one signal pad: they are all issued on one si
 
 from __future__ import annotations
 
-import weakref
+import os
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..plan.layout import Layout
@@ -30,8 +29,6 @@ from .flat import Flat
 _BEFORE, _AFTER = 0, 1  # channels of a handle's barriers
 
 _ALIGNMENT = 512  # bytes to which each shard's offset in an allocation is aligned
-
-_Pieces: TypeAlias = "list[tuple[int, torch.Tensor]]"
 
 
 class SymmetricMemory(Flat):
@@ -68,7 +65,8 @@ class SymmetricMemory(Flat):
                 f"transport={self.name!r} needs GPUs that can read each other's memory, but the parameters are on "
                 f"{device.type!r}; use 'flat', or move the module to CUDA devices (device='cuda')"
             )
-        if device.type == "cuda" and ranks.group.size > torch.cuda.device_count() and not _one_device_for_all():
+        shares_devices = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # as in tests on one GPU
+        if device.type == "cuda" and ranks.group.size > torch.cuda.device_count() and not shares_devices:
             raise ValueError(
                 f"transport={self.name!r} works within a node: the process group has {ranks.group.size} ranks, this node "
                 f"shows {torch.cuda.device_count()} GPUs; shard inside nodes with a 2-D mesh, or use 'flat'"
@@ -83,18 +81,38 @@ class SymmetricMemory(Flat):
         for numel, dtype in sizes:
             offsets.append(offsets[-1] + -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
         memory = self.memory.empty(max(offsets[-1], _ALIGNMENT), dtype=torch.uint8, device=device).zero_()
-        allocation = _Allocation(self, memory)
-        allocation.handle(ranks.group)
+        handle = self._rendezvous(memory, ranks.group)
         shards = []
         for offset, (numel, dtype) in zip(offsets, sizes, strict=False):
             # `.data` has a version of its own: a write to one shard is no change of the others.
             shard = memory[offset : offset + numel * dtype.itemsize].view(dtype).data
-            self._shared[shard] = _Shared(allocation, offset // dtype.itemsize, dtype)
+            self._shared[shard] = _Shared(handle, offset // dtype.itemsize, dtype)
             shards.append(shard)
         return shards
 
+    def _rendezvous(self, memory: torch.Tensor, group: ProcessGroupRef) -> Any:
+        """Return the handle for barriers and peers' memory; a collective.
+
+        Raises:
+            ValueError: memory cannot be shared with the other ranks.
+        """
+        try:
+            handle = self.memory.rendezvous(memory, group=group.process_group.group_name)
+        except RuntimeError as error:
+            raise ValueError(
+                f"transport={self.name!r}: rank {group.rank} cannot share memory with the other ranks of "
+                f"{group.description!r}: {error}"
+            ) from error
+        if offset := getattr(handle, "offset", 0):
+            raise ValueError(
+                f"transport={self.name!r}: torch has put shards {offset} bytes into an allocation of its pool, where peers "
+                f"would read others; set TORCH_SYMMMEM_IMPLICIT_POOL=0, or use 'flat'"
+            )
+        return handle
+
     def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
-        handle, pieces = self._shared[shard].read_by(bucket.ranks.group, bucket.spec.layout)
+        shared = self._shared[shard]
+        handle, pieces = shared.handle, shared.pieces(bucket.ranks.group, bucket.spec.layout)
 
         def pull() -> None:
             handle.barrier(channel=_BEFORE)  # all ranks' optimizers have written their shards
@@ -136,73 +154,29 @@ class SymmetricMemory(Flat):
         return max((s.shard_numel for s in spec.layout.segments), default=0) * spec.reduce_dtype.itemsize
 
 
-class _Allocation:
-    """Symmetric memory, and its handle for each process group for as long as both live."""
-
-    def __init__(self, transport: SymmetricMemory, memory: torch.Tensor) -> None:
-        self._transport = transport
-        self._memory = memory
-        self._handles: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
-
-    def handle(self, group: ProcessGroupRef) -> Any:
-        """Return the handle for barriers and peers' memory. The first call for a group is a collective.
-
-        Raises:
-            ValueError: memory cannot be shared with the other ranks.
-        """
-        process_group = group.process_group
-        if process_group not in self._handles:
-            name = self._transport.name
-            try:
-                handle = self._transport.memory.rendezvous(self._memory, group=process_group.group_name)
-            except RuntimeError as error:
-                raise ValueError(
-                    f"transport={name!r}: rank {group.rank} cannot share memory with the other ranks of "
-                    f"{group.description!r}: {error}"
-                ) from error
-            if offset := getattr(handle, "offset", 0):
-                raise ValueError(
-                    f"transport={name!r}: torch has put shards {offset} bytes into an allocation of its pool, where peers "
-                    f"would read others; set TORCH_SYMMMEM_IMPLICIT_POOL=0, or use 'flat'"
-                )
-            self._handles[process_group] = handle
-        return self._handles[process_group]
-
-
 class _Shared:
-    """A shard that all ranks of a group can read, as a part of an allocation."""
+    """A shard that all ranks of its bucket can read, as a part of an allocation."""
 
-    def __init__(self, allocation: _Allocation, offset: int, dtype: torch.dtype) -> None:
-        self._allocation, self._offset, self._dtype = allocation, offset, dtype
-        self._pieces: weakref.WeakKeyDictionary[ProcessGroup, tuple[Layout, _Pieces]] = weakref.WeakKeyDictionary()
+    def __init__(self, handle: Any, offset: int, dtype: torch.dtype) -> None:
+        self.handle = handle
+        self._offset, self._dtype = offset, dtype
+        self._pieces: list[tuple[int, torch.Tensor]] | None = None
 
-    def read_by(self, group: ProcessGroupRef, layout: Layout) -> tuple[Any, _Pieces]:
-        """Return the handle and the pieces of all ranks' shards, with their offsets in the unsharded buffer.
+    def pieces(self, group: ProcessGroupRef, layout: Layout) -> list[tuple[int, torch.Tensor]]:
+        """Return the pieces of all ranks' shards, with their offsets in the unsharded buffer.
 
         Torch makes a tensor for each; they are made once.
         """
-        handle, process_group = self._allocation.handle(group), group.process_group
-        known = self._pieces.get(process_group)
-        if known is None or known[0] is not layout:
+        if self._pieces is None:
             # At any time each rank reads from a different peer.
             peers = [(group.rank + distance) % group.size for distance in range(group.size)]
-            known = self._pieces[process_group] = (
-                layout,
-                [
-                    (
-                        s.unsharded_offset + peer * s.shard_numel,
-                        handle.get_buffer(peer, (s.shard_numel,), self._dtype, self._offset + s.shard_offset),
-                    )
-                    for peer in peers
-                    for s in layout.segments
-                    if s.shard_numel
-                ],
-            )
-        return handle, known[1]
-
-
-def _one_device_for_all() -> bool:
-    """Return whether several ranks may share a device, as in tests on one GPU."""
-    import os
-
-    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+            self._pieces = [
+                (
+                    s.unsharded_offset + peer * s.shard_numel,
+                    self.handle.get_buffer(peer, (s.shard_numel,), self._dtype, self._offset + s.shard_offset),
+                )
+                for peer in peers
+                for s in layout.segments
+                if s.shard_numel
+            ]
+        return self._pieces
