@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..plan.specs import BucketSpec
 from ..ranks.control import Control, IssueCounts
 from ..transports import TRANSPORTS
-from ..transports.base import Views, Work
+from ..transports.base import PeerMemory, Views, Work
 from .accumulation import Accumulation
 from .autograd import is_backward_of, requested
 from .memory import Arena, Slot, address, slot_bytes
@@ -44,7 +44,6 @@ from .shard_source import CastShardSource, OffloadedShardSource, ShardSource
 
 if TYPE_CHECKING:
     from ..ranks.process_groups import Ranks
-    from ..transports.peer_memory import PeerMemory
 
 
 WINDOW_OPEN = "open"
@@ -314,7 +313,7 @@ class Bucket:
         ]
 
     def sum_to_param(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """Sum a broadcast unsharded gradient to the shape of its parameter, as autograd does for the unsharded model.
+        """Return an unsharded gradient, summed to the shape of its parameter as autograd does for the unsharded model.
 
         Thunder leaves the gradient of a 0-dim parameter broadcast, and after some operators its trace has another shape
         for it than it has when it runs.
@@ -323,6 +322,8 @@ class Bucket:
             RuntimeError: it is not a broadcast of that shape.
         """
         param = self.spec.params[index]
+        if grad.shape == param.shape:
+            return grad
         try:
             return grad.sum_to_size(param.shape)
         except RuntimeError as error:

@@ -132,7 +132,7 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
     bucket.accumulation.check_complete()
     # All but those that their producer wrote in place: these are the view itself.
     copied = [
-        (v, g if g.shape == v.shape else bucket.sum_to_param(i, g))
+        (v, bucket.sum_to_param(i, g))
         for i, (v, g) in enumerate(zip(unsharded.tensors, grads, strict=True))
         if g is not None and g is not v
     ]
@@ -191,14 +191,9 @@ def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> 
 
 
 def accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
-    shapes = [param.shape for param in bucket.spec.params]
     given = {i: grad for i, grad in enumerate(grads) if grad is not None}
     if added := _accumulated_of(bucket, given):
-        bucket.accumulation.add(
-            (i, grad if grad.shape == shapes[i] else bucket.sum_to_param(i, grad))
-            for i, grad in given.items()
-            if i in added
-        )
+        bucket.accumulation.add((i, bucket.sum_to_param(i, given[i])) for i in sorted(added))
 
 
 def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:

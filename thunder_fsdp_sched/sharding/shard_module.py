@@ -32,7 +32,7 @@ from ..runtime.autograd import take_hooks
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
 from ..transports import TRANSPORTS, choose_transport
-from ..transports.peer_memory import announce_all
+from ..transports.base import PeerMemory
 from .former_parameters import retire
 from .initial_values import ValueSource, check_initial_values, make_blank, resolve_device
 from .module_parameters import find_owner, replace_in_containers
@@ -288,7 +288,14 @@ class _Sharding:
         assignment = self.assignment
         arenas: dict[torch.device, Arena] = {}
         buckets: dict[str, Bucket] = {}  # by handle
-        peer_memory = announce_all((spec, assignment.ranks_of(spec)) for spec in self.plan)
+        shared: dict[tuple[str, torch.device, Ranks], PeerMemory] = {}
+        peer_memory = {}
+        for spec in self.plan:
+            transport, ranks = TRANSPORTS[spec.comm.transport], assignment.ranks_of(spec)
+            if transport.peers_read_shards:
+                key = spec.comm.transport, spec.device, ranks
+                peer_memory[spec.name] = memory = shared.setdefault(key, PeerMemory(transport, spec.device, ranks))
+                memory.announce(spec.name, spec.layout.shard_numel, spec.param_dtype)
         for spec in self.plan:
             handle = handle_name(spec.name)
             while handle in buckets:

@@ -171,6 +171,32 @@ class Transport(ABC):
         return 0
 
 
+class PeerMemory:
+    """The memory that peers read, from which buckets with the same transport, device and ranks send.
+
+    Each allocation is a collective.
+    The first bucket that takes its memory allocates that of all buckets announced so far. All ranks announce and take
+    memory in the same order: that of the plan, later that of their traces.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device, ranks: Ranks) -> None:
+        self._transport, self._device, self._ranks = transport, device, ranks
+        self._announced: dict[str, tuple[int, torch.dtype]] = {}
+        self._allocated: dict[str, torch.Tensor] = {}
+
+    def announce(self, bucket: str, numel: int, dtype: torch.dtype) -> None:
+        """Announce that ``bucket`` will take memory for ``numel`` elements of ``dtype``."""
+        self._announced[bucket] = numel, dtype
+
+    def take(self, bucket: str) -> torch.Tensor:
+        """Return the memory of ``bucket``, filled with zeros; only once."""
+        if bucket not in self._allocated:
+            sizes, self._announced = self._announced, {}
+            shards = self._transport.allocate_together(list(sizes.values()), self._device, self._ranks)
+            self._allocated.update(zip(sizes, shards, strict=True))
+        return self._allocated.pop(bucket)
+
+
 def segment_bytes(spec: BucketSpec, dtype: torch.dtype) -> tuple[int, ...]:
     """Return the unsharded bytes of each non-empty segment of the bucket."""
     world_size = spec.layout.world_size
