@@ -25,7 +25,7 @@ from .ir.schedule import StepSchedule, load_schedules
 from .plan.bucketing import BucketingStrategy, BucketRule
 from .plan.specs import BucketOptions, ParamSpec, ShardingStrategy
 from .ranks.process_groups import ProcessGroupRef
-from .runtime.accumulation import Way
+from .runtime.accumulation import AccumulationMode
 from .sizes import parse_bytes
 from .transports import TRANSPORTS
 
@@ -218,7 +218,7 @@ class Options:
     release: Literal["never", "step", "bucket"] = _option(_one_of("never", "step", "bucket"))
     reshard_after_forward: int | ByModule | None = _option(_secondary_size)
     reshard_after_backward: bool = _option(_flag)
-    accumulate: Way | None = _option(_one_of(*get_args(Way), None))
+    accumulate: AccumulationMode | None = _option(_one_of(*get_args(AccumulationMode), None))
     max_gathers_in_flight: int | None = _option(_is(int, "a number of gathers (int) or None", _at_least(1, "gathers")))
     cluster: ClusterSpec | None = _option(_cluster)
     schedule: tuple[StepSchedule, ...] | None = _option(

@@ -24,7 +24,7 @@ from thunder.extend import Executor, FusionExecutor
 from .ir.inspection import statements
 from .ir.schedule import Schedule, StepSchedule, compute_digest
 from .proof import verify
-from .runtime.accumulation import Way
+from .runtime.accumulation import AccumulationMode
 from .runtime.bucket import Bucket
 from .runtime.memory import Arena
 from .transforms.assign_slots import assign_slots
@@ -91,7 +91,7 @@ class Context:
     buckets: Sequence[Bucket] = ()
     kept: Collection[Bucket] = frozenset()
     no_sync: bool = False
-    accumulate: Way = "unsharded"
+    accumulate: AccumulationMode = "unsharded"
     max_unsharded_bytes: int | None = None
     max_gathers_in_flight: int | None = None
     release: Literal["never", "step", "bucket"] = "never"

@@ -28,7 +28,7 @@ from ..logs import LOGGER
 from ..options import Options
 from ..passes import Context
 from ..pipeline import CompiledTraces
-from ..runtime.accumulation import Way
+from ..runtime.accumulation import AccumulationMode
 from ..sharding.sharded_module import ShardedModule
 from .clusters import cluster_of_this_process
 from .cost import AnalyticCost
@@ -132,7 +132,7 @@ class Chooser:
             return self.for_step()
         given, found, errors = self.options.accumulate, [], []
         both = given is None and self.options.max_memory is not None
-        for way in get_args(Way) if both else (given or "unsharded",):
+        for way in get_args(AccumulationMode) if both else (given or "unsharded",):
             try:
                 found.append(self.for_window(way))
             except MemoryLimitError as error:
@@ -149,7 +149,7 @@ class Chooser:
         choice = self._search(bucketed, left, self.limits)
         return self._settings(bucketed, left, choice, choice)
 
-    def for_window(self, way: Way) -> Settings:
+    def for_window(self, way: AccumulationMode) -> Settings:
         """Return the settings of a micro-batch under ``no_sync``; see [Note: Planning for the end of a window]."""
         bucketed, ending = (self._bucketed(way, no_sync=no_sync) for no_sync in (True, False))
         left = gradients_left(bucketed.bound_symbols)
@@ -166,7 +166,7 @@ class Chooser:
         seconds = last.chosen.step_seconds + choice.chosen.step_seconds
         return Settings(bucketed, left, choice, self.context.copy_times, kept, seconds)
 
-    def _bucketed(self, way: Way, *, no_sync: bool) -> TraceCtx:
+    def _bucketed(self, way: AccumulationMode, *, no_sync: bool) -> TraceCtx:
         context = replace(self.context, no_sync=no_sync, accumulate=way)
         return passes.run("joint", self.joint, context, record=self.traces.run)
 

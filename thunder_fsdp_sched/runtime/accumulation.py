@@ -25,7 +25,7 @@ from .autograd import accumulate
 if TYPE_CHECKING:
     from ..plan.specs import BucketSpec
 
-Way = Literal["unsharded", "sharded"]
+AccumulationMode = Literal["unsharded", "sharded"]
 """A way to accumulate gradients under ``no_sync``; see [Note: Two ways to accumulate]."""
 
 

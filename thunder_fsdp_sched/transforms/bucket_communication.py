@@ -24,7 +24,7 @@ from ..ir.symbols import (
     fsdp_wait_params,
     gather_and_wait,
 )
-from ..runtime.accumulation import Way
+from ..runtime.accumulation import AccumulationMode
 from ..runtime.bucket import Bucket
 
 
@@ -33,7 +33,7 @@ def bucket_communication(
     *,
     buckets: Sequence[Bucket],
     no_sync: bool,
-    accumulate: Way = "unsharded",
+    accumulate: AccumulationMode = "unsharded",
 ) -> TraceCtx:
     """Replace ``fsdp_unshard`` and ``fsdp_reduce`` with one gather and one reduction per bucket.
 
@@ -129,7 +129,7 @@ def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol]) -> Sequence[BoundS
     return gather_and_wait(bucket, _tensors(bucket, unshards), params)
 
 
-def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], accumulate: Way | None) -> list[BoundSymbol]:
+def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], accumulate: AccumulationMode | None) -> list[BoundSymbol]:
     """Return what handles the gradients of a bucket, under ``no_sync`` in the given way to accumulate."""
     grads = _tensors(bucket, reduces)
     if accumulate == "unsharded":
