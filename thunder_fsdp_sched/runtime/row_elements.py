@@ -12,7 +12,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from .row_dtensor import DTENSORS, RowDTensor, local_rows, replicated
 from .rows import Rows
@@ -51,7 +51,7 @@ def acts_on_elements(func: Any) -> bool:
     return name in _elementwise or func in _ELEMENTWISE_OVERLOADS or func._schema.name in _FUSED
 
 
-def on_elements(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def on_elements(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on this rank's rows of all operands."""
     values = [*args, *kwargs.values()]
     written = _written(func, len(args), tuple(kwargs))
@@ -153,7 +153,7 @@ def align(func: Any, values: Sequence[Any]) -> tuple[list[Any], Rows | None]:
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     rows = max(known, key=lambda r: (len(r.shape), r.shape[:1])).reshaped(shape)
     if rows.starts[-1] != (shape or (1,))[0]:
-        return refuse(func, values, {})  # a single row is broadcast to other ranks
+        refuse(func, known[0])  # a single row is broadcast to other ranks
     return [_part(func, value, rows) if isinstance(value, torch.Tensor) else value for value in values], rows
 
 
@@ -163,7 +163,7 @@ def _part(func: Any, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
     if isinstance(tensor, RowDTensor):
         if tensor.rows.has_cuts_of(rows) and not lacks_rows:
             return tensor._local_tensor
-        refuse(func, (tensor,), {})
+        refuse(func, tensor.rows)
     if isinstance(tensor, DTENSORS) and tensor.device_mesh == rows.ranks.mesh(tensor.device.type):
         if all(placement.is_replicate() for placement in tensor.placements):
             return tensor._local_tensor if lacks_rows else rows.of(tensor._local_tensor)
@@ -186,23 +186,22 @@ def _described(tensor: Any) -> str:
     return f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
 
 
-def run_on_single_rank(func: Any, args: Any, kwargs: Any) -> Any:
+def run_on_single_rank(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on tensors of which this rank has all rows; others refuse it."""
     wholes: dict[int, RowDTensor] = {}
 
     def whole(tensor: RowDTensor) -> DTensor:
         if tensor.rows.ranks.group.size > 1:
-            refuse(func, args, kwargs)
+            refuse(func, tensor.rows)
         result = replicated(tensor._local_tensor.view(tensor.shape), tensor.device_mesh)
         wholes[id(result)] = tensor
         return result
 
-    args, kwargs = tree_map_only(RowDTensor, whole, (args, kwargs))
-    return tree_map_only(DTensor, lambda result: wholes.get(id(result), result), func(*args, **kwargs))
+    result = func(*tree_map_only(RowDTensor, whole, args), **tree_map_only(RowDTensor, whole, kwargs))
+    return tree_map_only(DTensor, lambda one: wholes.get(id(one), one), result)
 
 
-def refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
-    rows = next(leaf.rows for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RowDTensor))
+def refuse(func: Any, rows: Rows) -> NoReturn:
     if func.namespace in ("c10d", "_c10d_functional"):
         raise RuntimeError(
             f"{func} of {rows.label!r}, of which each rank has other rows: DistributedDataParallel would copy the rows of "

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from .rows import Rows
 
 aten = torch.ops.aten
 
-Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+Handler = Callable[..., Any]
 
 _COMBINED_BY: dict[Any, Callable[[torch.Tensor, int], torch.Tensor]] = {
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList), torch.sum),
@@ -66,7 +66,7 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         NotImplementedError: it needs rows of other ranks.
         RuntimeError: an operand is a plain tensor, or has other rows.
     """
-    return _handler_of(func)(func, args, kwargs)
+    return _handler_of(func)(func, *args, **kwargs)
 
 
 @functools.cache
@@ -90,14 +90,15 @@ def _handler_of(func: Any) -> Handler:
 #
 
 
-def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _view(func: Any, tensor: RowDTensor, *args: Any, **kwargs: Any) -> Any:
     """View this rank's rows as the operator would view the whole tensor."""
-    tensor, strides = args[0], args[0]._local_tensor.stride()
     # On the whole shape, so that it raises the same errors on all ranks. A 0-dim tensor counts as one row.
-    whole = torch.empty_strided(tensor.shape, strides[: tensor.ndim], dtype=tensor.dtype, device="meta")
-
-    result = tree_map_only(torch.Tensor, functools.partial(_rows_of_view, tensor), func(whole, *args[1:], **kwargs))
-    return run_on_single_rank(func, args, kwargs) if any(leaf is None for leaf in tree_leaves(result)) else result
+    strides = tensor._local_tensor.stride()[: tensor.ndim]
+    whole = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+    result = tree_map_only(torch.Tensor, functools.partial(_rows_of_view, tensor), func(whole, *args, **kwargs))
+    if any(leaf is None for leaf in tree_leaves(result)):
+        return run_on_single_rank(func, tensor, *args, **kwargs)
+    return result
 
 
 def _rows_of_view(tensor: RowDTensor, view: torch.Tensor) -> RowDTensor | None:
@@ -128,15 +129,16 @@ def _rows_of_view(tensor: RowDTensor, view: torch.Tensor) -> RowDTensor | None:
 #
 
 
-def _reduce(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _reduce(func: Any, tensor: RowDTensor, *args: Any, **kwargs: Any) -> Any:
     """Reduce each row by itself, or the rows of all ranks: a collective."""
-    tensor, rows, local = args[0].detach(), args[0].rows, args[0]._local_tensor
+    rows, local, needs_grad = tensor.rows, tensor._local_tensor, torch.is_grad_enabled() and tensor.requires_grad
+    tensor = cast(RowDTensor, tensor.detach())
     # On the whole shape, so that it raises the same errors on all ranks.
-    expected = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
-    dims = _dims_of(func, args, kwargs)
+    expected = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args, **kwargs)
+    dims = _dims_of(func, tensor.ndim, args)
     if dims and 0 not in dims:
-        return RowDTensor.wrap(func(local, *args[1:], **kwargs), rows.reshaped(expected.shape))
-    if torch.is_grad_enabled() and args[0].requires_grad and func in _LINEAR:
+        return RowDTensor.wrap(func(local, *args, **kwargs), rows.reshaped(expected.shape))
+    if needs_grad and func in _LINEAR:
         # The gradient that torch computes of it is a plain tensor, of which nobody knows whether it is whole.
         raise NotImplementedError(
             f"{func} of {rows.label!r} has no gradient: in a loss, use the methods p.sum() or p.mean() without arguments, "
@@ -156,31 +158,24 @@ def _reduce(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         deviation = torch.linalg.vector_norm(centered, 2, dims or None, keepdim) / math.sqrt(divisor)
         return deviation if func is aten.std.correction else deviation.square()
     if rows.start < rows.end:
-        part = func(local if tensor.ndim else local[0], *args[1:], **kwargs)
+        part = func(local if tensor.ndim else local[0], *args, **kwargs)
     else:
         part = local.new_zeros(expected.shape, dtype=expected.dtype)
     parts = rows.exchange(part, str(func))[rows.holders]
     if parts.is_floating_point():
         parts = parts.to(wide)
-    if func is _NORM:
-        combined = _norm_of(parts, args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    else:
-        combined = _COMBINED_BY[func](parts, 0)
+    combined = _norm_of(parts, *args[:1]) if func is _NORM else _COMBINED_BY[func](parts, 0)
     return replicated(combined.to(expected.dtype), tensor.device_mesh)
 
 
-def _dims_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
-    """Return the dimensions over which an operator computes; none if it has no such argument."""
-    ndim = args[0].ndim
-    found: list[int] = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.name in ("dim", "dims"):
-            dims = args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)
-            found += [dims] if isinstance(dims, int) else dims or ()
-    return [dim % ndim if ndim else 0 for dim in found]
+def _dims_of(func: Any, ndim: int, args: Sequence[Any]) -> list[int]:
+    """Return the dimensions over which an operator computes; none if they are not given."""
+    named = zip((argument.name for argument in func._schema.arguments[1:]), args, strict=False)
+    dims = next((value for name, value in named if name in ("dim", "dims")), None)
+    return [dim % ndim if ndim else 0 for dim in ([dims] if isinstance(dims, int) else dims or ())]
 
 
-def _norm_of(norms: torch.Tensor, order: Any) -> torch.Tensor:
+def _norm_of(norms: torch.Tensor, order: Any = 2) -> torch.Tensor:
     """Return the norm of a tensor from the norms of its parts, along the first dimension."""
     return norms.sum(0) if order == 0 else torch.linalg.vector_norm(norms, order, 0)
 
@@ -195,10 +190,8 @@ def _check_shared(func: Any, rows: Rows) -> None:
         )
 
 
-def _norms(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _norms(func: Any, tensors: Sequence[Any], order: Any = 2, dtype: torch.dtype | None = None) -> list[Any]:
     """Compute the norms of a list of tensors; one collective for each process group."""
-    tensors, order = args[0], args[1] if len(args) > 1 else 2
-    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     norms: list[Any] = [None] * len(tensors)
     by_group: dict[Any, list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -210,11 +203,11 @@ def _norms(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch
     for numbers in by_group.values():
         sharded = [tensors[number] for number in numbers]
         wide = torch.float64 if any(t.dtype in (torch.float64, torch.complex128) for t in sharded) else torch.float32
-        parts = sharded[0]._local_tensor.new_full((len(sharded),), torch.inf if order < 0 else 0, dtype=wide)
-        here = [place for place, tensor in enumerate(sharded) if tensor._local_tensor.numel()]
-        if here:
-            local = func([sharded[place]._local_tensor for place in here], order, dtype=dtype)
-            parts[here] = torch.stack([norm.to(wide) for norm in local])
+        neutral = torch.inf if order < 0 else 0
+        rows = [
+            t._local_tensor if t._local_tensor.numel() else t._local_tensor.new_full((1,), neutral) for t in sharded
+        ]
+        parts = torch.stack([norm.to(wide) for norm in func(rows, order, dtype=dtype)])
         labels = [tensor.rows.label for tensor in sharded]
         combined = _norm_of(sharded[0].rows.exchange(parts, str(func), *labels), order)
         for number, tensor, norm in zip(numbers, sharded, combined.unbind(), strict=True):
@@ -222,18 +215,17 @@ def _norms(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch
     return norms
 
 
-def _compare(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    if func is aten.equal.default and args[0].shape != args[1].shape:
+def _compare(func: Any, one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    if func is aten.equal.default and one.shape != other.shape:
         return False
-    (one, other), rows = align(func, args[:2])
+    (own, others), rows = align(func, (one, other))
     assert rows is not None
     _check_shared(func, rows)
-    is_equal = torch.tensor(func(one, other, *args[2:], **kwargs), device=one.device)
+    is_equal = torch.tensor(func(own, others, *args, **kwargs), device=own.device)
     return bool(rows.exchange(is_equal, str(func)).all())
 
 
-def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
+def _item(func: Any, tensor: RowDTensor) -> Any:
     if tensor.numel() != 1:
         raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
     _check_shared(func, tensor.rows)
@@ -245,30 +237,28 @@ def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 #
 
 
-def _put_where(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _put_where(func: Any, tensor: RowDTensor, indices: Sequence[Any], value: torch.Tensor, *args: Any) -> Any:
     """Assign a number to elements that a mask chooses: ``p[p > 1] = 1``."""
-    tensor, (mask, *others), value = args[:3]
-    if others or mask is None or mask.dtype is not torch.bool or mask.shape != tensor.shape or args[3:] or kwargs:
-        return run_on_single_rank(func, args, kwargs)
-    return on_elements(aten.masked_fill_.Tensor, (tensor, mask, value.reshape(())), {})
+    mask, *others = indices
+    if others or mask is None or mask.dtype is not torch.bool or mask.shape != tensor.shape or args:
+        return run_on_single_rank(func, tensor, indices, value, *args)
+    return on_elements(aten.masked_fill_.Tensor, tensor, mask, value.reshape(()))
 
 
-def _new(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _new(func: Any, tensor: RowDTensor, size: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     """Create a tensor like this one; with another size it is replicated."""
-    tensor, size, *others = args
     if func is aten.new_empty_strided.default:  # autograd, for a copy of a gradient
-        func, others = aten.new_empty.default, []
+        func, args = aten.new_empty.default, ()
     local = tensor._local_tensor
     if tuple(size) == tensor.shape:
-        return RowDTensor.wrap(func(local, local.shape, *others, **kwargs), tensor.rows)
-    return replicated(func(local, size, *others, **kwargs), tensor.device_mesh)
+        return RowDTensor.wrap(func(local, local.shape, *args, **kwargs), tensor.rows)
+    return replicated(func(local, size, *args, **kwargs), tensor.device_mesh)
 
 
-def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _draw(func: Any, tensor: RowDTensor, *args: Any, **kwargs: Any) -> Any:
     """Draw random numbers for the whole tensor on every rank, and keep the rows."""
-    tensor = args[0]
     whole = tensor._local_tensor.new_empty(tensor.shape)
-    drawn = tensor.rows.of(func(whole, *args[1:], **kwargs))
+    drawn = tensor.rows.of(func(whole, *args, **kwargs))
     if not func._schema.is_mutable:
         return RowDTensor.wrap(drawn.clone(), tensor.rows)
     tensor._local_tensor.copy_(drawn)
@@ -276,11 +266,10 @@ def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return tensor
 
 
-def _check_finite(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _check_finite(func: Any, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, scale: torch.Tensor) -> None:
     """Unscale gradients, and tell every rank whether one of them is not finite on any rank (``GradScaler``)."""
-    grads, found_inf, *rest = args
     locals_ = [local_rows(g) for g in grads]
-    func([g for g in locals_ if g.numel()] or locals_, found_inf, *rest, **kwargs)
+    func([g for g in locals_ if g.numel()] or locals_, found_inf, scale)
     of_groups = {id(g.rows.ranks): g.rows for g in grads if isinstance(g, RowDTensor)}.values()
     if not any(rows.is_on_all_ranks for rows in of_groups):
         buckets = [rows.place[0] for rows in of_groups if rows.place is not None]
@@ -309,9 +298,9 @@ _HANDLERS: dict[Any, Handler] = {
     aten.new_full.default: _new,
     aten.new_empty_strided.default: _new,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _check_finite,
-    aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,
-    aten.is_pinned.default: lambda func, args, kwargs: args[0]._local_tensor.is_pinned(),
-    aten.detach_.default: lambda func, args, kwargs: args[0],
+    aten.is_same_size.default: lambda func, one, other: one.shape == other.shape,
+    aten.is_pinned.default: lambda func, tensor, *args: tensor._local_tensor.is_pinned(),
+    aten.detach_.default: lambda func, tensor: tensor,
 }
 
 RowDTensor.run_operator = staticmethod(run_operator)
