@@ -163,8 +163,8 @@ def make_layout(
         segments.append(Segment(unsharded_offset, shard_offset, shard_numel))
         for i, offset in zip(members, offsets, strict=True):
             placements[i] = _make_placement(shapes[i], offset, segments[-1], world_size)
-        unsharded_offset = _round_up(unsharded_offset + world_size * shard_numel, align)
-        shard_offset = shard_offset + shard_numel if per_param else _round_up(shard_offset + shard_numel, align)
+        unsharded_offset = round_up(unsharded_offset + world_size * shard_numel, align)
+        shard_offset = shard_offset + shard_numel if per_param else round_up(shard_offset + shard_numel, align)
     return Layout(
         world_size,
         tuple(segments),
@@ -202,16 +202,16 @@ def _fill_segment(
         return _ceil_div(shape[0] if shape else 1, world_size) * math.prod(shape[1:]), [0]
     numels = [math.prod(shapes[i]) for i in members]
     widths = [math.prod(shapes[i][1:]) for i in members]
-    least = _ceil_div(sum(_round_up(n, align) for n in numels), world_size)
+    least = _ceil_div(sum(round_up(n, align) for n in numels), world_size)
     # A parameter longer than a shard is cut more than once, so the distance between cuts must be a multiple of its
     # rows.
     quantum = math.lcm(align, *(w for n, w in zip(numels, widths, strict=True) if n > least and w))
-    shard_numel = max(_round_up(least, quantum), quantum)
+    shard_numel = max(round_up(least, quantum), quantum)
     while True:
         offsets, end = _pack_in_order(numels, widths, shard_numel, align)
         if end <= world_size * shard_numel:
             return shard_numel, offsets
-        shard_numel = _round_up(max(shard_numel + 1, _ceil_div(end, world_size)), quantum)
+        shard_numel = round_up(max(shard_numel + 1, _ceil_div(end, world_size)), quantum)
 
 
 def _pack_in_order(numels: Sequence[int], widths: Sequence[int], shard_numel: int, align: int) -> tuple[list[int], int]:
@@ -219,7 +219,7 @@ def _pack_in_order(numels: Sequence[int], widths: Sequence[int], shard_numel: in
     offsets = []
     end = 0
     for numel, width in zip(numels, widths, strict=True):
-        start = _round_up(end, align)
+        start = round_up(end, align)
         cut = (start // shard_numel + 1) * shard_numel
         if numel and width and start + numel > cut:
             # The parameter starts a whole number of (aligned) rows before the cut, or at the cut itself.
@@ -238,5 +238,5 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return _ceil_div(value, multiple) * multiple

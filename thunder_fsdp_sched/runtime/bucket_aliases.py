@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..plan.layout import ALIGNMENT, Layout, Placement
+from ..plan.layout import ALIGNMENT, Layout, Placement, round_up
 from ..plan.specs import BucketSpec
 from ..transports import TRANSPORTS
 from .bucket import Bucket, handle_name
@@ -92,13 +92,7 @@ def alias_of_params(bucket: Bucket, indices: Sequence[int]) -> Bucket:
     key = tuple(indices)
     if key not in bucket.aliases:
         spec = bucket.spec
-        placements, pieces, end = [], [], 0
-        for index in indices:
-            placement = replace(spec.layout.placements[index], unsharded_offset=end)
-            pieces.append(_local_slice(placement, bucket.rank))
-            placements.append(placement)
-            end += _aligned(placement.numel, spec.dtype)
-        layout = Layout(spec.layout.world_size, (), tuple(placements), end, spec.layout.shard_numel)
+        layout = _layout_of(spec, indices)
         reason = "the rest of a bucket that is gathered in lower precision: ranks send different amounts"
         alias = bucket.aliases[key] = _alias(
             bucket,
@@ -110,14 +104,22 @@ def alias_of_params(bucket: Bucket, indices: Sequence[int]) -> Bucket:
                 comm=replace(spec.comm, transport="all_reduce", reason=reason, per_param=False, staging=False),
             ),
         )
-        alias.local_slices = pieces
+        alias.local_slices = [_local_slice(placement, bucket.rank) for placement in layout.placements]
     return bucket.aliases[key]
 
 
 def alias_bytes(bucket: Bucket, indices: Sequence[int]) -> int:
     """Return the bytes of the unsharded buffer of :func:`alias_of_params`."""
-    spec = bucket.spec
-    return sum(_aligned(spec.layout.placements[i].numel, spec.dtype) for i in indices) * spec.dtype.itemsize
+    return _layout_of(bucket.spec, indices).unsharded_numel * bucket.spec.dtype.itemsize
+
+
+def _layout_of(spec: BucketSpec, indices: Sequence[int]) -> Layout:
+    """Return the layout of these parameters alone, of which each rank owns the same rows as in the bucket."""
+    placements, end = [], 0
+    for index in indices:
+        placements.append(replace(spec.layout.placements[index], unsharded_offset=end))
+        end += round_up(placements[-1].numel, max(1, ALIGNMENT // spec.dtype.itemsize))
+    return Layout(spec.layout.world_size, (), tuple(placements), end, spec.layout.shard_numel)
 
 
 def secondary_of(primary: Bucket) -> Bucket | None:
@@ -177,8 +179,3 @@ def _local_slice(placement: Placement, rank: int) -> tuple[slice, slice]:
         slice(begin, begin + last - first),
         slice(placement.unsharded_offset + first, placement.unsharded_offset + last),
     )
-
-
-def _aligned(numel: int, dtype: torch.dtype) -> int:
-    align = max(1, ALIGNMENT // dtype.itemsize)
-    return -(-numel // align) * align

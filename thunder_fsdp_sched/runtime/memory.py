@@ -56,6 +56,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ..plan.layout import round_up
 from ..plan.specs import BucketSpec
 from ..transports.base import TransportedBucket, Views, Work
 from .autograd import forward_number, is_backward_of
@@ -274,7 +275,8 @@ class Arena:
             flat = self._memory[slot.offset : slot.offset + nbytes].view(dtype).data
             staging, end = None, nbytes
             if spec.comm.staging:
-                begin, end = _aligned(nbytes), _aligned(nbytes) + spec.sent_numel * dtype.itemsize
+                begin = round_up(nbytes, SLOT_ALIGNMENT)
+                end = begin + spec.sent_numel * dtype.itemsize
                 staging = self._memory[slot.offset + begin : slot.offset + end].view(dtype).data
             assert end <= slot.nbytes, (bucket, slot)
             # `.data` also hides from autograd that parameters are views: Thunder detaches views that backward reads.
@@ -395,12 +397,8 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 def slot_bytes(spec: BucketSpec, dtype: torch.dtype) -> int:
     """Return the bytes of a slot that holds the bucket in ``dtype``, including staging and alignment."""
-    staging = _aligned(spec.sent_numel * dtype.itemsize) if spec.comm.staging else 0
-    return _aligned(spec.layout.unsharded_numel * dtype.itemsize) + staging
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    staging = round_up(spec.sent_numel * dtype.itemsize, SLOT_ALIGNMENT) if spec.comm.staging else 0
+    return round_up(spec.layout.unsharded_numel * dtype.itemsize, SLOT_ALIGNMENT) + staging
 
 
 def address(shard: torch.Tensor) -> int:

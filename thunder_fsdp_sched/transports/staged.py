@@ -57,12 +57,8 @@ class Staged(Transport):
     @staticmethod
     def _pieces(bucket: TransportedBucket, unsharded: Views) -> tuple[list[int], list[torch.Tensor]]:
         """Return the number of elements of each parameter that a rank sends, and the parameter as one row per rank."""
-        layout = bucket.spec.layout
-        segments = [s for s in layout.segments if s.shard_numel]
-        return [s.shard_numel for s in segments], [
-            unsharded.flat.narrow(0, s.unsharded_offset, layout.world_size * s.shard_numel).view(layout.world_size, -1)
-            for s in segments
-        ]
+        places = [segment.view(bucket.spec.layout.world_size, -1) for segment in unsharded.segments]
+        return [place.shape[1] for place in places], places
 
     def gather_traffic(self, spec: BucketSpec) -> Traffic:
         return super().gather_traffic(spec).in_one_launch()._replace(copied_after=2 * spec.unsharded_bytes)

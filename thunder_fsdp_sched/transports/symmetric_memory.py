@@ -13,18 +13,20 @@ is checked. Its two barriers share one signal pad: they are all issued on one si
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..plan.layout import Layout
+from ..plan.layout import Layout, round_up
 from ..plan.specs import BucketSpec
 from ..ranks.process_groups import ProcessGroupRef, Ranks
 from .base import Traffic, TransportedBucket, Views, Work, issue_then, segment_bytes
-from .flat import Flat
+from .flat import Flat, pairs
 
 _BEFORE, _AFTER = 0, 1  # channels of a handle's barriers
 
@@ -79,14 +81,14 @@ class SymmetricMemory(Flat):
         """See [Note: One symmetric allocation for many shards]. A collective, at the same place on all ranks."""
         offsets = [0]
         for numel, dtype in sizes:
-            offsets.append(offsets[-1] + -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
+            offsets.append(offsets[-1] + round_up(numel * dtype.itemsize, _ALIGNMENT))
         memory = self.memory.empty(max(offsets[-1], _ALIGNMENT), dtype=torch.uint8, device=device).zero_()
         handle = self._rendezvous(memory, ranks.group)
         shards = []
         for offset, (numel, dtype) in zip(offsets, sizes, strict=False):
             # `.data` has a version of its own: a write to one shard is no change of the others.
             shard = memory[offset : offset + numel * dtype.itemsize].view(dtype).data
-            self._shared[shard] = _Shared(handle, offset // dtype.itemsize, dtype)
+            self._shared[shard] = _Shared(handle, ranks.group, offset // dtype.itemsize, dtype)
             shards.append(shard)
         return shards
 
@@ -111,8 +113,7 @@ class SymmetricMemory(Flat):
         return handle
 
     def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
-        shared = self._shared[shard]
-        handle, pieces = shared.handle, shared.pieces(bucket.ranks.group, bucket.spec.layout)
+        handle, pieces = self._shared[shard].read_by(bucket.ranks.group, bucket.spec.layout)
 
         def pull() -> None:
             handle.barrier(channel=_BEFORE)  # all ranks' optimizers have written their shards
@@ -123,15 +124,12 @@ class SymmetricMemory(Flat):
         return [issue_then(list, pull, (shard, unsharded.flat))]
 
     def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
-        layout = bucket.spec.layout
         name = bucket.ranks.reductions.process_group.group_name
 
         def reduce() -> None:
-            for s in layout.segments:
-                if s.shard_numel:
-                    whole = unsharded.flat.narrow(0, s.unsharded_offset, layout.world_size * s.shard_numel)
-                    own = torch.ops.symm_mem._low_contention_reduce_scatter(whole, "avg", name)
-                    shard.narrow(0, s.shard_offset, s.shard_numel).copy_(torch.ops._c10d_functional.wait_tensor(own))
+            for whole, own in pairs(bucket, unsharded, shard):
+                reduced = torch.ops.symm_mem._low_contention_reduce_scatter(whole, "avg", name)
+                own.copy_(torch.ops._c10d_functional.wait_tensor(reduced))
 
         return [issue_then(list, reduce, (shard, unsharded.flat))]
 
@@ -155,28 +153,29 @@ class SymmetricMemory(Flat):
 
 
 class _Shared:
-    """A shard that all ranks of its bucket can read, as a part of an allocation."""
+    """A shard that all ranks of its bucket can read, as a part of an allocation. It does not keep their group alive."""
 
-    def __init__(self, handle: Any, offset: int, dtype: torch.dtype) -> None:
-        self.handle = handle
+    def __init__(self, handle: Any, group: ProcessGroupRef, offset: int, dtype: torch.dtype) -> None:
         self._offset, self._dtype = offset, dtype
-        self._pieces: list[tuple[int, torch.Tensor]] | None = None
+        self._read: weakref.WeakKeyDictionary[ProcessGroup, tuple[Any, list[tuple[int, torch.Tensor]]]]
+        self._read = weakref.WeakKeyDictionary({group.process_group: (handle, [])})
 
-    def pieces(self, group: ProcessGroupRef, layout: Layout) -> list[tuple[int, torch.Tensor]]:
-        """Return the pieces of all ranks' shards, with their offsets in the unsharded buffer.
+    def read_by(self, group: ProcessGroupRef, layout: Layout) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
+        """Return the handle and the pieces of all ranks' shards, with their offsets in the unsharded buffer.
 
         Torch makes a tensor for each; they are made once.
         """
-        if self._pieces is None:
+        handle, pieces = self._read[group.process_group]
+        if not pieces:
             # At any time each rank reads from a different peer.
             peers = [(group.rank + distance) % group.size for distance in range(group.size)]
-            self._pieces = [
+            pieces += [
                 (
                     s.unsharded_offset + peer * s.shard_numel,
-                    self.handle.get_buffer(peer, (s.shard_numel,), self._dtype, self._offset + s.shard_offset),
+                    handle.get_buffer(peer, (s.shard_numel,), self._dtype, self._offset + s.shard_offset),
                 )
                 for peer in peers
                 for s in layout.segments
                 if s.shard_numel
             ]
-        return self._pieces
+        return handle, pieces
