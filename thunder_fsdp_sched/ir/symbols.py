@@ -61,7 +61,7 @@ from ..runtime import ops
 from ..runtime.autograd import guard_backward
 from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import copy_secondary_shard
-from ..runtime.memory import Slot
+from ..runtime.memory import Slot, slot_bytes
 from ..runtime.module_hooks import check_hooks
 from ..transports.base import Traffic
 from .effects import Effects, Issue, Memory, Place, Wait, Work, bucket_of, reduced_gradients, unsharded_gradients
@@ -418,14 +418,12 @@ def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
     bucket, spec = bucket_of(bsym), bucket_of(bsym).spec
     unsharded, reduced = unsharded_gradients(bucket).owner, reduced_gradients(bucket).owner
     label = "copy of accumulated gradients"
-    staging = spec.sent_numel * spec.reduce_dtype.itemsize if spec.comm.staging else 0
     own = spec.accumulated_bytes if spec.accumulate_dtype != spec.dtype or spec.comm.offload else 0
-    # The result of a reduction is cast or copied. Reduced gradients alone are sent if replicas add them up in a narrower
-    # dtype than they have been accumulated in.
+    # The result of a reduction is cast or copied. Reduced gradients are added to it, in a wider dtype if they have one.
     cast = spec.reduce_dtype != spec.dtype or spec.comm.offload
     result = _shard_bytes(bucket, spec.reduce_dtype) if cast else 0
-    resent = spec.accumulate_dtype != spec.reduce_dtype and bucket.ranks.replicas is not None
-    whole = spec.grad_bytes + staging + bucket.transport.reduce_temporary(spec) + result
+    widened = spec.accumulate_dtype != spec.reduce_dtype
+    whole = slot_bytes(spec, spec.reduce_dtype) + bucket.transport.reduce_temporary(spec) + result
     flat, device = spec.shard_bytes, spec.shard_device.type
     grads = f"sharded gradients of {spec.name}"
     return Effects(
@@ -435,7 +433,7 @@ def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
         hook=bsym.kwargs.get("hook"),
         allocates=(
             *_call(bucket, label, whole, unsharded),
-            *_call(bucket, label, own + (result if resent else 0), reduced),
+            *_call(bucket, label, own + (result if widened else 0), reduced),
             *_transport_memory(bucket, unsharded),
             *(
                 Memory(("sharded gradients", bucket), flat, device, "kept", "gradients", grads, key, spec.comm.offload)

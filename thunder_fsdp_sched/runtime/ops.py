@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from thunder.distributed import get_skip_data_parallel_grad_sync
 
 from ..private_torch import running_node_number
-from ..transports.base import Views, labelled
+from ..transports.base import labelled
 from .autograd import forward_number, requested
 from .bucket import WINDOW_OPEN, Bucket
-from .memory import InFlight, Slot, address
+from .memory import Arena, InFlight, Slot, address, slot_bytes
 from .row_dtensor import RowDTensor
 
 
@@ -156,15 +157,10 @@ def all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
     output = flight.output
     if bucket.ends_window() and (total := bucket.accumulation.with_reduced(output)) is not output:
         output.copy_(total)
-    return flight._replace(what="all-reduce", slot=None, works=[_average_replicas(bucket, output)])
-
-
-def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.Work:
     assert bucket.ranks.replicas is not None
     with _issuing(bucket, "all-reduce"):
-        return torch.distributed.all_reduce(
-            shard, op=torch.distributed.ReduceOp.AVG, group=bucket.ranks.replicas.process_group, async_op=True
-        )
+        work = dist.all_reduce(output, op=dist.ReduceOp.AVG, group=bucket.ranks.replicas.process_group, async_op=True)
+    return flight._replace(what="all-reduce", slot=None, works=[work])
 
 
 def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> tuple[torch.Tensor, ...]:
@@ -221,33 +217,21 @@ def check_no_sync(module: Any, no_sync: bool) -> None:
 
 
 def reduce_unreduced(bucket: Bucket, *, hook: str | None = None) -> None:
-    accumulation = bucket.accumulation
+    accumulation, spec = bucket.accumulation, bucket.spec
     accumulation.check_complete()
     if not bucket.ends_window():
         return
+    slot = Arena(spec.device).slot(0, slot_bytes(spec, spec.reduce_dtype))
+    nothing = [None] * len(spec.params)
     if accumulation.unsharded is not None:
-        shard = accumulation.with_reduced(_reduced(bucket, accumulation.unsharded))
+        flight = reduce_scatter(bucket, slot, *nothing)
     else:
-        assert accumulation.sharded is not None
-        shard = accumulation.sharded.clone()  # if this backward fails it is still needed
+        output = torch.zeros(bucket.shard.numel(), dtype=spec.reduce_dtype, device=spec.device)
+        flight = InFlight(bucket, "reduce-scatter", slot, (), output, tuple(range(len(nothing))))
     if bucket.ranks.replicas is not None:
-        shard = shard.to(bucket.spec.reduce_dtype)
-        InFlight(bucket, "all-reduce", None, [_average_replicas(bucket, shard)]).wait()
-    grads = bucket.sharded_grads(shard)
-    accumulation.deferred = {index: grads[index] for index in accumulation.params}
-
-
-def _reduced(bucket: Bucket, unsharded: torch.Tensor) -> torch.Tensor:
-    """Reduce accumulated gradients, wait, and return this rank's flat rows."""
-    unreduced = unsharded.clone()  # a transport may write to it, and if this backward fails it is still needed
-    spec = bucket.spec
-    shard = torch.empty(bucket.shard.numel(), dtype=spec.reduce_dtype, device=spec.device)
-    staging = torch.empty(spec.sent_numel, dtype=shard.dtype, device=shard.device) if spec.comm.staging else None
-    views = Views(unreduced, (), spec.layout.unsharded_segments(unreduced), staging)
-    with _issuing(bucket, "reduce-scatter"):
-        works = bucket.transport.reduce_scatter(bucket, views, shard)
-    InFlight(bucket, "reduce-scatter", None, works).wait()
-    return shard
+        flight = all_reduce(bucket, flight)
+    wait_grads(bucket, flight)
+    slot.arena.release()
 
 
 def backward_done(no_sync: bool, *buckets: Bucket) -> None:
