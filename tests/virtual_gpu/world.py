@@ -13,7 +13,6 @@ from unittest import mock
 
 from thunder_fsdp_sched import private_torch
 from thunder_fsdp_sched.ranks import control, process_groups
-from thunder_fsdp_sched.runtime import activation_offload
 from thunder_fsdp_sched.sharding import shard_module, sharded_module
 from thunder_fsdp_sched.training import unsharded
 from thunder_fsdp_sched.transports import base
@@ -191,7 +190,6 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
     yield torch.accelerator, "is_available", lambda: True
     yield torch.accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda")
     yield base, "_side_streams", {}
-    yield activation_offload, "_streams", {}
     yield shard_module, "type", _type_of
     yield shard_module, "replace_data", _replace_data
     for module in (shard_module, unsharded):

@@ -26,7 +26,7 @@ import sys
 import torch
 
 from ..private_torch import has_saved_tensor_hooks
-from ..transports.base import labelled
+from ..transports.base import labelled, side_stream
 
 
 class HostCopy:
@@ -91,7 +91,7 @@ def _issue(source: torch.Tensor, device: str, direction: str) -> HostCopy:
     if not (source.is_cuda or result.is_cuda):
         return HostCopy(source, _like(result.copy_(span), source))
     gpu = source.device if source.is_cuda else result.device
-    stream = _stream(gpu, direction)
+    stream = side_stream(gpu, direction)
     stream.wait_stream(torch.cuda.current_stream(gpu))
     with torch.cuda.stream(stream):
         result.copy_(span, non_blocking=True)
@@ -108,13 +108,3 @@ def _span(tensor: torch.Tensor) -> torch.Tensor:
 def _like(span: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of ``span`` with the sizes and strides of ``tensor``."""
     return span.as_strided(tensor.shape, tensor.stride())
-
-
-_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
-
-
-def _stream(device: torch.device, direction: str) -> torch.cuda.Stream:
-    """Return the stream of copies in one direction."""
-    if (device, direction) not in _streams:
-        _streams[device, direction] = torch.cuda.Stream(device)
-    return _streams[device, direction]

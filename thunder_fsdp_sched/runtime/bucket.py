@@ -106,7 +106,7 @@ class Bucket:
         self.arena = arena
         self.handle = handle
         self.private_slot: Slot | None = None
-        self._separate_slots: dict[tuple[torch.dtype, bool], Slot] = {}
+        self._separate_slots: dict[tuple[str, torch.dtype], Slot] = {}
         self.issue_counts = IssueCounts() if base is None else base.issue_counts
         self.peer_memory = peer_memory
         self.gathered_in_forward: int | None = None
@@ -193,21 +193,21 @@ class Bucket:
 
     def ensure_private_slot(self) -> Slot:
         """Return the bucket's private slot, where it stays from forward to backward (ZeRO-2); created on first use."""
-        if self.private_slot is None:
-            self.private_slot = self._slot_of_own("own_", self.spec.param_dtype)
+        self.private_slot = self.separate_slot("own", self.spec.param_dtype)
         return self.private_slot
 
-    def separate_slot(self, dtype: torch.dtype, *, is_reduction: bool) -> Slot:
-        """Return a slot that shares no memory with other buckets, in which the bucket is gathered or reduced."""
-        key = dtype, is_reduction
-        if key not in self._separate_slots:
-            self._separate_slots[key] = self._slot_of_own("grads_of_" if is_reduction else "slot_of_", dtype)
-        return self._separate_slots[key]
+    def separate_slot(self, purpose: str, dtype: torch.dtype) -> Slot:
+        """Return a slot that shares no memory with other buckets, the same for the same purpose and dtype.
 
-    def _slot_of_own(self, prefix: str, dtype: torch.dtype) -> Slot:
-        name = self.handle.replace("bucket_", prefix, 1)
-        arena = Arena(self.spec.device, self.arena.scratch)
-        return arena.slot(0, slot_bytes(self.spec, dtype), name)  # no other slot can overlap it
+        Args:
+            purpose: the start of its name.
+        """
+        key = purpose, dtype
+        if key not in self._separate_slots:
+            name = self.handle.replace("bucket", purpose, 1)
+            arena = Arena(self.spec.device, self.arena.scratch)
+            self._separate_slots[key] = arena.slot(0, slot_bytes(self.spec, dtype), name)
+        return self._separate_slots[key]
 
     def gather_into(self, unsharded: Views, sent: torch.Tensor) -> Sequence[Work]:
         """Issue a gather of ``sent``, which ``source.shard`` has just returned, and return its works.
@@ -282,21 +282,19 @@ class Bucket:
             on_host = torch.empty_like(flat, device="cpu", pin_memory=spec.comm.pin_memory)
             flat = on_host.copy_(flat)
         assert flat.storage_offset() == 0
-        return tuple(map(RowDTensor.of_spec, map(flat.as_strided, *self._grad_strides), self._grad_specs))
+        *places, specs = self._grads_in_shard
+        return tuple(map(RowDTensor.of_spec, map(flat.as_strided, *places), specs))
 
     @functools.cached_property
-    def _grad_strides(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """Shapes, strides and offsets of the rows in a flat shard, so that a step computes none."""
-        views, begin = self.shard_views, self.shard.storage_offset()
+    def _grads_in_shard(self) -> tuple[list[Any], ...]:
+        """Shapes, strides and offsets of the rows in a flat shard, and their specs, so that a step computes none."""
+        views, spec = self.shard_views, self.spec
         return (
             [view.shape for view in views],
             [view.stride() for view in views],
-            [view.storage_offset() - begin for view in views],
+            [view.storage_offset() - self.shard.storage_offset() for view in views],
+            [rows.spec(spec.dtype, spec.shard_device.type) for rows in self.rows],
         )
-
-    @functools.cached_property
-    def _grad_specs(self) -> list[Any]:
-        return [rows.spec(self.spec.dtype, self.spec.shard_device.type) for rows in self.rows]
 
     @functools.cached_property
     def local_slices(self) -> list[tuple[slice, slice]]:

@@ -133,7 +133,7 @@ def _slot_at(arena: Arena, offset: int, nbytes: int, border: int | None) -> Slot
 def _separate_slot(live: Lifetime, *, over_params: bool) -> Slot:
     spec = live.bucket.spec
     dtype = spec.param_dtype if live.is_gather else spec.reduce_dtype
-    return live.bucket.separate_slot(dtype, is_reduction=not (live.is_gather or over_params))
+    return live.bucket.separate_slot("slot_of" if live.is_gather or over_params else "grads_of", dtype)
 
 
 class _Candidate(NamedTuple):
