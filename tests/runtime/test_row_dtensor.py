@@ -207,6 +207,7 @@ def test_losses_have_the_gradient_of_the_whole_tensor(even: bool) -> None:
         "absolute": lambda p: p.abs().mean(),
         "norm": lambda p: p.norm().full_tensor() if isinstance(p, DTENSORS) else p.norm(),
         "maximum": lambda p: p.amax().full_tensor() if isinstance(p, DTENSORS) else p.amax(),
+        "variance": lambda p: p.var(correction=0).full_tensor() if isinstance(p, DTENSORS) else p.var(correction=0),
         "whole": lambda p: p.full_tensor().sum() if isinstance(p, DTENSORS) else p.sum(),
     }
     for name, loss_of_param in losses.items():

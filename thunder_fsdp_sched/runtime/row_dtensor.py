@@ -103,25 +103,28 @@ class RowDTensor(_Entry, _Base):
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's rows, sharing their memory; of a 0-dim tensor, one row or none."""
         if torch.is_grad_enabled() and self.requires_grad:
-            local: torch.Tensor = _ToLocal.apply(self)
-            return local
+            return _convert(self, lambda local: local.view_as(local), lambda rows, grad: grad)
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Gather the whole tensor on every rank; a collective."""
-        whole: torch.Tensor = _ToFull.apply(self)
-        return whole
+        return _convert(self, lambda local: self.rows.gather(local).to(local.device), Rows.of)
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the sum; a collective without arguments. In a loss it is a :class:`WholeNumber` with a gradient."""
-        total: torch.Tensor = _Sum.apply(self) if self._is_in_loss(args, kwargs) else super().sum(*args, **kwargs)
-        return total
+        return self._sum() if self._is_in_loss(args, kwargs) else super().sum(*args, **kwargs)
 
     def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the mean; see :meth:`sum`."""
         if self._is_in_loss(args, kwargs):
-            return (_Sum.apply(self) / self.numel()).as_subclass(WholeNumber)
+            return (self._sum() / self.numel()).as_subclass(WholeNumber)
         return super().mean(*args, **kwargs)
+
+    def _sum(self) -> torch.Tensor:
+        total = local_rows(self.detach().sum())
+        return _convert(
+            self, lambda _: total.as_subclass(WholeNumber), lambda rows, grad: grad.expand(rows.local_shape)
+        )
 
     def _is_in_loss(self, args: Any, kwargs: Any) -> bool:
         return torch.is_grad_enabled() and self.requires_grad and not (args or kwargs)
@@ -221,27 +224,22 @@ DTENSORS = (DTensor, RowDTensor)
 """The classes of DTensors, for ``isinstance``; a :class:`RowDTensor` is a DTensor from torch 2.12 on."""
 
 
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: RowDTensor) -> torch.Tensor:
-        ctx.rows = tensor.rows
-        return tensor._local_tensor.view_as(tensor._local_tensor)
+class _Convert(torch.autograd.Function):
+    """Applies ``convert`` to a tensor's rows; ``rows_of_grad`` returns their gradient from that of the result."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> RowDTensor:
+    def forward(ctx: Any, tensor: RowDTensor, convert: Any, rows_of_grad: Any) -> torch.Tensor:
+        ctx.rows, ctx.rows_of_grad = tensor.rows, rows_of_grad
+        result: torch.Tensor = convert(tensor._local_tensor)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         # The gradient of a sum is an expanded number. Autograd adds to gradients in place, for which they need memory.
-        return RowDTensor.wrap(grad.contiguous(), ctx.rows)
+        return RowDTensor.wrap(ctx.rows_of_grad(ctx.rows, grad).contiguous(), ctx.rows), None, None
 
 
-class _ToFull(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: RowDTensor) -> torch.Tensor:
-        ctx.rows = tensor.rows
-        return tensor.rows.gather(tensor._local_tensor).to(tensor.device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> RowDTensor:
-        return RowDTensor.wrap(ctx.rows.of(grad).contiguous(), ctx.rows)
+_convert: Callable[..., torch.Tensor] = _Convert.apply
 
 
 class WholeNumber(torch.Tensor):
@@ -255,17 +253,6 @@ class WholeNumber(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """Return the number, as this method of DTensors does."""
         return self
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: RowDTensor) -> torch.Tensor:
-        ctx.rows = tensor.rows
-        return local_rows(tensor.detach().sum()).as_subclass(WholeNumber)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> RowDTensor:
-        return RowDTensor.wrap(grad.expand(ctx.rows.local_shape).contiguous(), ctx.rows)
 
 
 class RowPiece(_Entry, torch.Tensor):
