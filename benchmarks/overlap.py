@@ -161,10 +161,7 @@ def predict(built: Mapping[str, System], tokens: torch.Tensor, arguments: argpar
     say("measuring a profile")
     profile = measure_profile(built["ours zero3"].module, tokens, tokens, repeats=arguments.profile)
     shares = ", ".join(f"{kind.removeprefix('fsdp_')} {share:.0%}" for kind, share in profile.contention.items())
-    say(
-        f"contention: {shares}; {profile.concurrent} collectives of a group at once; share of the link: "
-        f"{profile.gather_share:.2f} for an all-gather, {profile.reduction_share:.2f} for a reduction"
-    )
+    say(f"contention: {shares}")
     if arguments.save and dist.get_rank() == 0:
         arguments.save.mkdir(parents=True, exist_ok=True)
         profile.save(arguments.save / "profile.json")

@@ -210,6 +210,7 @@ class Effects:
         strides: strides of results.
         layouts: results with the strides of another value.
         operators: names of the base operators of torch that it calls; ``None`` if they cannot be observed.
+        flops: their additions and multiplications by dtype; ``None`` if they cannot be observed.
         writes: values that it writes in place.
         allocates: memory that it allocates.
         keeps: memory that it does not allocate, but keeps: that of the operation that it waits for.
@@ -241,6 +242,7 @@ class Effects:
     strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     layouts: Mapping[str, str] = field(default_factory=dict)
     operators: frozenset[str] | None = None
+    flops: Mapping[torch.dtype, int] | None = None
     writes: frozenset[str] = frozenset()
     allocates: tuple[Memory, ...] = ()
     keeps: tuple[Memory, ...] = ()
@@ -377,8 +379,8 @@ def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int
         tensors = (p for p in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy))
         device = next(map(device_of, tensors), "cpu")
         memory.append(Memory(None, call.temporary_bytes, device, "call", "temporaries", bsym.sym.name))
-    operators = None if call is None else call.operators
-    return replace(known, views=views, strides=found, operators=operators, allocates=tuple(memory))
+    operators, flops = (None, None) if call is None else (call.operators, call.flops)
+    return replace(known, views=views, strides=found, operators=operators, flops=flops, allocates=tuple(memory))
 
 
 def device_of(proxy: object) -> str:

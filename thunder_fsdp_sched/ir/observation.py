@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType, NoneType
 from typing import Any, NamedTuple
@@ -33,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from ..private_thunder import shape_of
 from ..private_torch import schema_of
@@ -72,6 +75,7 @@ class Observed(NamedTuple):
         temporary_bytes: the most bytes that exist at once during the call, besides the inputs and what is returned.
         operators: names of the base operators that it calls, without namespace.
         draws: whether it draws random numbers. Operators outside of torch's own namespaces may draw without a sign of it.
+        flops: additions and multiplications by dtype, by the formulas of ``torch.utils.flop_counter``.
     """
 
     aliases: tuple[frozenset[int], ...]
@@ -83,6 +87,7 @@ class Observed(NamedTuple):
     temporary_bytes: int = 0
     operators: frozenset[str] = frozenset()
     draws: bool = False
+    flops: Mapping[torch.dtype, int] | None = None
 
 
 class _Tensor(NamedTuple):
@@ -154,6 +159,7 @@ def _observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observe
         recorder.peak_bytes - returned,
         frozenset(recorder.operators),
         recorder.draws,
+        recorder.flops,
     )
 
 
@@ -172,6 +178,7 @@ class _Recorder(TorchDispatchMode):
         self.by_position: set[int] = set()
         self.uninitialized: set[StorageWeakRef] = set()
         self.operators: set[str] = set()
+        self.flops: Counter[torch.dtype] = Counter()
         # Weak references keep addresses, by which storages are identified, from being used again.
         self.new: dict[StorageWeakRef, int] = {}
         self._alive: list[StorageWeakRef] = []
@@ -184,6 +191,8 @@ class _Recorder(TorchDispatchMode):
         self.operators.add(schema.name.rpartition("::")[2])
         self._count(out)
         named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        if flops := _flops(func.overloadpacket, args, kwargs, out):
+            self.flops[next(a.dtype for a in args if isinstance(a, torch.Tensor))] += flops
         for argument in schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tree_leaves(named.get(argument.name)):
@@ -216,6 +225,15 @@ class _Recorder(TorchDispatchMode):
                     self._alive.append(storage)
         self._alive = [storage for storage in self._alive if not storage.expired()]
         self.peak_bytes = max(self.peak_bytes, sum(self.new[storage] for storage in self._alive))
+
+
+def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return the FLOPs of a call of a base operator; 0 if there is no formula."""
+    if packet is getattr(torch.ops.aten, "_grouped_mm", None):
+        a, b = args[0].shape, args[1].shape
+        # Each row (or column) of the ragged side is multiplied with one group only: the FLOPs are those of one group.
+        return 2 * math.prod(a[-2:]) * int(b[-1]) * (int(a[0]) if len(a) == len(b) == 3 else 1)
+    return int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
 
 
 def _try(

@@ -24,15 +24,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.effects import Effects, Issue, is_declared, observed
-from ..ir.inspection import nbytes_of, runs_nothing
+from ..ir.effects import Effects, Issue, effects, is_declared, observed
+from ..ir.inspection import defined_by, nbytes_of, runs_nothing
 from .clusters import ClusterSpec, cluster
-from .flops import _key, flops_of, tensors
+from .flops import flops_of
 
 Strides = Mapping[str, tuple[int, ...]]
 """Strides of values by name."""
@@ -63,8 +62,7 @@ class CostModel(Protocol):
     def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
         """Return the cost of each bound symbol of the trace; for a collective or its wait, the work besides communication.
 
-        The argument is a whole trace, because a cost can depend on earlier bound symbols (strides, expanded values),
-        and because a measured profile is looked up by position.
+        The argument is a whole trace, because a cost can depend on earlier bound symbols (strides, expanded values).
         """
 
     def collective_seconds(self, issue: Issue) -> float:
@@ -146,7 +144,7 @@ class AnalyticCost:
         makes_views = not is_declared(bsym.sym) and not e.writes and not any(m.nbytes for m in e.allocates)
         if makes_views:
             return Seconds(spec.launch_overhead, 0.0)
-        computing = sum(flops / spec.flops_per_second(dtype) for dtype, flops in flops_of(bsym).items())
+        computing = sum(flops / spec.flops_per_second(dtype) for dtype, flops in flops_of(bsym, e).items())
         moving = bytes_of(bsym, strides) / spec.bytes_per_second
         return Seconds(spec.launch_overhead, spec.kernel_overhead + max(computing, moving))
 
@@ -185,11 +183,13 @@ def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, pass
 def bytes_of(bsym: BoundSymbol, strides: Strides | None = None) -> int:
     """Return the bytes that a bound symbol reads and writes: its distinct inputs and its outputs.
 
-    An operator that selects rows (an embedding) reads only as much as it writes.
+    An operator that selects elements reads only as much as it writes.
     """
-    inputs = {p.name: _occupied(p, (strides or {}).get(p.name)) for p in tensors(bsym.flat_proxy_args)}
-    written = sum(nbytes_of(p) for p in tensors(bsym.flat_proxy_outs) if p.name not in inputs)
-    if _picks_rows(bsym):
+    strides = strides or {}
+    tensors = [p for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
+    inputs = {p.name: _occupied(p, strides.get(p.name)) for p in tensors}
+    written = sum(nbytes_of(p) for p in defined_by(bsym) if isinstance(p, TensorProxy))
+    if not _SELECTING.isdisjoint(effects(bsym, strides).operators or ()):
         return sum(min(size, written) for size in inputs.values()) + written
     return sum(inputs.values()) + written
 
@@ -201,8 +201,6 @@ def _occupied(tensor: TensorProxy, strides: tuple[int, ...] | None) -> int:
     return tensor.dtype.bytes * math.prod(int(n) for n, stride in zip(tensor.shape, strides, strict=True) if stride)
 
 
-def _picks_rows(bsym: BoundSymbol) -> bool:
-    return _key(bsym) in _PICKING or (len(bsym.subsymbols) == 1 and _picks_rows(bsym.subsymbols[0]))
-
-
-_PICKING = frozenset({PrimIDs.EMBEDDING, PrimIDs.GATHER, PrimIDs.TAKE, PrimIDs.TAKE_ALONG_AXIS})
+_SELECTING = frozenset({"gather", "index_select", "take"})
+"""Base operators that read only what they return. An embedding counts with its table: if it cost less, the planner would
+recompute it, which makes backward gather the table, and that is not in the costs of recomputation."""

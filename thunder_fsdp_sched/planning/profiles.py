@@ -5,23 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.effects import Issue, effects, is_declared
-from ..ir.inspection import is_backward_trace, runs_nothing
+from ..ir.inspection import runs_nothing
 from ..ir.json_files import read_json
 from ..runtime.bucket import Bucket
+from .clusters import GLOO
 from .cost import Seconds
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ class CollectiveTime:
     wait_host: float = 0.0
 
 
+_Time = TypeVar("_Time", OpTime, CollectiveTime)
+
+
 @dataclass(frozen=True)
 class Profile:
     """A measured step; :class:`MeasuredCost` turns it into a cost model.
@@ -77,9 +81,6 @@ class Profile:
         forward, backward: compute in trace order; ``backward`` is empty without gradients.
         collectives: the collectives of both traces, in issue order.
         contention: share of compute speed that is lost while a collective runs, keyed by its kind.
-        concurrent: collectives of the process group that run at once.
-        gather_share: share of the link that an all-gather gets while reductions run.
-        reduction_share: share of the link that all reductions get while an all-gather runs; together at most 1.
         step_seconds: median time of the unmodified step, with overlapped communication, on the slowest rank.
     """
 
@@ -90,9 +91,6 @@ class Profile:
     backward: tuple[OpTime, ...]
     collectives: tuple[CollectiveTime, ...]
     contention: dict[str, float]
-    concurrent: int
-    gather_share: float
-    reduction_share: float
     step_seconds: float
 
     @property
@@ -123,32 +121,24 @@ class Profile:
 class MeasuredCost:
     """The cost model that looks costs up in a profile, for any schedule of the same model, shapes and dtypes.
 
-    If the compute of a trace is that of the profile, it is looked up by position, because sorting keeps its order.
-    Otherwise (ZeRO-2 with a profile of ZeRO-3) it is looked up by symbol and shapes, as the mean of all matches.
+    The time of compute is the mean of all measured bound symbols with the same symbol and shapes.
     """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.synchronous = profile.synchronous
-        self.concurrent = profile.concurrent
-        self.gather_share = profile.gather_share
-        self.reduction_share = profile.reduction_share
-        found: dict[tuple[str, str], list[CollectiveTime]] = {}
-        for collective in profile.collectives:
-            found.setdefault((collective.kind, collective.bucket), []).append(collective)
-        self._collectives = {key: _mean_collective(times) for key, times in found.items()}
+        link: Mapping[str, Any] = GLOO if profile.synchronous else {}
+        self.concurrent: int = link.get("concurrent", 1)
+        self.gather_share: float = link.get("gather_share", 1.0)
+        self.reduction_share: float = link.get("reduction_share", 0.0)
+        self._ops = _means((*profile.forward, *profile.backward), lambda op: (op.symbol, op.shapes))
+        self._collectives = _means(profile.collectives, lambda collective: (collective.kind, collective.bucket))
 
     def __repr__(self) -> str:
         return f"MeasuredCost({self.profile.device}, {self.profile.world_size} ranks)"
 
     def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
-        samples = self.profile.backward if is_backward_trace(trace) else self.profile.forward
-        computing = [b for b in trace.bound_symbols if computes(b)]
-        if [symbol_of(b) for b in computing] == [s.symbol for s in samples]:
-            ops = iter([Seconds(s.host, s.device) for s in samples])
-        else:
-            ops = iter([self._alike(b) for b in computing])
-        return [next(ops) if computes(b) else self._communication(b) for b in trace.bound_symbols]
+        return [self._compute(b) if computes(b) else self._communication(b) for b in trace.bound_symbols]
 
     def collective_seconds(self, issue: Issue) -> float:
         assert issue.bucket is not None
@@ -178,26 +168,25 @@ class MeasuredCost:
             known = sorted({name for _, name in self._collectives})
             raise ValueError(f"profile: no {kind} of bucket {bucket.spec.name!r}; it has the buckets {known}") from None
 
-    def _alike(self, bsym: BoundSymbol) -> Seconds:
-        key = (symbol_of(bsym), shapes_of(bsym))
-        if key not in self._means:
-            raise ValueError(f"profile: it holds no {key[0]} of {key[1]}; measure a step of the same model and shapes")
-        return self._means[key]
-
-    @cached_property
-    def _means(self) -> dict[tuple[str, str], Seconds]:
-        found: dict[tuple[str, str], list[OpTime]] = {}
-        for op in (*self.profile.forward, *self.profile.backward):
-            found.setdefault((op.symbol, op.shapes), []).append(op)
-        return {
-            key: Seconds(statistics.fmean(o.host for o in ops), statistics.fmean(o.device for o in ops))
-            for key, ops in found.items()
-        }
+    def _compute(self, bsym: BoundSymbol) -> Seconds:
+        symbol, shapes = symbol_of(bsym), shapes_of(bsym)
+        if (op := self._ops.get((symbol, shapes))) is None:
+            raise ValueError(f"profile: it holds no {symbol} of {shapes}; measure a step of the same model and shapes")
+        return Seconds(op.host, op.device)
 
 
-def _mean_collective(times: Sequence[CollectiveTime]) -> CollectiveTime:
-    names = ("wire", "issue", "wait", "issue_host", "wait_host")
-    means: dict[str, Any] = {name: statistics.fmean(getattr(t, name) for t in times) for name in names}
+def _means(times: Iterable[_Time], key: Callable[[_Time], tuple[str, str]]) -> dict[tuple[str, str], _Time]:
+    """Return the mean of all times with the same key, by key."""
+    found: dict[tuple[str, str], list[_Time]] = defaultdict(list)
+    for one in times:
+        found[key(one)].append(one)
+    return {key: _mean(ones) for key, ones in found.items()}
+
+
+def _mean(times: Sequence[_Time]) -> _Time:
+    names = ("host", "device", "wire", "issue", "wait", "issue_host", "wait_host")
+    known = [name for name in names if hasattr(times[0], name)]
+    means: dict[str, Any] = {name: statistics.fmean(getattr(one, name) for one in times) for name in known}
     return dataclasses.replace(times[0], **means)
 
 

@@ -17,11 +17,11 @@ one. So all ranks have the same profile.
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -36,7 +36,7 @@ from ..ir.inspection import runs_nothing, with_bound_symbols
 from ..planning.profiles import CollectiveTime, OpTime, Profile, computes, shapes_of, symbol_of
 from ..runtime.autograd import as_backward_of_latest_forward
 from ..runtime.bucket import Bucket
-from ..runtime.memory import Arena, InFlight, Slot
+from ..runtime.memory import Arena, InFlight
 from ..sharding.sharded_module import ShardedModule, find_jitted
 from ..transform import find_transform
 
@@ -74,10 +74,10 @@ def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profi
     return _Measurement(traces, arguments, sharded, device, repeats).run(entry.computation_fn, entry.backward_fn)
 
 
-_Load = Callable[[], InFlight]
-"""A function that starts a collective."""
-
 _MEAN, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+
+_Durations = list[tuple[float, float]]
+"""Seconds of the host and of the device from each reading of the clock to the next."""
 
 
 class _Measurement:
@@ -95,28 +95,19 @@ class _Measurement:
     def run(self, forward: Callable[..., Any], backward: Callable[..., Any] | None) -> Profile:
         step = [forward, *([backward] if backward else [])]
         whole = self._repeat(lambda: self._timed_step(step))
-        probes = [self._probe(t, finish=True) for t in self.traces]
-        alone = self._repeat(lambda: self._run_probes(probes))
-        medians = _medians(alone)
-        per_trace = []
-        for probe in probes:
-            per_trace.append(dict(zip(probe.labels, medians[: len(probe.labels)], strict=True)))
-            medians = medians[len(probe.labels) :]
-        names = ("forward", "backward")
-        ops = {name: self._ops(t, m) for name, t, m in zip(names, self.traces, per_trace, strict=False)}
-        collectives = [c for t, m in zip(self.traces, per_trace, strict=True) for c in self._collectives(t, m)]
-        concurrent, gather_share, reduction_share = self._sharing(collectives)
+        probes = [_Probe(trace, self.clock, self._align) for trace in self.traces]
+        alone = _medians(self._repeat(lambda: self._read(probes)))
+        times = dict(zip((label for probe in probes for label in probe.labels), alone, strict=True))
+        ops = [self._ops(trace, times) for trace in self.traces]
+        collectives = [c for trace in self.traces for c in self._collectives(trace, times)]
         return Profile(
             world_size=self.group.size,
             device=str(self.device),
             synchronous=self.device.type != "cuda",
-            forward=ops["forward"],
-            backward=ops.get("backward", ()),
-            collectives=tuple(collectives),
+            forward=ops[0],
+            backward=ops[1] if backward else (),
+            collectives=tuple(collective for _, collective in collectives),
             contention=self._contention(collectives),
-            concurrent=concurrent,
-            gather_share=gather_share,
-            reduction_share=reduction_share,
             step_seconds=self._over_ranks([statistics.median(whole)], _MAX)[0],
         )
 
@@ -149,117 +140,56 @@ class _Measurement:
         with as_backward_of_latest_forward():
             step[1](saved, gradients)
 
-    def _run_probes(self, probes: Sequence[_Probe]) -> list[tuple[float, float]]:
-        self.clock.reads.clear()
-        self._call([p.callable for p in probes])
-        return self._durations(sum(len(p.labels) for p in probes))
-
-    def _durations(self, count: int) -> list[tuple[float, float]]:
-        durations = self.clock.durations()
-        assert len(durations) == count, (len(durations), count)
-        return durations
-
-    def _ops(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> tuple[OpTime, ...]:
-        computing = [(i, b) for i, b in enumerate(trace.bound_symbols) if computes(b)]
-        means = iter(self._over_ranks([x for i, _ in computing for x in medians[_OP, i]]))
-        return tuple(OpTime(symbol_of(b), shapes_of(b), next(means), next(means)) for _, b in computing)
-
-    def _collectives(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> Iterator[CollectiveTime]:
-        found = list(enumerate(trace.bound_symbols))
-        issued = {issue.future: (i, issue) for i, b in found if (issue := sends(b)) is not None}
-        waited = {e.waits.future: i for i, b in found if (e := effects(b)).waits is not None and e.issues is None}
-        issues = [medians[_OP, i] for i, _ in issued.values()]
-        # The reduce-scatter is waited for by the all-reduce across replicas, as part of it.
-        waits = [medians[_OP, waited[future]] if future in waited else (0.0, 0.0) for future in issued]
-        # Waiting for a gloo collective includes the work in its wait, which runs, and is timed, again later.
-        wire = [max(sum(medians[_WIRE, i]) - sum(w), 0.0) for (i, _), w in zip(issued.values(), waits, strict=True)]
-        times = [self._over_ranks(wire, _MAX)]
-        times += [self._over_ranks([t[part] for t in kind]) for part in (1, 0) for kind in (issues, waits)]
-        for (_, issue), *of_one in zip(issued.values(), *times, strict=True):
-            assert issue.bucket is not None
-            yield CollectiveTime(issue.kind, issue.bucket.spec.name, issue.nbytes, *of_one)
-
-    def _contention(self, collectives: Sequence[CollectiveTime]) -> dict[str, float]:
-        """Return for each kind of collective the share of time by which forward's bound symbols take longer meanwhile."""
-        probe = self._probe(self.traces[0], finish=False)
-        self._call([self._probe(self.traces[0], finish=True).callable])  # fills all slots with parameters
-        alone = _medians(self._repeat(lambda: self._run_probe(probe, ())))
-        busy = self._over_ranks([sum(map(sum, alone))])[0]  # the same on all ranks, which issue as many collectives
-        shares = {}
-        for largest in self._largest(collectives).values():
-            count = max(1, min(math.ceil(busy / max(largest.wire, 1e-6)), 2**30 // largest.nbytes, 32))
-            window = 0.9 * count * largest.wire
-            loads = [self._load(largest) for _ in range(count)]
-            runs = self._repeat(lambda loads=loads: self._run_probe(probe, loads))  # type: ignore[misc]
-            found = statistics.median(_slowdown(run, alone, window) for run in runs)
-            shares[largest.kind] = min(max(self._over_ranks([found])[0], 0.0), 0.9)
-        return shares
-
-    def _sharing(self, collectives: Sequence[CollectiveTime]) -> tuple[int, float, float]:
-        """Return how many collectives run at once, and the link shares of a concurrent all-gather and reduction."""
-        largest = self._largest(collectives)
-        if len(largest) < 2:
-            return 1, 1.0, 0.0
-        gather, reduction = largest[True], largest[False]
-        all_gather, reduce, other = self._load(gather), self._load(reduction), self._load(reduction)
-
-        def first_of_two() -> float:
-            return self._ends([reduce, other])[0]
-
-        def gather_after_reduction() -> list[float]:
-            return self._ends([all_gather, reduce], reverse=True)
-
-        first = self._over_ranks([statistics.median(self._repeat(first_of_two))])[0]
-        if first < 1.5 * reduction.wire:
-            return 1, 1.0, 0.0
-        ends = [statistics.median(of_one) for of_one in zip(*self._repeat(gather_after_reduction), strict=True)]
-        gathered, reduced = self._over_ranks(ends)
-        gather_share = min(gather.wire / gathered, 1.0)
-        reduced_beside = reduction.wire - (reduced - gathered)
-        return 2, gather_share, min(max(reduced_beside / gathered, 0.0), 1 - gather_share)
-
-    def _ends(self, loads: Sequence[_Load], *, reverse: bool = False) -> list[float]:
-        """Start collectives, optionally in reverse, wait for them in order, and return when each wait finished."""
-        started = time.perf_counter()
-        order = list(reversed(loads)) if reverse else list(loads)
-        flights = [start() for start in order]
-        ends = []
-        for flight in reversed(flights) if reverse else flights:
-            flight.wait()
-            self.clock.settle()
-            ends.append(time.perf_counter() - started)
-        return ends
-
-    def _largest(self, collectives: Sequence[CollectiveTime]) -> dict[bool, CollectiveTime]:
-        """Return the gather (``True``) and the reduction in slots (``False``) that take longest."""
-        ascending = sorted(collectives, key=lambda collective: collective.wire)
-        return {issue.gathers: c for c in ascending if (issue := self._issue_of(c)).place is not None}
-
-    def _issue_of(self, collective: CollectiveTime) -> Issue:
-        issues = (sends(bsym) for trace in self.traces for bsym in trace.bound_symbols)
-        of = collective.kind, collective.bucket
-        return next(i for i in issues if i is not None and i.bucket is not None and (i.kind, i.bucket.spec.name) == of)
-
-    def _load(self, collective: CollectiveTime) -> _Load:
-        """Return a function that starts a collective of the traces in an unused slot."""
-        issue = self._issue_of(collective)
-        assert issue.place is not None
-        bucket = issue.place.bucket
-        slot = Arena(bucket.spec.device).slot(0, issue.place.nbytes)
-        (slot.params if issue.gathers else slot.grads)[bucket].flat.zero_()
-        return functools.partial(_start_all_gather if issue.gathers else _start_reduce_scatter, bucket, slot)
-
-    def _run_probe(self, probe: _Probe, loads: Sequence[_Load]) -> list[tuple[float, float]]:
+    def _read(self, probes: Sequence[_Probe], loads: Sequence[Callable[[], InFlight]] = ()) -> _Durations:
+        """Run probes while collectives are running, and return the times of all their labels."""
         flights = [start() for start in loads]
         self.clock.reads.clear()
-        probe.callable(*self.arguments)
-        durations = self._durations(len(probe.labels))
+        self._call([probe.callable for probe in probes])
+        durations = self.clock.durations()
         for flight in flights:
             flight.wait()
         return durations
 
-    def _probe(self, trace: TraceCtx, *, finish: bool) -> _Probe:
-        return _Probe(trace, self.clock, self._align, finish=finish)
+    def _ops(self, trace: TraceCtx, times: Mapping[_Label, tuple[float, float]]) -> tuple[OpTime, ...]:
+        computing = [b for b in trace.bound_symbols if computes(b)]
+        means = iter(self._over_ranks([x for b in computing for x in times[_OP, id(b)]]))
+        return tuple(OpTime(symbol_of(b), shapes_of(b), next(means), next(means)) for b in computing)
+
+    def _collectives(
+        self, trace: TraceCtx, times: Mapping[_Label, tuple[float, float]]
+    ) -> Iterator[tuple[Issue, CollectiveTime]]:
+        issued = [(issue, b) for b in trace.bound_symbols if (issue := sends(b)) is not None]
+        waited = {
+            e.waits.future: b for b in trace.bound_symbols if (e := effects(b)).waits is not None and not e.issues
+        }
+        issues = [times[_OP, id(b)] for _, b in issued]
+        # The reduce-scatter is waited for by the all-reduce across replicas, as part of it.
+        waits = [times[_OP, id(waited[i.future])] if i.future in waited else (0.0, 0.0) for i, _ in issued]
+        # Waiting for a gloo collective includes the work in its wait, which runs, and is timed, again later.
+        wire = [max(sum(times[_WIRE, id(b)]) - sum(w), 0.0) for (_, b), w in zip(issued, waits, strict=True)]
+        figures = [self._over_ranks(wire, _MAX)]
+        figures += [self._over_ranks([t[part] for t in kind]) for part in (1, 0) for kind in (issues, waits)]
+        for (issue, _), *of_one in zip(issued, *figures, strict=True):
+            assert issue.bucket is not None
+            yield issue, CollectiveTime(issue.kind, issue.bucket.spec.name, issue.nbytes, *of_one)
+
+    def _contention(self, collectives: Sequence[tuple[Issue, CollectiveTime]]) -> dict[str, float]:
+        """Return for each kind of collective the share of time by which forward's bound symbols take longer meanwhile."""
+        probe = _Probe(self.traces[0], self.clock, None)
+        self._call([_Probe(self.traces[0], self.clock, self._align).callable])  # fills all slots with parameters
+        alone = _medians(self._repeat(lambda: self._read([probe])))
+        busy = self._over_ranks([sum(map(sum, alone))])[0]  # the same on all ranks, which issue as many collectives
+        ascending = sorted(collectives, key=lambda collective: collective[1].wire)
+        largest = {issue.gathers: (issue, of_one) for issue, of_one in ascending if issue.place is not None}
+        shares = {}
+        for issue, of_one in largest.values():
+            count = max(1, min(math.ceil(busy / max(of_one.wire, 1e-6)), 2**30 // of_one.nbytes, 32))
+            window = 0.9 * count * of_one.wire
+            loads = [_load(issue) for _ in range(count)]
+            runs = self._repeat(lambda loads=loads: self._read([probe], loads))  # type: ignore[misc]
+            found = statistics.median(_slowdown(run, alone, window) for run in runs)
+            shares[of_one.kind] = min(max(self._over_ranks([found])[0], 0.0), 0.9)
+        return shares
 
     def _over_ranks(self, values: Sequence[float], op: Any = _MEAN) -> list[float]:
         reduced = self.control.reduce("measure", values, op)
@@ -272,21 +202,14 @@ class Clock:
     def __init__(self) -> None:
         self.reads: list[Any] = []
 
-    def tick(self) -> None:
-        """Read the clock between two bound symbols."""
+    def tick(self, pause: bool = True) -> None:
+        """Read the clock between two bound symbols; without a pause while a collective is running."""
         self.reads.append(time.perf_counter())
-
-    def tick_at_once(self) -> None:
-        """Read the clock after the issue of a collective that is running."""
-        self.tick()
-
-    def finish(self, flight: InFlight) -> None:
-        flight.wait()
 
     def settle(self) -> None:
         """Wait until the device is idle."""
 
-    def durations(self) -> list[tuple[float, float]]:
+    def durations(self) -> _Durations:
         """Return (host, device) seconds from each reading to the next; zero for the last."""
         return [*((0.0, after - before) for before, after in pairwise(self.reads)), (0.0, 0.0)]
 
@@ -299,13 +222,7 @@ class CudaClock(Clock):
         super().__init__()
         self.device = device
 
-    def tick(self) -> None:
-        self._read(pause=True)
-
-    def tick_at_once(self) -> None:
-        self._read(pause=False)
-
-    def _read(self, *, pause: bool) -> None:
+    def tick(self, pause: bool = True) -> None:
         entered = time.perf_counter()
         end, start = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream = torch.cuda.current_stream(self.device)
@@ -319,7 +236,7 @@ class CudaClock(Clock):
     def settle(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def durations(self) -> list[tuple[float, float]]:
+    def durations(self) -> _Durations:
         self.settle()
         pairs = pairwise(self.reads)
         return [*((b[0] - a[1], a[3].elapsed_time(b[2]) / 1e3) for a, b in pairs), (0.0, 0.0)]
@@ -327,44 +244,46 @@ class CudaClock(Clock):
 
 _OP, _WIRE, _BETWEEN = "op", "wire", "between"
 
+_Label = tuple[str, int]
+"""The meaning of the time from one reading to the next: the own work of a bound symbol, given by its id, on host and device;
+its time on the link; or nothing of interest."""
+
 
 class _Probe:
     """A trace that reads the clock before every bound symbol.
 
-    Attributes:
-        callable: runs it.
-        labels: the meaning of the time from each reading to the next: the own work of a bound symbol (by its index in
-            the trace) on host and device, its time on the link, or nothing of interest.
+    Args:
+        align: called before each collective, which is then waited for at once; ``None`` to pretend that each has finished.
     """
 
-    def __init__(self, trace: TraceCtx, clock: Clock, align: Callable[[], None], *, finish: bool) -> None:
-        self.labels: list[tuple[str, int]] = []
+    def __init__(self, trace: TraceCtx, clock: Clock, align: Callable[[], None] | None) -> None:
+        self.labels: list[_Label] = []
         bsyms: list[BoundSymbol] = []
+        hooks = {kind: _hook(f"tick_{kind}", partial(clock.tick, kind != _WIRE)) for kind in (_OP, _WIRE, _BETWEEN)}
 
-        def tick(label: tuple[str, int]) -> None:
-            reading = clock.tick_at_once if label[0] == _WIRE else clock.tick
-            bsyms.append(_hook(reading.__name__, reading).bind(output=None))
-            self.labels.append(label)
+        def tick(kind: str) -> None:
+            bsyms.append(hooks[kind].bind(output=None))
+            self.labels.append((kind, id(bsym)))
 
-        for index, bsym in enumerate(trace.bound_symbols):
+        for bsym in trace.bound_symbols:
             if bsym.sym.id is PrimIDs.RETURN:
-                tick((_BETWEEN, index))
+                tick(_BETWEEN)
             if runs_nothing(bsym):
                 bsyms.append(bsym)
                 continue
             issue = effects(bsym).issues
             if issue is None or issue.bucket is None:
-                tick((_OP, index))
+                tick(_OP)
                 bsyms.append(bsym)
-            elif finish:
+            elif align is not None:
                 bsyms.append(_hook("fsdp_align", align).bind(output=None))
-                tick((_OP, index))
+                tick(_OP)
                 bsyms.append(bsym)
-                tick((_WIRE, index))
-                bsyms.append(_hook("fsdp_finish", clock.finish).bind(bsym.output, output=None))
-                tick((_BETWEEN, index))
+                tick(_WIRE)
+                bsyms.append(_hook("fsdp_finish", InFlight.wait).bind(bsym.output, output=None))
+                tick(_BETWEEN)
             else:
-                tick((_OP, index))
+                tick(_OP)
                 pretend = _hook("fsdp_pretend", _pretend)
                 bsyms.append(bsym.from_bsym(sym=pretend, _call_ctx={"fsdp_pretend": _pretend}))
         self.callable = with_bound_symbols(trace, bsyms, "fsdp: measured").python_callable()
@@ -384,29 +303,33 @@ def _pretend(bucket: Bucket, slot: Any, *tensors: Any, **how: Any) -> InFlight:
     return slot.arena.track(InFlight(bucket, "collective", slot, [], _empty_shard(bucket)))
 
 
-def _start_all_gather(bucket: Bucket, slot: Slot) -> InFlight:
-    is_secondary = bucket is not bucket.primary
-    numel, dtype = bucket.spec.layout.shard_numel, bucket.spec.dtype
-    sent = (
-        torch.zeros(numel, dtype=dtype, device=bucket.spec.device)
-        if is_secondary
-        else bucket.source.shard(reuse_cast=True)
-    )
-    works = bucket.gather_into(slot.params[bucket], sent)
-    return InFlight(bucket, "all-gather", None, works, sent=sent)
+def _load(issue: Issue) -> Callable[[], InFlight]:
+    """Return a function that starts a collective of the traces in an unused slot."""
+    assert issue.place is not None
+    bucket, spec = issue.place.bucket, issue.place.bucket.spec
+    slot = Arena(spec.device).slot(0, issue.place.nbytes)
+    unsharded = (slot.params if issue.gathers else slot.grads)[bucket]
+    unsharded.flat.zero_()
 
+    def gather() -> InFlight:
+        numel, is_secondary = spec.layout.shard_numel, bucket is not bucket.primary
+        zeros = torch.zeros(numel, dtype=spec.dtype, device=spec.device) if is_secondary else None
+        sent = bucket.source.shard(reuse_cast=True) if zeros is None else zeros
+        return InFlight(bucket, "all-gather", None, bucket.gather_into(unsharded, sent), sent=sent)
 
-def _start_reduce_scatter(bucket: Bucket, slot: Slot) -> InFlight:
-    reduced = _empty_shard(bucket)
-    works = bucket.transport.reduce_scatter(bucket, slot.grads[bucket], reduced)
-    return InFlight(bucket, "reduce-scatter", None, works, reduced)
+    def reduce() -> InFlight:
+        reduced = _empty_shard(bucket)
+        works = bucket.transport.reduce_scatter(bucket, unsharded, reduced)
+        return InFlight(bucket, "reduce-scatter", None, works, reduced)
+
+    return gather if issue.gathers else reduce
 
 
 def _empty_shard(bucket: Bucket) -> torch.Tensor:
     return torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
 
 
-def _medians(runs: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+def _medians(runs: Sequence[_Durations]) -> _Durations:
     return [
         (statistics.median(h for h, _ in times), statistics.median(d for _, d in times))
         for times in zip(*runs, strict=True)
