@@ -35,8 +35,8 @@ from typing import Any
 
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.symbols import fsdp_reduce_scatter
-from thunder_fsdp_sched.reports.report import human_bytes
 from thunder_fsdp_sched.reports.step_counter import StepCounter
+from thunder_fsdp_sched.sizes import human_bytes
 
 import harness
 import overlap

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before torch's modules that Thunder misses
-from thunder_fsdp_sched.reports.report import human_bytes
+from thunder_fsdp_sched.sizes import human_bytes
 
 import torch
 import torch.distributed as dist

@@ -25,3 +25,12 @@ def parse_bytes(name: str, value: Any) -> int:
     if value <= 0:
         raise ValueError(f"{name}: expected more than 0 bytes, got {value}")
     return value
+
+
+def human_bytes(nbytes: int, digits: int = 3) -> str:
+    """Return bytes as text: ``4927488`` -> ``"4.93 MB"`` (powers of ten), with so many significant digits."""
+    size, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
+    while float(f"{size:.{digits}g}") >= 1000 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.{digits}g} {units[0]}"

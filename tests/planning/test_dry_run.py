@@ -42,7 +42,7 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     assert all(text in output for text in ("scheduled", "unsorted", "blocks.1", "optimizer state"))
     assert "gathers in flight, at most: forward 2, backward 2" in output
     assert re.search(
-        r"^fits on h100-sxm: 80\.00 GB free of 80\.00 GB$\npeak [\d.]+ MB in (for|back)ward", output, re.MULTILINE
+        r"^fits on h100-sxm: 80 GB free of 80 GB$\npeak [\d.]+ [kM]B in (for|back)ward", output, re.MULTILINE
     )
     assert re.search(r"\.py:\d+$", output, re.MULTILINE)
     assert all(file.stat().st_size for file in files)
@@ -54,7 +54,7 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     limited = invoke(*planned, *limits, "--schedule", str(other), "--memory", str(tmp_path / "memory.json"))
     memory = load_memory(tmp_path / "memory.json")
     assert memory.fixed["optimizer state"] > 80e9 and memory.peak.by_kind["unsharded buckets"] % 512 == 0
-    assert re.search(r"^does not fit on h100-sxm: [\d,.]+ GB too much of 80\.00 GB$", limited, re.MULTILINE), limited
+    assert re.search(r"^does not fit on h100-sxm: [\d,.]+ GB too much of 80 GB$", limited, re.MULTILINE), limited
     assert "gathers in flight, at most: forward 1, backward 1" in limited
     invoke("diff", str(files[2]), str(files[2]))
     assert "fsdp_all_gather" in invoke("diff", str(files[2]), str(other), exit_code=1)

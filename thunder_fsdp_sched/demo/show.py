@@ -21,7 +21,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .. import testing
 from ..ir.effects import sends
-from ..reports.report import before_and_after, human_bytes, plan_table, summarize_thunder
+from ..reports.report import before_and_after, plan_table, summarize_thunder
+from ..sizes import human_bytes
 from .runs import STOCK, UNSHARDED, DemoOptions, Run, read_text, strategies_of, train
 
 

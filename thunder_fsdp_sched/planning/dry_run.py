@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from thunder.core.trace import TraceCtx
-from thunder.extend import Executor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -27,29 +26,21 @@ from .simulate import simulate
 from .timeline import Timeline
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """The micro-batches of an accumulation window before the last one, which run under ``no_sync``.
 
     Attributes:
-        micro_batches: number of micro-batches, the last one included.
         first: the first, which gathers all buckets.
         further: each one between the first and the last, which finds the buckets that the window keeps.
     """
 
-    micro_batches: int
     first: Timeline
     further: Timeline
 
-    @property
-    def seconds(self) -> float:
-        """Simulated time of these micro-batches."""
-        return self.first.step_seconds + (self.micro_batches - 2) * self.further.step_seconds
-
 
 @dataclass(frozen=True)
-class Request:
-    """The model, the machine and the options of a planned step.
+class DryRun:
+    """A planned step.
 
     Attributes:
         make: returns the module and its inputs.
@@ -58,6 +49,9 @@ class Request:
         replicas: number of copies of the shards.
         micro_batches: number of micro-batches between two optimizer steps.
         options: options of :func:`thunder_fsdp_sched.fsdp`.
+        transform: the transform with the plan, the traces and the schedules.
+        traced: whether the model was traced for this plan; otherwise the trace is that of another plan of the same step,
+            see [Note: Planning again] in ``replanning``.
     """
 
     make: Callable[[], Made]
@@ -66,90 +60,6 @@ class Request:
     replicas: int
     micro_batches: int
     options: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        if isinstance(self.options.get("offload_policy"), CPUOffloadPolicy):
-            _ = self.cluster.host_bytes_per_second  # raises ValueError if it is not known
-        if self.micro_batches < 1:
-            raise ValueError(f"micro_batches: expected 1 or more, got {self.micro_batches}")
-        if self.replicas < 1 or self.world_size % self.replicas:
-            raise ValueError(f"replicas: {self.world_size} ranks cannot hold {self.replicas} copies of equal size")
-
-    def made(self) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """Return the module, its positional and its keyword arguments.
-
-        Raises:
-            ValueError: ``make`` returns something else.
-        """
-        factory, made = getattr(self.make, "__name__", "make"), self.make()
-        parts: tuple[Any, ...] = made if isinstance(made, tuple) else ()
-        module, args, kwargs = (*parts, {})[:3] if len(parts) in (2, 3) else (None, (), {})
-        if (
-            not isinstance(module, torch.nn.Module)
-            or not isinstance(args, (tuple, list))
-            or not isinstance(kwargs, dict)
-        ):
-            got = f"({', '.join(type(part).__name__ for part in parts)})" if parts else f"a {type(made).__name__}"
-            raise ValueError(f"{factory!r} must return (module, args) or (module, args, kwargs), but returned {got}")
-        return module, tuple(args), kwargs
-
-    def make_transform(self) -> FSDPTransform:
-        """Return the transform; called over the process group of the ranks."""
-        mesh: dict[str, Any] = {}
-        if self.replicas > 1:
-            shape = (self.replicas, self.world_size // self.replicas)
-            mesh["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        return fsdp(cluster=self.cluster, **mesh, **self.options)
-
-    @property
-    def executors(self) -> tuple[Executor, ...]:
-        """The executors that claim what the machine would run with other kernels than this one."""
-        return () if self.cluster.synchronous else (gpu_attention.executor,)
-
-    def trace(self) -> DryRun:
-        """Return the step planned from traces of its own."""
-        traced = self if self.micro_batches == 1 else replace(self, options={**self.options, **_NOTHING_TO_CHOOSE})
-        transform = compile_as_rank(
-            traced.made, traced.make_transform, rank=0, world_size=self.world_size, executors=self.executors
-        )
-        return self.done(transform, is_traced=True) if self.micro_batches == 1 else self.plan(transform, is_traced=True)
-
-    def plan(self, traced: FSDPTransform, *, is_traced: bool) -> DryRun:
-        """Return the step planned from the traces of a step of the same model, without tracing it again."""
-        with fake_rank(0, self.world_size):
-            transform = self.make_transform()
-            jitted = jit(self.made()[0], transform, self.executors)
-            if self.micro_batches > 1:
-                plan_again(traced, transform, jitted, no_sync=True)
-            plan_again(traced, transform, jitted)
-        return self.done(transform, is_traced=is_traced)
-
-    def done(self, transform: FSDPTransform, *, is_traced: bool) -> DryRun:
-        """Return the planned step of a transform that has compiled its traces."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(Request)}
-        return DryRun(**values, transform=transform, traced=is_traced)
-
-    def changed(self, **changes: Any) -> Request:
-        """Return the request with other attributes; ``options`` are added to those of this one."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(Request)}
-        options = {**self.options, **changes.pop("options", {})}
-        return Request(**{**values, **changes, "options": options})
-
-
-_NOTHING_TO_CHOOSE: Mapping[str, Any] = {"prefetch": 1, "max_memory": None, "max_unsharded_bytes": None}
-"""Options with which the passes run once. A window is planned from the trace of a step that never runs."""
-
-
-@dataclass(frozen=True)
-class DryRun(Request):
-    """A planned step, with the attributes of the :class:`Request`.
-
-    Attributes:
-        transform: the transform with the plan, the traces and the schedules.
-        traced: whether the model was traced for this plan; otherwise the trace is that of another plan of the same step,
-            see [Note: Planning again] in ``replanning``.
-    """
-
     transform: FSDPTransform
     traced: bool
 
@@ -178,7 +88,7 @@ class DryRun(Request):
             return None
         earlier = self.transform.compiled[-2]
         run = partial(self._simulate, earlier.forward, earlier.backward)
-        return Window(self.micro_batches, run(), run(in_window=True))
+        return Window(run(), run(in_window=True))
 
     def _simulate(self, forward: TraceCtx | None, backward: TraceCtx | None, *, in_window: bool = False) -> Timeline:
         assert forward is not None
@@ -187,7 +97,10 @@ class DryRun(Request):
     @property
     def seconds(self) -> float:
         """Simulated time between two optimizer steps: of all micro-batches."""
-        return self.after.step_seconds + (0.0 if self.window is None else self.window.seconds)
+        if self.window is None:
+            return self.after.step_seconds
+        earlier = self.window.first.step_seconds + (self.micro_batches - 2) * self.window.further.step_seconds
+        return earlier + self.after.step_seconds
 
     @cached_property
     def memory(self) -> StepMemory:
@@ -241,7 +154,7 @@ def dry_run_step(
         RuntimeError: this process already has a default process group.
         ValueError: the cluster is unknown, options are invalid, or ``make`` returns something else.
     """
-    return Request(make, cluster(on), world_size, replicas, micro_batches, options).trace()
+    return _plan(make, cluster(on), world_size, replicas, micro_batches, options)
 
 
 def replan(
@@ -272,9 +185,75 @@ def replan(
     spec = cluster(on or step.cluster)
     if spec.synchronous != step.cluster.synchronous:
         raise NeedsTrace(f"on: {spec.name!r} and {step.cluster.name!r} run other kernels, so trace the model again")
-    numbers = {"world_size": world_size, "replicas": replicas, "micro_batches": micro_batches}
-    given = {name: number for name, number in numbers.items() if number is not None}
-    return step.changed(cluster=spec, options=options, **given).plan(step.transform, is_traced=False)
+    given = {"world_size": world_size, "replicas": replicas, "micro_batches": micro_batches}
+    numbers: dict[str, Any] = {name: getattr(step, name) if n is None else n for name, n in given.items()}
+    return _plan(step.make, spec, options={**step.options, **options}, traced=step.transform, **numbers)
+
+
+def _plan(
+    make: Callable[[], Made],
+    spec: ClusterSpec,
+    world_size: int,
+    replicas: int,
+    micro_batches: int,
+    options: Mapping[str, Any],
+    traced: FSDPTransform | None = None,
+) -> DryRun:
+    """Return the planned step, by default from a trace of its own.
+
+    Args:
+        traced: has compiled a step of the same model, which is not traced again.
+    """
+    if isinstance(options.get("offload_policy"), CPUOffloadPolicy):
+        _ = spec.host_bytes_per_second  # raises ValueError if it is not known
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches: expected 1 or more, got {micro_batches}")
+    if replicas < 1 or world_size % replicas:
+        raise ValueError(f"replicas: {world_size} ranks cannot hold {replicas} copies of equal size")
+    executors = () if spec.synchronous else (gpu_attention.executor,)
+
+    def transform(**more: Any) -> FSDPTransform:  # over the process group of the ranks
+        if replicas > 1:
+            shape = replicas, world_size // replicas
+            more["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        return fsdp(cluster=spec, **{**options, **more})
+
+    def planned(transform: FSDPTransform, is_traced: bool) -> DryRun:
+        return DryRun(make, spec, world_size, replicas, micro_batches, options, transform, is_traced)
+
+    is_traced = traced is None
+    if traced is None:
+        chosen_later = partial(transform, **_NOTHING_TO_CHOOSE) if micro_batches > 1 else transform
+        made = partial(module_and_inputs, make)
+        traced = compile_as_rank(made, chosen_later, rank=0, world_size=world_size, executors=executors)
+        if micro_batches == 1:
+            return planned(traced, is_traced)
+    with fake_rank(0, world_size):
+        new = transform()
+        jitted = jit(module_and_inputs(make)[0], new, executors)
+        for no_sync in (True, False) if micro_batches > 1 else (False,):
+            plan_again(traced, new, jitted, no_sync=no_sync)
+    return planned(new, is_traced)
+
+
+_NOTHING_TO_CHOOSE: Mapping[str, Any] = {"prefetch": 1, "max_memory": None, "max_unsharded_bytes": None}
+"""Options with which the passes run once. A window is planned from the trace of a step that never runs."""
+
+
+def module_and_inputs(make: Callable[[], Made]) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return the module, its positional and its keyword arguments.
+
+    Raises:
+        ValueError: ``make`` returns something else.
+    """
+    made: Any = make()
+    parts: tuple[Any, ...] = made if isinstance(made, tuple) else ()
+    module, args, kwargs = (*parts, {})[:3] if len(parts) in (2, 3) else (None, (), {})
+    if not isinstance(module, torch.nn.Module) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        factory = getattr(make, "__name__", "make")
+        got = f"({', '.join(type(part).__name__ for part in parts)})" if parts else f"a {type(made).__name__}"
+        raise ValueError(f"{factory!r} must return (module, args) or (module, args, kwargs), but returned {got}")
+    return module, tuple(args), kwargs
 
 
 def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Callable[[], Made]:
@@ -306,9 +285,8 @@ def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Cal
 
 
 def _imported(name: str) -> Callable[[], Made]:
-    module, _, attribute = name.partition(":")
     try:
-        make = getattr(importlib.import_module(module), attribute)
+        make = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"model: {name!r} cannot be imported: {error}") from error
     if not callable(make):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from ..ir.inspection import args_of, defined_by, nbytes_of, source_of
 from ..ir.schedule import is_communication
 from ..ir.step_memory import StepMemory
 from ..runtime.bucket import Bucket
+from ..sizes import human_bytes
 
 _SHOWN = 3
 """How many ranges of blocks, and how many lines, a description lists."""
@@ -46,26 +47,19 @@ def describe_fit(memory: StepMemory, device_bytes: int, device: str) -> str:
     peak = memory.peak
     free = device_bytes - peak.nbytes
     verdict = (
-        f"fits on {device}: {readable_bytes(free)} free"
+        f"fits on {device}: {human_bytes(free, 4)} free"
         if free >= 0
-        else f"does not fit on {device}: {readable_bytes(-free)} too much"
+        else f"does not fit on {device}: {human_bytes(-free, 4)} too much"
     )
-    kinds = [f"  {readable_bytes(nbytes):>10}  {kind}" for kind, nbytes in peak.by_kind.items() if nbytes]
-    tensors = [f"  {readable_bytes(tensor.nbytes):>10}  {tensor.name}, {tensor.kind}" for tensor in peak.largest]
-    sources = [f", {tensor.source.rpartition('/')[2]}" if tensor.source else "" for tensor in peak.largest]
+    sources = {tensor: f", {tensor.source.rpartition('/')[2]}" if tensor.source else "" for tensor in peak.largest}
     lines = [
-        f"{verdict} of {readable_bytes(device_bytes)}",
-        f"peak {readable_bytes(peak.nbytes)} in {peak.phase}, at position {peak.position}:",
-        *kinds,
+        f"{verdict} of {human_bytes(device_bytes, 4)}",
+        f"peak {human_bytes(peak.nbytes, 4)} in {peak.phase}, at position {peak.position}:",
+        *(f"  {human_bytes(nbytes, 4):>10}  {kind}" for kind, nbytes in peak.by_kind.items() if nbytes),
         "largest tensors there, with the lines that made them:",
-        *(tensor + source for tensor, source in zip(tensors, sources, strict=True)),
+        *(f"  {human_bytes(t.nbytes, 4):>10}  {t.name}, {t.kind}{source}" for t, source in sources.items()),
     ]
     return "\n".join(lines)
-
-
-def readable_bytes(nbytes: int) -> str:
-    """Return a number of bytes in GB, or in MB if it is smaller."""
-    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"
 
 
 class Origin(NamedTuple):
@@ -102,7 +96,7 @@ def origins_of(forward: TraceCtx) -> dict[str, Origin]:
             blocks.update({out: _block(p.name) for out, p in zip(e.in_place, e.bucket.spec.params, strict=True)})
         elif not is_communication(bsym):
             computing.append(bsym)
-    for source, run in itertools.groupby(computing, key=_source):
+    for source, run in itertools.groupby(computing, key=lambda bsym: source_of(bsym).rpartition("/")[2]):
         bsyms = list(run)
         found = next((blocks[name] for bsym in bsyms for name in args_of(bsym) if name in blocks), last)
         if found and not last:  # what precedes the first read of a parameter belongs to its block, too
@@ -117,10 +111,6 @@ def _block(parameter: str) -> str:
     """Return the path of the block that holds a parameter: up to the first number, else without the parameter's own name."""
     numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", parameter)
     return numbered.group() if numbered else parameter.rpartition(".")[0] or parameter
-
-
-def _source(bsym: BoundSymbol) -> str:
-    return source_of(bsym).rpartition("/")[2]
 
 
 def describe_origins(names: Collection[str], forward: TraceCtx) -> str:
@@ -140,17 +130,11 @@ def describe_origins(names: Collection[str], forward: TraceCtx) -> str:
     return ", ".join(shown) + (f" ({', '.join(sources)})" if sources else "")
 
 
-def _ranges(blocks: Iterable[str]) -> Iterator[str]:
+def _ranges(blocks: set[str]) -> Iterator[str]:
     """Yield the blocks, consecutive ones as ``"blocks.0-blocks.11"``."""
-    numbers: dict[str, list[int]] = defaultdict(list)
-    for block in sorted(blocks):
-        prefix, _, number = block.rpartition(".")
-        if number.isdecimal():
-            numbers[f"{prefix}." if prefix else ""].append(int(number))
-        else:
-            yield block
-    for prefix, found in numbers.items():
-        for _, run in itertools.groupby(enumerate(sorted(found)), key=lambda pair: pair[1] - pair[0]):
-            members = [number for _, number in run]
-            first, last = f"{prefix}{members[0]}", f"{prefix}{members[-1]}"
-            yield first if first == last else f"{first}-{last}"
+    parts = [(block, *block.rpartition(".")) for block in blocks]
+    numbered = sorted((prefix, int(number), block) for block, prefix, _, number in parts if number.isdecimal())
+    yield from sorted(blocks.difference(block for _, _, block in numbered))
+    for _, run in itertools.groupby(enumerate(numbered), key=lambda pair: (pair[1][0], pair[1][1] - pair[0])):
+        members = [block for _, (_, _, block) in run]
+        yield members[0] if len(members) == 1 else f"{members[0]}-{members[-1]}"

@@ -15,15 +15,16 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from thunder.core.pytree import tree_flatten, tree_map
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from .dry_run import DryRun, Request, replan
+from ..sizes import human_bytes
+from .dry_run import DryRun, dry_run_step, module_and_inputs, replan
 from .fake_ranks import Made
-from .fit import describe_origins, optimizer_state_bytes, origins_of, readable_bytes
+from .fit import describe_origins, optimizer_state_bytes, origins_of
 from .search import MemoryLimitError
 
 HEADROOM = 0.05
@@ -34,7 +35,6 @@ _ROUNDS = 3
 
 _WIDTH = 80
 """Columns of the printed suggestions."""
-
 
 _DOUBLINGS = 3
 """How often the number of ranks is doubled at most."""
@@ -48,21 +48,25 @@ class Suggestion:
         changes: the changes as a user writes them, such as ``'prefetch=0'``; empty for the plan itself.
         peak_bytes: peak memory on this rank with optimizer state.
         fits: whether that leaves the headroom free.
-        step_seconds: simulated time of a step, of all its micro-batches.
-        extra_seconds: the difference from the plan.
-        samples: samples of a step on one rank; where unknown, a micro-batch counts as one.
-        detail: what the changes do; may be empty.
+        extra_seconds: the difference from the plan in the simulated time of a step.
         step: the planned step with these changes.
     """
 
     changes: tuple[str, ...]
     peak_bytes: int
     fits: bool
-    step_seconds: float
     extra_seconds: float
-    samples: int
-    detail: str
     step: DryRun = field(repr=False, compare=False)
+
+    @property
+    def step_seconds(self) -> float:
+        """Simulated time of a step, of all its micro-batches."""
+        return self.step.seconds
+
+    @cached_property
+    def samples(self) -> int:
+        """Samples of a step on one rank; where unknown, a micro-batch counts as one."""
+        return (samples_of(self.step.make) or 1) * self.step.micro_batches
 
     @property
     def seconds_per_sample(self) -> float:
@@ -79,49 +83,67 @@ class Suggestion:
         """Whether the model was traced for it; otherwise it is planned again from the trace of the plan."""
         return self.step.traced
 
+    @property
+    def detail(self) -> str:
+        """What the changes do; may be empty."""
+        return _detail(self.step) if self.changes else ""
+
     def __str__(self) -> str:
         figures = (
-            f"{'fits' if self.fits else 'does not fit'}, {readable_bytes(self.peak_bytes)}; "
+            f"{'fits' if self.fits else 'does not fit'}, {human_bytes(self.peak_bytes, 4)}; "
             f"{1e3 * self.extra_seconds:+,.2f} ms a step, {1e3 * self.seconds_per_sample:,.2f} ms a sample, "
             f"{self.world_size} ranks"
         )
         return "\n".join([" and ".join(self.changes), figures, *([self.detail] if self.detail else [])])
 
 
-@dataclass(frozen=True)
 class Suggestions:
     """Changes of a planned step, those first that fit, by their simulated time for a sample.
 
     Attributes:
         plan: the plan without a change.
         ranked: the suggestions. Those that do not fit come last, by their memory.
-        device_bytes: memory of a device.
-        headroom: bytes of it that shall stay free.
-        device: its name.
+        headroom: bytes of the device's memory that shall stay free.
         dry_runs: how many dry runs were made.
         untried: changes that were not tried or are impossible, each with the reason.
         least: the least bytes that a step needs with any of the changes, and these changes.
     """
 
-    plan: Suggestion
-    ranked: tuple[Suggestion, ...]
-    device_bytes: int
-    headroom: int
-    device: str
-    dry_runs: int
-    untried: tuple[str, ...]
-    least: tuple[int, str]
+    def __init__(
+        self,
+        step: DryRun,
+        headroom: int,
+        optimizer_bytes: float | None,
+        allowed_dry_runs: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.headroom = headroom
+        self.dry_runs = 0
+        self.untried: list[str] = []
+        self._optimizer_bytes = optimizer_bytes
+        self._allowed_dry_runs = allowed_dry_runs
+        self._progress = progress
+        self._limit = step.cluster.memory - headroom  # bytes that a step may need
+        peak = step.memory.with_optimizer_state(self._optimizer_state(step)).peak.nbytes
+        self.plan = Suggestion((), peak, peak <= self._limit, 0.0, step)
+        self.least = peak, ""
+        self.ranked = sorted(self._find(), key=lambda s: (not s.fits, s.seconds_per_sample if s.fits else s.peak_bytes))
 
     def __str__(self) -> str:
+        cluster = self.plan.step.cluster
         lines = [
-            f"what to change, fastest first; {readable_bytes(self.headroom)} shall stay free, the plan takes "
+            f"what to change, fastest first; {human_bytes(self.headroom, 4)} shall stay free, the plan takes "
             f"{1e3 * self.plan.step_seconds:,.2f} ms:"
         ]
         for number, suggestion in enumerate(self.ranked, start=1):
             first, *others = str(suggestion).split("\n")
             lines += [f"{number}. {first}", *(f"   {line}" for line in others)]
         if not any(suggestion.fits for suggestion in (self.plan, *self.ranked)):
-            lines.append(self._explain_least())
+            nbytes, changes = self.least
+            lines.append(
+                f"nothing fits: the least is {human_bytes(nbytes, 4)}{f', with {changes}' if changes else ''}, so "
+                f"{cluster.name} lacks {human_bytes(nbytes - self._limit, 4)}"
+            )
         traced = [" and ".join(s.changes) for s in self.ranked if s.traced]
         lines.append(
             f"traced: the plan{''.join(f', {text}' for text in traced)}; the others are planned again from its trace"
@@ -130,13 +152,65 @@ class Suggestions:
         wrapped = (textwrap.wrap(line, _WIDTH, subsequent_indent="   ", break_long_words=False) for line in lines)
         return "\n".join(line for part in wrapped for line in part)
 
-    def _explain_least(self) -> str:
-        nbytes, changes = self.least
-        too_much = nbytes + self.headroom - self.device_bytes
-        return (
-            f"nothing fits: the least is {readable_bytes(nbytes)}{f', with {changes}' if changes else ''}, so "
-            f"{self.device} lacks {readable_bytes(too_much)}"
-        )
+    def _find(self) -> list[Suggestion]:
+        """Try each change alone, then several together while nothing fits."""
+        if self.plan.fits:
+            return self._try(faster_changes(self.plan.step), self.plan)
+        base, used, found = self.plan, set[str](), list[Suggestion]()
+        for _ in range(_ROUNDS):
+            possible = smaller_changes(base.step, self._max_memory(base.step))
+            changes = [change for change in possible if change.kind not in used]
+            tried = self._try(changes, base)
+            found += tried
+            best = min(tried, key=lambda suggestion: suggestion.peak_bytes, default=base)
+            if best.peak_bytes >= base.peak_bytes or any(suggestion.fits for suggestion in tried):
+                break
+            used.add(next(change.kind for change in changes if change.text == best.changes[-1]))
+            base = best
+        return found
+
+    def _try(self, changes: Iterable[Change], base: Suggestion) -> list[Suggestion]:
+        """Return the possible changes on top of ``base``; of several that differ in degree, up to the first that fits."""
+        tried: list[Suggestion] = []
+        for _, degrees in itertools.groupby(changes, key=lambda change: change.kind):
+            for change in degrees:
+                tried += (suggestions := self._on(base, change))
+                if any(suggestion.fits for suggestion in suggestions):
+                    break
+        return tried
+
+    def _on(self, base: Suggestion, change: Change) -> list[Suggestion]:
+        """Return ``base`` with a further change; nothing, with a reason in ``untried``, if that is impossible."""
+        changes = (*base.changes, change.text)
+        text = " and ".join(changes)
+        if change.make is not None and self.dry_runs == self._allowed_dry_runs:
+            self.untried.append(f"{text} needs a dry run, and {self.dry_runs} were allowed")
+            return []
+        self.dry_runs += change.make is not None
+        how = "planning again" if change.make is None else f"dry run {self.dry_runs} of {self._allowed_dry_runs}"
+        self._progress(f"{how}: {text}")
+        try:
+            step = change.apply(base.step)
+        except MemoryLimitError as error:
+            least = error.least_bytes + self._optimizer_state(base.step)
+            self.least = min(self.least, (least, text))
+            self.untried.append(f"{text}: with as much recomputed as helps, a step needs {human_bytes(least, 4)}")
+            return []
+        except ValueError as error:
+            self.untried.append(f"{text}: {error}")
+            return []
+        peak = step.memory.with_optimizer_state(self._optimizer_state(step)).peak.nbytes
+        self.least = min(self.least, (peak, text))
+        return [Suggestion(changes, peak, peak <= self._limit, step.seconds - self.plan.step_seconds, step)]
+
+    def _max_memory(self, step: DryRun) -> int:
+        """Return the bytes that a step may need: what optimizer state and the rounding of the device's allocator leave."""
+        unrounded = max(memory.peak.nbytes for memory in step.predict_memories())
+        rounding = max(step.memory.peak.nbytes - unrounded, 0)
+        return self._limit - self._optimizer_state(step) - rounding
+
+    def _optimizer_state(self, step: DryRun) -> int:
+        return optimizer_state_bytes(step.compiled.buckets, self._optimizer_bytes)
 
 
 def suggest(
@@ -165,44 +239,30 @@ def suggest(
     if dry_runs < 0 or (headroom is not None and headroom < 0):
         raise ValueError(f"dry_runs and headroom must not be negative, got {dry_runs} and {headroom}")
     headroom = int(HEADROOM * step.cluster.memory) if headroom is None else headroom
-    search = _Search(step, optimizer_bytes, step.cluster.memory - headroom, dry_runs, progress)
-    search.run()
-    ranked = sorted(search.found, key=lambda s: (not s.fits, s.seconds_per_sample if s.fits else s.peak_bytes))
-    return Suggestions(
-        search.plan,
-        tuple(ranked),
-        step.cluster.memory,
-        headroom,
-        step.cluster.name,
-        search.dry_runs_made,
-        tuple(search.untried),
-        min(search.least),
-    )
+    return Suggestions(step, headroom, optimizer_bytes, dry_runs, progress)
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A change of a planned step.
 
     Attributes:
         text: the change as a user writes it: ``'prefetch=0'``.
         kind: its kind; several changes of one kind exclude each other.
         options: the arguments of :func:`~.dry_run.replan` that change.
-        make: returns the module and other inputs, if those change.
-        needs_trace: whether the model must be traced again.
+        make: returns the module and its inputs, if the model must be traced again.
     """
 
     text: str
     kind: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any]
     make: Callable[[], Made] | None = None
-    needs_trace: bool = False
 
     def apply(self, step: DryRun) -> DryRun:
         """Return the step planned with this change."""
-        if not self.needs_trace:
+        if self.make is None:
             return replan(step, **self.options)
-        return step.changed(make=self.make or step.make, options=self.options).trace()
+        numbers = {name: getattr(step, name) for name in ("world_size", "replicas", "micro_batches")}
+        return dry_run_step(self.make, on=step.cluster, **numbers, **{**step.options, **self.options})
 
 
 def smaller_changes(step: DryRun, max_memory: int) -> Iterator[Change]:
@@ -222,7 +282,7 @@ def smaller_changes(step: DryRun, max_memory: int) -> Iterator[Change]:
     if options.get("schedule") is None:
         yield from (_option("prefetch", distance) for distance in (1, 0) if distance < step.compiled.prefetch)
         if step.compiled.backward is not None and max_memory > 0 and options.get("max_memory") is None:
-            yield _option("max_memory", _rounded_down(max_memory))
+            yield _option("max_memory", max_memory, f"{max_memory:_}")
     if not isinstance(options.get("offload_policy"), CPUOffloadPolicy) and not step.cluster.synchronous:
         yield _option("offload_policy", CPUOffloadPolicy(), "CPUOffloadPolicy()")
     for doubling in range(1, _DOUBLINGS + 1):
@@ -231,17 +291,17 @@ def smaller_changes(step: DryRun, max_memory: int) -> Iterator[Change]:
     if isinstance(policy, MixedPrecisionPolicy) and policy.param_dtype is None and _has_long_dtypes(step):
         text = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         lower = replace(policy, param_dtype=torch.bfloat16)
-        yield Change(text, "mp_policy", {"mp_policy": lower}, needs_trace=True)
-    samples = samples_of(step)
+        yield Change(text, "mp_policy", {"mp_policy": lower}, step.make)
+    samples = samples_of(step.make)
     if samples is not None and samples > 1:
         half = samples // 2
         text = f"half the batch ({half} of {samples} samples a rank)"
 
         def make() -> Any:
-            module, *inputs = step.made()
+            module, *inputs = module_and_inputs(step.make)
             return module, *tree_map(lambda x: x[:half] if isinstance(x, torch.Tensor) else x, inputs)
 
-        yield Change(text, "batch", make=make, needs_trace=True)
+        yield Change(text, "batch", {}, make)
 
 
 def faster_changes(step: DryRun) -> Iterator[Change]:
@@ -254,9 +314,9 @@ def faster_changes(step: DryRun) -> Iterator[Change]:
         yield _option("prefetch", "auto")
 
 
-def samples_of(step: Request) -> int | None:
+def samples_of(make: Callable[[], Made]) -> int | None:
     """Return the number of samples of the inputs: the first dimension, if all tensors share it; otherwise ``None``."""
-    _, args, kwargs = step.made()
+    _, args, kwargs = module_and_inputs(make)
     sizes = {t.shape[0] if t.ndim else None for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -269,122 +329,6 @@ def _has_long_dtypes(step: DryRun) -> bool:
 def _option(name: str, value: Any, text: str | None = None) -> Change:
     text = text or (f'"{value}"' if isinstance(value, str) else str(value))
     return Change(f"{name}={text}", name, {name: value})
-
-
-def _rounded_down(nbytes: int) -> str:
-    """Return a number of bytes with about four digits, such as ``"71.97GB"``, not more than ``nbytes``."""
-    unit, name = next(((u, n) for u, n in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")) if nbytes >= u), (1, "B"))
-    return f"{nbytes // (unit // 100) / 100:.2f}{name}" if unit > 1 else f"{nbytes}B"
-
-
-@dataclass(eq=False)
-class _Search:
-    """The suggestions found so far.
-
-    Attributes:
-        first: the planned step.
-        optimizer_bytes: bytes of optimizer state for each element that trains.
-        limit: the bytes that a step may need.
-        dry_runs: how many may be made.
-        progress: called with a line of text before each plan.
-        least: bytes that a step needs, with its changes.
-    """
-
-    first: DryRun
-    optimizer_bytes: float | None
-    limit: int
-    dry_runs: int
-    progress: Callable[[str], None]
-    dry_runs_made: int = 0
-    found: list[Suggestion] = field(default_factory=list)
-    least: list[tuple[int, str]] = field(default_factory=list)
-    untried: list[str] = field(default_factory=list)
-
-    @cached_property
-    def plan(self) -> Suggestion:
-        """The plan without a change."""
-        return self._suggestion((), self.first)
-
-    def run(self) -> None:
-        """Try each change alone, then several together while nothing fits."""
-        if self.plan.fits:
-            self.found = self._try(faster_changes(self.first), self.plan)
-            return
-        base, used = self.plan, set[str]()
-        for _ in range(_ROUNDS):
-            possible = smaller_changes(base.step, self._max_memory(base.step))
-            changes = [change for change in possible if change.kind not in used]
-            tried = self._try(changes, base)
-            self.found += tried
-            best = min(tried, key=lambda suggestion: suggestion.peak_bytes, default=base)
-            if best.peak_bytes >= base.peak_bytes or any(suggestion.fits for suggestion in tried):
-                return
-            used.add(next(change.kind for change in changes if change.text == best.changes[-1]))
-            base = best
-
-    def _try(self, changes: Iterable[Change], base: Suggestion) -> list[Suggestion]:
-        """Return the possible changes on top of ``base``; of several that differ in degree, up to the first that fits."""
-        tried: list[Suggestion] = []
-        for kind, of_kind in itertools.groupby(changes, key=lambda change: change.kind):
-            degrees = list(of_kind)
-            last = self._on(base, degrees.pop()) if kind == "world_size" else []
-            if kind == "world_size" and not any(suggestion.fits for suggestion in last):
-                tried += last  # fewer ranks cannot fit either
-                continue
-            for change in degrees:
-                tried += (suggestions := self._on(base, change))
-                if any(suggestion.fits for suggestion in suggestions):
-                    break
-            else:
-                tried += last
-        return tried
-
-    def _on(self, base: Suggestion, change: Change) -> list[Suggestion]:
-        """Return ``base`` with a further change; nothing, with a reason in ``untried``, if that is impossible."""
-        changes = (*base.changes, change.text)
-        text = " and ".join(changes)
-        if change.needs_trace and self.dry_runs_made == self.dry_runs:
-            self.untried.append(f"{text} needs a dry run, and {self.dry_runs} were allowed")
-            return []
-        if change.needs_trace:
-            self.dry_runs_made += 1
-        how = f"dry run {self.dry_runs_made} of {self.dry_runs}" if change.needs_trace else "planning again"
-        self.progress(f"{how}: {text}")
-        try:
-            step = change.apply(base.step)
-        except MemoryLimitError as error:
-            least = error.least_bytes + self._optimizer_state(base.step)
-            self.least.append((least, text))
-            self.untried.append(f"{text}: with as much recomputed as helps, a step needs {readable_bytes(least)}")
-            return []
-        except ValueError as error:
-            self.untried.append(f"{text}: {error}")
-            return []
-        return [self._suggestion(changes, step)]
-
-    def _suggestion(self, changes: tuple[str, ...], step: DryRun) -> Suggestion:
-        peak = step.memory.with_optimizer_state(self._optimizer_state(step)).peak.nbytes
-        seconds = step.seconds
-        self.least.append((peak, " and ".join(changes)))
-        return Suggestion(
-            changes=changes,
-            peak_bytes=peak,
-            fits=peak <= self.limit,
-            step_seconds=seconds,
-            extra_seconds=seconds - self.first.seconds,
-            samples=(samples_of(step) or 1) * step.micro_batches,
-            detail=_detail(step) if changes else "",
-            step=step,
-        )
-
-    def _max_memory(self, step: DryRun) -> int:
-        """Return the bytes that a step may need: what optimizer state and the rounding of the device's allocator leave."""
-        unrounded = max(memory.peak.nbytes for memory in step.predict_memories())
-        rounding = max(step.memory.peak.nbytes - unrounded, 0)
-        return self.limit - self._optimizer_state(step) - rounding
-
-    def _optimizer_state(self, step: DryRun) -> int:
-        return optimizer_state_bytes(step.compiled.buckets, self.optimizer_bytes)
 
 
 def _detail(step: DryRun) -> str:
@@ -403,7 +347,7 @@ def _detail(step: DryRun) -> str:
         origins = origins_of(compiled.forward)
         moved = sum(origins[name].nbytes for name in compiled.offloaded if name in origins)
         named = describe_origins(compiled.offloaded, compiled.forward)
-        parts.append(f"move {readable_bytes(moved)} to host memory and back: {named}")
+        parts.append(f"move {human_bytes(moved, 4)} to host memory and back: {named}")
     if compiled.choice is not None and compiled.choice.chosen.kept:
         parts.append(f"keep {len(compiled.choice.chosen.kept)} buckets unsharded until backward")
     return "; ".join(parts)

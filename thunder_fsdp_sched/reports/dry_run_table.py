@@ -11,8 +11,8 @@ from ..ir.schedule import read_schedule
 from ..ir.slots import shared_slots
 from ..planning.dry_run import DryRun
 from ..planning.timeline import Timeline
+from ..sizes import human_bytes
 from ..transforms.write_grads_in_place import share_written_in_place
-from .report import human_bytes
 
 
 def dry_run_table(step: DryRun) -> Table:
@@ -49,13 +49,14 @@ def window_table(step: DryRun) -> Table:
     window = step.window
     assert window is not None
     earlier, last = (human_bytes(memory.peak.nbytes) for memory in step.memories)
-    further = "2" if window.micro_batches == 3 else f"each of 2 to {window.micro_batches - 1}"
+    number = step.micro_batches
+    further = "2" if number == 3 else f"each of 2 to {number - 1}"
     rows = {"1, no_sync": [*_times(window.first), earlier]}
-    if window.micro_batches > 2:
+    if number > 2:
         rows[f"{further}, no_sync"] = [*_times(window.further), earlier]
-    rows[f"{window.micro_batches}, reduces"] = [*_times(step.after), last]
+    rows[f"{number}, reduces"] = [*_times(step.after), last]
     columns = ["micro-batch", "time", *_PARTS, "peak\nmemory"]
-    table = _times_table(f"{window.micro_batches} micro-batches; times in ms", columns, rows)
+    table = _times_table(f"{number} micro-batches; times in ms", columns, rows)
     table.caption = f"all micro-batches: {1e3 * step.seconds:,.2f} ms; peak memory without optimizer state"
     return table
 

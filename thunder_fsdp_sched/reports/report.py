@@ -14,7 +14,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import statement, statements
-from ..ir.schedule import Schedule, is_communication
+from ..ir.schedule import is_communication
 from ..ir.symbols import GATHERS, ISSUES, WAITS
 from ..plan.plan import Plan
 
@@ -57,30 +57,6 @@ def before_and_after(before: TraceCtx, after: TraceCtx, *, title: str, width: in
     return table
 
 
-def schedule_table(schedule: Schedule, *, title: str) -> Table:
-    """Return a table of the communication ops of a schedule, with slots and first consumers."""
-    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("at", justify="right")
-    table.add_column("symbol", no_wrap=True)
-    table.add_column("bucket", overflow="fold")
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("slot", no_wrap=True)
-    table.add_column("read\nat", justify="right", no_wrap=True)
-    table.add_column("why there", overflow="fold")
-    for op in schedule:
-        table.add_row(
-            str(op.position),
-            Text(op.kind, style=_COLORS.get(op.kind, "")),
-            op.bucket,
-            f"{op.nbytes:,}",
-            op.slot,
-            "" if op.first_consumer is None else str(op.first_consumer),
-            Text(op.reason if op.travels else f"{op.reason}, already resident"),
-        )
-    table.caption, table.caption_justify = f"{_count(schedule.gathers_in_flight, 'gather')} in flight at most", "left"
-    return table
-
-
 def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
     """Return a table of the buckets of a plan: number of parameters, bytes, and what else differs between buckets.
 
@@ -120,15 +96,6 @@ def summarize_thunder(trace: TraceCtx) -> list[str]:
             + (f", {_count(compute, 'other operation')} in between" if compute else "")
         )
     return lines
-
-
-def human_bytes(nbytes: int) -> str:
-    """Return bytes as text: ``4927488`` -> ``"4.93 MB"`` (powers of ten)."""
-    size, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{nbytes} B" if units[0] == "B" else f"{size:.3g} {units[0]}"
 
 
 def _count(number: int, what: str) -> str:
