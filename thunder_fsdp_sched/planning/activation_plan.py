@@ -24,8 +24,7 @@ from thunder.core.trace import TraceCtx
 from ..ir.analysis import Lifetime
 from ..ir.effects import effects
 from .cost import CostModel
-from .recomputation import choices_of
-from .saved_values import SavedValues, Segment, Span, timeline
+from .recomputation import SavedValues, Segment, Span, choices_of, timeline
 
 _HIDDEN_SHARE = 0.7
 """Share of forward's compute time that copies to host memory may take and still count as hidden."""
@@ -79,23 +78,21 @@ class _Division(NamedTuple):
     options: list[list[_Option]]
     others: numpy.ndarray
 
-    def total(self, chosen: Sequence[int]) -> numpy.ndarray:
+    def total(self, chosen: Sequence[_Option]) -> numpy.ndarray:
         """Return the bytes at each position with the chosen options."""
-        return self.others + sum(of_one[index].memory for of_one, index in zip(self.options, chosen, strict=True))
+        return self.others + sum(option.memory for option in chosen)
 
-    def peak(self, chosen: Sequence[int]) -> int:
-        return int(self.total(chosen).max())
-
-    def take_back(self, chosen: list[int], limit: int) -> list[int]:
+    def take_back(self, chosen: list[_Option], limit: int) -> None:
         """Let each segment take its cheapest option with which the step still fits, the most expensive segment first."""
         total = self.total(chosen)
-        for number in sorted(range(len(chosen)), key=lambda n: -self.options[n][chosen[n]].cost):
-            for index in range(chosen[number]):
-                cheaper = total + self.options[number][index].memory - self.options[number][chosen[number]].memory
-                if int(cheaper.max()) <= limit:
-                    total, chosen[number] = cheaper, index
+        for number in sorted(range(len(chosen)), key=lambda number: -chosen[number].cost):
+            for option in self.options[number]:
+                if option is chosen[number]:
                     break
-        return chosen
+                cheaper = total + option.memory - chosen[number].memory
+                if int(cheaper.max()) <= limit:
+                    total, chosen[number] = cheaper, option
+                    break
 
 
 class ActivationPlans:
@@ -118,7 +115,8 @@ class ActivationPlans:
         self._positions_per_second = saved.begin / computing if computing else 0.0
         self._gathers = max(sum(effects(bsym).is_gather for bsym in halves[0].bound_symbols), 1)
         self._divisions: dict[int, _Division] = {}
-        self.peak = self._division(self._gathers).peak([0] * len(self._division(self._gathers).options))
+        unchanged = self._division(self._gathers)
+        self.peak = int(unchanged.total([options[0] for options in unchanged.options]).max())
 
     def within(self, limit: int, *, offload: bool) -> ActivationPlan:
         """Return a fast plan whose estimated peak is at most ``limit`` bytes, else that of the least peak found.
@@ -144,44 +142,40 @@ class ActivationPlans:
             outs = [out for s in segments for o in s.operators for out in o.outputs if saved.owned(out)]
             made = dict.fromkeys(saved.owner[out] for out in outs)
             names = {owner.name for owner in made}
-            spans = [Span(owner.first, saved.last_in_forward[owner], owner.nbytes) for owner in made]
-            spans += [Span(max(m.first, 0), m.last, m.nbytes) for m in saved.memory if m.name not in names]
+            spans = [(owner.first, saved.last_in_forward[owner], owner.nbytes) for owner in made]
+            spans += [(max(m.first, 0), m.last, m.nbytes) for m in saved.memory if m.name not in names]
             self._divisions[number] = _Division(options, timeline(saved.length, spans))
         return self._divisions[number]
 
     def _within(self, division: _Division, limit: int, offload: bool) -> ActivationPlan:
-        if not offload:
-            options = [[option for option in of_one if not option.offloaded] for of_one in division.options]
-            division = division._replace(options=options)
-        options = division.options
-        chosen = [0] * len(options)
+        options = [[option for option in of_one if offload or not option.offloaded] for of_one in division.options]
+        chosen = [of_one[0] for of_one in options]
         total = division.total(chosen)
         best, least = list(chosen), int(total.max())
         while int(total.max()) > limit:
             position = int(total.argmax())
-            copying = sum(of_one[index].copying for of_one, index in zip(options, chosen, strict=True))
+            copying = sum(option.copying for option in chosen)
             moves = []
-            for number, of_one in enumerate(options):
-                now = of_one[chosen[number]]
-                for index, other in enumerate(of_one[chosen[number] + 1 :], start=chosen[number] + 1):
+            for number, now in enumerate(chosen):
+                at = next(index for index, option in enumerate(options[number]) if option is now)
+                for other in options[number][at + 1 :]:
                     freed = int(now.memory[position] - other.memory[position])
                     if freed > 0:
                         seconds = other.seconds - now.seconds
                         seconds += self._copy_cost(copying + other.copying - now.copying) - self._copy_cost(copying)
-                        moves.append((freed / (seconds + 1e-12), number, index))
+                        moves.append((freed / (seconds + 1e-12), number, other))
             if not moves:
                 break
-            _, number, index = max(moves, key=lambda move: move[0])
-            total = total + options[number][index].memory - options[number][chosen[number]].memory
-            chosen[number] = index
+            _, number, other = max(moves, key=lambda move: move[0])
+            total = total + other.memory - chosen[number].memory
+            chosen[number] = other
             if int(total.max()) < least:
                 best, least = list(chosen), int(total.max())
         if least <= limit:
-            best = division.take_back(best, limit)
-        used = [of_one[index] for of_one, index in zip(options, best, strict=True)]
-        recomputed = frozenset(name for option in used for name in option.recomputed)
-        offloaded = frozenset(name for option in used for name in option.offloaded)
-        return ActivationPlan(recomputed, offloaded, division.peak(best))
+            division._replace(options=options).take_back(best, limit)
+        recomputed = frozenset(name for option in best for name in option.recomputed)
+        offloaded = frozenset(name for option in best for name in option.offloaded)
+        return ActivationPlan(recomputed, offloaded, int(division.total(best).max()))
 
     def _copy_cost(self, copying: float) -> float:
         return _HIDDEN_COST * copying + 2 * max(copying - self._hidden_seconds, 0.0)
@@ -205,7 +199,7 @@ class ActivationPlans:
             return None
         seconds = _COPIES_IN_FLIGHT * self._cost.host_copy_seconds(owner.nbytes)
         delay = 1 + math.ceil(seconds * self._positions_per_second)
-        return Span(last + delay, first - delay, owner.nbytes) if last + delay < first - delay else None
+        return (last + delay, first - delay, owner.nbytes) if last + delay < first - delay else None
 
 
 def _uses(
@@ -243,10 +237,10 @@ def _uses(
     for owner, (first, last) in needed.items():
         if owner in made_again:
             if first < last:  # otherwise it is made where it is read
-                spans.append(Span(first, last, owner.nbytes))
+                spans.append((first, last, owner.nbytes))
         elif owner in inside:
             kept[owner] = saved.last_in_forward[owner], first
-            spans.append(Span(saved.last_in_forward[owner] + 1, last, owner.nbytes))
+            spans.append((saved.last_in_forward[owner] + 1, last, owner.nbytes))
         elif last > before[owner]:
-            spans.append(Span(before[owner] + 1, last, owner.nbytes))
+            spans.append((before[owner] + 1, last, owner.nbytes))
     return spans, kept

@@ -34,6 +34,11 @@ from .clusters import cluster_of_this_process
 from .cost import AnalyticCost
 from .search import Choice, Limits, MemoryLimitError, Search, copy_times
 
+_PLAN_TOGETHER = (
+    "\nWith the gradients that no_sync accumulates: allow more, use accumulate='sharded', or run a window before any other "
+    "step, so that both are planned together"
+)
+
 
 class Settings(NamedTuple):
     """The settings that one compilation uses.
@@ -56,7 +61,12 @@ class Settings(NamedTuple):
 
 
 def check_memory(
-    traces: CompiledTraces, *, limit: int, left: LeftGradients, compiled: Sequence[CompiledTraces]
+    traces: CompiledTraces,
+    *,
+    limit: int,
+    left: LeftGradients,
+    compiled: Sequence[CompiledTraces] = (),
+    advice: str = "",
 ) -> None:
     """Raise an error if the traces that run need more memory than was planned, at any position.
 
@@ -64,6 +74,7 @@ def check_memory(
         limit: ``max_memory``.
         left: the gradients of earlier micro-batches that the step finds in memory.
         compiled: the traces of the module that were compiled before. What they keep allocated counts.
+        advice: what a user can do.
 
     Raises:
         MemoryLimitError: names the position at which most memory is needed.
@@ -72,15 +83,14 @@ def check_memory(
     peak = StepMemory.of(traces.traces, traces.buckets, accumulated=left, others=others).peak
     if peak.nbytes <= limit:
         return
-    hint = ""
     if any(bsym.sym.is_fusion for trace in traces.traces for bsym in trace.bound_symbols):
-        hint = (
+        advice += (
             f"\nWhat to recompute is chosen before operators are fused, and a fusion may keep other values: set a lower "
             f"limit, such as max_memory={2 * limit - peak.nbytes:,}"
         )
     raise MemoryLimitError(
-        f"max_memory: {limit:,} bytes are too few: the traces that run need {peak.nbytes:,} bytes at position "
-        f"{peak.position}, in {peak.phase}\n    {peak.statement}{hint}",
+        f"max_memory: {limit:,} bytes are too few: the traces that run for {traces.call} need {peak.nbytes:,} bytes at "
+        f"position {peak.position}, in {peak.phase}\n    {peak.statement}{advice}",
         peak.nbytes,
     )
 
@@ -153,9 +163,11 @@ class Chooser:
         """Return the settings of a micro-batch under ``no_sync``; see [Note: Planning for the end of a window]."""
         bucketed, ending = (self._bucketed(way, no_sync=no_sync) for no_sync in (True, False))
         left = gradients_left(bucketed.bound_symbols)
-        self._check_compiled(left)
-        last = self._search(ending, left, self.limits)
         limits = self.limits
+        for step in self.compiled:
+            if limits.memory is not None and not step.no_sync and step.backward is not None:
+                check_memory(step, limit=limits.memory, left=left, advice=_PLAN_TOGETHER)
+        last = self._search(ending, left, limits)
         if limits.memory is not None:
             limits = limits._replace(lasting_bytes=last.chosen.lasting_bytes)
         choice = self._search(bucketed, left, limits, kept=last.chosen.kept)
@@ -185,17 +197,3 @@ class Chooser:
         self.traces.pass_seconds["choose"] += seconds
         LOGGER.debug("choose: %d candidates, %.1f ms\n%s", len(choice.considered), 1e3 * seconds, choice)
         return choice
-
-    def _check_compiled(self, left: LeftGradients) -> None:
-        """Raise MemoryLimitError if a compiled step exceeds the limit once it finds these gradients."""
-        limit = self.limits.memory
-        for one in () if limit is None else self.compiled:
-            if not one.no_sync and one.backward is not None:
-                needed = StepMemory.of(one.traces, self.sharded.buckets, accumulated=left).peak.nbytes
-                if limit is not None and needed > limit:
-                    raise MemoryLimitError(
-                        f"max_memory: {limit:,} bytes are too few: with the gradients that no_sync accumulates, the step "
-                        f"for {one.call} needs {needed:,} bytes. Allow more, use accumulate='sharded', or run a window "
-                        f"before any other step, so that both are planned together",
-                        needed,
-                    )

@@ -71,8 +71,8 @@ _CORRECTIONS = 4
 _SAME = 1e-3
 """Relative difference below which step times count as equal, because the cost model is not more accurate."""
 
-_THRIFT = ((MAX_REDUCTIONS_IN_FLIGHT, False), (1, True), (0, True))
-"""Reductions in flight and whether backward extends its arena, from the fastest to the smallest."""
+_THRIFT = (MAX_REDUCTIONS_IN_FLIGHT, 1, 0)
+"""Reductions in flight, from the fastest to the smallest."""
 
 
 class MemoryLimitError(ValueError):
@@ -114,15 +114,13 @@ class Limits(NamedTuple):
         return all(limit is None or nbytes <= limit for nbytes, limit in zip(found, limits, strict=True))
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """Settings of a step, and the bytes and the simulated time of the step that they would compile.
 
     Attributes:
         prefetch: how many prefetch steps gathers are issued ahead of their waits.
         kept: names of the buckets that stay unsharded from forward to backward.
-        reductions: how many equally large reductions of one process group may be in flight.
-        extends: whether backward allocates the memory of slots that only backward needs.
+        reductions: how many equally large reductions of one process group may be in flight; see ``extends``.
         recomputed: names of the values that backward computes again.
         offloaded: names of the values that wait in host memory between forward and backward.
         unsharded_bytes: bytes of all slots: kept buckets, gathered ones, and unsharded gradients.
@@ -135,7 +133,6 @@ class Candidate:
     prefetch: int
     kept: tuple[str, ...] = ()
     reductions: int = MAX_REDUCTIONS_IN_FLIGHT
-    extends: bool = False
     recomputed: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
     unsharded_bytes: int = 0
@@ -143,6 +140,11 @@ class Candidate:
     step_seconds: float = math.inf
     peak_bytes: int = 0
     largest_peak: int = 0
+
+    @property
+    def extends(self) -> bool:
+        """Whether backward allocates the memory of slots that only backward needs, as with fewer reductions than usual."""
+        return self.reductions < MAX_REDUCTIONS_IN_FLIGHT
 
     def __str__(self) -> str:
         text = f"prefetch {self.prefetch}  {len(self.kept):3d} buckets kept  {self.unsharded_bytes:>15,} bytes"
@@ -153,8 +155,16 @@ class Candidate:
         return f"{text}  {self.step_seconds * 1e3:10.3f} ms"
 
 
-@dataclass(frozen=True)
-class Choice:
+def _names_of(buckets: Iterable[Bucket]) -> tuple[str, ...]:
+    return tuple(sorted(bucket.spec.name for bucket in buckets))
+
+
+def _unchanged(candidate: Candidate) -> Candidate:
+    """Return a candidate that neither recomputes nor offloads."""
+    return candidate._replace(recomputed=frozenset(), offloaded=frozenset())
+
+
+class Choice(NamedTuple):
     """The candidate that was chosen, and all that were considered."""
 
     chosen: Candidate
@@ -187,8 +197,8 @@ class Search:
     context: Context = field(default_factory=Context)
     left: LeftGradients = NOTHING_LEFT
     _fitting: list[Candidate] = field(default_factory=list, init=False)
-    _unfit: list[Candidate] = field(default_factory=list, init=False)  # those that keep no further bucket
-    _unchanged: list[Candidate] = field(default_factory=list, init=False)  # before they recompute, fitting or not
+    _unfit: list[Candidate] = field(default_factory=list, init=False)
+    _found: dict[Candidate, Candidate] = field(default_factory=dict, init=False)  # by settings
     _halves: dict[tuple[str, ...], list[TraceCtx]] = field(default_factory=dict, init=False)
 
     def choose(self, *, prefetch: int | None, may_keep: bool) -> Choice:
@@ -210,7 +220,7 @@ class Search:
         longest = min([self._fastest.step_seconds * (1 + _SAME), *(c.step_seconds for c in default)])
         good = [c for c in self._fitting if c.step_seconds <= longest]
         chosen = min(good, key=lambda c: (-len(c.kept), c.unsharded_bytes, c.prefetch))
-        in_order = sorted(self._fitting, key=lambda c: (c.prefetch, len(c.kept), c.reductions, c.extends))
+        in_order = sorted(self._fitting, key=lambda c: (c.prefetch, len(c.kept), c.reductions))
         return Choice(chosen, tuple(in_order))
 
     @property
@@ -222,25 +232,26 @@ class Search:
         """Consider distances and thrift with no further bucket kept."""
         gathers = sum(effects(bsym).is_gather for bsym in self.joint.bound_symbols)
         distances = list(range(min(_MAX_PREFETCH, gathers) + 1)) if prefetch is None else [prefetch]
-        if prefetch is None and self.limits.memory is not None:
+        is_limited = self.limits.memory is not None
+        if prefetch is None and is_limited:
             distances = [*distances[1:2], 0, *distances[2:]]
-        for reductions, extends in _THRIFT if self.limits.memory is not None else _THRIFT[:1]:
+        for reductions in _THRIFT if is_limited else _THRIFT[:1]:
             if self._fitting:
-                without_changes = min(candidate.step_seconds for candidate in self._unchanged)
-                if not reductions or self._fastest.step_seconds <= without_changes * (1 + _SLOWDOWN):
+                tried = (self.run(_unchanged(c)).step_seconds for c in (*self._fitting, *self._unfit))
+                if not reductions or self._fastest.step_seconds <= min(tried) * (1 + _SLOWDOWN):
                     return
                 distances = [self._fastest.prefetch]
-            self._try_distances(distances, reductions, extends)
+            self._try_distances(distances, reductions)
 
-    def _try_distances(self, distances: Iterable[int], reductions: int, extends: bool) -> None:
+    def _try_distances(self, distances: Iterable[int], reductions: int) -> None:
         """Consider distances until larger ones do not fit or gain little."""
         times: list[float] = []
         least_unfit = _MAX_PREFETCH + 1
         for distance in distances:
             if distance > least_unfit:
                 return
-            candidate = self._consider(Candidate(distance, self._names_kept(0), reductions, extends))
-            if candidate is None:
+            candidate = self._within_memory(self.run(Candidate(distance, self._always_kept, reductions)))
+            if not self._fits(candidate):
                 least_unfit = distance or least_unfit
                 continue
             times.append(candidate.step_seconds)
@@ -253,22 +264,16 @@ class Search:
         number = high = len(self._regathered)
         low = 0  # fits
         while low < high:
-            fits = self._consider(replace(fastest, kept=self._names_kept(number))) is not None
+            kept = _names_of((*self.context.kept, *self._regathered[:number]))
+            fits = self._fits(self.run(fastest._replace(kept=kept)))
             low, high = (number, high) if fits else (low, number - 1)
             number = (low + high + 1) // 2
 
-    def _consider(self, settings: Candidate) -> Candidate | None:
-        """Return the candidate with these settings if it fits. If it keeps nothing more, it recomputes what helps."""
-        candidate = self.run(settings)
-        keeps = settings.kept != self._names_kept(0)
-        if not keeps:
-            candidate = self._within_memory(candidate)
-        if self.limits.allow(candidate):
-            self._fitting.append(candidate)
-            return candidate
-        if not keeps:
-            self._unfit.append(candidate)
-        return None
+    def _fits(self, candidate: Candidate) -> bool:
+        """Remember a candidate, and return whether it fits."""
+        fits = self.limits.allow(candidate)
+        (self._fitting if fits else self._unfit).append(candidate)
+        return fits
 
     def _exceeds_memory(self, candidate: Candidate) -> bool:
         return self.limits.memory is not None and candidate.peak_bytes > self.limits.memory
@@ -278,7 +283,6 @@ class Search:
 
         A candidate that fits or cannot win stays as it is.
         """
-        self._unchanged.append(candidate)
         if not self._exceeds_memory(candidate) or len(split_joint(self.joint)) == 1 or not self._can_win(candidate):
             return candidate
         best = self._corrected(candidate, offload=False)
@@ -294,7 +298,7 @@ class Search:
             return True
         fastest = self._fastest
         if candidate.prefetch > fastest.prefetch:
-            candidate = self.run(replace(candidate, recomputed=fastest.recomputed, offloaded=fastest.offloaded))
+            candidate = self.run(candidate._replace(recomputed=fastest.recomputed, offloaded=fastest.offloaded))
             return candidate.step_seconds < fastest.step_seconds * (1 - _WORTHWHILE)
         return candidate.step_seconds < fastest.step_seconds
 
@@ -303,11 +307,9 @@ class Search:
         assert self.limits.memory is not None
         limit = self.limits.memory - (unchanged.peak_bytes - self._activations.peak)
         least = unchanged
-        known: dict[Candidate, Candidate] = {}
         for correction in range(_CORRECTIONS + 1):
             plan = self._activations.within(limit if correction < _CORRECTIONS else 0, offload=offload)
-            settings = replace(unchanged, recomputed=plan.recomputed, offloaded=plan.offloaded)
-            candidate = known[settings] = known.get(settings) or self.run(settings)
+            candidate = self.run(unchanged._replace(recomputed=plan.recomputed, offloaded=plan.offloaded))
             if candidate.peak_bytes < least.peak_bytes:
                 least = candidate
             if not self._exceeds_memory(candidate) or plan.peak > limit:  # the latter is the least by the estimate
@@ -345,10 +347,9 @@ class Search:
         ordered = sort_communication(halves[1], prefetch=0)
         return list(dict.fromkeys(bucket_of(b).base for b in ordered.bound_symbols if effects(b).is_gather))
 
-    def _names_kept(self, number: int) -> tuple[str, ...]:
-        """Return the buckets that stay unsharded if that many do besides those that do in any case."""
-        more = self._regathered[:number] if number else []
-        return tuple(sorted(bucket.spec.name for bucket in (*self.context.kept, *more)))
+    @cached_property
+    def _always_kept(self) -> tuple[str, ...]:
+        return _names_of(self.context.kept)
 
     @cached_property
     def _offloadable(self) -> frozenset[str]:
@@ -366,6 +367,14 @@ class Search:
         Guards and releases, which neither allocate nor move communication, are left out, and so are fusions: with a fusion
         executor, bytes and time are those of the operators by themselves.
         """
+        settings = candidate._replace(
+            unsharded_bytes=0, lasting_bytes=0, step_seconds=math.inf, peak_bytes=0, largest_peak=0
+        )
+        if settings not in self._found:
+            self._found[settings] = self._run(settings)
+        return self._found[settings]
+
+    def _run(self, candidate: Candidate) -> Candidate:
         scratch: dict[Arena, Arena] = {}
 
         def arena_of(bucket: Bucket) -> Arena:
@@ -380,7 +389,7 @@ class Search:
         lasting = private_bytes(halves[0], context.kept) + sum(arena.nbytes for arena in scratch.values())
         nbytes = lasting + sum(arena.extension.nbytes for arena in scratch.values())
         seconds = simulate(halves, None, self.cost).step_seconds
-        found = replace(candidate, unsharded_bytes=nbytes, lasting_bytes=lasting, step_seconds=seconds)
+        found = candidate._replace(unsharded_bytes=nbytes, lasting_bytes=lasting, step_seconds=seconds)
         if self.limits.memory is not None:
             # Other sets of shapes and flags may have needed a larger arena, which is one for all.
             pairs = list(scratch.items())
@@ -388,16 +397,14 @@ class Search:
             larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in pairs)
             peak = StepMemory.of(halves, self.context.buckets, accumulated=self.left).peak.nbytes + larger
             growth = sum(max(new.nbytes - arena.nbytes, 0) for arena, new in pairs)
-            found = replace(found, peak_bytes=peak, largest_peak=max(peak, self.limits.largest_peak + growth))
+            found = found._replace(peak_bytes=peak, largest_peak=max(peak, self.limits.largest_peak + growth))
         return found
 
     def _context(self, candidate: Candidate) -> Context:
-        further = (
-            frozenset(b for b in self._regathered if b.spec.name in candidate.kept) if candidate.kept else frozenset()
-        )
+        further = [] if candidate.kept == self._always_kept else self._regathered
         return replace(
             self.context,
-            kept=further.union(self.context.kept),
+            kept=frozenset(b for b in (*self.context.kept, *further) if b.spec.name in candidate.kept),
             prefetch=candidate.prefetch,
             max_reductions_in_flight=candidate.reductions,
             extends=candidate.extends,
