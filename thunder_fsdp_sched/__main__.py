@@ -21,15 +21,13 @@ from .demo.show import make_console, run_demo
 from .ir.schedule import load_schedules
 from .ir.step_memory import StepMemory
 from .logs import following_stages
-from .planning.cluster_files import read_cluster
-from .planning.clusters import CLUSTERS
+from .planning.clusters import CLUSTERS, read_cluster
 from .planning.dry_run import DryRun, dry_run_step, find_model
 from .planning.fit import describe_fit, optimizer_state_bytes
 from .planning.suggestions import HEADROOM, suggest
 from .reports.dry_run_table import dry_run_table, window_table
 from .reports.memory_files import save_memory
-from .reports.plot import plot_timelines, save_perfetto
-from .reports.plot_memory import plot_memory
+from .reports.plot import plot_memory, plot_timelines, save_perfetto
 from .reports.report import before_and_after, plan_table
 from .sizes import parse_bytes
 from .transports import TRANSPORTS

@@ -17,11 +17,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..sizes import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -279,11 +282,107 @@ def cluster_of_this_process() -> ClusterSpec:
     return preset
 
 
+def read_cluster(name: str, changes: Sequence[str] = ()) -> ClusterSpec:
+    """Return a cluster by the name of a preset or the path of a JSON file, with some of its values changed.
+
+    A file holds an object with the attributes of :class:`ClusterSpec`; ``"like"`` names the preset that has those that
+    are left out::
+
+        {"like": "h100-sxm", "name": "our H100", "inter_node_bandwidth": "25GB", "flops": {"bfloat16": 8e14}}
+
+    Args:
+        name: a preset, or a path that ends with ``.json``.
+        changes: ``attribute=value``, such as ``inter_node_bandwidth=25GB`` (bytes/s) or ``devices_per_node=4``.
+
+    Raises:
+        ValueError: there is no such preset, file or attribute, or a value is invalid.
+    """
+    values: dict[str, Any] = {}
+    for change in changes:
+        key, found, value = change.partition("=")
+        if not found:
+            raise ValueError(f"cluster: expected attribute=value, got {change!r}")
+        values[key.strip()] = value.strip()
+    spec = _from_file(Path(name)) if name.endswith(".json") else cluster(name)
+    return _changed(spec, values, "cluster") if values else spec
+
+
+def save_cluster(spec: ClusterSpec, path: str | Path) -> None:
+    """Write a cluster to a JSON file that :func:`read_cluster` reads."""
+    Path(path).write_text(f"{as_json(spec)}\n")
+
+
 def as_json(spec: ClusterSpec) -> str:
-    """Return a cluster as the content of a file that ``cluster_files.read_cluster`` reads."""
+    """Return a cluster as the content of a file that :func:`read_cluster` reads."""
     values = dataclasses.asdict(spec)
     values["flops"] = {str(dtype).removeprefix("torch."): peak for dtype, peak in spec.flops.items()}
     return json.dumps(values, indent=2)
+
+
+def _from_file(path: Path) -> ClusterSpec:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cluster: {path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"cluster: {path} must hold a JSON object, got {type(values).__name__}")
+    base = values.pop("like", None)
+    values = {"name": path.stem, "source": path.name if base is None else f"{path.name}, like {base}"} | values
+    if base is not None:
+        return _changed(cluster(base), values, str(path))
+    required = {f.name for f in dataclasses.fields(ClusterSpec) if f.default is dataclasses.MISSING}
+    if missing := sorted(required - values.keys()):
+        raise ValueError(f'cluster: {path} lacks {", ".join(missing)}; add them, or "like": "h100-sxm"')
+    return ClusterSpec(**_checked(values, str(path)))
+
+
+def _changed(spec: ClusterSpec, values: Mapping[str, Any], where: str) -> ClusterSpec:
+    checked = _checked(values, where)
+    if "flops" in checked:
+        checked["flops"] = {**spec.flops, **checked["flops"]}
+    if isinstance(values.get("efficiency"), dict):
+        checked["efficiency"] = dataclasses.replace(spec.efficiency, **values["efficiency"])
+    return dataclasses.replace(spec, **checked)
+
+
+def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values of attributes that a file or the command line gives, in part as text."""
+    fields = {f.name: f.type for f in dataclasses.fields(ClusterSpec)}
+    if unknown := sorted(values.keys() - fields.keys()):
+        raise ValueError(f"{where}: a cluster has no {', '.join(unknown)}; its attributes are {', '.join(fields)}")
+    checked = {}
+    for name, value in values.items():
+        try:
+            if name in _CONVERTED:
+                checked[name] = _CONVERTED[name](value)
+            else:
+                number = parse_bytes(name, value) if _is_text_of_bytes(name, value) else float(value)
+                checked[name] = int(number) if fields[name] == "int" else number
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{where}: {name} cannot be {value!r}: {error}") from error
+    return checked
+
+
+def _flag(value: Any) -> bool:
+    if value not in (True, False, "true", "false"):
+        raise ValueError("expected true or false")
+    return value in (True, "true")
+
+
+def _is_text_of_bytes(name: str, value: Any) -> bool:
+    """Return whether a value has a unit, as memory and bandwidths may."""
+    return (name == "memory" or name.endswith("_bandwidth")) and isinstance(value, str) and value[-1:].isalpha()
+
+
+_CONVERTED: dict[str, Callable[[Any], Any]] = {
+    "name": str,
+    "source": str,
+    "flops": lambda peaks: {getattr(torch, dtype): float(peak) for dtype, peak in peaks.items()},
+    "protocols": lambda protocols: tuple(Protocol(**protocol) for protocol in protocols),
+    "efficiency": lambda shares: Efficiency(**shares),
+    "synchronous": _flag,
+}
+"""Functions for the attributes that are no numbers."""
 
 
 if __name__ == "__main__":
