@@ -178,7 +178,7 @@ class LiveMemory(TorchDispatchMode):
 
     def _ranges(self, tensors: Iterable[torch.Tensor], *, new: bool = False) -> list[_Range]:
         found = [(self._number(t, new=new), _extent(t)) for t in tensors]
-        return [(number, *extent) for number, extent in found if extent is not None]
+        return [(number, *extent) for number, extent in found if any(extent)]
 
     def _number(self, tensor: torch.Tensor, *, new: bool = False) -> int:
         storage = tensor.untyped_storage()

@@ -22,7 +22,7 @@ from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.search import MemoryLimitError
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.reports.memory_files import load_memory, save_memory
-from thunder_fsdp_sched.reports.plot_memory import plot_memory
+from thunder_fsdp_sched.reports.plot import plot_memory
 from thunder_fsdp_sched.testing import assert_peak_memory_at_most, gathers
 from thunder_fsdp_sched.transports import TRANSPORTS
 

@@ -329,7 +329,7 @@ def test_an_empty_trace_takes_no_time():
     timeline = run()
     assert (timeline.step_seconds, timeline.over_max, timeline.over_sum, timeline.overlap) == (0.0, 1.0, 1.0, 1.0)
     assert timeline.memory == ()
-    assert "step 0 s" in str(timeline)
+    assert "0.00 ms = 0.00 compute" in str(timeline)
 
 
 #

@@ -10,8 +10,7 @@ dimensions. Thunder asks the GPU which kernels it has; this executor assumes bot
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
 from thunder.core import dtypes
@@ -27,8 +26,7 @@ executor = OperatorExecutor("fsdp_sched_gpu_attention", version="0.1")
 """The executor that claims ``scaled_dot_product_attention``; see [Note: Planned attention]."""
 
 
-@dataclass(frozen=True)
-class _Attention:
+class _Attention(NamedTuple):
     """The arguments of ``scaled_dot_product_attention``."""
 
     query: TensorProxy
@@ -37,11 +35,7 @@ class _Attention:
     attn_mask: TensorProxy | None = None
     dropout_p: float = 0.0
     is_causal: bool = False
-    scale: float | None = field(default=None, kw_only=True)
-
-    @property
-    def inputs(self) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
-        return self.query, self.key, self.value
+    scale: float | None = None
 
     @property
     def is_flash(self) -> bool:
@@ -51,16 +45,16 @@ class _Attention:
 
     def run(self) -> Any:
         """Call the kernel, and return its outputs: the result, and what its backward needs."""
+        options = self.dropout_p, self.is_causal
         if self.is_flash:
-            return sdpaex.sdpfa_gradfwd(*self.inputs, self.dropout_p, self.is_causal, scale=self.scale)
-        mask = self.attn_mask
-        return sdpaex.sdpea_gradfwd(*self.inputs, mask, self.dropout_p, self.is_causal, scale=self.scale)
+            return sdpaex.sdpfa_gradfwd(*self[:3], *options, scale=self.scale)
+        return sdpaex.sdpea_gradfwd(*self[:3], self.attn_mask, *options, scale=self.scale)
 
 
 def _check(*args: Any, **kwargs: Any) -> bool:
     call = _Attention(*args, **kwargs)
     query, mask = call.query, call.attn_mask
-    if any(t.ndim != 4 or t.dtype is not query.dtype or t.shape[:2] != query.shape[:2] for t in call.inputs):
+    if any(t.ndim != 4 or t.dtype is not query.dtype or t.shape[:2] != query.shape[:2] for t in call[:3]):
         return False
     batch, heads = query.shape[:2]
     if mask is not None and (mask.ndim != 4 or mask.shape[:2] not in ((batch, 1), (batch, heads))):
@@ -74,20 +68,17 @@ def _forward(*args: Any, **kwargs: Any) -> TensorProxy:
 
 def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
     call = _Attention(*args, **kwargs)
-    inputs, mask, options = call.inputs, call.attn_mask, (call.dropout_p, call.is_causal)
+    inputs, mask, options = call[:3], call.attn_mask, (call.dropout_p, call.is_causal)
     out, *saved = call.run()
     grad = get_grad(out)
     if call.is_flash:
-        sums, queries, keys, longest_query, longest_key, seed, offset, _ = saved
-        lengths = (queries, keys, longest_query, longest_key)
-        put_grads(
-            inputs, sdpaex.sdpfa_bwd(grad, *inputs, out, sums, *lengths, *options, seed, offset, scale=call.scale)
-        )
-        return out
-    *grads, of_mask = sdpaex.sdpea_bwd(grad, *inputs, mask, out, *saved, *options, scale=call.scale)
+        *lengths, seed, offset, _ = saved[1:]  # what precedes them are the sums of rows
+        grads = sdpaex.sdpfa_bwd(grad, *inputs, out, saved[0], *lengths, *options, seed, offset, scale=call.scale)
+    else:
+        *grads, of_mask = sdpaex.sdpea_bwd(grad, *inputs, mask, out, *saved, *options, scale=call.scale)
+        if mask is not None and of_mask is not None:
+            put_grad(mask, of_mask)
     put_grads(inputs, grads)
-    if mask is not None and of_mask is not None:
-        put_grad(mask, of_mask)
     return out
 
 

@@ -73,13 +73,10 @@ def simulate(
 class _Flight:
     """A collective or a copy in flight; ``remaining`` is its remaining work in seconds, if it were alone on the link."""
 
-    kind: str
-    label: str
+    interval: Interval
     gathers: bool
     arrival: float
     remaining: float
-    trace: int
-    position: int
     start: float = -1.0
     end: float = -1.0
 
@@ -92,7 +89,6 @@ class _Link:
     """
 
     def __init__(self, name: str, cost: CostModel, intervals: list[Interval]) -> None:
-        self.name = name
         self.cost = cost
         self.to_host = name in (TO_HOST, TO_DEVICE)
         self.concurrent = 1 if self.to_host else cost.concurrent
@@ -135,11 +131,7 @@ class _Link:
     def _end(self, flight: _Flight) -> None:
         flight.end = self.now
         self.active.remove(flight)
-        self.intervals.append(
-            Interval(
-                self.name, flight.kind, flight.kind, flight.label, flight.start, self.now, flight.trace, flight.position
-            )
-        )
+        self.intervals.append(flight.interval._replace(start=flight.start, end=flight.end))
 
     def _admit(self) -> None:
         while self.waiting and len(self.active) < self.concurrent and self.waiting[0].arrival <= self.now:
@@ -152,22 +144,22 @@ class _Link:
             ends.append(self.waiting[0].arrival)
         self.next_change = min(ends, default=float("inf"))
         if not self.to_host:
-            self.load = sum(self.cost.contention(f.kind) * share for f, share in zip(self.active, shares, strict=True))
+            self.load = sum(
+                self.cost.contention(f.interval.kind) * share for f, share in zip(self.active, shares, strict=True)
+            )
 
     def _shares(self) -> list[float]:
         """Return the share of the link of each active collective: see [Note: Several collectives at once]."""
         if len(self.active) == 1:
             return [1.0]
-        gathers = [f.gathers for f in self.active]
-        reductions = gathers.count(False)
-        if reductions == len(gathers):
-            return [1 / max(reductions, 1)] * reductions
-        for_gather, for_reductions = (self.cost.gather_share, self.cost.reduction_share) if reductions else (1.0, 0.0)
-        first = gathers.index(True)
-        return [
-            (for_gather if number == first else 0.0) if gather else for_reductions / reductions
-            for number, gather in enumerate(gathers)
-        ]
+        gathers = [flight.gathers for flight in self.active]
+        reductions = max(gathers.count(False), 1)
+        if True not in gathers:
+            return [1 / reductions for _ in gathers]
+        for_gathers = [0.0] * len(gathers)
+        for_gathers[gathers.index(True)] = 1.0 if all(gathers) else self.cost.gather_share
+        for_reduction = self.cost.reduction_share / reductions
+        return [share if gather else for_reduction for gather, share in zip(gathers, for_gathers, strict=True)]
 
 
 class _Simulator:
@@ -227,8 +219,8 @@ class _Simulator:
                 link.advance(link.next_change)
         self.intervals.sort(key=lambda i: (i.trace, i.position, i.kind != "wait"))
         end = max([self.host, *(i.end for i in self.intervals)])
-        links = sorted(self.links.values(), key=lambda link: link.to_host)
-        communication = {link.name: link.dedicated_seconds for link in links}
+        links = sorted(self.links.items(), key=lambda item: item[1].to_host)
+        communication = {name: link.dedicated_seconds for name, link in links}
         uses = _slot_uses(analysis, self.times)
         return Timeline(tuple(self.intervals), uses, end, self.compute_seconds, self.contention_seconds, communication)
 
@@ -256,7 +248,8 @@ class _Simulator:
             self.links[name] = _Link(name, self.cost, self.intervals)
         label = name if issue.bucket is None else issue.bucket.spec.name
         arrival = max(self.host, self.compute)
-        flight = _Flight(issue.kind, label, issue.gathers, arrival, seconds, trace, position)
+        interval = Interval(name, issue.kind, issue.kind, label, arrival, arrival, trace, position)
+        flight = _Flight(interval, issue.gathers, arrival, seconds)
         self.links[name].issue(flight)
         self.flights[issue.future] = self.links[name], flight
         return flight
@@ -267,9 +260,10 @@ class _Simulator:
         link.advance(start)
         end = link.finish(flight)
         if end > start:
-            self.intervals.append(Interval(COMPUTE, "wait", bsym.sym.name, flight.label, start, end, trace, position))
+            of = flight.interval.bucket
+            self.intervals.append(Interval(COMPUTE, "wait", bsym.sym.name, of, start, end, trace, position))
         self.compute = max(self.compute, end)
-        self._work(bsym, seconds, trace, position, "" if link.to_host else flight.label)
+        self._work(bsym, seconds, trace, position, "" if link.to_host else flight.interval.bucket)
 
     def _end_of(self, start: float, work: float) -> float:
         """Return when compute of ``work`` seconds at full speed ends if it starts at ``start``, given contention."""

@@ -9,11 +9,11 @@ issued it yet.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 COMPUTE = "compute"
@@ -94,27 +94,37 @@ class Timeline:
     def exposed_by_bucket(self) -> dict[str, float]:
         """Return the time in which the bucket's collectives run and compute does not. Concurrent collectives both count."""
         exposed: dict[str, float] = {}
-        outside = _outside(((c.start, c.end) for c in self.collectives), self._busy)
-        for interval, seconds in zip(self.collectives, outside, strict=True):
-            exposed[interval.bucket] = exposed.get(interval.bucket, 0.0) + seconds
+        for c in self.collectives:
+            exposed[c.bucket] = exposed.get(c.bucket, 0.0) + self._without_compute([c])
         return exposed
 
     @cached_property
     def exposed_seconds(self) -> float:
         """The time in which a collective runs and compute does not."""
-        return sum(_outside(_union((c.start, c.end) for c in self.collectives), self._busy))
+        return self._without_compute(self.collectives)
+
+    def _without_compute(self, intervals: Iterable[Interval]) -> float:
+        """Return the time in which one of the intervals runs and compute does not."""
+        pairs = product(union(intervals), self._not_computing)
+        return sum(max(min(end, until) - max(start, since), 0.0) for (start, end), (since, until) in pairs)
+
+    @cached_property
+    def _not_computing(self) -> tuple[tuple[float, float], ...]:
+        return self._gaps(i for i in self.intervals if i.kind == COMPUTE)
 
     @cached_property
     def launch_gaps(self) -> tuple[tuple[float, float], ...]:
         """The intervals ``(start, end)`` in which nothing runs because the device waits for the host, ascending."""
-        busy = _union((i.start, i.end) for i in self.intervals if i.kind != "wait")
-        edges = [0.0, *(edge for interval in busy for edge in interval), self.step_seconds]
+        return self._gaps(i for i in self.intervals if i.kind != "wait")
+
+    def _gaps(self, intervals: Iterable[Interval]) -> tuple[tuple[float, float], ...]:
+        edges = [0.0, *(edge for interval in union(intervals) for edge in interval), self.step_seconds]
         return tuple((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start)
 
     @cached_property
     def idle_seconds(self) -> float:
         """The time in which nothing runs because the device waits for the host."""
-        return sum(end - start for start, end in self.launch_gaps)
+        return _length(self.launch_gaps)
 
     @property
     def breakdown(self) -> str:
@@ -151,62 +161,39 @@ class Timeline:
     @property
     def overlap(self) -> float:
         """The share of communication that compute hides, between 0 and 1; 1 if there is none."""
-        total = sum(end - start for start, end in _union((c.start, c.end) for c in self.collectives))
+        total = _length(union(self.collectives))
         return 1 - self.exposed_seconds / total if total else 1.0
 
     @cached_property
     def memory(self) -> tuple[tuple[float, int], ...]:
         """Return the bytes of unsharded buckets over time as a step function: ``(time, bytes from then on)``, ascending."""
-        changes: dict[float, int] = {}
+        changes: Counter[float] = Counter()
         for use in self.slots:
-            changes[use.start] = changes.get(use.start, 0) + use.nbytes
-            changes[use.end] = changes.get(use.end, 0) - use.nbytes
-        steps, nbytes = [], 0
-        for time in sorted(changes):
-            nbytes += changes[time]
-            steps.append((time, nbytes))
-        return tuple(steps)
+            changes[use.start] += use.nbytes
+            changes[use.end] -= use.nbytes
+        times = sorted(changes)
+        return tuple(zip(times, accumulate(changes[time] for time in times), strict=True))
 
     @property
     def peak_unsharded_bytes(self) -> int:
         """The peak bytes of unsharded parameters and gradients in slots."""
         return max((nbytes for _, nbytes in self.memory), default=0)
 
-    @cached_property
-    def _busy(self) -> list[tuple[float, float]]:
-        return _union((i.start, i.end) for i in self.intervals if i.kind == COMPUTE)
-
     def __str__(self) -> str:
-        communication = ", ".join(f"{s:.4g} s in {group}" for group, s in self.communication_seconds.items()) or "none"
-        return (
-            f"step {self.step_seconds:.4g} s: compute {self.compute_seconds:.4g} s, communication {communication}, "
-            f"exposed {self.exposed_seconds:.4g} s, contention {self.contention_seconds:.4g} s, "
-            f"idle {self.idle_seconds:.4g} s; {self.over_max:.2f} of max, {self.over_sum:.2f} of sum; "
-            f"peak {self.peak_unsharded_bytes:,} unsharded bytes"
-        )
+        shares = f"{self.over_max:.2f} of max, {self.over_sum:.2f} of sum"
+        return f"{self.breakdown}; {shares}; peak {self.peak_unsharded_bytes:,} unsharded bytes"
 
 
-def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the union of intervals as disjoint intervals, ascending."""
+def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[tuple[float, float]]:
+    """Return the union of intervals as disjoint intervals, ascending; those at most ``gap`` seconds apart count as one."""
     merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
+    for start, end in sorted((i.start, i.end) for i in intervals):
+        if merged and start - merged[-1][1] <= gap:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         elif end > start:
             merged.append((start, end))
     return merged
 
 
-def _outside(intervals: Iterable[tuple[float, float]], union: Sequence[tuple[float, float]]) -> list[float]:
-    """Return how much of each interval is outside of ``others``, which are disjoint and ascending."""
-    starts = [start for start, _ in union]
-    ends = [end for _, end in union]
-    before = [0.0, *accumulate(end - start for start, end in union)]
-    outside = []
-    for start, end in intervals:
-        first, last = bisect_right(ends, start), bisect_left(starts, end)  # the overlapping ones
-        covered = before[last] - before[first]
-        if first < last:
-            covered -= max(start - starts[first], 0.0) + max(ends[last - 1] - end, 0.0)
-        outside.append(max(end - start - covered, 0.0))
-    return outside
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)

@@ -1,22 +1,39 @@
-"""Plot a schedule: the activities of each stream, exposed communication, and the buckets in each slot."""
+"""Plot a schedule (streams, exposed communication, buckets in slots) and the kinds of memory of a step."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..ir.step_memory import KINDS, StepMemory
 from ..ir.symbols import GATHERS
-from ..planning.timeline import COMPUTE, Interval, Timeline
+from ..planning.timeline import COMPUTE, Interval, SlotUse, Timeline, union
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _COLORS = {"compute": "#b8c4d0", "gather": "#4c9f70", "reduction": "#e0a030", "exposed": "#d0312d", "gap": "#8a63c0"}
+_COLORS_OF_MEMORY = dict(
+    zip(
+        KINDS,
+        ("#5b6c7d", "#8a63c0", "#4c9f70", "#9ccfb3", "#b8c4d0", "#e0a030", "#d0312d", "#f0c987", "#7fb2d9"),
+        strict=True,
+    )
+)
 _LANE = 0.8  # height of a bar; lanes are 1 apart
 _LABEL_SHARE = 0.011  # share of the picture's width for one character
+
+
+def _figure(height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'thunder_fsdp_sched[plot]'") from error
+    return Figure(figsize=(14, height), layout="constrained")
 
 
 def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path | None = None) -> Figure:
@@ -33,13 +50,8 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path |
     Raises:
         ImportError: matplotlib is not installed (the extra ``plot``).
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'thunder_fsdp_sched[plot]'") from error
-    heights = [_lanes(t) for _, t in timelines]
-    figure = Figure(figsize=(14, 1.6 + sum(0.42 * h + 0.9 for h in heights)), layout="constrained")
+    heights = [len(_lanes(t)) for _, t in timelines]
+    figure = _figure(1.6 + sum(0.42 * h + 0.9 for h in heights))
     rows = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, height_ratios=[h + 2 for h in heights])
     end = max(t.step_seconds for _, t in timelines)
     scale, unit = (1e3, "ms") if end < 1 else (1.0, "s")
@@ -55,6 +67,8 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path |
         "exposed": "exposed: compute waits for communication",
         "gap": "launch gap: the device waits for the host",
     }
+    from matplotlib.patches import Patch
+
     patches = [Patch(facecolor=_COLORS[k], label=name) for k, name in names.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     if path is not None:
@@ -69,78 +83,47 @@ def _summary(timeline: Timeline) -> str:
     )
 
 
-def _slots(timeline: Timeline) -> list[str]:
-    return list(dict.fromkeys(use.slot for use in timeline.slots))
-
-
-def _lanes(timeline: Timeline) -> int:
-    return 1 + len(timeline.communication_seconds) + len(_slots(timeline))
+def _lanes(timeline: Timeline) -> list[str]:
+    """Return the names of compute, of process groups and copies, and of slots; without slots, one empty name."""
+    return [COMPUTE, *timeline.communication_seconds, *dict.fromkeys(use.slot for use in timeline.slots)]
 
 
 def _draw(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
-    groups, slots = list(timeline.communication_seconds), _slots(timeline)
-    lanes = ["compute", *groups, *slots]
+    groups, lanes = list(timeline.communication_seconds), _lanes(timeline)
     y = {name: -float(number) for number, name in enumerate(lanes)}
-    compute = _merged((i for i in timeline.intervals if i.kind == COMPUTE), gap=end / scale / 2000)
-    _bars(axes, y["compute"], compute, _COLORS["compute"], scale)
-    gaps = [(start, stop) for start, stop in timeline.launch_gaps if (stop - start) * scale >= end / 2000]
-    _bars(axes, y["compute"], gaps, _COLORS["gap"], scale)
-    waits = [(i.start, i.end) for i in timeline.intervals if i.kind == "wait"]
-    _bars(axes, y["compute"], waits, _COLORS["exposed"], scale)
+
+    def bars(spans: Iterable[tuple[float, float]], color: str) -> None:
+        ranges = [(start * scale, (stop - start) * scale) for start, stop in spans]
+        axes.broken_barh(ranges, (y[COMPUTE] - _LANE / 2, _LANE), facecolors=_COLORS[color], linewidth=0)
+
+    def bar(lane: str, of: Interval | SlotUse, label: str, alpha: float = 1.0) -> None:
+        color, width = _COLORS["gather" if of.kind in GATHERS else "reduction"], (of.end - of.start) * scale
+        how: dict[str, Any] = {"color": color, "alpha": alpha, "edgecolor": "white", "linewidth": 0.5}
+        axes.barh(y[lane], width, left=of.start * scale, height=_LANE, **how)
+        short = label if len(label) * _LABEL_SHARE * end <= width else label.rpartition(".")[2]
+        if len(short) * _LABEL_SHARE * end <= width:  # a label that does not fit would cover its neighbours
+            center = of.start * scale + width / 2
+            axes.text(center, y[lane], short, ha="center", va="center", fontsize=7, clip_on=True)
+
+    bars(
+        union((i for i in timeline.intervals if i.kind == COMPUTE), end / scale / 2000), "compute"
+    )  # thousands of kernels
+    bars([(start, stop) for start, stop in timeline.launch_gaps if (stop - start) * scale >= end / 2000], "gap")
+    bars([(i.start, i.end) for i in timeline.intervals if i.kind == "wait"], "exposed")
     for interval in timeline.collectives:
-        color = _COLORS["gather" if interval.kind in GATHERS else "reduction"]
-        _bar(axes, y[interval.stream], interval.start, interval.end, color, interval.bucket, end, scale)
+        bar(interval.stream, interval, interval.bucket)
     for use in timeline.slots:
-        color = _COLORS["gather" if use.kind in GATHERS else "reduction"]
-        label = use.bucket if use.slot else ""  # without slots, buckets overlap in one lane
-        _bar(axes, y[use.slot], use.start, use.end, color, label, end, scale, alpha=0.55)
-    axes.set_yticks([y[name] for name in lanes], [_lane_name(n, groups) for n in lanes], fontsize=8)
+        bar(use.slot, use, use.bucket if use.slot else "", alpha=0.55)  # without slots, buckets overlap in one lane
+    names = [f"group {lane}" if lane in groups else lane or "no slots yet" for lane in lanes]
+    axes.set_yticks([y[name] for name in lanes], names, fontsize=8)
     axes.set_ylim(-len(lanes) + 0.5, 0.6)
     axes.axhline(-len(groups) - 0.5, color="black", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _lane_name(lane: str, groups: Sequence[str]) -> str:
-    return f"group {lane}" if lane in groups else lane or "no slots yet"
-
-
-def _bars(axes: Axes, y: float, spans: Iterable[tuple[float, float]], color: str, scale: float) -> None:
-    ranges = [(start * scale, (end - start) * scale) for start, end in spans]
-    axes.broken_barh(ranges, (y - _LANE / 2, _LANE), facecolors=color, linewidth=0)
-
-
-def _bar(
-    axes: Axes,
-    y: float,
-    start: float,
-    end: float,
-    color: str,
-    label: str,
-    full: float,
-    scale: float,
-    alpha: float = 1.0,
-) -> None:
-    width = (end - start) * scale
-    axes.barh(y, width, left=start * scale, height=_LANE, color=color, alpha=alpha, edgecolor="white", linewidth=0.5)
-    short = label if len(label) * _LABEL_SHARE * full <= width else label.rpartition(".")[2]
-    if len(short) * _LABEL_SHARE * full <= width:  # a label that does not fit would cover its neighbours
-        axes.text(start * scale + width / 2, y, short, ha="center", va="center", fontsize=7, clip_on=True)
-
-
-def _merged(intervals: Iterable[Interval], gap: float) -> list[tuple[float, float]]:
-    """Merge intervals with at most ``gap`` seconds between them, so that thousands of kernels become one bar."""
-    runs: list[tuple[float, float]] = []
-    for interval in intervals:
-        if runs and interval.start - runs[-1][1] <= gap:
-            runs[-1] = (runs[-1][0], interval.end)
-        else:
-            runs.append((interval.start, interval.end))
-    return runs
-
-
 def save_perfetto(timeline: Timeline, path: str | Path) -> None:
     """Write a timeline as a trace file in Chrome's JSON format, which Perfetto opens; times in microseconds."""
-    tracks = {name: n for n, name in enumerate([COMPUTE, *timeline.communication_seconds, *_slots(timeline)])}
+    tracks = {name: n for n, name in enumerate(_lanes(timeline))}
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}} for name, tid in tracks.items()
     ]
@@ -161,3 +144,68 @@ def _event(tid: int, name: str, category: str, start: float, end: float, argumen
         "ph": "X", "pid": 0, "tid": tid, "name": name, "cat": category, "ts": start * 1e6, "dur": (end - start) * 1e6,
         "args": arguments,
     }  # fmt: skip
+
+
+def plot_memory(memory: StepMemory, path: str | Path | None = None, *, timeline: Timeline | None = None) -> Figure:
+    """Draw the bytes of each kind of memory as stacked areas, with a mark at the peak and where backward begins.
+
+    Args:
+        path: the file to write; its extension chooses the format (.png, .svg, .pdf).
+        timeline: the simulated step, forward and backward, for an axis of time; by default the axis counts positions.
+
+    Raises:
+        ImportError: matplotlib is not installed (the extra ``plot``).
+    """
+    length, peak = len(memory.totals), memory.peak
+    scale, unit = (1e9, "GB") if peak.nbytes >= 1e9 else (1e6, "MB")
+    begins = list(range(length + 1)) if timeline is None else _milliseconds(memory, timeline)
+    areas = {kind: [nbytes / scale for nbytes in memory.bytes_of(kind)] for kind in KINDS}
+    areas = {kind: values for kind, values in areas.items() if any(values)}
+    figure = _figure(5.5)
+    axes = figure.subplots()
+    axes.stackplot(
+        begins,
+        *([*values, values[-1]] for values in areas.values()),
+        labels=[f"{kind}, {peak.by_kind[kind] / scale:,.2f} {unit} at the peak" for kind in areas],
+        colors=[_COLORS_OF_MEMORY[kind] for kind in areas],
+        step="post",
+        linewidth=0,
+    )
+    at = begins[peak.position]
+    axes.plot([at], [peak.nbytes / scale], "v", color="black", markersize=7)
+    if memory.backward < length:
+        axes.axvline(begins[memory.backward], color="black", linewidth=0.6, linestyle="--")
+        axes.text(begins[memory.backward], 0, " backward", fontsize=8, va="bottom")
+    source = next((t.source for t in memory.tensors if t.start == peak.position and t.source), "")
+    where = ", ".join(filter(None, [_short(peak.statement), source.rpartition("/")[2]]))
+    axes.set_title(
+        f"peak {peak.nbytes / scale:,.2f} {unit} in {peak.phase} at position {peak.position}: {where}",
+        loc="left",
+        fontsize=10,
+    )
+    axes.set_xlabel("position in forward and backward" if timeline is None else "time in ms")
+    axes.set_ylabel(unit)
+    axes.set_xlim(begins[0], begins[-1])
+    axes.set_ylim(0, 1.06 * peak.nbytes / scale)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False, fontsize=9)
+    if path is not None:
+        figure.savefig(path, dpi=130)
+    return figure
+
+
+def _milliseconds(memory: StepMemory, timeline: Timeline) -> Sequence[float]:
+    """Return when each position begins, and the end of the step."""
+    begins = [0.0] * len(memory.totals)
+    for interval in timeline.intervals:
+        index = interval.position + memory.backward * interval.trace
+        if interval.stream == COMPUTE and index < len(begins):
+            begins[index] = max(begins[index], 1e3 * interval.start)
+    return [*accumulate(begins, max), 1e3 * timeline.step_seconds]  # what takes no time begins with what precedes it
+
+
+def _short(statement: str) -> str:
+    """Return a statement without its comment, and cut to the width of a title."""
+    line = statement.partition("  #")[0]
+    return line if len(line) <= 80 else line[:77] + "..."

@@ -23,27 +23,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ..ir.analysis import peak_bytes
 from ..runtime.row_dtensor import DTENSORS, local_rows
 
-_COPIES = frozenset(
-    {
-        "_chunk_cat",
-        "_foreach_copy_",
-        "_to_copy",
-        "cat",
-        "chunk_cat",
-        "clone",
-        "constant_pad_nd",
-        "contiguous",
-        "copy",
-        "copy_",
-        "split_copy",
-        "split_with_sizes_copy",
-        "stack",
-        "all_gather_copy_in",  # an operator of FSDP2
-    }
-)
+# fmt: off
+_COPIES = frozenset({
+    "_chunk_cat", "_foreach_copy_", "_to_copy", "cat", "chunk_cat", "clone", "constant_pad_nd", "contiguous", "copy",
+    "copy_", "split_copy", "split_with_sizes_copy", "stack", "all_gather_copy_in",  # the last is an operator of FSDP2
+})
+# fmt: on
 _SCALINGS = frozenset({"div", "mul"})
+_KINDS = {"reduce_scatter": "reduce_scatter", "gather": "all_gather"}
+"""What a collective counts as, by a part of the operator's name; others count by their names."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +78,7 @@ class StepCounts:
 @dataclass(eq=False)
 class _Region:
     kind: (
-        str  # "shard", "copied shard", "unsharded", "gradient", or "written", by an operator whose bytes may yet count
+        str  # "shard", "copied shard", "unsharded", "gradient", or "written": by an operator whose bytes may yet count
     )
     start: int
     end: int
@@ -128,11 +119,8 @@ class StepCounter(TorchDispatchMode):
         self._bytes: dict[str, int] = defaultdict(int)
         self._always = 0
         for parameter in map(local_rows, parameters):
-            memory, extent = self._find(parameter), _extent(parameter)
-            if extent is not None:
-                memory.regions.append(_Region("shard", *extent, 0, 0))
-                memory.known = True
-                self._always += 0 if sharded else parameter.nbytes
+            self._add(self._find(parameter), _Region("shard", *_extent(parameter), 0, 0))
+            self._always += 0 if sharded else parameter.nbytes
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -178,28 +166,24 @@ class StepCounter(TorchDispatchMode):
         in_place = func.namespace == "c10d"  # outputs precede inputs
         outputs = _tensors(args[0] if in_place else result)
         inputs = _tensors(args[1]) if in_place and len(args) > 1 else _tensors(args)
-        if "reduce_scatter" in name or "alltoall" in name:  # with the latter, ranks sum locally
-            kind = "reduce_scatter" if "reduce_scatter" in name else name
-            self._collectives.append(Collective(self._phase, kind, sum(t.nbytes for t in inputs)))
+        sums = "reduce_scatter" in name or "alltoall" in name  # with the latter, ranks sum locally
+        kind = next((kind for part, kind in _KINDS.items() if part in name), name)
+        self._collectives.append(Collective(self._phase, kind, sum(t.nbytes for t in (inputs if sums else outputs))))
+        if sums:
             for tensor in inputs:
                 self._bytes["gradient"] += self._take_writes(tensor)
                 self._label(tensor, None)  # no longer parameters: padding that a gather wrote is sent as well
-            for tensor in outputs if kind == "reduce_scatter" else ():
+        for tensor in outputs:
+            if kind == "reduce_scatter":
                 self._label(tensor, "gradient")
-        elif "gather" in name:
-            self._collectives.append(Collective(self._phase, "all_gather", sum(t.nbytes for t in outputs)))
-            for tensor in outputs:
+            elif kind == "all_gather":
                 self._label(tensor, "unsharded")
-                if self._find(tensor).new:
-                    self._bytes["allocated"] += tensor.nbytes
-        else:
-            self._collectives.append(Collective(self._phase, name, sum(t.nbytes for t in outputs)))
-            for tensor in outputs:
-                if self._kind(tensor) == "copied shard":
-                    self._label(tensor, "unsharded")
-                elif "allreduce" in name and (copied := self._take_writes(tensor)):
-                    self._bytes["gradient"] += copied
-                    self._label(tensor, "gradient")
+                self._bytes["allocated"] += tensor.nbytes if self._find(tensor).new else 0
+            elif not sums and self._kind(tensor) == "copied shard":
+                self._label(tensor, "unsharded")
+            elif "allreduce" in name and (copied := self._take_writes(tensor)):
+                self._bytes["gradient"] += copied
+                self._label(tensor, "gradient")
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Any, inputs: list[torch.Tensor], result: Any) -> None:
         name = func.overloadpacket.__name__
@@ -226,29 +210,22 @@ class StepCounter(TorchDispatchMode):
                 self._label(targets[0], "written", targets[0].nbytes + self._take_writes(scaled[0]))
 
     def _copy(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-        itemsize = targets[0].element_size()
         kinds = [self._kind(t) for t in sources]
         unknown = 0
         for source, kind in zip(sources, kinds, strict=True):
-            if kind in ("shard", "copied shard", "unsharded"):
-                self._bytes["parameter"] += source.numel() * itemsize
-            elif kind == "gradient":
-                self._bytes["gradient"] += source.numel() * itemsize
-            elif self._backend_made(source) and self._kind(targets[0]) in ("gradient", "unsharded"):
-                self._bytes["backend"] += source.numel() * itemsize
+            nbytes, memory = source.numel() * targets[0].element_size(), self._find(source)
+            if kind is not None:
+                self._bytes["gradient" if kind == "gradient" else "parameter"] += nbytes
+            elif not memory.new and not memory.known and self._kind(targets[0]) in ("gradient", "unsharded"):
+                self._bytes["backend"] += nbytes  # no operator made this memory, so only the backend can have filled it
                 return
             else:
-                unknown += source.numel() * itemsize + self._take_writes(source)
+                unknown += nbytes + self._take_writes(source)
         inherited = next((k for k in ("unsharded", "shard", "copied shard", "gradient") if k in kinds), None)
         inherited = "copied shard" if inherited == "shard" else inherited
         written = "written" if unknown else None
         for target in targets:
             self._label(target, inherited or written, unknown // len(targets))
-
-    def _backend_made(self, source: torch.Tensor) -> bool:
-        """Return whether no operator created this memory, so that only the communication backend can have filled it."""
-        memory = self._find(source)
-        return not memory.new and not memory.known
 
     def _find(self, tensor: torch.Tensor, *, new: bool = False) -> _Memory:
         storage = tensor.untyped_storage()
@@ -271,10 +248,8 @@ class StepCounter(TorchDispatchMode):
         return next((m for m in self._outliving if m.start <= start and end <= m.end and not m.ref.expired()), None)
 
     def _overlapping(self, tensor: torch.Tensor) -> list[_Region]:
-        extent = _extent(tensor)
-        if extent is None:
-            return []
-        return [r for r in self._find(tensor).regions if r.start < extent[1] and extent[0] < r.end]
+        start, end = _extent(tensor)
+        return [r for r in self._find(tensor).regions if r.start < end and start < r.end]
 
     def _kind(self, tensor: torch.Tensor) -> str | None:
         return next((region.kind for region in self._overlapping(tensor) if region.kind != "written"), None)
@@ -285,10 +260,7 @@ class StepCounter(TorchDispatchMode):
 
     def _label(self, tensor: torch.Tensor, kind: str | None, nbytes: int = 0) -> None:
         """Record a new content for the range of ``tensor``; shards remain shards when they are updated."""
-        extent = _extent(tensor)
-        if extent is None:
-            return
-        memory = self._find(tensor)
+        memory, extent = self._find(tensor), _extent(tensor)
         for old in self._overlapping(tensor):
             if old.kind == "shard" and not memory.new:
                 return
@@ -320,20 +292,14 @@ class StepCounter(TorchDispatchMode):
                 region.until = self._now - 1
 
     def _peak(self, start: int, end: int) -> int:
-        changes: dict[int, int] = defaultdict(int)
+        spans = []
         for memory, region in self._unsharded:
             until = region.last_read
             if memory.new:
                 until = self._now if region.until is None else region.until
-            first, last = max(region.since, start), min(until, end)
-            if first <= last:
-                changes[first] += region.end - region.start
-                changes[last + 1] -= region.end - region.start
-        peak = live = 0
-        for moment in sorted(changes):
-            live += changes[moment]
-            peak = max(peak, live)
-        return peak + self._always
+            if max(region.since, start) <= min(until, end):
+                spans.append((max(region.since, start), min(until, end), region.end - region.start))
+        return peak_bytes(spans) + self._always
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -350,10 +316,10 @@ def _written(func: Any, args: Sequence[Any], kwargs: Any, *, only: bool = False)
     return written
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the range of addresses (end excluded) that ``tensor`` spans; ``None`` without elements."""
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the range of addresses (end excluded) that ``tensor`` spans; ``(0, 0)`` without elements."""
     if not tensor.numel():
-        return None
+        return 0, 0
     start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
