@@ -138,8 +138,8 @@ def test_the_metadata_lists_requirements_and_extras(about, required):
 
 def test_the_required_versions_are_those_that_compat_accepts(required):
     assert compat.SUPPORTED
-    for supported in compat.SUPPORTED:
-        assert required[supported.distribution] == Requirement(supported.requirement).specifier
+    for requirement in map(Requirement, compat.requirements()):
+        assert required[requirement.name] == requirement.specifier
 
 
 @pytest.fixture(scope="module")

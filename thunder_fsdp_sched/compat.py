@@ -29,30 +29,14 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 __version__ = "0.1.0"
 """The version of this package. ``pyproject.toml`` reads it here, so it is known without an installation, too."""
 
 
-class SupportedVersions(NamedTuple):
-    """The releases of a distribution that work: from ``lowest`` on, below ``limit``."""
-
-    distribution: str
-    lowest: str
-    limit: str
-
-    @property
-    def requirement(self) -> str:
-        """The range as pip reads it."""
-        return f"{self.distribution}>={self.lowest},<{self.limit}"
-
-
-#: The supported releases. The same ranges are in pyproject.toml (a test compares them).
-SUPPORTED = (
-    SupportedVersions("torch", "2.10", "2.16"),
-    SupportedVersions("lightning-thunder", "0.2.6", "0.3"),
-)
+#: The supported releases: from the first on, below the second. pyproject.toml has the same ranges (a test compares them).
+SUPPORTED = {"torch": ("2.10", "2.16"), "lightning-thunder": ("0.2.6", "0.3")}
 
 #: The methods of ``torch.Tensor`` that Thunder's table of torch operators names and that torch 2.13 removed.
 NAMED_TENSOR_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
@@ -86,14 +70,19 @@ def check_versions() -> None:
     Thunder is not imported. Release numbers are compared, so a pre-release or a local build (``2.10.0a0+abc``) counts
     as the release that it precedes.
     """
-    problems = [problem for supported in SUPPORTED if (problem := _version_problem(supported))]
+    problems = [problem for name in SUPPORTED if (problem := _version_problem(name))]
     if problems:
-        wanted = " ".join(f'"{supported.requirement}"' for supported in SUPPORTED)
+        wanted = " ".join(f'"{requirement}"' for requirement in requirements())
         raise ImportError(f"thunder_fsdp_sched cannot work here: {'; '.join(problems)}. Working versions: {wanted}.")
 
 
-def _version_problem(supported: SupportedVersions) -> str | None:
-    name = supported.distribution
+def requirements() -> list[str]:
+    """Return the supported releases as pip reads them."""
+    return [f"{name}>={lowest},<{limit}" for name, (lowest, limit) in SUPPORTED.items()]
+
+
+def _version_problem(name: str) -> str | None:
+    lowest, limit = SUPPORTED[name]
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -101,10 +90,10 @@ def _version_problem(supported: SupportedVersions) -> str | None:
     release = _release(found or "")  # a broken installation has None for its version
     if not release:
         return f"the installed {name} has no version that can be read ({found!r})"
-    if release < _release(supported.lowest):
-        return f"{name} {found} is too old (needs {supported.lowest} or later)"
-    if release >= _release(supported.limit):
-        return f"{name} {found} is too new (needs a release before {supported.limit})"
+    if release < _release(lowest):
+        return f"{name} {found} is too old (needs {lowest} or later)"
+    if release >= _release(limit):
+        return f"{name} {found} is too new (needs a release before {limit})"
     return None
 
 
