@@ -128,14 +128,7 @@ def make_group_class(recording: Recording) -> type[dist.ProcessGroup]:
             batch, self._batch = self._batch or [], None
             return self._launch("coalesced", batch, True)
 
-        def _issue(
-            self,
-            name: str,
-            outputs: Sequence[torch.Tensor],
-            inputs: Sequence[torch.Tensor],
-            options: Any = None,
-            *details: Any,
-        ) -> Any:
+        def _issue(self, name: str, outputs: Any, inputs: Any, options: Any = None, *details: Any) -> Any:
             if self._batch is not None:
                 self._batch.append((name, outputs, inputs, details))
                 return None
@@ -169,16 +162,8 @@ def make_group_class(recording: Recording) -> type[dist.ProcessGroup]:
             return Work(self, tensors, device, done)
 
         def barrier(self, options: Any = None) -> Any:
-            device = torch.device("cuda", recording.cuda.index(None))
-            log = recording.log
-            log.add(
-                "collective",
-                "barrier",
-                recording.cuda.key(device),
-                group=self._name,
-                signature=("barrier",),
-                blocks=True,
-            )
+            stream, meets = recording.cuda.key(), {"group": self._name, "signature": ("barrier",)}
+            recording.log.add("collective", "barrier", stream, **meets, blocks=True)
             return Work(self, (), None, 0)
 
         def shutdown(self) -> None:
@@ -192,28 +177,25 @@ def make_group_class(recording: Recording) -> type[dist.ProcessGroup]:
     return VirtualNccl
 
 
-def _gather(self: Any, output: torch.Tensor, own: torch.Tensor, options: Any = None) -> Any:
-    return self._issue("all_gather", [output], [own], options)
+def _one(name: str, *, reduces: bool = False) -> Callable[..., Any]:
+    """Return a method that issues a collective of one output and one input. Its options come last."""
+
+    def issue(self: Any, output: torch.Tensor, own: torch.Tensor, *rest: Any) -> Any:
+        options = rest[-1] if rest else None
+        return self._issue(name, [output], [own], options, *([_op(options)] if reduces else []))
+
+    return issue
 
 
-def _gathers(self: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Any = None) -> Any:
-    batch = [("all_gather", [o], [i], ()) for o, i in zip(outputs, inputs, strict=True)]
-    return self._launch("all_gather_coalesced", batch, bool(getattr(options, "asyncOp", True)))
+def _several(name: str, *, reduces: bool = False) -> Callable[..., Any]:
+    """Return a method that launches collectives of one output and one input each together."""
 
+    def issue(self: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Any = None) -> Any:
+        details = (_op(options),) if reduces else ()
+        batch = [(name, [o], [i], details) for o, i in zip(outputs, inputs, strict=True)]
+        return self._launch(f"{name}_coalesced", batch, bool(getattr(options, "asyncOp", True)))
 
-def _scatter(self: Any, output: torch.Tensor, whole: torch.Tensor, options: Any = None) -> Any:
-    return self._issue("reduce_scatter", [output], [whole], options, _op(options))
-
-
-def _scatters(self: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Any = None) -> Any:
-    batch = [("reduce_scatter", [o], [i], (_op(options),)) for o, i in zip(outputs, inputs, strict=True)]
-    return self._launch("reduce_scatter_coalesced", batch, bool(getattr(options, "asyncOp", True)))
-
-
-def _all_to_all(
-    self: Any, output: torch.Tensor, own: torch.Tensor, sent: Any = None, received: Any = None, options: Any = None
-) -> Any:
-    return self._issue("all_to_all", [output], [own], options)
+    return issue
 
 
 def _all_reduce(self: Any, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:
@@ -231,18 +213,14 @@ def _all_gather_list(self: Any, outputs: Any, inputs: Sequence[torch.Tensor], op
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
-    "_allgather_base": _gather,
-    "all_gather_single": _gather,
-    "allgather_into_tensor_coalesced": _gathers,
-    "all_gather_single_coalesced": _gathers,
-    "_reduce_scatter_base": _scatter,
-    "reduce_scatter_single": _scatter,
-    "reduce_scatter_tensor_coalesced": _scatters,
-    "reduce_scatter_single_coalesced": _scatters,
-    "alltoall_base": _all_to_all,
-    "all_to_all_single": _all_to_all,
-    "allreduce": _all_reduce,
-    "allreduce_coalesced": _all_reduce,
+    **dict.fromkeys(("_allgather_base", "all_gather_single"), _one("all_gather")),
+    **dict.fromkeys(("allgather_into_tensor_coalesced", "all_gather_single_coalesced"), _several("all_gather")),
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), _one("reduce_scatter", reduces=True)),
+    **dict.fromkeys(
+        ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"), _several("reduce_scatter", reduces=True)
+    ),
+    **dict.fromkeys(("alltoall_base", "all_to_all_single"), _one("all_to_all")),
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), _all_reduce),
     "broadcast": _broadcast,
     "allgather": _all_gather_list,
 }

@@ -45,10 +45,8 @@ def listen(record: Callable[[int, int, int], None], block: Callable[[int, int, i
 
 
 def _build() -> Path:
-    digest = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode() + torch.__file__.encode()).hexdigest()[
-        :16
-    ]
-    built = Path(tempfile.gettempdir()) / f"virtual_gpu_guard_{digest}.so"
+    digest = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode() + torch.__file__.encode()).hexdigest()
+    built = Path(tempfile.gettempdir()) / f"virtual_gpu_guard_{digest[:16]}.so"
     if not built.exists():
         root = Path(torch.__file__).parent
         with tempfile.TemporaryDirectory(dir=built.parent) as folder:

@@ -31,13 +31,7 @@ class SymmetricMemory:
         return tensor
 
     def empty_strided_p2p(
-        self,
-        size: Sequence[int],
-        stride: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        group_name: str = "",
-        *rest: Any,
+        self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, group_name: str = "", *rest: Any
     ) -> torch.Tensor:
         tensor = self.empty(tuple(size), dtype=dtype, device=device)
         self._allocated[self.recording.memory.of(tensor).number] = group_name or ""
@@ -110,10 +104,8 @@ class Handle:
         return typed.as_strided(tuple(sizes), strides, storage_offset)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        recording = self.recording
-        recording.log.add(
-            "barrier", f"barrier {channel}", self._stream(), group=self.name, signature=("barrier", channel)
-        )
+        meets = {"group": self.name, "signature": ("barrier", channel)}
+        self.recording.log.add("barrier", f"barrier {channel}", self._stream(), **meets)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         self._signal("put", dst_rank, channel)
@@ -122,14 +114,8 @@ class Handle:
         self._signal("take", src_rank, channel)
 
     def _signal(self, kind: str, peer: int, channel: int) -> None:
-        self.recording.log.add(
-            kind,
-            f"signal {channel}",
-            self._stream(),
-            group=self.name,
-            peer=self._members[peer],
-            signature=(self.number, channel),
-        )
+        ends = {"group": self.name, "peer": self._members[peer], "signature": (self.number, channel)}
+        self.recording.log.add(kind, f"signal {channel}", self._stream(), **ends)
 
     def _stream(self) -> Any:
         # Kernels of symmetric memory run on the current stream of the memory's device.
