@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 
@@ -43,43 +44,35 @@ def _restored() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
-@pytest.mark.usefixtures("one_rank")
+def compile_without_a_call(module: nn.Module) -> None:
+    compile_as_rank(lambda: (module, (X,)), fsdp(), rank=0, world_size=2)
+
+
 @pytest.mark.parametrize("fails", [False, True])
-def test_thresholds_are_raised_while_a_call_compiles(fails: bool) -> None:
+@pytest.mark.parametrize("calls", [False, True])
+def test_thresholds_are_raised_while_a_model_compiles(calls: bool, fails: bool, request: pytest.FixtureRequest) -> None:
     gc.set_threshold(500, 7, 8)
-    model = thunder.jit(Noting(fails), transforms=[fsdp()])
-    for _ in range(2):
-        if fails:
-            with pytest.raises(ValueError, match="always fails"):
-                model(X)
+    if calls:
+        request.getfixturevalue("one_rank")
+    with pytest.raises(ValueError, match="always fails") if fails else contextlib.nullcontext():
+        if calls:
+            thunder.jit(Noting(fails), transforms=[fsdp()])(X)
         else:
-            model(X)
-        assert gc.get_threshold() == (500, 7, 8)
-    assert set(SEEN) == {(THRESHOLD, 7, 8)}
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_thresholds_are_restored_after_compiling_without_a_call(fails: bool) -> None:
-    gc.set_threshold(500, 7, 8)
-    if fails:
-        with pytest.raises(ValueError, match="always fails"):
-            compile_as_rank(lambda: (Noting(fails), (X,)), fsdp(), rank=0, world_size=2)
-    else:
-        compile_as_rank(lambda: (Noting(fails), (X,)), fsdp(), rank=0, world_size=2)
+            compile_without_a_call(Noting(fails))
     assert gc.get_threshold() == (500, 7, 8) and SEEN[0] == (THRESHOLD, 7, 8)
 
 
 def test_a_collector_that_runs_less_often_or_not_at_all_is_left_alone() -> None:
     for thresholds in ((2 * THRESHOLD, 7, 8), (0, 7, 8)):
         gc.set_threshold(*thresholds)
-        compile_as_rank(lambda: (Noting(), (X,)), fsdp(), rank=0, world_size=2)
+        compile_without_a_call(Noting())
         assert gc.get_threshold() == thresholds
     gc.set_threshold(500, 7, 8)
     gc.disable()
-    compile_as_rank(lambda: (Noting(), (X,)), fsdp(), rank=0, world_size=2)
+    compile_without_a_call(Noting())
     assert SEEN == [(2 * THRESHOLD, 7, 8), (0, 7, 8), (500, 7, 8)]
 
 
 def test_thresholds_that_the_model_sets_stay() -> None:
-    compile_as_rank(lambda: (Noting(thresholds=(900, 9, 9)), (X,)), fsdp(), rank=0, world_size=2)
+    compile_without_a_call(Noting(thresholds=(900, 9, 9)))
     assert gc.get_threshold() == (900, 9, 9)

@@ -16,7 +16,7 @@ from hypothesis import given
 from models import CASES, GPT, Stack
 from profiles import each_case
 from random_models import CallingModel, ModelSpec, quiet, repeating_models
-from test_repeated_modules import Blocks, Linear, X, adding, check_traces, seeded
+from test_repeated_modules import Blocks, Linear, X, adding, check_traces, running, seeded
 from thunder.core import prims
 from thunder.core.compile_data import get_compile_data
 from thunder.core.symbol import Symbol
@@ -150,14 +150,8 @@ class Normalizing(Linear):
         return self.norm(self.linear(x))
 
 
-class Checkpointing(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.linear, x, use_reentrant=False)
-
-
-class Dropping(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(self.linear(x), 0.5, self.training)
+Checkpointing = running(lambda self, x: checkpoint(self.linear, x, use_reentrant=False))
+Dropping = running(lambda self, x: F.dropout(self.linear(x), 0.5, self.training))
 
 
 class Freezing(Linear):
@@ -206,12 +200,7 @@ Asking = adding(lambda self: 1 if torch.is_grad_enabled() else 2)
 AskingThunder = adding(lambda self: 1 if get_compile_data().is_grad_enabled else 2)
 AskingForInference = adding(lambda self: 1 if torch.is_inference_mode_enabled() else 2)
 
-
-class Detaching(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x.detach())
-
-
+Detaching = running(lambda self, x: self.linear(x.detach()))
 Registered = adding(lambda self: torch.sinc(self.linear.bias))
 """Calls an operator that Thunder registers automatically. Its result requires gradients, if torch says so."""
 
@@ -229,13 +218,8 @@ def _scaled(x: Any) -> Any:
 
 
 SCALED = Symbol("scaled", meta=_scaled, id="tests.scaled")
-
-
-class Scaling(Linear):
-    """Calls a symbol that Thunder does not know."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return SCALED(self.linear(x))
+"""A symbol that Thunder does not know."""
+Scaling = running(lambda self, x: SCALED(self.linear(x)))
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,11 @@ def adding(extra: Callable[..., Any]) -> type[Linear]:
     return type("Adding", (Linear,), {"extra": extra})
 
 
+def running(forward: Callable[..., Any]) -> type[Linear]:
+    """Return a class of blocks with this forward."""
+    return type("Running", (Linear,), {"forward": forward})
+
+
 X = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
 
 
@@ -156,11 +161,6 @@ class Square(torch.autograd.Function):
         return 2 * x * grad
 
 
-class WithAFunction(Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Square.apply(self.linear(x))
-
-
 class Closing(Linear):
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -188,7 +188,7 @@ class Closing(Linear):
         (adding(lambda self: float(next(NUMBERS))), "count.__next__"),
         (adding(lambda self: random.random()), "random"),
         (adding(lambda self: float(len(f"{NAMED}")) + float(len(str(NAMED)))), "format"),
-        (WithAFunction, "operator"),
+        (running(lambda self, x: Square.apply(self.linear(x))), "operator"),
         (Closing, "STORE_DEREF"),
     ],
 )
@@ -253,16 +253,12 @@ def test_a_block_that_differs_is_traced_again(change: Callable[[Any], Any]) -> N
 def test_shared_parameters_and_submodules_stay_shared() -> None:
     shared = nn.Linear(4, 4).double()
 
-    class Sharing(Linear):
-        def __init__(self, index: int) -> None:
-            super().__init__(index)
-            self.shared = shared
-            self.linear.bias = shared.bias
+    def make(index: int) -> nn.Module:
+        block = running(lambda self, x: self.shared(self.linear(x)))(index)
+        block.shared, block.linear.bias = shared, shared.bias
+        return block
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.shared(self.linear(x))
-
-    repetition_of(Sharing)
+    repetition_of(make)
 
 
 def test_containers_of_tensors_pass_through_repeated_blocks() -> None:

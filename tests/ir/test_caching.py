@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched.capture.bound_symbols import BoundSymbolCopies
 from thunder_fsdp_sched.ir.caching import caching, with_caches
 from thunder_fsdp_sched.private_thunder import CachingBoundSymbol, renamed
 
@@ -98,17 +97,6 @@ def test_swaps_are_those_of_thunder(traces: list[TraceCtx]) -> None:
                     swapped = caching(ours.from_bsym_swap_proxies(swap, *skip))
                     check_same(swapped, expected.from_bsym_swap_proxies(swap, *skip))
                 assert ours.from_bsym_swap_proxies({}) is ours
-
-
-def test_copies_with_other_proxies_are_swaps(traces: list[TraceCtx]) -> None:
-    for trace in traces:
-        for bsym in kinds(trace):
-            if not all(isinstance(p, TensorProxy) for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)):
-                continue
-            new = {p.name: renamed(p, trace, set()) for p in _tensors_below(bsym)}
-            swap = {variableify(p): new[p.name] for p in _tensors_below(bsym)}
-            copy = BoundSymbolCopies(trace, new).copy(caching(plain(bsym)))
-            check_same(copy, plain(bsym).from_bsym_swap_proxies(swap))
 
 
 def _tensors_below(bsym: BoundSymbol) -> list[TensorProxy]:

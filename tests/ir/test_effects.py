@@ -5,6 +5,9 @@ The tests declare a broadcast of a bucket, which the package does not have.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from thunder_fsdp_sched import StepMemory, VerificationError
 from thunder_fsdp_sched.ir.effects import Effects, Issue, Place, Wait, Work
 from thunder_fsdp_sched.ir.registry import register
@@ -87,29 +90,21 @@ def test_a_new_collective_is_sorted_laid_out_proved_counted_priced_and_printed()
     assert sum(timeline.communication_seconds.values()) == pytest.approx(expected)
 
 
-def broadcasts(*slots: int, read_first: bool) -> TraceCtx:
-    """Return a trace that broadcasts one bucket into each slot, and reads each before the next one or all at the end."""
-    trace, buckets = TraceCtx(), make_buckets([1] * len(slots))
-    made = {number: Slot(f"slot_{number}", buckets[0].arena, 1024 * number, 1024) for number in slots}
-    with tracectx(trace):
-        trace.args = tuple(tensor() for _ in slots)
-        for arg in trace.args:
-            prims.unpack_trivial(arg, name=arg.name)
-        weights = []
-        for bucket, number, shard in zip(buckets, slots, trace.args, strict=True):
-            weights.append(wait_for_broadcast(bucket, broadcast(bucket, made[number], shard)))
-            if read_first:
-                prims.neg(weights[-1])
-        prims.python_return({"output": sum(map(prims.neg, weights)) if not read_first else (), "flat_args": []}, ())
-    return trace
-
-
 def test_a_new_symbol_is_proved_by_its_declaration() -> None:
-    verify(broadcasts(0, 0, 1, read_first=True))
-    verify(broadcasts(0, 1, 2, read_first=False))
-    with pytest.raises(VerificationError, match=r"which bound symbol \d+ of \w+ has overwritten for bucket"):
-        verify(broadcasts(0, 1, 0, read_first=False))
-    lost = broadcasts(0, 1, read_first=True)
-    lost.bound_symbols = [b for b in lost.bound_symbols if b.sym is not wait_for_broadcast and b.sym is not prims.neg]
+    def changed(change: Callable[[list[BoundSymbol]], Any]) -> TraceCtx:
+        trace = assign_slots(sort_communication(_unsorted(3), prefetch=1))
+        change(trace.bound_symbols)
+        return trace
+
+    def overwrite(bsyms: list[BoundSymbol]) -> None:
+        _, second, third = (i for i, b in enumerate(bsyms) if b.sym is broadcast)
+        bucket, _, shard = bsyms[third].args
+        bsyms[third] = bsyms[third].from_bsym(args=(bucket, bsyms[second].args[1], shard))
+
+    def lose(bsyms: list[BoundSymbol]) -> None:
+        bsyms[:] = [next(b for b in bsyms if b.sym is broadcast), bsyms[-1].from_bsym(args=((),))]
+
+    with pytest.raises(VerificationError, match=r"writes slot_\d+ before the wait for bucket"):
+        verify(changed(overwrite))
     with pytest.raises(VerificationError, match="broadcast_bucket is never waited for"):
-        verify(lost)
+        verify(changed(lose))
