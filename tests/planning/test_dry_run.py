@@ -6,7 +6,7 @@ import re
 
 from thunder_fsdp_sched.__main__ import app
 from thunder_fsdp_sched.ir.schedule import load_schedules
-from thunder_fsdp_sched.planning.dry_run import dry_run_step, find_model
+from thunder_fsdp_sched.planning.dry_run import dry_run_step
 from thunder_fsdp_sched.reports.memory_files import load_memory
 
 import pytest
@@ -69,11 +69,6 @@ def test_a_hybrid_step_is_planned_on_the_links_of_both_mesh_dimensions():
     assert "replicas: 64 ranks cannot hold 7 copies" in words(invoke(*planned, "7", exit_code=2))
 
 
-def test_an_unknown_model_is_refused_by_name():
-    with pytest.raises(ValueError, match="'no-such-model' is neither"):
-        find_model("no-such-model", batch=1, length=8, dtype=torch.bfloat16)
-
-
 def test_trace_and_plan_take_the_same_options_and_a_cluster_described_by_a_file(tmp_path):
     path = tmp_path / "ours.json"
     path.write_text('{"like": "h100-sxm", "inter_node_bandwidth": "1GB"}')
@@ -116,6 +111,7 @@ NOT_A_FUNCTION = 3
         (("plan", "test_dry_run:make_a_list"), "but returned a list"),
         (("plan", "test_dry_run:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
         (("plan", "test_dry_run:make_on_meta", "--bucketing", "foo"), "foo"),
+        (("plan", "no-such-model"), "'no-such-model' is neither"),
         (("plan", ":make"), "cannot be imported"),
         (("plan", "no_such_module:make"), "no_such_module"),
         (("plan", "test_dry_run:make_on_meta", "--cluster", "nowhere"), "nowhere"),

@@ -16,7 +16,6 @@ from thunder_fsdp_sched.planning.fake_ranks import fake_rank
 from thunder_fsdp_sched.planning.search import Limits, MemoryLimitError, Search
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.memory import Arena
-from thunder_fsdp_sched.sizes import parse_bytes
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.regather_for_backward import regather_for_backward
 from thunder_fsdp_sched.transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward
@@ -205,17 +204,3 @@ def test_a_search_that_may_use_the_memory_of_the_default_is_never_slower(search)
         chosen = limited.choose(prefetch=prefetch, may_keep=True).chosen
         assert chosen.step_seconds <= seconds
         assert chosen.unsharded_bytes <= budget
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("40GiB", 40 * 2**30), ("1.5 GB", 1_500_000_000), ("512MB", 512_000_000), ("7", 7), (12, 12), ("3kib", 3072)],
-)
-def test_byte_counts_may_be_numbers_or_strings(text, nbytes):
-    assert parse_bytes("max_unsharded_bytes", text) == nbytes
-
-
-@pytest.mark.parametrize("wrong", ["many", "-3", "1.5.2GB", 0, True, 1.5])
-def test_invalid_byte_counts_are_refused_by_name(wrong):
-    with pytest.raises((TypeError, ValueError), match="max_unsharded_bytes"):
-        parse_bytes("max_unsharded_bytes", wrong)

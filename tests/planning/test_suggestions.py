@@ -11,7 +11,7 @@ from thunder_fsdp_sched.ir.symbols import gather_of
 from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.dry_run import dry_run_step, replan
-from thunder_fsdp_sched.planning.fit import describe_origins, optimizer_state_bytes, origins_of
+from thunder_fsdp_sched.planning.fit import describe_origins, optimizer_state_bytes
 from thunder_fsdp_sched.planning.suggestions import Suggestion, suggest
 
 import pytest
@@ -153,14 +153,9 @@ def test_a_step_that_fits_gets_changes_that_make_it_faster():
 
 def test_values_are_attributed_to_the_blocks_and_lines_that_make_them():
     forward = plan_that_fits().compiled.forward
-    origins = origins_of(forward)
-    blocks = {origin.block for origin in origins.values()}
-    assert blocks == {"blocks.0", "blocks.1", "blocks.2", "head"}
     tanhs = [bsym.output.name for bsym in forward.bound_symbols if bsym.sym.name == "tanh"]
-    assert [origins[name].block for name in tanhs] == ["blocks.0", "blocks.1", "blocks.2"]
     assert describe_origins(tanhs, forward).startswith("blocks.0-blocks.2 (planned_model.py:")
     assert describe_origins([tanhs[0], tanhs[2]], forward).startswith("blocks.0, blocks.2 (")
-    assert describe_origins([], forward) == ""
 
 
 def test_plan_prints_suggestions_if_the_step_does_not_fit(monkeypatch: pytest.MonkeyPatch):

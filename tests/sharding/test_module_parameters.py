@@ -28,7 +28,7 @@ X = torch.ones(2, 4)
 
 @mostly_zero3
 @on_ranks()
-def test_optimizers_hooks_and_freezing_work_on_the_module(strategy: str) -> None:
+def test_optimizers_and_hooks_work_on_the_module(strategy: str) -> None:
     model = Stack(1).double()
     shapes = {name: param.shape for name, param in model.named_parameters()}
     hook_calls: list[tuple[str, tuple[int, ...]]] = []
@@ -55,14 +55,8 @@ def test_optimizers_hooks_and_freezing_work_on_the_module(strategy: str) -> None
     ]
     run.train(steps=1)
 
-    # Parameters frozen after compiling, and then trained again.
-    models, compiled = (model, run.reference), len(run.transform.compiled)
+    models = (model, run.reference)
     run.optimizers = [sgd(m.parameters()) for m in models]
-    for frozen in (True, False):
-        for m in models:
-            m.blocks.requires_grad_(not frozen)
-        run.train(steps=1)
-        assert len(run.transform.compiled) == compiled + 1
 
     # zero_grad of a submodule, in-place initialization, and loading unsharded entries.
     run.micro_batch(no_sync=False)

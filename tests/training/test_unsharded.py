@@ -231,8 +231,6 @@ def test_misuse_is_refused_and_restores_the_module() -> None:
     ):
         with pytest.raises(ValueError, match=message), tfs.unsharded(model, *arguments, **options):
             pass
-    with pytest.raises(TypeError, match="that no fsdp"), tfs.unsharded(module):
-        pass
     with tfs.unsharded(model):
         inside = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match=r"'first\.weight' was taken from the module .* inside unsharded"):
