@@ -95,7 +95,7 @@ def audit_of(blocks: int) -> dict[str, float]:
     with contextlib.ExitStack() as stack:
         for owner, name, what in (
             (compilation, "audited", "insert"),
-            (audit, "_exchange", "exchange"),
+            (audit.Auditor, "succeeded", "exchange"),
             (audit.Auditor, "before", "check"),
             (audit.Auditor, "after", "check"),
             (operator_facts, "_facts_of", "facts"),

@@ -118,12 +118,13 @@ def runs_nothing(bsym: BoundSymbol) -> bool:
     return bsym.sym.id in _BOOKKEEPING or bsym.sym.name in _NOT_COUNTED
 
 
-def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name: str) -> TraceCtx:
-    """Return a copy of ``trace`` with other bound symbols and the provenance of the pass that created them."""
+def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name: str = "") -> TraceCtx:
+    """Return a copy of ``trace`` with other bound symbols and the provenance of the pass that created them, if named."""
     new = from_trace(trace)
     new.bound_symbols = list(bsyms)
     new._any_future_tensors = trace._any_future_tensors
-    new.set_provenance(TraceProvenance(pass_name))
+    if pass_name:
+        new.set_provenance(TraceProvenance(pass_name))
     return new
 
 

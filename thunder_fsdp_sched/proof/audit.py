@@ -2,7 +2,7 @@
 
 [Note: The audit]
 A slot is reused as soon as the last value that may alias it has been read, so the plan is only as good as its facts
-about operators (``operator_facts``). The first run of a forward or backward trace therefore contains an ``fsdp_audit``
+about operators (``operator_facts``). The first run of a forward or backward trace therefore calls ``fsdp_audit``
 after each bound symbol. It compares addresses and raises an error in three cases:
 
 - An output is in a slot, contrary to the plan.
@@ -20,18 +20,18 @@ not wait for a device. Its cost, once per trace: ``python benchmarks/costs.py au
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.trace import TraceCtx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..ir.effects import Place, effects
-from ..ir.inspection import UNPACKING, args_of, outs_of, statement
+from ..ir.inspection import UNPACKING, args_of, outs_of, statement, with_bound_symbols
 from ..ir.operator_facts import Aliases, facts_of
 from ..ir.registry import executor, register
 from ..private_thunder import without_calls
@@ -85,17 +85,17 @@ class Auditor:
         trace: the trace with slots.
         forward: for a backward trace, its forward trace, whose saved tensors may be in private slots.
         former_memory: the memory in which parameters were stored before sharding.
-        on_success: called once, after the first run.
+        stats: see :func:`audited`.
     """
 
     def __init__(
-        self, trace: TraceCtx, *, forward: TraceCtx | None, former_memory: FormerMemory, on_success: Callable[[], None]
+        self, trace: TraceCtx, forward: TraceCtx | None, former_memory: FormerMemory, stats: Iterable[Any]
     ) -> None:
         self.name = "audit_forward" if forward is None else "audit_backward"
+        self.done = False  # whether the trace has run once without an error
         self.expected: dict[int, _Expected] = {}
         self.inputs = tuple(p for p in trace.args if isinstance(p, TensorProxy)) if forward is None else ()
-        self._former_memory = former_memory
-        self._on_success: Callable[[], None] | None = on_success
+        self._former_memory, self._stats = former_memory, weakref.WeakSet(stats)
         self._before: list[tuple[int, torch.Tensor | None]] = []
         self._aliases = Aliases()
         self._params: dict[str, Place] = {}  # and slots of gathers, by their futures
@@ -111,11 +111,6 @@ class Auditor:
 
     def __repr__(self) -> str:
         return self.name
-
-    @property
-    def done(self) -> bool:
-        """Whether the trace has run once without an error."""
-        return self._on_success is None
 
     def _follow(self, bsym: BoundSymbol, position: int) -> None:
         effect = effects(bsym)
@@ -141,7 +136,7 @@ class Auditor:
     def _roots(self, name: str) -> list[Place]:
         return [self._params[root] for root in sorted(self._aliases.roots(name)) if root in self._params]
 
-    def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
+    def check_inputs(self, *inputs: torch.Tensor) -> None:
         """Raise an error if an input of the trace is in memory where a parameter was stored before sharding.
 
         Raises:
@@ -162,7 +157,7 @@ class Auditor:
         tensors = map(_tensor_in, expected.read)
         self._before = [(tensor._version, None if expected.known else tensor.clone()) for tensor in tensors]
 
-    def after(self, position: int, outputs: Sequence[torch.Tensor | None]) -> None:
+    def after(self, position: int, *outputs: torch.Tensor | None) -> None:
         """Compare the effect of the bound symbol at ``position`` with the plan.
 
         Args:
@@ -204,10 +199,17 @@ class Auditor:
         )
 
     def succeeded(self) -> None:
-        """Record that the trace has run to its end."""
-        on_success, self._on_success = self._on_success, None
-        if on_success is not None:
-            on_success()
+        """Remove the audit from Thunder's cache entry of its trace, and from the program made of the last trace there."""
+        self.done = True
+        kind = "backward" if self.name == "audit_backward" else "computation"
+        for stats in self._stats:
+            for number, entry in enumerate(stats.interpreter_cache):
+                traces = getattr(entry, f"{kind}_traces")
+                last = traces[-1].bound_symbols if traces else ()
+                if any(bsym.sym is fsdp_audit and bsym.args[0] is self for bsym in last):
+                    traces[:] = map(without_audit, traces)
+                    program = without_calls(getattr(entry, f"{kind}_fn"), [fsdp_audit.name], [str(self)])
+                    stats.interpreter_cache[number] = entry._replace(**{f"{kind}_fn": program})
 
 
 def audited(
@@ -221,57 +223,40 @@ def audited(
         stats: Thunder's statistics of the jitted modules that may run the trace. After the first run, their cache
             receives the trace without the audit.
     """
-    new = from_trace(trace)
-    in_cache, of_modules, backward = weakref.ref(new), weakref.WeakSet(stats), forward is not None
+    auditor = Auditor(trace, forward, former_memory, stats)
+    bsyms: list[BoundSymbol] = []
 
-    def exchange() -> None:
-        found = in_cache()
-        if found is not None:
-            for one in of_modules:
-                _exchange(one, found, auditor, backward)
+    def call(method: Callable[..., None], *arguments: Any) -> None:
+        bsyms.append(fsdp_audit.bind(auditor, method.__name__, *arguments, output=None))
 
-    auditor = Auditor(trace, forward=forward, former_memory=former_memory, on_success=exchange)
     inputs_checked = not auditor.inputs
     for position, bsym in enumerate(trace.bound_symbols):
         expected = auditor.expected.get(position)
         if not inputs_checked and bsym.sym.id not in _NO_OPERATORS:
-            new.bound_symbols.append(fsdp_audit_inputs.bind(auditor, *auditor.inputs, output=None))
+            call(auditor.check_inputs, *auditor.inputs)
             inputs_checked = True
         if bsym.sym.id is PrimIDs.RETURN:
-            new.bound_symbols.append(fsdp_audit_done.bind(auditor, output=None))
+            call(auditor.succeeded)
         if expected is not None and expected.read:
-            new.bound_symbols.append(fsdp_audit_before.bind(auditor, position, output=None))
-        new.bound_symbols.append(bsym)
+            call(auditor.before, position)
+        bsyms.append(bsym)
         if expected is not None:
-            new.bound_symbols.append(fsdp_audit.bind(auditor, position, *expected.outs, output=None))
-    new._any_future_tensors = trace._any_future_tensors
-    return new
+            call(auditor.after, position, *expected.outs)
+    return with_bound_symbols(trace, bsyms)
 
 
 def without_audit(trace: TraceCtx) -> TraceCtx:
     """Return ``trace`` without the audit, the same object if it has none."""
-    bsyms = [b for b in trace.bound_symbols if b.sym not in _AUDIT]
-    if len(bsyms) == len(trace.bound_symbols):
-        return trace
-    new = from_trace(trace)
-    new.bound_symbols = bsyms
-    new._any_future_tensors = trace._any_future_tensors
-    return new
+    bsyms = [bsym for bsym in trace.bound_symbols if bsym.sym is not fsdp_audit]
+    return trace if len(bsyms) == len(trace.bound_symbols) else with_bound_symbols(trace, bsyms)
 
 
-def _exchange(stats: Any, trace: TraceCtx, auditor: Auditor, backward: bool) -> None:
-    """Remove the audit from the traces of the cache entry of ``trace``, and from the program made of the last of them."""
-    for number, entry in enumerate(stats.interpreter_cache):
-        traces = entry.backward_traces if backward else entry.computation_traces
-        if not any(t is trace for t in traces):
-            continue
-        for i, t in enumerate(traces):
-            traces[i] = without_audit(t)
-        field = "backward_fn" if backward else "computation_fn"
-        program = without_calls(getattr(entry, field), [sym.name for sym in _AUDIT], [str(auditor)])
-        stats.interpreter_cache[number] = entry._replace(**{field: program})
-        return
+def _audit(auditor: Auditor, method: str, *arguments: Any) -> None:
+    if not auditor.done:
+        getattr(auditor, method)(*arguments)
 
+
+fsdp_audit = register("fsdp_audit", _audit)
 
 _NO_OPERATORS = UNPACKING | {PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.RETURN}
 
@@ -283,26 +268,3 @@ def _tensor_in(place: Place) -> torch.Tensor:
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-
-
-def _inputs(auditor: Auditor, *inputs: torch.Tensor) -> None:
-    if not auditor.done:
-        auditor.check_inputs(inputs)
-
-
-def _before(auditor: Auditor, position: int) -> None:
-    if not auditor.done:
-        auditor.before(position)
-
-
-def _after(auditor: Auditor, position: int, *outputs: torch.Tensor | None) -> None:
-    if not auditor.done:
-        auditor.after(position, outputs)
-
-
-fsdp_audit_inputs = register("fsdp_audit_inputs", _inputs)
-fsdp_audit_before = register("fsdp_audit_before", _before)
-fsdp_audit = register("fsdp_audit", _after)
-fsdp_audit_done = register("fsdp_audit_done", Auditor.succeeded)
-
-_AUDIT = frozenset({fsdp_audit_inputs, fsdp_audit_before, fsdp_audit, fsdp_audit_done})
