@@ -12,12 +12,11 @@ from thunder.extend import Executor, FusionExecutor
 
 from . import passes
 from .capture.traced_computation import TracedComputation, needs_backward, without_computation
-from .ir.analysis import NOTHING_LEFT
-from .ir.caching import with_caches
+from .ir.analysis import NO_PENDING_GRADS
 from .ir.computation import computation_of
-from .ir.descriptions import count_issues
 from .ir.inspection import is_backward_trace, snapshot, split_joint
-from .ir.schedule import read_program, read_schedule
+from .ir.registry import with_caches
+from .ir.schedule import Schedule, read_program, read_schedule
 from .options import Options
 from .passes import Context
 from .pipeline import CompiledTraces, JointPasses
@@ -65,7 +64,7 @@ class Compilation:
     ) -> None:
         self.traces = traces
         self._compiled = compiled
-        self._left = NOTHING_LEFT
+        self._pending_grads = NO_PENDING_GRADS
         self.is_finished = False
         self._sharded = sharded
         self._options = options
@@ -160,14 +159,15 @@ class Compilation:
         run = partial(self._run, forward=forward, forward_schedule=forward_schedule, trains=trains)
         sorted_trace = run("scheduled", run("split", unscheduled))
         schedule = read_schedule(sorted_trace)
-        trace = run("finished", sorted_trace, agreement=self._agree(sorted_trace, name))
+        trace = run("finished", sorted_trace, agreement=self._agree(sorted_trace, schedule, name))
         if backward:
             traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
         else:
             traces.forward_before, traces.forward, traces.forward_schedule = unscheduled, trace, schedule
         self.is_finished = backward or not trains
         if self.is_finished and self._options.max_memory is not None:
-            self._planner.check_memory(traces, limit=self._options.max_memory, left=self._left, compiled=self._compiled)
+            limit, pending = self._options.max_memory, self._pending_grads
+            self._planner.check_memory(traces, limit=limit, pending_grads=pending, compiled=self._compiled)
         if self._options.audit:
             trace = audited(trace, forward=forward, former_memory=self._sharded.former_memory, stats=self._stats)
         return with_caches(trace)
@@ -182,7 +182,7 @@ class Compilation:
         context, compiled = self._context(), self._compiled
         chooser = self._planner.Chooser(joint, traces, context, sharded=sharded, options=options, compiled=compiled)
         settings = chooser.choose()
-        self._left, self._copy_times = settings.left, settings.copy_times
+        self._pending_grads, self._copy_times = settings.pending_grads, settings.copy_times
         traces.choice, chosen = settings.choice, settings.choice.chosen
         traces.prefetch, traces.reductions_in_flight = chosen.prefetch, chosen.reductions
         traces.extends = chosen.extends
@@ -222,7 +222,7 @@ class Compilation:
         )
         return replace(context, **more)
 
-    def _agree(self, trace: TraceCtx, name: str) -> dict[str, Any]:
+    def _agree(self, trace: TraceCtx, schedule: Schedule, name: str) -> dict[str, Any]:
         """Compare what the ranks have compiled, and return how they agree at run time; empty if they need not."""
         traces, control = self.traces, self._sharded.control
         if control.is_single_rank:
@@ -238,7 +238,7 @@ class Compilation:
             agreed,
             f"{name} for {traces.call}",
             computation,
-            count_issues(trace.bound_symbols),
+            sum(op.issues for op in schedule),
         )
         on_device = all(b.ranks.group.backend_for(b.spec.device) == "nccl" for b in self._sharded.buckets)
         return {"run": run, "before_issue": not on_device}

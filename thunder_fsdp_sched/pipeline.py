@@ -13,8 +13,8 @@ from thunder.core.trace import TraceCtx
 from thunder.extend import Executor, FusionExecutor
 
 from .capture.traced_computation import TracedComputation
-from .ir.analysis import NOTHING_LEFT, LeftGradients, gradients_left
-from .ir.descriptions import NO_CALL, Call
+from .ir.analysis import NO_PENDING_GRADS, PendingGrads, pending_grads_of
+from .ir.computation import NO_CALL, Call
 from .ir.schedule import Schedule, StepSchedule
 from .ir.step_memory import StepMemory
 from .logs import log_pass
@@ -100,7 +100,7 @@ class CompiledTraces:
             self.traces,
             self.buckets,
             device=device,
-            accumulated=NOTHING_LEFT.union(*(one.gradients_left for one in earlier)),
+            accumulated=NO_PENDING_GRADS.union(*(one.pending_grads for one in earlier)),
             others=[other.traces for other in others if other is not self],
         )
 
@@ -110,9 +110,9 @@ class CompiledTraces:
         return tuple(trace for trace in (self.forward, self.backward) if trace is not None)
 
     @property
-    def gradients_left(self) -> LeftGradients:
+    def pending_grads(self) -> PendingGrads:
         """The gradients that backward leaves under ``no_sync``; or would leave unsharded, if it reduces them."""
-        return NOTHING_LEFT if self.backward is None else gradients_left(self.backward.bound_symbols)
+        return NO_PENDING_GRADS if self.backward is None else pending_grads_of(self.backward.bound_symbols)
 
     @property
     def schedule(self) -> StepSchedule:

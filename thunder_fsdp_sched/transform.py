@@ -37,7 +37,7 @@ from thunder.extend import Executor
 from .capture.repetition import Repetition, call_forward, trace_module_calls
 from .capture.traced_computation import defers_autograd, fingerprint
 from .compilation import Compilation
-from .ir.descriptions import Call, read_call
+from .ir.computation import Call, read_call
 from .ir.registry import executor as own_executor
 from .ir.schedule import StepSchedule, save_schedules
 from .options import Options

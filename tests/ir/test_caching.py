@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched.ir.caching import caching, with_caches
+from thunder_fsdp_sched.ir.registry import caching, with_caches
 from thunder_fsdp_sched.private_thunder import CachingBoundSymbol, renamed
 
 import pytest

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched import StepMemory, fsdp, set_gradient_divide_factor
-from thunder_fsdp_sched.ir.analysis import NOTHING_LEFT, Analysis
+from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS, Analysis
 from thunder_fsdp_sched.ir.step_memory import KINDS, TensorMemory
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.ir.unknown_memory import unknown_memory
@@ -99,7 +99,7 @@ WINDOW_CASES: dict[str, dict[str, Any]] = {
 
 
 def test_a_limit_holds_for_the_traces_that_run(compiled: CompiledTraces) -> None:
-    check = partial(check_memory, compiled, left=NOTHING_LEFT, compiled=())
+    check = partial(check_memory, compiled, pending_grads=NO_PENDING_GRADS, compiled=())
     peak = compiled.memory.peak
     check(limit=peak.nbytes)
     with pytest.raises(
@@ -328,8 +328,8 @@ def test_a_fusion_allocates_at_most_what_it_computes_inside() -> None:
         b, c = prims.exp(a), prims.sin(a)
         d = prims.add(b, c)
     fusion = Symbol("fusion0", lambda a: None, is_fusion=True).bind(a, output=d, subsymbols=tuple(trace.bound_symbols))
-    [unknown] = unknown_memory(Analysis([fusion]), lambda bsym: 5, "cpu")
-    assert (unknown.name, unknown.nbytes, unknown.positions) == ("fusion0", 2 * 32, (5,))
+    [unknown] = unknown_memory(Analysis([fusion]), "cpu")
+    assert (unknown.name, unknown.nbytes, unknown.positions) == ("fusion0", 2 * 32, (0,))
 
 
 def test_the_copies_of_gloo_are_bounded_by_transport(one_rank: None) -> None:

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from thunder_fsdp_sched.ir.caching import caching
 from thunder_fsdp_sched.ir.operator_facts import Aliases, facts_of
+from thunder_fsdp_sched.ir.registry import caching
 
 import pytest
 import thunder.torch as ltorch

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.ir.analysis import Analysis
+from thunder_fsdp_sched.ir.effects import declared
 from thunder_fsdp_sched.ir.host_copies import (
-    HOST_COPIES,
     fsdp_copy_to_device,
     fsdp_copy_to_host,
     fsdp_wait_device_copy,
@@ -36,8 +36,8 @@ def _sort(trace: TraceCtx, copy: float) -> list[BoundSymbol]:
     sorted_trace = sort_host_copies(
         trace, seconds=lambda t: [1.0] * len(t.bound_symbols), copy_seconds=lambda nbytes: copy
     )
-    assert [b for b in sorted_trace.bound_symbols if b.sym.name not in HOST_COPIES] == [
-        b for b in statements(trace) if b.sym.name not in HOST_COPIES
+    assert [b for b in sorted_trace.bound_symbols if not declared(b).copies_activation] == [
+        b for b in statements(trace) if not declared(b).copies_activation
     ]
     return sorted_trace.bound_symbols
 
@@ -66,10 +66,10 @@ def test_a_copy_to_the_host_starts_after_the_last_use_and_ends_when_it_has_proba
     most = _assert_within_limit(bsyms)
     for issue, wait, _ in _spans(bsyms):
         source = bsyms[issue].args[0].name
-        before = next(i for i in range(issue - 1, -1, -1) if bsyms[i].sym.name not in HOST_COPIES)
+        before = next(i for i in range(issue - 1, -1, -1) if not declared(bsyms[i]).copies_activation)
         assert source in args_of(bsyms[before]) or source in outs_of(bsyms[before])
         assert not any(source in args_of(b) for b in bsyms[wait + 1 :])
-        between = sum(b.sym.name not in HOST_COPIES for b in bsyms[issue:wait])
+        between = sum(not declared(b).copies_activation for b in bsyms[issue:wait])
         reason = str(bsyms[wait].header)
         assert (reason == "finished by now") is (between >= 1.25 * copy and copy < 1000) or "end of forward" in reason
     assert most == 1 if copy == 0 else most > 1
@@ -84,9 +84,9 @@ def test_a_copy_to_the_device_starts_as_late_as_it_is_hidden_and_ends_before_its
     spans = _spans(bsyms)
     assert spans == sorted(spans), "issues and waits have the order of first consumers"
     for issue, wait, _ in spans:
-        consumer = next(b for b in bsyms[wait:] if b.sym.name not in HOST_COPIES)
+        consumer = next(b for b in bsyms[wait:] if not declared(b).copies_activation)
         assert bsyms[wait].output.name in args_of(consumer)
-        between = sum(b.sym.name not in HOST_COPIES for b in bsyms[issue:wait])
+        between = sum(not declared(b).copies_activation for b in bsyms[issue:wait])
         assert between == 0 if copy == 0 else between >= 3 or "from the start" in str(bsyms[issue].header)
     assert (most > 1) is (copy == 1000)
 

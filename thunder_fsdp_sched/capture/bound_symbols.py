@@ -18,8 +18,8 @@ from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorPr
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.effects import declared
 from ..ir.inspection import args_of, defined_by, outs_of
-from ..ir.symbols import fsdp_reduce, fsdp_unshard
 from ..private_thunder import CachingBoundSymbol, renamed
 from ..runtime.bucket import Bucket
 from .keys import Same, key_of
@@ -98,7 +98,7 @@ class StructuralKeys:
         line = None if positions is None else positions.lineno
         tags = frozenset(tag for tag in bsym.tags if not isinstance(tag, ModuleCall))
         self._key += (Same(bsym.sym), bsym.header, bsym.source_filename, line, self._shared.setdefault(tags, tags))
-        if bsym.sym in (fsdp_unshard, fsdp_reduce):
+        if declared(bsym).single is not None:
             self._add_parameter(*bsym.args)
             self._add(bsym.output)
             return
@@ -161,7 +161,7 @@ class BoundSymbolCopies:
         for proxy in bsym.flat_proxy_outs:
             if proxy.name not in self.new:
                 self.new[proxy.name] = renamed(proxy, self._trace, self.tags_of(proxy))
-        if self._parameters and bsym.sym in (fsdp_unshard, fsdp_reduce):
+        if self._parameters and declared(bsym).single is not None:
             bucket, index, tensor = bsym.args
             parameter = self._parameters[bucket, index]
             return bsym.from_bsym(args=(*parameter, self.swap(tensor)), output=self.swap(bsym.output))
@@ -248,7 +248,7 @@ def _spans_of_calls(bsyms: Sequence[BoundSymbol]) -> set[tuple[int, int]]:
         for tag in bsym.tags:
             if isinstance(tag, ModuleCall):
                 found[tag] = found.get(tag, (start, 0))[0], position + 1
-        if bsym.sym is not fsdp_unshard:
+        if (single := declared(bsym).single) is None or single.reduces:
             start = position + 1
     return set(found.values())
 

@@ -31,7 +31,7 @@ Gradients that ``no_sync`` accumulates outlive their backward, unsharded or redu
 ``runtime.accumulation``). The first backward of a window allocates them where it accumulates them; reduced ones stay where
 the reduction has put them, unless they are added up in a wider dtype. Later ones, and the one that returns them, find them
 allocated. Which buckets have such gradients depends on the micro-batches that ran before, so the caller names them
-(:class:`LeftGradients`).
+(:class:`PendingGrads`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
-from .effects import Effects, Memory, Place, device_of, effects, observed, reduced_gradients, unsharded_gradients
+from .effects import KEPT, Effects, Memory, Place, device_of, effects, observed, reduced_gradients, unsharded_gradients
 from .inspection import UNPACKING, defined_by, is_statement, names, nbytes_of
 
 BEFORE_TRACE = -1
@@ -114,13 +114,13 @@ class Lifetime:
         return self.place.slot
 
 
-LeftGradients = frozenset[Memory]
+PendingGrads = frozenset[Memory]
 """The memory of the gradients that backwards under ``no_sync`` have left, unsharded or reduced."""
 
-NOTHING_LEFT: LeftGradients = frozenset()
+NO_PENDING_GRADS: PendingGrads = frozenset()
 
 
-def gradients_left(bsyms: Iterable[BoundSymbol]) -> LeftGradients:
+def pending_grads_of(bsyms: Iterable[BoundSymbol]) -> PendingGrads:
     """Return the gradients that a backward leaves under ``no_sync``.
 
     Those that it reduces and returns count as unsharded: it would leave them so under ``no_sync``.
@@ -272,6 +272,11 @@ class Analysis:
         )
 
     @cached_property
+    def schedule_positions(self) -> list[int]:
+        """For each bound symbol, its schedule position, or that of the next one that has one."""
+        return list(itertools.accumulate(map(is_statement, self.bsyms[:-1]), initial=0))
+
+    @cached_property
     def observed(self) -> list[Effects]:
         """The effects of each bound symbol on inputs with the strides that they have."""
         return [e for e, _ in observed(self.bsyms)]
@@ -290,13 +295,13 @@ class Analysis:
             by_name = {value.name: value for value in (*self.args[position], *self.outs[position])}
             for value in self.args[position]:
                 if not value.owners:
-                    _own(value, None, 0 if value.name in on_host else _bytes(value))
+                    _own(value, _memory_of(value, counted=value.name not in on_host))
             own = {m.owner: m for m in e.allocates if m.scope == "value"}
             for value in self.outs[position]:
                 shared = dict.fromkeys(o for name in e.views.get(value.name, ()) for o in by_name[name].owners)
                 if value.name in own or not shared:
-                    hosted = value.name in on_host or bsym.sym.id not in UNPACKING
-                    _own(value, own.get(value.name), 0 if hosted else _bytes(value))
+                    counted = value.name not in on_host and bsym.sym.id in UNPACKING
+                    _own(value, own.get(value.name) or _memory_of(value, counted=counted))
                     shared = {value: None, **shared}
                 value.owners = tuple(shared)
             temporary += [
@@ -333,14 +338,25 @@ class Analysis:
                 kind = "inputs" if first == BEFORE_TRACE or owner in begins else owner.kind
                 yield replace(owner, first=first, kind=kind)
 
-    def allocated(self, left: LeftGradients = NOTHING_LEFT) -> Iterator[Lifetime]:
-        """Return what this package's symbols allocate during a part of the step, besides values and slots.
+    def allocated(
+        self, pending_grads: PendingGrads = NO_PENDING_GRADS, others: Sequence[Sequence[Effects]] = ()
+    ) -> Iterator[Lifetime]:
+        """Return what this package's symbols allocate, besides values and slots, in this step or in earlier ones.
+
+        Casts and workspaces that any step allocates stay for all steps. Receive buffers that steps without a release have
+        left stay until the first release of this one.
 
         Args:
-            left: the gradients that earlier backwards under ``no_sync`` have left.
+            pending_grads: the gradients that earlier backwards under ``no_sync`` have left.
+            others: the effects of other steps that have run.
         """
         end = len(self.bsyms) - 1
-        kept = {m.owner: _lifetime(m, BEFORE_TRACE, end) for m in sorted(left, key=lambda m: m.label)}
+        everything = [*self.effects, *itertools.chain(*others)]
+        lasting: dict[Hashable, Memory] = {}
+        for m in (m for e in everything for m in e.allocates if m.scope == "steps"):
+            lasting[m.owner] = max(m, lasting.get(m.owner, m), key=lambda m: m.nbytes)
+        yield from (_lifetime(m, BEFORE_TRACE, end) for m in lasting.values() if m.nbytes)
+        kept = {m.owner: _lifetime(m, BEFORE_TRACE, end) for m in sorted(pending_grads, key=lambda m: m.label)}
         before = frozenset(kept)
         found = list(kept.values())
         for position, e in enumerate(self.effects):
@@ -349,13 +365,9 @@ class Analysis:
                     continue
                 if m.scope == "call":
                     found.append(_lifetime(m, position, position))
-                elif m.scope == "kept" and m.owner not in kept:
-                    kept[m.owner] = _lifetime(m, position, end)
-                    found.append(kept[m.owner])
-            for m in e.keeps:
-                if m.owner not in kept:  # until then it is the result of the reduction
-                    first = next(i for i in range(position + 1, end + 1) if is_statement(self.bsyms[i]))
-                    kept[m.owner] = _lifetime(m, first, end)
+                elif m.scope in KEPT and m.owner not in kept:
+                    following = (i for i in range(position + 1, end + 1) if is_statement(self.bsyms[i]))
+                    kept[m.owner] = _lifetime(m, position if m.scope == "kept" else next(following), end)
                     found.append(kept[m.owner])
             for key in e.forgets:
                 if key in kept:
@@ -363,30 +375,10 @@ class Analysis:
         yield from found
         if releases(self.effects):
             yield from _receive_buffers(self.effects, before)
-
-    def allocated_before(
-        self, others: Sequence[Sequence[Effects]] = (), left: LeftGradients = NOTHING_LEFT
-    ) -> Iterator[Lifetime]:
-        """Return the casts, receive buffers and workspaces that earlier steps have allocated.
-
-        Receive buffers that other steps have left stay until the first release of this one.
-
-        Args:
-            others: the effects of other steps that have run.
-            left: further gradients that backwards under ``no_sync`` have left.
-        """
-        end = len(self.bsyms) - 1
-        everything = [*self.effects, *itertools.chain(*others)]
-        lasting: dict[Hashable, Memory] = {}
-        for m in (m for e in everything for m in e.allocates if m.scope == "steps"):
-            if m.owner not in lasting or m.nbytes > lasting[m.owner].nbytes:
-                lasting[m.owner] = m
-        yield from (_lifetime(m, BEFORE_TRACE, end) for m in lasting.values() if m.nbytes)
-        kept = {m.owner for m in left}
-        kept.update(m.owner for e in everything for m in e.allocates if m.scope == "kept" and m.if_kept is None)
         leaving = [e for step in (self.effects, *others) if not releases(step) for e in step]
         released = next((position for position, e in enumerate(self.effects) if e.frees), end)
-        yield from (replace(m, first=BEFORE_TRACE, last=released) for m in _receive_buffers(leaving, kept))
+        for buffer in _receive_buffers(leaving, before.union(*(e.leaves for e in everything))):
+            yield replace(buffer, first=BEFORE_TRACE, last=released)
 
 
 def releases(step: Sequence[Effects]) -> bool:
@@ -431,21 +423,20 @@ def _receive_buffers(step: Sequence[Effects], kept: Collection[Hashable]) -> lis
     return found
 
 
-def _own(value: Lifetime, memory: Memory | None, nbytes: int) -> None:
+def _own(value: Lifetime, memory: Memory) -> None:
     """Let a value own memory."""
     value.owners = (value,)
-    value.nbytes, value.device = nbytes, device_of(value.proxy)
-    if memory is not None:
-        value.nbytes, value.device = memory.nbytes, memory.device
-        value.kind, value.on_host = memory.kind, memory.on_host
+    value.nbytes, value.device, value.kind, value.on_host = memory.nbytes, memory.device, memory.kind, memory.on_host
+
+
+def _memory_of(value: Lifetime, *, counted: bool) -> Memory:
+    """Return the memory of a value that no bound symbol of the traces allocates."""
+    nbytes = nbytes_of(value.proxy) if counted and isinstance(value.proxy, TensorProxy) else 0
+    return Memory(value.name, nbytes, device_of(value.proxy), kind="values")
 
 
 def _lifetime(m: Memory, first: int, last: int) -> Lifetime:
     return Lifetime(m.label, first, first, last, m.nbytes, m.device, m.kind, m.on_host)
-
-
-def _bytes(value: Lifetime) -> int:
-    return nbytes_of(value.proxy) if isinstance(value.proxy, TensorProxy) else 0
 
 
 def _outputs(last: BoundSymbol) -> Iterator[str]:
@@ -456,11 +447,9 @@ def _outputs(last: BoundSymbol) -> Iterator[str]:
 
 def peak_bytes(spans: Iterable[tuple[int, int, int]]) -> int:
     """Return the most bytes at one position, of spans ``(first, last, bytes)`` with both ends included."""
-    changes: dict[int, int] = defaultdict(int)
-    for first, last, nbytes in spans:
-        changes[first] += nbytes
-        changes[last + 1] -= nbytes
-    return max(itertools.accumulate((changes[position] for position in sorted(changes)), initial=0))
+    spans = list(spans)
+    length = 1 + max((last for _, last, _ in spans), default=0)
+    return max(bytes_at(spans, length))
 
 
 def bytes_at(spans: Iterable[tuple[int, int, int]], length: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The computation of a trace, as lines that ranks compare.
+"""The calls that traces are compiled for, and the computation of a trace as lines that ranks compare.
 
 [Note: Equal computations]
 Ranks shard one model, so they must compute the same on their inputs: the same operators with the same arguments, on the
@@ -20,45 +20,101 @@ Lines contain neither shapes nor anything that always differs between ranks: dev
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
+import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
 from numbers import Number
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from thunder.core import devices, dtypes
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import NumberProxy, Proxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
 from ..ranks.control import Computation
 from ..runtime.bucket import Bucket
-from .effects import Effects, effects
-from .inspection import outs_of, statements
+from .effects import effects
+from .inspection import names, outs_of, statements
 
-_DIMENSIONS = frozenset(
-    {
-        "dim",
-        "dims",
-        "dim0",
-        "dim1",
-        "dim_0",
-        "dim_1",
-        "axis",
-        "axes",
-        "start_dim",
-        "end_dim",
-        "permutation",
-        "batch_dim",
-    }
-)
-"""Names of operator parameters whose numbers are dimensions."""
+_VALUE_CHECKS = frozenset({PrimIDs.CHECK_NUMBER_TYPE_AND_VALUE, PrimIDs.CHECK_STRING_VALUE, PrimIDs.CHECK_NONE})
+_SHOWN = 8
+"""How many inputs, and how many flags, a description lists at most."""
 
-_SIZE = "size"
-"""The placeholder for a number that may stem from a size."""
+
+class Call(NamedTuple):
+    """A description of the calls for which a set of traces is compiled.
+
+    Attributes:
+        inputs: dtypes, shapes and values of the arguments.
+        flags: flags of the module, and global modes.
+    """
+
+    inputs: Sequence[str]
+    flags: Sequence[str]
+
+    def __str__(self) -> str:
+        return f"inputs {', '.join(_some(self.inputs)) or '(none)'} ({', '.join(self.flags)})"
+
+
+NO_CALL = Call((), ())
+
+
+def read_call(prologue: TraceCtx, *, no_sync: bool) -> Call:
+    """Return the properties that a prologue checks: shapes and values of inputs, flags of the module, modes."""
+    origins: dict[str, tuple[str, str]] = {}  # for a proxy, what it was read from, and the name of an attribute or mode
+    inputs: list[str] = []
+    flags: list[str] = []
+    enabled: set[str] = set()
+    for bsym in prologue.bound_symbols:
+        of = bsym.args[0].name if bsym.args and isinstance(bsym.args[0], Proxy) else ""
+        kind, name = origins.get(of, ("", ""))
+        value = bsym.args[1] if len(bsym.args) > 1 else None
+        origin = None
+        if bsym.sym.id is PrimIDs.UNPACK_TRIVIAL:
+            origin = "argument", ""
+        elif bsym.sym.id is PrimIDs.UNPACK_THUNDER_MODULE:
+            origin = "module", ""
+        elif bsym.sym.id is PrimIDs.UNPACK_ATTR:
+            if value == "training":
+                origin = "training", "training"
+            elif kind == "module":
+                origin = "attribute", str(value)
+        elif bsym.sym.id is PrimIDs.UNPACK_GETITEM and of.startswith("cache_info"):
+            origin = "mode", str(value)
+        elif kind == "argument" and not bsym.sym.name.startswith("check"):
+            origin = "argument", ""
+        elif bsym.sym.id is PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA and kind == "argument":
+            _, shape, _, dtype, requires_grad = bsym.args
+            inputs.append(f"{str(dtype).rpartition('.')[2]}{list(shape)}{' with gradient' * requires_grad}")
+        elif bsym.sym.id in _VALUE_CHECKS:
+            if kind == "argument":
+                inputs.append(repr(value))
+            elif kind == "attribute" and isinstance(value, (bool, str)):  # numbers are usually sizes
+                flags.append(f"{name}={value!r}")
+            elif value:
+                enabled.add(name)
+        if origin is not None:
+            origins.update(dict.fromkeys(names(bsym.flat_proxy_outs), origin))
+    words = ["gradients enabled" if "is_grad_enabled" in enabled else "no gradients"]
+    if any(kind == "training" for kind, _ in origins.values()):
+        words.append("training" if "training" in enabled else "evaluating")
+    words += ["no_sync"] * no_sync + ["autocast"] * ("is_autocast_enabled" in enabled) + [*_some(flags)]
+    return Call(inputs, words)
+
+
+def _some(texts: Sequence[str]) -> Sequence[str]:
+    return texts if len(texts) <= _SHOWN else [*texts[:_SHOWN], f"and {len(texts) - _SHOWN} more"]
+
+
+_DIMENSION = re.compile("dim|axis|axes|permutation")
+"""What the names of operator parameters contain whose numbers are dimensions."""
 
 _MAX_SIZE = 2.0**40
 """The largest float that is checked; every larger one counts as an integer."""
@@ -69,17 +125,21 @@ def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
     lines: list[str] = []
     comparable: list[str] = []
     trace_lines: list[str] = []
-    names = _Names({p.name: f"input_{i}" for i, p in enumerate(trace.args or ()) if isinstance(p, Proxy)})
+    numbers = itertools.count()
+    known: dict[str, str] = defaultdict(lambda: f"%{next(numbers)}")  # names in lines, by names of proxies
+    known.update({p.name: f"input_{i}" for i, p in enumerate(trace.args or ()) if isinstance(p, Proxy)})
     for bsym in statements(trace):
         e = effects(bsym)
-        if e.bucket is None and (e.issues is not None or e.waits is not None):  # a copy to or from host memory
-            _name_copy(bsym, e, names)
+        if e.copies_activation:
+            source = known[bsym.args[0].name]
+            to_host = e.issues is not None and not e.reads_host
+            known.update(dict.fromkeys(outs_of(bsym), f"host copy of {source}" if to_host else source))
             continue
         if e.waits is not None and e.issues is None and e.bucket is not None and bsym.output is not None:
             kind = "" if e.unshards else "gradient of "
             # The order of parameters in a bucket is the same on all ranks.
-            names.update({p.name: f"{kind}{q.name}" for p, q in zip(bsym.output, e.bucket.spec.params, strict=True)})
-        exact, masked = [_line(bsym, names, number) for number in (str, _without_size)]
+            known.update({p.name: f"{kind}{q.name}" for p, q in zip(bsym.output, e.bucket.spec.params, strict=True)})
+        exact, masked = [_line(bsym, known, number) for number in (str, _without_size)]
         if e.in_schedule and e.bucket is not None:
             trace_lines.append(f"{bsym.sym.name} {e.bucket.spec.name}")
         else:
@@ -89,50 +149,24 @@ def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
     return Computation(inputs, lines, comparable, trace_lines)
 
 
-class _Names(dict[str, str]):
-    """The names of proxies in lines, the same on all ranks."""
-
-    def __init__(self, inputs: dict[str, str]) -> None:
-        super().__init__(inputs)
-        self._numbered = 0
-
-    def of_output(self, proxy: Proxy) -> str:
-        """Return the name of an output, the next number unless it has a name already."""
-        if proxy.name not in self:
-            self[proxy.name] = f"%{self._numbered}"
-            self._numbered += 1
-        return self[proxy.name]
-
-
-def _name_copy(bsym: BoundSymbol, e: Effects, names: _Names) -> None:
-    """Name the result of a copy to host memory or back after the value that is copied."""
-    source = names[bsym.args[0].name]
-    to_host = e.issues is not None and not e.reads_host
-    names.update({out: f"host copy of {source}" if to_host else source for out in outs_of(bsym)})
-
-
-def _line(bsym: BoundSymbol, names: _Names, number: Callable[[Any], str]) -> str:
+def _line(bsym: BoundSymbol, known: dict[str, str], number: Callable[[Any], str]) -> str:
     """Return the line of ``bsym``.
 
     Args:
+        known: names in lines by names of proxies; looking up a new one gives it the next number.
         number: formats a number that is no dimension.
     """
     if bsym.sym.is_fusion:  # its name does not depend on its content
-        return "fusion of " + "; ".join(_line(sub, names, number) for sub in bsym.subsymbols)
-    texts = [_text(value, names, str if name in _DIMENSIONS else number) for name, value in _bound(bsym)]
+        return "fusion of " + "; ".join(_line(sub, known, number) for sub in bsym.subsymbols)
+    positional = zip(itertools.chain(_parameters(bsym.sym.meta), itertools.repeat("")), bsym.args, strict=False)
+    arguments = itertools.chain(positional, sorted(bsym.kwargs.items()))
+    texts = [_text(value, known, str if _DIMENSION.search(name) else number) for name, value in arguments]
     outputs = []
     for out in bsym.flat_proxy_outs:
-        name = names.of_output(out)
-        outputs.append(f"{name}: {_text(dtype, names, str)}" if (dtype := getattr(out, "dtype", None)) else name)
+        dtype = getattr(out, "dtype", None)
+        outputs.append(f"{known[out.name]}: {_text(dtype, known, str)}" if dtype else known[out.name])
     returned = f" -> {', '.join(outputs)}" if outputs else ""
     return f"{bsym.sym.name}({', '.join(texts)}){returned}"
-
-
-def _bound(bsym: BoundSymbol) -> list[tuple[str, Any]]:
-    """Return the arguments with the names of their parameters; unknown names are empty."""
-    names = _parameters(bsym.sym.meta)
-    positional = [(names[i] if i < len(names) else "", value) for i, value in enumerate(bsym.args)]
-    return [*positional, *sorted(bsym.kwargs.items())]
 
 
 @lru_cache(maxsize=4096)
@@ -185,13 +219,11 @@ def _text(value: Any, names: Mapping[str, str], number: Callable[[Any], str]) ->
 
 
 def _without_size(number: Any) -> str:
-    return _SIZE if _may_be_size(number) else str(number)
-
-
-def _may_be_size(number: Any) -> bool:
+    """Return the text of a number, or a placeholder for one that may stem from a size."""
     if isinstance(number, int):
-        return True
+        return "size"
     if not isinstance(number, float) or not math.isfinite(number) or number == 0:
-        return False
+        return str(number)
     size = abs(number) if abs(number) >= 1 else 1 / abs(number)
-    return any(abs(x - round(x)) <= 1e-12 * x or x > _MAX_SIZE for x in (size, size * size))
+    may_be_size = any(abs(x - round(x)) <= 1e-12 * x or x > _MAX_SIZE for x in (size, size * size))
+    return "size" if may_be_size else str(number)

@@ -1,9 +1,9 @@
 """Effects of bound symbols on memory and communication, declared as data.
 
 [Note: Effects]
-Each symbol of this package declares its effects next to its definition, in ``gathers``, ``reductions`` and
-``host_copies``. Everything that sorts, allocates, predicts, simulates, prints or proves reads them through
-:func:`effects`, and knows no symbol by name. So a new kind of communication is one declaration and one function that runs.
+Each symbol of this package declares its effects next to its definition, in ``symbols`` and ``host_copies``. Everything that
+sorts, allocates, predicts, simulates, prints or proves reads them through :func:`effects`, and knows no symbol by name. So a
+new kind of communication is one declaration and one function that runs.
 
 The effects of all other operators follow from the facts about them (``operator_facts``): they read and write values, some
 results are views, and the others are new memory. A result's memory may depend on strides (a reshape copies a transposed
@@ -80,9 +80,8 @@ class Issue(NamedTuple):
         place: the slot that it uses until the wait; ``None`` if it uses none.
         gathers: whether the slot then holds the bucket's parameters.
         transport: how it is sent; the name of a transport, or of the collective.
-        resident: whether the bucket is expected to be in the slot already, so that nothing is sent.
         followed_by: how many issues on the arena follow in the trace, if the bucket is still there at its end.
-        preceded_by: how many issues on the arena precede it in the trace, if it is ``resident``.
+        preceded_by: how many issues on the arena precede it in the trace, if it is :attr:`resident`.
         window: whether an earlier micro-batch may have left the bucket; see [Note: Gathered once in a window].
         traffic: the bytes that it sends and copies; ``None`` for a copy of an activation.
         from_host: bytes that are first copied from the host's memory.
@@ -97,12 +96,16 @@ class Issue(NamedTuple):
     place: Place | None = None
     gathers: bool = False
     transport: str = ""
-    resident: bool = False
     followed_by: int | None = None
     preceded_by: int | None = None
     window: str | None = None
     traffic: Traffic | None = None
     from_host: int = 0
+
+    @property
+    def resident(self) -> bool:
+        """Whether the bucket is expected to be in the slot already, so that nothing is sent."""
+        return self.preceded_by is not None
 
     @property
     def marks(self) -> dict[str, int]:
@@ -123,6 +126,19 @@ class Wait(NamedTuple):
     future: str
     kinds: tuple[str, ...]
     of: str | None = None
+
+
+class Single(NamedTuple):
+    """One parameter of a bucket that a symbol handles on its own, until ``bucket_communication``.
+
+    Attributes:
+        param: the number of the parameter in the bucket.
+        reduces: whether the symbol reduces its gradient; it unshards the parameter otherwise.
+    """
+
+    bucket: Bucket
+    param: int
+    reduces: bool
 
 
 class Work(NamedTuple):
@@ -152,10 +168,11 @@ class Memory(NamedTuple):
         device: the type of its device.
         scope: until when it exists. ``"value"``: the last use of the result or a view of it; ``"call"``: only while the
             symbol runs; ``"pool"``: it is taken from idle memory, and given back by the wait; ``"steps"``: in
-            all steps; ``"kept"``: until a symbol ``forgets`` the key.
+            all steps; ``"kept"``: until a symbol ``forgets`` the key; ``"kept later"``: the same, but until the symbol it
+            is the memory of the operation that it waits for.
         kind: what it counts as in reports: ``"communication"``, ``"gradients"``, ``"temporaries"``, or ``"values"`` for what
             depends on its lifetime.
-        label: what it is, for reports.
+        label: what it is, for reports; a result has a name.
         if_kept: it is allocated only if this key has memory.
         on_host: whether it is in host memory, also in a plan on a CPU for a GPU.
     """
@@ -163,11 +180,15 @@ class Memory(NamedTuple):
     owner: Hashable
     nbytes: int
     device: str
-    scope: Literal["value", "call", "pool", "steps", "kept"] = "value"
+    scope: Literal["value", "call", "pool", "steps", "kept", "kept later"] = "value"
     kind: str = "communication"
     label: str = ""
     if_kept: Hashable = None
     on_host: bool = False
+
+
+KEPT = ("kept", "kept later")
+"""The scopes of memory that is left for a later micro-batch."""
 
 
 def unsharded_gradients(bucket: Bucket) -> Memory:
@@ -207,18 +228,19 @@ class Effects:
         gives: contents of results, for ``requires``.
         aliases: results that may share memory with others, by the safe facts.
         views: results that keep the memory of others and own none, by exact facts.
-        strides: strides of results.
+        strides: strides of results that are not contiguous.
         layouts: results with the strides of another value.
         operators: names of the base operators of torch that it calls; ``None`` if they cannot be observed.
         flops: their additions and multiplications by dtype; ``None`` if they cannot be observed.
         writes: values that it writes in place.
         allocates: memory that it allocates.
-        keeps: memory that it does not allocate, but keeps: that of the operation that it waits for.
         forgets: keys whose memory it frees.
         on_host: results in host memory, which only symbols that read the host may read.
         reads_host: whether it does.
         frees_value: a value whose memory may be freed afterwards, so nothing may read it.
         faults: contradictions to the settings of the bucket.
+        single: the one parameter that it handles, before communication is bucketed.
+        is_cut: whether it only gives its arguments other names, to keep fusions apart.
     """
 
     issues: Issue | None = None
@@ -245,23 +267,28 @@ class Effects:
     flops: Mapping[torch.dtype, int] | None = None
     writes: frozenset[str] = frozenset()
     allocates: tuple[Memory, ...] = ()
-    keeps: tuple[Memory, ...] = ()
     forgets: tuple[Hashable, ...] = ()
     on_host: tuple[str, ...] = ()
     reads_host: bool = False
     frees_value: str | None = None
     faults: tuple[str, ...] = ()
+    single: Single | None = None
+    is_cut: bool = False
 
     @property
     def leaves(self) -> tuple[Hashable, ...]:
         """The keys of the gradients that it leaves for a later micro-batch."""
-        kept = (m for m in self.allocates if m.scope == "kept" and m.if_kept is None)
-        return tuple(m.owner for m in (*kept, *self.keeps))
+        return tuple(m.owner for m in self.allocates if m.scope in KEPT and m.if_kept is None)
 
     @property
     def in_schedule(self) -> bool:
         """Whether it is a line of the schedule: it communicates for its bucket, or leaves gradients that will be reduced."""
         return self.bucket is not None and (self.issues is not None or self.waits is not None or bool(self.leaves))
+
+    @property
+    def copies_activation(self) -> bool:
+        """Whether it issues, or waits for, a copy of an activation between a device and its host."""
+        return self.bucket is None and (self.issues is not None or self.waits is not None)
 
     @property
     def is_gather(self) -> bool:
@@ -287,12 +314,13 @@ def bucket_of(bsym: BoundSymbol) -> Bucket:
     return cast(Bucket, bsym.args[0])
 
 
-_DECLARED: dict[Symbol, Callable[[BoundSymbol], Effects]] = {}
+DECLARED: dict[Symbol, Callable[[BoundSymbol], Effects]] = {}
+"""The declaration of each symbol of this package: a function from a bound symbol to its effects."""
 
 
-def declare(symbol: Symbol, function: Callable[[BoundSymbol], Effects]) -> None:
-    """Declare the effects of a symbol: a function from a bound symbol to its effects."""
-    _DECLARED[symbol] = function
+def declared(bsym: BoundSymbol) -> Effects:
+    """Return the effects of a symbol of this package; none for other operators, which are not looked at."""
+    return effects(bsym) if is_declared(bsym.sym) else NOTHING
 
 
 def effects(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]] | None = None) -> Effects:
@@ -304,15 +332,13 @@ def effects(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]] | None = N
             empty.
     """
     known = vars(bsym)
-    declared = _DECLARED.get(bsym.sym)
-    if declared is not None:
-        kept: Effects | None = known.get(EFFECTS)
+    kept: Effects | None = known.get(EFFECTS)
+    if (declaration := DECLARED.get(bsym.sym)) is not None:
         if kept is None:
-            kept = known[EFFECTS] = declared(bsym)
+            kept = known[EFFECTS] = declaration(bsym)
         return kept
     if bsym.sym.id in UNPACKING or bsym.sym.id in (PrimIDs.DEL, PrimIDs.RETURN):
         return NOTHING
-    kept = known.get(EFFECTS)
     if kept is None:
         facts = facts_of(bsym)
         writes = facts.writes if facts.known else frozenset(args_of(bsym))
@@ -351,7 +377,7 @@ def sends(bsym: BoundSymbol) -> Issue | None:
 
 def is_declared(symbol: Symbol) -> bool:
     """Return whether a symbol declares its effects."""
-    return symbol in _DECLARED
+    return symbol in DECLARED
 
 
 def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int, ...]]) -> Effects:
@@ -366,7 +392,8 @@ def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int
         if call is not None and out.name in outs:
             index = outs.index(out.name)
             first, nbytes = call.storages[index]
-            found[out.name] = call.strides[index]
+            if (of_out := call.strides[index]) is not None:
+                found[out.name] = of_out
             of = tuple(inputs[i] for i in sorted(call.aliases[index])) or (outs[first],) * (first != index)
             is_new = not of
         else:
@@ -374,7 +401,7 @@ def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int
             is_new = not (of and facts.known)
         views[out.name] = of
         if is_new:
-            memory.append(Memory(out.name, nbytes, device_of(out), kind="values", label=out.name))
+            memory.append(Memory(out.name, nbytes, device_of(out), kind="values"))
     if call is not None and call.temporary_bytes:
         tensors = (p for p in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy))
         device = next(map(device_of, tensors), "cpu")

@@ -79,7 +79,7 @@ def _copy_to_device_effects(bsym: BoundSymbol) -> Effects:
         work=Work(),
         layouts={copy: host.name},
         reads_host=True,
-        allocates=(Memory(copy, nbytes_of(host), str(device).partition(":")[0], kind="values", label=copy),),
+        allocates=(Memory(copy, nbytes_of(host), str(device).partition(":")[0], kind="values"),),
     )
 
 
@@ -100,9 +100,6 @@ def _wait_device_copy_effects(bsym: BoundSymbol) -> Effects:
 fsdp_wait_device_copy = register(
     "fsdp_wait_device_copy", wait_device_copy, _wait_device_copy_effects, _wait_device_copy_meta
 )
-
-HOST_COPY_ISSUES = frozenset({fsdp_copy_to_host.name, fsdp_copy_to_device.name})
-HOST_COPIES = HOST_COPY_ISSUES | {fsdp_wait_host_copy.name, fsdp_wait_device_copy.name}
 
 
 def without_token(wait: BoundSymbol) -> BoundSymbol:

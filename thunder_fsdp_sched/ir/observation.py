@@ -70,7 +70,7 @@ class Observed(NamedTuple):
         pure: whether equal arguments yield equal results, and nothing else changes.
         writes: indices of the tensor arguments that it modifies in place.
         by_position: indices of the tensor arguments whose storages it addresses by position, as ``as_strided`` does.
-        strides: the strides of each returned tensor.
+        strides: the strides of each returned tensor; ``None`` if it is contiguous.
         storages: for each returned tensor, the index of the first one in the same storage, and the storage's bytes.
         temporary_bytes: the most bytes that exist at once during the call, besides the inputs and what is returned.
         operators: names of the base operators that it calls, without namespace.
@@ -82,7 +82,7 @@ class Observed(NamedTuple):
     pure: bool
     writes: frozenset[int]
     by_position: frozenset[int]
-    strides: tuple[tuple[int, ...], ...] = ()
+    strides: tuple[tuple[int, ...] | None, ...] = ()
     storages: tuple[tuple[int, int], ...] = ()
     temporary_bytes: int = 0
     operators: frozenset[str] = frozenset()
@@ -99,7 +99,7 @@ class _Tensor(NamedTuple):
     strides: tuple[int, ...] | None
 
 
-_cache: dict[Any, tuple[Observed, ...]] = {}
+_cache: dict[Any, Observed | None] = {}
 
 
 def observe_call(
@@ -117,16 +117,18 @@ def observe_call(
     arguments = _describe(leaves, strides or {})
     if arguments is None:
         return ()
-    key = function, spec, strides is None, tuple([(type(a), a if type(a) is _Tensor else str(a)) for a in arguments])
-    if key not in _cache:
-        if len(_cache) >= _MAX_CACHED:
-            _cache.clear()
-        formats = [torch.contiguous_format]
-        if strides is None:
-            formats += [a for a in arguments if isinstance(a, torch.memory_format) and a in _DIMENSIONS_OF]
-        found = [_try(function, arguments, spec, layout) for layout in formats]
-        _cache[key] = tuple([observed for observed in found if observed is not None])
-    return _cache[key]
+    formats = [torch.contiguous_format]
+    if strides is None:
+        formats += [a for a in arguments if isinstance(a, torch.memory_format) and a in _DIMENSIONS_OF]
+    call = function, spec, tuple([(type(a), a if type(a) is _Tensor else str(a)) for a in arguments])
+    found = []
+    for layout in formats:
+        if (key := (call, layout)) not in _cache:
+            if len(_cache) >= _MAX_CACHED:
+                _cache.clear()
+            _cache[key] = _try(function, arguments, spec, layout)
+        found.append(_cache[key])
+    return tuple([observed for observed in found if observed is not None])
 
 
 def _observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observed:
@@ -146,7 +148,7 @@ def _observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observe
     refs = [_storage(out) for out in outs]
     blank = any(ref in recorder.uninitialized for ref in refs)
     pure = recorder.deterministic and not recorder.writes and not blank
-    strides = tuple(tuple(t.stride()) if t.layout is torch.strided else () for t in outs)
+    strides = tuple(None if t.layout is not torch.strided or t.is_contiguous() else tuple(t.stride()) for t in outs)
     storages = tuple((refs.index(ref), out.untyped_storage().nbytes()) for ref, out in zip(refs, outs, strict=True))
     returned = sum(recorder.new.get(ref, 0) for ref in set(refs))
     return Observed(

@@ -53,26 +53,14 @@ _OUR_EXECUTOR = "fsdp_sched"
 
 _NOT_VALUES = frozenset({PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.GET_GRAD, PrimIDs.PUT_GRAD, PrimIDs.RETURN})
 
-_VIEW_PRIMS = frozenset(
-    {
-        PrimIDs.BITCAST,
-        PrimIDs.BROADCAST_IN_DIM,
-        PrimIDs.CONVERT_ELEMENT_TYPE,  # returns its input if there is nothing to convert
-        PrimIDs.DEVICE_PUT,
-        PrimIDs.IMAG,
-        PrimIDs.REAL,
-        PrimIDs.RESHAPE,
-        PrimIDs.SHALLOW_COPY,
-        PrimIDs.SLICE,
-        PrimIDs.SQUEEZE,
-        PrimIDs.STRIDE_ORDER,  # may return its input
-        PrimIDs.TRANSPOSE,
-        PrimIDs.UNFOLD,
-        PrimIDs.VIEW,
-    }
-)
-
 # fmt: off
+_VIEW_PRIMS = frozenset({
+    PrimIDs.BITCAST, PrimIDs.BROADCAST_IN_DIM, PrimIDs.CONVERT_ELEMENT_TYPE, PrimIDs.DEVICE_PUT, PrimIDs.IMAG,
+    PrimIDs.REAL, PrimIDs.RESHAPE, PrimIDs.SHALLOW_COPY, PrimIDs.SLICE, PrimIDs.SQUEEZE, PrimIDs.STRIDE_ORDER,
+    PrimIDs.TRANSPOSE, PrimIDs.UNFOLD, PrimIDs.VIEW,
+})
+"""Prims that may return a view of an input, or the input itself, as a conversion does if there is nothing to convert."""
+
 _FRESH_PRIMS = frozenset(p for p in PrimIDs if p.name == "_GROUPED_MM") | frozenset({
     PrimIDs.ABS, PrimIDs.ACOS, PrimIDs.ACOSH, PrimIDs.ADD, PrimIDs.AMAX, PrimIDs.AMIN, PrimIDs.ARGMAX,
     PrimIDs.ARGMIN, PrimIDs.ASIN, PrimIDs.ASINH, PrimIDs.ATAN, PrimIDs.ATAN2, PrimIDs.ATANH, PrimIDs.BITWISE_AND,
@@ -151,8 +139,7 @@ def _facts_of(bsym: BoundSymbol) -> Facts:
         return Facts({}, pure=False)
     if sym.executor is not None and sym.executor.name == _OUR_EXECUTOR:
         # What is copied from a slot is there only until another collective uses the slot.
-        aliases = _alias_in_order(bsym) if sym.name == "fsdp_cut" else {}
-        return Facts(aliases, pure=sym.name != "fsdp_copy_secondary_shard")
+        return Facts({}, pure=sym.name != "fsdp_copy_secondary_shard")
     if isinstance(sym.id, PrimIDs):
         return _of_prim(sym.id, bsym)
     looked_through = _look_through(bsym) if bsym.subsymbols else None
@@ -182,12 +169,6 @@ def _alias_all(bsym: BoundSymbol) -> dict[str, tuple[str, ...]]:
     return dict.fromkeys(outs_of(bsym), tensors) if tensors else {}
 
 
-def _alias_in_order(bsym: BoundSymbol) -> dict[str, tuple[str, ...]]:
-    """Let each output be a new name of the input at the same position."""
-    pairs = zip(bsym.flat_proxy_outs, bsym.flat_proxy_args, strict=True)
-    return {new.name: (old.name,) for new, old in pairs}
-
-
 def _unknown(bsym: BoundSymbol) -> Facts:
     return Facts(_alias_all(bsym), pure=False, known=False)
 
@@ -198,7 +179,8 @@ def _of_prim(prim: Hashable, bsym: BoundSymbol) -> Facts:
         destination = bsym.args[1].name
         return Facts(dict.fromkeys(outs_of(bsym), (destination,)), pure=False, writes=frozenset({destination}))
     if prim is PrimIDs.UPDATE_ALIASES:
-        return Facts(_alias_in_order(bsym), pure=True)
+        pairs = zip(bsym.flat_proxy_outs, bsym.flat_proxy_args, strict=True)
+        return Facts({new.name: (old.name,) for new, old in pairs}, pure=True)
     if prim in _VIEW_PRIMS:
         return Facts(_alias_all(bsym), pure=True)
     if prim in _FRESH_PRIMS:
@@ -258,9 +240,8 @@ def _named(observed: Observed, bsym: BoundSymbol) -> Facts:
     """Return ``observed`` with the names of the inputs and outputs of ``bsym``."""
     inputs, outs, defined = tensors_read(bsym), tensors_returned(bsym), outs_of(bsym)
     of_outs = observed.aliases
-    if len(outs) != len(
-        of_outs
-    ):  # the meta function returns another structure: any output may alias what any other does
+    if len(outs) != len(of_outs):
+        # The meta function returns another structure: any output may alias what any other does.
         of_outs = (frozenset().union(*of_outs),) * len(outs)
     aliases = {
         out: tuple(inputs[i] for i in sorted(of))

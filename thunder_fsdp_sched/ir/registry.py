@@ -1,4 +1,4 @@
-"""Registration of this package's symbols: how they print, and where their effects are declared."""
+"""Registration of this package's symbols: how they print, where their effects are declared, and who keeps facts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 from thunder.core import codeutils, prims
 from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx
 from thunder.extend import OperatorExecutor, register_executor
 
-from .effects import Effects, Work, declare, effects
+from ..private_thunder import CachingBoundSymbol
+from .effects import DECLARED, Effects, Work, effects
 
 executor = OperatorExecutor("fsdp_sched", version="0.1")
 register_executor(executor)
@@ -43,7 +45,7 @@ def register(
         python_printer=_print,
     )
     executor.register_implementation(symbol, symbol)
-    declare(symbol, declared)
+    DECLARED[symbol] = declared
     return symbol
 
 
@@ -72,3 +74,14 @@ def _print(
         dtype = str(issue.dtype).removeprefix("torch.")
         call += f"  # {issue.nbytes:,} bytes {dtype}{', already resident' * issue.resident}"
     return call
+
+
+def caching(bsym: BoundSymbol) -> CachingBoundSymbol:
+    """Return a bound symbol whose copies keep what was found out about it; the same if it is one."""
+    return CachingBoundSymbol.of(bsym, prints_itself=bsym.sym.executor is executor)
+
+
+def with_caches(trace: TraceCtx) -> TraceCtx:
+    """Replace the bound symbols of a trace by equal ones whose copies keep what was found out about them; return it."""
+    trace.bound_symbols = list(map(caching, trace.bound_symbols))
+    return trace

@@ -15,15 +15,14 @@ forward, or one after an exception, gathers them again into the slot, which the 
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import WINDOW_OPEN, Bucket
 from ..runtime.memory import Arena, Slot
-from .analysis import Analysis, Lifetime, peak_bytes
+from .analysis import Analysis, Lifetime, bytes_at, peak_bytes
 from .effects import Effects, effects
 from .inspection import args_of
 
@@ -100,13 +99,8 @@ def peak_live_bytes(trace: TraceCtx) -> int:
 
     Where gradients have the place of their parameters, both count once.
     """
-    shared = [live for live in Analysis(trace).slots.values() if live.place is not None and not live.place.is_private]
-    ends = {
-        gather: reduction.first - 1
-        for reduction, gather in grads_over_params(shared).items()
-        if gather.slot is not None and reduction.slot is not None and gather.slot.overlaps(reduction.slot)
-    }
-    return peak_bytes((live.first, ends.get(live, live.last), live.nbytes) for live in shared)
+    lives = Analysis(trace).slots.values()
+    return peak_bytes(_spans([live for live in lives if live.place is not None and not live.place.is_private]))
 
 
 def slots_in_use(analysis: Analysis) -> list[int]:
@@ -115,23 +109,18 @@ def slots_in_use(analysis: Analysis) -> list[int]:
     Args:
         analysis: that of traces with slots.
     """
-    in_use = [live for live in analysis.slots.values() if live.slot is not None]
-    changes = {0, len(analysis.bsyms)}.union(*((max(live.first, 0), live.last + 1) for live in in_use))
-    found: list[int] = []
-    for begin, end in itertools.pairwise(sorted(changes)):
-        nbytes = _union_bytes({live.slot for live in in_use if live.slot and live.first <= begin <= live.last})
-        found += [nbytes] * (end - begin)
-    return found
+    return bytes_at(_spans([live for live in analysis.slots.values() if live.slot is not None]), len(analysis.bsyms))
 
 
-def _union_bytes(slots: Iterable[Slot]) -> int:
-    ends: dict[Arena, int] = {}
-    total = 0
-    for slot in sorted(slots, key=lambda slot: slot.offset):
-        end = ends.get(slot.arena, 0)
-        total += max(0, slot.end - max(slot.offset, end))
-        ends[slot.arena] = max(end, slot.end)
-    return total
+def _spans(lives: Sequence[Lifetime]) -> Iterator[tuple[int, int, int]]:
+    """Yield from where to where each slot is in use, until gradients take the place of its parameters, and its bytes."""
+    for live in lives:
+        replaced = [
+            other.first - 1
+            for other in lives
+            if live.first < other.first <= live.last and live.slot and other.slot and live.slot.overlaps(other.slot)
+        ]
+        yield live.first, min([live.last, *replaced]), live.nbytes
 
 
 def shared_slots(trace: TraceCtx) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,8 +14,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
-from ..runtime.memory import Arena
-from .analysis import BEFORE_TRACE, NOTHING_LEFT, Analysis, LeftGradients, Lifetime, bytes_at
+from .analysis import BEFORE_TRACE, NO_PENDING_GRADS, Analysis, Lifetime, PendingGrads, bytes_at
 from .effects import effects
 from .inspection import is_statement, source_of, statement, statements
 from .slots import arena_allocations, slots_in_use
@@ -114,7 +115,7 @@ class StepMemory:
         buckets: Iterable[Bucket],
         *,
         device: str | None = None,
-        accumulated: LeftGradients = NOTHING_LEFT,
+        accumulated: PendingGrads = NO_PENDING_GRADS,
         others: Iterable[Sequence[TraceCtx]] = (),
     ) -> StepMemory:
         """Return the memory of a forward trace, or of a forward and a backward trace, over all buckets of a module.
@@ -132,13 +133,12 @@ class StepMemory:
         plans_device = device != "cpu"  # on a CPU that plans for a GPU, devices do not tell what is in host memory
         analysis = Analysis(*traces)
         bsyms, backward = analysis.bsyms, len(traces[0].bound_symbols)
-        counted = [bsym for bsym in bsyms if is_statement(bsym)]
-        numbers = {id(bsym): number for number, bsym in enumerate(counted)}
+        counted, numbers = list(filter(is_statement, bsyms)), analysis.schedule_positions
         end = len(bsyms) - 1
 
         def tensor(kind: str, name: str, nbytes: int, first: int, last: int, source: str = "") -> TensorMemory:
-            begin = numbers[id(bsyms[first])] if first >= 0 else -1
-            return TensorMemory(kind, name, -(-nbytes // unit) * unit, begin, numbers[id(bsyms[last])], source)
+            begin = numbers[first] if first >= 0 else -1
+            return TensorMemory(kind, name, -(-nbytes // unit) * unit, begin, numbers[last], source)
 
         of_others = [[effects(bsym) for trace in other for bsym in trace.bound_symbols] for other in others]
         allocations = {
@@ -161,7 +161,7 @@ class StepMemory:
         ]
         shards = {name for e in analysis.effects for name in e.shards}
         memory = [m for m in analysis.memory if m.name not in shards]
-        memory += [*analysis.allocated(accumulated), *analysis.allocated_before(of_others, accumulated)]
+        memory += analysis.allocated(accumulated, of_others)
         for m in memory:
             if (not types or m.device in types) and not (m.on_host and plans_device):
                 source = source_of(bsyms[m.first]) if m.proxy is not None and m.first >= 0 else ""
@@ -176,10 +176,10 @@ class StepMemory:
 
         @cache
         def details() -> Details:
-            wasted = zip(bsyms, _wasted(analysis, allocations), strict=True)
+            spans = [(first, last, arena.nbytes) for arena, spans in allocations.items() for first, last in spans]
+            wasted = map(operator.sub, bytes_at(spans, len(bsyms)), slots_in_use(analysis))
             return Details(
-                unknown_memory(analysis, lambda bsym: numbers.get(id(bsym)), device),
-                tuple(nbytes for bsym, nbytes in wasted if is_statement(bsym)),
+                unknown_memory(analysis, device), tuple(itertools.compress(wasted, map(is_statement, bsyms)))
             )
 
         return cls(fixed, tuple(tensors), len(statements(traces[0])), _Statements(counted), details)
@@ -298,13 +298,6 @@ class _Statements(Sequence[str]):
 
     def __getitem__(self, index: Any) -> Any:
         return statement(self._bsyms[index])
-
-
-def _wasted(analysis: Analysis, allocations: Mapping[Arena, Sequence[tuple[int, int]]]) -> list[int]:
-    """Return the bytes of allocated arenas at each position without those that are in use."""
-    spans = [(first, last, arena.nbytes) for arena, spans in allocations.items() for first, last in spans]
-    pairs = zip(bytes_at(spans, len(analysis.bsyms)), slots_in_use(analysis), strict=True)
-    return [allocated - used for allocated, used in pairs]
 
 
 def _kind(memory: Lifetime, backward: int, length: int) -> str:

@@ -64,8 +64,19 @@ from ..runtime.bucket_aliases import copy_secondary_shard
 from ..runtime.memory import Slot, slot_bytes
 from ..runtime.module_hooks import check_hooks
 from ..transports.base import Traffic
-from .effects import Effects, Issue, Memory, Place, Wait, Work, bucket_of, reduced_gradients, unsharded_gradients
-from .inspection import nbytes_of
+from .effects import (
+    Effects,
+    Issue,
+    Memory,
+    Place,
+    Single,
+    Wait,
+    Work,
+    bucket_of,
+    reduced_gradients,
+    unsharded_gradients,
+)
+from .inspection import names, nbytes_of
 from .registry import executor, register
 
 #
@@ -105,18 +116,18 @@ def _all_gather_meta(
 
 def gather_of(bucket: Bucket, slot: Slot | None = None, future: str = "", **marks: Any) -> Issue:
     """Return the gather of a bucket."""
-    spec = bucket.spec
+    spec, dtype = bucket.spec, bucket.spec.param_dtype
+    place, group = Place(bucket, slot, dtype), bucket.ranks.group
     return Issue(
         "fsdp_all_gather",
         future,
         bucket,
-        bucket.ranks.group,
+        group,
         spec.unsharded_bytes,
-        spec.param_dtype,
-        Place(bucket, slot, spec.param_dtype),
+        dtype,
+        place,
         gathers=True,
         transport=spec.comm.transport,
-        resident=marks.get("preceded_by") is not None,
         **{mark: marks.get(mark) for mark in ("followed_by", "preceded_by", "window")},
         traffic=bucket.transport.gather_traffic(spec),
         from_host=_shard_bytes(bucket, spec.param_dtype) if spec.comm.offload else 0,
@@ -126,25 +137,21 @@ def gather_of(bucket: Bucket, slot: Slot | None = None, future: str = "", **mark
 def _all_gather_effects(bsym: BoundSymbol) -> Effects:
     bucket, (_, slot, *shards), marks = bucket_of(bsym), bsym.args, bsym.kwargs
     spec, issue = bucket.spec, gather_of(bucket, slot, bsym.output.name, **marks)
-    secondary = None if (sent := marks.get("secondary")) is None else sent.name
+    secondary = next(names([marks.get("secondary")]), None)
     offload, casts, nbytes = spec.comm.offload, spec.param_dtype != spec.dtype, _shard_bytes(bucket, spec.param_dtype)
     memory, work = [], Work()
     if offload and not issue.resident:
-        memory.append(Memory(issue.future, nbytes, spec.device.type, label=f"copy of {spec.name}"))
+        memory.append(Memory(issue.future, nbytes, spec.device.type))
     if casts and not offload:
         memory.append(Memory(("cast", bucket), nbytes, spec.device.type, "steps", label=f"cast of {spec.name}"))
     if not issue.resident and issue.traffic is not None:
-        copied, cast, casts_now = (
-            issue.traffic.copied_before,
-            spec.shard_bytes + nbytes,
-            casts and not marks.get("again"),
-        )
-        moved = copied + (cast if casts_now and not offload else 0)
-        work = Work(issue.traffic.launches, moved, copied + (cast if casts_now or offload else 0))
+        copied, casts_now = issue.traffic.copied_before, casts and not marks.get("again")
+        at_once = copied + (spec.shard_bytes + nbytes if casts_now or offload else 0)
+        work = Work(issue.traffic.launches, copied if offload else at_once, at_once)
     return Effects(
         issues=issue,
         work=work,
-        shards=tuple(shard.name for shard in shards if shard is not None),
+        shards=tuple(names(shards)),
         bucket=bucket,
         uses=slot,
         in_place=(issue.future,),
@@ -200,7 +207,7 @@ def _copy_secondary_shard_effects(bsym: BoundSymbol) -> Effects:
         work=Work(0, 2 * nbytes_of(copy), 2 * nbytes_of(copy)),
         requires=tuple(read),
         gives={copy.name: ("secondary", bucket)},
-        allocates=(Memory(copy.name, nbytes_of(copy), bucket.spec.device.type, kind="values", label=copy.name),),
+        allocates=(Memory(copy.name, nbytes_of(copy), bucket.spec.device.type, kind="values"),),
     )
 
 
@@ -263,7 +270,7 @@ def _transport_memory(bucket: Bucket, if_kept: Hashable = None) -> tuple[Memory,
     return tuple(buffers)
 
 
-def _reduce_scatter_meta(bucket: Bucket, slot: Slot | None, *grads: TensorProxy | None) -> FutureTensorProxy:
+def _reduction_meta(bucket: Bucket, *operands: Any) -> FutureTensorProxy:
     return _future(bucket, bucket.spec.layout.shard_numel, bucket.spec.reduce_dtype)
 
 
@@ -279,17 +286,15 @@ def reduction_of(bucket: Bucket, slot: Slot | None = None, future: str = "") -> 
 def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
     bucket, (_, slot, *grads), future = bucket_of(bsym), bsym.args, bsym.output.name
     spec, dtype = bucket.spec, bucket.spec.reduce_dtype
-    issue = reduction_of(bucket, slot, future)
-    assert issue.traffic is not None
-    launches, copied = issue.traffic.launches, issue.traffic.copied_before
+    traffic = bucket.transport.reduce_traffic(spec)
     return Effects(
-        issues=issue,
-        work=Work(launches, copied, copied, touches=2),
+        issues=reduction_of(bucket, slot, future),
+        work=Work(traffic.launches, traffic.copied_before, traffic.copied_before, touches=2),
         bucket=bucket,
         uses=slot,
         collects={grad.name: Place(bucket, slot, dtype, i) for i, grad in enumerate(grads) if grad is not None},
         allocates=(
-            Memory(future, _shard_bytes(bucket, dtype), spec.device.type, kind="gradients", label=future),
+            Memory(future, _shard_bytes(bucket, dtype), spec.device.type, kind="gradients"),
             *_broadcast(bucket, grads),
             *_transport_temporary(bucket, in_wait=False),
             *_transport_memory(bucket),
@@ -297,7 +302,7 @@ def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
     )
 
 
-fsdp_reduce_scatter = register("fsdp_reduce_scatter", ops.reduce_scatter, _reduce_scatter_effects, _reduce_scatter_meta)
+fsdp_reduce_scatter = register("fsdp_reduce_scatter", ops.reduce_scatter, _reduce_scatter_effects, _reduction_meta)
 
 
 def _grad_meta(bucket: Bucket, slot: Slot | None, index: int, *args: Any) -> TensorProxy:
@@ -307,35 +312,22 @@ def _grad_meta(bucket: Bucket, slot: Slot | None, index: int, *args: Any) -> Ten
 def _grad_effects(bsym: BoundSymbol) -> Effects:
     bucket, (_, slot, index, *_) = bucket_of(bsym), bsym.args
     place = Place(bucket, slot, bucket.spec.reduce_dtype, index)
-    operators = frozenset({"mm"} if bsym.sym.name == "fsdp_matmul_into" else {"sum"})
-    return Effects(bucket=bucket, uses=slot, fills=place, in_place=(bsym.output.name,), operators=operators)
+    operator = "mm" if bsym.sym.name == "fsdp_matmul_into" else "sum"
+    return Effects(bucket=bucket, uses=slot, fills=place, in_place=(bsym.output.name,), operators=frozenset({operator}))
 
 
 fsdp_matmul_into = register("fsdp_matmul_into", ops.matmul_into, _grad_effects, _grad_meta)
 fsdp_sum_into = register("fsdp_sum_into", ops.sum_into, _grad_effects, _grad_meta)
 
 
-def _all_reduce_meta(bucket: Bucket, future: FutureTensorProxy) -> FutureTensorProxy:
-    return _future(bucket, bucket.spec.layout.shard_numel, bucket.spec.reduce_dtype)
-
-
 def _all_reduce_effects(bsym: BoundSymbol) -> Effects:
     bucket, (_, future), result = bucket_of(bsym), bsym.args, bsym.output.name
     spec, dtype = bucket.spec, bucket.spec.reduce_dtype
     nbytes, added = _shard_bytes(bucket, dtype), spec.accumulated_bytes if spec.accumulate_dtype != dtype else 0
-    issue = Issue(
-        bsym.sym.name,
-        result,
-        bucket,
-        bucket.ranks.replicas,
-        nbytes,
-        dtype,
-        transport="all_reduce",
-        traffic=Traffic((nbytes,), 1, passes=2.0),
-    )
+    traffic, group = Traffic((nbytes,), 1, passes=2.0), bucket.ranks.replicas
     return Effects(
         waits=Wait(future.name, (fsdp_reduce_scatter.name,)),
-        issues=issue,
+        issues=Issue(bsym.sym.name, result, bucket, group, nbytes, dtype, transport="all_reduce", traffic=traffic),
         work=Work(),
         bucket=bucket,
         views={result: (future.name,)},
@@ -346,7 +338,7 @@ def _all_reduce_effects(bsym: BoundSymbol) -> Effects:
     )
 
 
-fsdp_all_reduce = register("fsdp_all_reduce", ops.all_reduce, _all_reduce_effects, _all_reduce_meta)
+fsdp_all_reduce = register("fsdp_all_reduce", ops.all_reduce, _all_reduce_effects, _reduction_meta)
 
 
 def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy, *, hook: str | None = None) -> tuple[TensorProxy, ...]:
@@ -361,7 +353,7 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
     memory: list[Memory] = []
     views: dict[str, tuple[str, ...]] = dict.fromkeys((first, *rest), (future.name,))
     if casts or offload:
-        memory.append(Memory(first, flat, spec.shard_device.type, kind="gradients", label=first, on_host=offload))
+        memory.append(Memory(first, flat, spec.shard_device.type, kind="gradients", on_host=offload))
         views = {first: (), **dict.fromkeys(rest, (first,))}
     if bucket.ranks.replicas is None:
         memory += _transport_temporary(bucket, in_wait=True)
@@ -402,13 +394,13 @@ fsdp_accumulate_grads = register("fsdp_accumulate_grads", ops.accumulate_grads, 
 
 def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
     bucket, spec, future = bucket_of(bsym), bucket_of(bsym).spec, bsym.args[1].name
-    wait, kept = Wait(future, (fsdp_reduce_scatter.name,)), (reduced_gradients(bucket),)
-    # The first ones stay where the reduction has put them, unless they are added up in a wider dtype.
-    stays = spec.accumulate_dtype == spec.reduce_dtype
-    memory = (*_transport_temporary(bucket, in_wait=True), *(() if stays else kept))
+    wait, kept = Wait(future, (fsdp_reduce_scatter.name,)), reduced_gradients(bucket)
+    if spec.accumulate_dtype == spec.reduce_dtype:  # the first ones stay where the reduction has put them
+        kept = kept._replace(scope="kept later")
+    memory = (*_transport_temporary(bucket, in_wait=True), kept)
     moved = _shard_bytes(bucket, spec.reduce_dtype) + 2 * spec.accumulated_bytes
     work = Work(moved=moved, moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after)
-    return Effects(waits=wait, work=work, bucket=bucket, allocates=memory, keeps=kept if stays else ())
+    return Effects(waits=wait, work=work, bucket=bucket, allocates=memory)
 
 
 fsdp_accumulate_reduced = register("fsdp_accumulate_reduced", ops.accumulate_reduced, _accumulate_reduced_effects)
@@ -479,7 +471,7 @@ def _cut_meta(*tensors: TensorProxy) -> tuple[TensorProxy, ...]:
 
 def _cut_effects(bsym: BoundSymbol) -> Effects:
     aliases = {out.name: (arg.name,) for out, arg in zip(bsym.output, bsym.args, strict=True)}
-    return Effects(aliases=aliases, views=aliases)
+    return Effects(aliases=aliases, views=aliases, is_cut=True)
 
 
 fsdp_cut = register("fsdp_cut", _only_in_between, _cut_effects, _cut_meta)
@@ -495,13 +487,14 @@ def _reduce_meta(bucket: Bucket, index: int, grad: TensorProxy) -> TensorProxy:
     return _tensor(shape, bucket.spec.shard_device, bucket.spec.dtype, requires_grad=grad.requires_grad)
 
 
-def _new_tensor(bsym: BoundSymbol) -> Effects:
-    out = bsym.output
-    return Effects(allocates=(Memory(out.name, nbytes_of(out), out.device.type, kind="values", label=out.name),))
+def _single_effects(bsym: BoundSymbol) -> Effects:
+    (bucket, index, _), out = bsym.args, bsym.output
+    single = Single(bucket, index, reduces=bsym.sym.name == "fsdp_reduce")
+    return Effects(allocates=(Memory(out.name, nbytes_of(out), out.device.type, kind="values"),), single=single)
 
 
-fsdp_unshard = register("fsdp_unshard", _only_in_between, _new_tensor, _unshard_meta)
-fsdp_reduce = register("fsdp_reduce", _only_in_between, _new_tensor, _reduce_meta)
+fsdp_unshard = register("fsdp_unshard", _only_in_between, _single_effects, _unshard_meta)
+fsdp_reduce = register("fsdp_reduce", _only_in_between, _single_effects, _reduce_meta)
 
 
 def _unshard_grad(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:

@@ -12,7 +12,7 @@ Bytes are those of one bound symbol; on one stream two do not run at the same ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -39,13 +39,14 @@ nothing that grows with N. Besides, each of a bucket's segments took at most 10 
 _MATMULS = frozenset(
     {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv", "linear", "_scaled_mm", "_grouped_mm"}
 )
-_ATTENTION = ("_scaled_dot_product_", "_flash_attention", "_efficient_attention")
-_CONVOLUTIONS = ("convolution", "_convolution", "cudnn_", "mkldnn_", "miopen_", "slow_conv")
-_SORTS = frozenset(
-    {"argsort", "bincount", "cumsum", "embedding_dense_backward", "index_put", "index_put_", "multinomial", "nonzero"}
-    | {"sort", "topk", "unique", "_unique2", "_index_put_impl_", "kthvalue", "mode", "searchsorted"}
+_OTHERS_WITH_WORKSPACES = (
+    *("_scaled_dot_product_", "_flash_attention", "_efficient_attention"),
+    *("convolution", "_convolution", "cudnn_", "mkldnn_", "miopen_", "slow_conv"),
+    *("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward"),
+    *("argsort", "bincount", "cumsum", "embedding_dense_backward", "index_put", "_index_put_impl_", "kthvalue", "mode"),
+    *("multinomial", "nonzero", "searchsorted", "sort", "topk", "unique", "_unique2"),
 )
-_NORMS = frozenset({"native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward"})
+"""What the names of the other base operators begin with whose kernels may allocate a workspace."""
 
 _EMBEDDING_BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
 
@@ -71,23 +72,16 @@ class UnknownMemory(NamedTuple):
         return f"{self.name}: {bound}{at}, {self.reason}"
 
 
-def unknown_memory(
-    analysis: Analysis,
-    position_of: Callable[[BoundSymbol], int | None],
-    device_type: str,
-) -> tuple[UnknownMemory, ...]:
+def unknown_memory(analysis: Analysis, device_type: str) -> tuple[UnknownMemory, ...]:
     """Return the memory that is unknown, grouped by name and reason; see [Note: Unknown memory].
 
     Args:
         analysis: that of the traces of a step.
-        position_of: returns the schedule position of a bound symbol, ``None`` if it has none.
         device_type: the type of the device on which the step runs.
     """
     found: dict[tuple[str, str], tuple[int | None, list[int]]] = {}
-    for bsym, e in zip(analysis.bsyms, analysis.observed, strict=True):
-        position = position_of(bsym)
-        for name, reason, nbytes in _of(bsym, e, device_type) if position is not None else ():
-            assert position is not None
+    for position, bsym, e in zip(analysis.schedule_positions, analysis.bsyms, analysis.observed, strict=True):
+        for name, reason, nbytes in _of(bsym, e, device_type):
             most, positions = found.get((name, reason), (0, []))
             bound = None if most is None or nbytes is None else max(most, nbytes)
             found[name, reason] = bound, [*positions, position]
@@ -114,14 +108,10 @@ def _of(bsym: BoundSymbol, e: Effects, device_type: str) -> Iterator[tuple[str, 
     for operator in sorted(e.operators or ()):
         if operator in _MATMULS and device_type == "cuda":
             yield "cuBLAS", "a workspace for each handle and stream, which stays allocated", _CUBLAS_BYTES
-        elif operator.startswith(_ATTENTION):
-            yield name, f"the workspace of the kernel of {operator}", None
-        elif operator.startswith(_CONVOLUTIONS):
-            yield name, f"the workspace of the algorithm of {operator}", None
         elif operator in _EMBEDDING_BAGS:
             yield name, f"{operator} makes one offset more than torch's rule for fake tensors", torch.int64.itemsize
-        elif operator in _SORTS or operator in _NORMS:
-            yield name, f"the kernel of {operator} may allocate a buffer", None
+        elif operator.startswith(_OTHERS_WITH_WORKSPACES):
+            yield name, f"the kernel of {operator} may allocate a workspace", None
 
 
 def _of_communication(e: Effects) -> Iterator[tuple[str, str, int | None]]:

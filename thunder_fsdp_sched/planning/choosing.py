@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, get_args
 from thunder.core.trace import TraceCtx
 
 from .. import passes
-from ..ir.analysis import NOTHING_LEFT, LeftGradients, gradients_left
+from ..ir.analysis import NO_PENDING_GRADS, PendingGrads, pending_grads_of
 from ..ir.effects import effects
 from ..ir.inspection import split_joint
 from ..ir.step_memory import StepMemory
@@ -45,7 +45,7 @@ class Settings(NamedTuple):
 
     Attributes:
         bucketed: the joint trace with bucketed communication.
-        left: the gradients of earlier micro-batches that the step finds in memory.
+        pending_grads: the gradients of earlier micro-batches that the step finds in memory.
         choice: the outcome of the search.
         copy_times: the times by which copies of offloaded values are placed: the arguments of ``sort_host_copies``.
         kept: names of the buckets that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
@@ -53,7 +53,7 @@ class Settings(NamedTuple):
     """
 
     bucketed: TraceCtx
-    left: LeftGradients
+    pending_grads: PendingGrads
     choice: Choice
     copy_times: Mapping[str, Any]
     kept: Sequence[str] | None
@@ -64,7 +64,7 @@ def check_memory(
     traces: CompiledTraces,
     *,
     limit: int,
-    left: LeftGradients,
+    pending_grads: PendingGrads,
     compiled: Sequence[CompiledTraces] = (),
     advice: str = "",
 ) -> None:
@@ -72,7 +72,7 @@ def check_memory(
 
     Args:
         limit: ``max_memory``.
-        left: the gradients of earlier micro-batches that the step finds in memory.
+        pending_grads: the gradients of earlier micro-batches that the step finds in memory.
         compiled: the traces of the module that were compiled before. What they keep allocated counts.
         advice: what a user can do.
 
@@ -80,7 +80,7 @@ def check_memory(
         MemoryLimitError: names the position at which most memory is needed.
     """
     others = [other.traces for other in compiled]
-    peak = StepMemory.of(traces.traces, traces.buckets, accumulated=left, others=others).peak
+    peak = StepMemory.of(traces.traces, traces.buckets, accumulated=pending_grads, others=others).peak
     if peak.nbytes <= limit:
         return
     if any(bsym.sym.is_fusion for trace in traces.traces for bsym in trace.bound_symbols):
@@ -155,42 +155,43 @@ class Chooser:
         """Return the settings of a step that ends a window of those compiled so far, or of one without limits."""
         no_sync = self.traces.no_sync
         bucketed = self._bucketed(self.options.accumulate or "unsharded", no_sync=no_sync)
-        left = NOTHING_LEFT.union(*(one.gradients_left for one in self.compiled if one.no_sync and not no_sync))
-        choice = self._search(bucketed, left, self.limits)
-        return self._settings(bucketed, left, choice, choice)
+        earlier = (one for one in self.compiled if one.no_sync and not no_sync)
+        pending_grads = NO_PENDING_GRADS.union(*(one.pending_grads for one in earlier))
+        choice = self._search(bucketed, pending_grads, self.limits)
+        return self._settings(bucketed, pending_grads, choice, choice)
 
     def for_window(self, way: AccumulationMode) -> Settings:
         """Return the settings of a micro-batch under ``no_sync``; see [Note: Planning for the end of a window]."""
         bucketed, ending = (self._bucketed(way, no_sync=no_sync) for no_sync in (True, False))
-        left = gradients_left(bucketed.bound_symbols)
+        pending_grads = pending_grads_of(bucketed.bound_symbols)
         limits = self.limits
         for step in self.compiled:
             if limits.memory is not None and not step.no_sync and step.backward is not None:
-                check_memory(step, limit=limits.memory, left=left, advice=_PLAN_TOGETHER)
-        last = self._search(ending, left, limits)
+                check_memory(step, limit=limits.memory, pending_grads=pending_grads, advice=_PLAN_TOGETHER)
+        last = self._search(ending, pending_grads, limits)
         if limits.memory is not None:
             limits = limits._replace(lasting_bytes=last.chosen.lasting_bytes)
-        choice = self._search(bucketed, left, limits, kept=last.chosen.kept)
-        return self._settings(bucketed, left, choice, last)
+        choice = self._search(bucketed, pending_grads, limits, kept=last.chosen.kept)
+        return self._settings(bucketed, pending_grads, choice, last)
 
-    def _settings(self, bucketed: TraceCtx, left: LeftGradients, choice: Choice, last: Choice) -> Settings:
+    def _settings(self, bucketed: TraceCtx, pending_grads: PendingGrads, choice: Choice, last: Choice) -> Settings:
         kept = last.chosen.kept if self.decides_kept else None
         seconds = last.chosen.step_seconds + choice.chosen.step_seconds
-        return Settings(bucketed, left, choice, self.context.copy_times, kept, seconds)
+        return Settings(bucketed, pending_grads, choice, self.context.copy_times, kept, seconds)
 
     def _bucketed(self, way: AccumulationMode, *, no_sync: bool) -> TraceCtx:
         context = replace(self.context, no_sync=no_sync, accumulate=way)
         return passes.run("joint", self.joint, context, record=self.traces.run)
 
     def _search(
-        self, bucketed: TraceCtx, left: LeftGradients, limits: Limits, *, kept: Collection[str] | None = None
+        self, bucketed: TraceCtx, pending_grads: PendingGrads, limits: Limits, *, kept: Collection[str] | None = None
     ) -> Choice:
         """Search for the settings of a trace; with ``kept``, what stays unsharded is decided."""
         started = time.process_time()
         always = self.sharded.kept if kept is None else [b for b in self.sharded.buckets if b.spec.name in kept]
         no_sync = any(effects(bsym).leaves for bsym in bucketed.bound_symbols)
         context = replace(self.context, kept=frozenset(always), no_sync=no_sync)
-        search = Search(bucketed, self.cost, limits, context, left)
+        search = Search(bucketed, self.cost, limits, context, pending_grads)
         prefetch = None if self.options.prefetch == "auto" else self.options.prefetch
         choice = search.choose(prefetch=prefetch, may_keep=self.decides_kept and kept is None)
         seconds = time.process_time() - started

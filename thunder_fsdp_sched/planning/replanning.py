@@ -26,8 +26,8 @@ from thunder.executors.passes import del_last_used, transform_for_execution
 from thunder.transforms.autodiff import split_into_forward_and_backward
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..ir.effects import declared
 from ..ir.inspection import snapshot
-from ..ir.symbols import fsdp_reduce, fsdp_unshard
 from ..pipeline import CompiledTraces
 from ..runtime.bucket import Bucket
 from ..transform import FSDPTransform
@@ -83,13 +83,12 @@ def _with_shards(traced: FSDPTransform, transform: FSDPTransform) -> TraceCtx:
     new = snapshot(joint)
     new.bound_symbols = []
     for bsym in joint.bound_symbols:
-        if bsym.sym in (fsdp_unshard, fsdp_reduce):
-            bucket, index, tensor = bsym.args
-            name = names[bucket][index]
-            if bsym.sym is fsdp_reduce:
+        if (single := declared(bsym).single) is not None:
+            name = names[single.bucket][single.param]
+            if single.reduces:
                 swaps[bsym.output.name] = _shard_of(bsym.output, shards[name])
                 swaps[bsym.output.name]._requires_grad = False
-            bsym = bsym.from_bsym(args=(*locations[name], tensor))
+            bsym = bsym.from_bsym(args=(*locations[name], bsym.args[2]))
         swap_map = {variableify(p): swaps[p.name] for p in _proxies(bsym) if p.name in swaps}
         new.bound_symbols.append(bsym.from_bsym_swap_proxies(swap_map) if swap_map else bsym)
     new.args = [swaps.get(getattr(arg, "name", ""), arg) for arg in joint.args]

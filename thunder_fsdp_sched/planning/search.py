@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from thunder.core.trace import TraceCtx
 
 from .. import passes
-from ..ir.analysis import NOTHING_LEFT, LeftGradients
+from ..ir.analysis import NO_PENDING_GRADS, PendingGrads
 from ..ir.effects import bucket_of, effects
 from ..ir.inspection import snapshot, split_joint
 from ..ir.step_memory import StepMemory
@@ -188,14 +188,14 @@ class Search:
         cost: the cost model.
         limits: the memory of a step is predicted only if it is limited.
         context: that of the compilation; its ``kept`` are the buckets that stay unsharded in any case.
-        left: the gradients that earlier micro-batches under ``no_sync`` have left, which count as memory of the step.
+        pending_grads: the gradients that earlier micro-batches under ``no_sync`` have left; they count as memory.
     """
 
     joint: TraceCtx
     cost: CostModel
     limits: Limits
     context: Context = field(default_factory=Context)
-    left: LeftGradients = NOTHING_LEFT
+    pending_grads: PendingGrads = NO_PENDING_GRADS
     _fitting: list[Candidate] = field(default_factory=list, init=False)
     _unfit: list[Candidate] = field(default_factory=list, init=False)
     _found: dict[Candidate, Candidate] = field(default_factory=dict, init=False)  # by settings
@@ -395,7 +395,7 @@ class Search:
             pairs = list(scratch.items())
             pairs += [(arena.extension, new.extension) for arena, new in pairs if new.extension.nbytes]
             larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in pairs)
-            peak = StepMemory.of(halves, self.context.buckets, accumulated=self.left).peak.nbytes + larger
+            peak = StepMemory.of(halves, self.context.buckets, accumulated=self.pending_grads).peak.nbytes + larger
             growth = sum(max(new.nbytes - arena.nbytes, 0) for arena, new in pairs)
             found = found._replace(peak_bytes=peak, largest_peak=max(peak, self.limits.largest_peak + growth))
         return found

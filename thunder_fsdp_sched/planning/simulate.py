@@ -28,13 +28,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import BEFORE_TRACE, Analysis
 from ..ir.effects import Effects, Issue, Wait, effects
-from ..ir.inspection import AGREEMENT
+from ..ir.inspection import is_statement
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
 from .cost import CostModel, Seconds
@@ -185,7 +184,7 @@ class _Simulator:
         position = 0
         for bsym, seconds in zip(trace.bound_symbols, self.cost.seconds(trace), strict=True):
             began = used = self.compute
-            if bsym.sym.id is PrimIDs.DEL or bsym.sym.name in AGREEMENT:
+            if not is_statement(bsym):
                 self.times.append((began, used))
                 continue
             e = effects(bsym)

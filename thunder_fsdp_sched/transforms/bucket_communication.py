@@ -11,15 +11,14 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.effects import declared
 from ..ir.inspection import return_of, with_bound_symbols
 from ..ir.symbols import (
     fsdp_accumulate_grads,
     fsdp_accumulate_reduced,
     fsdp_all_reduce,
-    fsdp_reduce,
     fsdp_reduce_scatter,
     fsdp_reduce_unreduced,
-    fsdp_unshard,
     fsdp_wait_grads,
     fsdp_wait_params,
     gather_and_wait,
@@ -75,9 +74,8 @@ def bucket_communication(
     unshards: dict[Bucket, dict[int, BoundSymbol]] = defaultdict(dict)
     reduces: dict[Bucket, dict[int, BoundSymbol]] = defaultdict(dict)
     for bsym in trace.bound_symbols:
-        if bsym.sym in (fsdp_unshard, fsdp_reduce):
-            bucket, index, _ = bsym.args
-            (unshards if bsym.sym is fsdp_unshard else reduces)[bucket][index] = bsym
+        if (single := declared(bsym).single) is not None:
+            (reduces if single.reduces else unshards)[single.bucket][single.param] = bsym
 
     new = with_bound_symbols(trace, (), "fsdp: bucket communication")
     emitted: Sequence[BoundSymbol]
@@ -85,18 +83,17 @@ def bucket_communication(
     with tracectx(new):
         for bsym in trace.bound_symbols[:-1]:
             emitted = ()
-            if bsym.sym is fsdp_unshard:
-                if bsym.args[0] in unshards:
-                    emitted = _gather(bsym.args[0], unshards.pop(bsym.args[0]))
-            elif bsym.sym is fsdp_reduce:
+            if (single := declared(bsym).single) is None:
+                new.bound_symbols.append(bsym)
+            elif single.reduces:
                 bucket, index, grad = bsym.args
                 summed = bucket, index, _sum_to_shape_of_param(grad, bucket, index)
                 reduces[bucket][index] = bsym.from_bsym(args=summed)
                 seen[bucket] += 1
                 if seen[bucket] == len(reduces[bucket]):
                     emitted = _reduce(bucket, reduces[bucket], accumulate if no_sync else None)
-            else:
-                new.bound_symbols.append(bsym)
+            elif single.bucket in unshards:
+                emitted = _gather(single.bucket, unshards.pop(single.bucket))
             new.bound_symbols += [like(bsym, each) for each in emitted]
         last = return_of(trace)
         if no_sync:

@@ -18,7 +18,7 @@ from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import dce
 from thunder.extend import Executor, FusionExecutor, OperatorExecutor, StatefulExecutor
 
-from ..ir.caching import with_caches
+from ..ir.registry import with_caches
 from ..private_thunder import claim, gradient_rules_of
 
 

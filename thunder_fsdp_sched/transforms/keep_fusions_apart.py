@@ -29,7 +29,7 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.extend import FusionExecutor
 
 from ..ir.analysis import Analysis, Lifetime, bytes_at
-from ..ir.effects import bucket_of, effects, is_declared
+from ..ir.effects import bucket_of, declared, effects, is_declared
 from ..ir.inspection import args_of, forward_part, outs_of, swap_args, with_bound_symbols
 from ..ir.symbols import fsdp_cut, with_token, without_token
 from ..runtime.bucket import Bucket
@@ -111,7 +111,7 @@ def remove_cuts(trace: TraceCtx) -> TraceCtx:
     original: dict[str, Proxy] = {}
     bsyms = []
     for bsym in trace.bound_symbols:
-        if bsym.sym is fsdp_cut:
+        if declared(bsym).is_cut:
             for before, after in zip(bsym.args, bsym.output, strict=True):
                 original[after.name] = original.get(before.name, before)
             continue

@@ -12,8 +12,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Analysis
-from ..ir.effects import effects
-from ..ir.host_copies import HOST_COPIES, HOST_COPY_ISSUES, fsdp_copy_to_host, without_token
+from ..ir.effects import declared, effects
+from ..ir.host_copies import without_token
 from ..ir.inspection import UNPACKING, nbytes_of, outs_of, short_form, statements, with_bound_symbols
 
 MAX_HOST_COPIES_IN_FLIGHT = 4
@@ -89,20 +89,21 @@ def sort_host_copies(
     """
     issues: dict[str, BoundSymbol] = {}
     copies: list[_Copy] = []
-    others = [b for b in statements(trace) if b.sym.name not in HOST_COPIES]
+    others = [b for b in statements(trace) if not declared(b).copies_activation]
     for bsym in trace.bound_symbols:
-        if bsym.sym.name in HOST_COPY_ISSUES:
-            issues[bsym.output.name] = bsym
-        elif bsym.sym.name in HOST_COPIES:
-            issue = issues[bsym.args[0].name]
+        if not (e := declared(bsym)).copies_activation:
+            continue
+        if e.issues is not None:
+            issues[e.issues.future] = bsym
+        elif e.waits is not None:
+            issue = issues[e.waits.future]
             copies.append(_Copy(issue, without_token(bsym), copy_seconds(nbytes_of(issue.args[0])) * _MARGIN))
     if not copies:
         return trace
     work = seconds(with_bound_symbols(trace, others, "fsdp: without host copies"))
     sorter = _Sorter(others, copies, list(accumulate(work, initial=0.0)))
-    directions = {issue.sym for issue in issues.values()}
-    assert len(directions) == 1, "a forward or a backward trace has one kind of copies"
-    (sorter.sort_forward if fsdp_copy_to_host in directions else sorter.sort_backward)()
+    [to_device] = {effects(issue).reads_host for issue in issues.values()}  # forward and backward copy in one direction
+    (sorter.sort_backward if to_device else sorter.sort_forward)()
     return with_bound_symbols(trace, sorter.out, "fsdp: sort host copies")
 
 
