@@ -1,4 +1,4 @@
-"""JSON files of dataclasses and named tuples, read by the types of their fields."""
+"""JSON files of dataclasses and named tuples with a version, read by the types of their fields."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 _Read = TypeVar("_Read")
+
+
+def write_json(path: str | Path, version: int, content: Mapping[str, Any]) -> None:
+    """Write a file that :func:`read_json` reads."""
+    Path(path).write_text(json.dumps({"format": version, **content}, indent=1) + "\n")
 
 
 def read_json(path: str | Path, option: str, holds: str, version: int, cls: type[_Read]) -> _Read:

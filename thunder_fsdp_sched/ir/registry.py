@@ -1,4 +1,4 @@
-"""Registration of this package's symbols: how they print, where their effects are declared, and who keeps facts."""
+"""Registration of this package's symbols, and bound symbols whose copies keep what was found out about them."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import hashlib
 import itertools
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from ..ranks.deadlock import Action
 from .analysis import Analysis
 from .effects import Issue, effects
 from .inspection import outs_of, statements
-from .json_files import read_json
+from .json_files import read_json, write_json
 from .symbols import GATHER_WAITS, GATHERS, ISSUES, reduction_of
 
 _FORMAT = 2
@@ -217,8 +216,7 @@ class _File(NamedTuple):
 
 def save_schedules(schedules: Iterable[StepSchedule], path: str | Path) -> None:
     """Write schedules, oldest first, as JSON that ``fsdp(schedule=path)`` replays."""
-    content = {"format": _FORMAT, "steps": [dataclasses.asdict(s) for s in schedules]}
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    write_json(path, _FORMAT, {"steps": [dataclasses.asdict(s) for s in schedules]})
 
 
 def load_schedules(path: str | Path) -> list[StepSchedule]:

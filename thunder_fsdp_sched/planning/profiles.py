@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from thunder.core.trace import TraceCtx
 
 from ..ir.effects import Issue, effects, is_declared
 from ..ir.inspection import runs_nothing
-from ..ir.json_files import read_json
+from ..ir.json_files import read_json, write_json
 from ..runtime.bucket import Bucket
 from .clusters import GLOO
 from .cost import Seconds
@@ -106,7 +105,7 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
-        Path(path).write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}) + "\n")
+        write_json(path, _FORMAT, dataclasses.asdict(self))
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

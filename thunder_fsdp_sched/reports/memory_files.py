@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..ir.json_files import read_json
+from ..ir.json_files import read_json, write_json
 from ..ir.step_memory import KINDS, Details, StepMemory, TensorMemory
 from ..ir.unknown_memory import UnknownMemory
 
@@ -19,7 +18,6 @@ _FORMAT = 1
 def save_memory(memory: StepMemory, path: str | Path) -> None:
     """Write the memory of a step as JSON."""
     content = {
-        "format": _FORMAT,
         "fixed": dict(memory.fixed),
         "backward": memory.backward,
         "statements": list(memory.statements),
@@ -27,7 +25,7 @@ def save_memory(memory: StepMemory, path: str | Path) -> None:
         "unknowns": [unknown._asdict() for unknown in memory.unknowns],
         "tensors": [tensor._asdict() for tensor in memory.tensors],
     }
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    write_json(path, _FORMAT, content)
 
 
 class _File(NamedTuple):
