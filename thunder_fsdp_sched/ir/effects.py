@@ -108,10 +108,10 @@ class Issue(NamedTuple):
         return self.preceded_by is not None
 
     @property
-    def marks(self) -> dict[str, int]:
-        """The marks of a gather whose bucket stays resident between forward and backward."""
-        marks = {"followed_by": self.followed_by, "preceded_by": self.preceded_by}
-        return {name: number for name, number in marks.items() if number is not None}
+    def marks(self) -> dict[str, int | str]:
+        """The marks of a gather whose bucket stays resident between forward and backward, or in a window."""
+        marks = {"followed_by": self.followed_by, "preceded_by": self.preceded_by, "window": self.window}
+        return {name: mark for name, mark in marks.items() if mark is not None}
 
 
 class Wait(NamedTuple):

@@ -134,8 +134,7 @@ def read_program(trace: TraceCtx) -> list[Action]:
         if issue is not None and issue.bucket is not None and issue.group is not None:
             spec, group = issue.bucket.spec, issue.group
             line = f"{issue.kind} {spec.name} {issue.nbytes} bytes {issue.dtype} {spec.comm.transport}"
-            line += "".join(f" {mark}={number}" for mark, number in issue.marks.items())
-            line += "" if issue.window is None else f" window={issue.window}"
+            line += "".join(f" {name}={mark}" for name, mark in issue.marks.items())
             actions.append(Action(line, group.name or group.description, tuple(group.global_ranks), False, len(issued)))
             issued[issue.future] = actions[-1]
     return actions
