@@ -14,7 +14,8 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp
-from thunder_fsdp_sched.ir.host_copies import HOST_COPIES, fsdp_copy_to_device, fsdp_wait_host_copy
+from thunder_fsdp_sched.ir.effects import declared
+from thunder_fsdp_sched.ir.host_copies import fsdp_copy_to_device, fsdp_wait_host_copy
 from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, return_of, split_joint
 from thunder_fsdp_sched.ir.operator_facts import is_pure
 from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
@@ -325,7 +326,7 @@ def test_training_with_offloaded_activations_gives_the_same_bits(rank: int) -> N
     for name, option in (("varied", "zero3"), ("attention", "zero2"), ("stack", "bf16")):
         options = {"device": "cpu", "no_sync": name == "varied", **OPTIONS[option]}
         plain, expected = _train(name, rank, **options)
-        assert not any(b.sym.name in HOST_COPIES for b in plain.compiled[0].forward.bound_symbols)
+        assert not any(declared(b).copies_activation for b in plain.compiled[0].forward.bound_symbols)
         with offloading():
             transform, actual = _train(name, rank, **options)
         _assert_same_bits(actual, expected, name)
