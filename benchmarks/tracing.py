@@ -35,8 +35,8 @@ from unittest import mock
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched.capture import garbage_collection
+from thunder_fsdp_sched.compiled_traces import CompiledTraces
 from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
-from thunder_fsdp_sched.pipeline import CompiledTraces
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.planning.search import Search
 

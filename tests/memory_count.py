@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from thunder_fsdp_sched import FSDPTransform, StepMemory
+from thunder_fsdp_sched.compiled_traces import CompiledTraces
 from thunder_fsdp_sched.ir.inspection import AGREEMENT, statements
 from thunder_fsdp_sched.ir.symbols import fsdp_backward_done, fsdp_release
-from thunder_fsdp_sched.pipeline import CompiledTraces
 from thunder_fsdp_sched.planning.fake_ranks import fake_rank
 from thunder_fsdp_sched.runtime.autograd import as_backward_of_latest_forward
 from thunder_fsdp_sched.runtime.bucket import Bucket

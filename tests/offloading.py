@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
-from thunder_fsdp_sched.compilation import Compilation
 from thunder_fsdp_sched.planning.clusters import cluster_of_this_process
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.search import copy_times
+from thunder_fsdp_sched.transform import Compilation
 from thunder_fsdp_sched.transforms.offload_activations import offload_activations, offloadable
 
 from thunder.core.trace import TraceCtx
@@ -25,7 +25,7 @@ def offloading(choose: Callable[[dict[str, int]], Iterable[str]] = lambda found:
 
     def after_fusion(self: Compilation, joint: TraceCtx) -> TraceCtx:
         joint = original(self, joint)
-        self._copy_times = TIMES
+        self.context.update(TIMES)
         self.traces.offloaded = frozenset(choose(offloadable(joint, min_bytes=0)))
         return self.traces.run(joint, offload_activations, offloaded=self.traces.offloaded)
 

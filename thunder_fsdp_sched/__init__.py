@@ -21,9 +21,9 @@ from .checkpoint import (
     save_safetensors,
 )
 from .compat import __version__ as __version__
+from .compiled_traces import CompiledTraces
 from .ir.schedule import CommOp, Schedule, StepSchedule
 from .ir.step_memory import StepMemory
-from .pipeline import CompiledTraces
 from .plan.plan import Plan
 from .plan.specs import BucketSpec, ParamSpec
 from .proof import VerificationError

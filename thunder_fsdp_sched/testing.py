@@ -19,11 +19,11 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .api import fsdp
+from .compiled_traces import CompiledTraces
 from .ir.analysis import Analysis
 from .ir.effects import effects
 from .ir.inspection import args_of, outs_of, statement, statements
 from .ir.schedule import StepSchedule, read_schedule
-from .pipeline import CompiledTraces
 from .planning.fake_ranks import Made, compile_as_rank
 from .sizes import parse_bytes
 from .transform import FSDPTransform, find_transform

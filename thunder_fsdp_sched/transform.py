@@ -6,12 +6,12 @@
 once, with the module
     ``transform_module``                      plan buckets, allocate shard buffers, turn parameters into views of them
 for each new set of shapes and flags
-    ``transform_traces_pre_prologue``         refuse_foreign_parameters, guard_outputs, shard_prologue, *computation*
+    ``transform_traces_pre_prologue``         refuse_foreign_parameters, *epilogue*, *prologue*, *computation*
     (Thunder goes on with an empty computation: see [Note: Blocks are differentiated once] in ``transforms.differentiate``
     and [Note: Modes share a joint trace] in ``capture.traced_computation``)
-    ``JointPasses`` before the fusions        *autograd*, *joint*, the choice of settings, *bucketed*
+    ``PassExecutor`` before the fusions        *autograd*, *joint*, the choice of settings, *bucketed*
     (Thunder: fusion executors)
-    ``JointPasses`` after the fusions         *fused*
+    ``PassExecutor`` after the fusions         *fused*
     (Thunder: the joint trace is split)
     ``transform_trace_post_optimization``     *split*, *scheduled*, *finished*: first for the forward trace, then for the
                                               backward trace; the first run of the result is audited: see
@@ -24,7 +24,6 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +31,34 @@ import thunder
 from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx
 from thunder.distributed import get_skip_data_parallel_grad_sync
-from thunder.extend import Executor
+from thunder.extend import Executor, FusionExecutor
 
+from . import passes
 from .capture.repetition import Repetition, call_forward, trace_module_calls
-from .capture.traced_computation import defers_autograd, fingerprint
-from .compilation import Compilation
-from .ir.computation import Call, read_call
+from .capture.traced_computation import defers_autograd, fingerprint, needs_backward, without_computation
+from .compiled_traces import CompiledTraces
+from .ir.analysis import NO_PENDING_GRADS
+from .ir.computation import Call, computation_of, read_call
+from .ir.inspection import is_backward_trace, snapshot, split_joint
 from .ir.registry import executor as own_executor
-from .ir.schedule import StepSchedule, save_schedules
+from .ir.registry import with_caches
+from .ir.schedule import Schedule, StepSchedule, read_program, read_schedule, save_schedules
 from .options import Options
-from .pipeline import CompiledTraces, JointPasses, without
+from .passes import Context, PassExecutor
 from .plan.plan import Plan
 from .private_thunder import quiet_no_sync
 from .private_torch import refuse_foreign_functions
+from .proof.audit import audited
+from .runtime.module_hooks import TracedHooks
+from .runtime.trace_start import TraceStart
 from .sharding.huggingface_models import let_accelerate_prepare, refuse_save_pretrained, transformers_lookasides
 from .sharding.jitted_state import install_state_dict
 from .sharding.module_policies import attach_casts, cast_inputs
 from .sharding.refusals import refuse_fsdp2_methods
 from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardingTransform, find_sharding
-from .transforms.guard_outputs import guard_outputs
-from .transforms.shard_prologue import refuse_foreign_parameters
+from .transforms.offload_activations import offloaded_values
+from .transforms.shard_inputs import refuse_foreign_parameters, unpacked_parameters
 
 WARN_COMPILED = 32
 """How many sets of shapes and flags may be compiled for one module before a warning suggests alternatives."""
@@ -78,8 +84,10 @@ class FSDPTransform(ShardingTransform):
         self._compilations = itertools.count()
         self._compilation: Compilation | None = None
         self._executors = (
-            JointPasses(f"fsdp_sched_before_fusion_{id(self)}", self._before_fusion, claims=True),
-            JointPasses(f"fsdp_sched_behind_fusion_{id(self)}", self._after_fusion),
+            PassExecutor(
+                f"fsdp_sched_before_fusion_{id(self)}", lambda joint: self._current.before_fusion(joint), claims=True
+            ),
+            PassExecutor(f"fsdp_sched_behind_fusion_{id(self)}", lambda joint: self._current.after_fusion(joint)),
         )
         self._claiming: tuple[Executor, ...] = ()
         self._agrees = True  # at run time; False only to measure the cost of agreement
@@ -137,10 +145,10 @@ class FSDPTransform(ShardingTransform):
         compile_data = thunder.compile_data(model)
         compile_data.executor_lookasides |= transformers_lookasides()
         trace_module_calls(compile_data, self._repetition if self.options.trace_modules_once else call_forward)
-        first_executor, last_executor = self._executors
-        others = without(compile_data.executors_list, (own_executor, first_executor, last_executor))
+        first, last = self._executors
+        others = (e for e in compile_data.executors_list if e not in (own_executor, first, last))
         self._claiming = (own_executor, *others)
-        compile_data.executors_list = (first_executor, *self._claiming, last_executor)
+        compile_data.executors_list = (first, *self._claiming, last)
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -162,25 +170,12 @@ class FSDPTransform(ShardingTransform):
         )
         compilation = self.begin_compilation(call, no_sync=no_sync)
         if epilogue_trace is not None:
-            epilogue_trace = compilation.traces.run(epilogue_trace, guard_outputs, no_sync=no_sync)
-        if not self.options.trace_modules_once:
-            return *compilation.shard(prologue_trace, computation_trace), epilogue_trace
-        here, defers = partial(fingerprint, transform=self), defers_autograd(self)
-        return *compilation.shard(prologue_trace, computation_trace, here, defers_autograd=defers), epilogue_trace
+            epilogue_trace = compilation.run("epilogue", epilogue_trace)
+        return *compilation.shard(prologue_trace, computation_trace), epilogue_trace
 
     def begin_compilation(self, call: Call, *, no_sync: bool) -> Compilation:
         """Return a new compilation, which the hooks that Thunder calls next go on with."""
-        traces = CompiledTraces(no_sync, next(self._compilations), call, buckets=self.sharded.buckets)
-        self._compilation = Compilation(
-            traces,
-            self.sharded,
-            self.options,
-            self._claiming,
-            self._stats,
-            compiled=self.compiled,
-            agrees=self._agrees,
-            planner=self._planner,
-        )
+        self._compilation = Compilation(self, call, no_sync=no_sync)
         return self._compilation
 
     @property
@@ -189,21 +184,11 @@ class FSDPTransform(ShardingTransform):
         assert self._compilation is not None, "Thunder transforms the prologue first"
         return self._compilation
 
-    def _before_fusion(self, trace: TraceCtx) -> TraceCtx:
-        return self._current.before_fusion(trace)
-
-    def _after_fusion(self, trace: TraceCtx) -> TraceCtx:
-        return self._current.after_fusion(trace)
-
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        compilation = self._current
-        was_finished = compilation.is_finished  # by a forward whose backward is empty
-        trace = compilation.schedule(computation_trace)
-        if compilation.is_finished and not was_finished:
-            self._finish(compilation.traces)
-        return trace
+        return self._current.schedule(computation_trace)
 
-    def _finish(self, compiled: CompiledTraces) -> None:
+    def finish(self, compiled: CompiledTraces) -> None:
+        """Take the traces of a compilation that has finished."""
         self.compiled.append(compiled)
         seconds = sum(compiled.pass_seconds.values())
         self.sharded.progress.end("compiled number %d; the passes took %.1f s", compiled.number, seconds)
@@ -221,6 +206,168 @@ class FSDPTransform(ShardingTransform):
         """Evict the oldest traces, here and in Thunder's cache, to make room for one more set."""
         for kept in (self.compiled, *(stats.interpreter_cache for stats in self._stats)):
             del kept[: max(len(kept) - MAX_COMPILED + 1, 0)]
+
+
+class Compilation:
+    """The passes that turn what Thunder has traced once into the traces that run.
+
+    Thunder calls :meth:`shard`, then :meth:`before_fusion` and :meth:`after_fusion` with the joint trace, then
+    :meth:`schedule` with the forward trace and, if there are gradients, with the backward trace.
+
+    Attributes:
+        traces: the results.
+        context: the values from which passes get their arguments.
+    """
+
+    def __init__(self, transform: FSDPTransform, call: Call, *, no_sync: bool) -> None:
+        self.transform, self.sharded, self.options = transform, transform.sharded, transform.options
+        self.traces = CompiledTraces(no_sync, next(transform._compilations), call, buckets=self.sharded.buckets)
+        executors = transform._claiming
+        values = {
+            "kept": self.sharded.kept,
+            "locations": self.sharded.locations,
+            "shards": self.sharded.shards,
+            "executors": executors,
+            "fusions": [e for e in executors if isinstance(e, FusionExecutor) and not isinstance(e, PassExecutor)],
+            "hooks": TracedHooks(self.sharded.module),
+            "accumulate": self.options.accumulate or "unsharded",
+            "computation": None,  # as Thunder traced it; a step that is planned again has none
+            "has_gradients": None,  # whether `differentiate` finds some; None if Thunder differentiates
+            "trains": False,  # whether the step has a backward
+            "start": None,  # of a trace on the control channel, if the ranks agree before each run
+            "before_issue": any(b.ranks.group.backend_for(b.spec.device) != "nccl" for b in self.sharded.buckets),
+        }
+        self.context: Context = Context(values, vars(self.traces), vars(self.options))
+        self._pending_grads = NO_PENDING_GRADS
+        self._same: CompiledTraces | None = None  # an earlier compilation whose joint trace this one shares
+        self._hidden: TraceCtx | None = None  # the computation, if Thunder does not see it
+
+    def run(self, phase: passes.Phase, trace: TraceCtx) -> TraceCtx:
+        """Run the passes of a phase."""
+        return passes.run(phase, trace, self.context, record=self.traces.run)
+
+    def shard(self, prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
+        """Let the prologue unpack shards, and unshard each parameter at its first use.
+
+        The returned computation is empty if ``differentiate`` takes the place of Thunder's autograd, or if an earlier
+        compilation had an equal one, whose joint trace is used again: see [Note: Blocks are differentiated once] in
+        ``transforms.differentiate`` and [Note: Modes share a joint trace] in ``capture.traced_computation``.
+        """
+        traces, transform = self.traces, self.transform
+        unpacked = unpacked_parameters(prologue)
+        traces.parameters = {
+            argument.name: unpacked[value.name]
+            for value, argument in zip(prologue.output[0], computation.args, strict=True)
+            if getattr(value, "name", None) in unpacked
+        }
+        self.context["computation"] = computation
+        if self.options.trace_modules_once:
+            traces.traced = fingerprint(computation, traces.parameters, transform)
+            equal = (e for e in transform.compiled if e.traced is not None and e.traced == traces.traced)
+            self._same = next(equal, None)
+        prologue = with_caches(self.run("prologue", prologue))
+        if self._same is not None:
+            traces.traced, traces.parameters = self._same.traced, self._same.parameters
+            traces.shares = self._same.number
+            return prologue, without_computation(computation)
+        computation = self.run("computation", with_caches(computation))
+        if self.options.trace_modules_once and defers_autograd(transform):
+            self._hidden = computation
+            computation = without_computation(computation)
+        return prologue, computation
+
+    def before_fusion(self, joint: TraceCtx) -> TraceCtx:
+        """Bucket the communication of the joint trace and choose what stays unsharded, before operators are fused."""
+        traces, done = self.traces, "differentiated"
+        if self._same is not None:
+            assert self._same.differentiated is not None, "compilations that have finished keep their joint trace"
+            joint, done = self._same.differentiated, f"shares the joint trace of compilation {self._same.number}"
+        else:
+            if self._hidden is not None:
+                joint = self._hidden
+                self.context["has_gradients"] = needs_backward(joint)
+            joint = self.run("autograd", joint)
+        traces.differentiated = snapshot(joint)
+        self.sharded.progress.log_phase(
+            f"{done}, %d bound symbols in the joint trace", len(joint.bound_symbols), stage="bucketing and fusing"
+        )
+        traces.joint = self.run("bucketed", self._choose(snapshot(joint)))
+        self.context["trains"] = len(split_joint(traces.joint)) == 2
+        return traces.joint
+
+    def after_fusion(self, joint: TraceCtx) -> TraceCtx:
+        """Remove from the joint trace what only kept fusions apart, and offload the chosen activations."""
+        joint = self.run("fused", joint)
+        if self.traces.offloaded:  # a fusion may have taken in a value that was to be offloaded
+            self.traces.offloaded = frozenset(offloaded_values(joint))
+        return joint
+
+    def schedule(self, unscheduled: TraceCtx) -> TraceCtx:
+        """Return the forward or backward trace that runs: sorted, with slots, verified, and agreed on by all ranks."""
+        traces, options = self.traces, self.options
+        half = "backward" if is_backward_trace(unscheduled) else "forward"
+        size = len(unscheduled.bound_symbols)
+        self.sharded.progress.log_phase(f"scheduling {half}, %d bound symbols", size, stage=f"scheduling {half}")
+        sorted_trace = self.run("scheduled", self.run("split", unscheduled))
+        schedule = read_schedule(sorted_trace)
+        self._agree(sorted_trace, schedule, half)
+        forward, trace = traces.forward, self.run("finished", sorted_trace)
+        if half == "backward":
+            traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
+        else:
+            traces.forward_before, traces.forward, traces.forward_schedule = unscheduled, trace, schedule
+        if half == "backward" or not self.context["trains"]:
+            self._finish()
+        if options.audit:
+            memory, stats = self.sharded.former_memory, self.transform._stats
+            trace = audited(trace, forward=forward, former_memory=memory, stats=stats)
+        return with_caches(trace)
+
+    def _finish(self) -> None:
+        traces, limit, compiled = self.traces, self.options.max_memory, self.transform.compiled
+        if limit is not None:
+            self.transform._planner.check_memory(
+                traces, limit=limit, pending_grads=self._pending_grads, compiled=compiled
+            )
+        if not any(each is traces for each in compiled):  # a forward has finished it whose backward is empty
+            self.transform.finish(traces)
+
+    def _choose(self, joint: TraceCtx) -> TraceCtx:
+        """Return the joint trace with bucketed communication, with the settings for it chosen."""
+        options, sharded, traces = self.options, self.sharded, self.traces
+        if not options.needs_search:
+            assert options.prefetch != "auto"
+            traces.prefetch = options.prefetch
+            return self.run("joint", joint)
+        transform = self.transform
+        settings = transform._planner.Chooser(
+            joint, traces, self.context, sharded=sharded, options=options, compiled=transform.compiled
+        ).choose()
+        self._pending_grads = settings.pending_grads
+        self.context.update(settings.copy_times)
+        traces.choice, chosen = settings.choice, settings.choice.chosen
+        traces.prefetch, traces.reductions_in_flight = chosen.prefetch, chosen.reductions
+        traces.extends, traces.recomputed, traces.offloaded = chosen.extends, chosen.recomputed, chosen.offloaded
+        if settings.kept is not None:
+            sharded.set_kept_buckets(settings.kept)
+            sharded.kept_is_final = True
+            self.context["kept"] = sharded.kept
+        bucketed: TraceCtx = settings.bucketed
+        return bucketed
+
+    def _agree(self, trace: TraceCtx, schedule: Schedule, half: str) -> None:
+        """Compare what the ranks have compiled, and settle how they agree at run time, if they have to."""
+        traces, control = self.traces, self.sharded.control
+        self.context["start"] = None
+        if control.is_single_rank:
+            return
+        computation = computation_of(trace, traces.call.inputs)
+        what = f"{half} of a {'no_sync ' if traces.no_sync else ''}trace"
+        agreed = control.check_program(what, read_program(trace), computation)
+        if agreed.communicates and self.transform._agrees:
+            name, text = f"{half}_{traces.number}", f"{half} for {traces.call}"
+            issues = sum(op.issues for op in schedule)
+            self.context["start"] = TraceStart(control, name, agreed, text, computation, issues)
 
 
 def find_transform(model: object) -> FSDPTransform:

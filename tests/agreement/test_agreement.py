@@ -14,11 +14,13 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import ScheduleDisagreement, compilation, fsdp, full_state_dict
+from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
 from thunder_fsdp_sched.ir.inspection import AGREEMENT, statements
 from thunder_fsdp_sched.ranks import channel
 from thunder_fsdp_sched.sharding import shard_module
+from thunder_fsdp_sched.transforms.guards import insert_agreement
 
+import pipeline_patches
 import pytest
 import thunder
 import torch
@@ -314,9 +316,8 @@ def test_traces_agree_before_their_first_collective(rank: int) -> None:
         assert not any(b.sym.name in AGREEMENT for b in statements(trace))
     assert "fsdp_agree(forward_0)\n" in str(compiled.forward)
     # As with NCCL, where the round of agreement overlaps with the first gather.
-    agree = compilation.Compilation._agree
-    with mock.patch.object(
-        compilation.Compilation, "_agree", lambda self, *args: {**agree(self, *args), "before_issue": False}
+    with pipeline_patches.replacing(
+        "insert_agreement", lambda trace, *, start: insert_agreement(trace, start=start, before_issue=False)
     ):
         model = _jit(TwoBranches())
         for left in (True, False):

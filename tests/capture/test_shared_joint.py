@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.pipeline import CompiledTraces
+from thunder_fsdp_sched.compiled_traces import CompiledTraces
 
 import thunder
 import torch

@@ -7,6 +7,7 @@ import functools
 import re
 
 from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched.compiled_traces import CompiledTraces
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.inspection import split_joint
 from thunder_fsdp_sched.passes import Context
@@ -18,7 +19,7 @@ from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.regather_for_backward import regather_for_backward
-from thunder_fsdp_sched.transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward
+from thunder_fsdp_sched.transforms.reuse_or_release import mark_retained_by_forward, reuse_from_forward
 from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 from thunder_fsdp_sched.transforms.write_grads_in_place import write_grads_in_place
 
@@ -190,17 +191,23 @@ def step_of_default(joint, cost):
     return arena.nbytes, simulate(halves, None, cost).step_seconds
 
 
+def context(**values) -> Context:
+    """Return the context of a compilation with the default options and these values."""
+    of_module = {"kept": frozenset(), "buckets": (), "fusions": ()}
+    return Context(values, of_module, vars(CompiledTraces(no_sync=False)), vars(fsdp().options))
+
+
 @settings(max_examples=max(10, settings().max_examples // 10), deadline=None)
 @given(searches())
 def test_a_search_that_may_use_the_memory_of_the_default_is_never_slower(search):
     joint, cost, share = search
     nbytes, seconds = step_of_default(joint, cost)
-    unlimited = Search(joint, cost, Limits()).choose(prefetch=None, may_keep=False).chosen
+    unlimited = Search(joint, cost, Limits(), context()).choose(prefetch=None, may_keep=False).chosen
     assert unlimited.step_seconds <= seconds
     everything = sum(b.nbytes for b in testing.gathers(joint))
     budget = nbytes + int(share * everything)
     for prefetch in (None, 1):
-        limited = Search(joint, cost, Limits(budget), Context(max_unsharded_bytes=budget))
+        limited = Search(joint, cost, Limits(budget), context(max_unsharded_bytes=budget))
         chosen = limited.choose(prefetch=prefetch, may_keep=True).chosen
         assert chosen.step_seconds <= seconds
         assert chosen.unsharded_bytes <= budget

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.compiled_traces import CompiledTraces
 from thunder_fsdp_sched.ir.operator_facts import Facts, facts_of
-from thunder_fsdp_sched.pipeline import CompiledTraces
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.transforms.differentiate import differentiate
 
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from models import CASES, GPT, Stack
 from random_models import CallingModel, ModelSpec, periodic_models, quiet
 from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
 from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import Executor, OperatorExecutor, StatefulExecutor, register_executor
 from torch import nn
@@ -38,13 +39,13 @@ class Comparison:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.regions: list[int] = []
-        with_calls = differentiate.__globals__["_with_calls"]
+        expand = differentiate.__globals__["_expand"]
 
-        def counted(trace: Any, calls: Any) -> Any:
-            self.regions[-1] += len(calls)
-            return with_calls(trace, calls)
+        def counted(bsym: BoundSymbol, trace: TraceCtx) -> Any:
+            self.regions[-1] += bsym.args[1] != "backward"
+            return expand(bsym, trace)
 
-        patch.setitem(differentiate.__globals__, "_with_calls", counted)
+        patch.setitem(differentiate.__globals__, "_expand", counted)
 
     def run(
         self,

@@ -176,7 +176,7 @@ def test_slots_never_overlap_while_both_are_live(trace, prefetch):
 @given(traces(), st.integers(0, 3), st.integers(0, MAX_REDUCTIONS_IN_FLIGHT))
 def test_slots_being_filled_with_gradients_stay_within_filling_bytes(trace, prefetch, most):
     unsorted = write_grads_in_place(trace)
-    sorted_trace = assign_slots(sort_communication(unsorted, prefetch=prefetch, max_reductions_in_flight=most))
+    sorted_trace = assign_slots(sort_communication(unsorted, prefetch=prefetch, reductions_in_flight=most))
     verify(sorted_trace)
     assert filling_bytes(sorted_trace) == filling_bytes(unsorted)
     reductions = {

@@ -10,7 +10,7 @@ of compiling. So the joint trace of an earlier compilation, as our passes have f
    that differentiation and claiming read: symbols with their subsymbols, arguments, metadata and tags of proxies, which
    argument is which parameter, executors, compile options, and the state of torch that Thunder's cache is keyed by.
 3. If an earlier compilation has an equal one, Thunder goes on with a trace that has the same arguments and computes
-   nothing (``without_computation``), and ``JointPasses`` replaces it by the earlier joint trace.
+   nothing (``without_computation``), and ``PassExecutor`` replaces it by the earlier joint trace.
 
 The prologue and the epilogue are those of the new mode; they pass values by position. A computation without a fingerprint
 is compiled in full: one under autocast or with symbolic values, with an executor that keeps state, with kinds

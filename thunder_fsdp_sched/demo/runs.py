@@ -18,7 +18,7 @@ from thunder.core.trace import TraceCtx
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 
 from ..api import fsdp
-from ..pipeline import CompiledTraces
+from ..compiled_traces import CompiledTraces
 from ..plan.plan import Plan
 from ..reports.step_counter import StepCounter, StepCounts
 from .model import GPT

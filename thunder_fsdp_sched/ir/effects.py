@@ -375,6 +375,32 @@ def sends(bsym: BoundSymbol) -> Issue | None:
     return issue if issue is not None and issue.bucket is not None and not issue.resident else None
 
 
+def operations(bsyms: Iterable[BoundSymbol], *, of_buckets: bool) -> tuple[list[BoundSymbol], list[list[BoundSymbol]]]:
+    """Separate asynchronous operations from all other bound symbols.
+
+    Args:
+        of_buckets: whether the operations are the collectives of buckets, or else the copies of activations.
+
+    Returns:
+        The others, and for each operation what issues it, goes on with it (an all-reduce after a reduce-scatter) and waits
+        for it. Operations are in the order of their waits.
+    """
+    others: list[BoundSymbol] = []
+    found: list[list[BoundSymbol]] = []
+    of_future: dict[str, list[BoundSymbol]] = {}
+    for bsym in bsyms:
+        e = effects(bsym)
+        if (e.issues is None and e.waits is None) or (e.bucket is not None) is not of_buckets:
+            others.append(bsym)
+            continue
+        operation = [*of_future[e.waits.future], bsym] if e.waits is not None else [bsym]
+        if e.issues is not None:
+            of_future[e.issues.future] = operation
+        else:
+            found.append(operation)
+    return others, found
+
+
 def is_declared(symbol: Symbol) -> bool:
     """Return whether a symbol declares its effects."""
     return symbol in DECLARED

@@ -16,7 +16,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
 from ..private_thunder import DEFINED, NAMES_OF_ARGS
 
 AGREEMENT = frozenset({"fsdp_agree", "fsdp_agreed"})
-"""Symbols with which ranks agree on what they run; see ``transforms.insert_agreement``."""
+"""Symbols with which ranks agree on what they run; see ``transforms.guards``."""
 
 UNPACKING = frozenset(i for i in PrimIDs if i.name.startswith("UNPACK_"))
 """Prims that name values which exist already: arguments, and what forward has saved."""

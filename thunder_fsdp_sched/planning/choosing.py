@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 from thunder.core.trace import TraceCtx
 
 from .. import passes
+from ..compiled_traces import CompiledTraces
 from ..ir.analysis import NO_PENDING_GRADS, PendingGrads, pending_grads_of
 from ..ir.effects import effects
 from ..ir.inspection import split_joint
@@ -27,7 +27,6 @@ from ..ir.step_memory import StepMemory
 from ..logs import LOGGER
 from ..options import Options
 from ..passes import Context
-from ..pipeline import CompiledTraces
 from ..runtime.accumulation import AccumulationMode
 from ..sharding.sharded_module import ShardedModule
 from .clusters import cluster_of_this_process
@@ -122,7 +121,8 @@ class Chooser:
     ) -> None:
         self.joint, self.traces, self.sharded, self.options, self.compiled = joint, traces, sharded, options, compiled
         self.cost = AnalyticCost(options.cluster or cluster_of_this_process())
-        self.context = replace(context, fusions=(), pinned=None, release="never", copy_times=copy_times(self.cost))
+        self.copy_times = copy_times(self.cost)
+        self.context = context.new_child({"fusions": (), "schedule": None, "release": "never", **self.copy_times})
         self.limits = Limits(
             options.max_unsharded_bytes,
             options.max_memory,
@@ -177,10 +177,10 @@ class Chooser:
     def _settings(self, bucketed: TraceCtx, pending_grads: PendingGrads, choice: Choice, last: Choice) -> Settings:
         kept = last.chosen.kept if self.decides_kept else None
         seconds = last.chosen.step_seconds + choice.chosen.step_seconds
-        return Settings(bucketed, pending_grads, choice, self.context.copy_times, kept, seconds)
+        return Settings(bucketed, pending_grads, choice, self.copy_times, kept, seconds)
 
     def _bucketed(self, way: AccumulationMode, *, no_sync: bool) -> TraceCtx:
-        context = replace(self.context, no_sync=no_sync, accumulate=way)
+        context = self.context.new_child({"no_sync": no_sync, "accumulate": way})
         return passes.run("joint", self.joint, context, record=self.traces.run)
 
     def _search(
@@ -190,7 +190,7 @@ class Chooser:
         started = time.process_time()
         always = self.sharded.kept if kept is None else [b for b in self.sharded.buckets if b.spec.name in kept]
         no_sync = any(effects(bsym).leaves for bsym in bucketed.bound_symbols)
-        context = replace(self.context, kept=frozenset(always), no_sync=no_sync)
+        context = self.context.new_child({"kept": frozenset(always), "no_sync": no_sync})
         search = Search(bucketed, self.cost, limits, context, pending_grads)
         prefetch = None if self.options.prefetch == "auto" else self.options.prefetch
         choice = search.choose(prefetch=prefetch, may_keep=self.decides_kept and kept is None)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..api import fsdp
+from ..compiled_traces import CompiledTraces
 from ..ir.step_memory import StepMemory
-from ..pipeline import CompiledTraces
 from ..transform import FSDPTransform
 from . import gpu_attention
 from .clusters import ClusterSpec, cluster

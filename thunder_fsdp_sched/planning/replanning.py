@@ -13,25 +13,23 @@ unsharded parameters, ``ignored_params``) need a trace of their own, and so do o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 
 import thunder
 import torch
 from thunder.core.module import ThunderModule
-from thunder.core.proxies import Proxy, TensorProxy, variableify
-from thunder.core.symbol import BoundSymbol
+from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used, transform_for_execution
 from thunder.transforms.autodiff import split_into_forward_and_backward
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..compiled_traces import CompiledTraces
 from ..ir.effects import declared
 from ..ir.inspection import snapshot
-from ..pipeline import CompiledTraces
 from ..runtime.bucket import Bucket
 from ..transform import FSDPTransform
-from ..transforms.shard_prologue import become_shard
+from ..transforms.shard_inputs import become_shard
 
 
 class NeedsTrace(ValueError):
@@ -79,17 +77,18 @@ def _with_shards(traced: FSDPTransform, transform: FSDPTransform) -> TraceCtx:
         for arg in joint.args
         if (name := before.parameters.get(arg.name)) in locations
     }
-    names = {bucket: [param.name for param in bucket.spec.params] for bucket in traced.sharded.buckets}
     new = snapshot(joint)
     new.bound_symbols = []
     for bsym in joint.bound_symbols:
         if (single := declared(bsym).single) is not None:
-            name = names[single.bucket][single.param]
+            assert single.param is not None
+            name = single.bucket.spec.params[single.param].name
             if single.reduces:
-                swaps[bsym.output.name] = _shard_of(bsym.output, shards[name])
-                swaps[bsym.output.name]._requires_grad = False
+                grad = swaps[bsym.output.name] = _shard_of(bsym.output, shards[name])
+                grad._requires_grad = False
             bsym = bsym.from_bsym(args=(*locations[name], bsym.args[2]))
-        swap_map = {variableify(p): swaps[p.name] for p in _proxies(bsym) if p.name in swaps}
+        proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
+        swap_map = {variableify(p): swaps[p.name] for p in proxies if p.name in swaps}
         new.bound_symbols.append(bsym.from_bsym_swap_proxies(swap_map) if swap_map else bsym)
     new.args = [swaps.get(getattr(arg, "name", ""), arg) for arg in joint.args]
     return new
@@ -128,7 +127,3 @@ def _shard_of(proxy: TensorProxy, shard: torch.nn.Parameter) -> TensorProxy:
     other = copy.copy(proxy)
     become_shard(other, shard)
     return other
-
-
-def _proxies(bsym: BoundSymbol) -> Iterator[Proxy]:
-    yield from (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)

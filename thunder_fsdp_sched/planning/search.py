@@ -16,8 +16,8 @@ Values also move to host memory if recomputation alone does not suffice or makes
 then what there is to gain.
 
 If nothing fits, all distances are tried again with settings that need less memory (``_THRIFT``): one large reduction in
-flight instead of two and an extension, see [Note: Memory that only backward needs] in ``transforms.release_slots``; then no
-reduction beside compute. If something fits, but activations slow it down by more than 1 %, the first of these is tried at
+flight instead of two and an extension, see [Note: Memory that only backward needs] in ``transforms.reuse_or_release``; then
+no reduction beside compute. If something fits, but activations slow it down by more than 1 %, the first of these is tried at
 the fastest distance.
 
 The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -46,9 +46,9 @@ from ..ir.step_memory import StepMemory
 from ..passes import Context
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
+from ..transforms.assign_slots import private_bytes
 from ..transforms.offload_activations import offloadable
 from ..transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, sort_communication
-from ..transforms.sort_within_budget import private_bytes
 from .activation_plan import ActivationPlans
 from .cost import CostModel, compute_seconds
 from .simulate import simulate
@@ -194,7 +194,7 @@ class Search:
     joint: TraceCtx
     cost: CostModel
     limits: Limits
-    context: Context = field(default_factory=Context)
+    context: Context
     pending_grads: PendingGrads = NO_PENDING_GRADS
     _fitting: list[Candidate] = field(default_factory=list, init=False)
     _unfit: list[Candidate] = field(default_factory=list, init=False)
@@ -264,7 +264,7 @@ class Search:
         number = high = len(self._regathered)
         low = 0  # fits
         while low < high:
-            kept = _names_of((*self.context.kept, *self._regathered[:number]))
+            kept = _names_of((*self.context["kept"], *self._regathered[:number]))
             fits = self._fits(self.run(fastest._replace(kept=kept)))
             low, high = (number, high) if fits else (low, number - 1)
             number = (low + high + 1) // 2
@@ -349,7 +349,7 @@ class Search:
 
     @cached_property
     def _always_kept(self) -> tuple[str, ...]:
-        return _names_of(self.context.kept)
+        return _names_of(self.context["kept"])
 
     @cached_property
     def _offloadable(self) -> frozenset[str]:
@@ -381,12 +381,12 @@ class Search:
             return scratch.setdefault(bucket.arena, Arena(bucket.arena.device))
 
         unsorted = self._split(candidate)
-        context = replace(self._context(candidate), arena_of=arena_of, trains=len(unsorted) == 2)
+        context = self._context(candidate).new_child({"arena_of": arena_of, "trains": len(unsorted) == 2})
         halves: list[TraceCtx] = []
         for half in unsorted:
             forward = halves[0] if halves else None
-            halves.append(passes.run("scheduled", half, replace(context, forward=forward), search=True))
-        lasting = private_bytes(halves[0], context.kept) + sum(arena.nbytes for arena in scratch.values())
+            halves.append(passes.run("scheduled", half, context.new_child({"forward": forward}), search=True))
+        lasting = private_bytes(halves[0], context["kept"]) + sum(arena.nbytes for arena in scratch.values())
         nbytes = lasting + sum(arena.extension.nbytes for arena in scratch.values())
         seconds = simulate(halves, None, self.cost).step_seconds
         found = candidate._replace(unsharded_bytes=nbytes, lasting_bytes=lasting, step_seconds=seconds)
@@ -395,27 +395,21 @@ class Search:
             pairs = list(scratch.items())
             pairs += [(arena.extension, new.extension) for arena, new in pairs if new.extension.nbytes]
             larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in pairs)
-            peak = StepMemory.of(halves, self.context.buckets, accumulated=self.pending_grads).peak.nbytes + larger
+            peak = StepMemory.of(halves, self.context["buckets"], accumulated=self.pending_grads).peak.nbytes + larger
             growth = sum(max(new.nbytes - arena.nbytes, 0) for arena, new in pairs)
             found = found._replace(peak_bytes=peak, largest_peak=max(peak, self.limits.largest_peak + growth))
         return found
 
     def _context(self, candidate: Candidate) -> Context:
         further = [] if candidate.kept == self._always_kept else self._regathered
-        return replace(
-            self.context,
-            kept=frozenset(b for b in (*self.context.kept, *further) if b.spec.name in candidate.kept),
-            prefetch=candidate.prefetch,
-            max_reductions_in_flight=candidate.reductions,
-            extends=candidate.extends,
-            recomputed=candidate.recomputed,
-            offloaded=candidate.offloaded,
-        )
+        kept = frozenset(b for b in (*self.context["kept"], *further) if b.spec.name in candidate.kept)
+        settings = {"kept": kept, "reductions_in_flight": candidate.reductions}
+        return self.context.new_child({**candidate._asdict(), **settings})
 
     @cached_property
     def _joint_with_gathers(self) -> TraceCtx:
         """The joint trace with backward's gathers if no further bucket is kept and nothing is recomputed."""
-        return self._with_gathers(replace(self.context, recomputed=frozenset(), offloaded=frozenset()))
+        return self._with_gathers(self.context.new_child({"recomputed": frozenset(), "offloaded": frozenset()}))
 
     def _with_gathers(self, context: Context) -> TraceCtx:
         joint = snapshot(self.joint)  # rejected candidates must not reserve names

@@ -14,9 +14,11 @@ live at once. With several sizes the result may exceed the lower bound, which is
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
+from functools import cache
+from typing import Literal, NamedTuple
 
 from thunder.core.trace import TraceCtx
 
@@ -25,7 +27,7 @@ from ..ir.effects import effects
 from ..ir.inspection import has_backward, with_bound_symbols
 from ..ir.slots import grads_over_kept_params, grads_over_params, peak_live_bytes, retained_by_forward
 from ..runtime.bucket import Bucket
-from ..runtime.memory import Arena, Slot
+from ..runtime.memory import Arena, slot_bytes
 
 _RESIDENCY_GROWTH = 1 / 32
 """How much larger backward's arena may grow to keep forward's buckets resident, as a share of its bytes. The edge
@@ -38,8 +40,9 @@ def assign_slots(
     kept: Collection[Bucket] = (),
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena,
     forward: TraceCtx | None = None,
-    max_bytes: int | None = None,
-    separate: bool = False,
+    max_unsharded_bytes: int | None = None,
+    release: Literal["never", "step", "bucket"] = "never",
+    trains: bool = True,
     extends: bool = False,
 ) -> TraceCtx:
     """Assign a slot to each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``, and to the writes of their gradients.
@@ -66,55 +69,60 @@ def assign_slots(
             them if that is safe. The others, and all other gradients, share an arena.
         arena_of: returns a bucket's arena. Pass another arena to try out a plan without changing the real one.
         forward: for a backward trace, its forward trace after ``mark_retained_by_forward``. See
-            [Note: Buckets left by forward] in ``reuse_from_forward``.
-        max_bytes: limit (bytes) up to which the arena may grow to keep forward's buckets resident.
-        separate: whether each bucket gets memory of its own instead of a range of an arena, for ``release="bucket"``.
+            [Note: Buckets left by forward] in ``reuse_or_release``.
+        max_unsharded_bytes: limit (bytes) on all slots, up to which the arena may grow to keep forward's buckets resident.
+        release: with ``"bucket"``, each bucket gets memory of its own instead of a range of an arena.
+        trains: whether the step has a backward.
         extends: whether slots of backward beyond the memory that forward needs get memory that only backward allocates.
-            See [Note: Memory that only backward needs] in ``release_slots``.
+            See [Note: Memory that only backward needs] in ``reuse_or_release``.
     """
+    if release != "never" and not trains:
+        kept = ()  # another forward may wait for its backward in the private slots, and this one would free them
     ranges = Analysis(trace).slots
     private = {issue for issue, live in ranges.items() if live.is_gather and live.bucket.base in kept}
     if kept and forward is not None:
         private |= grads_over_kept_params(forward, trace)
-    shared = [live for issue, live in ranges.items() if issue not in private]
     border = _bytes_of_forward(forward, arena_of) if extends and forward is not None else None
-    plan = _Plan(shared, {r.issue: g.issue for r, g in grads_over_params(shared).items()}, border=border)
-    offsets = {} if separate else _offsets(trace, plan, forward, max_bytes)
+    plan = _Plan([live for issue, live in ranges.items() if issue not in private], border)
+    room = None if max_unsharded_bytes is None else max_unsharded_bytes - private_bytes(trace, kept)
+    offsets = {} if release == "bucket" else _offsets(trace, plan, forward, room)
     bsyms = list(trace.bound_symbols)
     for issue, live in ranges.items():
+        assert live.place is not None
         if issue in private:
             slot = live.bucket.ensure_private_slot()
-        elif separate:
-            slot = _separate_slot(live, over_params=issue in plan.gather_of)
+        elif release == "bucket":
+            use = "slot_of" if live.is_gather or issue in plan.gather_of else "grads_of"
+            slot = live.bucket.separate_slot(use, live.place.dtype)
+        elif border is None or offsets[issue] < border:
+            slot = arena_of(live.bucket).slot(offsets[issue], live.nbytes)
         else:
-            slot = _slot_at(arena_of(live.bucket), offsets[issue], live.nbytes, border)
+            slot = arena_of(live.bucket).extension.slot(offsets[issue] - border, live.nbytes)
         for user in (*live.writes, issue):
             _, _, *others = bsyms[user].args
             bsyms[user] = bsyms[user].from_bsym(args=(live.bucket, slot, *others))
     return with_bound_symbols(trace, bsyms, "fsdp: assign slots")
 
 
-def _offsets(trace: TraceCtx, plan: _Plan, forward: TraceCtx | None, max_bytes: int | None) -> dict[int, int]:
-    """Return the offset of each shared slot by its issue, with as many buckets resident longer as fit."""
-    offsets = plan.offsets()
-    arena_bytes, gathered_bytes = _end(plan.ranges, offsets), plan.gathered_bytes
-    gathers = [live for live in plan.ranges if live.is_gather]
-    candidates: list[_Candidate] = []
-    if has_backward(trace):
-        candidates = [_Candidate(replace(live, last=len(trace.bound_symbols))) for live in reversed(gathers)]
-    elif forward is not None:
-        retained = retained_by_forward(forward)
-        needed = max([arena_bytes, *(slot.end for slot in retained.values())])
-        arena_bytes = needed + int(needed * _RESIDENCY_GROWTH)
-        arena_bytes = arena_bytes if max_bytes is None else max(needed, min(arena_bytes, max_bytes))
-        gathered_bytes = max(gathered_bytes, peak_live_bytes(forward))
-        first = {live.bucket.primary: live for live in reversed(gathers)}
-        candidates = [
-            _Candidate(replace(live, first=BEFORE_TRACE), retained[primary].offset)
-            for primary, live in reversed(first.items())
-            if primary in retained
-        ]
-    return _keep_resident(plan, candidates, _Limits(arena_bytes, gathered_bytes)) or offsets
+def unsharded_bytes(
+    trace: TraceCtx, *, kept: Collection[Bucket], forward: TraceCtx | None, max_unsharded_bytes: int
+) -> int:
+    """Return the bytes that all slots of a sorted trace would need, kept buckets included."""
+    unused: dict[Arena, Arena] = {}
+
+    def arena_of(bucket: Bucket) -> Arena:
+        return unused.setdefault(bucket.arena, Arena(bucket.arena.device))
+
+    assign_slots(trace, kept=kept, arena_of=arena_of, forward=forward, max_unsharded_bytes=max_unsharded_bytes)
+    return private_bytes(trace, kept) + sum(arena.nbytes for arena in unused.values())
+
+
+def private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
+    """Return the bytes of the slots of kept buckets; for those that this trace does not gather, the planned bytes."""
+    issues = (e.slot_issue for e in map(effects, trace.bound_symbols) if e.is_gather)
+    gathered = [i.place for i in issues if i is not None and i.place is not None and i.place.bucket.base in kept]
+    elsewhere = set(kept) - {place.bucket.base for place in gathered}
+    return sum(place.nbytes for place in gathered) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
 
 
 def _bytes_of_forward(forward: TraceCtx, arena_of: Callable[[Bucket], Arena]) -> int:
@@ -123,26 +131,13 @@ def _bytes_of_forward(forward: TraceCtx, arena_of: Callable[[Bucket], Arena]) ->
     return max((slot.end for bucket, slot in used if bucket and slot and slot.arena is arena_of(bucket)), default=0)
 
 
-def _slot_at(arena: Arena, offset: int, nbytes: int, border: int | None) -> Slot:
-    """Return the slot at an offset of an arena, or of its extension, which begins at ``border``."""
-    if border is None or offset < border:
-        return arena.slot(offset, nbytes)
-    return arena.extension.slot(offset - border, nbytes)
-
-
-def _separate_slot(live: Lifetime, *, over_params: bool) -> Slot:
-    spec = live.bucket.spec
-    dtype = spec.param_dtype if live.is_gather else spec.reduce_dtype
-    return live.bucket.separate_slot("slot_of" if live.is_gather or over_params else "grads_of", dtype)
-
-
-class _Candidate(NamedTuple):
-    """A bucket that may be resident longer than it is read: up to the end of forward, or from the start of backward.
+class _Resident(NamedTuple):
+    """A bucket that is resident longer than it is read: up to the end of forward, or from the start of backward.
 
     ``offset`` is the one (bytes) that it must have to be resident from forward.
     """
 
-    longer: Lifetime
+    live: Lifetime
     offset: int | None = None
 
 
@@ -153,90 +148,103 @@ class _Limits(NamedTuple):
     gathered_bytes: int
 
 
-def _keep_resident(plan: _Plan, candidates: Sequence[_Candidate], limits: _Limits) -> dict[int, int] | None:
-    """Return offsets with as many candidates as fit, in order; ``None`` if not even the first does.
+def _offsets(trace: TraceCtx, plan: _Plan, forward: TraceCtx | None, max_bytes: int | None) -> dict[int, int]:
+    """Return the offset of each shared slot by its issue, with as many buckets resident longer as fit.
 
     Where one more does not fit, it may replace the previous one if it is larger.
     """
-    best: dict[int, int] | None = None
-    number, too_many = 0, len(candidates) + 1  # so many candidates fit, so many do not
-    while too_many - number > 1:
-        middle = (number + too_many + 1) // 2
-        offsets = plan.extended(candidates[:middle]).offsets_within(limits)
-        if offsets is None:
-            too_many = middle
-        else:
-            number, best = middle, offsets
-    chosen = list(candidates[:number])
+    best = plan.offsets()
+    assert best is not None
+    ranges = plan.ranges.values()
+    arena_bytes, gathered_bytes = _end(ranges, best), _gathered_bytes(ranges)
+    gathers = [live for live in reversed(ranges) if live.is_gather]
+    candidates: list[_Resident] = []
+    if has_backward(trace):
+        candidates = [_Resident(replace(live, last=len(trace.bound_symbols))) for live in gathers]
+    elif forward is not None:
+        retained = retained_by_forward(forward)
+        needed = max([arena_bytes, *(slot.end for slot in retained.values())])
+        arena_bytes = needed + int(needed * _RESIDENCY_GROWTH)
+        arena_bytes = arena_bytes if max_bytes is None else max(needed, min(arena_bytes, max_bytes))
+        gathered_bytes = max(gathered_bytes, peak_live_bytes(forward))
+        first = {live.bucket.primary: live for live in gathers}
+        candidates = [
+            _Resident(replace(live, first=BEFORE_TRACE), retained[primary].offset)
+            for primary, live in reversed(first.items())
+            if primary in retained
+        ]
+    limits = _Limits(arena_bytes, gathered_bytes)
+
+    @cache
+    def offsets_with(number: int) -> dict[int, int] | None:
+        return plan.offsets(candidates[:number], limits)
+
+    number = bisect_left(range(1, len(candidates) + 1), True, key=lambda number: offsets_with(number) is None)
+    best = (offsets_with(number) if number else None) or best
+    chosen = candidates[:number]
     for candidate in candidates[number:]:
         more = [*chosen, candidate]
-        offsets = plan.extended(more).offsets_within(limits)
-        if offsets is None and chosen and chosen[-1].longer.nbytes < candidate.longer.nbytes:
+        offsets = plan.offsets(more, limits)
+        if offsets is None and chosen and chosen[-1].live.nbytes < candidate.live.nbytes:
             more = [*chosen[:-1], candidate]
-            offsets = plan.extended(more).offsets_within(limits)
+            offsets = plan.offsets(more, limits)
         if offsets is None:
             break
         chosen, best = more, offsets
     return best
 
 
-@dataclass(frozen=True)
 class _Plan:
-    """The shared slots of a trace, to be laid into arenas. An issue is the position of a bound symbol.
+    """The shared slots of a trace, to be laid into arenas.
+
+    Args:
+        ranges: when each of them is in use.
+        border: an offset (bytes) that no slot may cross.
 
     Attributes:
-        ranges: when each of them is in use.
         gather_of: the issue of each reduction that can use the slot of a gather of its bucket, with that of the gather.
-        fixed: offsets (bytes) that some slots must have, by their issues.
-        border: an offset (bytes) that no slot may cross.
     """
 
-    ranges: Sequence[Lifetime]
-    gather_of: Mapping[int, int]
-    fixed: Mapping[int, int] = field(default_factory=dict)
-    border: int | None = None
+    def __init__(self, ranges: Sequence[Lifetime], border: int | None) -> None:
+        self.ranges = {live.issue: live for live in ranges}
+        self.gather_of = {r.issue: g.issue for r, g in grads_over_params(ranges).items()}
+        self.border = border
 
-    def extended(self, candidates: Sequence[_Candidate]) -> _Plan:
-        """Return the plan with the candidates' ranges and offsets."""
-        longer = {c.longer.issue: c.longer for c in candidates}
-        return replace(
-            self,
-            ranges=[longer.get(live.issue, live) for live in self.ranges],
-            fixed={c.longer.issue: c.offset for c in candidates if c.offset is not None},
-        )
+    def offsets(self, resident: Sequence[_Resident] = (), limits: _Limits | None = None) -> dict[int, int] | None:
+        """Return an offset for each issue, with gradients in the place of their parameters if that needs less memory.
 
-    @property
-    def gathered_bytes(self) -> int:
-        """The most bytes of gathered buckets that are live at once."""
-        return peak_bytes((live.first, live.last, live.nbytes) for live in self.ranges if live.is_gather)
-
-    def offsets_within(self, limits: _Limits) -> dict[int, int] | None:
-        """Return :meth:`offsets`, or ``None`` if they exceed the limits."""
-        if self.gathered_bytes > limits.gathered_bytes:
+        ``None`` if limits are given and exceeded.
+        """
+        ranges = self.ranges | {r.live.issue: r.live for r in resident}
+        fixed = {r.live.issue: r.offset for r in resident if r.offset is not None}
+        if limits is not None and _gathered_bytes(ranges.values()) > limits.gathered_bytes:
             return None
-        offsets = self.offsets()
-        return offsets if _end(self.ranges, offsets) <= limits.arena_bytes else None
-
-    def offsets(self) -> dict[int, int]:
-        """Return an offset for each issue, with gradients in the place of their parameters if that needs less memory."""
-        apart = _allocate(self.ranges, self.fixed, self.border)
-        by_issue = {live.issue: live for live in self.ranges}
-        joined: dict[int, Lifetime] = {}  # a range for both, by the issue of the gather
+        offsets = _allocate(ranges.values(), fixed, self.border)
+        joined = dict(ranges)  # gradients and parameters in one range, by the issue of the gather
         over: dict[int, int] = {}
         for reduction, gather in self.gather_of.items():
-            grads, params = by_issue[reduction], by_issue[gather]
-            if gather not in self.fixed or grads.nbytes <= params.nbytes:
+            grads, params = ranges[reduction], ranges[gather]
+            if gather not in fixed or grads.nbytes <= params.nbytes:
                 over[reduction] = gather
                 joined[gather] = replace(params, last=grads.last, nbytes=max(params.nbytes, grads.nbytes))
-        alone = [live for live in self.ranges if live.issue not in over and live.issue not in joined]
-        ranges = [*alone, *joined.values()]
-        together = _allocate(ranges, self.fixed, self.border)
-        if _end(ranges, together) >= _end(self.ranges, apart):
-            return apart
-        return together | {reduction: together[gather] for reduction, gather in over.items()}
+                del joined[reduction]
+        together = _allocate(joined.values(), fixed, self.border)
+        if _end(joined.values(), together) < _end(ranges.values(), offsets):
+            offsets = together | {reduction: together[gather] for reduction, gather in over.items()}
+        return None if limits is not None and _end(ranges.values(), offsets) > limits.arena_bytes else offsets
 
 
-def _allocate(ranges: Sequence[Lifetime], fixed: Mapping[int, int], border: int | None) -> dict[int, int]:
+def _gathered_bytes(ranges: Iterable[Lifetime]) -> int:
+    """Return the most bytes of gathered buckets that are live at once."""
+    return peak_bytes((live.first, live.last, live.nbytes) for live in ranges if live.is_gather)
+
+
+def _end(ranges: Iterable[Lifetime], offsets: Mapping[int, int]) -> int:
+    """Return the bytes of arena that the ranges need at these offsets."""
+    return max((offsets[live.issue] + live.nbytes for live in ranges), default=0)
+
+
+def _allocate(ranges: Collection[Lifetime], fixed: Mapping[int, int], border: int | None) -> dict[int, int]:
     """Return an offset for each range, by its issue; those in ``fixed`` keep theirs, and none crosses ``border``."""
     active: list[Lifetime] = []
     neighbours: dict[int, list[Lifetime]] = {live.issue: [] for live in ranges}
@@ -250,11 +258,6 @@ def _allocate(ranges: Sequence[Lifetime], fixed: Mapping[int, int], border: int 
     free = [live for live in ranges if live.issue not in fixed]
     found = (_first_fit(sorted(free, key=order), neighbours, fixed, border) for order in _ORDERS)
     return min(found, key=lambda offsets: _end(ranges, offsets))
-
-
-def _end(ranges: Iterable[Lifetime], offsets: Mapping[int, int]) -> int:
-    """Return the bytes of arena that the ranges need at these offsets."""
-    return max((offsets[live.issue] + live.nbytes for live in ranges), default=0)
 
 
 _ORDERS: tuple[Callable[[Lifetime], tuple[int, ...]], ...] = (

@@ -8,22 +8,29 @@ tracing all blocks of a model one after the other. So Thunder is handed a trace 
 1. Bound symbols are tagged with the calls of modules that have added them; see [Note: Regions] in
    ``capture.bound_symbols``. Regions of equal structure repeat, also if their modules could not be traced once.
 2. Thunder differentiates one region of each kind as a computation by itself, and its operators are claimed.
-3. Each region is replaced by one ``fsdp_run``. Its grad rule makes a symbol for its forward and one for its
-   backward, so Thunder differentiates the rest of the computation around them.
-4. Each of these symbols is replaced by copies of the bound symbols of step 2. Then dead code is eliminated.
+3. Each region is replaced by one ``fsdp_run``. Its grad rule makes one for its forward and one for its backward, so
+   Thunder differentiates the rest of the computation around them.
+4. Each of these is replaced by copies of the bound symbols of step 2. Then dead code is eliminated.
 
 The result is the joint trace that Thunder makes of the whole computation, up to names, also in the order in which
 gradients of one value are added. A region does not repeat if that could differ: if a bound symbol changes something in
 place, is recomputed in backward or belongs to ``checkpoint``; if an executor or a rule is not known to give the same
-result each time (``RepeatableRules``). Nor does a region whose input gets another gradient from bound symbols after it,
+result each time (``_repeatable``). Nor does a region whose input gets another gradient from bound symbols after it,
 since that gradient would have to be added in between.
+
+[Note: Operators are claimed once]
+Thunder lets executors claim the operators of a trace twice: first to see whether the result waits for communication of
+its own, and again for the trace that runs. Each time, every operator is decomposed and its parts are traced anew, which
+takes as long as tracing a model with repeated blocks. ``PassExecutor`` therefore claims all operators as they are, and they
+are claimed here for the executors that follow, in Thunder's order and by Thunder's function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
 
 import thunder.torch as ltorch
 from thunder.core import dtypes, prims
@@ -34,15 +41,24 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, from_trace, get_tracectx
 from thunder.core.transform_common import dce
 from thunder.core.transforms import get_grad, put_grad
-from thunder.extend import Executor
+from thunder.extend import Executor, FusionExecutor, OperatorExecutor, StatefulExecutor
 from thunder.transforms.autodiff import grad_transform_on_trace
 
 from ..capture.bound_symbols import BoundSymbolCopies, Region, find_repeated_regions
 from ..ir.inspection import args_of, defined_by, forward_part, names, nested, outs_of, return_of
 from ..ir.operator_facts import share_facts
-from ..ir.registry import executor
-from ..private_thunder import renamed, requiring_gradient
-from .claim_operators import RepeatableRules, claim_operators
+from ..ir.registry import executor, with_caches
+from ..private_thunder import claim, gradient_rules_of, renamed, requiring_gradient
+
+
+def claim_operators(trace: TraceCtx, *, executors: Sequence[Executor]) -> TraceCtx:
+    """Return the trace with its operators claimed by ``executors``, the first that can, without dead code.
+
+    Args:
+        trace: the joint trace as Thunder has differentiated it (forward alone without gradients).
+        executors: in order of priority.
+    """
+    return dce(with_caches(claim(trace, executors)))
 
 
 def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradients: bool) -> TraceCtx:
@@ -56,7 +72,6 @@ def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradien
     """
     trace = dce(trace)
     *computation, returned = trace.bound_symbols
-    may_repeat = partial(_may_repeat, RepeatableRules(executors))
     transform = partial(_transform, executors=executors, has_gradients=has_gradients)
     outputs = frozenset(names(tree_iter(returned.args))) - {*names(trace.args)}
     outputs |= {*names(tree_iter(returned.args[0]["output"]))}
@@ -64,49 +79,33 @@ def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradien
     last_use |= dict.fromkeys(outputs, len(computation))
     needing = _needing_gradient(trace) if has_gradients else frozenset[str]()
     calls: dict[int, _Call] = {}
-    for regions in find_repeated_regions(computation, last_use, may_repeat):
-        if not all(_sums_gradients(region, last_use, needing) for region in regions):
+    for regions in find_repeated_regions(computation, last_use, _repeatable(executors)):
+        # A gradient from bound symbols after a region, for an input that needs one, would be added in between.
+        inputs = ((region, proxy.name) for region in regions for proxy in region.inputs)
+        if any(name in needing and last_use[name] >= region.stop for region, name in inputs):
             continue
-        program = _program(computation[regions[0].start : regions[0].stop], regions[0], trace, transform)
+        first = regions[0]
+        program = _program(computation[first.start : first.stop], first, trace, transform)
         if program is not None:
-            calls.update((region.start, _Call(program, regions[0], region, needing)) for region in regions)
+            calls.update((region.start, _Call(program, first, region, needing)) for region in regions)
     if not calls:
         return transform(trace)
-    joint = transform(_with_calls(trace, calls))
+    with_calls = from_trace(trace)
+    position = 0
+    while position < len(trace.bound_symbols):
+        call = calls.get(position)
+        with_calls.bound_symbols.append(trace.bound_symbols[position] if call is None else call.bound_symbol)
+        position = position + 1 if call is None else call.region.stop
+    joint = transform(with_calls)
     expanded = from_trace(joint)
     for bsym in joint.bound_symbols:
-        expanded.bound_symbols += _expand(bsym, expanded)
+        expanded.bound_symbols += _expand(bsym, expanded) if bsym.sym is fsdp_run else [bsym]
     return dce(expanded)
 
 
 def _transform(trace: TraceCtx, *, executors: Sequence[Executor], has_gradients: bool) -> TraceCtx:
     joint = grad_transform_on_trace(trace) if has_gradients else trace
     return claim_operators(joint, executors=executors)
-
-
-#
-# Regions that may be repeated
-#
-
-
-_ONLY_ALONE = {BoundSymbolTag.RECOMPUTE_IN_BACKWARD, OpTags.IN_PLACE, OpTags.DONT_DCE}
-
-
-def _may_repeat(is_repeatable: RepeatableRules, bsym: BoundSymbol) -> bool:
-    if bsym.sym.id is PrimIDs.UNPACK_TRIVIAL or not is_repeatable(bsym):
-        return False
-    return not any(map(_is_special, nested([bsym])))
-
-
-def _is_special(bsym: BoundSymbol) -> bool:
-    """Return whether a bound symbol is not differentiated by itself, or has an effect."""
-    sym = bsym.sym
-    return (
-        not _ONLY_ALONE.isdisjoint((*bsym.tags, *(sym.tags or ())))
-        or sym.id in (ltorch.checkpoint.id, PrimIDs.COPY_)
-        or sym.name == "copy_"
-        or any(ProxyTag.RECOMPUTE_IN_BACKWARD in out.tags for out in bsym.flat_proxy_outs)
-    )
 
 
 def _needing_gradient(trace: TraceCtx) -> frozenset[str]:
@@ -118,9 +117,58 @@ def _needing_gradient(trace: TraceCtx) -> frozenset[str]:
     return frozenset(needing)
 
 
-def _sums_gradients(region: Region, last_use: Mapping[str, int], needing: Collection[str]) -> bool:
-    """Return whether nothing after the region has a gradient for an input of the region that needs one."""
-    return all(last_use[proxy.name] < region.stop for proxy in region.inputs if proxy.name in needing)
+#
+# Bound symbols that may be repeated
+#
+
+
+_OWNERS = ("thunder", "thunder_fsdp_sched")
+_ONLY_ALONE = {BoundSymbolTag.RECOMPUTE_IN_BACKWARD, OpTags.IN_PLACE, OpTags.DONT_DCE}
+
+
+def _repeatable(executors: Sequence[Executor]) -> Callable[[BoundSymbol], bool]:
+    """Return whether executors claim a bound symbol, and Thunder differentiates it by itself, in the same way each time.
+
+    They may not if an executor keeps state, or if an executor or a rule belongs neither to Thunder nor to this package.
+    """
+
+    @cache
+    def has_known_rules(sym_id: Hashable) -> bool:
+        found = [impl for each in executors if (impl := each.implmap.get(sym_id)) is not None]
+        rules = [f for impl in found for f in (impl.checker, impl.execution_transform, impl.grad_transform)]
+        metas = [getattr(impl.symbol, "meta", None) for impl in found]
+        return all(map(_is_owned, (*rules, *metas, *gradient_rules_of(sym_id))))
+
+    def is_repeatable(bsym: BoundSymbol) -> bool:
+        is_unpacking = bsym.sym.id is PrimIDs.UNPACK_TRIVIAL
+        return not is_unpacking and all(has_known_rules(b.sym.id) and not _is_special(b) for b in nested([bsym]))
+
+    return is_repeatable if all(map(_is_known, executors)) else lambda bsym: False
+
+
+def _is_known(executor: Executor) -> bool:
+    kind = type(executor)
+    if isinstance(executor, StatefulExecutor) or not isinstance(executor, OperatorExecutor | FusionExecutor):
+        return False
+    return kind.__module__.partition(".")[0] in _OWNERS
+
+
+def _is_owned(function: Any) -> bool:
+    function = None if function is None else inspect.unwrap(function)
+    if isinstance(function, Symbol):
+        function = function.meta
+    return function is None or str(getattr(function, "__module__", None)).partition(".")[0] in _OWNERS
+
+
+def _is_special(bsym: BoundSymbol) -> bool:
+    """Return whether a bound symbol is not differentiated by itself, or has an effect."""
+    sym = bsym.sym
+    return (
+        not _ONLY_ALONE.isdisjoint((*bsym.tags, *(sym.tags or ())))
+        or sym.id in (ltorch.checkpoint.id, PrimIDs.COPY_)
+        or sym.name == "copy_"
+        or any(ProxyTag.RECOMPUTE_IN_BACKWARD in out.tags for out in bsym.flat_proxy_outs)
+    )
 
 
 #
@@ -143,51 +191,54 @@ class _Program(NamedTuple):
 
     inputs: tuple[Proxy, ...]
     output: TensorProxy
-    forward: tuple[BoundSymbol, ...]
-    saved: tuple[TensorProxy, ...] = ()
-    grad: TensorProxy | None = None
-    backward: tuple[BoundSymbol, ...] = ()
-    grads: tuple[TensorProxy | None, ...] = ()
+    forward: Sequence[BoundSymbol]
+    saved: tuple[TensorProxy, ...]
+    grad: TensorProxy | None
+    backward: Sequence[BoundSymbol]
+    grads: tuple[TensorProxy | None, ...]
 
-    @property
-    def computed_grads(self) -> tuple[TensorProxy, ...]:
-        """The gradients that backward computes, each once; the result's own gradient may be that of an input."""
-        found = {grad.name: grad for grad in self.grads if grad is not None and grad is not self.grad}
-        return tuple(found.values())
+    def results(self, part: _Part) -> tuple[TensorProxy, ...]:
+        """Return the results of a part; of backward, each once: the result's own gradient may be that of an input."""
+        if part == "backward":
+            return tuple({g.name: g for g in self.grads if g is not None and g is not self.grad}.values())
+        return (self.output, *self.saved) if part == "forward" else (self.output,)
+
+
+_Part = Literal["all", "forward", "backward"]
+"""A program without gradients; its forward; its backward, which reads all that forward reads and returns."""
 
 
 def _program(
     bsyms: Sequence[BoundSymbol], region: Region, trace: TraceCtx, transform: Callable[[TraceCtx], TraceCtx]
 ) -> _Program | None:
     """Return the program of a region; ``None`` if its backward is not a function of the result's gradient alone."""
-    inputs, output = region.inputs, region.output
     single = from_trace(trace)
-    arguments = [requiring_gradient(p) if _is_differentiable(p) else p for p in inputs]
-    returned = return_of(trace).from_bsym(args=({"output": (output,), "flat_args": arguments},))
+    arguments = [requiring_gradient(p) if _is_differentiable(p) else p for p in region.inputs]
+    returned = return_of(trace).from_bsym(args=({"output": (region.output,), "flat_args": arguments},))
     unpacked = [prims.unpack_trivial.bind(p, name=p.name, output=p) for p in arguments]
     single.bound_symbols = [*unpacked, *bsyms, returned]
     joint = transform(single)
     trace.name_ctr = joint.name_ctr
-    *rest, last = [bsym for bsym in joint.bound_symbols if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL]
-    if "fw_flat_out" not in last.args[0]:
-        (output,) = last.args[0]["output"]
-        return _Program(inputs, output, tuple(rest)) if _defines(rest, output) else None
-    (output,), grads = last.args[0]["fw_flat_out"], last.args[0]["output"]
-    in_forward = dict(zip(map(id, joint.bound_symbols), forward_part(joint), strict=True))
-    forward = [bsym for bsym in rest if in_forward[id(bsym)]]
-    backward = [bsym for bsym in rest if not in_forward[id(bsym)]]
+    forward: list[BoundSymbol] = []
+    backward: list[BoundSymbol] = []
+    for bsym, is_forward in zip(joint.bound_symbols[:-1], forward_part(joint), strict=False):
+        if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
+            (forward if is_forward else backward).append(bsym)
+    result = return_of(joint).args[0]
+    grads = result["output"] if "fw_flat_out" in result else ()
+    (output,) = result.get("fw_flat_out", result["output"])
     given = [bsym for bsym in backward if bsym.sym.id is PrimIDs.GET_GRAD]
     backward = [bsym for bsym in backward if bsym.sym.id is not PrimIDs.GET_GRAD]
+    grad = given[0].output if given else None
     if len(given) > 1 or not _defines(forward, output):
         return None
-    grad = given[0].output if given else None
     if not all(each is None or each is grad or _defines(backward, each) for each in grads):
         return None
-    made = {out.name: out for bsym in forward for out in bsym.flat_proxy_outs if out.name in outs_of(bsym)}
+    made = {out.name: out for bsym in forward for out in defined_by(bsym)}
     saved = {name: made[name] for bsym in backward for name in args_of(bsym) if name in made and name != output.name}
     if not all(isinstance(each, TensorProxy) for each in saved.values()):
         return None
-    return _Program(inputs, output, tuple(forward), tuple(saved.values()), grad, tuple(backward), tuple(grads))
+    return _Program(region.inputs, output, forward, tuple(saved.values()), grad, backward, tuple(grads))
 
 
 def _is_differentiable(proxy: Proxy) -> bool:
@@ -204,7 +255,7 @@ def _defines(bsyms: Sequence[BoundSymbol], proxy: Proxy) -> bool:
 
 
 class _Call:
-    """A region that is computed by a program: the opaque argument of its symbols. Thunder would flatten a dataclass.
+    """A region that is computed by a program: the opaque argument of ``fsdp_run``. Thunder would flatten a dataclass.
 
     Attributes:
         parameters: the region's parameters, by those of the program.
@@ -217,86 +268,47 @@ class _Call:
         self.parameters = dict(zip(first.parameters, region.parameters, strict=True))
         self.needed = tuple(proxy.name in needing for proxy in region.inputs)
 
-
-def _with_calls(trace: TraceCtx, calls: Mapping[int, _Call]) -> TraceCtx:
-    """Return the trace with a call in place of each region, by the region's position."""
-    new = from_trace(trace)
-    position = 0
-    while position < len(trace.bound_symbols):
-        call = calls.get(position)
-        if call is None:
-            new.bound_symbols.append(trace.bound_symbols[position])
-            position += 1
-        else:
-            region = call.region
-            new.bound_symbols.append(fsdp_run.bind(call, *region.inputs, output=region.output))
-            position = region.stop
-    return new
+    @property
+    def bound_symbol(self) -> BoundSymbol:
+        return fsdp_run.bind(self, "all", *self.region.inputs, output=(self.region.output,))
 
 
 def _expand(bsym: BoundSymbol, trace: TraceCtx) -> Sequence[BoundSymbol]:
-    """Return what runs in place of a bound symbol: copies of a program's bound symbols, or itself if it is no call."""
-    if bsym.sym not in (fsdp_run, fsdp_run_forward, fsdp_run_backward):
-        return [bsym]
-    call, *arguments = bsym.args
-    program = call.program
-    if bsym.sym is fsdp_run_backward:
-        old = (program.grad, *program.inputs, program.output, *program.saved, *program.computed_grads)
-        new, bsyms = (*arguments, *bsym.output), program.backward
-    else:
-        old = (*program.inputs, program.output)
-        new, bsyms = (*arguments, *bsym.flat_proxy_outs), program.forward
-        if bsym.sym is fsdp_run_forward:
-            old += program.saved
-    renames = {each.name: other for each, other in zip(old, new, strict=True)}
+    """Return what runs in place of a call: copies of a program's bound symbols."""
+    call, part, *arguments = bsym.args
+    program, results = call.program, call.program.results(part)
+    read = (program.grad, *program.inputs, program.output, *program.saved) if part == "backward" else program.inputs
+    originals = program.backward if part == "backward" else program.forward
+    new = (*arguments, *bsym.output)
+    renames = {old.name: other for old, other in zip((*read, *results), new, strict=True)}
     copies = BoundSymbolCopies(trace, renames, parameters=call.parameters)
-    found = [copies.copy(each) for each in bsyms]
-    for each, original in zip(found, bsyms, strict=True):
+    found = [copies.copy(each) for each in originals]
+    for each, original in zip(found, originals, strict=True):
         share_facts(each, original, copies.new)
     return found
 
 
-def _like(proxy: Proxy) -> Any:
-    return renamed(proxy, get_tracectx(), set(proxy.tags))
+def _run_meta(call: _Call, part: _Part, *inputs: Proxy) -> tuple[Any, ...]:
+    return tuple(renamed(proxy, get_tracectx(), set(proxy.tags)) for proxy in call.program.results(part))
 
 
-def _run_meta(call: _Call, *inputs: Proxy) -> Any:
-    return _like(call.program.output)
-
-
-def _run_forward_meta(call: _Call, *inputs: Proxy) -> tuple[Any, ...]:
-    return tuple(map(_like, (call.program.output, *call.program.saved)))
-
-
-def _run_backward_meta(call: _Call, grad: Proxy, *values: Proxy) -> tuple[Any, ...]:
-    return tuple(map(_like, call.program.computed_grads))
-
-
-def _run_grad(call: _Call, *inputs: Proxy) -> Any:
-    output, *saved = fsdp_run_forward(call, *inputs)
+def _run_grad(call: _Call, part: _Part, *inputs: Proxy) -> Any:
     program = call.program
-    if program.grad is None:
-        return output
-    grad = get_grad(output)
-    computed = fsdp_run_backward(call, grad, *inputs, output, *saved)
-    grads = {old.name: new for old, new in zip(program.computed_grads, computed, strict=True)}
-    grads[program.grad.name] = grad
-    for proxy, of_program, is_needed in zip(inputs, program.grads, call.needed, strict=True):
-        if of_program is not None and is_needed:
-            put_grad(proxy, grads[of_program.name])
-    return output
-
-
-def _register(name: str, meta: Callable[..., Any], grad: Callable[..., Any] | None = None) -> Symbol:
-    symbol = executor.register_operator(name, meta=meta, fn=_only_in_between)
-    executor.register_implementation(symbol, symbol, grad_transform=grad)
-    return symbol
+    output, *saved = fsdp_run(call, "forward", *inputs)
+    if program.grad is not None:
+        grad = get_grad(output)
+        computed = fsdp_run(call, "backward", grad, *inputs, output, *saved)
+        grads = {old.name: new for old, new in zip(program.results("backward"), computed, strict=True)}
+        grads[program.grad.name] = grad
+        for proxy, of_program, is_needed in zip(inputs, program.grads, call.needed, strict=True):
+            if of_program is not None and is_needed:
+                put_grad(proxy, grads[of_program.name])
+    return (output,)
 
 
 def _only_in_between(*args: Any) -> None:
     raise AssertionError("calls of programs must be expanded before a trace runs")
 
 
-fsdp_run = _register("fsdp_run", _run_meta, _run_grad)
-fsdp_run_forward = _register("fsdp_run_forward", _run_forward_meta)
-fsdp_run_backward = _register("fsdp_run_backward", _run_backward_meta)
+fsdp_run = executor.register_operator("fsdp_run", meta=_run_meta, fn=_only_in_between)
+executor.register_implementation(fsdp_run, fsdp_run, grad_transform=_run_grad)

@@ -10,7 +10,7 @@ A gradient belongs to the sample that forward has drawn. There are four ways in 
    has tagged as random. ``mark_draws`` tags the others.
 3. nvFuser merges operators that have the same arguments, also two that draw. ``refuse_merged_draws`` finds that.
 4. Thunder computes the gradient of an operator that it registered automatically by running the operator again, and other
-   grad rules could. ``refuse_redrawn_gradients`` looks for all operators that draw in the backward trace that runs.
+   grad rules could. ``reject_resampled_random_grads`` looks for all operators that draw in the backward trace that runs.
 
 Thunder's tags would not do, because many random operators have none. These passes go by facts about operators.
 """
@@ -58,19 +58,19 @@ def mark_draws(trace: TraceCtx) -> TraceCtx:
     return trace
 
 
-def refuse_merged_draws(trace: TraceCtx, *, before_fusion: TraceCtx) -> TraceCtx:
+def refuse_merged_draws(trace: TraceCtx, *, joint: TraceCtx) -> TraceCtx:
     """Raise an error if a fusion executor has dropped an operator that draws random numbers, as equal to another one.
 
     Runs first after the fusion executors, and changes nothing.
 
     Args:
-        before_fusion: the joint trace before fusion.
+        joint: the joint trace before fusion.
 
     Raises:
         NotImplementedError: names the operator.
     """
     left = frozenset(out for part in _parts(trace) for out in outs_of(part))
-    for bsym in before_fusion.bound_symbols:
+    for bsym in joint.bound_symbols:
         if facts_of(bsym).draws and left.isdisjoint(outs_of(bsym)):
             raise NotImplementedError(
                 f"fsdp: the random operator {_described(bsym)} has the same arguments as another one, and a fusion executor "
@@ -80,7 +80,7 @@ def refuse_merged_draws(trace: TraceCtx, *, before_fusion: TraceCtx) -> TraceCtx
     return trace
 
 
-def refuse_redrawn_gradients(trace: TraceCtx, *, forward: TraceCtx, computation: TraceCtx) -> TraceCtx:
+def reject_resampled_random_grads(trace: TraceCtx, *, forward: TraceCtx, computation: TraceCtx) -> TraceCtx:
     """Raise an error if gradients depend on random numbers that backward draws in place of forward's.
 
     Runs first on the backward trace, before ``write_grads_in_place``, and changes nothing. It refuses an operator of

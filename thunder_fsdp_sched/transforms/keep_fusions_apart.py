@@ -17,8 +17,8 @@ the casts of all blocks would be fused.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict, deque
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.extend import FusionExecutor
 
-from ..ir.analysis import Analysis, Lifetime, bytes_at
+from ..ir.analysis import Analysis, bytes_at
 from ..ir.effects import bucket_of, declared, effects, is_declared
 from ..ir.inspection import args_of, forward_part, outs_of, swap_args, with_bound_symbols
 from ..ir.symbols import fsdp_cut, with_token, without_token
@@ -42,8 +42,8 @@ _NOT_COMPUTE = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.GET_GRAD, PrimIDs.RETU
 def keep_fusions_apart(trace: TraceCtx, *, fusions: Sequence[FusionExecutor]) -> TraceCtx:
     """Move gathers and reductions, with their waits, to where fusion regions may end, and insert cuts there.
 
-    Runs on the joint trace after ``guard_kept`` and before the fusion executors. Does nothing if no executor can fuse
-    any bound symbol. Compute keeps its order. Before, with blocks of two linear layers and a GELU::
+    Runs on the joint trace after ``check_params_unchanged`` and before the fusion executors. Does nothing if no executor
+    can fuse any bound symbol. Compute keeps its order. Before, with blocks of two linear layers and a GELU::
 
         t85 = prims.linear(t75, t177, t178)
         ft200 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_0_weight, ...)  # 320 bytes float32
@@ -191,13 +191,11 @@ class _Half:
             if comm.moved:
                 self.comms_at[comm.position].append(comm)
         self.moved = {id(bsym) for comm in self.comms if comm.moved for bsym in comm.bsyms}
-        self.crossing: dict[int, tuple[TensorProxy, ...]] = {}  # the live tensors, in the order of their production
-        alive, later = list[Lifetime](), deque(made)
-        for position in sorted(self.comms_at):
-            while later and later[0].first < position:
-                alive.append(later.popleft())
-            alive = [value for value in alive if value.reads[-1] >= position]
-            self.crossing[position] = tuple(value.proxy for value in alive)
+        self.crossing: dict[int, list[TensorProxy]] = defaultdict(list)  # the live tensors, in order of production
+        cuts = sorted(self.comms_at)
+        for value in made:
+            for position in cuts[bisect_right(cuts, value.first) : bisect_right(cuts, value.reads[-1])]:
+                self.crossing[position].append(value.proxy)
 
     def _first_read(self, wait: BoundSymbol) -> int:
         """Return the number of the first compute that reads a result of ``wait``, or the number of all if none does."""

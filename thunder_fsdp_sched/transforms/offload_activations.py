@@ -8,9 +8,11 @@ the projection is copied once. The copy has the strides of the original, so view
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from thunder.core.devices import Device, to_torch_device
 from thunder.core.dtypes import is_complex_dtype
@@ -21,24 +23,40 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.analysis import Analysis, Lifetime
-from ..ir.effects import effects, is_declared
-from ..ir.host_copies import fsdp_copy_to_device, fsdp_copy_to_host, fsdp_wait_device_copy, fsdp_wait_host_copy
+from ..ir.effects import effects, is_declared, operations
+from ..ir.host_copies import (
+    fsdp_copy_to_device,
+    fsdp_copy_to_host,
+    fsdp_wait_device_copy,
+    fsdp_wait_host_copy,
+    without_token,
+)
 from ..ir.inspection import (
     UNPACKING,
-    args_of,
     forward_part,
     names,
+    nbytes_of,
     outs_of,
     return_of,
-    swap_args,
+    short_form,
+    statements,
     unused_name,
     with_bound_symbols,
 )
 from ..ir.operator_facts import facts_of
-from .regather_for_backward import BackwardCopies
+from .regather_for_backward import BackwardCopies, first_tensor, reads_memory
 
 MIN_OFFLOADED_BYTES = 64 * 1024
 """The smallest values (bytes) that are worth a copy: the latency of a transfer is about that of this many bytes."""
+
+MAX_HOST_COPIES_IN_FLIGHT = 4
+"""How many copies of the largest size may be in flight in each direction, because each occupies device memory. One block
+of a transformer saves about as many large values shortly after one another."""
+
+_MARGIN = 1.25
+"""How much longer a copy is assumed to take than its simulated time, so that small errors do not expose it."""
+
+_LIMIT = f"in-flight limit: the bytes of the {MAX_HOST_COPIES_IN_FLIGHT} largest copies"
 
 
 def offloadable(trace: TraceCtx, *, min_bytes: int = MIN_OFFLOADED_BYTES) -> dict[str, int]:
@@ -87,21 +105,15 @@ def offload_activations(trace: TraceCtx, *, offloaded: Collection[str]) -> Trace
     See [Note: Owners and views], [Note: Tokens of host copies] and [Note: Host copies].
 
     Args:
-        offloaded: names of values, from :func:`offloadable`.
-
-    Raises:
-        ValueError: a name is not offloadable.
+        offloaded: names of values, from :func:`offloadable`. Those that a fusion has taken in stay where they are.
     """
     forward = forward_part(trace)
     if not offloaded or all(forward[:-1]):
         return trace
     found = _find(trace)
-    if unknown := sorted(set(offloaded) - found.keys()):
-        raise ValueError(f"offloaded: {', '.join(unknown)} cannot be offloaded; offloadable(trace) names what can")
     new = with_bound_symbols(trace, (), "fsdp: offload activations")
     with tracectx(new):
-        token = next(arg for arg in return_of(trace).args[0]["flat_args"] if isinstance(arg, TensorProxy))
-        offload = _Offload(new, {name: found[name] for name in found if name in offloaded}, token)
+        offload = _Offload(new, [found[name] for name in found if name in offloaded], first_tensor(trace))
         offload.run(trace.bound_symbols, forward)
     return new
 
@@ -125,64 +137,49 @@ class _Activation:
 
 def _find(trace: TraceCtx) -> dict[str, _Activation]:
     """Return the offloadable memory of a joint trace, by the owner's name."""
-    bsyms = trace.bound_symbols
-    forward = forward_part(trace)
-    live = Analysis(bsyms)
+    forward, live = forward_part(trace), Analysis(trace)
     refused = _refused(trace, live)
-    last_use: dict[Lifetime, int] = {}
-    saved: dict[Lifetime, list[Lifetime]] = defaultdict(list)
+    of_owner: dict[Lifetime, list[Lifetime]] = defaultdict(list)
     for value in live.values:
-        if not 0 <= value.first < len(bsyms) or not forward[value.first]:
-            continue
-        uses = [value.first, *(p for p in value.reads if forward[p])]
-        in_backward = any(_reads(bsyms[p]) and not forward[p] for p in value.reads)
-        for owner in live.owners_of(value):
-            last_use[owner] = max(last_use.get(owner, -1), *uses)
-            if in_backward:
-                saved[owner].append(value)
+        if value.first >= 0 and forward[value.first]:
+            for owner in live.owners_of(value):
+                of_owner[owner].append(value)
     found = {}
-    for owner in live.values:
-        proxy = owner.proxy
-        if owner in refused or owner not in saved or not isinstance(proxy, TensorProxy):
+    for owner, values in of_owner.items():
+        saved = [v for v in values if any(reads_memory(live.bsyms[p]) and not forward[p] for p in v.reads)]
+        if not saved or owner in refused:
             continue
-        derivations: dict[str, list[BoundSymbol]] = {}
-        for value in saved[owner]:
-            chain = _derivation(value, owner, live)
-            if chain is None:
-                break
-            derivations[value.name] = chain
-        else:
-            found[proxy.name] = _Activation(proxy, owner.nbytes, last_use[owner], derivations)
+        derivations = {value.name: _derivation(value, owner, live) for value in saved}
+        last_use = max(p for value in values for p in (value.first, *value.reads) if forward[p])
+        chains = {name: chain for name, chain in derivations.items() if chain is not None}
+        if len(chains) == len(derivations):
+            found[owner.name] = _Activation(owner.proxy, owner.nbytes, last_use, chains)
     return found
 
 
 def _refused(trace: TraceCtx, live: Analysis) -> set[Lifetime]:
     """Return the owners of memory that must stay where it is."""
-    returned = set(names(tree_iter(return_of(trace).args)))
+    kept: list[Lifetime] = []
     params: set[str] = set()
     where: set[Device] = set()
-    refused: set[Lifetime] = set()
-    for position, bsym in enumerate(trace.bound_symbols):
-        facts, args, outs = facts_of(bsym), live.args[position], live.outs[position]
-        if (e := live.effects[position]).waits is not None and e.in_place:
-            params.update(outs_of(bsym))
-            where.update(p.device for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy))
-        elif facts.pure and (inputs := args_of(bsym)) and all(name in params for name in inputs):
-            params.update(outs_of(bsym))
-        kept: list[Lifetime] = []
+    for bsym, e, args, outs in zip(live.bsyms, live.effects, live.args, live.outs, strict=True):
+        facts = facts_of(bsym)
+        if e.unshards:
+            where.update(p.proxy.device for p in outs)
+        if e.unshards or (facts.pure and args and all(value.name in params for value in args)):
+            params.update(value.name for value in outs)
         if bsym.sym.id in UNPACKING or is_declared(bsym.sym) or not facts.known:
             kept += outs
         if bsym.sym.id is not PrimIDs.RETURN:
             written = facts.writes | facts.by_position
-            kept += [value for value in args if not facts.known or value.proxy.name in written]
-        for value in kept:
-            refused.update(live.owners_of(value))
+            kept += [value for value in args if not facts.known or value.name in written]
+    stays = params.union(names(tree_iter(return_of(trace).args)))
     for value in live.values:
-        proxy, of = value.proxy, live.owners_of(value)
-        is_plain = isinstance(proxy, TensorProxy) and proxy.device in where and not is_complex_dtype(proxy.dtype)
-        if proxy.name in returned or proxy.name in params or value.first < 0 or not is_plain or len(of) != 1:
-            refused.update(of)
-    return refused
+        is_plain = isinstance(value.proxy, TensorProxy) and not is_complex_dtype(value.proxy.dtype)
+        movable = is_plain and value.proxy.device in where and len(live.owners_of(value)) == 1
+        if value.name in stays or value.first < 0 or not movable:
+            kept.append(value)
+    return {owner for value in kept for owner in live.owners_of(value)}
 
 
 def _derivation(value: Lifetime, owner: Lifetime, live: Analysis) -> list[BoundSymbol] | None:
@@ -204,35 +201,25 @@ def _derivation(value: Lifetime, owner: Lifetime, live: Analysis) -> list[BoundS
     return [chain[position] for position in sorted(chain)]
 
 
-def _reads(bsym: BoundSymbol) -> bool:
-    """Return whether ``bsym`` needs the memory of what it names."""
-    return bsym.sym.id not in (PrimIDs.GET_GRAD, PrimIDs.RETURN, PrimIDs.DEL)
-
-
 class _Offload(BackwardCopies):
-    def __init__(self, new: TraceCtx, activations: dict[str, _Activation], token: TensorProxy) -> None:
+    def __init__(self, new: TraceCtx, activations: Sequence[_Activation], token: TensorProxy) -> None:
         super().__init__(new)
-        self.owner_of = {saved: activation for activation in activations.values() for saved in activation.derivations}
-        self.due: dict[int, list[_Activation]] = defaultdict(list)
-        for activation in activations.values():
-            self.due[activation.last_use].append(activation)
+        self.owner_of = {saved: activation for activation in activations for saved in activation.derivations}
+        self.due: dict[int, list[TensorProxy]] = defaultdict(list)
+        for activation in activations:
+            self.due[activation.last_use].append(activation.owner)
         self.token = token
         self.hosts: dict[str, TensorProxy] = {}
 
     def run(self, bsyms: Sequence[BoundSymbol], forward: Sequence[bool]) -> None:
-        for position, bsym in enumerate(bsyms[:-1]):
-            if forward[position]:
-                self.new.bound_symbols.append(bsym)
-                for activation in self.due.get(position, ()):
-                    self._copy_to_host(activation.owner)
         for position, bsym in enumerate(bsyms):
             if forward[position]:
-                continue
-            if _reads(bsym):
-                for name in args_of(bsym):
-                    self._bring_back(name)
-                bsym = swap_args(bsym, self.replacements)
-            self.new.bound_symbols.append(bsym)
+                self.new.bound_symbols.append(bsym)
+                for owner in self.due[position]:
+                    self._copy_to_host(owner)
+        for position, bsym in enumerate(bsyms):
+            if not forward[position]:
+                self.add_reader(bsym)
 
     def _copy_to_host(self, source: TensorProxy) -> None:
         future = fsdp_copy_to_host.meta(source)
@@ -243,7 +230,7 @@ class _Offload(BackwardCopies):
             fsdp_wait_host_copy.bind(future, source, self.token, output=(host, self.token)),
         ]
 
-    def _bring_back(self, name: str) -> None:
+    def need(self, name: str) -> None:
         """Copy the memory of a saved value back, once, and compute the value again if it is a view."""
         activation = self.owner_of.get(name)
         if activation is None or name in self.replacements:
@@ -256,3 +243,151 @@ class _Offload(BackwardCopies):
             self.add(fsdp_wait_device_copy.bind(future, output=self.rename(owner)))
         for bsym in activation.derivations[name]:
             self.repeat(bsym)
+
+
+def sort_host_copies(
+    trace: TraceCtx, *, seconds: Callable[[TraceCtx], Sequence[float]], copy_seconds: Callable[[int], float]
+) -> TraceCtx:
+    """Reorder the copies of offloaded activations in a forward or backward execution trace.
+
+    Runs after ``guard_first`` and before ``sort_communication`` or ``replay_schedule``, to which the copies are compute
+    that keeps its order. Does nothing if the trace has no copies. Forward, before::
+
+        ft150 = fsdp_copy_to_host(t112)
+        (host_t112, x) = fsdp_wait_host_copy(ft150, t112, x)
+        t114 = torch.nn.functional.linear(t110, t113, None)
+        t115 = torch.gt(t114, 0.0)
+
+    After::
+
+        # offload: after the last use in forward, by t112 = where
+        ft150 = fsdp_copy_to_host(t112)
+        t114 = torch.nn.functional.linear(t110, t113, None)
+        # finished by now
+        host_t112 = fsdp_wait_host_copy(ft150, t112)
+        t115 = torch.gt(t114, 0.0)
+
+    The rules:
+
+    * A copy to host memory is issued right after the last use of its source in forward. It is waited for, which frees
+      the source, when it has probably finished: by the times of compute and of the copies, which run one after the
+      other. At the latest it is waited for at the end of forward.
+    * A copy to the device is waited for right before the first consumer of its result. It is issued as late as it
+      probably still finishes by then, in the order of first consumers.
+    * In each direction the bytes in flight are limited to those of the ``MAX_HOST_COPIES_IN_FLIGHT`` largest copies.
+      Forward then waits for the oldest copy first; backward issues a copy only after the wait that makes room for it.
+
+    The reason for each position is the header of the bound symbol, which the trace prints.
+
+    Args:
+        seconds: returns the time of each bound symbol of a trace on the compute stream.
+        copy_seconds: returns the time of a copy of so many bytes.
+    """
+    others, found = operations(statements(trace), of_buckets=False)
+    if not found:
+        return trace
+    begins = accumulate(seconds(with_bound_symbols(trace, others, "fsdp: without host copies")), initial=0.0)
+    copies = [
+        _Copy(issue, without_token(wait), nbytes := nbytes_of(issue.args[0]), copy_seconds(nbytes) * _MARGIN)
+        for issue, wait in found
+    ]
+    sorter = _Sorter(others, copies, list(begins))
+    if effects(found[0][-1]).frees_value is not None:
+        sorter.sort_forward()
+    else:
+        sorter.sort_backward()
+    return with_bound_symbols(trace, sorter.out, "fsdp: sort host copies")
+
+
+@dataclass(eq=False)
+class _Copy:
+    """A copy in one direction. Positions count the other bound symbols.
+
+    Attributes:
+        position: in backward, that of the first consumer of its result.
+        due: in backward, the position before which it is issued.
+        finish: in forward, the time at which it has probably finished.
+    """
+
+    issue: BoundSymbol
+    wait: BoundSymbol
+    nbytes: int
+    seconds: float
+    position: int = -1
+    due: int = -1
+    finish: float = 0.0
+
+
+class _Sorter:
+    """Sorts the copies of one trace.
+
+    Args:
+        others: all other bound symbols, which positions count.
+        begins: the time at which each of them begins, and that at which the last one ends.
+    """
+
+    def __init__(self, others: Sequence[BoundSymbol], copies: Sequence[_Copy], begins: Sequence[float]) -> None:
+        self.others, self.copies, self.begins = others, copies, begins
+        self.limit = sum(sorted(copy.nbytes for copy in copies)[-MAX_HOST_COPIES_IN_FLIGHT:])
+        self.live = Analysis(others)
+        self.in_flight: deque[_Copy] = deque()
+        self.out: list[BoundSymbol] = []
+
+    def fits(self, copy: _Copy) -> bool:
+        """Return whether a copy may be in flight besides those that are."""
+        return not self.in_flight or sum(c.nbytes for c in self.in_flight) + copy.nbytes <= self.limit
+
+    def issue(self, copy: _Copy, reason: str) -> None:
+        self.out.append(copy.issue.from_bsym(header=reason))
+        self.in_flight.append(copy)
+
+    def wait(self, reason: str) -> None:
+        self.out.append(self.in_flight.popleft().wait.from_bsym(header=reason))
+
+    def sort_forward(self) -> None:
+        issued_after: dict[int, list[_Copy]] = defaultdict(list)
+        for copy in self.copies:
+            source = self.live.value(copy.issue.args[0].name)
+            assert source is not None
+            issued_after[self.live.owners_of(source)[0].last].append(copy)
+        link_free = 0.0
+        for position, bsym in enumerate(self.others):
+            while self.in_flight and self.in_flight[0].finish <= self.begins[position]:
+                self.wait("finished by now")
+            while self.in_flight and position == len(self.others) - 1:
+                self.wait("end of forward")
+            self.out.append(bsym)
+            for copy in issued_after.get(position, ()):
+                while not self.fits(copy):
+                    self.wait(_LIMIT)
+                self.issue(copy, f"offload: after the last use in forward, by {short_form(bsym)}")
+                copy.finish = link_free = max(link_free, self.begins[position + 1]) + copy.seconds
+
+    def sort_backward(self) -> None:
+        for copy in self.copies:
+            first = self.live.first_read(outs_of(copy.wait))
+            copy.position = len(self.others) - 1 if first is None else first
+        waiting = deque(sorted(self.copies, key=lambda copy: copy.position))
+        head = 1 + max((i for i, b in enumerate(self.others) if _comes_first(b)), default=-1)
+        start = self.begins[-1]
+        for copy in reversed(waiting):
+            start = min(start, self.begins[copy.position]) - copy.seconds
+            copy.due = min(max(bisect_right(self.begins, start) - 1, head), copy.position)
+
+        def issue_due(position: int) -> None:
+            while waiting and waiting[0].due <= position and self.fits(waiting[0]):
+                copy = waiting.popleft()
+                reason = "prefetch: as late as it can still overlap" if copy.due > head else "prefetch: from the start"
+                self.issue(copy, _LIMIT if copy.due < position else reason)
+
+        for position, bsym in enumerate(self.others):
+            issue_due(position)
+            while self.in_flight and self.in_flight[0].position == position:
+                self.wait(f"first consumer: {short_form(bsym)}")
+                issue_due(position)
+            self.out.append(bsym)
+
+
+def _comes_first(bsym: BoundSymbol) -> bool:
+    """Return whether ``bsym`` belongs to the start of a backward trace, where nothing is computed yet."""
+    return bsym.sym.id in UNPACKING or effects(bsym).ensures is not None

@@ -18,15 +18,14 @@ transposed or cast parameter.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import NumberProxy, Proxy, variableify
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.effects import bucket_of, effects
+from ..ir.effects import bucket_of, effects, operations
 from ..ir.inspection import (
     args_of,
     defined_by,
@@ -34,21 +33,23 @@ from ..ir.inspection import (
     forward_part,
     nested,
     outs_of,
+    return_of,
     swap_args,
     unused_name,
     with_bound_symbols,
 )
 from ..ir.operator_facts import is_pure
-from ..ir.symbols import gather_and_wait
+from ..ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard, gather_and_wait
 from ..runtime.bucket import Bucket
+from ..runtime.bucket_aliases import secondary_of
 
 
 def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket], recomputed: Collection[str] = ()) -> TraceCtx:
     """Insert a second gather of every bucket that backward reads, except those that are ``kept``.
 
-    Runs on the joint trace after ``fuse_downcast`` and before ``guard_kept``, and again after the fusion executors and
-    ``remove_cuts``; see [Note: Twice, before and after fusion]. Does nothing if the trace has no backward part, or if
-    all its buckets are kept and nothing is recomputed. Before, in the backward part::
+    Runs on the joint trace after ``fuse_downcast`` and before ``check_params_unchanged``, and again after the fusion
+    executors and ``remove_cuts``; see [Note: Twice, before and after fusion]. Does nothing if the trace has no backward
+    part, or if all its buckets are kept and nothing is recomputed. Before, in the backward part::
 
         t123 = torch.matmul(t122, t117)  # t117 was gathered in forward
 
@@ -76,6 +77,78 @@ def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket], recomput
     return new
 
 
+def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
+    """Copy a secondary shard after forward's gather of a bucket, and gather it from these copies in backward.
+
+    Runs on the joint trace after ``regather_for_backward`` has run for the last time, because fusion executors could
+    move the copies, and before ``offload_activations``. Does nothing without ``reshard_after_forward`` or without a
+    backward part. Before::
+
+        ft150 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight)  # 16,384 bytes float32
+        (t109,) = fsdp_wait_params(bucket_blocks_1, ft150)
+        ...
+        ft157 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight)  # 16,384 bytes float32
+        (bw_t109,) = fsdp_wait_params(bucket_blocks_1, ft157)
+
+    After::
+
+        ft150 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight)  # 16,384 bytes float32
+        (t109,) = fsdp_wait_params(bucket_blocks_1, ft150)
+        (t160, x) = fsdp_copy_secondary_shard(bucket_blocks_1_secondary, ft150, x, t109)
+        ...
+        ft157 = fsdp_all_gather(bucket_blocks_1_secondary, None, t_blocks_1_weight, secondary=t160)  # 16,384 bytes float32
+        (bw_t109,) = fsdp_wait_params(bucket_blocks_1_secondary, ft157)
+
+    A bucket that only backward reads is gathered among all ranks. See [Note: Secondary shards] in
+    ``runtime.bucket_aliases`` and [Note: Tokens of host copies] in ``ir.host_copies``.
+    """
+    bsyms, forward = trace.bound_symbols, forward_part(trace)
+    in_forward, in_backward = (
+        {bucket_of(b) for b, f in zip(bsyms, forward, strict=True) if f is half and effects(b).unshards}
+        for half in (True, False)
+    )
+    found = {bucket: secondary_of(bucket) for bucket in in_forward & in_backward}
+    regathered = {bucket: secondary for bucket, secondary in found.items() if secondary is not None}
+    if not regathered:
+        return trace
+    token = first_tensor(trace)
+    shards: dict[Bucket, TensorProxy] = {}
+    new = with_bound_symbols(trace, (), "fsdp: gather from secondary shards")
+    out = new.bound_symbols
+    with tracectx(new):
+        for bsym, is_forward in zip(bsyms, forward, strict=True):
+            e = effects(bsym)
+            secondary = regathered.get(bucket_of(bsym)) if e.is_gather or e.unshards else None
+            if secondary is None:
+                out.append(bsym)
+            elif is_forward:
+                out.append(bsym)
+                if e.unshards:
+                    operands = (secondary, bsym.args[1], token, *bsym.output)
+                    copied = fsdp_copy_secondary_shard.meta(*operands)
+                    shards[secondary] = copied[0]
+                    out.append(fsdp_copy_secondary_shard.bind(*operands, output=copied))
+            elif e.is_gather:
+                _, _, *sent = bsym.args
+                out.append(
+                    fsdp_all_gather.bind(secondary, None, *sent, secondary=shards[secondary], output=bsym.output)
+                )
+                out[-1].tags.add(BoundSymbolTag.BACKWARD)
+            else:
+                out.append(bsym.from_bsym(args=(secondary, *bsym.args[1:])))
+    return new
+
+
+def first_tensor(trace: TraceCtx) -> TensorProxy:
+    """Return the first argument of a joint trace that is a tensor: a token, see [Note: Tokens of host copies]."""
+    return next(arg for arg in return_of(trace).args[0]["flat_args"] if isinstance(arg, TensorProxy))
+
+
+def reads_memory(bsym: BoundSymbol) -> bool:
+    """Return whether ``bsym`` needs the memory of what it names; ``get_grad`` only names an output of forward."""
+    return bsym.sym.id not in (PrimIDs.GET_GRAD, PrimIDs.RETURN, PrimIDs.DEL)
+
+
 class BackwardCopies:
     """Values of forward that backward computes again under other names.
 
@@ -87,6 +160,18 @@ class BackwardCopies:
     def __init__(self, new: TraceCtx) -> None:
         self.new = new
         self.replacements: dict[str, Proxy] = {}
+
+    def need(self, name: str) -> None:
+        """Add what computes a value again, if it is one of those, before its first reader."""
+        raise NotImplementedError
+
+    def add_reader(self, bsym: BoundSymbol) -> None:
+        """Add a bound symbol of backward that was there before, and what it needs."""
+        if reads_memory(bsym):
+            for name in args_of(bsym):
+                self.need(name)
+            bsym = swap_args(bsym, self.replacements)
+        self.new.bound_symbols.append(bsym)
 
     def rename(self, proxy: Proxy) -> Proxy:
         """Return the proxy that takes the place of ``proxy`` in backward."""
@@ -118,66 +203,60 @@ class _Regather(BackwardCopies):
         self.recomputed = recomputed
         self.producers: dict[str, BoundSymbol] = {}
         self.order: dict[str, int] = {}  # in which forward defines values
-        self.gathers: dict[Bucket, BoundSymbol] = {}
-        self.waits: dict[Bucket, BoundSymbol] = {}
-        self.from_params: set[str] = set()
-        self.constants: set[str] = set()
-        # Backward's gathers and waits that an earlier run of this pass inserted, by bucket; moved up if needed.
-        self.again: dict[Bucket, list[BoundSymbol]] = defaultdict(list)
-        self.read_again: dict[str, Bucket] = {}
-        self.gathered_again: set[Bucket] = set()
+        self.derived: dict[str, bool] = {}  # values of parameters and constants alone: whether of parameters
+        # Gather and wait of each bucket. Those in backward are from an earlier run of this pass, and moved up if needed.
+        self.in_forward: dict[Bucket, list[BoundSymbol]] = {}
+        self.in_backward: dict[Bucket, list[BoundSymbol]] = {}
+        self.of_param: dict[str, Bucket] = {}  # by the name of a parameter that backward has gathered
+        self.gathered: set[Bucket] = set()
 
     def run(self, trace: TraceCtx, forward: Sequence[bool]) -> None:
-        for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
-            if is_forward:
+        is_forward = dict(zip(map(id, trace.bound_symbols), forward, strict=True))
+        for operation in operations(trace.bound_symbols, of_buckets=True)[1]:
+            if effects(wait := operation[-1]).unshards:
+                (self.in_forward if is_forward[id(wait)] else self.in_backward)[bucket_of(wait)] = operation
+        for bucket, (_, wait) in self.in_backward.items():
+            self.of_param.update(dict.fromkeys(outs_of(wait), bucket))
+        for bsym in trace.bound_symbols:
+            if is_forward[id(bsym)]:
                 self._classify(bsym)
-            elif _is_of_gather(bsym):
-                self.again[bucket_of(bsym)].append(bsym)
-                self.read_again.update(dict.fromkeys(outs_of(bsym), bucket_of(bsym)))
-        for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
-            # `get_grad` names a forward output but does not read it.
-            if is_forward or bsym.sym.id in (PrimIDs.GET_GRAD, PrimIDs.RETURN):
+        for bsym in trace.bound_symbols:
+            if is_forward[id(bsym)]:
                 self.new.bound_symbols.append(bsym)
-            elif _is_of_gather(bsym):
+            elif (e := effects(bsym)).is_gather or e.unshards:
                 self._gather(bucket_of(bsym))
             else:
-                for name in args_of(bsym):
-                    self._regenerate(name)
-                    if name in self.read_again:
-                        self._gather(self.read_again[name])
-                self.new.bound_symbols.append(swap_args(bsym, self.replacements))
+                self.add_reader(bsym)
 
     def _classify(self, bsym: BoundSymbol) -> None:
         self.producers.update(dict.fromkeys(outs_of(bsym), bsym))
         parts = bsym.subsymbols if bsym.sym.is_fusion else (bsym,)
         for out in (out for part in parts for out in outs_of(part)):
             self.order[out] = len(self.order)
-        if effects(bsym).is_gather:
-            self.gathers[bucket_of(bsym)] = bsym
-        elif effects(bsym).unshards:
-            self.waits[bucket_of(bsym)] = bsym
+        if effects(bsym).unshards:
             if bucket_of(bsym).base not in self.kept:
-                self.from_params.update(outs_of(bsym))
-        elif bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
+                self.derived.update(dict.fromkeys(outs_of(bsym), True))
+        elif not effects(bsym).is_gather and bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
             for part in filter(is_pure, parts):
-                # Numbers (sizes, under symbolic values) count as constants.
-                self.constants.update(p.name for p in part.flat_proxy_args if isinstance(p, NumberProxy))
+                for proxy in part.flat_proxy_args:
+                    if isinstance(proxy, NumberProxy):  # a size, under symbolic values
+                        self.derived.setdefault(proxy.name, False)
                 inputs = args_of(part)
-                if all(a in self.constants for a in inputs):
-                    self.constants.update(outs_of(part))
-                elif all(a in self.constants or a in self.from_params for a in inputs):
-                    self.from_params.update(outs_of(part))
+                if all(name in self.derived for name in inputs):
+                    self.derived.update(dict.fromkeys(outs_of(part), any(self.derived[name] for name in inputs)))
 
-    def _regenerate(self, name: str) -> None:
-        """Recompute ``name`` in backward if it is a value of forward that derives from parameters alone or is chosen.
+    def need(self, name: str) -> None:
+        """Gather ``name``, or recompute it if it is a value of forward that derives from parameters alone or is chosen.
 
         So are the values that it derives from, in the order of forward.
         """
+        if name in self.of_param:
+            self._gather(self.of_param[name])
         parts: dict[str, BoundSymbol] = {}  # by the name of an output
         pending = [name]
         while pending:
             current = pending.pop()
-            if current in self.replacements or not (current in self.from_params or current in self.recomputed):
+            if current in self.replacements or not (self.derived.get(current) or current in self.recomputed):
                 continue
             producer = self.producers[current]
             if effects(producer).unshards:
@@ -196,28 +275,18 @@ class _Regather(BackwardCopies):
 
     def _gather(self, bucket: Bucket) -> None:
         """Emit backward's gather and wait of ``bucket`` before the first bound symbol that needs it, once."""
-        if bucket in self.gathered_again:
+        if bucket in self.gathered:
             return
-        self.gathered_again.add(bucket)
-        if bucket in self.again:
-            self.new.bound_symbols += self.again[bucket]
-        else:
-            _, _, *shards = self.gathers[bucket].args
-            params = [self.rename(p) for p in self.waits[bucket].output]
-            for bsym in gather_and_wait(bucket, shards, params, **_again(bucket)):
+        self.gathered.add(bucket)
+        in_forward = self.in_forward.get(bucket)
+        if bucket in self.in_backward:
+            self.new.bound_symbols += self.in_backward[bucket]
+        elif in_forward is not None:
+            _, _, *shards = in_forward[0].args
+            # See [Note: Reuse of casts] in `shard_source`.
+            marks = {"again": True} if bucket.spec.param_dtype != bucket.spec.dtype else {}
+            for bsym in gather_and_wait(bucket, shards, [self.rename(p) for p in in_forward[1].output], **marks):
                 self.add(bsym)
-        if bucket in self.waits:  # or forward does not read it at all
+        if in_forward is not None:
             params = self.new.bound_symbols[-1].output
-            self.replacements.update(
-                (old.name, new) for old, new in zip(self.waits[bucket].output, params, strict=True)
-            )
-
-
-def _is_of_gather(bsym: BoundSymbol) -> bool:
-    e = effects(bsym)
-    return e.is_gather or e.unshards
-
-
-def _again(bucket: Bucket) -> dict[str, bool]:
-    """Return the keyword arguments of a gather in backward; see [Note: Reuse of casts] in ``shard_source``."""
-    return {"again": True} if bucket.spec.param_dtype != bucket.spec.dtype else {}
+            self.replacements |= {old.name: new for old, new in zip(in_forward[1].output, params, strict=True)}

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Analysis
-from ..ir.effects import effects
+from ..ir.effects import effects, operations
 from ..ir.inspection import args_of, outs_of, short_form, statements, with_bound_symbols
+from ..ir.slots import filling_bytes, grads_over_kept_params
 from ..ir.symbols import without_token
 from ..ranks.process_groups import ProcessGroupRef
+from ..runtime.bucket import Bucket
+from .assign_slots import private_bytes, unsharded_bytes
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
 """How many equally large reductions of one process group may be in flight. Each holds a slot of unsharded gradients. A
@@ -29,60 +32,15 @@ MAX_SMALL_STAGES = 4
 """How many more steps than ``prefetch`` a gather may be issued ahead if the steps between are small."""
 
 
-@dataclass(eq=False)
-class _Collective:
-    """A gather or a reduction, and its wait.
-
-    Attributes:
-        name: of its bucket.
-        nbytes: of what it sends, padding included.
-        slot_bytes: of its slot.
-    """
-
-    issue: BoundSymbol
-    wait: BoundSymbol
-
-    def __post_init__(self) -> None:
-        of = effects(self.issue).slot_issue
-        assert of is not None and of.place is not None and of.group is not None
-        self.name, self.group = of.place.bucket.spec.name, of.group
-        self.nbytes, self.slot_bytes = of.nbytes, of.place.nbytes
-
-
-@dataclass(eq=False)
-class _Gather(_Collective):
-    """A gather with the positions, counted in compute, of its first and last consumer.
-
-    Gathers with the same first consumer (a fusion may read two buckets) form one *prefetch step*: they are issued one
-    after the other and then waited for, so that no gather is issued between their waits.
-    """
-
-    first_consumer: int = -1
-    last_consumer: int = -1
-    section: int = -1
-    stage: int = -1
-
-
-@dataclass(eq=False)
-class _Reduction(_Collective):
-    all_reduce: BoundSymbol | None = None
-    """The all-reduce of its result across replicas; ``None`` without replicas and once it is issued."""
-    ready_after: int = -1
-    first_consumer: int | None = None
-
-    @property
-    def holds_slot(self) -> bool:
-        waits = effects(self.wait).waits
-        return self.all_reduce is not None or (waits is not None and waits.future == self.issue.output.name)
-
-
 def sort_communication(
     trace: TraceCtx,
     *,
     prefetch: int,
     max_unsharded_bytes: int | None = None,
     max_gathers_in_flight: int | None = None,
-    max_reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT,
+    reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT,
+    kept: Collection[Bucket] = (),
+    forward: TraceCtx | None = None,
 ) -> TraceCtx:
     """Reorder the communication of a forward or backward execution trace.
 
@@ -127,6 +85,9 @@ def sort_communication(
       comparison. It has to wait for its own reduce-scatter, which can finish during the compute in between, while the
       inner group already works on the next one.
     * No collective moves across a bound symbol that communicates and is not ours.
+    * If the slots of the result exceed ``max_unsharded_bytes``, the trace is sorted once more, and a gather is issued ahead
+      of its step only if all gathered buckets that are live then fit what kept buckets and unsharded gradients leave of the
+      budget. That bound is cautious, so it may delay gathers that would fit.
 
     The reason for each position is the header of the bound symbol: the trace prints it, and the schedule stores it.
     The cost is linear in the number of bound symbols. ``del`` statements are dropped.
@@ -134,22 +95,30 @@ def sort_communication(
     Args:
         prefetch: how many prefetch steps ahead of its wait a gather is issued. A step is all gathers with one first
             consumer.
-        max_unsharded_bytes: limit (bytes) on the gathered buckets that are live at once. A gather is issued ahead of
-            its step only if it stays within the limit.
+        max_unsharded_bytes: the budget (bytes) for all slots together.
         max_gathers_in_flight: limit on the gathers that are issued and not waited for, at least 1.
-        max_reductions_in_flight: how many equally large reductions of one process group may be in flight.
+        reductions_in_flight: how many equally large reductions of one process group may be in flight.
+        kept: buckets that stay unsharded from forward to backward.
+        forward: for a backward trace, its forward trace with slots.
     """
-    bsyms = _Sorter(trace, prefetch, max_unsharded_bytes, max_gathers_in_flight, max_reductions_in_flight).run()
-    return with_bound_symbols(trace, bsyms, "fsdp: sort communication")
+
+    limits = max_gathers_in_flight, reductions_in_flight
+    found = with_bound_symbols(trace, _Sorter(trace, prefetch, None, *limits).run(), "fsdp: sort communication")
+    budget = max_unsharded_bytes
+    if budget is None or unsharded_bytes(found, kept=kept, forward=forward, max_unsharded_bytes=budget) <= budget:
+        return found
+    # Besides kept buckets there are unsharded gradients: of the reductions that may be in flight, and in the slots that
+    # gradients are written to meanwhile, without the gradients that replace their parameters in a private slot.
+    private = grads_over_kept_params(forward, found) if kept and forward is not None else set()
+    reduced = [r for issue, r in Analysis(found).slots.items() if not r.is_gather and issue not in private]
+    held = _bytes_in_flight(((r.bucket.ranks.reductions, r.nbytes) for r in reduced), reductions_in_flight)
+    left = budget - private_bytes(found, kept) - sum(held.values()) - filling_bytes(found, without=private)
+    sorter = _Sorter(trace, prefetch, max(left, 0), *limits)
+    return with_bound_symbols(trace, sorter.run(), "fsdp: sort communication")
 
 
-def bytes_in_flight(reductions: Iterable[tuple[ProcessGroupRef, int]], most: int) -> dict[ProcessGroupRef, int]:
-    """Return the most bytes of slots that the reductions of each process group may hold between issue and wait.
-
-    Args:
-        reductions: the process group and the bytes of the slot of each.
-        most: how many equally large ones may be in flight.
-    """
+def _bytes_in_flight(reductions: Iterable[tuple[ProcessGroupRef, int]], most: int) -> dict[ProcessGroupRef, int]:
+    """Return the most bytes of slots that reductions, of which the group and the bytes are given, may hold in flight."""
     reduced: dict[ProcessGroupRef, list[int]] = defaultdict(list)
     for group, nbytes in reductions:
         reduced[group].append(nbytes)
@@ -186,210 +155,211 @@ def issue_points(stage_bytes: Sequence[int], prefetch: int) -> list[int]:
     return points
 
 
+@dataclass(eq=False)
+class _Collective:
+    """A gather or a reduction. Positions count compute.
+
+    Gathers with the same first consumer (a fusion may read two buckets) form one *prefetch step*: they are issued one
+    after the other and then waited for, so that no gather is issued between their waits.
+
+    Attributes:
+        bsyms: those that are not placed yet, from the issue to the wait.
+        ready: the position of the last shard or gradient.
+        first, last: those of the first and the last consumer.
+        step: the number of the prefetch step of a gather.
+        delay: why a gather could not be issued when it was due.
+    """
+
+    bsyms: list[BoundSymbol]
+    ready: int
+    first: int | None
+    last: int
+    step: int = 0
+    delay: str = ""
+
+    def __post_init__(self) -> None:
+        issue = effects(self.bsyms[0]).slot_issue
+        assert issue is not None and issue.place is not None and issue.group is not None
+        self.future, self.name, self.group = issue.future, issue.place.bucket.spec.name, issue.group
+        self.nbytes, self.slot_bytes, self.is_gather = issue.nbytes, issue.place.nbytes, issue.gathers
+
+    @property
+    def holds_slot(self) -> bool:
+        """Whether a reduction that is in flight still needs its slot: not once its all-reduce has been issued."""
+        waits = effects(self.bsyms[0]).waits
+        return waits is not None and waits.future == self.future
+
+
 @dataclass
 class _Sorter:
     trace: TraceCtx
     prefetch: int
-    budget: int | None
+    gathered_bytes: int | None
     max_in_flight: int | None
     max_reductions: int
 
     def __post_init__(self) -> None:
+        self.compute, found = operations(statements(self.trace), of_buckets=True)
+        self.live = Analysis(self.compute)
+        collectives = [self._collective(bsyms) for bsyms in found]
+        self.reductions = [each for each in collectives if not each.is_gather]
+        held = ((each.group, each.slot_bytes) for each in self.reductions)
+        self.in_flight_limit = _bytes_in_flight(held, self.max_reductions)
+        self._let_reductions_read_parameters([each for each in collectives if each.is_gather])
+        # The section of each position ends with compute that communicates, which still belongs to it.
+        ends = [effects(bsym).communicates for bsym in self.compute]
+        self.section = list(accumulate(ends[:-1], initial=0))
+        gathers = sorted((g for g in collectives if g.is_gather and g.first is not None), key=_first_consumer)
+        self.steps = [list(step) for _, step in groupby(gathers, key=_first_consumer)]
+        for number, step in enumerate(self.steps):
+            for gather in step:
+                gather.step = number
+        self.issue_points = issue_points([sum(g.nbytes for g in step) for step in self.steps], self.prefetch)
+
         self.out: list[BoundSymbol] = []
-        self.compute: list[BoundSymbol] = []
-        issues: dict[str, BoundSymbol] = {}
-        all_reduces: dict[str, BoundSymbol] = {}
-        gathers: list[_Gather] = []
-        self.reductions: list[_Reduction] = []
-        for bsym in statements(self.trace):
-            e = effects(bsym)
-            if e.bucket is None or (e.issues is None and e.waits is None):
-                self.compute.append(bsym)
-            elif e.slot_issue is not None:
-                issues[e.slot_issue.future] = bsym
-            elif e.issues is not None:
-                all_reduces[e.issues.future] = bsym
-            elif e.waits is not None and e.unshards:
-                # The token, if any, is no longer needed: it kept fusion regions apart.
-                gathers.append(_Gather(issues[e.waits.future], without_token(bsym)))
-            elif e.waits is not None:
-                future, all_reduce = e.waits.future, all_reduces.get(e.waits.future)
-                if all_reduce is not None and (inside := effects(all_reduce).waits) is not None:
-                    future = inside.future
-                self.reductions.append(_Reduction(issues[future], bsym, all_reduce))
-        self.in_flight_limit = bytes_in_flight(((r.group, r.slot_bytes) for r in self.reductions), self.max_reductions)
-        self._find_consumers(gathers)
-        self.gathers = sorted((g for g in gathers if g.first_consumer >= 0), key=lambda g: g.first_consumer)
-        self.stages = [list(stage) for _, stage in groupby(self.gathers, key=lambda gather: gather.first_consumer)]
-        for number, stage in enumerate(self.stages):
-            for gather in stage:
-                gather.stage = number
-        stage_bytes = [sum(g.nbytes for g in stage) for stage in self.stages]
-        self.issue_points = issue_points(stage_bytes, self.prefetch)
+        self.next_step = 0  # to be waited for
+        self.unissued = deque(gathers)
+        self.gathering: deque[_Collective] = deque()  # issued, not waited for
+        self.gathered: list[_Collective] = []  # issued, last consumer not yet in `out`
+        self.reducing: list[_Collective] = []
 
-        self.next_issue = 0  # number of the gather to be issued next
-        self.next_wait = 0  # number of the gather to be waited for next
-        self.next_stage = 0  # step to be waited for next
-        self.live: list[_Gather] = []  # issued, last consumer not yet in `out`
-        self.delay_reasons: dict[_Gather, str] = {}  # why a gather could not be issued when it was due
-        self.in_flight: list[_Reduction] = []
+    def _collective(self, bsyms: list[BoundSymbol]) -> _Collective:
+        # A token of a wait, if any, is no longer needed: it kept fusion regions apart.
+        args, outs, live = args_of(bsyms[0]), outs_of(bsyms[-1]), self.live
+        placed = [*bsyms[:-1], without_token(bsyms[-1])]
+        return _Collective(placed, live.defined(args), live.first_read(outs), live.last_use(outs))
 
-    def _find_consumers(self, gathers: list[_Gather]) -> None:
-        self.section_of: list[int] = []
-        self.foreign: list[int] = []  # the compute that ends each section, and still belongs to it
-        for i, bsym in enumerate(self.compute):
-            self.section_of.append(len(self.foreign))
-            if effects(bsym).communicates:
-                self.foreign.append(i)
-        live = self.liveness = Analysis(self.compute)
-        of_param: dict[str, _Gather] = {}
-        for gather in gathers:
-            params = outs_of(gather.wait)
-            of_param.update(dict.fromkeys(params, gather))
-            first = live.first_read(params)
-            if first is not None:
-                gather.first_consumer, gather.section = first, self.section_of[first]
-                gather.last_consumer = live.last_use(params)
+    def _let_reductions_read_parameters(self, gathers: Sequence[_Collective]) -> None:
+        """Let a reduction count as a consumer of gathers: a gradient may be a gathered parameter, or a view of one."""
+        of_param = {param: gather for gather in gathers for param in outs_of(gather.bsyms[-1])}
         for reduction in self.reductions:
-            grads = args_of(reduction.issue)
-            reduction.ready_after = live.defined(grads)
-            reduction.first_consumer = live.first_read(outs_of(reduction.wait))
-            # A gradient may be a gathered parameter or a view of one. Then the reduction reads the gathered bucket,
-            # too.
-            for root in sorted(live.roots(grads) & of_param.keys()):
+            for root in sorted(self.live.roots(args_of(reduction.bsyms[0])) & of_param.keys()):
                 gather = of_param[root]
-                if gather.first_consumer < 0:
-                    gather.first_consumer = max(reduction.ready_after, live.defined(args_of(gather.issue)) + 1)
-                    gather.section = self.section_of[gather.first_consumer]
-                reduction.ready_after = max(reduction.ready_after, gather.first_consumer)
-                gather.last_consumer = max(gather.last_consumer, reduction.ready_after)
+                if gather.first is None:
+                    gather.first = max(reduction.ready, gather.ready + 1)
+                reduction.ready = max(reduction.ready, gather.first)
+                gather.last = max(gather.last, reduction.ready)
 
     def run(self) -> list[BoundSymbol]:
-        ready: dict[int, list[_Reduction]] = defaultdict(list)
-        waits_at: dict[int, list[_Reduction]] = defaultdict(list)
+        ready: dict[int, list[_Collective]] = defaultdict(list)
+        waited: dict[int, list[_Collective]] = defaultdict(list)
         for reduction in self.reductions:
-            ready[reduction.ready_after].append(reduction)
-            consumer = len(self.compute) - 1 if reduction.first_consumer is None else reduction.first_consumer
-            waits_at[consumer].append(reduction)
-
-        for i, bsym in enumerate(self.compute):
-            if self.next_stage < len(self.stages) and self.stages[self.next_stage][0].first_consumer == i:
-                self._wait_for_params(bsym, i)
-            for reduction in waits_at.get(i, ()):
+            ready[reduction.ready].append(reduction)
+            waited[len(self.compute) - 1 if reduction.first is None else reduction.first].append(reduction)
+        for position, bsym in enumerate(self.compute):
+            if self.next_step < len(self.steps) and self.steps[self.next_step][0].first == position:
+                self._wait_for_params(self.steps[self.next_step], position)
+            for reduction in waited[position]:
                 self._wait_for_grads(reduction, f"consumer: {short_form(bsym)}")
             self.out.append(bsym)
-            for reduction in ready.get(i, ()):
-                self._reduce(reduction, i)
+            for reduction in ready[position]:
+                self._reduce(reduction, position)
         return self.out
 
-    def _wait_for_params(self, consumer: BoundSymbol, position: int) -> None:
-        """Emit the waits of the next step, due before compute ``position``, and the gathers to issue before them."""
-        stage = self.stages[self.next_stage]
-        ahead = f", before the wait for {stage[0].name}" if self.prefetch else ""
+    def _place(self, collective: _Collective, reason: str) -> None:
+        """Place the next bound symbol of a collective."""
+        self.out.append(collective.bsyms.pop(0).from_bsym(header=reason))
+
+    def _wait_for_params(self, step: Sequence[_Collective], position: int) -> None:
+        """Place the waits of the next step, due before compute ``position``, and the gathers to issue before them."""
+        ahead = f", before the wait for {step[0].name}" if self.prefetch else ""
         prefetched = f"prefetch: {self.prefetch} ahead of its wait{ahead}"
         self._issue_gathers(position - 1, prefetched)
-        end = self.next_wait + len(stage)
-        for gather in stage:
-            while self.next_issue < end and not self._is_full():
-                self._issue("first consumer: the next wait needs it")
-            self._emit(gather.wait, f"first consumer: {short_form(consumer)}")
-            self.next_wait += 1
+        for gather in step:
+            while self.unissued and self.unissued[0].step == self.next_step and not self._is_full():
+                self._issue_gather("first consumer: the next wait needs it")
+            self._place(gather, f"first consumer: {short_form(self.compute[position])}")
+            self.gathering.popleft()
         if self.max_in_flight is not None:
             self._issue_gathers(position - 1, prefetched)
-        self.next_stage += 1
+        self.next_step += 1
 
     def _is_full(self) -> bool:
         """Return whether as many gathers are in flight as may be. Gathers are waited for in the order of their issues."""
-        return self.max_in_flight is not None and self.next_issue - self.next_wait >= self.max_in_flight
+        return self.max_in_flight is not None and len(self.gathering) >= self.max_in_flight
 
     def _issue_gathers(self, position: int, reason: str) -> None:
         """Issue the gathers that are due after compute ``position``, before the next step is waited for."""
-        self.live = [g for g in self.live if g.last_consumer > position]
-        while self.next_issue < len(self.gathers):
-            gather = self.gathers[self.next_issue]
-            if self.issue_points[gather.stage] > self.next_stage:
+        self.gathered = [g for g in self.gathered if g.last > position]
+        while self.unissued and self.issue_points[self.unissued[0].step] <= self.next_step:
+            gather = self.unissued[0]
+            early = gather.step > self.next_step
+            if delay := self._delay(gather, position, early):
+                gather.delay = delay
                 return
-            early = gather.stage > self.next_stage
-            delay_reason = self._delay_reason(gather, position, early)
-            if delay_reason:
-                self.delay_reasons[gather] = delay_reason
-                return
-            self._issue(reason if early or not self.prefetch else "first consumer: the next wait needs it")
+            self._issue_gather(reason if early or not self.prefetch else "first consumer: the next wait needs it")
 
-    def _delay_reason(self, gather: _Gather, position: int, early: bool) -> str:
+    def _delay(self, gather: _Collective, position: int, early: bool) -> str:
         """Return why ``gather`` cannot be issued after compute ``position``; empty if it can."""
-        if gather.section != self.section_of[min(position + 1, len(self.section_of) - 1)]:
-            foreign = self.compute[self.foreign[gather.section - 1]]
+        section = self.section[_first_consumer(gather)]
+        if section != self.section[min(position + 1, len(self.section) - 1)]:
+            foreign = self.compute[self.section.index(section) - 1]
             return f"producer: not across {short_form(foreign)}, which communicates too"
-        shards_from = self.liveness.defined(args_of(gather.issue))
-        if shards_from > position:
-            return f"producer: its shards come from {short_form(self.compute[shards_from])}"
+        if gather.ready > position:
+            return f"producer: its shards come from {short_form(self.compute[gather.ready])}"
         if self._is_full():
-            first = self.gathers[self.next_wait].name
+            first = self.gathering[0].name
             return f"in-flight limit: at most {self.max_in_flight}, so only after the wait for {first}"
-        excess = sum(g.slot_bytes for g in self.live) + gather.slot_bytes - (self.budget or 0)
-        if early and self.budget is not None and excess > 0:
-            for freed in sorted(self.live, key=lambda g: g.last_consumer):
-                excess -= freed.slot_bytes
-                if excess <= 0:
-                    return f"byte budget: fits only after the last read of {freed.name}"
-            return "byte budget: fits only when nothing else is gathered"
+        if early and self.gathered_bytes is not None:
+            excess = sum(g.slot_bytes for g in (*self.gathered, gather)) - self.gathered_bytes
+            if excess > 0:
+                for freed in sorted(self.gathered, key=lambda g: g.last):
+                    excess -= freed.slot_bytes
+                    if excess <= 0:
+                        return f"byte budget: fits only after the last read of {freed.name}"
+                return "byte budget: fits only when nothing else is gathered"
         return ""
 
-    def _issue(self, reason: str) -> None:
-        gather = self.gathers[self.next_issue]
-        self._emit(gather.issue, self.delay_reasons.pop(gather, reason))
-        self.live.append(gather)
-        self.next_issue += 1
+    def _issue_gather(self, reason: str) -> None:
+        gather = self.unissued.popleft()
+        self._place(gather, gather.delay or reason)
+        self.gathering.append(gather)
+        self.gathered.append(gather)
 
-    def _reduce(self, reduction: _Reduction, position: int) -> None:
-        # Once its all-reduce across replicas is issued, a reduction no longer holds a slot.
-        most = self.in_flight_limit[reduction.group]
-        while before := [r for r in self.in_flight if r.holds_slot and r.group is reduction.group]:
-            if sum(r.slot_bytes for r in (*before, reduction)) <= most:
+    def _reduce(self, reduction: _Collective, position: int) -> None:
+        while before := [r for r in self.reducing if r.holds_slot and r.group is reduction.group]:
+            if sum(r.slot_bytes for r in (*before, reduction)) <= self.in_flight_limit[reduction.group]:
                 break
             reason = f"in-flight limit: the bytes of the {self.max_reductions} largest reductions"
-            if before[0].all_reduce is not None:
-                self._issue_all_reduce(before[0], reason)
-            else:
+            if not self._issue_all_reduce(before[0], reason):
                 self._wait_for_grads(before[0], reason)
-        if self.prefetch and self.next_stage < len(self.stages) and self._share_a_group(reduction):
-            # A bucket that is still read before the next step occupies the memory that an earlier gather would need.
-            until = self.stages[self.next_stage][0].first_consumer
-            if not any(position < g.last_consumer < until for g in self.live if g.stage < self.next_stage):
-                self._issue_gathers(
-                    position, f"prefetch: due, and would queue behind the reduction of {reduction.name}"
-                )
-        last = self.compute[reduction.ready_after] if reduction.ready_after >= 0 else None
-        self._emit(reduction.issue, f"producer: last gradient by {short_form(last)}" if last else "producer: none")
-        for earlier in self.in_flight:
+        # On one communicator the next gather would queue behind the reduction. But a bucket that is still read before the
+        # next step occupies the memory that an earlier gather would need.
+        if self.prefetch and self.next_step < len(self.steps) and self._shares_group(reduction):
+            until = _first_consumer(self.steps[self.next_step][0])
+            if not any(position < g.last < until for g in self.gathered if g.step < self.next_step):
+                due = f"prefetch: due, and would queue behind the reduction of {reduction.name}"
+                self._issue_gathers(position, due)
+        last = f"last gradient by {short_form(self.compute[reduction.ready])}" if reduction.ready >= 0 else "none"
+        self._place(reduction, f"producer: {last}")
+        for earlier in self.reducing:
             if reduction.nbytes * _SMALL >= earlier.nbytes:
-                self._issue_all_reduce(
-                    earlier, f"producer: its reduce-scatter could finish before that of {reduction.name}"
-                )
-        self.in_flight.append(reduction)
+                reason = f"producer: its reduce-scatter could finish before that of {reduction.name}"
+                self._issue_all_reduce(earlier, reason)
+        self.reducing.append(reduction)
         if self.max_reductions == 0:
             self._wait_for_grads(reduction, "in-flight limit: no reduction beside compute")
 
-    def _share_a_group(self, reduction: _Reduction) -> bool:
-        """Return whether the next gather would queue behind ``reduction``."""
-        if self.next_issue == len(self.gathers):
-            return False
-        return self.gathers[self.next_issue].group is reduction.group
+    def _shares_group(self, reduction: _Collective) -> bool:
+        return bool(self.unissued) and self.unissued[0].group is reduction.group
 
-    def _wait_for_grads(self, until: _Reduction, reason: str) -> None:
+    def _wait_for_grads(self, until: _Collective, reason: str) -> None:
         # Earlier reductions of its group have finished by then; those of other groups may still be in flight.
-        for reduction in [r for r in self.in_flight if r.group is until.group]:
-            if until not in self.in_flight:
+        for reduction in [r for r in self.reducing if r.group is until.group]:
+            if until not in self.reducing:
                 return
-            self.in_flight.remove(reduction)
+            self.reducing.remove(reduction)
             self._issue_all_reduce(reduction, reason)
-            self._emit(reduction.wait, reason)
+            self._place(reduction, reason)
 
-    def _issue_all_reduce(self, reduction: _Reduction, reason: str) -> None:
-        if reduction.all_reduce is not None:
-            self._emit(reduction.all_reduce, reason)
-            reduction.all_reduce = None
+    def _issue_all_reduce(self, reduction: _Collective, reason: str) -> bool:
+        """Place the all-reduce of a reduction's result across replicas, unless there is none or it has been issued."""
+        is_due = len(reduction.bsyms) > 1
+        if is_due:
+            self._place(reduction, reason)
+        return is_due
 
-    def _emit(self, bsym: BoundSymbol, reason: str) -> None:
-        self.out.append(bsym.from_bsym(header=reason))
+
+def _first_consumer(gather: _Collective) -> int:
+    assert gather.first is not None
+    return gather.first

@@ -1,4 +1,4 @@
-"""How passes run on traces: one after the other, timed and logged, or at a fusion executor's turn."""
+"""The traces and schedules compiled for one set of input shapes and flags, and the memory of a step that runs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 from thunder.core.trace import TraceCtx
-from thunder.extend import Executor, FusionExecutor
 
 from .capture.traced_computation import TracedComputation
 from .ir.analysis import NO_PENDING_GRADS, PendingGrads, pending_grads_of
@@ -128,33 +127,3 @@ class CompiledTraces:
         self.pass_seconds[pass_.__name__] += seconds
         log_pass(pass_.__name__, seconds, trace, changed)
         return changed
-
-
-class JointPasses(FusionExecutor):
-    """A fusion executor that runs our passes.
-
-    Its ``fusion_pass`` is the only public hook that sees the joint trace before it is split.
-
-    Args:
-        name: of the executor.
-        run: the passes.
-        claims: whether all operators are left to ``run`` as they are, and no later executor claims one before it.
-    """
-
-    def __init__(self, name: str, run: Callable[[TraceCtx], TraceCtx], *, claims: bool = False) -> None:
-        super().__init__(name)
-        self.fusion_pass = run
-        self._claims = claims
-
-    def can_execute(self, bsym: Any) -> bool:
-        return False
-
-    def can_fuse(self, bsym: Any) -> bool:
-        return self._claims
-
-    def can_execute_or_fuse(self, bsym: Any) -> bool:
-        return False  # Thunder's autograd asks, to find an executor's own formula for gradients
-
-
-def without(executors: Sequence[Executor], ours: Sequence[Executor]) -> list[Executor]:
-    return [e for e in executors if e not in ours]

@@ -1,0 +1,226 @@
+"""Reuse buckets that are still resident, from forward or an earlier micro-batch, and free the memory of slots.
+
+[Note: Buckets left by forward]
+Backward first reads the buckets that forward gathered last. They stay in their slots until another collective uses the
+memory. ``assign_slots`` keeps as many of forward's last gathers resident as fit into the memory that forward needs
+anyway. In backward it assigns them the same slots, if parameters then need no more memory there and all slots together
+need at most 1/32 more. The first two passes here mark these gathers: nothing is sent if backward runs right after its
+forward, as in a usual step. That saves backward's first gather, which no compute could hide. (Users of FSDP2 spend
+memory for the same effect: they do not reshard the last block.)
+
+A marked gather states how many issues on its arena lie between it and the end of its forward (``followed_by``), or the
+start of its backward (``preceded_by``). The arena counts issues at run time. If there was one more (another forward in
+between, an exception, a second backward), the bucket is gathered as usual. The backward of another forward, which may
+have had other parameters, does not reuse it either: see [Note: The backward of the most recent forward] in
+``runtime.autograd``. Both rules depend only on the order of calls, so all ranks decide alike.
+
+[Note: Release of slots]
+``fsdp_release`` frees the memory of the arenas of some slots. Collectives that used it were waited for by the current
+stream, so the allocator may hand it out on that stream at once. The next issue allocates it again and makes the views of
+the slot anew, which is the cost.
+
+``"step"``: at the end of backward, so the optimizer or another model can use the memory. ``"bucket"``: each bucket has
+memory of its own, from its gather to its last reader or the wait for its reduction; nothing stays resident from forward
+to backward except kept buckets. A forward without backward frees everything, and gathers kept buckets like the others: a
+forward that waits for its backward may have kept buckets in their private slots.
+
+A forward that is never followed by its backward frees nothing; the next backward does. After an exception, the next step
+uses the memory again and frees it.
+
+[Note: Memory that only backward needs]
+Backward needs more slots than forward, because some hold gradients that are being reduced, and some transports receive
+these into buffers of their own. In an arena that is kept from step to step, all of this is allocated at the end of
+forward, too, where the activations of all blocks are in memory and nothing is reduced yet: that is where memory peaks.
+By the time backward reduces gradients, it has freed some activations.
+
+So with ``max_memory`` the search also tries an *extension*: slots of backward get the memory that forward needs, and only
+those that do not fit get memory of the arena's extension, which their first use in backward allocates. At the end of
+backward ``fsdp_release`` frees it, and the receive buffers. Forward begins with the same release, because the
+step before may have been compiled without an extension, and then has left its receive buffers.
+
+Nothing in the extension survives a backward, and buckets that forward leaves for backward are never there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from thunder.core.prims import PrimIDs
+from thunder.core.trace import TraceCtx
+
+from ..ir.analysis import Analysis
+from ..ir.effects import Place, effects
+from ..ir.inspection import has_backward, with_bound_symbols
+from ..ir.slots import retained_by_forward
+from ..ir.symbols import fsdp_release
+from ..runtime.bucket import WINDOW_LAST, WINDOW_OPEN, Bucket
+from ..runtime.memory import Arena, Slot
+
+
+def mark_retained_by_forward(trace: TraceCtx) -> TraceCtx:
+    """Mark the gathers of a forward trace whose slots nothing overwrites before the end of forward.
+
+    Runs on the forward trace after ``assign_slots`` and before ``verify``. Does nothing if there is no backward. Before::
+
+        ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+        ...
+        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False)  # 16,384 bytes float32
+
+    After: one issue follows the first of them, none the second::
+
+        ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, again=False, followed_by=1)  # 16,384 bytes
+        ...
+        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False, followed_by=0)  # 16,384 bytes
+
+    See [Note: Buckets left by forward].
+    """
+    marks: dict[int, dict[str, Any]] = {}
+    later_slots: dict[Arena, list[Slot]] = defaultdict(list)
+    for position, place in reversed(_gathered(trace)):
+        if place.slot is not None:
+            slots = later_slots[place.slot.arena]
+            if not place.is_private and not any(map(place.slot.overlaps, slots)):
+                marks[position] = {"followed_by": len(slots)}
+            slots.append(place.slot)
+    return _with_marks(trace, marks, "fsdp: mark what is retained for backward")
+
+
+def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
+    """Mark the gathers of a backward trace whose buckets are still resident from ``forward``.
+
+    Runs on the backward trace after ``assign_slots`` and before ``verify``. Does nothing if forward left no bucket in a
+    shared slot. Before::
+
+        ft157 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False)  # 16,384 bytes float32
+        ft158 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+
+    After::
+
+        ft157 = fsdp_all_gather(bucket_blocks_2, slot_0, ..., preceded_by=0)  # 16,384 bytes float32, already resident
+        ft158 = fsdp_all_gather(bucket_blocks_1, slot_1, ..., preceded_by=1)  # 16,384 bytes float32, already resident
+
+    See [Note: Buckets left by forward].
+
+    Args:
+        forward: the forward trace after ``mark_retained_by_forward``.
+    """
+    marks: dict[int, dict[str, Any]] = {}
+    retained = retained_by_forward(forward)
+    before: dict[Arena, int] = defaultdict(int)
+    slots = Analysis(trace).slots if retained else {}
+    for position, live in slots.items():
+        slot = live.slot
+        assert slot is not None
+        if live.is_gather and retained.pop(live.bucket.primary, None) == slot:
+            others = (other.slot for i, other in slots.items() if i != position and other.first < position)
+            if not any(other is not None and slot.overlaps(other) for other in others):
+                marks[position] = {"preceded_by": before[slot.arena]}
+        before[slot.arena] += 1
+    return _with_marks(trace, marks, "fsdp: reuse what forward left")
+
+
+def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
+    """Mark the gathers of a forward trace into private slots, which an earlier micro-batch may have filled.
+
+    Runs on the forward trace after ``assign_slots`` and before ``verify``. Does nothing if there is no backward, or no
+    bucket is kept (ZeRO-3). Before::
+
+        ft146 = ...(bucket_blocks_0, own_blocks_0, t_blocks_0_weight)  # 16,384 bytes float32
+
+    After, under ``no_sync``; otherwise with ``window='last'``::
+
+        ft146 = ...(bucket_blocks_0, own_blocks_0, t_blocks_0_weight, window='open')  # 16,384 bytes float32
+
+    See [Note: Gathered once in a window] in ``runtime.bucket``.
+
+    Args:
+        no_sync: whether the trace is compiled for ``no_sync``.
+    """
+    mark = {"window": WINDOW_OPEN if no_sync else WINDOW_LAST}
+    private = [position for position, place in _gathered(trace) if place.is_private]
+    return _with_marks(trace, dict.fromkeys(private, mark), "fsdp: reuse in an accumulation window")
+
+
+def _gathered(forward: TraceCtx) -> list[tuple[int, Place]]:
+    """Return the positions and places of the gathers of a forward trace; none if it has no backward."""
+    issues = [effects(bsym).issues for bsym in forward.bound_symbols] if has_backward(forward) else []
+    return [(i, issue.place) for i, issue in enumerate(issues) if issue and issue.gathers and issue.place]
+
+
+def _with_marks(trace: TraceCtx, marks: Mapping[int, Mapping[str, Any]], pass_name: str) -> TraceCtx:
+    """Return the trace with further keyword arguments of the bound symbols at these positions."""
+    bsyms = list(trace.bound_symbols)
+    for position, more in marks.items():
+        bsyms[position] = bsyms[position].from_bsym(kwargs={**bsyms[position].kwargs, **more})
+    return with_bound_symbols(trace, bsyms, pass_name)
+
+
+def release_slots(
+    trace: TraceCtx,
+    *,
+    release: Literal["step", "bucket"],
+    forward: TraceCtx | None = None,
+    trains: bool = True,
+) -> TraceCtx:
+    """Insert ``fsdp_release`` for each slot of forward and backward.
+
+    Runs after ``reuse_from_forward`` and before ``verify``. Does nothing with ``"step"`` in a forward trace that has a
+    backward. After, at the end of backward (``"step"``)::
+
+        (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
+        fsdp_release(slot_0, own_blocks_2)
+        return ...
+
+    See [Note: Release of slots].
+
+    Args:
+        forward: for a backward trace, its forward trace with slots.
+        trains: whether the step has a backward.
+    """
+    waits_for_backward = trains and forward is None
+    if release == "step" and waits_for_backward:
+        return trace
+    before = list(forward.bound_symbols) if forward is not None else []
+    bsyms = list(trace.bound_symbols)
+    ends: dict[Arena, tuple[int, Slot]] = {}
+    analysis = Analysis(before, bsyms)
+    for live in analysis.slots.values():
+        assert live.place is not None and live.slot is not None
+        if waits_for_backward and live.place.is_private:
+            continue
+        if live.last < len(before) and release == "bucket" and not live.place.is_private:
+            continue  # forward frees it
+        end = max(live.last, ends.get(live.slot.arena, (-1, None))[0])
+        ends[live.slot.arena] = end, live.slot
+    guards = {e.ensures.slot: i for i, e in enumerate(analysis.effects) if e.ensures is not None and i >= len(before)}
+    released: dict[int, list[Slot]] = defaultdict(list)
+    for end, slot in ends.values():
+        last = len(bsyms) - 2 if release == "step" else max(end, guards.get(slot, -1)) - len(before)
+        released[min(last, len(bsyms) - 2)].append(slot)
+    for position in sorted(released, reverse=True):
+        bsyms.insert(position + 1, fsdp_release.bind(*released[position], output=None))
+    return with_bound_symbols(trace, bsyms, "fsdp: release slots")
+
+
+def release_extension(
+    trace: TraceCtx, *, buckets: Sequence[Bucket], arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena
+) -> TraceCtx:
+    """Insert ``fsdp_release`` for the extensions of arenas: in backward at its end, in forward at its beginning.
+
+    Runs after ``reuse_from_forward`` and before ``verify``. After, at the end of backward::
+
+        (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
+        fsdp_release(more_slots)
+        return ...
+
+    See [Note: Memory that only backward needs].
+    """
+    bsyms = list(trace.bound_symbols)
+    at = len(bsyms) - 1
+    if has_backward(trace):
+        at = next(i for i, b in enumerate(bsyms) if b.sym.id is not PrimIDs.UNPACK_TRIVIAL)
+    extensions = [arena.extension.all_of_it for arena in dict.fromkeys(map(arena_of, buckets))]
+    bsyms.insert(at, fsdp_release.bind(*extensions, output=None))
+    return with_bound_symbols(trace, bsyms, "fsdp: release the extension")
