@@ -66,6 +66,9 @@ ROWS: dict[str, Callable[..., Any]] = {
     "divided by columns": lambda x, y: x / (x.sum(0, keepdim=True) + 9),
     "outer product": lambda x, y: x.abs().mean(-1, keepdim=True) * x.abs().amax(0) if x.ndim > 1 else x + 0,
     "row norms": lambda x, y: torch.linalg.vector_norm(x, dim=-1),
+    "softmax": lambda x, y: x.softmax(-1),
+    "cumulative sum": lambda x, y: x.cumsum(-1),
+    "sorted": lambda x, y: x.sort(-1).values,
     "flattened": lambda x, y: x.flatten(),
     "flattened rows": lambda x, y: x.flatten(1) if x.ndim else x + 0,
     "back in shape": lambda x, y: x.flatten().view(x.shape) + x,
@@ -81,7 +84,7 @@ ROWS: dict[str, Callable[..., Any]] = {
 }
 """Functions whose result is rows."""
 
-PER_ROW = ("centered", "row norms")
+PER_ROW = ("centered", "row norms", "softmax", "cumulative sum", "sorted")
 """Those over the last dimension, which may not be the first."""
 
 REDUCED: dict[str, Callable[..., Any]] = {
@@ -103,6 +106,8 @@ REDUCED: dict[str, Callable[..., Any]] = {
     "nan": lambda x, y: (x / (x > 0)).sub_(x).amax(),
     "sum of columns": lambda x, y: x.sum(0),
     "mean of columns": lambda x, y: x.mean(0, keepdim=True),
+    "product": lambda x, y: x.prod(),
+    "number of elements that are not 0": lambda x, y: x.count_nonzero(dim=(0,)),
     "any": lambda x, y: (x > 1).any(),
     "all": lambda x, y: (x > -9).all(0),
 }
@@ -119,9 +124,8 @@ NUMBERS: dict[str, Callable[..., Any]] = {
 
 REFUSED: dict[str, Callable[..., Any]] = {
     "cumulative sum": lambda x, y: x.cumsum(0),
-    "softmax of rows": lambda x, y: x.softmax(-1),
+    "softmax": lambda x, y: x.softmax(0),
     "sorted": lambda x, y: x.sort(0),
-    "product": lambda x, y: x.prod(),
     "matrix product": lambda x, y: x @ x.new_ones(x.shape[-1:]),
     "transposed": lambda x, y: x.t_() if x.ndim == 2 else x.transpose_(0, -1),
     "first row": lambda x, y: x[0],

@@ -237,9 +237,12 @@ def _check_extra(extra: Any) -> None:
 
 def _own_extra(of_extra: Mapping[tuple[Any, ...], str], reader: CheckedReader) -> dict[str, Any]:
     """Return additional values that :func:`save_checkpoint` saved; empty if there are none, or if ``dcp.save`` did."""
-    if ("values",) not in of_extra:
-        return {}
     try:
+        if ("json",) in of_extra:
+            text = bytes(reader.read_value(of_extra["json",]).tolist()).decode()
+            return extras.decode_json(text, of_extra)
+        if ("values",) not in of_extra:
+            return {}
         return extras.decode(reader.read_value(of_extra["values",]), of_extra)
     except Exception as error:
         raise ValueError(f"the checkpoint {reader.path} was not loaded, nothing is changed: {error}") from error

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import itertools
+import json
 import zlib
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +59,32 @@ def decode(saved: Any, names: Paths) -> dict[str, Any]:
     if not isinstance(made, dict):
         raise ValueError(f"extra: it is a {type(made).__name__}")
     return made
+
+
+def decode_json(text: str, names: Paths) -> dict[str, Any]:
+    """Decode what save_checkpoint wrote until November 2026: JSON, with objects for values of types that JSON lacks."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, list):
+            return [walk(v) for v in value]
+        kind = value.get("$type") if isinstance(value, dict) else None
+        if kind is None:
+            return {k: walk(v) for k, v in value.items()} if isinstance(value, dict) else value
+        if kind == "tensor":
+            return Saved(names["tensors", value["name"]])
+        if kind in ("dict", "OrderedDict", "Counter"):
+            made: dict[Any, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind]()
+            made.update({k: walk(v) for k, v in value["items"]})
+            return made
+        content = value.get("value", "")
+        if kind == "ndarray":
+            return np.frombuffer(bytearray(base64.b64decode(content)), value["dtype"]).reshape(value["shape"])
+        if kind == "tuple":
+            return tuple(walk(value["items"]))
+        return base64.b64decode(content) if kind == "bytes" else float(content)
+
+    decoded: dict[str, Any] = walk(json.loads(text))
+    return decoded
 
 
 def facts_of(extra: dict[str, Any]) -> dict[str, str]:

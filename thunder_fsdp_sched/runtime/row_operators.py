@@ -6,9 +6,9 @@ Each operator is one of these; nothing is ever gathered silently:
 - Operators on elements, such as ``add_``, ``_foreach_lerp_`` or ``_fused_adamw_``, run on this rank's rows of all operands.
   Their results are rows, so the state that an optimizer makes by ``zeros_like`` is, too.
 - Views run on this rank's rows if each row of the result lies in the memory of one rank's rows.
-- Reductions within rows, such as ``mean(1)``, run on this rank's rows. Those over the rows, such as ``norm()`` or
-  ``amax(0)``, combine the results of all ranks, and return replicated DTensors: whatever is read from them is the same on
-  all ranks.
+- Reductions and others within rows, such as ``mean(1)`` or ``softmax(-1)``, run on this rank's rows. Reductions over rows,
+  such as ``norm()`` or ``amax(0)``, combine the results of all ranks, and return replicated DTensors: whatever is read from
+  them is the same on all ranks.
 - Operators that fill a tensor with random numbers draw those of the whole tensor and keep the rows, so that with equal
   seeds on all ranks the result is that of the unsharded tensor.
 - All others raise an error, unless this rank has all rows.
@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from .row_dtensor import RowDTensor, local_rows, replicated
 from .row_elements import acts_on_elements, align, on_elements, run_on_single_rank
@@ -37,7 +37,8 @@ aten = torch.ops.aten
 Handler = Callable[..., Any]
 
 _COMBINED_BY: dict[Any, Callable[[torch.Tensor, int], torch.Tensor]] = {
-    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList), torch.sum),
+    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.dim_IntList), torch.sum),
+    **dict.fromkeys((aten.prod.default, aten.prod.dim_int), torch.prod),
     **dict.fromkeys((aten.amax.default, aten.max.default), torch.amax),
     **dict.fromkeys((aten.amin.default, aten.min.default), torch.amin),
     **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), torch.all),
@@ -51,6 +52,13 @@ _SPREADS = (aten.var.correction, aten.std.correction)
 _LINEAR = (*_MEANS, aten.sum.default, aten.sum.dim_IntList)
 
 _REDUCTIONS = frozenset((_NORM, *_MEANS, *_SPREADS, *_COMBINED_BY))
+
+_WITHIN_ROWS = frozenset(
+    (aten._softmax.default, aten._log_softmax.default, aten.logsumexp.default, aten.argmax.default, aten.argmin.default)
+    + (aten.max.dim, aten.min.dim, aten.median.dim, aten.sort.default, aten.sort.stable, aten.topk.default)
+    + (aten.cumsum.default, aten.cumprod.default, aten.flip.default)
+)
+"""Operators that treat each row by itself, unless the first dimension is among their dims."""
 
 _DRAWING = frozenset(
     ("cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
@@ -75,7 +83,7 @@ def _handler_of(func: Any) -> Handler:
         return _HANDLERS[func]
     if acts_on_elements(func):
         return on_elements
-    if func in _REDUCTIONS:
+    if func in _REDUCTIONS or func in _WITHIN_ROWS:
         return _reduce
     schema = func._schema
     if schema.name.removeprefix("aten::") in _DRAWING and "out" not in func._overloadname:
@@ -130,14 +138,17 @@ def _rows_of_view(tensor: RowDTensor, view: torch.Tensor) -> RowDTensor | None:
 
 
 def _reduce(func: Any, tensor: RowDTensor, *args: Any, **kwargs: Any) -> Any:
-    """Reduce each row by itself, or the rows of all ranks: a collective."""
+    """Compute within each row, or reduce the rows of all ranks: a collective."""
     rows, local, needs_grad = tensor.rows, tensor._local_tensor, torch.is_grad_enabled() and tensor.requires_grad
     tensor = cast(RowDTensor, tensor.detach())
     # On the whole shape, so that it raises the same errors on all ranks.
     expected = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args, **kwargs)
     dims = _dims_of(func, tensor.ndim, args)
     if dims and 0 not in dims:
-        return RowDTensor.wrap(func(local, *args, **kwargs), rows.reshaped(expected.shape))
+        results = func(local, *args, **kwargs)
+        return tree_map(lambda own, whole: RowDTensor.wrap(own, rows.reshaped(whole.shape)), results, expected)
+    if func in _WITHIN_ROWS:
+        return run_on_single_rank(func, tensor, *args, **kwargs)
     if needs_grad and func in _LINEAR:
         # The gradient that torch computes of it is a plain tensor, of which nobody knows whether it is whole.
         raise NotImplementedError(
@@ -170,8 +181,9 @@ def _reduce(func: Any, tensor: RowDTensor, *args: Any, **kwargs: Any) -> Any:
 
 def _dims_of(func: Any, ndim: int, args: Sequence[Any]) -> list[int]:
     """Return the dimensions over which an operator computes; none if they are not given."""
-    named = zip((argument.name for argument in func._schema.arguments[1:]), args, strict=False)
-    dims = next((value for name, value in named if name in ("dim", "dims")), None)
+    arguments = func._schema.arguments[1:]
+    given = dict(zip((argument.name for argument in arguments), args, strict=False))
+    dims = next((given.get(a.name, a.default_value) for a in arguments if a.name in ("dim", "dims")), None)
     return [dim % ndim if ndim else 0 for dim in ([dims] if isinstance(dims, int) else dims or ())]
 
 
