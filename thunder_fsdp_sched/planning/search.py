@@ -403,7 +403,7 @@ class Search:
     def _context(self, candidate: Candidate) -> Context:
         further = [] if candidate.kept == self._always_kept else self._regathered
         kept = frozenset(b for b in (*self.context["kept"], *further) if b.spec.name in candidate.kept)
-        settings = {"kept": kept, "reductions_in_flight": candidate.reductions}
+        settings = {"kept": kept, "reductions_in_flight": candidate.reductions, "extends": candidate.extends}
         return self.context.new_child({**candidate._asdict(), **settings})
 
     @cached_property
