@@ -8,18 +8,10 @@ from . import compat
 compat.prepare()
 compat.import_thunder()
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .api import FSDPSched, fsdp
-from .checkpoint import (
-    CheckpointError,
-    full_state_dict,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    latest_checkpoint,
-    load_checkpoint,
-    load_safetensors,
-    save_checkpoint,
-    save_safetensors,
-)
 from .compat import __version__ as __version__
 from .compiled_traces import CompiledTraces
 from .ir.schedule import CommOp, Schedule, StepSchedule
@@ -28,13 +20,26 @@ from .plan.plan import Plan
 from .plan.specs import BucketSpec, ParamSpec
 from .proof import VerificationError
 from .ranks.channel import ScheduleDisagreement
-from .training.eager import eager
-from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
-from .training.unsharded import unsharded
-from .training.weight_stream import stream_full_parameters
-from .training.whole_parameters import WholeParameters
 from .transform import FSDPTransform
 from .transforms.replay_schedule import ScheduleMismatch
+
+if TYPE_CHECKING:
+    from .checkpoint import (
+        CheckpointError,
+        full_state_dict,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        latest_checkpoint,
+        load_checkpoint,
+        load_safetensors,
+        save_checkpoint,
+        save_safetensors,
+    )
+    from .training.eager import eager
+    from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
+    from .training.unsharded import unsharded
+    from .training.weight_stream import stream_full_parameters
+    from .training.whole_parameters import WholeParameters
 
 __all__ = [
     "BucketSpec",
@@ -68,3 +73,27 @@ __all__ = [
     "stream_full_parameters",
     "unsharded",
 ]
+
+_LOADED_WHEN_USED = (
+    "training.eager",
+    "training.gradients",
+    "training.unsharded",
+    "training.weight_stream",
+    "training.whole_parameters",
+    "checkpoint",
+)
+"""Modules that a training step does not need, in the order in which they are searched for a public name."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for path in _LOADED_WHEN_USED:
+            module = importlib.import_module(f".{path}", __name__)
+            if hasattr(module, name):
+                value = globals()[name] = getattr(module, name)
+                return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
