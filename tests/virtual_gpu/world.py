@@ -172,6 +172,12 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
     def storage_data_ptr(storage: torch.UntypedStorage) -> int:
         return memory.address_of_storage(storage) or storage_pointer(storage)
 
+    def export(tensor: torch.Tensor, **kwargs: Any) -> Any:
+        # torch would export a null pointer. Whoever prints the imported tensor, as pytest does in tracebacks, would read it.
+        if is_fake(tensor):
+            raise NotImplementedError(f"{tensor} has no memory that DLPack could export")
+        return own_export(tensor, **kwargs)
+
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         memory.record_stream(tensor, stream.key)
 
@@ -180,11 +186,12 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
         if is_fake(tensor) and is_fake(new):  # a fake tensor stores its device in an attribute
             tensor.fake_device = new.fake_device
 
-    own_data = torch._C.TensorBase.data
+    own_data, own_export = torch._C.TensorBase.data, torch.Tensor.__dlpack__
     yield torch.Tensor, "data", property(own_data.__get__, set_data)
     yield torch.Tensor, "data_ptr", data_ptr
     yield torch.UntypedStorage, "data_ptr", storage_data_ptr
     yield torch.Tensor, "record_stream", record_stream
+    yield torch.Tensor, "__dlpack__", export
     yield distributed_c10d, "_NCCL_AVAILABLE", True
     yield distributed_c10d, "ProcessGroupNCCL", make_group_class(recording)
     yield torch.accelerator, "is_available", lambda: True
