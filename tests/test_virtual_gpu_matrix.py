@@ -262,6 +262,7 @@ ORDINARY = [
     ("use_another_stream", "staged", "zero3"),
     ("use_another_stream", "flat", "zero3, release step"),
     ("run_eagerly", "all_to_all", "zero3"),
+    ("save_and_load", "all_to_all", "offload"),
     ("stream_weights", "staged", "offload"),
     ("accumulate", "staged", "zero2, extended"),
     ("raise_exceptions", "all_to_all", "zero3, extended"),
@@ -309,10 +310,11 @@ _USES_OF_STREAMS = ("train", "use_another_stream", "use_autocast", "clip", "rais
     ("use", "transport", "option"),
     [
         *(("train", transport, "zero3") for transport in ("staged", "all_to_all", "symmetric_memory")),
+        ("save_and_load", "flat", "zero3"),
         *(pytest.param(use, *row, marks=pytest.mark.long) for use in _USES_OF_STREAMS for row in _MESHES),
     ],
 )
-def test_training_while_another_device_is_current_has_no_fault(use: str, transport: str, option: str) -> None:
+def test_uses_while_another_device_is_current_have_no_fault(use: str, transport: str, option: str) -> None:
     ranks = None if transport == "symmetric_memory" else [1]  # rank 0 has the current device
     run_on_virtual_gpus(USES[use], transport, OPTIONS[option], ranks=ranks, set_device=False).assert_clean()
 

@@ -73,6 +73,9 @@ def test_pickled_entries_are_dtensors_or_pieces_that_refuse_operators() -> None:
     kinds = {name: type(pickle.loads(pickle.dumps(e))) for name, e in entries.items() if isinstance(e, DTENSORS)}
     assert {kinds.pop("scale")} == {RowPiece}  # a single row cannot be divided
     assert set(kinds.values()) == {DTensor}
+    for entry in (e for e in entries.values() if isinstance(e, DTENSORS)):
+        own = pickle.loads(pickle.dumps(entry)).to_local()
+        assert own.untyped_storage().nbytes() == own.nbytes, "an entry is pickled without the rest of its bucket"
     entry = next(e for e in tfs.get_model_state_dict(uneven).values() if isinstance(e, DTENSORS) and not e.rows.is_even)
     assert "RowDTensor(rows [" in repr(entry)
     piece = pickle.loads(pickle.dumps(entry))
@@ -88,6 +91,7 @@ def test_an_asynchronous_save_holds_the_values_at_its_start(tmp_path: Path) -> N
     train(model, optimizer)
     expected = contents(model, optimizer)
     state = {"model": tfs.get_model_state_dict(model), "optim": tfs.get_optimizer_state_dict(model, optimizer)}
+    state["parameters"] = {name: param.detach() for name, param in model.named_parameters()}
     saving = dcp.async_save(state, checkpoint_id=tmp_path)
     fill(model, 0.0)
     saving.result()

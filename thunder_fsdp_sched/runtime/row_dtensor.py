@@ -90,14 +90,24 @@ class RowDTensor(_Entry, _Base):
     def wrap(local: torch.Tensor, rows: Rows) -> RowDTensor:
         """Return a tensor that shares the memory of ``local``, this rank's rows, of shape ``rows.local_shape``."""
         assert not isinstance(local, DTENSORS)
-        return RowDTensor.of_spec(local, rows.spec(local.dtype, local.device.type))
+        spec = rows.spec(local.dtype, local.device.type)
+        if not local.storage_offset():
+            return RowDTensor.of_spec(local, spec)
+        # A DTensor takes over its local tensor's offset, which gives it an address. dcp.async_save then copies it like a
+        # plain tensor, from a storage that it does not have (torch 2.13).
+        wrapped = RowDTensor.of_spec(local.as_strided(local.shape, local.stride(), 0), spec)
+        wrapped._local_tensor = local
+        return wrapped
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DETACH:  # autograd detaches each gradient
-            return _construct(cls, args[0]._local_tensor, args[0]._spec, requires_grad=False)
+            local, spec = args[0]._local_tensor, args[0]._spec
+            if args[0].storage_offset() == local.storage_offset():
+                return _construct(cls, local, spec, requires_grad=False)
+            return RowDTensor.wrap(local, spec.rows)
         return cls.run_operator(func, args, kwargs or {})
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -181,13 +191,18 @@ class RowDTensor(_Entry, _Base):
                 f"parameter {self.rows.label!r} of a sharded model cannot be pickled: it holds this rank's rows. Save "
                 f"model.state_dict() or full_state_dict(model), or its rows: p.to_local().detach()"
             )
+        local = self._local_tensor
+        if local.is_contiguous():  # torch pickles whole storages, and this one is that of a bucket
+            begin = local.storage_offset() * local.element_size()
+            own = local.untyped_storage()[begin : begin + local.nbytes]
+            local = local.new_empty(0).set_(own, 0, local.shape, local.stride())
         if self.rows.is_even:
             spec = self._spec
             plain = DTensor.from_local(
-                self._local_tensor, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+                local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
             )
             return plain.__reduce_ex__(protocol)
-        return RowPiece(self._local_tensor, self.rows.start, tuple(self.shape)).__reduce_ex__(protocol)
+        return RowPiece(local, self.rows.start, tuple(self.shape)).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RowDTensor({self.rows}, {self.dtype}, {self.device}, {self._local_tensor})"

@@ -36,7 +36,7 @@ from ..runtime.bucket import Bucket
 from ..runtime.memory import address
 from ..runtime.module_hooks import UntracedHook
 from ..runtime.row_dtensor import RowDTensor, local_rows
-from .state_entries import as_entry, refuse_unshared, rows_from
+from .state_entries import refuse_unshared, rows_from
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _DEPTH = 3
@@ -251,11 +251,12 @@ class _Guard(UntracedHook):
         """Replace plain rows in a state dict with entries that record which rows they hold."""
         for leaf, entry in self._own.items():
             if not self._params.is_whole(entry):
+                bucket, index = entry.bucket, entry.index
                 if entry.param is not entry.shard:
                     self._params.check()
                 if not self._params.is_gathering:
-                    refuse_unshared(entry.bucket)
-                state_dict[prefix + leaf] = as_entry(entry.bucket, entry.index)
+                    refuse_unshared(bucket)
+                state_dict[prefix + leaf] = RowDTensor.wrap(bucket.shard_views[index], bucket.rows[index])
 
     def shard_loaded_entries(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Shard
-from torch.utils import dlpack
 from torch.utils._pytree import tree_map_only
 
 from ..runtime.bucket import Bucket
@@ -87,16 +86,6 @@ def rows_from(rows: Rows, value: torch.Tensor) -> torch.Tensor:
         f"this rank needs rows [{rows.start}, {rows.end}) of {tuple(rows.shape)}, but the entry holds others: it is of "
         f"another rank, or sharded otherwise. Load it by dcp.load into state_dict(), or give whole tensors (full_tensor())"
     )
-
-
-def as_entry(bucket: Bucket, index: int) -> torch.Tensor:
-    """Return the state dict entry of parameter ``index`` of ``bucket``, which shares the memory of its rows."""
-    local = bucket.shard_views[index]
-    if local.storage_offset():
-        # The same memory as a storage of its own: a DTensor takes over its local tensor's offset, and dcp.async_save
-        # takes one with an offset for a plain tensor, which it cannot copy (torch 2.13).
-        local = dlpack.from_dlpack(local) if local.numel() else local.new_empty(local.shape)
-    return RowDTensor.wrap(local, bucket.rows[index])
 
 
 def state_to_rows(optimizer: torch.optim.Optimizer) -> None:
