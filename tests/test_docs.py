@@ -150,7 +150,7 @@ def test_passes_stand_after_those_that_they_need() -> None:
 
 
 def test_every_symbol_of_traces_is_explained() -> None:
-    modules = vars(symbols), vars(host_copies), vars(import_module(f"{transforms.__name__}.guards"))
+    modules = vars(symbols), vars(host_copies), vars(import_module(f"{transforms.__name__}.insert_agreement"))
     names = {name for module in modules for name in module if re.fullmatch(r"fsdp_\w+", name)}
     assert len(names) > 15
     explained = section("traces.md", "Statements")

@@ -26,29 +26,26 @@ from .ir.inspection import statements
 from .ir.schedule import Schedule, compute_digest
 from .proof import verify
 from .transforms.assign_slots import assign_slots
-from .transforms.bucket_communication import bucket_communication, fuse_downcast
-from .transforms.differentiate import claim_operators, differentiate
+from .transforms.bucket_communication import bucket_communication
+from .transforms.check_params_unchanged import check_params_unchanged, guard_first
+from .transforms.claim_operators import claim_operators
+from .transforms.differentiate import differentiate
 from .transforms.draw_once import draw_once, mark_draws, refuse_merged_draws, reject_resampled_random_grads
-from .transforms.guards import (
-    check_params_unchanged,
-    end_backward,
-    guard_first,
-    guard_outputs,
-    insert_agreement,
-)
+from .transforms.end_backward import end_backward
+from .transforms.fuse_downcast import fuse_downcast
+from .transforms.gather_from_secondary import gather_from_secondary
+from .transforms.guard_outputs import guard_outputs
+from .transforms.insert_agreement import insert_agreement
+from .transforms.insert_unshard import insert_unshard
 from .transforms.keep_fusions_apart import keep_fusions_apart, remove_cuts
-from .transforms.offload_activations import offload_activations, sort_host_copies
-from .transforms.regather_for_backward import gather_from_secondary, regather_for_backward
+from .transforms.offload_activations import offload_activations
+from .transforms.regather_for_backward import regather_for_backward
+from .transforms.release_slots import release_extension, release_slots
 from .transforms.replay_schedule import ScheduleMismatch, replay_schedule
-from .transforms.reuse_or_release import (
-    mark_retained_by_forward,
-    release_extension,
-    release_slots,
-    reuse_from_forward,
-    reuse_in_window,
-)
-from .transforms.shard_inputs import insert_unshard, shard_prologue
+from .transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward, reuse_in_window
+from .transforms.shard_prologue import shard_prologue
 from .transforms.sort_communication import sort_communication
+from .transforms.sort_host_copies import sort_host_copies
 from .transforms.write_grads_in_place import write_grads_in_place
 
 Phase = Literal[

@@ -58,7 +58,7 @@ from .sharding.refusals import refuse_fsdp2_methods
 from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardingTransform, find_sharding
 from .transforms.offload_activations import offloaded_values
-from .transforms.shard_inputs import refuse_foreign_parameters, unpacked_parameters
+from .transforms.shard_prologue import refuse_foreign_parameters, unpacked_parameters
 
 WARN_COMPILED = 32
 """How many sets of shapes and flags may be compiled for one module before a warning suggests alternatives."""

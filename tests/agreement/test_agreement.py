@@ -18,7 +18,7 @@ from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
 from thunder_fsdp_sched.ir.inspection import AGREEMENT, statements
 from thunder_fsdp_sched.ranks import channel
 from thunder_fsdp_sched.sharding import shard_module
-from thunder_fsdp_sched.transforms.guards import insert_agreement
+from thunder_fsdp_sched.transforms.insert_agreement import insert_agreement
 
 import pipeline_patches
 import pytest

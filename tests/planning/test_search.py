@@ -19,7 +19,7 @@ from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.regather_for_backward import regather_for_backward
-from thunder_fsdp_sched.transforms.reuse_or_release import mark_retained_by_forward, reuse_from_forward
+from thunder_fsdp_sched.transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward
 from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 from thunder_fsdp_sched.transforms.write_grads_in_place import write_grads_in_place
 

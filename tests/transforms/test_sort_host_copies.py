@@ -16,7 +16,7 @@ from thunder_fsdp_sched.ir.host_copies import (
 )
 from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, statements
 from thunder_fsdp_sched.ir.schedule import save_schedules
-from thunder_fsdp_sched.transforms.offload_activations import MAX_HOST_COPIES_IN_FLIGHT, sort_host_copies
+from thunder_fsdp_sched.transforms.sort_host_copies import MAX_HOST_COPIES_IN_FLIGHT, sort_host_copies
 
 import pytest
 from models import Stack, compile_model

@@ -16,7 +16,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
 from ..private_thunder import DEFINED, NAMES_OF_ARGS
 
 AGREEMENT = frozenset({"fsdp_agree", "fsdp_agreed"})
-"""Symbols with which ranks agree on what they run; see ``transforms.guards``."""
+"""Symbols with which ranks agree on what they run; see ``transforms.insert_agreement``."""
 
 UNPACKING = frozenset(i for i in PrimIDs if i.name.startswith("UNPACK_"))
 """Prims that name values which exist already: arguments, and what forward has saved."""
@@ -126,6 +126,11 @@ def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name:
     if pass_name:
         new.set_provenance(TraceProvenance(pass_name))
     return new
+
+
+def before_return(trace: TraceCtx, *bsyms: BoundSymbol, pass_name: str) -> TraceCtx:
+    """Return a copy of ``trace`` with further bound symbols before its return statement."""
+    return with_bound_symbols(trace, [*trace.bound_symbols[:-1], *bsyms, return_of(trace)], pass_name)
 
 
 def snapshot(trace: TraceCtx) -> TraceCtx:

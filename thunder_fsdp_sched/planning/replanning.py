@@ -29,7 +29,7 @@ from ..ir.effects import declared
 from ..ir.inspection import snapshot
 from ..runtime.bucket import Bucket
 from ..transform import FSDPTransform
-from ..transforms.shard_inputs import become_shard
+from ..transforms.shard_prologue import become_shard
 
 
 class NeedsTrace(ValueError):

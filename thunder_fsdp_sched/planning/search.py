@@ -16,7 +16,7 @@ Values also move to host memory if recomputation alone does not suffice or makes
 then what there is to gain.
 
 If nothing fits, all distances are tried again with settings that need less memory (``_THRIFT``): one large reduction in
-flight instead of two and an extension, see [Note: Memory that only backward needs] in ``transforms.reuse_or_release``; then
+flight instead of two and an extension, see [Note: Memory that only backward needs] in ``transforms.release_slots``; then
 no reduction beside compute. If something fits, but activations slow it down by more than 1 %, the first of these is tried at
 the fastest distance.
 

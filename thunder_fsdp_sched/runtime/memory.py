@@ -18,11 +18,11 @@ of alive, but no gather reaches it any more, so the backward of that forward is 
 the last reader of the previous one. The range of a single parameter may be assigned to its own gradient after the last
 read of that parameter. ``verify`` proves both. Between two traces shared slots hold nothing that is used again, with
 one exception: buckets from the end of forward, for the backward that follows. See [Note: Buckets left by forward] in
-``transforms.reuse_or_release``.
+``transforms.reuse_from_forward``.
 
 *The extension* of an arena holds shared slots of backward that do not fit into the memory that forward needs. It exists
 only with ``max_memory``, from its first use in a backward to the end of that backward. See
-[Note: Memory that only backward needs] in ``transforms.reuse_or_release``.
+[Note: Memory that only backward needs] in ``transforms.release_slots``.
 
 [Note: Storages of parameters]
 An operator may address memory by its position in the storage of its input: ``as_strided`` with an offset, or

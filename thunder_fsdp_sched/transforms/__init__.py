@@ -1,4 +1,4 @@
-"""The trace passes, by subject, all with the signature ``pass_(trace, ...) -> trace``; each records its provenance.
+"""The trace passes, one per file, all with the signature ``pass_(trace, ...) -> trace``; each records its provenance.
 
 ``thunder_fsdp_sched.passes`` is the table of passes, in the order in which they run.
 

@@ -69,12 +69,12 @@ def assign_slots(
             them if that is safe. The others, and all other gradients, share an arena.
         arena_of: returns a bucket's arena. Pass another arena to try out a plan without changing the real one.
         forward: for a backward trace, its forward trace after ``mark_retained_by_forward``. See
-            [Note: Buckets left by forward] in ``reuse_or_release``.
+            [Note: Buckets left by forward] in ``reuse_from_forward``.
         max_unsharded_bytes: limit (bytes) on all slots, up to which the arena may grow to keep forward's buckets resident.
         release: with ``"bucket"``, each bucket gets memory of its own instead of a range of an arena.
         trains: whether the step has a backward.
         extends: whether slots of backward beyond the memory that forward needs get memory that only backward allocates.
-            See [Note: Memory that only backward needs] in ``reuse_or_release``.
+            See [Note: Memory that only backward needs] in ``release_slots``.
     """
     if release != "never" and not trains:
         kept = ()  # another forward may wait for its backward in the private slots, and this one would free them

@@ -1,22 +1,18 @@
-"""Merge the communication of a bucket's parameters into one collective per bucket, in as few bytes as their readers need."""
+"""Merge the communication of a bucket's parameters into one collective per bucket."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import thunder.torch as ltorch
-import torch
-from thunder.core.dtypes import to_torch_dtype
-from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.effects import bucket_of, declared, effects, operations
-from ..ir.inspection import args_of, nested, return_of, swap_args, with_bound_symbols
+from ..ir.effects import declared
+from ..ir.inspection import return_of, with_bound_symbols
 from ..ir.symbols import (
     fsdp_accumulate_grads,
     fsdp_accumulate_reduced,
@@ -29,7 +25,6 @@ from ..ir.symbols import (
 )
 from ..runtime.accumulation import AccumulationMode
 from ..runtime.bucket import Bucket
-from ..runtime.bucket_aliases import alias_bytes, alias_in_dtype, alias_of_params
 
 
 def bucket_communication(
@@ -99,7 +94,7 @@ def bucket_communication(
                     emitted = _reduce(bucket, reduces[bucket], accumulate if no_sync else None)
             elif single.bucket in unshards:
                 emitted = _gather(single.bucket, unshards.pop(single.bucket))
-            new.bound_symbols += [_like(bsym, each) for each in emitted]
+            new.bound_symbols += [like(bsym, each) for each in emitted]
         last = return_of(trace)
         if no_sync:
             unsynced = {b.output.name for bsyms in reduces.values() for b in bsyms.values()}
@@ -166,129 +161,10 @@ def _tensors(bucket: Bucket, bsyms: dict[int, BoundSymbol]) -> list[TensorProxy 
     return [bsyms[i].args[2] if i in bsyms else None for i in range(len(bucket.spec.params))]
 
 
-def _like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:
+def like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:
     """Copy tags and source position of ``original``: where the bucket is used, and whether in backward."""
     return bsym.from_bsym(
         tags=original.tags.copy(),
         source_filename=original.source_filename,
         source_positions=original.source_positions,
     )
-
-
-class _Downcast(NamedTuple):
-    bsym: BoundSymbol
-    source: str
-    output: TensorProxy
-    dtype: torch.dtype
-
-
-def fuse_downcast(trace: TraceCtx) -> TraceCtx:
-    """Gather a bucket in lower precision if only casts to that precision read its parameters, and drop the casts.
-
-    Runs on the joint trace after ``bucket_communication``, so each bucket has one gather, and before
-    ``regather_for_backward``. Does nothing if no parameter is read by casts alone, as under autocast. Before, under
-    autocast to bfloat16::
-
-        ft723 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_0_weight, ...)  # 320 bytes float32
-        (t506, t509, t540, t543,) = fsdp_wait_params(bucket_blocks_0, ft723)
-        t508 = Tensor.to(t506, torch.bfloat16, copy=True)
-        t511 = Tensor.to(t509, torch.bfloat16, copy=True)
-        ...
-
-    After::
-
-        ft743 = fsdp_all_gather(bucket_blocks_0_bfloat16, None, t_blocks_0_0_weight, ...)  # 160 bytes bfloat16
-        (t508, t511, t542, t545,) = fsdp_wait_params(bucket_blocks_0_bfloat16, ft743)
-
-    Casting the rows before the gather yields the same bits as casting the gathered parameter. Parameters of the bucket
-    that are also read in full precision, such as those of norms, are gathered a second time, on their own. If that
-    would send more bytes than before, the bucket stays as it is. Gradients are reduced in the precision in which
-    autograd returns them.
-
-    DeepSpeed's pull request 7588 does the same by configuration.
-    """
-    _, found = operations(trace.bound_symbols, of_buckets=True)
-    gathers = [
-        (issue, wait)
-        for issue, *_, wait in found
-        if effects(wait).unshards and bucket_of(wait).spec.param_dtype.itemsize > 2
-    ]
-    params = {p.name for _, wait in gathers for p in wait.output}
-    casts: dict[str, list[_Downcast]] = defaultdict(list)
-    others: set[str] = set()
-    for bsym in trace.bound_symbols:
-        if bsym.sym.id is PrimIDs.GET_GRAD:
-            continue
-        if read := params.intersection(args_of(bsym)):
-            cast = _downcast(bsym)
-            if cast is not None:
-                casts[cast.source].append(cast)
-            else:
-                others.update(read)
-    new = with_bound_symbols(trace, (), "fsdp: fuse downcasts with gathers")
-    instead: dict[int, list[BoundSymbol]] = {}  # of gathers, their waits and casts
-    swaps: dict[str, Proxy] = {}
-    with tracectx(new):
-        for gather, wait in gathers:
-            fused, rest = _fusable(wait, casts, others)
-            if fused:
-                instead[id(gather)] = []
-                instead[id(wait)] = [_like(wait, each) for each in _gathers(gather, wait, fused, rest)]
-                for first, *same in fused.values():
-                    instead.update((id(cast.bsym), []) for cast in (first, *same))
-                    swaps.update((cast.output.name, first.output) for cast in same)
-    if not instead:
-        return trace
-    for bsym in trace.bound_symbols:
-        new.bound_symbols += instead.get(id(bsym), [swap_args(bsym, swaps)])
-    return new
-
-
-def _fusable(
-    wait: BoundSymbol, casts: Mapping[str, list[_Downcast]], others: Collection[str]
-) -> tuple[dict[int, list[_Downcast]], list[int]]:
-    """Return the casts that a gather in lower precision makes superfluous, by parameter, and which others are read.
-
-    There are none if both gathers would send more bytes than one.
-    """
-    bucket = bucket_of(wait)
-    found = {i: casts[p.name] for i, p in enumerate(wait.output) if p.name in casts and p.name not in others}
-    dtypes = [cast.dtype for of_one in found.values() for cast in of_one]
-    dtype = max(dict.fromkeys(dtypes), key=dtypes.count, default=bucket.spec.param_dtype)
-    found = {i: of_one for i, of_one in found.items() if {cast.dtype for cast in of_one} == {dtype}}
-    rest = [i for i, p in enumerate(wait.output) if i not in found and (p.name in casts or p.name in others)]
-    # The rest is gathered by an all-reduce, which sends twice its bytes.
-    sent = bucket.spec.layout.unsharded_numel * dtype.itemsize + 2 * alias_bytes(bucket, rest)
-    return (found, rest) if sent < bucket.spec.unsharded_bytes else ({}, [])
-
-
-def _gathers(
-    gather: BoundSymbol, wait: BoundSymbol, fused: Mapping[int, list[_Downcast]], rest: Sequence[int]
-) -> Iterator[BoundSymbol]:
-    """Yield a gather in lower precision, whose parameters are the results of the casts, and one for the rest."""
-    bucket, (_, _, *shards), (cast, *_) = bucket_of(wait), gather.args, next(iter(fused.values()))
-    low = alias_in_dtype(bucket, cast.dtype)
-    params = list(fsdp_wait_params.meta(low, None))
-    for index, (first, *_) in fused.items():
-        params[index] = first.output
-    yield from gather_and_wait(low, shards, params)
-    if rest:
-        of_rest = ([each[i] for i in rest] for each in (shards, wait.output))
-        yield from gather_and_wait(alias_of_params(bucket, rest), *of_rest)
-
-
-def _downcast(bsym: BoundSymbol) -> _Downcast | None:
-    """Return ``bsym`` as a downcast if it does nothing but cast one tensor to a narrower floating-point dtype."""
-    inputs = [p for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
-    outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
-    if bsym.sym.is_fusion or len(inputs) != 1 or len(outs) != 1 or not all(map(_converts, nested([bsym]))):
-        return None
-    before, after = (to_torch_dtype(p.dtype) for p in (inputs[0], outs[0]))
-    narrower = before.is_floating_point and after.is_floating_point and after.itemsize < before.itemsize
-    if not narrower or tuple(inputs[0].shape) != tuple(outs[0].shape):
-        return None
-    return _Downcast(bsym, inputs[0].name, outs[0], after)
-
-
-def _converts(bsym: BoundSymbol) -> bool:
-    return bool(bsym.subsymbols) or bsym.sym.id in (PrimIDs.CONVERT_ELEMENT_TYPE, PrimIDs.CLONE, PrimIDs.SHALLOW_COPY)

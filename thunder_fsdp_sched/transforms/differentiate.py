@@ -17,12 +17,6 @@ gradients of one value are added. A region does not repeat if that could differ:
 place, is recomputed in backward or belongs to ``checkpoint``; if an executor or a rule is not known to give the same
 result each time (``_repeatable``). Nor does a region whose input gets another gradient from bound symbols after it,
 since that gradient would have to be added in between.
-
-[Note: Operators are claimed once]
-Thunder lets executors claim the operators of a trace twice: first to see whether the result waits for communication of
-its own, and again for the trace that runs. Each time, every operator is decomposed and its parts are traced anew, which
-takes as long as tracing a model with repeated blocks. ``PassExecutor`` therefore claims all operators as they are, and they
-are claimed here for the executors that follow, in Thunder's order and by Thunder's function.
 """
 
 from __future__ import annotations
@@ -47,18 +41,9 @@ from thunder.transforms.autodiff import grad_transform_on_trace
 from ..capture.bound_symbols import BoundSymbolCopies, Region, find_repeated_regions
 from ..ir.inspection import args_of, defined_by, forward_part, names, nested, outs_of, return_of
 from ..ir.operator_facts import share_facts
-from ..ir.registry import executor, with_caches
-from ..private_thunder import claim, gradient_rules_of, renamed, requiring_gradient
-
-
-def claim_operators(trace: TraceCtx, *, executors: Sequence[Executor]) -> TraceCtx:
-    """Return the trace with its operators claimed by ``executors``, the first that can, without dead code.
-
-    Args:
-        trace: the joint trace as Thunder has differentiated it (forward alone without gradients).
-        executors: in order of priority.
-    """
-    return dce(with_caches(claim(trace, executors)))
+from ..ir.registry import executor
+from ..private_thunder import gradient_rules_of, renamed, requiring_gradient
+from .claim_operators import claim_operators
 
 
 def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradients: bool) -> TraceCtx:

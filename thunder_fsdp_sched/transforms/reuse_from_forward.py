@@ -1,4 +1,4 @@
-"""Reuse buckets that are still resident, from forward or an earlier micro-batch, and free the memory of slots.
+"""Reuse buckets that are still resident, from the end of forward or from an earlier micro-batch, instead of gathering again.
 
 [Note: Buckets left by forward]
 Backward first reads the buckets that forward gathered last. They stay in their slots until another collective uses the
@@ -13,49 +13,21 @@ start of its backward (``preceded_by``). The arena counts issues at run time. If
 between, an exception, a second backward), the bucket is gathered as usual. The backward of another forward, which may
 have had other parameters, does not reuse it either: see [Note: The backward of the most recent forward] in
 ``runtime.autograd``. Both rules depend only on the order of calls, so all ranks decide alike.
-
-[Note: Release of slots]
-``fsdp_release`` frees the memory of the arenas of some slots. Collectives that used it were waited for by the current
-stream, so the allocator may hand it out on that stream at once. The next issue allocates it again and makes the views of
-the slot anew, which is the cost.
-
-``"step"``: at the end of backward, so the optimizer or another model can use the memory. ``"bucket"``: each bucket has
-memory of its own, from its gather to its last reader or the wait for its reduction; nothing stays resident from forward
-to backward except kept buckets. A forward without backward frees everything, and gathers kept buckets like the others: a
-forward that waits for its backward may have kept buckets in their private slots.
-
-A forward that is never followed by its backward frees nothing; the next backward does. After an exception, the next step
-uses the memory again and frees it.
-
-[Note: Memory that only backward needs]
-Backward needs more slots than forward, because some hold gradients that are being reduced, and some transports receive
-these into buffers of their own. In an arena that is kept from step to step, all of this is allocated at the end of
-forward, too, where the activations of all blocks are in memory and nothing is reduced yet: that is where memory peaks.
-By the time backward reduces gradients, it has freed some activations.
-
-So with ``max_memory`` the search also tries an *extension*: slots of backward get the memory that forward needs, and only
-those that do not fit get memory of the arena's extension, which their first use in backward allocates. At the end of
-backward ``fsdp_release`` frees it, and the receive buffers. Forward begins with the same release, because the
-step before may have been compiled without an extension, and then has left its receive buffers.
-
-Nothing in the extension survives a backward, and buckets that forward leaves for backward are never there.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
-from thunder.core.prims import PrimIDs
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Analysis
 from ..ir.effects import Place, effects
 from ..ir.inspection import has_backward, with_bound_symbols
 from ..ir.slots import retained_by_forward
-from ..ir.symbols import fsdp_release
-from ..runtime.bucket import WINDOW_LAST, WINDOW_OPEN, Bucket
+from ..runtime.bucket import WINDOW_LAST, WINDOW_OPEN
 from ..runtime.memory import Arena, Slot
 
 
@@ -155,72 +127,3 @@ def _with_marks(trace: TraceCtx, marks: Mapping[int, Mapping[str, Any]], pass_na
     for position, more in marks.items():
         bsyms[position] = bsyms[position].from_bsym(kwargs={**bsyms[position].kwargs, **more})
     return with_bound_symbols(trace, bsyms, pass_name)
-
-
-def release_slots(
-    trace: TraceCtx,
-    *,
-    release: Literal["step", "bucket"],
-    forward: TraceCtx | None = None,
-    trains: bool = True,
-) -> TraceCtx:
-    """Insert ``fsdp_release`` for each slot of forward and backward.
-
-    Runs after ``reuse_from_forward`` and before ``verify``. Does nothing with ``"step"`` in a forward trace that has a
-    backward. After, at the end of backward (``"step"``)::
-
-        (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
-        fsdp_release(slot_0, own_blocks_2)
-        return ...
-
-    See [Note: Release of slots].
-
-    Args:
-        forward: for a backward trace, its forward trace with slots.
-        trains: whether the step has a backward.
-    """
-    waits_for_backward = trains and forward is None
-    if release == "step" and waits_for_backward:
-        return trace
-    before = list(forward.bound_symbols) if forward is not None else []
-    bsyms = list(trace.bound_symbols)
-    ends: dict[Arena, tuple[int, Slot]] = {}
-    analysis = Analysis(before, bsyms)
-    for live in analysis.slots.values():
-        assert live.place is not None and live.slot is not None
-        if waits_for_backward and live.place.is_private:
-            continue
-        if live.last < len(before) and release == "bucket" and not live.place.is_private:
-            continue  # forward frees it
-        end = max(live.last, ends.get(live.slot.arena, (-1, None))[0])
-        ends[live.slot.arena] = end, live.slot
-    guards = {e.ensures.slot: i for i, e in enumerate(analysis.effects) if e.ensures is not None and i >= len(before)}
-    released: dict[int, list[Slot]] = defaultdict(list)
-    for end, slot in ends.values():
-        last = len(bsyms) - 2 if release == "step" else max(end, guards.get(slot, -1)) - len(before)
-        released[min(last, len(bsyms) - 2)].append(slot)
-    for position in sorted(released, reverse=True):
-        bsyms.insert(position + 1, fsdp_release.bind(*released[position], output=None))
-    return with_bound_symbols(trace, bsyms, "fsdp: release slots")
-
-
-def release_extension(
-    trace: TraceCtx, *, buckets: Sequence[Bucket], arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena
-) -> TraceCtx:
-    """Insert ``fsdp_release`` for the extensions of arenas: in backward at its end, in forward at its beginning.
-
-    Runs after ``reuse_from_forward`` and before ``verify``. After, at the end of backward::
-
-        (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
-        fsdp_release(more_slots)
-        return ...
-
-    See [Note: Memory that only backward needs].
-    """
-    bsyms = list(trace.bound_symbols)
-    at = len(bsyms) - 1
-    if has_backward(trace):
-        at = next(i for i, b in enumerate(bsyms) if b.sym.id is not PrimIDs.UNPACK_TRIVIAL)
-    extensions = [arena.extension.all_of_it for arena in dict.fromkeys(map(arena_of, buckets))]
-    bsyms.insert(at, fsdp_release.bind(*extensions, output=None))
-    return with_bound_symbols(trace, bsyms, "fsdp: release the extension")

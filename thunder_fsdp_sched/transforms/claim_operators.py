@@ -1,0 +1,29 @@
+"""Executors claim the operators of the joint trace.
+
+[Note: Operators are claimed once]
+Thunder lets executors claim the operators of a trace twice: first to see whether the result waits for communication of
+its own, and again for the trace that runs. Each time, every operator is decomposed and its parts are traced anew, which
+takes as long as tracing a model with repeated blocks. ``PassExecutor`` therefore claims all operators as they are, and they
+are claimed here for the executors that follow, in Thunder's order and by Thunder's function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import dce
+from thunder.extend import Executor
+
+from ..ir.registry import with_caches
+from ..private_thunder import claim
+
+
+def claim_operators(trace: TraceCtx, *, executors: Sequence[Executor]) -> TraceCtx:
+    """Return the trace with its operators claimed by ``executors``, the first that can, without dead code.
+
+    Args:
+        trace: the joint trace as Thunder has differentiated it (forward alone without gradients).
+        executors: in order of priority.
+    """
+    return dce(with_caches(claim(trace, executors)))

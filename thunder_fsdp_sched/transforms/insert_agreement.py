@@ -1,0 +1,57 @@
+"""Insert the statements with which ranks agree on a trace: see [Note: Agreement of ranks] in ``ranks.control``."""
+
+from __future__ import annotations
+
+import weakref
+
+from thunder.core.prims import PrimIDs
+from thunder.core.trace import TraceCtx
+
+from ..ir.effects import NOTHING, effects, sends
+from ..ir.inspection import AGREEMENT, with_bound_symbols
+from ..ir.registry import register
+from ..runtime.trace_start import TraceStart
+
+_FIRST = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT})
+
+
+def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool) -> TraceCtx:
+    """Insert ``fsdp_agree`` at the start, and ``fsdp_agreed`` before the first collective or before the first wait.
+
+    Runs after ``verify`` and before ``end_backward``, on both traces, if the model has several ranks and at least one
+    of them communicates in this trace. With ``before_issue``, the trace then begins so, before its first gather::
+
+        fsdp_agree(forward_0)
+        fsdp_agreed(forward_0)
+
+    A gather that finds its bucket resident issues nothing, so it does not count as the first collective. If the bucket
+    turns out not to be resident at run time, the gather settles the round itself.
+
+    Args:
+        before_issue: settle the round before the first issue (gloo), not just before the first wait (NCCL).
+    """
+    bsyms = list(trace.bound_symbols)
+    issued: set[str] = set()
+    head = next(position for position, bsym in enumerate(bsyms) if bsym.sym.id not in _FIRST)
+    end = len(bsyms) - 1  # if other ranks communicate in this trace and this one does not
+    for position, bsym in enumerate(bsyms):
+        e, sent = effects(bsym), sends(bsym)
+        if sent is not None:
+            issued.add(sent.future)
+        waits = e.waits is not None and e.issues is None and e.waits.future in issued
+        if (sent is not None and before_issue) or waits or e.runs is not None:
+            end = position
+            break
+    of_all = list(map(effects, bsyms))
+    start.left_over = [weakref.ref(e.bucket) for e in of_all if e.runs is not None and e.bucket is not None]
+    start.guarded = [weakref.ref(e.ensures.bucket) for e in of_all if e.ensures is not None]
+    issues = [e.issues for e in of_all if e.issues is not None]
+    start.reusing = [weakref.ref(i.bucket) for i in issues if i.window is not None and i.bucket is not None]
+    bsyms.insert(end, fsdp_agreed.bind(start, output=None))
+    bsyms.insert(head, fsdp_agree.bind(start, output=None))
+    return with_bound_symbols(trace, bsyms, "fsdp: insert agreement")
+
+
+fsdp_agree = register("fsdp_agree", TraceStart.post, lambda bsym: NOTHING)
+fsdp_agreed = register("fsdp_agreed", TraceStart.settle, lambda bsym: NOTHING)
+assert {fsdp_agree.name, fsdp_agreed.name} == AGREEMENT

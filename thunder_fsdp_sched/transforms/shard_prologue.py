@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from thunder.core import devices, dtypes, prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from ..ir.inspection import with_bound_symbols
+from ..ir.symbols import fsdp_check_hooks, fsdp_check_no_sync
+from ..runtime.module_hooks import TracedHooks
+from ..runtime.row_dtensor import local_rows
+
+
+def unpacked_parameters(prologue: TraceCtx) -> dict[str, str]:
+    """Return the parameter name of each proxy that the prologue unpacks, keyed by the proxy's name."""
+    return {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_parameter}
+
+
+def refuse_foreign_parameters(
+    prologue: TraceCtx,
+    module: torch.nn.Module,
+    shards: Mapping[str, torch.nn.Parameter],
+    known: Collection[str],
+) -> None:
+    """Raise an error if forward reads a parameter other than by its name in the module.
+
+    The gradient of such a parameter would not be reduced. Runs on the prologue before ``shard_prologue``, and changes
+    nothing. The prologue shows where forward reads a value. The first of these parameters is unpacked by name; the last
+    is read from a list and refused::
+
+        t_head_weight: "cpu f32[64, 64]" = module.get_parameter('head.weight')
+        obj1: "Any" = module.tied
+        t_tied_0: "cpu f32[32, 64]" = obj1[0]
+
+    Args:
+        module: the user's module, which the prologue unpacks.
+        shards: this rank's shard of each parameter, keyed by each of its names.
+        known: names of parameters that the prologue may unpack.
+
+    Raises:
+        ValueError: names the attribute or the parameter.
+    """
+    for name in unpacked_parameters(prologue).values():
+        if name not in known:
+            raise ValueError(
+                f"fsdp: forward reads parameter {name!r}, which the module did not have at thunder.jit, so it is neither "
+                f"sharded nor are its gradients reduced. Add it before thunder.jit"
+            )
+    read: dict[str, tuple[Any, str]] = {}
+    for bsym in prologue.bound_symbols:
+        if bsym.sym is prims.unpack_function_obj:
+            read[bsym.output.name] = module, "self"
+        elif bsym.sym in _READS and getattr(bsym.args[0], "name", None) in read:
+            source, path = read[bsym.args[0].name]
+            value, path = _read(bsym, source, path)
+            if isinstance(value, torch.nn.Parameter):
+                names = [name for name, shard in shards.items() if shard is value]
+                instead = f"which is parameter {names[0]!r}: read it as self.{names[0]}" if names else "a parameter"
+                raise ValueError(
+                    f"fsdp: forward reads {path}, {instead}. Only what named_parameters() of the module names is sharded "
+                    f"and has its gradients reduced"
+                    + ("" if names else "; register it as a parameter, or make it a buffer if it is constant")
+                )
+            read[bsym.output.name] = value, path
+
+
+_READS = (prims.unpack_thunder_module, prims.unpack_submodule, prims.unpack_attr, prims.unpack_getitem)
+
+
+def _read(bsym: BoundSymbol, source: Any, path: str) -> tuple[Any, str]:
+    """Return the value that a bound symbol of the prologue reads from ``source``, and the expression for it."""
+    if bsym.sym is prims.unpack_thunder_module:
+        return source, path
+    key = bsym.args[1]
+    if bsym.sym is prims.unpack_submodule:
+        return source.get_submodule(key), f"{path}.{key}"
+    if bsym.sym is prims.unpack_attr:
+        return getattr(source, key, None), f"{path}.{key}"
+    try:
+        return source[key], f"{path}[{key!r}]"
+    except Exception:  # the index is computed at run time
+        return None, path
+
+
+def shard_prologue(
+    prologue: TraceCtx,
+    *,
+    shards: Mapping[str, torch.nn.Parameter],
+    no_sync: bool,
+    hooks: TracedHooks,
+) -> TraceCtx:
+    """Make the prologue expect shards: give each parameter's proxy the shape of this rank's rows, and check the DTensor.
+
+    Runs first, on the prologue, right after Thunder has traced the module; ``insert_unshard`` then changes the
+    computation. It always runs, and also covers parameters that the prologue checks but the computation does not read.
+    Before::
+
+        module: "Any" = thunder.core.module.get_thunder_module(module0)
+        t_blocks_0_weight: "cpu f32[64, 64]" = module.get_parameter('blocks.0.weight')
+        prims.check_tensor_shape_and_metadata(t_blocks_0_weight, (64, 64), 'cpu', torch.float32, True)
+
+    After::
+
+        module: "Any" = thunder.core.module.get_thunder_module(module0)
+        fsdp_check_no_sync(module, False)
+        fsdp_check_hooks(module, traced_hooks)
+        t_blocks_0_weight: "cpu f32[32, 64]" = module.get_parameter('blocks.0.weight')
+        prims.check_tensor_shape_and_metadata(t_blocks_0_weight, (64, 64), 'cpu', torch.float32, True)
+
+    The parameter is a DTensor with the shape of the unsharded one. Its proxy has the shape of this rank's rows.
+
+    Args:
+        shards: this rank's shard of each parameter, keyed by each of its names.
+        no_sync: whether the traces are compiled for ``no_sync``. Thunder reuses a cache entry only in the same state.
+        hooks: those of the module that was traced. Thunder reuses a cache entry only with the same.
+
+    Raises:
+        NotImplementedError: the traces unpack more than one module.
+    """
+    unpacked = unpacked_parameters(prologue)
+    modules = [bsym.output for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_thunder_module]
+    if len(modules) > 1:
+        raise NotImplementedError("fsdp: the compiled function uses more than one module; jit the outermost one")
+    bsyms = []
+    for bsym in prologue.bound_symbols:
+        if bsym.sym is prims.unpack_parameter and bsym.args[1] in shards:
+            become_shard(bsym.output, shards[bsym.args[1]])
+        elif bsym.sym is prims.check_tensor_shape_and_metadata and unpacked.get(bsym.args[0].name) in shards:
+            shard = shards[unpacked[bsym.args[0].name]]
+            device = devices.to_device(shard.device).device_str()
+            bsym = bsym.from_bsym(args=(bsym.args[0], tuple(shard.shape), device, shard.dtype, shard.requires_grad))
+        bsyms.append(bsym)
+        if bsym.sym is prims.unpack_thunder_module:
+            # The module is an argument so that transforms that sort checks by their inputs see the dependency.
+            bsyms.append(fsdp_check_no_sync.bind(bsym.output, no_sync, output=None))
+            bsyms.append(fsdp_check_hooks.bind(bsym.output, hooks, output=None))
+    return with_bound_symbols(prologue, bsyms, "fsdp: shard the prologue")
+
+
+def become_shard(proxy: TensorProxy, param: torch.nn.Parameter) -> None:
+    """Turn the proxy of a parameter into that of its shard, in place: traces and prologue share proxies by name."""
+    shard = local_rows(param)
+    proxy._shape = tuple(shard.shape)
+    proxy._numel = shard.numel()
+    proxy._ndim = shard.ndim
+    proxy._device = devices.to_device(shard.device)
+    dtype = dtypes.to_dtype(shard.dtype)
+    if proxy.dtype is not dtype:  # the module was traced with parameters in lower precision
+        proxy._dtype = proxy._true_dtype = dtype
+    proxy._requires_grad = param.requires_grad
