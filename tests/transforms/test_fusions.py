@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, testing
@@ -180,12 +182,11 @@ def test_each_block_has_its_own_fusion_regions(model: type[GPT], strategy: str, 
 
 
 @on_ranks(1, timeout=600)  # more ranks would each compile the same with a C++ compiler
-def test_inductor_compiles_fusion_regions() -> None:
+def test_inductor_compiles_fusion_regions(tmp_path: Path) -> None:
     from torch._inductor import cpu_vec_isa
 
-    cpu_vec_isa.valid_vec_isa_list = (
-        list  # without compiling a C++ program to find out if there are vector instructions
-    )
+    cpu_vec_isa.valid_vec_isa_list = list  # it would compile a C++ program to find out if there are vector instructions
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # other caches hold kernels with vector instructions
     options = {**jit_options("inductor"), "executors": ["torchcompile"]}
     compiled = train(Stack(1), "zero3", jit_options=options).transform.compiled[-1]
     assert check_regions(compiled.forward, fused_blocks=True) == ["first", "blocks.0", "last"]

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from .row_dtensor import RowDTensor, local_rows, replicated
+from .row_dtensor import DTENSORS, RowDTensor, local_rows, replicated
 from .row_elements import acts_on_elements, align, on_elements, run_on_single_rank
 from .rows import Rows
 
@@ -252,6 +252,10 @@ def _item(func: Any, tensor: RowDTensor) -> Any:
 def _put_where(func: Any, tensor: RowDTensor, indices: Sequence[Any], value: torch.Tensor, *args: Any) -> Any:
     """Assign a number to elements that a mask chooses: ``p[p > 1] = 1``."""
     mask, *others = indices
+    if tensor.shape == (1,) and not isinstance(mask, DTENSORS):  # what torch makes of a 0-dim tensor and mask
+        if len(tensor._local_tensor):
+            func(tensor._local_tensor, indices, value, *args)
+        return tensor
     if others or mask is None or mask.dtype is not torch.bool or mask.shape != tensor.shape or args:
         return run_on_single_rank(func, tensor, indices, value, *args)
     return on_elements(aten.masked_fill_.Tensor, tensor, mask, value.reshape(()))
