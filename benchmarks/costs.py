@@ -1,15 +1,15 @@
 """Measure what single features cost: the audit of first runs, checksums of checkpoints, and DTensor parameters.
 
-    python benchmarks/costs.py audit --blocks 2 8
-    python benchmarks/costs.py checksums --megabytes 200 --runs 7
+    python benchmarks/costs.py audit
+    python benchmarks/costs.py checksums --runs 7
     python benchmarks/costs.py dtensors --parameters 300 3000
 
 * Audit: processor seconds of a first step, in one process with a gloo group of one rank and the demo's GPT. The first step
   compiles both traces and runs them with the audit. Parts of it: inserting the audit into the traces, exchanging their texts
   for those without it, the checks themselves, and finding the facts about operators, which passes read with or without an
   audit.
-* Checksums: seconds of the slower of two gloo ranks, and processor seconds of both, to save and to load ``--megabytes`` of
-  parameters with checksums and without, in turns; medians over the runs. Files are in the page cache when they are loaded.
+* Checksums: seconds of the slower of two gloo ranks, and processor seconds of both, to save and to load 200 MB of parameters
+  with checksums and without, in turns; medians over the runs. Files are in the page cache when they are loaded.
 * DTensors: processor time on the host in one process, on one thread, beside plain tensors of the same rows: a backward that
   returns the reduced gradients of each bucket, as compiled traces do, and autograd's accumulation; and a step of AdamW
   on the parameters, on plain tensors, and on DTensors of torch.
@@ -46,23 +46,21 @@ import torch.multiprocessing as mp
 from harness import ratio, table
 from torch.distributed.tensor import DTensor, Shard
 
+MEGABYTES = 200  # of the parameters in checkpoints
+WIDTH, ROUNDS = 64, 15  # rows and columns of each DTensor, and repetitions
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("audit")
     command.set_defaults(measure=measure_audit)
-    command.add_argument("--blocks", type=int, nargs="+", default=[2, 8], help="blocks of the models")
     command = commands.add_parser("checksums")
     command.set_defaults(measure=measure_checksums)
-    command.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk")
-    command.add_argument("--megabytes", type=int, default=200)
     command.add_argument("--runs", type=int, default=5)
     command = commands.add_parser("dtensors")
     command.set_defaults(measure=measure_dtensors)
     command.add_argument("--parameters", type=int, nargs="+", default=[300, 3000], help="parameters of the models")
-    command.add_argument("--width", type=int, default=64, help="rows and columns of each parameter")
-    command.add_argument("--rounds", type=int, default=15, help="repetitions, of which the medians are taken")
     arguments = parser.parse_args()
     arguments.measure(arguments)
 
@@ -83,7 +81,7 @@ def one_rank() -> Iterator[None]:
 
 def measure_audit(arguments: argparse.Namespace) -> None:
     with one_rank():
-        figures = {f"{blocks} blocks": audit_of(blocks) for blocks in arguments.blocks}
+        figures = {f"{blocks} blocks": audit_of(blocks) for blocks in (2, 8)}
     kinds = {kind: (kind, ".3f") for of_one in figures.values() for kind in of_one}
     print(f"processor seconds of a first step\n\n{table(figures, kinds | {'share': ('share', '.1%')})}")
 
@@ -137,16 +135,16 @@ def timed(owner: Any, name: str, spent: dict[str, float], what: str) -> Iterator
 
 
 def measure_checksums(arguments: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        mp.spawn(save_and_load, args=(Path(folder), arguments.megabytes, arguments.runs), nprocs=2)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(save_and_load, args=(Path(folder), arguments.runs), nprocs=2)
 
 
-def save_and_load(rank: int, folder: Path, megabytes: int, runs: int) -> None:
+def save_and_load(rank: int, folder: Path, runs: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)  # the same values on both ranks
-    layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(megabytes // 4)]
+    layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(MEGABYTES // 4)]
     model = thunder.jit(torch.nn.Sequential(*layers), transforms=[tfs.fsdp()])
     seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
@@ -179,7 +177,7 @@ def save_and_load(rank: int, folder: Path, megabytes: int, runs: int) -> None:
     if rank == 0:
         figures = {name: {how: statistics.median(found) for how, found in of.items()} for name, of in seconds.items()}
         columns = {how: (how, ".3f") for how in next(iter(figures.values()))}
-        print(f"{megabytes} MB of parameters on 2 ranks, median seconds of {runs} runs\n\n{table(figures, columns)}")
+        print(f"{MEGABYTES} MB of parameters on 2 ranks, median seconds of {runs} runs\n\n{table(figures, columns)}")
     dist.destroy_process_group()
 
 
@@ -191,16 +189,14 @@ def save_and_load(rank: int, folder: Path, megabytes: int, runs: int) -> None:
 def measure_dtensors(arguments: argparse.Namespace) -> None:
     with one_rank():
         for parameters in arguments.parameters:
-            figures = dtensors(parameters, arguments.width, arguments.rounds)
-            print(
-                f"{parameters} parameters of {arguments.width} x {arguments.width}: microseconds a parameter and step\n"
-            )
+            figures = dtensors(parameters)
+            print(f"{parameters} parameters of {WIDTH} x {WIDTH}: microseconds a parameter and step\n")
             names = ("rows", "plain", "DTensor", "rows / plain", "rows / DTensor")
             print(table(figures, {name: (name, ".2f") for name in names}), end="\n\n")
 
 
-def dtensors(parameters: int, width: int, rounds: int) -> dict[str, dict[str, float]]:
-    layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(parameters))
+def dtensors(parameters: int) -> dict[str, dict[str, float]]:
+    layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(parameters))
     jitted = thunder.jit(layers, transforms=[transform := tfs.fsdp()])
     rows = list(jitted.parameters())
     plain = plain_copies(rows)
@@ -225,7 +221,7 @@ def dtensors(parameters: int, width: int, rounds: int) -> dict[str, dict[str, fl
         compared[f"AdamW({kernel})"] = steps
     figures = {}
     for what, functions in compared.items():
-        seconds = processor_seconds(functions, rounds)
+        seconds = processor_seconds(functions)
         figures[what] = {name: statistics.median(s) / parameters * 1e6 for name, s in seconds.items()}
         for name in seconds.keys() - {"rows"}:
             figures[what][f"rows / {name}"] = ratio(seconds["rows"], seconds[name])
@@ -263,14 +259,14 @@ def backward(params: Sequence[torch.Tensor], grads: Callable[[], Sequence[torch.
     return run
 
 
-def processor_seconds(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def processor_seconds(functions: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
     """Return the processor seconds of each function in each round."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         function()
     gc.collect()
     gc.disable()
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for name, function in functions.items():
             started = time.process_time()
             function()

@@ -13,7 +13,7 @@ one run: one step of each in every round. Seconds are those of forward and backw
   recompute nothing, every second or every block (``torch.utils.checkpoint``). FSDP2 also has selective checkpoints and
   the activation budget of ``torch.compile``, which chooses in each block what to save.
 * Kernels: all systems run the same kernels of torch. Thunder has no executor for layer norm, GELU and attention on a CPU,
-  so the benchmark gives it one (``memory_systems.py``); ``--decomposed`` omits it.
+  so the benchmark gives it one (``memory_systems.py``).
 * Emulated compute: every matrix multiplication and attention takes a time in proportion to its FLOPs
   (``memory_systems.py``), recomputed ones included. "FLOPs" is the count of all that ran, compared with a step that
   recomputes nothing.
@@ -80,7 +80,6 @@ BAR = 0.92
 def parse(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = harness.options(__doc__, rate=0.25e9, blocks=4, width=192, length=128, rounds=7)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
-    parser.add_argument("--decomposed", action="store_true", help="without torch's fused kernels in Thunder")
     parser.add_argument("--budgets", type=float, nargs="*", default=[1.0, 0.8, 0.6, 0.45, 0.35], metavar="SHARE")
     parser.add_argument("--not-equal", action="store_true", help="omit ours with the peaks of the others as budgets")
     parser.add_argument("--repeats", type=int, default=2, help="measured runs for the profile; 0 for no profile")
@@ -117,8 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure on the ranks of the default process group; rank 0 prints and saves the results."""
     shape = RecomputingShape(arguments.blocks, arguments.width, arguments.length, arguments.batch)
     kernels = PacedKernels(shape)
-    if not arguments.decomposed:
-        add_default_executor(executor)
+    add_default_executor(executor)
     try:
         results = Results()
         _measure(arguments, shape, kernels, results)

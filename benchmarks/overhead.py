@@ -1,6 +1,6 @@
 """Measure the host time of the plugin at run time: per bucket, and of agreement.
 
-    python benchmarks/overhead.py --save overhead                 # everything
+    python benchmarks/overhead.py                                 # everything
     python benchmarks/overhead.py --only steps                    # a minute
 
 * Steps: rank 0 of 8 trains a model of tiny blocks with Thunder, with this project, without a compiler, and with FSDP2. The
@@ -58,6 +58,8 @@ MOST_A_ROUND = 100.0
 
 
 WORLD_SIZE = 8
+BLOCKS, LAYERS = 6, 6  # of the model, and of a block: each layer has two parameters
+ROUNDS = 15  # of steps; agreement takes STEPS times as many
 STEPS = 10  # of one system in a round
 CALLS = 200  # of one collective in a round
 
@@ -65,18 +67,10 @@ CALLS = 200  # of one collective in a round
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of steps, and a tenth of those of agreement")
-    parser.add_argument("--tiny-blocks", type=int, default=6, help="blocks of the model whose steps are timed")
-    parser.add_argument("--layers", type=int, default=6, help="linear layers of such a block, two parameters each")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write overhead.json")
-    arguments = parser.parse_args()
-    results = {}
-    for part in arguments.only:
+    for part in parser.parse_args().only:
         harness.say(f"measuring: {part}")
         measure, show = PARTS[part]
-        results[part] = measure(arguments)
-        show(results[part])
-    harness.save(arguments, "overhead", results=results)
+        show(measure())
 
 
 def limit(what: str, figure: float, most: float) -> tuple[bool, str]:
@@ -84,17 +78,17 @@ def limit(what: str, figure: float, most: float) -> tuple[bool, str]:
 
 
 def show_steps(found: Mapping[str, Any]) -> None:
-    print(f"microseconds of a step: {found['blocks']} blocks of {found['parameters']} parameters, fake group of 8\n")
+    print(f"microseconds of a step: {BLOCKS} blocks of {2 * LAYERS} parameters, fake group of {WORLD_SIZE}\n")
     keys = ("step", "unsharded", "difference", "gathers", "reductions", "own_calls", "beyond", "each")
-    print(table(found["systems"], {key.replace("_", " "): (key, ".0f") for key in keys}))
+    print(table(found, {key.replace("_", " "): (key, ".0f") for key in keys}))
     print("\nBeyond: the difference without the collectives' own calls. Each: for one collective.")
     for kind in ("gather", "reduce"):
         print(f"\nmicroseconds of one {kind}, within the calls that issue it and wait for it\n")
-        of_kind = {name: of_one[kind] for name, of_one in found["systems"].items() if kind in of_one}
+        of_kind = {name: of_one[kind] for name, of_one in found.items() if kind in of_one}
         print(table(of_kind, {key: (key, ".1f") for key in ("issue", "wait", "own call", "beyond")}))
     promises = []
     for strategy in ("zero2", "zero3"):
-        ours, theirs = (found["systems"][f"{name} {strategy}"] for name in ("ours", "FSDP2"))
+        ours, theirs = (found[f"{name} {strategy}"] for name in ("ours", "FSDP2"))
         for what, mine, other in (
             ("a gather", ours["gather"]["beyond"], theirs["gather"]["beyond"]),
             ("a reduction", ours["reduce"]["beyond"], theirs["reduce"]["beyond"]),
@@ -112,16 +106,16 @@ def show_agreement(found: Mapping[str, Mapping[str, float]]) -> None:
     harness.show_promises([limit("agreement: host time of a round, us", host, MOST_A_ROUND)])
 
 
-def steps(options: argparse.Namespace) -> dict[str, Any]:
+def steps() -> dict[str, dict[str, Any]]:
     """Measure the host time of steps, of their gathers and reductions, and of the collectives alone."""
     harness.join_fake_ranks(WORLD_SIZE)
-    systems = {name: _Stepping(make) for name, make in _systems(options).items()}
+    systems = {name: _Stepping(make) for name, make in _systems().items()}
     bucket = systems["ours zero3"].transform.sharded.buckets[0]
     own_calls = _own_calls(bucket)
     seconds: dict[str, list[float]] = defaultdict(list)
     inside: dict[str, list[dict[str, float]]] = defaultdict(list)
     _stop_collecting()
-    for _ in range(options.rounds):
+    for _ in range(ROUNDS):
         for name, call in own_calls.items():
             seconds[name].append(_time(call, CALLS))
         for name, system in systems.items():
@@ -130,7 +124,7 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
             if "zero" in name:
                 inside[name].append(system.inside())
     micro = {name: statistics.median(values) * 1e6 for name, values in seconds.items()}
-    result: dict[str, Any] = {}
+    result: dict[str, dict[str, Any]] = {}
     for name in systems:
         result[name] = {"step": micro[name]}
         if "zero" not in name:
@@ -152,17 +146,17 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
             issue, wait = (_median(inside[name], f"{kind} {what}") * 1e6 for what in ("issue", "wait"))
             result[name][kind] = {"issue": issue, "wait": wait, "own call": micro[kind]}
             result[name][kind]["beyond"] = issue + wait - micro[kind]
-    return {"blocks": options.tiny_blocks, "parameters": 2 * options.layers, "systems": result}
+    return result
 
 
-def agreement(options: argparse.Namespace) -> dict[str, Any]:
+def agreement() -> dict[str, Any]:
     """Measure the host time of a round on the control channel."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_agree, (Path(folder), options.rounds), nprocs=2)
+        torch.multiprocessing.spawn(_agree, (Path(folder),), nprocs=2)
         return json.loads((Path(folder) / "seconds").read_text())
 
 
-def _agree(rank: int, folder: Path, rounds: int) -> None:
+def _agree(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     world_group = ProcessGroupRef.of(dist.distributed_c10d._get_default_group())
@@ -170,7 +164,7 @@ def _agree(rank: int, folder: Path, rounds: int) -> None:
     run = TraceStart(control, "forward_0", AgreedProgram(1, True, True), "forward", Computation(), 0)
     seconds: dict[str, list[float]] = defaultdict(list)
     _stop_collecting()
-    for _ in range(rounds * STEPS):
+    for _ in range(ROUNDS * STEPS):
         run.post()
         run.settle()  # so that both ranks start together
         for name, call in (("post", run.post), ("settle", run.settle)):
@@ -184,7 +178,7 @@ def _agree(rank: int, folder: Path, rounds: int) -> None:
         run.post()
         run.settle()
 
-    for _ in range(rounds * STEPS):
+    for _ in range(ROUNDS * STEPS):
         seconds["blocking"].append(_time(both, 1))
     if rank == 0:
         tenths = {name: statistics.quantiles(of_one, n=10) for name, of_one in seconds.items()}
@@ -194,10 +188,10 @@ def _agree(rank: int, folder: Path, rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def _systems(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+def _systems() -> dict[str, Callable[[], Any]]:
     def model() -> nn.Module:
         torch.manual_seed(0)
-        return _Blocks(options.tiny_blocks, options.layers)
+        return _Blocks()
 
     def ours(strategy: str) -> Any:
         return thunder.jit(model(), transforms=[thunder_fsdp_sched.fsdp(sharding_strategy=strategy)])
@@ -221,11 +215,9 @@ def _systems(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
 class _Blocks(nn.Module):
     """Blocks of linear layers that are so small that a step takes only host time."""
 
-    def __init__(self, blocks: int, layers: int, width: int = 8) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))) for _ in range(blocks)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS))) for _ in range(BLOCKS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -352,7 +344,7 @@ def _median(of: list[dict[str, float]], key: str) -> float:
 
 
 # For each part, the function that measures it, and the one that prints the result.
-PARTS: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], None]]] = {
+PARTS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "steps": (steps, show_steps),
     "agreement": (agreement, show_agreement),
 }

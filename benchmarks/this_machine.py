@@ -82,7 +82,5 @@ def seconds_of(call: Callable[[], object], *, calls: int = 3, repeats: int = 7) 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=len(os.sched_getaffinity(0)))
-    parser.set_defaults(no_limit=True, timeout=3600.0)
-    harness.run_on_ranks(__file__, parser.parse_args(), run)
+    ranks = len(os.sched_getaffinity(0))
+    harness.run_on_ranks(__file__, argparse.Namespace(ranks=ranks, no_limit=True), run)

@@ -14,7 +14,7 @@ Each measurement runs in a new process, as rank 0 of 8 of torch's fake process g
 The demo's GPT is compiled with gradients. "Differentiating" is the pass that differentiates and lets executors claim
 operators (with "forward", it only claims them). It takes the place of what Thunder does in plain mode, so "our passes" do
 not include it. "Second mode" is compiling the model again under ``no_sync``, and "evaluation" after that under
-``torch.no_grad()``. They take turns; the tables have medians. ``--passes`` adds a row for each pass.
+``torch.no_grad()``. ``--passes`` adds a row for each pass.
 
 ``--searches`` measures ``prefetch="auto"``, ``max_unsharded_bytes`` (half of what the unsharded parameters take) and
 ``max_memory`` (a share of the peak with the default options) for a cluster of H100 GPUs, on parameters without memory.
@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -67,7 +66,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--only", choices=KINDS, nargs="+", default=list(KINDS))
-    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--passes", action="store_true", help="add the seconds of each pass")
     parser.add_argument("--no-gc", action="store_true", help="disable Python's garbage collector while compiling")
     parser.add_argument("--default-gc", action="store_true", help="let it run as often as at other times")
@@ -87,14 +85,10 @@ def main() -> None:
 def compare(arguments: argparse.Namespace) -> None:
     figures: dict[str, dict[str, float]] = {}
     for blocks in arguments.blocks:
-        found: dict[str, list[dict[str, float]]] = {kind: [] for kind in arguments.only}
-        for _ in range(arguments.rounds):
-            for kind in arguments.only:
-                command = [sys.executable, "-W", "ignore", *sys.argv, "--worker", kind, "--blocks", str(blocks)]
-                run = subprocess.run(command, check=True, capture_output=True, text=True)
-                found[kind].append(json.loads(run.stdout.splitlines()[-1]))
-        for kind, runs in found.items():
-            of = figures[f"{blocks}, {kind}"] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        for kind in arguments.only:
+            command = [sys.executable, "-W", "ignore", *sys.argv, "--worker", kind, "--blocks", str(blocks)]
+            run = subprocess.run(command, check=True, capture_output=True, text=True)
+            of = figures[f"{blocks}, {kind}"] = json.loads(run.stdout.splitlines()[-1])
             of |= {f"{key}_of_first": of[key] / of["first"] for key in ("second", "evaluation") if key in of}
             if f"{blocks}, plain" in figures:
                 of["of_plain"] = of["first"] / figures[f"{blocks}, plain"]["first"]

@@ -77,7 +77,7 @@ def compare(arguments: argparse.Namespace, title: str, variants: Mapping[str, Ma
     built: dict[str, System] = {}
     refused: dict[str, str] = {}
     for name, options in variants.items():
-        make = partial(ours, sharding_strategy=arguments.strategy, prefetch=arguments.prefetch, **options)
+        make = partial(ours, sharding_strategy=arguments.strategy, **options)
         try:
             built |= build({name: make}, shape, emulation, partial(step, tokens=tokens))
         except ValueError as error:
@@ -105,7 +105,7 @@ def compare(arguments: argparse.Namespace, title: str, variants: Mapping[str, Ma
 
     results = measure(arguments, emulation, {name: partial(timed, name) for name in built}, figures_of)
     if dist.get_rank() == 0:
-        print(f"\n{title}; {arguments.strategy}, prefetch {arguments.prefetch}")
+        print(f"\n{title}; {arguments.strategy}")
         harness.report(arguments, title, results, COLUMNS, {name: system.losses for name, system in built.items()})
         for name, why in refused.items():
             print(f"{name} does not run here: {why}")
@@ -184,6 +184,5 @@ def _address(tensor: torch.Tensor) -> int:
 if __name__ == "__main__":
     parser = harness.options(__doc__, length=512, compute=[0.0])
     parser.add_argument("--strategy", choices=("zero2", "zero3"), default="zero3")
-    parser.add_argument("--prefetch", type=int, default=1)
     parsed = parser.parse_args()
     harness.run_on_ranks(__file__, parsed, run)

@@ -58,7 +58,7 @@ from systems import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-RANKS_PER_NODE = 2
+MICRO_BATCHES, RANKS_PER_NODE = 4, 2
 REFERENCE = "ours zero2, each time"
 
 COLUMNS = harness.STEP | {
@@ -167,7 +167,8 @@ def simulated(system: System, micro_batches: int, cost: Any) -> float:
 def run(arguments: argparse.Namespace) -> None:
     shape = Shape.of(arguments)
     emulation, rank = Emulation(shape), dist.get_rank()
-    batches = [shape.tokens(100 * number + rank) for number in range(arguments.micro_batches)]
+    micro_batches = 1 if arguments.nodes else MICRO_BATCHES
+    batches = [shape.tokens(100 * number + rank) for number in range(micro_batches)]
     makes = node_systems() if arguments.nodes else window_systems()
     reference = next(iter(makes))
     makes = matching({"compute": unsharded, **makes}, arguments.only, "compute", reference)
@@ -176,10 +177,10 @@ def run(arguments: argparse.Namespace) -> None:
     counted = {name: traffic(s, batches, interface) for name, s in built.items() if name != "compute"}
     runs = {name: partial(window, system, batches) for name, system in built.items()}
     if not arguments.nodes:
-        runs["communication"] = partial(only_communicate, built[reference], arguments.micro_batches)
+        runs["communication"] = partial(only_communicate, built[reference], micro_batches)
 
     def figures_of(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-        rate = arguments.micro_batches * shape.flops / statistics.median(seconds["compute"])
+        rate = micro_batches * shape.flops / statistics.median(seconds["compute"])
         per_node = RANKS_PER_NODE if arguments.nodes else 1
         cost = AnalyticCost(these_ranks(arguments, rate, ranks_per_node=per_node))
         peers = [steps for name, steps in seconds.items() if name.startswith("FSDP2")]
@@ -193,7 +194,7 @@ def run(arguments: argparse.Namespace) -> None:
             if fastest is not None:
                 figures[name]["of_fsdp2"] = ratio(steps, fastest)
             if built[name].transform is not None:
-                predicted = simulated(built[name], arguments.micro_batches, cost)
+                predicted = simulated(built[name], micro_batches, cost)
                 figures[name]["simulated / measured"] = predicted / statistics.median(steps)
                 figures[name]["peak"] = built[name].transform.compiled[-1].memory.peak.nbytes / 1e6
         return figures
@@ -206,11 +207,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = harness.options(__doc__, blocks=4, width=512, compute=None, rounds=5)
-    parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--nodes", action="store_true", help="compare steps on two nodes instead of windows")
     arguments = parser.parse_args()
     if arguments.nodes:
-        arguments.micro_batches, arguments.ranks = 1, 2 * RANKS_PER_NODE
+        arguments.ranks = 2 * RANKS_PER_NODE
     if arguments.compute is None:
         arguments.compute = [0.9, 0.3] if arguments.nodes else [0.9, 0.45, 0.225]
     per_node = RANKS_PER_NODE if arguments.nodes else 1
