@@ -16,8 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .demo.runs import DemoOptions, Sharding, strategies_of
-from .demo.show import make_console, run_demo
+from .demo.runs import DemoOptions, Sharding, run_demo, strategies_of
 from .ir.schedule import load_schedules
 from .ir.step_memory import StepMemory
 from .logs import following_stages
@@ -28,7 +27,7 @@ from .planning.suggestions import HEADROOM, suggest
 from .reports.dry_run_table import dry_run_table, window_table
 from .reports.memory_files import save_memory
 from .reports.plot import plot_memory, plot_timelines, save_perfetto
-from .reports.report import before_and_after, plan_table
+from .reports.report import make_console, plan_table, step_before_and_after
 from .sizes import parse_bytes
 from .transports import TRANSPORTS
 
@@ -192,15 +191,8 @@ def trace(options: StepOptions) -> None:
     for strategy in strategies_of(options.sharding):
         step = options.compile(console, strategy)
         console.print(plan_table(step.transform.plan))
-        traces = step.transform.compiled[-1]
-        for name, before, after in (
-            ("forward", traces.forward_before, traces.forward),
-            ("backward", traces.backward_before, traces.backward),
-        ):
-            if before is not None and after is not None:
-                title = f"{strategy.replace('zero', 'ZeRO-')}, {name}, {options.world_size} ranks"
-                console.print(before_and_after(before, after, title=title, width=console.width))
-                console.print()
+        title = f"{strategy.replace('zero', 'ZeRO-')}, {options.world_size} ranks"
+        console.print(step_before_and_after(step.transform.compiled[-1], title=title, width=console.width))
 
 
 @app.command(

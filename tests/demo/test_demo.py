@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 from thunder_fsdp_sched import __main__, fsdp
-from thunder_fsdp_sched.demo import show
+from thunder_fsdp_sched.demo import runs
 from thunder_fsdp_sched.demo.model import GPT
 from thunder_fsdp_sched.demo.runs import DemoOptions, Run, read_text, sample
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
@@ -73,8 +73,8 @@ def test_trace_command_shows_the_traces_of_a_users_model(tmp_path: Path) -> None
     )
     result = command("trace", "factory:make", "--world-size", "16", "--sharding", "zero3", cwd=tmp_path, columns=80)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "ZeRO-3, forward, 16 ranks, before sorting" in result.stdout
-    assert "ZeRO-3, backward, 16 ranks, after sorting" in result.stdout
+    assert "ZeRO-3, 16 ranks, forward, before sorting" in result.stdout
+    assert "ZeRO-3, 16 ranks, backward, after sorting" in result.stdout
     result = command("trace", "factory:wrong", cwd=tmp_path)
     assert result.returncode == 2
     assert "must return (module, args)" in result.stderr
@@ -313,8 +313,8 @@ def tiny_run() -> Run:
 
 
 def failed_promises(run: Run, reference: Run) -> list[str]:
-    checks = show.check_run(run, reference, reference, DemoOptions(steps=3))
-    return [c.promise for c in checks if not c.passed]
+    checks = runs.check_run(run, reference, reference, DemoOptions(steps=3))
+    return [promise for promise, passed, _ in checks if not passed]
 
 
 def with_counts(run: Run, **counts: object) -> Run:
@@ -353,7 +353,7 @@ def test_failed_checks_are_shown_and_counted(tiny_run: Run) -> None:
     stock = dataclasses.replace(tiny_run, thunder_traces=tiny_run.traces.traces)
     console = Console(width=90, no_color=True)
     with console.capture() as capture:  # no difference is within a negative tolerance
-        failed = show._report(console, DemoOptions(steps=3, tolerance=-1), tiny_run, stock, [tiny_run])
+        failed = runs._report(console, DemoOptions(steps=3, tolerance=-1), tiny_run, stock, tiny_run)
     assert failed == 2
     assert re.search(r"2 of \d+ checks FAILED", capture.get()) and capture.get().count("FAIL ") == 2
 

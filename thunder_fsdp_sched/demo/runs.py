@@ -1,12 +1,17 @@
-"""The demo's options, text and runs: the same model, batches and optimizer, sharded in different ways or not at all."""
+"""The demo: train one model in different ways on the same batches; print traces, a comparison of the runs, and checks."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import sysconfig
 import time
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,13 +19,21 @@ import thunder
 import torch
 import torch.distributed as dist
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from thunder.core.trace import TraceCtx
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from .. import testing
 from ..api import fsdp
-from ..compiled_traces import CompiledTraces
-from ..plan.plan import Plan
+from ..ir.effects import sends
+from ..reports.report import make_console, plan_table, step_before_and_after, summarize_thunder
 from ..reports.step_counter import StepCounter, StepCounts
+from ..sizes import human_bytes
 from .model import GPT
 
 _TOLERANCES = {"float32": (2e-5, 2e-4), "float64": (1e-12, 1e-9)}
@@ -48,9 +61,7 @@ class DemoOptions:
     prefetch: Annotated[int, typer.Option(min=0, help="Buckets that an all-gather is issued ahead of its wait.")] = 1
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the batches.")] = 0
     dtype: Annotated[Literal["float32", "float64"], typer.Option(help="Of the parameters.")] = "float32"
-    tolerance: Annotated[
-        float | None, typer.Option(help="Largest accepted difference from the unsharded run, in loss and parameters.")
-    ] = None
+    tolerance: Annotated[float | None, typer.Option(help="Largest accepted difference from the unsharded run.")] = None
 
     @property
     def tolerances(self) -> tuple[float, float]:
@@ -65,8 +76,7 @@ class DemoOptions:
         """Return the model, alike on all ranks, with up to 8 attention heads."""
         torch.manual_seed(self.seed)
         heads = next(h for h in range(8, 0, -1) if self.width % h == 0)
-        model = GPT(blocks=self.blocks, width=self.width, heads=heads, length=self.length)
-        return model.to(getattr(torch, self.dtype))
+        return GPT(blocks=self.blocks, width=self.width, heads=heads, length=self.length).to(getattr(torch, self.dtype))
 
 
 def read_text(limit: int = 1 << 20) -> torch.Tensor:
@@ -88,8 +98,7 @@ def sample(text: torch.Tensor, step: int, options: DemoOptions) -> tuple[torch.T
     It depends only on the seed and ``step``, so every rank and every run draws the same batch.
     """
     generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
-    count = options.world_size * options.batch
-    starts = torch.randint(len(text) - options.length, (count,), generator=generator)
+    starts = torch.randint(len(text) - options.length, (options.world_size * options.batch,), generator=generator)
     pieces = torch.stack([text[s : s + options.length + 1] for s in starts.tolist()])
     return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 
@@ -106,8 +115,8 @@ class Run:
     compile_seconds: float  # the first call minus a later one
     step_seconds: float  # median of all steps except the first and the counted one
     kept_bytes: int = 0  # memory for unsharded parameters and gradients that stays allocated between steps
-    plan: Plan | None = None  # of this package
-    traces: CompiledTraces | None = None  # of this package
+    plan: Any = None  # of this package
+    traces: Any = None  # the CompiledTraces of this package
     thunder_traces: tuple[TraceCtx, ...] = ()  # forward and backward of Thunder's own fsdp
 
     def differences(self, other: Run) -> tuple[float, float]:
@@ -131,27 +140,13 @@ def train(name: str, options: DemoOptions, text: torch.Tensor) -> Run:
     model: Any = options.model()
     transform = None
     if name == STOCK:
-        strategy, bucketing = FSDPType.ZERO3, FSDPBucketingStrategy.BLOCK
-        model = thunder.distributed.fsdp(
-            thunder.jit(model), device=torch.device("cpu"), sharding_strategy=strategy, bucketing_strategy=bucketing
-        )
+        strategies = {"sharding_strategy": FSDPType.ZERO3, "bucketing_strategy": FSDPBucketingStrategy.BLOCK}
+        model = thunder.distributed.fsdp(thunder.jit(model), device=torch.device("cpu"), **strategies)
     elif name != UNSHARDED:
         transform = fsdp(sharding_strategy=name.replace("ZeRO-", "zero"), prefetch=options.prefetch)
         model = thunder.jit(model, transforms=[transform])
-    run = _train(name, model, options, text)
-    if name == STOCK:
-        run.thunder_traces = (thunder.last_traces(model)[-1], thunder.last_backward_traces(model)[-1])
-    if transform is not None:
-        run.plan, run.traces = transform.plan, transform.compiled[-1]
-        buckets = transform.sharded.buckets
-        arenas = {b.arena for b in buckets} | {b.private_slot.arena for b in buckets if b.private_slot is not None}
-        run.kept_bytes = sum(arena.nbytes for arena in arenas)
-    return run
-
-
-def _train(name: str, model: Any, options: DemoOptions, text: torch.Tensor) -> Run:
     is_sharded = name != UNSHARDED
-    first = dist.get_rank() * options.batch if is_sharded else 0
+    first = dist.get_rank() * options.batch
     rows = slice(first, first + options.batch) if is_sharded else slice(None)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
@@ -177,7 +172,7 @@ def _train(name: str, model: Any, options: DemoOptions, text: torch.Tensor) -> R
         dist.all_gather_object(of_ranks, (losses, counts.collectives))
     whole = model.original_state_dict() if is_sharded else model.state_dict()
     step_seconds = statistics.median(seconds[1:-1])
-    return Run(
+    run = Run(
         name,
         [statistics.mean(of_step) for of_step in zip(*(of for of, _ in of_ranks), strict=True)],
         {key.removeprefix("."): value.detach().clone() for key, value in whole.items()},  # Thunder's names at the root
@@ -186,3 +181,173 @@ def _train(name: str, model: Any, options: DemoOptions, text: torch.Tensor) -> R
         compile_seconds=max(seconds[0] - step_seconds, 0.0),
         step_seconds=step_seconds,
     )
+    if name == STOCK:
+        run.thunder_traces = (thunder.last_traces(model)[-1], thunder.last_backward_traces(model)[-1])
+    if transform is not None:
+        run.plan, run.traces = transform.plan, transform.compiled[-1]
+        slots = [slot for b in transform.sharded.buckets for slot in (b, b.private_slot) if slot is not None]
+        run.kept_bytes = sum(arena.nbytes for arena in {slot.arena for slot in slots})
+    return run
+
+
+#
+# The ranks, and what they print
+#
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run the demo in ``options.world_size`` new processes on this machine, as ``torchrun`` does.
+
+    Returns:
+        The number of failed checks.
+
+    Raises:
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    here: Any = {"rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
+    config = LaunchConfig(1, 1, options.world_size, rdzv_backend="c10d", **here)
+    return int(elastic_launch(config, run_rank)(options)[0])
+
+
+@record
+def run_rank(options: DemoOptions) -> int:
+    """Train on one of the ranks, of which the first prints; return the number of failed checks."""
+    warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor).*deprecated")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    is_first = dist.get_rank() == 0
+    console, text = make_console(quiet=not is_first), read_text()
+    parameters = sum(p.numel() for p in options.model().parameters())
+    console.print(
+        f"byte-level GPT, depth {options.blocks}, width {options.width}, {parameters / 1e6:.2f} M parameters in "
+        f"{options.dtype}; text: {human_bytes(len(text))} of this Python's standard library; "
+        f"{options.steps} AdamW steps on {options.world_size} x {options.batch} sequences of {options.length} bytes; "
+        f"{options.world_size} gloo ranks, one thread each"
+    )
+    # While the first rank trains unsharded, the others wait in the first collective of the next run.
+    runs = []
+    ours = [strategy.replace("zero", "ZeRO-") for strategy in strategies_of(options.sharding)]
+    for name in [UNSHARDED, STOCK, *ours] if is_first else [STOCK, *ours]:
+        with console.status(f"{name}: compiling and training"):
+            run = train(name, options, text)
+        losses = " ".join(f"{loss:.4f}" for loss in run.losses)
+        compiled = "" if name == UNSHARDED else f"compiled in {run.compile_seconds:.1f} s"
+        console.print(f"  {name:15s} {compiled:19s} loss {losses}")
+        runs.append(run)
+    failed = _report(console, options, *runs) if is_first else 0
+    dist.destroy_process_group()
+    return failed
+
+
+def _report(console: Console, options: DemoOptions, unsharded: Run, stock: Run, *ours: Run) -> int:
+    """Print traces, comparison and checks, and return the number of failed checks."""
+    console.print(plan_table(ours[0].plan, title="buckets, the same for ZeRO-2 and ZeRO-3"))
+    for run in ours:
+        console.print(step_before_and_after(run.traces, title=run.name, width=console.width))
+    for name, trace in zip(("forward", "backward"), stock.thunder_traces, strict=True):
+        console.print(Text(f"Thunder's own fsdp (asked for ZeRO-3 and block buckets), {name}", style="bold"))
+        console.print("\n".join(summarize_thunder(trace)) + "\n")
+    console.print(_comparison(unsharded, stock, *ours))
+    checks = [(run.name, *check) for run in ours for check in check_run(run, unsharded, stock, options)]
+    for name, promise, passed, found in checks:
+        console.print("[green]pass" if passed else "[bold red]FAIL", Text(f"{name}: {promise}: {found}"))
+    failed = sum(not passed for _, _, passed, _ in checks)
+    all_passed = f"[bold green]all {len(checks)} checks passed"
+    console.print(f"[bold red]{failed} of {len(checks)} checks FAILED" if failed else all_passed)
+    return failed
+
+
+def _comparison(*runs: Run) -> Table:
+    """Return the table of all runs, a column for each, the unsharded one first."""
+    title = f"one step; largest differences from the unsharded run in {len(runs[0].losses)} AdamW steps"
+    table = Table(title=title, title_style="bold", title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    table.caption = (
+        "Counted on rank 0 in the last step, optimizer included. Gradient bytes: copied, or scaled in a pass of their own. "
+        "Peak: live from the all-gather to the last read, or until the memory is freed that the step allocated. "
+        "Allocated: memory for unsharded parameters. Kept: all slots, for parameters and gradients. Seconds are for "
+        "information: the unsharded run is plain PyTorch, in one process, on all batches."
+    )
+    for name in ("", *(run.name for run in runs)):
+        table.add_column(name, justify="right" if name else "left")
+    figures = [_figures(run, unsharded=runs[0]) for run in runs]
+    for name in figures[0]:
+        table.add_row(name, *(of_run[name] for of_run in figures))
+    return table
+
+
+def _figures(run: Run, unsharded: Run) -> dict[str, str]:
+    """Return the column of a run in the comparison, keyed by the names of the rows."""
+    counts, (loss, parameters) = run.counts, run.differences(unsharded)
+    return {
+        "collectives": str(len(counts.collectives)),
+        "parameter bytes copied": human_bytes(counts.parameter_bytes_copied),
+        "gradient bytes copied": human_bytes(counts.gradient_bytes_copied),
+        "bytes copied by gloo": human_bytes(counts.backend_bytes_copied),
+        "peak unsharded, forward": human_bytes(counts.peak_unsharded_bytes["forward"]),
+        "peak unsharded, backward": human_bytes(counts.peak_unsharded_bytes["backward"]),
+        "allocated in the step": human_bytes(counts.unsharded_bytes_allocated),
+        "kept between steps": human_bytes(run.kept_bytes),
+        "step seconds": f"{run.step_seconds:.2f}",
+        "loss differs by": f"{loss:.2g}",
+        "parameters differ by": f"{parameters:.2g}",
+    }
+
+
+def check_run(run: Run, unsharded: Run, stock: Run, options: DemoOptions) -> Iterator[tuple[str, bool, str]]:
+    """Yield the promises of a run of this package, each with whether it was kept, and the evidence.
+
+    Args:
+        unsharded: the unsharded run, which it must equal.
+        stock: the run of Thunder's own ``fsdp``, which it must equal bit for bit with two ranks (their sum has only one
+            order).
+    """
+    counts, traces = run.counts, run.traces.traces
+    (of_loss, of_parameters), (loss, parameters) = options.tolerances, run.differences(unsharded)
+    yield f"losses equal the unsharded run's within {of_loss:g}", loss <= of_loss, f"{loss:.2g}"
+    promise = f"parameters equal the unsharded run's within {of_parameters:g} after {options.steps} AdamW steps"
+    yield promise, parameters <= of_parameters, f"{parameters:.2g}"
+    if options.world_size == 2:
+        _, difference = run.differences(stock)
+        yield "parameters equal those of Thunder's own fsdp bit for bit", difference == 0, f"{difference:.2g}"
+    first, last = run.losses[0], run.losses[-1]
+    yield "the model learns: the last loss is below the first", last < first, f"{first:.3f} -> {last:.3f}"
+
+    copied, allocated = counts.parameter_bytes_copied, counts.unsharded_bytes_allocated
+    yield "no parameter bytes are copied", copied == 0, human_bytes(copied)
+    yield "a step allocates no memory for unsharded parameters", allocated == 0, human_bytes(allocated)
+    issued = len(counts.collectives)
+    yield "every rank issues the same collectives in the same order", run.alike, f"{issued} a rank"
+    planned = sum(sends(bsym) is not None for trace in traces for bsym in trace.bound_symbols)
+    yield "the step issues as many collectives as its traces", planned == issued, f"{issued} of {planned}"
+
+    in_traces = partial(_check_traces, run.traces)
+    promise = "every wait stands right before its first consumer"
+    yield in_traces(promise, testing.assert_waits_right_before_first_consumer)
+    promise = "all-gathers are issued in the order of their first consumers"
+    yield in_traces(promise, testing.assert_gathers_in_consumer_order)
+    promise = f"an all-gather is issued {options.prefetch} ahead of its own wait"
+    yield in_traces(promise, testing.assert_prefetch_distance, prefetch=options.prefetch)
+    promise = "every reduce-scatter is issued right after its last gradient"
+    yield in_traces(promise, testing.assert_reductions_right_after_last_gradient)
+    if run.name == "ZeRO-2":
+        gathers = sum(c.kind == "all_gather" for c in counts.collectives if c.phase == "backward")
+        yield "backward gathers nothing", gathers == 0, f"{gathers} all-gathers"
+        return
+    blocks = options.prefetch + 1.1  # 10 % for norms and padding
+    allowed = int(blocks * max(bucket.unsharded_bytes for bucket in run.plan))
+    for phase in ("forward", "backward"):
+        peak = counts.peak_unsharded_bytes[phase]
+        promise = f"{phase} holds at most {blocks} blocks of unsharded parameters ({human_bytes(allowed)})"
+        yield promise, 0 < peak <= allowed, human_bytes(peak)
+    promise = f"the traces keep at most {blocks} blocks unsharded"
+    yield in_traces(promise, testing.assert_unsharded_bytes_at_most, nbytes=allowed)
+
+
+def _check_traces(traces: Any, promise: str, assertion: Callable[..., None], **options: int) -> tuple[str, bool, str]:
+    try:
+        assertion(traces, **options)
+    except AssertionError as error:
+        return promise, False, str(error)
+    return promise, True, "forward and backward"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from itertools import groupby, zip_longest
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..compiled_traces import CompiledTraces
 from ..ir.inspection import statement, statements
 from ..ir.schedule import is_communication
 from ..ir.symbols import GATHERS, ISSUES, WAITS
@@ -22,6 +24,14 @@ _SIDE_BY_SIDE = 128
 """Columns of a terminal that two traces next to each other need."""
 
 _COLORS = {**dict.fromkeys(ISSUES, "yellow"), **dict.fromkeys(GATHERS, "green"), **dict.fromkeys(WAITS, "cyan")}
+
+
+def make_console(*, quiet: bool = False) -> Console:
+    """Return the console to print on, as wide as the terminal, or 132 columns if the output is redirected."""
+    console = Console(quiet=quiet, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 132
+    return console
 
 
 def communication_lines(trace: TraceCtx, *, width: int | None = None) -> list[str]:
@@ -34,6 +44,16 @@ def communication_lines(trace: TraceCtx, *, width: int | None = None) -> list[st
             shortens nothing.
     """
     return [_line(position, bsym, width) for position, bsym in _communication(trace)]
+
+
+def step_before_and_after(traces: CompiledTraces, *, title: str, width: int) -> Group:
+    """Return the communication lines of forward and backward, each as :func:`before_and_after` shows them."""
+    steps = (traces.forward_before, traces.forward), (traces.backward_before, traces.backward)
+    parts: list[RenderableType] = []
+    for name, (before, after) in zip(("forward", "backward"), steps, strict=True):
+        if before is not None and after is not None:
+            parts += [before_and_after(before, after, title=f"{title}, {name}", width=width), Text()]
+    return Group(*parts)
 
 
 def before_and_after(before: TraceCtx, after: TraceCtx, *, title: str, width: int) -> RenderableType:
