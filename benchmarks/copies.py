@@ -29,6 +29,7 @@ Below the tables, the program prints the promises of this project and whether th
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -84,9 +85,7 @@ HELD: harness.Columns = {
 
 def run(arguments: argparse.Namespace) -> None:
     shape, rank = Shape.of(arguments), dist.get_rank()
-    makes = {
-        name: make for name, make in overlap.systems().items() if "agreement" not in name and "compute" not in name
-    }
+    makes = {name: make for name, make in overlap.systems().items() if not re.search("agreement|compute", name)}
     whole = sum(p.nbytes for p in shape.model().parameters())
     figures = {}
     for name, make in matching(makes, arguments.only).items():

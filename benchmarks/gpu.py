@@ -4,20 +4,14 @@
     python benchmarks/gpu.py first --cases 'flat|staged' --save first       # fewer configurations; keep all output
     python benchmarks/gpu.py first --stand-in --cases 'zero3 flat$'          # test this program on a CPU, with gloo
 
-Every case of :data:`CASES` runs in every setup of :func:`setups`, each in processes of its own, so one that fails, crashes
-or hangs does not hide another. The page goes to standard output, progress to standard
-error. The exit code is 0 if nothing failed (or there is no GPU), otherwise 1.
+Every case of :data:`OURS` and the unsharded model run in every setup of :func:`setups`, each in processes of its own, so one
+that fails, crashes or hangs does not hide another. The page goes to standard output, progress to standard error. The exit
+code is 0 if nothing failed (or there is no GPU), otherwise 1.
 
 A step of training never waits for the host, and each case trains several times from the same parameters. If bits differ
 between these runs, or from those of a run with ``CUDA_LAUNCH_BLOCKING=1``, where nothing overlaps, there is a race, or a
 kernel is not deterministic: the page says if the unsharded model's bits vary, too. ``TORCH_CUDA_SANITIZER=1`` tracks
 kernels by the addresses of their arguments; it does not know which stream NCCL uses, and does not track pinned memory.
-
-[Note: Compute and communication]
-NCCL's kernels are communication on any stream. Of the remaining kernels, the stream with the longest total time is the
-compute stream. Everything on other streams is communication: copy engines of symmetric memory, gloo's copies between
-GPU and host, copies of a transport. Everything else is compute. Exposed is the time in which communication runs and no
-kernel computes, by the union of intervals.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,18 +40,17 @@ import thunder_fsdp_sched
 from thunder_fsdp_sched.planning.clusters import preset_of_gpu
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.profiles import MeasuredCost
-from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.reports.profiler import measure
 from thunder_fsdp_sched.transports import TRANSPORTS
 
 import thunder
 import torch
 import torch.distributed as dist
+from gpu_trace import PARTS, measured, simulated
 from harness import Columns, show_nbytes, table
 from systems import Shape
 from thunder.extend import FusionExecutor, get_default_executors
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.profiler import ProfilerActivity
 from torch.utils.collect_env import get_pretty_env_info
 
 # The case that the others are compared with.
@@ -74,17 +67,22 @@ OURS: dict[str, dict[str, Any]] = {f"zero3 {transport}": {"transport": transport
     "zero3 staged bfloat16": {"transport": "staged", "mp_policy": BFLOAT16},
     "zero3 flat offload": {"transport": "flat", "offload_policy": OFFLOAD},
 }
-CASES = (REFERENCE, *OURS)
 
 # Limit on the distance from the unsharded model after training, as a share of the distance that training moved that model.
 # Rounding gives about 1e-6 and 1e-2; a missing or stale bucket 0.1 or more.
 TOLERANCE, BFLOAT16_TOLERANCE = 1e-3, 0.1
 
-# Figures of a step besides its seconds.
-PARTS = ("compute", "communication", "exposed", "idle")
+# The model and the batch of a rank, and those for ``--stand-in``.
+SHAPE, STAND_IN = Shape(blocks=4, width=1024, length=512, batch=4), Shape(blocks=0, width=64, length=8, batch=2)
+# Training steps of each run.
+STEPS = 4
+# Seconds after which a case counts as hanging.
+LIMIT = 300.0
 
 # Verdicts that are not failures.
 FINE = ("ok", "refused", "varies")
+
+NO_GPU = f"skipped: no GPU here (torch {torch.__version__}, built for CUDA {torch.version.cuda})"
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,7 @@ class Setup:
         shares_device: whether all ranks use GPU 0.
         like: the name of the setup that must give the same bits, ``""`` for none.
         repeats: how often a case trains, each time from the same parameters; 0 to profile a step instead.
+        without: a regular expression for the cases that do not run.
         fuse: whether Thunder uses its fusion executors, one of which compiles the loss with torch.compile; that refuses to
             run together with torch's sanitizer.
     """
@@ -107,39 +106,38 @@ class Setup:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     like: str = ""
     repeats: int = 4
+    without: str = "^$"
     fuse: bool = True
 
 
 def setups(arguments: argparse.Namespace, device_count: int) -> list[Setup]:
     """Return the setups that ``--only`` matches, in the order in which they run."""
-    blocking, sanitizer = {"CUDA_LAUNCH_BLOCKING": "1"}, {"TORCH_CUDA_SANITIZER": "1"}
-    overlapping = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    blocking = {"CUDA_LAUNCH_BLOCKING": "1"}
     same = "the same with CUDA_LAUNCH_BLOCKING=1: the bits must be the same"
+    # The sanitizer takes the stream that issues a gather of a copied shard for the stream that runs it, and gloo's coalesced
+    # all-gather takes no CUDA tensors.
+    strict = {"environment": {"TORCH_CUDA_SANITIZER": "1"}, "without": "offload", "fuse": False}
+    overlapping = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    shared = {"environment": overlapping, "without": "coalesced", "shares_device": True}
     made = [
         Setup("alone", "1 rank, NCCL; bits of repeated runs, and the distance from the unsharded model"),
         Setup("blocking", same, environment=blocking, like="alone", repeats=1),
-        Setup("sanitizer", "with TORCH_CUDA_SANITIZER=1", environment=sanitizer, repeats=1, fuse=False),
-        Setup("shared", "2 ranks on one GPU, gloo", 2, "gloo", shares_device=True, environment=overlapping),
+        Setup("sanitizer", "with TORCH_CUDA_SANITIZER=1", repeats=1, **strict),
+        Setup("shared", "2 ranks on one GPU, gloo", 2, "gloo", **shared),
     ]
     if device_count > 1:
         made.append(Setup("ranks", "a rank on each GPU, NCCL", device_count))
         made.append(Setup("ranks, blocking", same, device_count, environment=blocking, like="ranks", repeats=1))
     made.append(Setup("profile", "a step under the profiler, compared with the simulator", device_count, repeats=0))
     if arguments.stand_in:  # torch's sanitizer needs CUDA for every operator
-        made = [dataclasses.replace(s, backend="gloo", shares_device=False) for s in made if s.name != "sanitizer"]
+        made = [dataclasses.replace(s, backend="gloo", without="^$") for s in made if s.name != "sanitizer"]
     return [setup for setup in made if re.search(arguments.only, setup.name)]
 
 
 def cases_of(setup: Setup, arguments: argparse.Namespace) -> list[str]:
     """Return the cases of a setup that ``--cases`` matches, the unsharded model first."""
-    cases = [name for name in CASES if name == REFERENCE or re.search(arguments.cases, name)]
-    if (
-        setup.name == "sanitizer"
-    ):  # it takes the stream that issues a gather of a copied shard for the stream that runs it
-        cases = [name for name in cases if "offload" not in name]
-    if setup.backend == "gloo" and not arguments.stand_in:  # gloo's coalesced all-gather takes no CUDA tensors
-        cases = [name for name in cases if "coalesced" not in name]
-    return cases if setup.repeats else [name for name in cases if name in OURS]
+    cases = [name for name in OURS if re.search(arguments.cases, name) and not re.search(setup.without, name)]
+    return [REFERENCE, *cases] if setup.repeats else cases
 
 
 def main() -> int:
@@ -147,26 +145,19 @@ def main() -> int:
     parser.add_argument("command", choices=("first",))
     parser.add_argument("--cases", metavar="REGEX", default="", help="only configurations whose names match")
     parser.add_argument("--only", metavar="REGEX", default="", help="only setups whose names match")
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--length", type=int, default=512, help="bytes of text in a sequence")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
-    parser.add_argument("--steps", type=int, default=4, help="training steps of each run")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a case counts as hanging")
     parser.add_argument("--save", help="folder for the page, all records, and what the processes printed")
     parser.add_argument("--stand-in", action="store_true", help="gloo on the CPU: test this program, not a GPU")
     arguments = parser.parse_args()
-    count = torch.cuda.device_count()
     if not torch.cuda.is_available() and not arguments.stand_in:
-        print(f"skipped: no GPU here (torch {torch.__version__}, built for CUDA {torch.version.cuda}, {count} devices)")
+        print(NO_GPU)
         return 0
-    chosen = setups(arguments, 1 if arguments.stand_in else count)
+    chosen = setups(arguments, 1 if arguments.stand_in else torch.cuda.device_count())
     if not chosen or not any(re.search(arguments.cases, name) for name in OURS):
         parser.error(f"--only matches no setup, or --cases none of {', '.join(OURS)}")
     folder = Path(arguments.save or tempfile.mkdtemp(prefix="gpu-first-"))
     folder.mkdir(parents=True, exist_ok=True)
     found = {s.name: {case: run_case(s, case, arguments, folder) for case in cases_of(s, arguments)} for s in chosen}
-    text, failures = page(chosen, found, arguments)
+    text, failures = page(chosen, found, is_stand_in=arguments.stand_in)
     (folder / "records.json").write_text(json.dumps(found, indent=1))
     (folder / "page.txt").write_text(text)
     print(text)
@@ -182,7 +173,7 @@ def main() -> int:
 def run_case(setup: Setup, case: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run a case on all ranks of a setup in new processes, with torchrun; return its record."""
     stem = str(folder / re.sub(r"\W+", "_", f"{setup.name}-{case}"))
-    job = {"setup": dataclasses.asdict(setup), "case": case, "stem": stem, "options": vars(arguments)}
+    job = {"setup": dataclasses.asdict(setup), "case": case, "stem": stem, "stand_in": arguments.stand_in}
     paths = [Path(f"{stem}-{rank}.json") for rank in range(setup.world_size)]
     for path in paths:  # left by an earlier run in the same folder
         path.unlink(missing_ok=True)
@@ -218,14 +209,13 @@ def merge(records: Sequence[dict[str, Any]], code: int, output: str) -> dict[str
 
 def work(job: Mapping[str, Any]) -> None:
     """Run one case as one rank, and write its record: its ``status`` is ``"ok"``, ``"refused"`` or ``"failed"``."""
-    limit = job["options"]["limit"]
     # Ends a hang with the stacks of all threads, even if another thread holds the interpreter.
-    faulthandler.dump_traceback_later(limit, exit=True)
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
     rank = int(os.environ["RANK"])
     try:
         worker = Worker(job, rank)
         # Ranks that wait for a dead rank report it before the limit.
-        dist.init_process_group(worker.setup.backend, timeout=timedelta(seconds=limit / 2))
+        dist.init_process_group(worker.setup.backend, timeout=timedelta(seconds=LIMIT / 2))
         record = {"status": "ok", **(worker.train() if worker.setup.repeats else worker.profile())}
     except Exception as error:
         traceback.print_exc()
@@ -251,16 +241,15 @@ class Worker:
     """One rank of a case."""
 
     def __init__(self, job: Mapping[str, Any], rank: int) -> None:
-        options = job["options"]
-        self.setup, self.case, self.rank, self.steps = Setup(**job["setup"]), job["case"], rank, options["steps"]
-        self.references = Path(job["stem"]).with_name(f"{self.setup.world_size}.pt")
-        self.is_cuda = not options["stand_in"]
+        self.setup, self.case, self.rank = Setup(**job["setup"]), job["case"], rank
+        self.trace = Path(f"{job['stem']}-{rank}-trace.json")
+        self.references = self.trace.with_name(f"{self.setup.world_size}.pt")
+        self.is_cuda = not job["stand_in"]
         self.device = torch.device("cpu")
         if self.is_cuda:
             self.device = torch.device("cuda", 0 if self.setup.shares_device else rank)
             torch.cuda.set_device(self.device)
-        sizes = (options[name] for name in ("blocks", "width", "length", "batch"))
-        self.shape = Shape(*sizes, device=str(self.device))
+        self.shape = dataclasses.replace(SHAPE if self.is_cuda else STAND_IN, device=str(self.device))
 
     def settle(self) -> None:
         if self.is_cuda:
@@ -279,14 +268,13 @@ class Worker:
 
         Where torch has no deterministic kernel, it warns, and digests may vary.
         """
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it would launch additional kernels
+        make_repeatable()
         module, transform = self.build()
         ranks = range(self.setup.world_size) if transform is None else [self.rank]  # the whole batch, or this rank's
         tokens = torch.cat([self.shape.tokens(rank) for rank in ranks])
         before = after = _state(module, transform)
         saved = [p.detach().clone() for p in module.parameters()]
-        digests, seconds, losses = [], [], []
+        digests, seconds, losses = [], [], torch.empty(0)
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats()
         for _ in range(self.setup.repeats):
@@ -297,12 +285,12 @@ class Worker:
             optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
             self.settle()
             started = time.perf_counter()
-            losses = [self._step(module, optimizer, tokens) for _ in range(self.steps)]
+            losses = take_steps(module, optimizer, tokens)
             self.settle()
-            seconds.append((time.perf_counter() - started) / self.steps)
+            seconds.append((time.perf_counter() - started) / STEPS)
             after = _state(module, transform)
-            digests.append(_digest([after, torch.stack(losses).double().cpu()]))
-        record = {"digests": digests, "losses": [float(loss) for loss in losses], "seconds": min(seconds)}
+            digests.append(_digest([after, losses.double().cpu()]))
+        record = {"digests": digests, "losses": losses.tolist(), "seconds": min(seconds)}
         record["finite"] = bool(torch.isfinite(after).all())
         if self.is_cuda:
             record["peak"] = torch.cuda.max_memory_allocated()
@@ -313,14 +301,6 @@ class Worker:
             record["started_alike"] = torch.equal(start, before)
             record["distance"] = float(torch.dist(after, end) / torch.dist(start, end))
         return record
-
-    def _step(self, module: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
-        """Run a step without waiting for the device; return its loss."""
-        loss = module(tokens, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
 
     def profile(self) -> dict[str, Any]:
         """Profile one step and simulate it, with the chip's preset and with a profile measured on it."""
@@ -334,19 +314,33 @@ class Worker:
 
         for _ in range(3):  # one compiles, one runs without the audit, one is for the caching allocator
             step()
-        with torch.profiler.profile(
-            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.is_cuda
-        ) as profiler:
+        with torch.profiler.profile() as profiler:
             step()
-        with tempfile.TemporaryDirectory() as folder:
-            profiler.export_chrome_trace(f"{folder}/trace.json")
-            found = measured(json.loads(Path(folder, "trace.json").read_text()), self.device.index)
+        profiler.export_chrome_trace(str(self.trace))
+        found = measured(json.loads(self.trace.read_text()), self.device.index)
         compiled, profile = transform.compiled[-1], measure(module, tokens, tokens, repeats=3)
         record = {"measured": found, "by profile": simulated(compiled, MeasuredCost(profile))}
-        chip = torch.cuda.get_device_name(self.device) if self.is_cuda else "a CPU"
-        if (spec := preset_of_gpu(chip)) is not None:
+        if (spec := preset_of_gpu(torch.cuda.get_device_name(self.device))) is not None:
             record["by preset"] = simulated(compiled, AnalyticCost(spec))
         return record
+
+
+def make_repeatable() -> None:
+    """Let torch use deterministic kernels where it has some, and warn elsewhere."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would launch additional kernels
+
+
+def take_steps(module: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
+    """Take some steps without waiting for the device; return their losses."""
+    losses = []
+    for _ in range(STEPS):
+        loss = module(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
 
 
 def _state(module: Any, transform: Any) -> torch.Tensor:
@@ -360,70 +354,15 @@ def _digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 #
-# The profiler's trace
-#
-
-
-def measured(trace: Mapping[str, Any], device: int | None = None) -> dict[str, float]:
-    """Return the figures of a step on a GPU, from a trace that ``profile.export_chrome_trace`` wrote.
-
-    See [Note: Compute and communication].
-
-    Raises:
-        RuntimeError: nothing ran there.
-    """
-    found = [event for event in trace["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    found = [event for event in found if device in (None, event["args"].get("device", device))]
-    if not found:
-        raise RuntimeError("the profiler saw nothing run on the GPU (CUPTI missing, or not permitted?)")
-    busy: Counter[int] = Counter()
-    for event in found:
-        busy[event["args"]["stream"]] += event["dur"] if event["cat"] == "kernel" and not _is_nccl(event) else 0
-    [(stream, _)] = busy.most_common(1)
-    computes = [event["args"]["stream"] == stream and not _is_nccl(event) for event in found]
-    compute = _seconds_in(event for event, is_compute in zip(found, computes, strict=True) if is_compute)
-    communication = _seconds_in(event for event, is_compute in zip(found, computes, strict=True) if not is_compute)
-    start, end = min(event["ts"] for event in found), max(event["ts"] + event["dur"] for event in found)
-    seconds, busy_seconds = (end - start) * 1e-6, _seconds_in(found)
-    return _figures(seconds, compute, communication, busy_seconds - compute, seconds - busy_seconds)
-
-
-def _is_nccl(event: Mapping[str, Any]) -> bool:
-    return "nccl" in event["name"].lower()
-
-
-def _seconds_in(events: Iterable[Mapping[str, Any]]) -> float:
-    """Return the seconds in which at least one of them runs: the length of the union of their intervals."""
-    total, until = 0.0, float("-inf")
-    for start, duration in sorted((event["ts"], event["dur"]) for event in events):
-        total += max(start + duration - max(start, until), 0.0)
-        until = max(until, start + duration)
-    return total * 1e-6
-
-
-def _figures(*seconds: float) -> dict[str, float]:
-    return dict(zip(("seconds", *PARTS), seconds, strict=True))
-
-
-def simulated(compiled: Any, cost: Any) -> dict[str, float]:
-    """Simulate a step of a compiled pair of traces and return its figures."""
-    t = simulate(compiled.forward, compiled.backward, cost)
-    communication = sum(t.communication_seconds.values())
-    return _figures(t.step_seconds, t.compute_seconds, communication, t.exposed_seconds, t.idle_seconds)
-
-
-#
 # The page
 #
 
 
 def verdict(setup: Setup, case: str, found: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the verdict on a case in a word or two, from the records of all cases in all setups."""
-    record = found[setup.name].get(case)
-    if record is None or record["status"] != "ok":
-        return "-" if record is None else "refused" if record["status"] == "refused" else "FAILED"
-    if not setup.repeats:
-        return "ok"
+    record = found[setup.name].get(case, {"status": "-"})
+    if record["status"] != "ok" or not setup.repeats:
+        return record["status"].replace("failed", "FAILED")
     reference = [found.get(name, {}).get(REFERENCE, {}) for name in (setup.name, setup.like)]
     is_steady = len({digest for of in reference for digest in of.get("digests", ())}) <= 1
     expected = found.get(setup.like, {}).get(case, record).get("digests", record["digests"])
@@ -438,18 +377,16 @@ def verdict(setup: Setup, case: str, found: Mapping[str, Mapping[str, Any]]) -> 
     return next((word.strip() for word, is_so in faults.items() if is_so), "ok")
 
 
-def page(
-    chosen: Sequence[Setup], found: Mapping[str, Mapping[str, Any]], arguments: argparse.Namespace
-) -> tuple[str, int]:
+def page(chosen: Sequence[Setup], found: Mapping[str, Mapping[str, Any]], *, is_stand_in: bool) -> tuple[str, int]:
     """Return the page, and the number of failed cases."""
-    verdicts = {case: {s.name: verdict(s, case, found) for s in chosen} for case in CASES}
+    verdicts = {case: {s.name: verdict(s, case, found) for s in chosen} for case in (REFERENCE, *OURS)}
     verdicts = {case: of for case, of in verdicts.items() if set(of.values()) != {"-"}}
     tried = [word for of in verdicts.values() for word in of.values() if word != "-"]
     failures = sum(word not in FINE for word in tried)
-    model = f"{arguments.blocks} blocks of width {arguments.width}, {arguments.batch} x {arguments.length} bytes a rank"
-    lines = ["thunder_fsdp_sched, first run on a GPU", *machine().splitlines(), f"model: {model}"]
-    lines += ["STAND-IN: all of it ran on the CPU, through gloo"] * arguments.stand_in
-    lines += ["", f"{failures} of {len(tried)} failed, {tried.count('refused')} were refused with a reason", ""]
+    lines = ["thunder_fsdp_sched, first run on a GPU", *machine().splitlines()]
+    lines += ["STAND-IN: all of it ran on the CPU, through gloo"] * is_stand_in
+    lines += [f"model, and batch of a rank: {STAND_IN if is_stand_in else SHAPE}", ""]
+    lines += [f"{failures} of {len(tried)} failed, {tried.count('refused')} were refused with a reason", ""]
     lines += [table(verdicts, {s.name: (s.name, "s") for s in chosen}), ""]
     lines += [f"{setup.name}: {setup.meaning}" for setup in chosen]
     columns: Columns = {"step s": ("seconds", ".4f"), "peak": ("peak", show_nbytes), "distance": ("distance", ".1e")}
@@ -462,10 +399,9 @@ def page(
     errors: dict[str, list[str]] = defaultdict(list)
     for name, records in found.items():
         for case, record in records.items():
-            text = record.get("error")
-            if text is None and verdicts[case][name] not in FINE:
-                text = f"{verdicts[case][name]}: losses {record['losses']}; bits {record['digests']}"
-            if text is not None:
+            word = verdicts[case][name]
+            text = record.get("error") or f"{word}: losses {record.get('losses')}; bits {record.get('digests')}"
+            if "error" in record or word not in FINE:
                 errors[text].append(f"{name}: {case}")
     for text, where in errors.items():
         lines += ["", f"({'; '.join(where)})", *(f"  {line[:160]}" for line in text.splitlines())]

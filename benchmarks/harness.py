@@ -68,11 +68,10 @@ def run_on_ranks(
         dist.barrier()
         dist.destroy_process_group()
         return
-    reason = None if arguments.no_limit else why_not()
-    if reason is not None:
-        sys.exit(f"cannot make rate-limited links: {reason} (or give --no-limit, for plain loopback)")
     if arguments.no_limit:
         ranks = Loopback(arguments.ranks)
+    elif (reason := why_not()) is not None:
+        sys.exit(f"cannot make rate-limited links: {reason} (or give --no-limit, for plain loopback)")
     else:
         ranks = Links(arguments.ranks, bits_per_second=arguments.rate, ranks_per_node=ranks_per_node)
     with ranks:

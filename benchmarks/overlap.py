@@ -17,15 +17,14 @@ in a different order each time. Seconds are those of forward and backward on the
 * Communication: the time of the collectives of a schedule in their order, with nothing between them, for ZeRO-2, ZeRO-3
   and each transport. Other systems are compared with the collectives of ``flat``, which sends about the same bytes.
 * /max: the step divided by the longer of the two; 1.00 is perfect overlap.
-* /sum: the step divided by the sum of both; 1.00 is no overlap.
 * Ours / this: the default options of the same strategy.
 * Predicted, with ``--profile``: the step that the simulator predicts from a measured profile of "ours zero3".
 
 With ``--bucketing``:
 
-* Calls: the collectives of a step. Copied: bytes of parameters and gradients that rank 0 copies, in an untimed step.
-* Latency: the time of the same collectives and waits with one element per rank, for the whole step and per call. It is
-  the time of the host, to issue and to wait, and of the network without data.
+* Calls: the collectives of a step.
+* Latency: the time of the same collectives and waits with one element per rank. It is the time of the host, to issue and to
+  wait, and of the network without data.
 * Gbit/s: the bits that gloo sends for them (a reduce-scatter as an all-reduce), divided by the time of communication.
 * Of none: the step divided by that of the same system with one collective for each parameter.
 
@@ -51,7 +50,7 @@ from thunder_fsdp_sched.reports.step_counter import StepCounter
 import harness
 import torch
 import torch.distributed as dist
-from harness import ratio, say, show_nbytes, summary
+from harness import ratio, say, summary
 from systems import (
     Emulation,
     Make,
@@ -78,7 +77,6 @@ NEEDED = ("compute", *(f"ours {strategy}{flat}" for strategy in ("zero2", "zero3
 COLUMNS = harness.STEP | {
     "communication": ("communication", ".3f"),
     "/max": ("of_max", ".2f"),
-    "/sum": ("of_sum", ".2f"),
     "ours / this": ("ours", ".2f"),
     "predicted": ("predicted", ".3f"),
     "predicted / measured": ("predicted / measured", ".2f"),
@@ -89,9 +87,7 @@ BUCKETINGS = {"none": "none", "layer": "layer", "block": "block", "1 MB": 10**6,
 
 BUCKETING_COLUMNS: harness.Columns = {
     "calls": ("calls", "d"),
-    "copied": ("copied", show_nbytes),
     "latency ms": ("latency_ms", ".1f"),
-    "of a call": ("call_ms", ".2f"),
     "communication": ("communication", ".3f"),
     "Gbit/s": ("gigabits_per_second", ".2f"),
     **harness.STEP,
@@ -162,9 +158,6 @@ def predict(built: Mapping[str, System], tokens: torch.Tensor, arguments: argpar
     profile = measure_profile(built["ours zero3"].module, tokens, tokens, repeats=arguments.profile)
     shares = ", ".join(f"{kind.removeprefix('fsdp_')} {share:.0%}" for kind, share in profile.contention.items())
     say(f"contention: {shares}")
-    if arguments.save and dist.get_rank() == 0:
-        arguments.save.mkdir(parents=True, exist_ok=True)
-        profile.save(arguments.save / "profile.json")
     compiled = {name: system.transform.compiled[-1] for name, system in built.items() if system.transform}
     same_operators = {name: of for name, of in compiled.items() if re.fullmatch(r"ours zero\d( prefetch \d)?", name)}
     cost = MeasuredCost(profile)
@@ -188,7 +181,6 @@ def figures_of(seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, f
         figures[name] |= {
             "communication": statistics.median(communication),
             "of_max": ratio(steps, [max(a, b) for a, b in zip(compute, communication, strict=True)]),
-            "of_sum": ratio(steps, [a + b for a, b in zip(compute, communication, strict=True)]),
             "ours": ratio(seconds[f"ours {strategy}"], steps),
         }
         if name in predicted:
@@ -198,14 +190,13 @@ def figures_of(seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, f
 
 
 def count(system: System, tokens: torch.Tensor) -> dict[str, Any]:
-    """Count the collectives of one step on this rank, the bytes that gloo sends for them, and the bytes copied."""
+    """Count the collectives of one step on this rank, and the bytes that gloo sends for them."""
     counter = StepCounter([local(p) for p in system.module.parameters()])
     step(system, tokens, counter)
     counts, world_size = counter.counts(), dist.get_world_size()
     return {
         "calls": len(counts.collectives),
         "gloo_bytes": sum(wire_bytes(c.kind, c.nbytes, world_size, gloo=True) for c in counts.collectives),
-        "copied": counts.parameter_bytes_copied + counts.gradient_bytes_copied,
     }
 
 
@@ -221,12 +212,10 @@ def bucketing_figures(
             figures[name]["of_none"] = ratio(seconds[name], seconds[none])
         if f"latency of {name}" in seconds:
             communication = statistics.median(seconds[_communication_of(name)])
-            milliseconds = 1e3 * statistics.median(seconds[f"latency of {name}"])
             figures[name] |= {
                 "communication": communication,
                 "gigabits_per_second": 8e-9 * counts["gloo_bytes"] / communication,
-                "latency_ms": milliseconds,
-                "call_ms": milliseconds / counts["calls"],
+                "latency_ms": 1e3 * statistics.median(seconds[f"latency of {name}"]),
             }
     return figures
 

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 import windows
 from forked import run_python
-from gpu import REFERENCE, Setup, Worker, measured, merge, verdict
+from gpu import REFERENCE, Setup, Worker, merge, verdict
+from gpu_trace import measured
 from live_memory import LiveMemory
 from memory_systems import PacedKernels, RecomputingShape
 from models import byte_gpt
@@ -123,8 +124,7 @@ def test_the_stand_in_run_on_cpus_trains_and_reports_that_there_is_no_gpu(tmp_pa
     with program.open("a") as file:
         file.write("gpu.get_pretty_env_info = str\nsys.exit(gpu.main())\n")
     command = ["-W", "ignore", program, "first", "--stand-in", "--save", str(tmp_path), "--cases", "zero3 flat$"]
-    command += ["--only", "alone|profile", "--blocks", "0", "--width", "64", "--length", "8", "--batch", "2"]
-    done = run_python(*command, cwd=tmp_path, timeout=1800)
+    done = run_python(*command, "--only", "alone|profile", cwd=tmp_path, timeout=1800)
     assert done.returncode == 1, done.stderr  # the profiler cannot see a GPU
     records = json.loads((tmp_path / "records.json").read_text())
     flat = records["alone"]["zero3 flat"]
@@ -143,13 +143,13 @@ def _without_attention(shape: systems.Shape) -> torch.nn.Module:
 
 def _train_on_virtual_gpus(rank: Rank, folder: Path, cases: tuple[str, ...]) -> dict[str, Any]:
     setup = dataclasses.asdict(Setup("alone", "", rank.world_size, repeats=2, fuse=False))
-    options = {"steps": 2, "stand_in": False, "blocks": 1, "width": 64, "length": 8, "batch": 2}
-    job = {"setup": setup, "options": options}
+    job = {"setup": setup, "stand_in": False}
     return {case: Worker({**job, "case": case, "stem": str(folder / case)}, rank.rank).train() for case in cases}
 
 
 @pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 @mock.patch.object(systems.Shape, "model", _without_attention)
+@mock.patch.multiple(gpu, SHAPE=systems.Shape(1, 64, 8, 2), STEPS=2)
 @mock.patch.object(gpu, "_digest", lambda tensors: f"{len(list(tensors))} tensors")  # they have no values
 def test_the_first_run_trains_on_virtual_gpus_without_a_race(tmp_path: Path) -> None:
     unfused = [e for e in extend.get_default_executors() if not isinstance(e, extend.FusionExecutor)]
