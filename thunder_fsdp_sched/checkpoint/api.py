@@ -16,13 +16,12 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..ranks.control import control_of
@@ -31,7 +30,7 @@ from ..sharding.sharded_module import find_jitted
 from . import extra as extras
 from .extra import EXTRA
 from .folder import METADATA, refuse_complete, saving_into
-from .on_all_ranks import CheckpointError, find_difference, reason_of, refuse_different, run_on_all_ranks
+from .on_all_ranks import CheckpointError, find_difference, refuse_different, run_on_all_ranks
 from .state_dict import (
     Cast,
     blank_optimizer_state,
@@ -43,7 +42,7 @@ from .state_dict import (
     optimizer_state_dicts,
     tell_casts,
 )
-from .storage import CheckedReader, RunWriter, check_lengths, check_plain, load_values, nested, paths_of, read_metadata
+from .storage import CheckedReader, RunWriter, check_lengths, check_plain, paths_of, read_metadata
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -158,13 +157,13 @@ def load_checkpoint(
     reader = CheckedReader(path, metadata, verify=verify_checksums)
     if verify_checksums and not reader.has_checksums and group.rank == 0:
         _log.warning("%s has no checksums of its own: those of its archives are verified", path)
-    found, paths = metadata.state_dict_metadata, paths_of(metadata)
-    casts: list[Cast] = []
+    paths, casts = paths_of(metadata), list[Cast]()
 
-    def prepare() -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-        """Return memory by DCP's names, these names of the model's entries, and the structure of ``extra``."""
+    def prepare() -> tuple[dict[str, Any], dict[str, str], list[dict[str, Any]], dict[str, Any]]:
+        """Return memory by DCP's names, these names of the model's entries, and what is made of the rest of the memory:
+        the argument of each optimizer's ``load_state_dict``, and the values of ``extra``."""
         _check_extra(extra)
-        own = _own_extra(paths.get(EXTRA, {}), reader)
+        own = extras.decode(paths.get(EXTRA, {}), reader)
         names = [*(name for name in paths if not own or name != EXTRA), *own]
         for name in [keys[0], *([keys[1]] if chosen else []), *(extra or {})]:
             if name not in names:
@@ -172,37 +171,28 @@ def load_checkpoint(
         entries = get_model_state_dict(model)
         there = {".".join(map(str, below)): name for below, name in paths[keys[0]].items()}
         unknown = [name for name in there if strict and name not in entries]
-        casts.extend(compare({n: found[d] for n, d in there.items()}, entries, "the checkpoint", unknown=unknown))
+        casts.extend(
+            compare({n: reader.contents[d] for n, d in there.items()}, entries, "the checkpoint", unknown=unknown)
+        )
         memory: dict[str, Any] = {there[name]: torch.empty_like(entry) for name, entry in entries.items()}
+        states: list[dict[str, Any]] = []
+        values: dict[str, Any] = {}
         if chosen:
-            state, more = blank_optimizer_state(paths[keys[1]], found, model, chosen)
-            memory |= state
+            loaded, of_state, more = blank_optimizer_state(paths[keys[1]], reader, model, chosen)
+            states = optimizer_state_dicts(loaded, model, chosen)
+            memory |= of_state
             casts.extend(more)
-        values = {}
         for name, wanted in (extra or {}).items():
-            values[name], more_memory = extras.fit(wanted, paths.get(name, {}), name, own, found)
+            values[name], more_memory = extras.fit(wanted, paths.get(name, {}), name, own, reader)
             memory |= more_memory
-        return memory, there, values
+        return memory, there, states, values
 
-    memory, there, values = run_on_all_ranks(group, "load_checkpoint", prepare)
+    memory, there, states, values = run_on_all_ranks(group, "load_checkpoint", prepare)
     facts = describe_optimizers(model, chosen, values=False)
     if difference := find_difference(group, "load_checkpoint, optimizers", facts):
         raise CheckpointError(f"fsdp: ranks load into different optimizers, nothing is changed: {difference}")
-    try:
-        load_values(memory, reader, group)
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"fsdp: the checkpoint {path} was not loaded, nothing is changed: {reason_of(error)}"
-        ) from error
-
-    def finish() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        of_optimizers = paths[keys[1]] if chosen else {}
-        loaded = nested({path: memory[saved] for path, saved in of_optimizers.items() if saved in memory})
-        states = optimizer_state_dicts(loaded, model, chosen)
-        return states, {name: extras.filled(value, memory) for name, value in values.items()}
-
+    run_on_all_ranks(group, "load_checkpoint", lambda: reader.load(memory))
     # Every rank has read everything, and nothing has been changed yet.
-    states, rest = run_on_all_ranks(group, "load_checkpoint", finish)
     if casts and group.rank == 0:
         warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
     with torch.no_grad():
@@ -210,7 +200,7 @@ def load_checkpoint(
             value.copy_(memory[there[name]])
     for optimizer, state in zip(chosen, states, strict=True):
         optimizer.load_state_dict(state)
-    return rest
+    return values
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -233,16 +223,3 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 def _check_extra(extra: Any) -> None:
     if extra is not None and not isinstance(extra, dict):
         raise ValueError(f"extra: expected a dictionary of values by name, got a {type(extra).__name__}")
-
-
-def _own_extra(of_extra: Mapping[tuple[Any, ...], str], reader: CheckedReader) -> dict[str, Any]:
-    """Return additional values that :func:`save_checkpoint` saved; empty if there are none, or if ``dcp.save`` did."""
-    try:
-        if ("json",) in of_extra:
-            text = bytes(reader.read_value(of_extra["json",]).tolist()).decode()
-            return extras.decode_json(text, of_extra)
-        if ("values",) not in of_extra:
-            return {}
-        return extras.decode(reader.read_value(of_extra["values",]), of_extra)
-    except Exception as error:
-        raise ValueError(f"the checkpoint {reader.path} was not loaded, nothing is changed: {error}") from error

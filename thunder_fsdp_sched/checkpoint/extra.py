@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
 from ..runtime.row_dtensor import local_rows
-from .storage import Paths, check_plain, nested
+from .storage import CheckedReader, Paths, check_plain, nested
 
 EXTRA = "extra"
 """The name under which ``extra`` is saved: ``values``, with an empty tensor in place of each tensor, and ``tensors``, which
@@ -46,16 +46,21 @@ def encode(extra: dict[str, Any]) -> dict[str, Any]:
     return {"values": (values,), "tensors": {str(number): tensor for number, tensor in enumerate(tensors)}}
 
 
-def decode(saved: Any, names: Paths) -> dict[str, Any]:
+def decode(paths: Paths, reader: CheckedReader) -> dict[str, Any]:
     """Return the values that :func:`encode` received, with a :class:`Saved` in place of each tensor.
 
     Args:
-        saved: what DCP has saved as ``values``.
-        names: the names under which DCP has saved the tensors.
+        paths: those below :data:`EXTRA`. If :func:`encode` did not make them, there are no such values.
     """
-    [values] = saved
+    if (name := paths.get(("json",))) is not None:
+        found: Any = reader.contents[name]
+        text = reader.load({name: torch.empty(found.size, dtype=torch.uint8)})[name]
+        return decode_json(bytes(text.tolist()).decode(), paths)
+    if (name := paths.get(("values",))) is None:
+        return {}
+    [values] = reader.load({name: None})[name]
     numbers = itertools.count()
-    made = tree_map_only(torch.Tensor, lambda _: Saved(names["tensors", str(next(numbers))]), values)
+    made = tree_map_only(torch.Tensor, lambda _: Saved(paths["tensors", str(next(numbers))]), values)
     if not isinstance(made, dict):
         raise ValueError(f"extra: it is a {type(made).__name__}")
     return made
@@ -107,33 +112,34 @@ def _fact(value: Any) -> str:
 
 
 def fit(
-    wanted: Any, paths: Paths, name: str, own: Mapping[str, Any], contents: Mapping[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """Return a saved value with a :class:`Saved` in place of what is yet to be loaded, and memory for that by its names.
+    wanted: Any, paths: Paths, name: str, own: Mapping[str, Any], reader: CheckedReader
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a saved value, with memory in place of its tensors, and that memory by the names of the tensors.
 
     Args:
         wanted: the structure that the caller expects; memory for tensors is like its tensors. DCP converts all keys to text
             and all dictionaries to one class, so for values that ``dcp.save`` saved, ``wanted`` tells both.
         paths: those of the value, if ``dcp.save`` saved it.
         own: the values that :func:`save_checkpoint` saved.
-        contents: what DCP knows of each saved entry.
 
     Raises:
         ValueError: a wanted value is missing, or has another structure.
     """
-    memory: dict[str, Any] = {}
+    memory: dict[str, torch.Tensor] = {}
 
     def walk(wanted: Any, saved: Any, path: tuple[Any, ...]) -> Any:
-        found = contents[saved] if isinstance(saved, Saved) else None
+        found = reader.contents[saved] if isinstance(saved, Saved) else None
         is_tensor = isinstance(found, TensorStorageMetadata)
         is_other = isinstance(wanted, torch.Tensor) is not is_tensor
         is_other |= path == (name,) and isinstance(wanted, dict) and not isinstance(saved, dict)
         if wanted is not None and is_other:
             kind = "tensor" if is_tensor else "value" if found is not None else type(saved).__name__
             raise ValueError(f"{_text(path)} is a {kind} in the checkpoint, but a {type(wanted).__name__} was given")
+        if isinstance(found, TensorStorageMetadata):
+            return memory.setdefault(saved, _memory_like(wanted, found, path))
         if found is not None:
-            memory[saved] = _memory_like(wanted, found, path) if is_tensor else None
-        elif isinstance(saved, dict):
+            return reader.load({saved: None})[saved]
+        if isinstance(saved, dict):
             given = wanted if isinstance(wanted, dict) else {}
             if name not in own:
                 saved = _like(wanted, saved, path)
@@ -178,18 +184,6 @@ def _memory_like(wanted: torch.Tensor | None, found: TensorStorageMetadata, path
     if wanted is not None and local_rows(wanted) is not wanted:
         return torch.empty_like(wanted.detach())
     return torch.empty(found.size, dtype=found.properties.dtype, device=None if wanted is None else wanted.device)
-
-
-def filled(saved: Any, memory: Mapping[str, Any]) -> Any:
-    """Return ``saved`` with loaded values in place of their names."""
-    if isinstance(saved, Saved):
-        return memory[saved]
-    if isinstance(saved, (list, tuple)):
-        return type(saved)(filled(value, memory) for value in saved)
-    if isinstance(saved, dict):
-        for key, value in saved.items():
-            saved[key] = filled(value, memory)
-    return saved
 
 
 def _text(path: tuple[Any, ...]) -> str:

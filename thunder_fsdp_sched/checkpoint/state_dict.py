@@ -19,7 +19,7 @@ from ..private_torch import state_name, unwrap_fabric
 from ..runtime.row_dtensor import DTENSORS, RowDTensor, replicated
 from ..sharding.sharded_module import find_jitted
 from ..sharding.state_entries import RowPiece, refuse_unshared
-from .storage import Paths
+from .storage import CheckedReader, Paths, nested
 
 Cast = tuple[str, torch.dtype, torch.dtype]
 """The name of an entry, its dtype in the checkpoint, and its dtype in memory."""
@@ -223,12 +223,13 @@ def describe_optimizers(
 
 
 def blank_optimizer_state(
-    paths: Paths, found: Mapping[str, Any], model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
-) -> tuple[dict[str, Any], list[Cast]]:
-    """Return memory for the state of each parameter in the checkpoint and the optimizers' groups, by DCP's names.
+    paths: Paths, reader: CheckedReader, model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[Cast]]:
+    """Return the state of all optimizers in a checkpoint, with memory in place of tensors, and that memory by DCP's names.
 
     It also returns the entries that an optimizer's ``load_state_dict`` will cast to the dtype of the parameter.
     """
+    found: Mapping[str, Any] = reader.contents
     _, sharded = find_jitted(model)
     names = names_of_params(model, optimizers)
     owned = owned_names(names, optimizers)
@@ -255,7 +256,11 @@ def blank_optimizer_state(
                 if value.dtype != param.dtype:
                     casts.append((f"{what} of {name}", value.dtype, param.dtype))
         memory[saved] = value
-    return memory, casts
+    # All but the tensors of the state is read now: options, which must fit, may be tensors, too.
+    later = {saved for path, saved in of_state.items() if path in tensors}
+    memory |= reader.load({saved: value for saved, value in memory.items() if saved not in later})
+    loaded = nested({path: memory[saved] for path, saved in paths.items() if saved in memory})
+    return loaded, {saved: value for saved, value in memory.items() if saved in later}, casts
 
 
 def _blank_state(

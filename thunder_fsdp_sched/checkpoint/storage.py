@@ -31,15 +31,12 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from ..ranks.control import control_of
-from ..ranks.process_groups import ProcessGroupRef
 from .folder import METADATA, Run, checksum, is_complete
 
 Paths = Mapping[tuple[Any, ...], str]
@@ -179,16 +176,6 @@ def _check_files(found: object) -> None:
 # Data
 #
 
-_ALL = "all"
-"""The only top-level name of what is loaded: ranks tell each other these names."""
-
-
-def load_values(values: dict[str, Any], reader: StorageReader, group: ProcessGroupRef) -> None:
-    """Load values by their names in the checkpoint, in place; a collective."""
-    planner = _PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    process_group = control_of(group).process_group(group)
-    load({_ALL: values}, storage_reader=reader, planner=planner, process_group=process_group)
-
 
 class CheckedReader(FileSystemReader):
     """The reader of data chunks, which verifies each before it is used.
@@ -204,27 +191,34 @@ class CheckedReader(FileSystemReader):
 
     def __init__(self, folder: Path, metadata: Metadata, *, verify: bool) -> None:
         super().__init__(folder)
+        self.set_up_storage_reader(metadata, is_coordinator=False)
+        self.contents = metadata.state_dict_metadata
         self._folder, self._metadata, self._verify = folder, metadata, verify
         self._reads = 0
         self.has_checksums = all(hasattr(info, "crc32") for info in metadata.storage_data.values())
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
+    def load(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Load tensors in place, and plain values in place of ``None``, by their names in the checkpoint.
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        expected = self._reads + len(plan.items)
-        done = super().read_data(plan, planner)
-        if self._reads != expected:
+        No rank needs another for that, so this is no collective, unlike DCP's function of this name.
+
+        Raises:
+            ValueError: a file is damaged, or cannot be read, or a value is not plain.
+        """
+        planner = _PlainPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            planner.set_up_planner(values, self._metadata)
+            plan, self._reads = planner.create_local_plan(), 0
+            self.read_data(plan, planner).wait()
+        except Exception as error:
+            raise ValueError(
+                f"the checkpoint {self._folder} was not loaded, nothing is changed: {type(error).__name__} {error}"
+            ) from error
+        if self._reads != len(plan.items):
             raise NotImplementedError(
                 f"torch {torch.__version__} reads chunks in another way, so they were not verified"
             )
-        return done
-
-    def read_value(self, name: str) -> Any:
-        """Read a value that was saved as one chunk."""
-        [info] = [info for index, info in self._metadata.storage_data.items() if index.fqn == name]
-        with (self._folder / info.relative_path).open("rb") as file:
-            return load_plain(self._slice_file(file, info))
+        return values
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         """Return the bytes of a chunk.
@@ -250,11 +244,6 @@ class CheckedReader(FileSystemReader):
 
 class _PlainPlanner(DefaultLoadPlanner):
     """A planner that loads plain values (numbers, texts, lists, dictionaries) and tensors, and refuses other classes."""
-
-    def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner(state_dict[_ALL], metadata, is_coordinator)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn

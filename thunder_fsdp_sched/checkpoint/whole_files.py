@@ -18,28 +18,25 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from ..private_torch import state_name
 from ..ranks.control import control_of
 from ..ranks.process_groups import ProcessGroupRef
+from ..runtime.row_dtensor import RowDTensor, local_rows
 from ..sharding.jitted_state import gather_entries, rows_by_name
 from ..sharding.sharded_module import find_jitted
 from ..sharding.state_entries import refuse_unshared
 from .folder import INDEX, checksum, refuse_complete, saving_into
-from .on_all_ranks import CheckpointError, reason_of, refuse_different, run_on_all_ranks
+from .on_all_ranks import refuse_different, run_on_all_ranks
 from .state_dict import Cast, compare, tell_casts
-from .storage import load_values
 
 _log = logging.getLogger(__name__)
 
@@ -135,63 +132,68 @@ def load_safetensors(
     _verify(group, path, files, crcs, verify=verify_checksums)
     casts: list[Cast] = []
 
-    def prepare() -> tuple[Metadata, dict[str, Any]]:
-        metadata = _metadata_of(files)
-        found, rows = metadata.state_dict_metadata, rows_by_name(model)
-        there = {name: next((n for n in sharded.names_of(name) if n in found), name) for name in rows}
+    def prepare() -> dict[Path, dict[str, torch.Tensor]]:
+        """Return the entries to read from each file."""
+        contents, rows = _contents_of(files), rows_by_name(model)
+        there = {name: next((n for n in sharded.names_of(name) if n in contents), name) for name in rows}
         entries = {there[name]: value for name, value in rows.items()}
         known = {alias for name in rows for alias in sharded.names_of(name)}
-        unknown = [name for name in found if strict and name not in known]
+        unknown = [name for name in contents if strict and name not in known]
+        found = {name: content for name, (_, content) in contents.items()}
         casts.extend(compare(found, entries, str(source), unknown=unknown))
-        return metadata, entries
+        return {file: {n: value for n, value in entries.items() if contents[n][0] == file} for file in files}
 
-    metadata, entries = run_on_all_ranks(group, "load_safetensors", prepare)
+    entries_of = run_on_all_ranks(group, "load_safetensors", prepare)
     if casts and group.rank == 0:
         warnings.warn(f"load_safetensors casts what {source} holds: {tell_casts(casts)}", stacklevel=2)
-    try:
-        load_values(entries, _Reader(path, metadata), group)
-    except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"fsdp: {source} could be read in part only, and the model has some of its values now: {reason_of(error)}"
-        ) from error
+
+    def read() -> None:
+        try:
+            for file, entries in entries_of.items():
+                _read(file, entries)
+        except Exception as error:
+            raise ValueError(
+                f"{source} could be read in part only, and the model has some of its values now: {error}"
+            ) from error
+
+    run_on_all_ranks(group, "load_safetensors", read)
     for bucket in sharded.buckets:
         torch.autograd.graph.increment_version(bucket.params)
 
 
-class _Reader(HuggingFaceStorageReader):
-    """The reader of tensors from files whose contents are known."""
-
-    def __init__(self, source: Path, metadata: Metadata) -> None:
-        super().__init__(str(source))
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-
-def _metadata_of(files: Sequence[Path]) -> Metadata:
-    """Return the contents of files, of the last file for a name that is in several.
+def _contents_of(files: Sequence[Path]) -> dict[str, tuple[Path, TensorStorageMetadata]]:
+    """Return the file, shape and dtype of each tensor; the last file for a name that is in several.
 
     Raises:
         ValueError: a file cannot be read, or holds a part of a tensor.
     """
-    whole = Metadata(state_dict_metadata={}, storage_data={})
+    contents: dict[str, tuple[Path, TensorStorageMetadata]] = {}
     for file in files:
-        reader = HuggingFaceStorageReader(str(file.parent))
-        reader.fs = SimpleNamespace(ls=lambda _, file=file: [str(file)])  # type: ignore[assignment]
         try:
-            found = reader.read_metadata()
+            with _import("safetensors").safe_open(file, "pt") as opened:
+                parts = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+                for name in opened.keys():  # noqa: SIM118
+                    shape = torch.Size(opened.get_slice(name).get_shape())
+                    dtype = (opened.get_slice(name)[:1] if shape else opened.get_tensor(name)).dtype
+                    contents[name] = file, TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks=[])
         except Exception as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
-        for index, info in found.storage_data.items():
-            if str(info.relative_path) != str(file):
-                raise NotImplementedError(f"torch {torch.__version__} reads {info.relative_path} in place of {file}")
-            tensor = found.state_dict_metadata[index.fqn]
-            if isinstance(tensor, TensorStorageMetadata) and [chunk.sizes for chunk in tensor.chunks] != [tensor.size]:
-                raise ValueError(f"{file} holds a part of {index.fqn!r} only: join the parts of all ranks first")
-        whole.state_dict_metadata |= found.state_dict_metadata
-        whole.storage_data |= found.storage_data
-    return whole
+        for name, part in parts.items():
+            if any(part["saved_offsets"]):
+                raise ValueError(f"{file} holds a part of {name!r} only: join the parts of all ranks first")
+    return contents
+
+
+def _read(file: Path, entries: Mapping[str, torch.Tensor]) -> None:
+    """Read this rank's rows of tensors in a file into entries of a state dict, in place."""
+    with _import("safetensors").safe_open(file, "pt") as opened:
+        for name, entry in entries.items():
+            local = local_rows(entry).detach()
+            if isinstance(entry, RowDTensor) and entry.ndim:
+                if local.numel():
+                    local.copy_(opened.get_slice(name)[entry.rows.start : entry.rows.end])
+            else:
+                local.copy_(opened.get_tensor(name))
 
 
 def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
