@@ -33,7 +33,7 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs  # before thunder
-from thunder_fsdp_sched import compilation
+from thunder_fsdp_sched import transform as transforms
 from thunder_fsdp_sched.demo.model import GPT
 from thunder_fsdp_sched.ir import operator_facts
 from thunder_fsdp_sched.proof import audit
@@ -92,7 +92,7 @@ def audit_of(blocks: int) -> dict[str, float]:
     jitted = thunder.jit(GPT(blocks=blocks, width=32, heads=2, length=16), transforms=[tfs.fsdp()])
     with contextlib.ExitStack() as stack:
         for owner, name, what in (
-            (compilation, "audited", "insert"),
+            (transforms, "audited", "insert"),
             (audit.Auditor, "succeeded", "exchange"),
             (audit.Auditor, "before", "check"),
             (audit.Auditor, "after", "check"),
