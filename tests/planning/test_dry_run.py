@@ -75,7 +75,7 @@ def test_trace_and_plan_take_the_same_options_and_a_cluster_described_by_a_file(
     common = f"test_dry_run:make_on_meta --world-size 16 --cluster {path} --cluster-set contention=0".split()
     common += ["--sharding", "both", "--bucketing", "100kB", "--prefetch", "auto", "--transport", "coalesced"]
     for command, expected in (
-        ("trace", ["ZeRO-2, forward, 16 ranks", "ZeRO-3, backward, 16 ranks"]),
+        ("trace", ["ZeRO-2, 16 ranks, forward", "ZeRO-3, 16 ranks, backward"]),
         ("plan", ["one step on ours", " ms = ", "launch gaps"]),
     ):
         output = invoke(command, *common)

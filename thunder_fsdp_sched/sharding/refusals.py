@@ -155,15 +155,12 @@ def _refuse_fsdp2_method(name: str, *_: Any, **__: Any) -> NoReturn:
 #
 
 
-def refuse_conflicts(model: ThunderModule) -> None:
-    """Raise an error if the model is also compiled with CUDA graphs, or is called by what ``torch.compile`` compiles.
+def refuse_torch_compile() -> None:
+    """Raise an error if the model is called by what ``torch.compile`` compiles.
 
-    A graph replays kernels. Symbols of this package make decisions on the host: which gradients of ``no_sync`` are yet
-    to be reduced, whether a bucket is already resident, whether the ranks agree. With a graph, they would be made only
-    once, during the capture. ``torch.compile`` would compile Thunder itself, and Thunder then fails somewhere.
+    It would compile Thunder itself, and Thunder then fails somewhere.
 
     Raises:
-        ValueError: names the transform.
         RuntimeError: ``torch.compile`` is at work.
     """
     if runs_under_torch_compile():
@@ -171,6 +168,20 @@ def refuse_conflicts(model: ThunderModule) -> None:
             "the jitted module was called by a module or function that torch.compile compiles: leave torch.compile out, "
             "because Thunder compiles the module, or call the module in a function with torch.compiler.disable"
         )
+
+
+def refuse_conflicts(model: ThunderModule) -> None:
+    """Raise an error if the model is also compiled with CUDA graphs, or is called by what ``torch.compile`` compiles.
+
+    A graph replays kernels. Symbols of this package make decisions on the host: which gradients of ``no_sync`` are yet
+    to be reduced, whether a bucket is already resident, whether the ranks agree. With a graph, they would be made only
+    once, during the capture.
+
+    Raises:
+        ValueError: names the transform.
+        RuntimeError: ``torch.compile`` is at work.
+    """
+    refuse_torch_compile()
     for transform in model._lc_transforms:
         if isinstance(transform, CUDAGraphTransform):
             raise ValueError(

@@ -30,7 +30,13 @@ from ..runtime.shard_source import finish_copies
 from .former_parameters import FormerParameters, check_gradients
 from .initial_values import is_blank
 from .module_parameters import ModuleParameters
-from .refusals import refuse_backward_hooks, refuse_conflicts, refuse_normalizations, refuse_old_backward_hooks
+from .refusals import (
+    refuse_backward_hooks,
+    refuse_conflicts,
+    refuse_normalizations,
+    refuse_old_backward_hooks,
+    refuse_torch_compile,
+)
 
 
 @dataclass(eq=False)
@@ -104,6 +110,8 @@ class ShardedModule:
         install_placeholders_on_miss = watch_cache_misses(model, partial(self.before_trace, weakref.ref(model)))
 
         def before_call(jitted: torch.nn.Module, *_: Any) -> None:
+            if torch.compiler.is_compiling():  # before it looks at the parameters
+                refuse_torch_compile()
             self._collects_less.end()  # compiling without a call may have failed
             set_in_call(self.module, True)
             if not self.running_eagerly:
