@@ -90,12 +90,17 @@ class RowDTensor(_Entry, _Base):
     def wrap(local: torch.Tensor, rows: Rows) -> RowDTensor:
         """Return a tensor that shares the memory of ``local``, this rank's rows, of shape ``rows.local_shape``."""
         assert not isinstance(local, DTENSORS)
-        spec = rows.spec(local.dtype, local.device.type)
-        if not local.storage_offset():
-            return RowDTensor.of_spec(local, spec)
-        # A DTensor takes over its local tensor's offset, which gives it an address. dcp.async_save then copies it like a
-        # plain tensor, from a storage that it does not have (torch 2.13).
-        wrapped = RowDTensor.of_spec(local.as_strided(local.shape, local.stride(), 0), spec)
+        return RowDTensor.of_spec(local, rows.spec(local.dtype, local.device.type))
+
+    @staticmethod
+    def entry(local: torch.Tensor, rows: Rows) -> RowDTensor:
+        """Return the same for a state dict, without an address.
+
+        A DTensor takes over its local tensor's offset, which gives it an address, and ``dcp.async_save`` copies what has one
+        like a plain tensor, from a storage that a DTensor does not have (torch 2.13). Parameters keep the offset, without
+        which Dynamo cannot trace their optimizers.
+        """
+        wrapped = RowDTensor.wrap(local.as_strided(local.shape, local.stride(), 0), rows)
         wrapped._local_tensor = local
         return wrapped
 
@@ -107,7 +112,7 @@ class RowDTensor(_Entry, _Base):
             local, spec = args[0]._local_tensor, args[0]._spec
             if args[0].storage_offset() == local.storage_offset():
                 return _construct(cls, local, spec, requires_grad=False)
-            return RowDTensor.wrap(local, spec.rows)
+            return RowDTensor.entry(local, spec.rows)
         return cls.run_operator(func, args, kwargs or {})
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:

@@ -256,7 +256,7 @@ class _Guard(UntracedHook):
                     self._params.check()
                 if not self._params.is_gathering:
                     refuse_unshared(bucket)
-                state_dict[prefix + leaf] = RowDTensor.wrap(bucket.shard_views[index], bucket.rows[index])
+                state_dict[prefix + leaf] = RowDTensor.entry(bucket.shard_views[index], bucket.rows[index])
 
     def shard_loaded_entries(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
