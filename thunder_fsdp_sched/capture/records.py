@@ -204,7 +204,7 @@ class Check(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What tracing one module call has read and added."""
+    """The reads and results of tracing one module call."""
 
     reads: tuple[Read, ...]  # all values that were read, in order
     arguments: tuple[Proxy, ...]  # the tensors among the arguments
@@ -336,7 +336,7 @@ def _is_at(path: Path, value: Any, known: dict[Path, Any]) -> bool:
 
 _MEMBERS = tuple((kind, name) for kind in (ATTRIBUTE, ITEM) for name in ("_modules", "_parameters", "_buffers"))
 _NAMESPACES = ((ATTRIBUTE, "__globals__"), (ATTRIBUTE, "__builtins__"))
-"""What a program reads of these is compared by itself."""
+"""Each value that a program reads from these is compared by itself."""
 
 _WRITTEN_BY_WARNINGS = "__warningregistry__"
 """The name under which a module's namespace gets the warnings that were shown; no program reads it."""

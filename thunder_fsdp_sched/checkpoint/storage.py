@@ -320,7 +320,9 @@ def _is_leaf(value: Any) -> bool:
 _PLAIN = (type(None), bool, int, float, str)
 
 _NUMPY: list[Any] = [np.ndarray, np.dtype, bytes, (bytes, "bytes")]
-"""What pickled arrays and numbers of NumPy, and empty bytes, refer to. NumPy 2 has renamed the module of two functions."""
+"""The classes and functions in pickles of NumPy's arrays and numbers, and of empty bytes.
+
+NumPy 2 has renamed the module of two functions."""
 _NUMPY += {type(np.dtype(code)) for code in f"?{np.typecodes['AllInteger']}{np.typecodes['AllFloat']}"}
 for _made in (np.empty(0), np.float64()):
     _function: Any = _made.__reduce__()[0]

@@ -114,7 +114,7 @@ def _some(texts: Sequence[str]) -> Sequence[str]:
 
 
 _DIMENSION = re.compile("dim|axis|axes|permutation")
-"""What the names of operator parameters contain whose numbers are dimensions."""
+"""Matches the names of operator parameters that are dimensions."""
 
 _MAX_SIZE = 2.0**40
 """The largest float that is checked; every larger one counts as an integer."""

@@ -46,7 +46,7 @@ _OTHERS_WITH_WORKSPACES = (
     *("argsort", "bincount", "cumsum", "embedding_dense_backward", "index_put", "_index_put_impl_", "kthvalue", "mode"),
     *("multinomial", "nonzero", "searchsorted", "sort", "topk", "unique", "_unique2"),
 )
-"""What the names of the other base operators begin with whose kernels may allocate a workspace."""
+"""Prefixes of other base operators: their kernels may allocate a workspace."""
 
 _EMBEDDING_BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
 

@@ -85,7 +85,7 @@ class Suggestion:
 
     @property
     def detail(self) -> str:
-        """What the changes do; may be empty."""
+        """The effect of the changes; may be empty."""
         return _detail(self.step) if self.changes else ""
 
     def __str__(self) -> str:

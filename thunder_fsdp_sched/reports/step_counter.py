@@ -34,7 +34,7 @@ _COPIES = frozenset({
 # fmt: on
 _SCALINGS = frozenset({"div", "mul"})
 _KINDS = {"reduce_scatter": "reduce_scatter", "gather": "all_gather"}
-"""What a collective counts as, by a part of the operator's name; others count by their names."""
+"""The kinds of collectives, by a part of the operator's name; others are counted under their own names."""
 
 
 @dataclass(frozen=True)

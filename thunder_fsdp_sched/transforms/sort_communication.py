@@ -323,8 +323,8 @@ class _Sorter:
             reason = f"in-flight limit: the bytes of the {self.max_reductions} largest reductions"
             if not self._issue_all_reduce(before[0], reason):
                 self._wait_for_grads(before[0], reason)
-        # On one communicator the next gather would queue behind the reduction. But a bucket that is still read before the
-        # next step occupies the memory that an earlier gather would need.
+        # Issue the next gather first: on a shared communicator the reduction would delay it. But a bucket that is still
+        # read before the next step occupies the memory that an earlier gather would need.
         if self.prefetch and self.next_step < len(self.steps) and self._shares_group(reduction):
             until = _first_consumer(self.steps[self.next_step][0])
             if not any(position < g.last < until for g in self.gathered if g.step < self.next_step):
