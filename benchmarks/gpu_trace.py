@@ -15,6 +15,7 @@ from itertools import filterfalse
 from typing import Any
 
 from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.planning.timeline import length, union
 
 # Figures of a step besides its seconds.
 PARTS = ("compute", "communication", "exposed", "idle")
@@ -51,12 +52,8 @@ def _is_nccl(event: Mapping[str, Any]) -> bool:
 
 
 def _seconds_in(events: Iterable[Mapping[str, Any]]) -> float:
-    """Return the seconds in which at least one of them runs: the length of the union of their intervals."""
-    total, until = 0.0, float("-inf")
-    for start, duration in sorted((event["ts"], event["dur"]) for event in events):
-        total += max(start + duration - max(start, until), 0.0)
-        until = max(until, start + duration)
-    return total * 1e-6
+    """Return the seconds in which at least one of them runs."""
+    return length(union((event["ts"], event["ts"] + event["dur"]) for event in events)) * 1e-6
 
 
 def simulated(compiled: Any, cost: Any) -> dict[str, float]:

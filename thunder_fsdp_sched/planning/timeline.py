@@ -45,6 +45,10 @@ class Interval(NamedTuple):
     position: int
 
     @property
+    def span(self) -> tuple[float, float]:
+        return self.start, self.end
+
+    @property
     def seconds(self) -> float:
         return self.end - self.start
 
@@ -105,7 +109,7 @@ class Timeline:
 
     def _without_compute(self, intervals: Iterable[Interval]) -> float:
         """Return the time in which one of the intervals runs and compute does not."""
-        pairs = product(union(intervals), self._not_computing)
+        pairs = product(union(i.span for i in intervals), self._not_computing)
         return sum(max(min(end, until) - max(start, since), 0.0) for (start, end), (since, until) in pairs)
 
     @cached_property
@@ -118,13 +122,13 @@ class Timeline:
         return self._gaps(i for i in self.intervals if i.kind != "wait")
 
     def _gaps(self, intervals: Iterable[Interval]) -> tuple[tuple[float, float], ...]:
-        edges = [0.0, *(edge for interval in union(intervals) for edge in interval), self.step_seconds]
+        edges = [0.0, *(edge for span in union(i.span for i in intervals) for edge in span), self.step_seconds]
         return tuple((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start)
 
     @cached_property
     def idle_seconds(self) -> float:
         """The time in which nothing runs because the device waits for the host."""
-        return _length(self.launch_gaps)
+        return length(self.launch_gaps)
 
     @property
     def breakdown(self) -> str:
@@ -161,7 +165,7 @@ class Timeline:
     @property
     def overlap(self) -> float:
         """The share of communication that compute hides, between 0 and 1; 1 if there is none."""
-        total = _length(union(self.collectives))
+        total = length(union(i.span for i in self.collectives))
         return 1 - self.exposed_seconds / total if total else 1.0
 
     @cached_property
@@ -184,10 +188,10 @@ class Timeline:
         return f"{self.breakdown}; {shares}; peak {self.peak_unsharded_bytes:,} unsharded bytes"
 
 
-def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[tuple[float, float]]:
-    """Return the union of intervals as disjoint intervals, ascending; those at most ``gap`` seconds apart count as one."""
+def union(spans: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
+    """Return the union of spans ``(start, end)``, ascending; those at most ``gap`` seconds apart count as one."""
     merged: list[tuple[float, float]] = []
-    for start, end in sorted((i.start, i.end) for i in intervals):
+    for start, end in sorted(spans):
         if merged and start - merged[-1][1] <= gap:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         elif end > start:
@@ -195,5 +199,6 @@ def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[tuple[float, 
     return merged
 
 
-def _length(intervals: Iterable[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in intervals)
+def length(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the total length of disjoint spans."""
+    return sum(end - start for start, end in spans)

@@ -106,7 +106,7 @@ def _draw(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
             axes.text(center, y[lane], short, ha="center", va="center", fontsize=7, clip_on=True)
 
     bars(
-        union((i for i in timeline.intervals if i.kind == COMPUTE), end / scale / 2000), "compute"
+        union((i.span for i in timeline.intervals if i.kind == COMPUTE), end / scale / 2000), "compute"
     )  # thousands of kernels
     bars([(start, stop) for start, stop in timeline.launch_gaps if (stop - start) * scale >= end / 2000], "gap")
     bars([(i.start, i.end) for i in timeline.intervals if i.kind == "wait"], "exposed")
