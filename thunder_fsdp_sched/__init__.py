@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .api import FSDPSched, fsdp
 from .compat import __version__ as __version__
 from .compiled_traces import CompiledTraces
+from .encoding.policy import CommPolicy
 from .ir.schedule import CommOp, Schedule, StepSchedule
 from .ir.step_memory import StepMemory
 from .plan.plan import Plan
@@ -45,6 +46,7 @@ __all__ = [
     "BucketSpec",
     "CheckpointError",
     "CommOp",
+    "CommPolicy",
     "CompiledTraces",
     "FSDPSched",
     "FSDPTransform",

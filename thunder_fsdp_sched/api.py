@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from .encoding.policy import CommPolicy
 from .ir.schedule import StepSchedule
 from .options import check_options
 from .plan.specs import ParamSpec
@@ -41,6 +42,7 @@ def fsdp(
     schedule: str | Path | StepSchedule | None = None,
     transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = "auto",
     mp_policy: MixedPrecisionPolicy | Callable[[str, torch.nn.Module], MixedPrecisionPolicy | None] | None = None,
+    comm_policy: CommPolicy | Callable[[str, torch.nn.Module], CommPolicy | None] | None = None,
     gradient_divide_factor: float | Callable[[str, torch.nn.Module], float | None] | None = None,
     all_reduce_hook: Callable[[str, torch.Tensor], None] | None = None,
     offload_policy: OffloadPolicy | None = None,
@@ -145,6 +147,9 @@ def fsdp(
             root: no mixed precision). Like a module that FSDP2 wraps with the policy, a module for which it returns one
             also casts its inputs and outputs, which takes Thunder some tenths of a second to trace. Parameters with
             different dtypes are in different buckets.
+        comm_policy: a :class:`~thunder_fsdp_sched.CommPolicy`: parameters are gathered, or gradients reduced, in low
+            precision (``CommPolicy(gather="int8", reduce="bfloat16")``). Shards stay exact; the model computes with what
+            is decoded. A callable ``(module name, module) -> policy`` decides as for ``mp_policy``.
         gradient_divide_factor: divide the sum of the gradients over ranks by this number, or a callable ``(module name,
             module) -> number`` that decides for each module, such as experts that are sharded over fewer ranks; ``None``
             means as for the module that contains it. The default is the number of ranks that share the parameter,

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from .encoding.policy import CommPolicy
 from .ir.schedule import StepSchedule, load_schedules
 from .plan.bucketing import BucketingStrategy, BucketRule
 from .plan.specs import BucketOptions, ParamSpec, ShardingStrategy
@@ -227,6 +228,9 @@ class Options:
     transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = _option(check_transport)
     mp_policy: MixedPrecisionPolicy | ByModule = _option(
         _is(MixedPrecisionPolicy, "a MixedPrecisionPolicy or None", _floating_point)
+    )
+    comm_policy: CommPolicy | ByModule = _option(
+        _is(CommPolicy, "a CommPolicy or None", lambda _, p: p or CommPolicy())
     )
     gradient_divide_factor: float | ByModule | None = _option(check_factor)
     all_reduce_hook: Callable[[str, torch.Tensor], None] | None = _option(

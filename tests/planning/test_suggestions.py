@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from thunder_fsdp_sched import CommPolicy
 from thunder_fsdp_sched.ir.symbols import gather_of
 from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
@@ -48,7 +49,9 @@ def compile_with(changes: tuple[str, ...], nbytes: int, **options: Any) -> Any:
         if change == "half the batch (32 of 64 samples a rank)":
             inputs = lambda: make(32)  # noqa: E731
         else:
-            arguments |= eval(f"dict({change})", {**vars(torch.distributed.fsdp), "torch": torch})
+            arguments |= eval(
+                f"dict({change})", {**vars(torch.distributed.fsdp), "torch": torch, "CommPolicy": CommPolicy}
+            )
     return dry_run_step(inputs, on=device(nbytes), **arguments)
 
 
@@ -146,7 +149,8 @@ def test_if_nothing_fits_the_least_memory_and_what_is_missing_are_named():
 def test_a_step_that_fits_gets_changes_that_make_it_faster():
     found = suggest(plan_that_fits())
     assert found.plan.fits
-    assert {s.changes for s in found.ranked} == {('sharding_strategy="zero2"',), ('prefetch="auto"',)}
+    faster = 'sharding_strategy="zero2"', 'prefetch="auto"', "comm_policy=CommPolicy(gather='int8', reduce='bfloat16')"
+    assert {s.changes for s in found.ranked} == {(change,) for change in faster}
     for suggestion in found.ranked:
         check_promise(suggestion, 10**9)
 

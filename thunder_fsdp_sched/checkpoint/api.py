@@ -28,7 +28,9 @@ from ..ranks.control import control_of
 from ..sharding.jitted_state import rows_by_name
 from ..sharding.sharded_module import find_jitted
 from . import extra as extras
+from . import feedback
 from .extra import EXTRA
+from .feedback import FEEDBACK
 from .folder import METADATA, refuse_complete, saving_into
 from .on_all_ranks import CheckpointError, find_difference, refuse_different, run_on_all_ranks
 from .state_dict import (
@@ -96,8 +98,10 @@ def save_checkpoint(
             check_plain(state[keys[1]], keys[1])
         if taken := state.keys() & (extra or {}).keys():
             raise ValueError(f"extra: the name {sorted(taken)[0]!r} is taken by the model or its optimizers (keys)")
-        if EXTRA in keys:
-            raise ValueError(f"keys: the name {EXTRA!r} is taken by extra")
+        if reserved := {EXTRA, FEEDBACK}.intersection(keys):
+            raise ValueError(f"keys: the name {reserved.pop()!r} is taken")
+        if lost := feedback.entries(sharded):
+            state[FEEDBACK] = lost
         facts = describe_optimizers(model, chosen, values=True)
         if extra:
             state[EXTRA] = extras.encode(extra)
@@ -128,7 +132,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint of :func:`save_checkpoint`, or of ``dcp.save`` with FSDP2's state dicts; a collective.
 
-    The number of ranks, the strategy and the buckets may differ from those at saving. While reading, it needs as much
+    The number of ranks, the strategy and the buckets may differ from those at saving; error feedback (``comm_policy``)
+    then starts from zero, with a warning on the first rank. While reading, it needs as much
     additional memory as the model's shards. Entries of another dtype are cast, as by DCP, with a warning on the first
     rank.
 
@@ -158,6 +163,7 @@ def load_checkpoint(
     if verify_checksums and not reader.has_checksums and group.rank == 0:
         _log.warning("%s has no checksums of its own: those of its archives are verified", path)
     paths, casts = paths_of(metadata), list[Cast]()
+    lost = feedback.Loading(sharded, paths.get(FEEDBACK, {}))
 
     def prepare() -> tuple[dict[str, Any], dict[str, str], list[dict[str, Any]], dict[str, Any]]:
         """Return memory by DCP's names, these names of the model's entries, and what is made of the rest of the memory:
@@ -182,6 +188,7 @@ def load_checkpoint(
             states = optimizer_state_dicts(loaded, model, chosen)
             memory |= of_state
             casts.extend(more)
+        memory |= lost.memory
         for name, wanted in (extra or {}).items():
             values[name], more_memory = extras.fit(wanted, paths.get(name, {}), name, own, reader)
             memory |= more_memory
@@ -195,9 +202,15 @@ def load_checkpoint(
     # Every rank has read everything, and nothing has been changed yet.
     if casts and group.rank == 0:
         warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
+    if lost.starts_from_zero and group.rank == 0:
+        warnings.warn(
+            f"error feedback (comm_policy) starts from zero: {path} holds none for this number of ranks and these buckets",
+            stacklevel=2,
+        )
     with torch.no_grad():
         for name, value in rows_by_name(model).items():
             value.copy_(memory[there[name]])
+        lost.finish()
     for optimizer, state in zip(chosen, states, strict=True):
         optimizer.load_state_dict(state)
     return values

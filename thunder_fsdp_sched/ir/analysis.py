@@ -359,12 +359,15 @@ class Analysis:
         kept = {m.owner: _lifetime(m, BEFORE_TRACE, end) for m in sorted(pending_grads, key=lambda m: m.label)}
         before = frozenset(kept)
         found = list(kept.values())
+        waits = {e.waits.future: position for position, e in enumerate(self.effects) if e.waits is not None}
         for position, e in enumerate(self.effects):
             for m in e.allocates:
                 if m.if_kept is not None and m.if_kept not in before:
                     continue
                 if m.scope == "call":
                     found.append(_lifetime(m, position, position))
+                elif m.scope == "wait" and e.issues is not None:
+                    found.append(_lifetime(m, waits[e.issues.future], waits[e.issues.future]))
                 elif m.scope in KEPT and m.owner not in kept:
                     following = (i for i in range(position + 1, end + 1) if is_statement(self.bsyms[i]))
                     kept[m.owner] = _lifetime(m, position if m.scope == "kept" else next(following), end)

@@ -80,6 +80,7 @@ class Issue(NamedTuple):
         place: the slot that it uses until the wait; ``None`` if it uses none.
         gathers: whether the slot then holds the bucket's parameters.
         transport: how it is sent; the name of a transport, or of the collective.
+        encoding: the format in which it is sent; ``None`` if exactly.
         followed_by: how many issues on the arena follow in the trace, if the bucket is still there at its end.
         preceded_by: how many issues on the arena precede it in the trace, if it is :attr:`resident`.
         window: whether an earlier micro-batch may have left the bucket; see [Note: Gathered once in a window].
@@ -96,11 +97,17 @@ class Issue(NamedTuple):
     place: Place | None = None
     gathers: bool = False
     transport: str = ""
+    encoding: str | None = None
     followed_by: int | None = None
     preceded_by: int | None = None
     window: str | None = None
     traffic: Traffic | None = None
     from_host: int = 0
+
+    @property
+    def sent_by(self) -> str:
+        """The transport, and the format if there is one."""
+        return f"{self.transport} {self.encoding}" if self.encoding else self.transport
 
     @property
     def resident(self) -> bool:
@@ -167,9 +174,9 @@ class Memory(NamedTuple):
         nbytes: its bytes, without rounding.
         device: the type of its device.
         scope: until when it exists. ``"value"``: the last use of the result or a view of it; ``"call"``: only while the
-            symbol runs; ``"pool"``: it is taken from idle memory, and given back by the wait; ``"steps"``: in
-            all steps; ``"kept"``: until a symbol ``forgets`` the key; ``"kept later"``: the same, but until the symbol it
-            is the memory of the operation that it waits for.
+            symbol runs; ``"wait"``: only while the symbol runs that waits for what it issues; ``"pool"``: it is taken from
+            idle memory, and given back by the wait; ``"steps"``: in all steps; ``"kept"``: until a symbol ``forgets`` the
+            key; ``"kept later"``: the same, but until the symbol it is the memory of the operation that it waits for.
         kind: what it counts as in reports: ``"communication"``, ``"gradients"``, ``"temporaries"``, or ``"values"`` for what
             depends on its lifetime.
         label: what it is, for reports; a result has a name.
@@ -180,7 +187,7 @@ class Memory(NamedTuple):
     owner: Hashable
     nbytes: int
     device: str
-    scope: Literal["value", "call", "pool", "steps", "kept", "kept later"] = "value"
+    scope: Literal["value", "call", "wait", "pool", "steps", "kept", "kept later"] = "value"
     kind: str = "communication"
     label: str = ""
     if_kept: Hashable = None

@@ -72,7 +72,8 @@ def _print(
     issue = effects(bsym).issues
     if issue is not None and issue.dtype is not None:
         dtype = str(issue.dtype).removeprefix("torch.")
-        call += f"  # {issue.nbytes:,} bytes {dtype}{', already resident' * issue.resident}"
+        encoded = f" as {issue.encoding}" if issue.encoding else ""
+        call += f"  # {issue.nbytes:,} bytes {dtype}{encoded}{', already resident' * issue.resident}"
     return call
 
 

@@ -133,7 +133,7 @@ def read_program(trace: TraceCtx) -> list[Action]:
         issue = e.issues
         if issue is not None and issue.bucket is not None and issue.group is not None:
             spec, group = issue.bucket.spec, issue.group
-            line = f"{issue.kind} {spec.name} {issue.nbytes} bytes {issue.dtype} {spec.comm.transport}"
+            line = f"{issue.kind} {spec.name} {issue.nbytes} bytes {issue.dtype} {issue.sent_by}"
             line += "".join(f" {name}={mark}" for name, mark in issue.marks.items())
             actions.append(Action(line, group.name or group.description, tuple(group.global_ranks), False, len(issued)))
             issued[issue.future] = actions[-1]
@@ -186,7 +186,7 @@ def read_schedule(trace: TraceCtx) -> Schedule:
                 issue.nbytes,
                 str(issue.dtype).removeprefix("torch."),
                 issue.group.description,
-                issue.transport,
+                issue.sent_by,
                 str((issue.place.slot if issue.place is not None else None) or ""),
                 live.first_read(outs_of(bsym)) if e.issues is None and e.waits is not None else None,
                 str(bsym.header) + hook,

@@ -49,7 +49,7 @@ token, exist only around the fusion executors: see [Note: Cuts] in ``transforms.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from thunder.core import devices, dtypes
@@ -63,7 +63,7 @@ from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import copy_secondary_shard
 from ..runtime.memory import Slot, slot_bytes
 from ..runtime.module_hooks import check_hooks
-from ..transports.base import Traffic
+from ..transports.base import Buffer, Traffic
 from .effects import (
     Effects,
     Issue,
@@ -101,6 +101,12 @@ def _shard_bytes(bucket: Bucket, dtype: torch.dtype) -> int:
     return bucket.spec.layout.shard_numel * dtype.itemsize
 
 
+def _loaded_bytes(bucket: Bucket) -> int:
+    """Return the bytes of an offloaded shard that are copied to the device."""
+    spec = bucket.spec
+    return _shard_bytes(bucket, spec.param_dtype if spec.gather_wire is None else spec.dtype)
+
+
 def _all_gather_meta(
     bucket: Bucket,
     slot: Slot | None,
@@ -128,9 +134,10 @@ def gather_of(bucket: Bucket, slot: Slot | None = None, future: str = "", **mark
         place,
         gathers=True,
         transport=spec.comm.transport,
+        encoding=spec.options.comm_policy.gather,
         **{mark: marks.get(mark) for mark in ("followed_by", "preceded_by", "window")},
         traffic=bucket.transport.gather_traffic(spec),
-        from_host=_shard_bytes(bucket, spec.param_dtype) if spec.comm.offload else 0,
+        from_host=_loaded_bytes(bucket) if spec.comm.offload else 0,
     )
 
 
@@ -138,12 +145,19 @@ def _all_gather_effects(bsym: BoundSymbol) -> Effects:
     bucket, (_, slot, *shards), marks = bucket_of(bsym), bsym.args, bsym.kwargs
     spec, issue = bucket.spec, gather_of(bucket, slot, bsym.output.name, **marks)
     secondary = next(names([marks.get("secondary")]), None)
-    offload, casts, nbytes = spec.comm.offload, spec.param_dtype != spec.dtype, _shard_bytes(bucket, spec.param_dtype)
+    offload, casts, nbytes = spec.comm.offload, spec.sends_copy, spec.sent_bytes
     memory, work = [], Work()
     if offload and not issue.resident:
         memory.append(Memory(issue.future, nbytes, spec.device.type))
+        if spec.gather_wire is not None:
+            memory += _call(bucket, "copy of the shard on the device", _loaded_bytes(bucket))
     if casts and not offload:
         memory.append(Memory(("cast", bucket), nbytes, spec.device.type, "steps", label=f"cast of {spec.name}"))
+    if not issue.resident:
+        memory += _pooled(bucket, bucket.transport.gather_buffers(spec))
+        memory += _afterwards(bucket, "decoding", bucket.transport.gather_temporary(spec))
+    if spec.gather_wire is not None and not (issue.resident or marks.get("again")):
+        memory += _call(bucket, "encoding", spec.gather_wire.temporary_bytes(1, spec.dtype))
     if not issue.resident and issue.traffic is not None:
         copied, casts_now = issue.traffic.copied_before, casts and not marks.get("again")
         at_once = copied + (spec.shard_bytes + nbytes if casts_now or offload else 0)
@@ -247,22 +261,26 @@ def _broadcast(bucket: Bucket, grads: Sequence[TensorProxy | None]) -> tuple[Mem
     return _call(bucket, "sum of broadcast gradients", sum(sums))
 
 
-def _transport_temporary(bucket: Bucket, *, in_wait: bool) -> tuple[Memory, ...]:
-    """Return the memory that a transport needs after its collective: on a GPU in the issue, elsewhere in the wait."""
-    if in_wait is (bucket.spec.device.type == "cuda"):
-        return ()
-    label = f"temporary memory of {bucket.spec.comm.transport}"
-    return _call(bucket, label, bucket.transport.reduce_temporary(bucket.spec))
+def _afterwards(bucket: Bucket, what: str, nbytes: int) -> tuple[Memory, ...]:
+    """Return memory that a transport needs after its collective: on a GPU in the issue, elsewhere in the wait."""
+    spec = bucket.spec
+    scope: Literal["call", "wait"] = "call" if spec.device.type == "cuda" else "wait"
+    return (Memory(None, nbytes, spec.device.type, scope, label=f"{what} ({spec.name})"),) if nbytes else ()
+
+
+def _pooled(bucket: Bucket, buffers: Sequence[Buffer], if_kept: Hashable = None) -> list[Memory]:
+    device = bucket.spec.device.type
+    return [Memory(b, b.nbytes, device, "pool", label="buffer of a transport", if_kept=if_kept) for b in buffers]
 
 
 def _transport_memory(bucket: Bucket, if_kept: Hashable = None) -> tuple[Memory, ...]:
     """Return the receive buffers and the workspace of a reduction."""
     spec, transport = bucket.spec, bucket.transport
     device, key = spec.device.type, ("workspace", spec.comm.transport, bucket.ranks.reductions.description)
-    buffers = [
-        Memory((spec.reduce_dtype, n), n, device, "pool", label="receive buffer", if_kept=if_kept)
-        for n in transport.reduce_buffers(spec)
-    ]
+    buffers = _pooled(bucket, transport.reduce_buffers(spec), if_kept)
+    if spec.options.comm_policy.error_feedback and spec.reduce_wire is not None:
+        label = f"error feedback of {spec.name}"
+        buffers.append(Memory(("feedback", bucket), spec.grad_bytes, device, "steps", "gradients", label))
     workspace = transport.reduce_workspace(spec)
     if workspace and spec.requires_grad:
         label = f"workspace of {spec.comm.transport}"
@@ -278,15 +296,26 @@ def reduction_of(bucket: Bucket, slot: Slot | None = None, future: str = "") -> 
     """Return the reduction of a bucket's gradients."""
     spec, dtype = bucket.spec, bucket.spec.reduce_dtype
     place, group = Place(bucket, slot, dtype), bucket.ranks.reductions
-    kind, transport = "fsdp_reduce_scatter", spec.comm.transport
-    traffic = bucket.transport.reduce_traffic(spec)
-    return Issue(kind, future, bucket, group, spec.grad_bytes, dtype, place, transport=transport, traffic=traffic)
+    return Issue(
+        "fsdp_reduce_scatter",
+        future,
+        bucket,
+        group,
+        spec.grad_bytes,
+        dtype,
+        place,
+        transport=spec.comm.transport,
+        encoding=spec.options.comm_policy.reduce,
+        traffic=bucket.transport.reduce_traffic(spec),
+    )
 
 
 def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
     bucket, (_, slot, *grads), future = bucket_of(bsym), bsym.args, bsym.output.name
     spec, dtype = bucket.spec, bucket.spec.reduce_dtype
-    traffic = bucket.transport.reduce_traffic(spec)
+    traffic, temporary = bucket.transport.reduce_traffic(spec), bucket.transport.reduce_temporary(spec)
+    # The wait frees it before it casts the result.
+    cast = spec.shard_bytes if spec.reduce_dtype != spec.dtype and bucket.ranks.replicas is None else 0
     return Effects(
         issues=reduction_of(bucket, slot, future),
         work=Work(traffic.launches, traffic.copied_before, traffic.copied_before, touches=2),
@@ -296,7 +325,8 @@ def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
         allocates=(
             Memory(future, _shard_bytes(bucket, dtype), spec.device.type, kind="gradients"),
             *_broadcast(bucket, grads),
-            *_transport_temporary(bucket, in_wait=False),
+            *_afterwards(bucket, f"temporary memory of {spec.comm.transport}", max(0, temporary - cast)),
+            *_call(bucket, "encoding", bucket.transport.sending_temporary(spec)),
             *_transport_memory(bucket),
         ),
     )
@@ -331,10 +361,7 @@ def _all_reduce_effects(bsym: BoundSymbol) -> Effects:
         work=Work(),
         bucket=bucket,
         views={result: (future.name,)},
-        allocates=(
-            *_call(bucket, "sum of sharded gradients", added, reduced_gradients(bucket).owner),
-            *_transport_temporary(bucket, in_wait=True),
-        ),
+        allocates=_call(bucket, "sum of sharded gradients", added, reduced_gradients(bucket).owner),
     )
 
 
@@ -355,10 +382,8 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
     if casts or offload:
         memory.append(Memory(first, flat, spec.shard_device.type, kind="gradients", on_host=offload))
         views = {first: (), **dict.fromkeys(rest, (first,))}
-    if bucket.ranks.replicas is None:
-        memory += _transport_temporary(bucket, in_wait=True)
-        if spec.accumulate_dtype not in (spec.reduce_dtype, spec.dtype):
-            memory += _call(bucket, "sum of sharded gradients", spec.accumulated_bytes, reduced_gradients(bucket).owner)
+    if bucket.ranks.replicas is None and spec.accumulate_dtype not in (spec.reduce_dtype, spec.dtype):
+        memory += _call(bucket, "sum of sharded gradients", spec.accumulated_bytes, reduced_gradients(bucket).owner)
     if casts and offload:
         memory += _call(bucket, "cast of sharded gradients", flat)
     expected, own = bucket.hook_name, _shard_bytes(bucket, spec.reduce_dtype)
@@ -397,10 +422,9 @@ def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
     wait, kept = Wait(future, (fsdp_reduce_scatter.name,)), reduced_gradients(bucket)
     if spec.accumulate_dtype == spec.reduce_dtype:  # the first ones stay where the reduction has put them
         kept = kept._replace(scope="kept later")
-    memory = (*_transport_temporary(bucket, in_wait=True), kept)
     moved = _shard_bytes(bucket, spec.reduce_dtype) + 2 * spec.accumulated_bytes
     work = Work(moved=moved, moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after)
-    return Effects(waits=wait, work=work, bucket=bucket, allocates=memory)
+    return Effects(waits=wait, work=work, bucket=bucket, allocates=(kept,))
 
 
 fsdp_accumulate_reduced = register("fsdp_accumulate_reduced", ops.accumulate_reduced, _accumulate_reduced_effects)
@@ -415,7 +439,8 @@ def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
     cast = spec.reduce_dtype != spec.dtype or spec.comm.offload
     result = _shard_bytes(bucket, spec.reduce_dtype) if cast else 0
     widened = spec.accumulate_dtype != spec.reduce_dtype
-    whole = slot_bytes(spec, spec.reduce_dtype) + bucket.transport.reduce_temporary(spec) + result
+    temporary = max(bucket.transport.sending_temporary(spec), bucket.transport.reduce_temporary(spec))
+    whole = slot_bytes(spec, spec.reduce_dtype) + temporary + result
     flat, device = spec.shard_bytes, spec.shard_device.type
     grads = f"sharded gradients of {spec.name}"
     return Effects(

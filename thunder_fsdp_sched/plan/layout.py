@@ -18,9 +18,10 @@ order only with one collective or one copy per parameter; here that is the speci
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Segment:
     unsharded_offset: int  # first element in the unsharded buffer, where it has world_size * shard_numel elements
     shard_offset: int  # first element in a rank's shard buffer, where it has shard_numel elements
     shard_numel: int  # elements that each rank owns, padding included
+    exempt: bool = False  # whether its parameters travel exactly although others are encoded
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,15 @@ class Layout:
         """Elements of the unsharded buffer that belong to no parameter."""
         return self.unsharded_numel - sum(p.numel for p in self.placements)
 
+    @functools.cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the unsharded buffer that belong to no parameter."""
+        found, end = [], 0
+        for placement in sorted(self.placements, key=lambda p: (p.unsharded_offset, p.numel)):
+            found.append((end, placement.unsharded_offset))
+            end = max(end, placement.unsharded_offset + placement.numel)
+        return tuple((begin, end) for begin, end in (*found, (end, self.unsharded_numel)) if begin < end)
+
     def unsharded_segments(self, unsharded: torch.Tensor) -> list[torch.Tensor]:
         """Return each non-empty segment as a view of a flat unsharded buffer."""
         return [
@@ -96,7 +107,7 @@ class Layout:
         each, rest = divmod(self.world_size, world_size)
         assert not rest, (self.world_size, world_size)
         segments = tuple(
-            Segment(s.unsharded_offset, s.shard_offset * each, s.shard_numel * each) for s in self.segments
+            replace(s, shard_offset=s.shard_offset * each, shard_numel=s.shard_numel * each) for s in self.segments
         )
         placements = []
         for placement in self.placements:
@@ -129,7 +140,12 @@ def _narrow(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
 
 
 def make_layout(
-    shapes: Sequence[tuple[int, ...]], world_size: int, itemsize: int, *, per_param: bool = False
+    shapes: Sequence[tuple[int, ...]],
+    world_size: int,
+    itemsize: int,
+    *,
+    per_param: bool = False,
+    exempt: Collection[int] = (),
 ) -> Layout:
     """Lay out parameters of the given shapes, in order, in one bucket for ``world_size`` ranks.
 
@@ -139,28 +155,20 @@ def make_layout(
         itemsize: bytes of one element in the narrowest dtype in which the bucket is sent or stored.
         per_param: give each parameter a segment of its own, which splits it evenly by rows. The segments of a shard
             then follow each other without gaps.
+        exempt: indices of parameters that travel exactly although others are encoded; they get segments of their own.
     """
     align = max(1, ALIGNMENT // itemsize)
     if per_param:
         memberships = [[i] for i in range(len(shapes))]
     else:
-        memberships = [list(range(len(shapes)))]
-        total = _total(shapes, memberships, world_size, align)
-        if sum(map(math.prod, shapes)) < (1 - _MAX_PADDING) * total:
-            # Row widths without a small common multiple cause padding: give each width its own segment.
-            by_width: dict[int, list[int]] = {}
-            for i, shape in enumerate(shapes):
-                by_width.setdefault(math.prod(shape[1:]), []).append(i)
-            split = list(by_width.values())
-            if _total(shapes, split, world_size, align) < total:
-                memberships = split
-
+        parts = ([i for i in range(len(shapes)) if (i in exempt) is apart] for apart in (False, True))
+        memberships = [members for part in parts for members in _divided(shapes, part, world_size, align)]
     segments: list[Segment] = []
     placements: dict[int, Placement] = {}
     unsharded_offset = shard_offset = 0
     for members in memberships:
         shard_numel, offsets = _fill_segment(shapes, members, world_size, align)
-        segments.append(Segment(unsharded_offset, shard_offset, shard_numel))
+        segments.append(Segment(unsharded_offset, shard_offset, shard_numel, members[0] in exempt))
         for i, offset in zip(members, offsets, strict=True):
             placements[i] = _make_placement(shapes[i], offset, segments[-1], world_size)
         unsharded_offset = round_up(unsharded_offset + world_size * shard_numel, align)
@@ -172,6 +180,20 @@ def make_layout(
         unsharded_offset,
         shard_offset,
     )
+
+
+def _divided(shapes: Sequence[tuple[int, ...]], members: list[int], world_size: int, align: int) -> list[list[int]]:
+    """Return parameters as one segment; as one for each width of rows if they have widths that cause much padding."""
+    if not members:
+        return []
+    total = _total(shapes, [members], world_size, align)
+    if sum(math.prod(shapes[i]) for i in members) >= (1 - _MAX_PADDING) * total:
+        return [members]
+    by_width: dict[int, list[int]] = {}
+    for i in members:
+        by_width.setdefault(math.prod(shapes[i][1:]), []).append(i)
+    split = list(by_width.values())
+    return split if _total(shapes, split, world_size, align) < total else [members]
 
 
 def _make_placement(shape: tuple[int, ...], offset: int, segment: Segment, world_size: int) -> Placement:

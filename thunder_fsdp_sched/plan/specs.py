@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -9,6 +10,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..encoding.formats import FORMATS, Format
+from ..encoding.policy import CommPolicy
+from ..encoding.wire import Wire
 from .layout import Layout
 
 ShardingStrategy = Literal["zero2", "zero3"]
@@ -68,6 +72,7 @@ class BucketOptions:
     Attributes:
         sharding_strategy: ``"zero3"`` if gathered again for backward, ``"zero2"`` if unsharded until then.
         mp_policy: of a bucket, only the dtypes that differ from that of the shards.
+        comm_policy: the formats in which parameters and gradients travel.
         gradient_divide_factor: what the sum of gradients over ranks is divided by; ``None`` for the number of ranks.
         reshard_after_forward: the number of ranks among which backward gathers from secondary shards; ``None`` for all.
             See [Note: Secondary shards] in ``runtime.bucket_aliases``.
@@ -75,6 +80,7 @@ class BucketOptions:
 
     sharding_strategy: ShardingStrategy = "zero3"
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    comm_policy: CommPolicy = field(default_factory=CommPolicy)
     gradient_divide_factor: float | None = None
     reshard_after_forward: int | None = None
 
@@ -140,6 +146,40 @@ class BucketSpec:
     def accumulated_bytes(self) -> int:
         """Bytes of this rank's rows of reduced gradients as they are added up under ``no_sync``."""
         return self.layout.shard_numel * self.accumulate_dtype.itemsize
+
+    @functools.cached_property
+    def gather_wire(self) -> Wire | None:
+        """What each rank sends to gather the bucket, if that is encoded."""
+        return self._wire(self.options.comm_policy.gather, self.param_dtype)
+
+    @functools.cached_property
+    def reduce_wire(self) -> Wire | None:
+        """What each rank sends each other rank to reduce gradients, if that is encoded."""
+        return self._wire(self.options.comm_policy.reduce, self.reduce_dtype)
+
+    def _wire(self, encoding: str | None, exact: torch.dtype) -> Wire | None:
+        if encoding is None:
+            return None
+        segments = [(s.shard_numel, Format(exact) if s.exempt else FORMATS[encoding]) for s in self.layout.segments]
+        return Wire.of([segment for segment in segments if segment[0]], self.options.comm_policy.block)
+
+    @property
+    def sends_copy(self) -> bool:
+        """Whether a gather sends a cast or an encoding of the shard."""
+        return self.gather_wire is not None or self.param_dtype != self.dtype
+
+    @property
+    def sent_shard(self) -> tuple[int, torch.dtype]:
+        """Elements, and their dtype, of what a rank sends to gather the bucket."""
+        if self.gather_wire is not None:
+            return self.gather_wire.nbytes, torch.uint8
+        return self.layout.shard_numel, self.param_dtype
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of what a rank sends to gather the bucket."""
+        numel, dtype = self.sent_shard
+        return numel * dtype.itemsize
 
     @property
     def device(self) -> torch.device:

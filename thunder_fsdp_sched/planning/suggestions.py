@@ -21,6 +21,7 @@ import torch
 from thunder.core.pytree import tree_flatten, tree_map
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from ..encoding.policy import CommPolicy
 from ..sizes import human_bytes
 from .dry_run import DryRun, dry_run_step, module_and_inputs, replan
 from .fake_ranks import Made
@@ -305,13 +306,15 @@ def smaller_changes(step: DryRun, max_memory: int) -> Iterator[Change]:
 
 
 def faster_changes(step: DryRun) -> Iterator[Change]:
-    """Yield changes that may lower the time of a step at the cost of memory."""
+    """Yield changes that may lower the time of a step, at the cost of memory or of precision."""
     if step.options.get("schedule") is not None:
         return
     if step.options.get("sharding_strategy", "zero3") == "zero3" and step.options.get("max_unsharded_bytes") is None:
         yield _option("sharding_strategy", "zero2")
     if step.transform.options.prefetch != "auto":
         yield _option("prefetch", "auto")
+    if step.options.get("comm_policy") is None and step.options.get("transport") != "all_reduce":
+        yield _option("comm_policy", policy := CommPolicy(gather="int8", reduce="bfloat16"), str(policy))
 
 
 def samples_of(make: Callable[[], Made]) -> int | None:

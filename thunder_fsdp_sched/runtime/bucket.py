@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..plan.specs import BucketSpec
 from ..ranks.control import Control, IssueCounts
-from ..transports import TRANSPORTS
+from ..transports import transport_of
 from ..transports.base import PeerMemory, Views, Work
 from .accumulation import Accumulation
 from .autograd import is_backward_of, requested
@@ -102,7 +102,7 @@ class Bucket:
         self.ranks = ranks
         self.secondary_ranks = secondary_ranks
         self.rank = ranks.group.rank
-        self.transport = TRANSPORTS[spec.comm.transport]
+        self.transport = transport_of(spec)
         self.arena = arena
         self.handle = handle
         self.private_slot: Slot | None = None
@@ -142,7 +142,7 @@ class Bucket:
         self.accumulation = Accumulation(spec)
         if spec.comm.offload:
             self.source = OffloadedShardSource(spec, self.shard)
-        elif spec.param_dtype != spec.dtype:
+        elif spec.sends_copy:
             self.source = CastShardSource(spec, self.shard, self.allocate_sent, self.version)
         else:
             self.source = ShardSource(spec, self.shard)
@@ -173,18 +173,24 @@ class Bucket:
 
     def _allocate_shard(self) -> torch.Tensor:
         spec = self.spec
-        if spec.param_dtype != spec.dtype:  # gathers send a cast
+        if spec.sends_copy:
             shard = torch.zeros(spec.layout.shard_numel, dtype=spec.dtype, device=spec.shard_device)
         else:
             shard = self.allocate_sent()
         return shard.pin_memory() if spec.comm.pin_memory else shard
 
     def allocate_sent(self) -> torch.Tensor:
-        """Allocate what gathers send: the flat shard, or memory for its cast."""
+        """Allocate what gathers send: the flat shard, or memory for a cast or an encoding of it."""
         spec = self.spec
         if self.peer_memory is not None:
             return self.peer_memory.take(spec.name)
-        return self.transport.allocate(spec.layout.shard_numel, spec.param_dtype, spec.shard_device, self.ranks)
+        return self.transport.allocate(*spec.sent_shard, spec.shard_device, self.ranks)
+
+    @functools.cached_property
+    def feedback(self) -> torch.Tensor:
+        """What rounding this rank's gradients has lost, as in the unsharded buffer; zeros before the first reduction."""
+        with torch.inference_mode(False):
+            return torch.zeros(self.spec.layout.unsharded_numel, dtype=self.spec.reduce_dtype, device=self.spec.device)
 
     @property
     def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..encoding.policy import CommPolicy
 from ..plan.layout import ALIGNMENT, Layout, Placement, round_up
 from ..plan.specs import BucketSpec
 from ..transports import TRANSPORTS
@@ -42,7 +43,7 @@ _Token = TypeVar("_Token")
 
 
 def _alias(base: Bucket, spec: BucketSpec, *, ranks: Ranks | None = None, primary: Bucket | None = None) -> Bucket:
-    """Return a bucket that uses the shards of another one.
+    """Return a bucket that uses the shards of another one. Whatever the bucket's formats are, it is sent exactly.
 
     Args:
         base: the bucket with the shards.
@@ -50,9 +51,10 @@ def _alias(base: Bucket, spec: BucketSpec, *, ranks: Ranks | None = None, primar
         ranks: the ranks that gather it, if they are not those of ``base``.
         primary: see :attr:`Bucket.primary`.
     """
+    spec = spec.with_options(comm_policy=CommPolicy())
     memory = base.peer_memory if TRANSPORTS[spec.comm.transport].peers_read_shards else None
     if memory is not None:
-        memory.announce(spec.name, spec.layout.shard_numel, spec.param_dtype)
+        memory.announce(spec.name, *spec.sent_shard)
     handle = handle_name(spec.name)
     return Bucket(spec, ranks or base.ranks, base.arena, handle, base=base, primary=primary, peer_memory=memory)
 

@@ -1,4 +1,4 @@
-"""The tensor that a gather sends: the bucket's shard, a cast of it, or a copy of it on the device.
+"""The tensor that a gather sends: the bucket's shard, a cast or an encoding of it, or a copy of it on the device.
 
 [Note: Reuse of casts]
 Every gather of a forward casts again, because some writes to a parameter cannot be detected: those of optimizers with their
@@ -54,7 +54,7 @@ class ShardSource:
 
 
 class CastShardSource(ShardSource):
-    """The source that sends a cast of the shard in lower precision, made by one kernel in each forward.
+    """The source that sends a cast of the shard in lower precision, or an encoding of it, made in each forward.
 
     Args:
         allocate: allocates memory for the cast.
@@ -85,12 +85,20 @@ class CastShardSource(ShardSource):
             return self._cast
         self._of = ()  # invalid until the cast is complete
         with torch.no_grad(), labelled(f"fsdp_cast({self._spec.name})"):
-            self._cast.copy_(self._shard)
+            _fill(self._spec, self._cast, self._shard)
         self._of, self._number = of, forward_number()
         return self._cast
 
     def free(self) -> None:
         self._cast = None
+
+
+def _fill(spec: BucketSpec, sent: torch.Tensor, shard: torch.Tensor) -> None:
+    """Fill what a rank sends with a cast or an encoding of its shard."""
+    if (wire := spec.gather_wire) is None:
+        sent.copy_(shard)
+    else:
+        wire.encode([segment[None] for segment in spec.layout.shard_segments(shard)], sent[None])
 
 
 class OffloadedShardSource(ShardSource):
@@ -107,10 +115,14 @@ class OffloadedShardSource(ShardSource):
         if device.type == "cuda":
             side_stream(device).wait_stream(torch.cuda.current_stream(device))
         with torch.no_grad(), self.send_context(), labelled(f"fsdp_load({spec.name})"):
-            copy = torch.empty_like(self._shard, dtype=spec.param_dtype, device=device)
+            encodes = spec.gather_wire is not None
+            copy = torch.empty_like(self._shard, dtype=spec.dtype if encodes else spec.param_dtype, device=device)
             copy.copy_(self._shard, non_blocking=True)
             if device.type == "cuda":
                 self._copied = _last_copies[device] = torch.cuda.current_stream(device).record_event()
+            if encodes:
+                shard, copy = copy, torch.empty(spec.sent_shard[0], dtype=torch.uint8, device=device)
+                _fill(spec, copy, shard)
             return copy
 
     def finish_copy(self) -> None:

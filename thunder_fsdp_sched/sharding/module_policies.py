@@ -1,11 +1,11 @@
 """The options of each module, if functions of the module decide them.
 
 [Note: Options of single modules]
-``sharding_strategy``, ``reshard_after_forward``, ``mp_policy`` and ``gradient_divide_factor`` may be functions of (module
-name, module). They are asked once for each module, from the root down. A module for which they return ``None`` is treated
-as the module that contains it. What is decided for a module applies to the parameters that it owns directly. So a function
-may decide by blocks or by single layers, and ``mp_policy`` decides as nested calls of FSDP2's ``fully_shard`` do: the
-innermost one that names a policy counts, and the module that it names casts its inputs and outputs.
+``sharding_strategy``, ``reshard_after_forward``, ``mp_policy``, ``comm_policy`` and ``gradient_divide_factor`` may be
+functions of (module name, module). They are asked once for each module, from the root down. A module for which they return
+``None`` is treated as the module that contains it. What is decided for a module applies to the parameters that it owns
+directly. So a function may decide by blocks or by single layers, and ``mp_policy`` decides as nested calls of FSDP2's
+``fully_shard`` do: the innermost one that names a policy counts, and the module that it names casts its inputs and outputs.
 
 Parameters that are kept, gathered or reduced differently are in different buckets. Ranks compare the decisions together
 with the parameters, before anything is allocated.
@@ -13,7 +13,7 @@ with the parameters, before anything is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from ..encoding.policy import CommPolicy, matches
 from ..options import BY_MODULE, CHECKS, Options
 from ..plan.specs import BucketOptions, ParamSpec
 
@@ -30,14 +31,18 @@ from ..plan.specs import BucketOptions, ParamSpec
 def _for_bucket(decision: BucketOptions, spec: ParamSpec) -> BucketOptions:
     """Return what the bucket of a parameter needs, given the options of a module that owns it."""
     if not spec.dtype.is_floating_point:
-        return replace(decision, mp_policy=MixedPrecisionPolicy(), gradient_divide_factor=None)
+        exact = {"mp_policy": MixedPrecisionPolicy(), "comm_policy": CommPolicy()}
+        return replace(decision, **exact, gradient_divide_factor=None)  # type: ignore[arg-type]
     policy = decision.mp_policy
     param_dtype, reduce_dtype = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
     if param_dtype == spec.dtype:
         param_dtype = None
     if param_dtype is None and reduce_dtype == spec.dtype:
         reduce_dtype = None
-    return replace(decision, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
+    decision = replace(decision, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
+    if decision.comm_policy.gather == "bfloat16" and (param_dtype or spec.dtype).itemsize <= 2:  # no longer exactly
+        return replace(decision, comm_policy=replace(decision.comm_policy, gather=None))
+    return decision
 
 
 class ModulePolicies:
@@ -91,6 +96,20 @@ class ModulePolicies:
                     f"modules: {getattr(first, option)} and {getattr(other, option)}. Let it return the same for both"
                 )
         return _for_bucket(first, spec)
+
+    def check_exempt(self, specs: Iterable[ParamSpec]) -> None:
+        """Check that each name in ``CommPolicy.exempt`` is one of a parameter or a module.
+
+        Raises:
+            ValueError: it is not.
+        """
+        names = [name for spec in specs for name in spec.names]
+        for pattern in dict.fromkeys(p for decision in self._of.values() for p in decision.comm_policy.exempt):
+            if not any(matches(pattern, name) for name in names):
+                raise ValueError(
+                    f"comm_policy: exempt: {pattern!r} matches no parameter; give the name of a parameter or a module, or "
+                    f"a pattern such as '*.bias'. Parameters are {', '.join(map(repr, names[:3]))}, ..."
+                )
 
     def line(self, spec: ParamSpec) -> str:
         """Return what functions have decided for a parameter, for ranks to compare; empty if there are none."""

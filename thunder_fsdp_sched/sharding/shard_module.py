@@ -155,6 +155,7 @@ class _Sharding:
             for spec, param in specs
         ]
         self.policies = ModulePolicies(module, options)
+        self.policies.check_exempt(spec for spec, _ in specs)
         for spec, _, _, ranks in self.params:
             for group in ranks.groups:
                 group.check_sends(spec.device, f"parameter {spec.name!r}")
@@ -243,6 +244,8 @@ class _Sharding:
         transport = TRANSPORTS[asked]
         try:
             transport.check(first.device, dtypes, ranks)
+            if own.comm_policy.encodes and (why := transport.refuses_encoded(first.device)):
+                raise ValueError(f"comm_policy: {own.comm_policy} cannot be sent by transport={asked!r}: {why}")
         except ValueError as error:
             raise ValueError(f"{error} (bucket {name!r})") from error
         policy = self.options.offload_policy
@@ -295,7 +298,7 @@ class _Sharding:
             if transport.peers_read_shards:
                 key = spec.comm.transport, spec.device, ranks
                 peer_memory[spec.name] = memory = shared.setdefault(key, PeerMemory(transport, spec.device, ranks))
-                memory.announce(spec.name, spec.layout.shard_numel, spec.param_dtype)
+                memory.announce(spec.name, *spec.sent_shard)
         for spec in self.plan:
             handle = handle_name(spec.name)
             while handle in buckets:

@@ -149,7 +149,7 @@ def gather_ahead(
                 )
             if control.is_on_all_ranks(bucket):
                 control.rendezvous(f"{what}: gathering", f"{bucket.spec.name} as {dtype}")
-            if dtype is not bucket.spec.param_dtype:
+            if dtype is not bucket.spec.param_dtype or bucket.spec.gather_wire is not None:
                 bucket = temporary_alias_in_dtype(bucket, dtype)
             bucket.issue_counts.expected += 2
             return bucket, all_gather(bucket, slots[number], *bucket.params)  # type: ignore[arg-type]

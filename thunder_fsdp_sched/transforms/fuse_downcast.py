@@ -14,6 +14,7 @@ from thunder.core.trace import TraceCtx, tracectx
 from ..ir.effects import bucket_of, effects, operations
 from ..ir.inspection import args_of, nested, swap_args, with_bound_symbols
 from ..ir.symbols import fsdp_wait_params, gather_and_wait
+from ..plan.specs import BucketSpec
 from ..runtime.bucket_aliases import alias_bytes, alias_in_dtype, alias_of_params
 from .bucket_communication import like
 
@@ -51,11 +52,7 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
     DeepSpeed's pull request 7588 does the same by configuration.
     """
     _, found = operations(trace.bound_symbols, of_buckets=True)
-    gathers = [
-        (issue, wait)
-        for issue, *_, wait in found
-        if effects(wait).unshards and bucket_of(wait).spec.param_dtype.itemsize > 2
-    ]
+    gathers = [(issue, wait) for issue, *_, wait in found if effects(wait).unshards and _is_long(bucket_of(wait).spec)]
     params = {p.name for _, wait in gathers for p in wait.output}
     casts: dict[str, list[_Downcast]] = defaultdict(list)
     others: set[str] = set()
@@ -85,6 +82,11 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
     for bsym in trace.bound_symbols:
         new.bound_symbols += instead.get(id(bsym), [swap_args(bsym, swaps)])
     return new
+
+
+def _is_long(spec: BucketSpec) -> bool:
+    """Return whether a cast could save bytes; an encoded bucket has fewer, and casting before it would round twice."""
+    return spec.param_dtype.itemsize > 2 and spec.gather_wire is None
 
 
 def _fusable(

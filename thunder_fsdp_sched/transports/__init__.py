@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..plan.layout import make_layout
+from ..plan.specs import BucketSpec
 from .all_reduce import AllReduce
 from .all_to_all import AllToAll
 from .base import Traffic, Transport, Work
 from .coalesced import Coalesced
+from .encoded import Encoded
 from .flat import Flat
 from .staged import Staged
 from .symmetric_memory import SymmetricMemory
 
-__all__ = ["TRANSPORTS", "Traffic", "Transport", "Work", "choose_transport", "register_transport"]
+__all__ = ["TRANSPORTS", "Traffic", "Transport", "Work", "choose_transport", "register_transport", "transport_of"]
 
 TRANSPORTS: dict[str, Transport] = {}
 """All transports, keyed by name."""
@@ -26,6 +28,12 @@ def register_transport(transport: Transport) -> None:
 
 for _transport in (Flat(), AllToAll(), Coalesced(), AllReduce(), SymmetricMemory(), Staged()):
     register_transport(_transport)
+
+
+def transport_of(spec: BucketSpec) -> Transport:
+    """Return the transport of a bucket."""
+    transport = TRANSPORTS[spec.comm.transport]
+    return transport if spec.gather_wire is spec.reduce_wire is None else Encoded(transport, spec)
 
 
 def choose_transport(

@@ -22,6 +22,9 @@ class AllReduce(Flat):
 
     name = "all_reduce"
 
+    def refuses_encoded(self, device: torch.device) -> str:
+        return "it sends twice the bytes of the other transports; use 'flat' or 'all_to_all'"
+
     def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
         unsharded.flat.zero_()
         for piece, target in bucket.local_slices:

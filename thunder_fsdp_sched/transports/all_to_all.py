@@ -9,7 +9,18 @@ import torch
 import torch.distributed as dist
 
 from ..plan.specs import BucketSpec
-from .base import Traffic, TransportedBucket, Views, Work, issue_each, issue_then, segment_bytes
+from .base import (
+    Buffer,
+    Returning,
+    Traffic,
+    TransportedBucket,
+    Views,
+    Work,
+    issue_each,
+    issue_then,
+    segment_bytes,
+    take_idle,
+)
 from .flat import Flat, pairs
 
 
@@ -33,14 +44,13 @@ class AllToAll(Flat):
         added = spec.grad_bytes + spec.layout.shard_numel * spec.reduce_dtype.itemsize
         return super().reduce_traffic(spec)._replace(is_reduce_scatter=False, copied_after=added)
 
-    def reduce_buffers(self, spec: BucketSpec) -> tuple[int, ...]:
-        return segment_bytes(spec, spec.reduce_dtype)
+    def reduce_buffers(self, spec: BucketSpec) -> tuple[Buffer, ...]:
+        return tuple(Buffer(spec.reduce_dtype, nbytes) for nbytes in segment_bytes(spec, spec.reduce_dtype))
 
     def _reduce(self, bucket: TransportedBucket, whole: torch.Tensor, own: torch.Tensor) -> Work:
         world_size = bucket.spec.layout.world_size
         group = bucket.ranks.reductions.process_group
-        free = bucket.scratch[whole.dtype, whole.numel()]
-        received = free.pop() if free else torch.empty_like(whole)
+        received = take_idle(bucket.scratch, whole.numel(), whole.dtype, whole.device)
 
         def add_up() -> None:
             first, *others = received.view(world_size, -1).unbind()
@@ -56,20 +66,4 @@ class AllToAll(Flat):
             return [dist.all_to_all_single(received, whole, group=group, async_op=True)]
 
         work = issue_then(exchange, add_up, (whole, received, own))
-        return _Returning(work, received, free)
-
-
-class _Returning:
-    """Work that returns its buffer when it is dropped after a wait, and never while the exchange may still write it."""
-
-    def __init__(self, work: Work, buffer: torch.Tensor, free: list[torch.Tensor]) -> None:
-        self._work, self._buffer, self._free = work, buffer, free
-        self._done = False
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._done = True
-
-    def __del__(self) -> None:
-        if self._done:
-            self._free.append(self._buffer)
+        return Returning(work, bucket.scratch, received)

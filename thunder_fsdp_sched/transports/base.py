@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -56,6 +57,10 @@ class TransportedBucket(Protocol):
         """The elements of this rank's shard, and their elements in the unsharded buffer, as pairs of slices."""
 
     @property
+    def feedback(self) -> torch.Tensor:
+        """What rounding this rank's gradients has lost, as in the unsharded buffer; zeros before the first reduction."""
+
+    @property
     def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:
         """Idle temporary memory, keyed by dtype and number of elements; a missing key is an empty list."""
 
@@ -85,6 +90,18 @@ class Traffic(NamedTuple):
         """Return the same traffic if all collectives start together."""
         total = sum(self.messages)
         return self._replace(messages=(total,) * bool(total), launches=min(1, self.launches))
+
+
+class Buffer(NamedTuple):
+    """Idle temporary memory that a collective takes, and that its wait gives back.
+
+    Attributes:
+        dtype: of its elements; buffers of another dtype are not used instead.
+        nbytes: its bytes.
+    """
+
+    dtype: torch.dtype
+    nbytes: int
 
 
 class Transport(ABC):
@@ -119,6 +136,12 @@ class Transport(ABC):
                         f"transport={self.name!r}: the backend gloo cannot send {dtype}; it knows "
                         f"{', '.join(map(str, _GLOO))}. Choose another dtype in mp_policy, or another backend"
                     )
+
+    def refuses_encoded(self, device: torch.device) -> str:
+        """Return why it cannot send encoded bytes of buckets on this device, and what to do; empty if it can."""
+        if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            return "encoding on a GPU is compiled with torch.compile, which needs triton; install it"
+        return ""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> torch.Tensor:
         """Return memory for a flat shard, filled with zeros, from which it can send."""
@@ -158,12 +181,24 @@ class Transport(ABC):
         messages = segment_bytes(spec, spec.reduce_dtype)
         return Traffic(messages, len(messages), is_reduce_scatter=True)
 
-    def reduce_buffers(self, spec: BucketSpec) -> tuple[int, ...]:
-        """Return the bytes of each buffer that one reduction uses from its issue to its wait, and later ones use again."""
+    def gather_buffers(self, spec: BucketSpec) -> tuple[Buffer, ...]:
+        """Return each buffer that one gather uses from its issue to its wait, and later collectives use again."""
+        return ()
+
+    def reduce_buffers(self, spec: BucketSpec) -> tuple[Buffer, ...]:
+        """Return the same for one reduction."""
         return ()
 
     def reduce_workspace(self, spec: BucketSpec) -> int:
         """Return the bytes that reductions between the same ranks share, which stay allocated; the largest one counts."""
+        return 0
+
+    def gather_temporary(self, spec: BucketSpec) -> int:
+        """Return the bytes that one gather allocates and frees again after its collective."""
+        return 0
+
+    def sending_temporary(self, spec: BucketSpec) -> int:
+        """Return the bytes that one reduction allocates and frees again before its collectives."""
         return 0
 
     def reduce_temporary(self, spec: BucketSpec) -> int:
@@ -259,6 +294,36 @@ class _WorkThenAction:
         for work in self.works:
             work.wait()
         self.action()
+
+
+class Returning:
+    """Work that returns its buffers when it is dropped after a wait, and never while the operation may still write them.
+
+    Args:
+        scratch: the idle memory to which they belong.
+    """
+
+    def __init__(
+        self, work: Work, scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]], *buffers: torch.Tensor
+    ) -> None:
+        self._work, self._scratch, self._buffers = work, scratch, buffers
+        self._done = False
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._done = True
+
+    def __del__(self) -> None:
+        for buffer in self._buffers if self._done else ():
+            self._scratch[buffer.dtype, buffer.numel()].append(buffer)
+
+
+def take_idle(
+    scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]], numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return idle memory from ``scratch``, or new memory if there is none."""
+    free = scratch[dtype, numel]
+    return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
 
 
 _side_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
