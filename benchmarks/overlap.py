@@ -6,6 +6,7 @@
     sudo python benchmarks/overlap.py --ranks 4 --only 'block|FSDP2|DDP'
     sudo python benchmarks/overlap.py --profile 4 --real --length 512 --only 'ours zero.( prefetch .)?$'  # predict steps
     sudo python benchmarks/overlap.py --bucketing --save bucketing         # bucketing strategies instead
+    sudo python benchmarks/overlap.py --formats --compute 0.9 0.45 0.22    # formats on the wire instead
     python benchmarks/overlap.py --no-limit --blocks 2 --width 64 --compute 0.05 --rounds 3      # no root: plain loopback
 
 The systems train a GPT on gloo ranks. Each rank runs with one thread, is pinned to a core, and has its own network
@@ -19,6 +20,8 @@ in a different order each time. Seconds are those of forward and backward on the
 * /max: the step divided by the longer of the two; 1.00 is perfect overlap.
 * Ours / this: the default options of the same strategy.
 * Predicted, with ``--profile``: the step that the simulator predicts from a measured profile of "ours zero3".
+
+* Of exact, with ``--formats``: the step divided by that of ours without formats.
 
 With ``--bucketing``:
 
@@ -42,6 +45,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from thunder_fsdp_sched import CommPolicy
 from thunder_fsdp_sched.planning.profiles import MeasuredCost
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.reports.profiler import measure as measure_profile
@@ -71,6 +75,7 @@ from systems import (
     unsharded_eager,
     wire_bytes,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 NEEDED = ("compute", *(f"ours {strategy}{flat}" for strategy in ("zero2", "zero3") for flat in ("", " flat")))
 
@@ -78,12 +83,24 @@ COLUMNS = harness.STEP | {
     "communication": ("communication", ".3f"),
     "/max": ("of_max", ".2f"),
     "ours / this": ("ours", ".2f"),
+    "of exact": ("of_exact", ".2f"),
     "predicted": ("predicted", ".3f"),
     "predicted / measured": ("predicted / measured", ".2f"),
 }
 
 
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
 BUCKETINGS = {"none": "none", "layer": "layer", "block": "block", "1 MB": 10**6, "4 MB": 4 * 10**6, "25 MB": 25 * 10**6}
+
+FORMATS = {
+    " bf16": CommPolicy("bfloat16", "bfloat16"),
+    " int8": CommPolicy("int8"),
+    " int8, bf16": CommPolicy("int8", "bfloat16"),
+    " int8, int8": CommPolicy("int8", "int8"),
+    " float8, bf16": CommPolicy("float8_e4m3fn", "bfloat16"),
+    " int8, int4 with feedback": CommPolicy("int8", "int4", error_feedback=True),
+}
 
 BUCKETING_COLUMNS: harness.Columns = {
     "calls": ("calls", "d"),
@@ -95,11 +112,12 @@ BUCKETING_COLUMNS: harness.Columns = {
 }
 
 
-def systems(*, bucketing: bool = False) -> dict[str, Make]:
+def systems(*, bucketing: bool = False, formats: bool = False) -> dict[str, Make]:
     """Return the function that builds each system, keyed by the system's name.
 
     Args:
         bucketing: whether ours are its bucketing strategies.
+        formats: whether they are formats on the wire, beside FSDP2 with parameters and reductions in bfloat16.
     """
     made: dict[str, Make] = {"compute": unsharded, "compute, eager": unsharded_eager}
     variants: dict[str, dict[str, Any]] = {
@@ -112,6 +130,8 @@ def systems(*, bucketing: bool = False) -> dict[str, Make]:
     variants |= {f" release {when}": {"release": when} for when in ("step", "bucket")}
     if bucketing:
         variants = {f" {name}": {"bucketing_strategy": strategy} for name, strategy in BUCKETINGS.items()}
+    if formats:
+        variants = {"": {}, " flat": {"transport": "flat"}} | {n: {"comm_policy": p} for n, p in FORMATS.items()}
     for strategy in ("zero2", "zero3"):
         for variant, options in variants.items():
             made[f"ours {strategy}{variant}"] = partial(ours, sharding_strategy=strategy, **options)
@@ -119,6 +139,10 @@ def systems(*, bucketing: bool = False) -> dict[str, Make]:
             made[f"Thunder fsdp {strategy} {name}"] = partial(thunders_fsdp, strategy=strategy, bucketing=name)
         made[f"FSDP2 {strategy}"] = partial(fsdp2, reshard=strategy == "zero3")
         made[f"FSDP2 overlapped {strategy}"] = partial(overlapped_fsdp2, reshard=strategy == "zero3")
+        if formats:
+            made[f"FSDP2 overlapped {strategy} bf16"] = partial(
+                overlapped_fsdp2, reshard=strategy == "zero3", policy=BF16
+            )
     made["DDP"] = ddp
     return made
 
@@ -127,7 +151,7 @@ def run(arguments: argparse.Namespace) -> None:
     shape = Shape.of(arguments)
     emulation, tokens = Emulation(shape), shape.tokens(dist.get_rank())
     needed = ("compute",) if arguments.bucketing else NEEDED
-    makes = matching(systems(bucketing=arguments.bucketing), arguments.only, *needed)
+    makes = matching(systems(bucketing=arguments.bucketing, formats=arguments.formats), arguments.only, *needed)
     built = build(makes, shape, emulation, partial(step, tokens=tokens))
     runs = {name: partial(step, system, tokens) for name, system in built.items()}
     for name, system in built.items():
@@ -182,6 +206,7 @@ def figures_of(seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, f
             "communication": statistics.median(communication),
             "of_max": ratio(steps, [max(a, b) for a, b in zip(compute, communication, strict=True)]),
             "ours": ratio(seconds[f"ours {strategy}"], steps),
+            "of_exact": ratio(steps, seconds[f"ours {strategy}"]),
         }
         if name in predicted:
             share = predicted[name] / figures[name]["seconds"]
@@ -243,6 +268,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
 if __name__ == "__main__":
     parser = harness.options(__doc__)
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="predict steps from N measured ones")
+    parser.add_argument("--formats", action="store_true", help="compare formats on the wire")
     parser.add_argument("--bucketing", action="store_true", help="compare bucketing strategies")
     parsed = parser.parse_args()
     if parsed.profile and len(parsed.compute) != 1:

@@ -32,7 +32,7 @@ from harness import in_turns, say
 from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -209,10 +209,12 @@ def ddp(name: str, shape: Shape, emulation: Emulation) -> System:
     return System(name, module, _optimizer(module))
 
 
-def _fully_shard(shape: Shape, emulation: Emulation, reshard: bool | int) -> Any:
+def _fully_shard(
+    shape: Shape, emulation: Emulation, reshard: bool | int, policy: MixedPrecisionPolicy | None = None
+) -> Any:
     model = emulation.eager(shape.model())
     for part in (*model.blocks, model):
-        fully_shard(part, reshard_after_forward=reshard)
+        fully_shard(part, reshard_after_forward=reshard, mp_policy=policy or MixedPrecisionPolicy())
     return model
 
 
@@ -229,6 +231,7 @@ def overlapped_fsdp2(
     *,
     reshard: bool | int,
     ahead: int = 2,
+    policy: MixedPrecisionPolicy | None = None,
     max_reductions: int | None = None,
 ) -> System:
     """Return FSDP2 with its means to overlap on a CPU: asynchronous custom collectives and explicit prefetching.
@@ -236,6 +239,7 @@ def overlapped_fsdp2(
     Args:
         reshard: FSDP2's ``reshard_after_forward``.
         ahead: the number of blocks that are gathered ahead.
+        policy: the precision of parameters and reductions.
         max_reductions: how many reductions may be in flight, each of which keeps its unsharded gradients; ``None`` for
             no limit.
     """
@@ -265,7 +269,7 @@ def overlapped_fsdp2(
                 work.wait()
             self.works.clear()
 
-    model = _fully_shard(shape, emulation, reshard)
+    model = _fully_shard(shape, emulation, reshard, policy)
     reduce = Reduce()
     parts: list[FSDPModule] = [model, *model.blocks]
     for part in parts:

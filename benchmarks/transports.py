@@ -24,9 +24,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from thunder_fsdp_sched import CommPolicy
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from thunder_fsdp_sched.reports.step_counter import StepCounter
-from thunder_fsdp_sched.transports import TRANSPORTS
+from thunder_fsdp_sched.transports import transport_of
 
 import harness
 import torch
@@ -43,6 +44,15 @@ PRECISIONS = {
     "float32": MixedPrecisionPolicy(),
     "bf16, float32 sums": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "bf16 both": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+}
+
+FORMATS = {
+    "float32": CommPolicy(),
+    "bf16": CommPolicy("bfloat16", "bfloat16"),
+    "float8": CommPolicy("float8_e4m3fn", "float8_e4m3fn"),
+    "int8": CommPolicy("int8", "int8"),
+    "mxfp8, int4": CommPolicy("mxfp8", "int4"),
+    "int8, bf16": CommPolicy("int8", "bfloat16"),
 }
 
 COLUMNS: harness.Columns = {
@@ -64,6 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
     tables: dict[str, dict[str, dict[str, Any]]] = {
         "transports": {name: {"transport": name} for name in TRIED},
         "precisions": {name: {"transport": "flat", "mp_policy": policy} for name, policy in PRECISIONS.items()},
+        "formats": {name: {"comm_policy": policy} for name, policy in FORMATS.items()},
     }
     for title, variants in tables.items():
         if arguments.only in title:
@@ -116,7 +127,8 @@ def by_formula(transform: Any) -> dict[str, int]:
     schedule = transform.compiled[-1].schedule
     gathered = reduced = through_gloo = 0
     for op in filter(lambda op: op.travels, (*schedule.forward, *schedule.backward)):
-        transport, spec = TRANSPORTS[op.transport], transform.plan[op.bucket]
+        spec = transform.plan[op.bucket]
+        transport = transport_of(spec)
         gathers, reduces = op.kind == fsdp_all_gather.name, op.kind == fsdp_reduce_scatter.name
         if not (gathers or reduces):
             continue

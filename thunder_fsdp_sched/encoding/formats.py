@@ -52,7 +52,7 @@ REDUCE_FORMATS = ("bfloat16", "float8_e4m3fn", "int8", "int4")
 _SMALLEST = torch.finfo(torch.float32).tiny
 """The smallest scale: below it, dividing by a scale would overflow."""
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 18
 """Elements that a CPU encodes or decodes at once, so that what it computes on the way stays in its cache."""
 
 
@@ -80,7 +80,8 @@ def decode(form: Format, out: torch.Tensor, codes: torch.Tensor, scales: torch.T
 
 def decode_mean(form: Format, out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Fill ``out``, ``(1, blocks, block)``, with the mean over ranks of decoded blocks, added up in the order of ranks."""
-    _each(_decode_mean, form, out, codes.transpose(0, 1)[None], scales.transpose(0, 1)[None])
+    codes, scales = codes.transpose(0, 1)[None], scales.transpose(0, 1)[None]
+    _each(_decode_mean, form, out, codes, scales if form.largest else codes)
 
 
 def _each(function: Callable[..., None], form: Format, *tensors: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ class _Part(NamedTuple):
 
     Attributes:
         numel: elements of it that each rank owns.
-        block: number of elements in a block; for a cast, those of the segment.
+        block: number of elements in a block; 1 for a cast.
         blocks: the last of them may be partly empty.
         codes: offset of the codes, in bytes.
         scales: offset of the scales.
@@ -64,7 +64,7 @@ class Wire(NamedTuple):
         parts: list[_Part] = []
         end = 0
         for numel, form in segments:
-            size = (form.block or block) if form.largest else numel
+            size = (form.block or block) if form.largest else 1
             part = _Part(form, numel, size, -(-numel // size), end, 0, 0)
             scales = _round_up(end + part.code_bytes)
             end = _round_up(scales + part.scale_bytes)
