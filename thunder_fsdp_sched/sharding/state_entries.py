@@ -161,11 +161,18 @@ def _refuse_rows(optimizer: torch.optim.Optimizer, sharded: Sequence[RowDTensor]
             f"{cls} {why}, but was given rows of {param.rows.label!r}, which is sharded. Use AdamW, or an optimizer that "
             f"treats each parameter by itself, by thunder_fsdp_sched.WholeParameters"
         )
-    if isinstance(optimizer, _NEED_WHOLE) and (param := _first(p for p in sharded if p.rows.is_cut)) is not None:
+    if _needs_whole(optimizer) and (param := _first(p for p in sharded if p.rows.is_cut)) is not None:
         raise ValueError(
             f"{cls} needs whole parameters, but was given rows of {param.rows.label!r}, which is sharded: create it with "
             f"thunder_fsdp_sched.WholeParameters({cls}, model, params, ...)"
         )
+
+
+def _needs_whole(optimizer: torch.optim.Optimizer) -> bool:
+    # Those of torchao make states as DTensors that are cut evenly.
+    return isinstance(optimizer, _NEED_WHOLE) or any(
+        c.__module__.startswith("torchao.") for c in type(optimizer).__mro__
+    )
 
 
 def _mixes_ranks(optimizer: torch.optim.Optimizer) -> str:
