@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,7 +88,7 @@ def decode_mean(form: Format, out: torch.Tensor, codes: torch.Tensor, scales: to
 def _each(function: Callable[..., None], form: Format, *tensors: torch.Tensor) -> None:
     """Call a function of blocks: on a GPU compiled and once, on a CPU for chunks."""
     if tensors[0].device.type == "cuda":
-        _compiled(function, form)(*tensors)
+        _compiled(function, form)(form, *tensors)
         return
     step = max(1, _CHUNK // max(tensor.shape[-1] for tensor in tensors))
     for of_rank in zip(*tensors, strict=True):
@@ -96,8 +97,11 @@ def _each(function: Callable[..., None], form: Format, *tensors: torch.Tensor) -
 
 
 @functools.cache
-def _compiled(function: Callable[..., None], form: Format) -> Callable[..., None]:
-    return torch.compile(functools.partial(function, form), dynamic=True)
+def _compiled(function: Any, form: Format, backend: str = "inductor") -> Callable[..., None]:
+    # Each format has a copy of the code, because torch limits how often one code object is compiled. Beyond that limit, it
+    # would run uncompiled; fullgraph makes that an error.
+    own = FunctionType(function.__code__.replace(), function.__globals__)
+    return torch.compile(own, dynamic=True, fullgraph=True, backend=backend)
 
 
 def _encode(form: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

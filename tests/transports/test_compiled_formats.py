@@ -1,0 +1,34 @@
+"""What a GPU compiles, traced here and run without a compiler of kernels: the same bits as on a CPU."""
+
+from __future__ import annotations
+
+from thunder_fsdp_sched.encoding import formats
+from thunder_fsdp_sched.encoding.formats import FORMATS
+
+import pytest
+import torch
+from profiles import LONG_ONLY
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", *(pytest.param(name, marks=LONG_ONLY) for name in ("float8_e4m3fn", "mxfp8", "int4"))]
+)
+def test_compiled_functions_give_the_same_bits(name: str) -> None:
+    form = FORMATS[name]
+    block = form.block or 128
+    x = torch.randn(2, 6, block, generator=torch.Generator().manual_seed(0))
+
+    def all_bits(*, compiled: bool) -> list[torch.Tensor]:
+        def call(function, *tensors):
+            (formats._compiled(function, form, "aot_eager") if compiled else function)(form, *tensors)
+
+        codes = torch.zeros(2, 6, block // form.per_code, dtype=form.dtype)
+        scales = torch.zeros(2, 6, 1, dtype=form.scale)
+        decoded, mean = torch.empty_like(x), torch.empty(6, block)
+        call(formats._encode, x, codes, scales)
+        call(formats._decode, decoded, codes, scales)
+        call(formats._decode_mean, mean, codes.transpose(0, 1), scales.transpose(0, 1))
+        return [codes.view(torch.uint8), scales, decoded, mean]
+
+    for eager, compiled in zip(all_bits(compiled=False), all_bits(compiled=True), strict=True):
+        assert torch.equal(eager, compiled)
