@@ -202,9 +202,10 @@ def load_checkpoint(
     # Every rank has read everything, and nothing has been changed yet.
     if casts and group.rank == 0:
         warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
-    if lost.starts_from_zero and group.rank == 0:
+    if lost.drops and group.rank == 0:
         warnings.warn(
-            f"error feedback (comm_policy) starts from zero: {path} holds none for this number of ranks and these buckets",
+            f"error feedback (comm_policy) starts from zero: that in {path} is of other buckets, or of another number of "
+            f"ranks",
             stacklevel=2,
         )
     with torch.no_grad():

@@ -17,9 +17,7 @@ FEEDBACK = "error_feedback"
 
 def entries(sharded: ShardedModule) -> dict[str, torch.Tensor]:
     """Return what this rank saves, by name; empty before the first reduction."""
-    return {
-        _name(bucket, bucket.rank): bucket.feedback for bucket in _with_feedback(sharded) if "feedback" in vars(bucket)
-    }
+    return {_name(bucket): bucket.feedback for bucket in _with_feedback(sharded) if "feedback" in vars(bucket)}
 
 
 class Loading:
@@ -30,19 +28,19 @@ class Loading:
 
     Attributes:
         memory: where to load it, by its names in the checkpoint.
-        starts_from_zero: whether the checkpoint has none for some bucket.
+        drops: whether the checkpoint has some of this rank that fits no bucket.
     """
 
     def __init__(self, sharded: ShardedModule, paths: Paths) -> None:
-        self.memory: dict[str, torch.Tensor] = {}
-        self._places: list[tuple[Bucket, str | None]] = []
-        for bucket in _with_feedback(sharded):
-            names = [paths.get((_name(bucket, rank),)) for rank in range(bucket.spec.layout.world_size)]
-            name = None if None in names else names[bucket.rank]
-            self._places.append((bucket, name))
-            if name is not None:
-                self.memory[name] = torch.empty(bucket.spec.layout.unsharded_numel, dtype=bucket.spec.reduce_dtype)
-        self.starts_from_zero = any(name is None for _, name in self._places)
+        self._places = [(bucket, paths.get((_name(bucket),))) for bucket in _with_feedback(sharded)]
+        self.memory = {
+            name: torch.empty(bucket.spec.layout.unsharded_numel, dtype=bucket.spec.reduce_dtype)
+            for bucket, name in self._places
+            if name is not None
+        }
+        rank = sharded.world_group.global_ranks[sharded.world_group.rank]
+        own = {name for path, name in paths.items() if str(path[-1]).rpartition(" ")[2] == str(rank)}
+        self.drops = bool(self._places) and not own <= self.memory.keys()
 
     def finish(self) -> None:
         """Copy what was loaded, and fill the rest with zeros."""
@@ -57,8 +55,9 @@ def _with_feedback(sharded: ShardedModule) -> Iterator[Bucket]:
     return (b for b in sharded.buckets if b.spec.options.comm_policy.error_feedback and b.spec.reduce_wire is not None)
 
 
-def _name(bucket: Bucket, rank: int) -> str:
-    """Return a name that fits the same bucket with the same layout only."""
-    spec = bucket.spec
-    layout = hashlib.sha256(repr((spec.layout, [p.names for p in spec.params], spec.reduce_dtype)).encode()).hexdigest()
-    return f"{spec.name} {layout[:16]} {bucket.ranks.group.global_ranks[rank]}"
+def _name(bucket: Bucket) -> str:
+    """Return a name that fits the same bucket, with the same layout, on the same rank of as many ranks."""
+    spec, ranks = bucket.spec, bucket.ranks
+    facts = spec.layout, [p.names for p in spec.params], spec.reduce_dtype, ranks.averaged
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()
+    return f"{spec.name} {digest[:16]} {ranks.group.global_ranks[bucket.rank]}"

@@ -50,8 +50,8 @@ class CommPolicy:
         if self.block <= 0 or self.block % 2:
             raise ValueError(f"CommPolicy: block: expected a positive, even number of elements, got {self.block}")
         exempt: Any = self.exempt
-        if isinstance(exempt, str) or not all(isinstance(name, str) for name in exempt):
-            raise TypeError(f"CommPolicy: exempt: expected a sequence of names, got {exempt!r}")
+        if not isinstance(exempt, (list, tuple)) or not all(isinstance(name, str) for name in exempt):
+            raise TypeError(f"CommPolicy: exempt: expected a list or tuple of names, got {exempt!r}")
         object.__setattr__(self, "exempt", tuple(exempt))
         if isinstance(self.min_ndim, bool) or not isinstance(self.min_ndim, int):
             raise TypeError(f"CommPolicy: min_ndim: expected a number of dimensions (int), got {self.min_ndim!r}")

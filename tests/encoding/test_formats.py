@@ -1,0 +1,204 @@
+"""Formats on the wire: errors within their bounds, bits of a slow reference, and what is not finite stays so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from thunder_fsdp_sched.encoding.formats import FORMATS, Format, decode, encode
+from thunder_fsdp_sched.encoding.wire import Wire
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from random_models import quiet
+
+SCALED = [name for name, form in FORMATS.items() if form.largest]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+BLOCKS = (2, 4, 6, 32, 128, 1000)
+
+
+def send(form: Format, x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, Wire]:
+    """Encode the elements of some ranks, ``(ranks, elements)``, and return the bytes and what is decoded."""
+    wire = Wire.of([(x.shape[1], form)], block)
+    sent = torch.full((x.shape[0], wire.nbytes), 0xA5, dtype=torch.uint8)
+    wire.encode([x], sent)
+    decoded = torch.full_like(x, math.nan)
+    wire.decode(sent, [decoded])
+    return sent, decoded, wire
+
+
+def scales_of(form: Format, scales: torch.Tensor) -> torch.Tensor:
+    """Return scales as float32, computed from exponents without shifting bits."""
+    if form.scale is not torch.uint8:
+        return scales
+    powers = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+    return torch.where(scales == 255, torch.inf, powers)
+
+
+def slowly_decoded(form: Format, sent: torch.Tensor, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
+    """Decode one element after the other, from bytes at offsets that are computed here."""
+    [part] = wire.parts
+    rows = []
+    for of_rank in sent:
+        codes = of_rank[part.codes : part.codes + part.code_bytes]
+        scales = scales_of(form, of_rank[part.scales : part.scales + part.scale_bytes].view(form.scale))
+        elements = []
+        for index in range(part.numel):
+            block, at = divmod(index, part.block)
+            if form.per_code == 2:
+                half = part.block // 2
+                byte = int(codes[block * half + at % half])
+                nibble = byte >> 4 if at >= half else byte & 15
+                code = torch.tensor(float(nibble - 16 * (nibble > 7)))
+            else:
+                code = codes.view(form.dtype)[index].float()
+            elements.append((code * scales[block] if form.largest else code).to(dtype))
+        rows.append(torch.stack(elements))
+    return torch.stack(rows)
+
+
+def drawn(shape: Sequence[int], seed: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if kind == "many magnitudes":
+        x *= 10.0 ** torch.randint(-12, 12, shape, generator=generator)
+    elif kind == "subnormal":
+        x *= 2.0**-130
+    elif kind == "large":
+        x = x.clamp(-3, 3) * 2.0**126
+    elif kind == "sparse":
+        x *= torch.rand(shape, generator=generator) < 0.1
+    return x.to(dtype)
+
+
+KINDS = ("normal", "many magnitudes", "subnormal", "large", "sparse", "zero")
+CASES = st.tuples(
+    st.integers(1, 3), st.integers(1, 300), st.sampled_from(BLOCKS), st.sampled_from(DTYPES), st.sampled_from(KINDS)
+)
+
+
+def check_bounds(name: str, x: torch.Tensor, decoded: torch.Tensor, scales: torch.Tensor) -> float:
+    """Check the bound of a format, and return the largest error as a share of it."""
+    form, exact = FORMATS[name], x.double()
+    error = (decoded.double() - exact).abs()
+    rounded = exact.abs() * 2.0**-8 if x.dtype is torch.bfloat16 else exact.abs() * 2.0**-22  # of what is decoded
+    if not form.largest:
+        bound = exact.abs() * 2.0**-8 + 2.0**-134  # half a unit in the last place
+    elif form.dtype is torch.int8:
+        bound = scales.double() / 2 + rounded
+    else:
+        bound = torch.maximum(exact.abs() / 16, scales.double() * 2.0**-10) + rounded
+    assert (error <= bound).all(), (name, (error / bound).max())
+    return float((error / bound).max())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_errors_are_within_the_bound_and_bits_those_of_a_slow_reference(name: str) -> None:
+    form = FORMATS[name]
+
+    @quiet(40)
+    @given(CASES, st.integers(0, 2**30))
+    def check(case: tuple[int, int, int, torch.dtype, str], seed: int) -> None:
+        ranks, numel, block, dtype, kind = case
+        x = drawn((ranks, numel), seed, dtype, kind) if kind != "zero" else torch.zeros(ranks, numel, dtype=dtype)
+        sent, decoded, wire = send(form, x, block)
+        [part] = wire.parts
+        scales = scales_of(form, part.on(sent)[1]).expand(-1, -1, part.block).reshape(ranks, -1)[:, :numel]
+        check_bounds(name, x, decoded, scales)
+        assert kind != "zero" or not decoded.any()
+        if numel <= 100:
+            assert torch.equal(decoded, slowly_decoded(form, sent, wire, dtype))
+
+    check()
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_chunks_are_decoded_as_the_whole(name: str) -> None:
+    form, x = FORMATS[name], torch.randn(2, (1 << 16) + 4173)
+    _, decoded, _ = send(form, x, 128)
+    for begin in range(0, x.shape[1], 1 << 15):
+        piece = slice(begin, begin + (1 << 15))
+        assert torch.equal(send(form, x[:, piece].contiguous(), 128)[1], decoded[:, piece])
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_not_finite_stays_so_and_leaves_other_blocks_alone(name: str, dtype: torch.dtype, bad: float) -> None:
+    form, x = FORMATS[name], torch.randn(2, 40).to(dtype)
+    block = form.block or 8
+    clean, at = send(form, x, block)[1], 33  # in the last block, partly filled if blocks have 32 elements
+    x[1, at] = bad
+    decoded = send(form, x, block)[1]
+    assert not decoded[1, at].isfinite()
+    own = torch.zeros(2, 40, dtype=torch.bool)
+    own[1, (at // block * block if form.largest else at) : (at // block + 1) * block if form.largest else at + 1] = True
+    assert not decoded[own].isfinite().any()
+    assert torch.equal(decoded[~own], clean[~own])
+
+
+def test_int4_has_the_first_half_of_a_block_in_the_low_bits() -> None:
+    x = torch.tensor([[-7.0, 3.0, 7.0, 0.0, 1.0, -1.0, 2.4, -2.6]])
+    sent, decoded, wire = send(FORMATS["int4"], x, 4)
+    codes, scales = wire.parts[0].on(sent)
+    assert scales.flatten().tolist() == [1.0, torch.tensor(2.6).div(7).item()]
+    assert codes[0].view(torch.uint8).tolist() == [[0x79, 0x03], [0x63, 0x9D]]
+    assert decoded[0, :4].tolist() == [-7, 3, 7, 0]
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "exact"])
+def test_means_are_added_up_in_float32_in_the_order_of_ranks(name: str) -> None:
+    form = FORMATS.get(name, Format(torch.float64))
+    for ranks, numel, dtype in ((1, 9, torch.float32), (3, 77, torch.float64), (5, 130, torch.bfloat16)):
+        if name == "exact" and dtype is not torch.float64:
+            continue
+        x = drawn((ranks, numel), ranks, dtype, "many magnitudes")
+        sent, _, wire = send(form, x, 32)
+        mean = torch.full((1, numel), math.nan, dtype=dtype)
+        wire.decode_mean(sent, [mean])
+        decoded = [torch.full((1, numel), 0.0, dtype=torch.float64 if name == "exact" else torch.float32)]
+        total = torch.zeros_like(decoded[0])
+        for rank in range(ranks):
+            wire.decode(sent[rank : rank + 1], decoded)
+            total = decoded[0].clone() if rank == 0 else total + decoded[0]
+        assert torch.equal(mean, (total / ranks).to(dtype))
+
+
+def test_segments_follow_each_other_aligned_and_do_not_overlap() -> None:
+    segments = [(5, FORMATS["int8"]), (3, Format(torch.float64)), (33, FORMATS["mxfp8"]), (1, FORMATS["int4"])]
+    wire = Wire.of(segments, 4)
+    ends = [0, *(part.end for part in wire.parts)]
+    for part, begin in zip(wire.parts, ends, strict=False):
+        assert part.codes == begin and part.codes % 16 == part.scales % 16 == part.end % 16 == 0
+        assert begin + part.code_bytes <= part.scales <= part.scales + part.scale_bytes <= part.end
+    assert wire.nbytes == ends[-1]
+    x = [torch.randn(2, numel).double() for numel, _ in segments]
+    sent, out = torch.empty(2, wire.nbytes, dtype=torch.uint8), [torch.empty_like(one) for one in x]
+    wire.encode(x, sent)
+    wire.decode(sent, out)
+    for one, alone, (_, form) in zip(x, out, segments, strict=True):
+        assert torch.equal(send(form, one, 4)[1], alone)
+    assert torch.equal(out[1], x[1])
+
+
+def test_a_wire_needs_the_documented_bytes() -> None:
+    share = {name: Wire.of([(1 << 20, form)], 128).nbytes / (4 << 20) for name, form in FORMATS.items()}
+    assert share == {
+        "bfloat16": 0.5,
+        "float8_e4m3fn": 0.2578125,
+        "int8": 0.2578125,
+        "mxfp8": 0.2578125,
+        "int4": 0.1328125,
+    }
+
+
+def test_encoding_reads_and_decoding_writes_views_that_are_not_contiguous() -> None:
+    whole, form = torch.randn(3, 64), FORMATS["int8"]
+    x = whole[:, 7:48]
+    codes, scales = torch.empty(3, 1, 41, dtype=torch.int8), torch.empty(3, 1, 1)
+    encode(form, x[:, None], codes, scales)
+    out = torch.zeros(3, 64)
+    decode(form, out[:, 7:48][:, None], codes, scales)
+    assert torch.equal(out[:, 7:48], send(form, x.contiguous(), 41 + 1)[1]) and not out[:, :7].any()

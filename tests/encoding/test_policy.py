@@ -1,0 +1,221 @@
+"""``CommPolicy``: errors, exempt parameters, decisions by module, and what plans, traces and other ranks see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from thunder_fsdp_sched import CommPolicy, ScheduleDisagreement, fsdp
+from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
+
+import models
+import pytest
+import thunder
+import torch
+from models import FrozenParameters, Stack, TiedWeights, TinyParameters
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+P = CommPolicy
+
+
+def compile_model(make: Callable[[], nn.Module], **options: Any) -> Any:
+    return models.compile_model(lambda: make().double(), **options)
+
+
+GATHERS = "None, 'bfloat16', 'float8_e4m3fn', 'int8', 'mxfp8'"
+REDUCTIONS = "None, 'bfloat16', 'float8_e4m3fn', 'int8', 'int4'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"gather": "int4"}, ValueError, f"CommPolicy: gather: expected {GATHERS}, got 'int4'"),
+        ({"gather": torch.int8}, ValueError, f"gather: expected {GATHERS}, got torch.int8"),
+        ({"reduce": "mxfp8"}, ValueError, f"CommPolicy: reduce: expected {REDUCTIONS}, got 'mxfp8'"),
+        ({"reduce": ["int8"]}, ValueError, rf"reduce: expected {REDUCTIONS}, got \['int8'\]"),
+        ({"block": 0}, ValueError, "block: expected a positive, even number of elements, got 0"),
+        ({"block": -2}, ValueError, "block: expected a positive, even number of elements, got -2"),
+        ({"block": 127}, ValueError, "block: expected a positive, even number of elements, got 127"),
+        ({"block": 64.0}, TypeError, r"block: expected a number of elements \(int\), got 64.0"),
+        ({"block": True}, TypeError, "block: expected a number of elements"),
+        ({"exempt": "head"}, TypeError, "exempt: expected a list or tuple of names, got 'head'"),
+        ({"exempt": 5}, TypeError, "exempt: expected a list or tuple of names, got 5"),
+        ({"exempt": None}, TypeError, "exempt: expected a list or tuple of names, got None"),
+        ({"exempt": {"a", "b"}}, TypeError, "exempt: expected a list or tuple of names, got {"),
+        ({"exempt": (name for name in "ab")}, TypeError, "exempt: expected a list or tuple of names, got <generator"),
+        ({"exempt": ("a", 1)}, TypeError, r"exempt: expected a list or tuple of names, got \('a', 1\)"),
+        ({"min_ndim": 1.0}, TypeError, r"min_ndim: expected a number of dimensions \(int\), got 1.0"),
+        ({"min_ndim": False}, TypeError, "min_ndim: expected a number of dimensions"),
+        ({"error_feedback": 1, "reduce": "int8"}, TypeError, "error_feedback: expected a bool, got 1"),
+        (
+            {"error_feedback": True},
+            ValueError,
+            "error_feedback: nothing is lost without reduce; choose one of 'bfloat16', 'float8_e4m3fn', 'int8', 'int4'",
+        ),
+    ],
+)
+def test_a_wrong_argument_names_itself_and_the_choices(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        CommPolicy(**arguments)
+
+
+def _as_dict(name: str, module: nn.Module) -> Any:
+    return {"gather": "int8"} if name == "blocks.0" else None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"comm_policy": "int8"}, TypeError, "comm_policy: expected a CommPolicy or None, got"),
+        ({"comm_policy": CommPolicy}, TypeError, "comm_policy: expected a CommPolicy or None, got"),
+        (
+            {"comm_policy": _as_dict},
+            TypeError,
+            "comm_policy, returned by the callable for module 'blocks.0': expected a ",
+        ),
+        (
+            {"comm_policy": P(gather="int8", exempt=("first", "frist"))},
+            ValueError,
+            "comm_policy: exempt: 'frist' matches no parameter; .* Parameters are 'first.weight', 'first.bias', ",
+        ),
+        (
+            {"comm_policy": lambda name, module: P(gather="int8", exempt=("*.wieght",)) if name == "last" else None},
+            ValueError,
+            r"comm_policy: exempt: '\*.wieght' matches no parameter",
+        ),
+        (
+            {"comm_policy": P(gather="int8"), "transport": "all_reduce"},
+            ValueError,
+            r"CommPolicy\(gather='int8'\) cannot be sent by transport='all_reduce': it sends twice .*; use 'flat' or "
+            r"'all_to_all' \(bucket 'first'\)",
+        ),
+    ],
+)
+def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        compile_model(lambda: Stack(1), **options)
+
+
+def _formats(compiled: Any) -> dict[str, tuple[str | None, str | None]]:
+    return {
+        b.spec.name: (b.spec.options.comm_policy.gather, b.spec.options.comm_policy.reduce) for b in compiled.buckets
+    }
+
+
+def test_exempt_parameters_have_segments_of_their_own_and_buckets_of_them_are_exact() -> None:
+    policy = P(gather="int8", reduce="int4", exempt=("blocks.1", "*.up.weight"))
+    compiled = compile_model(lambda: Stack(3), comm_policy=policy)
+    assert _formats(compiled)["blocks.1"] == (None, None) and _formats(compiled)["blocks.0"] == ("int8", "int4")
+    exempt = {}
+    for bucket in compiled.buckets:
+        for param, placement in zip(bucket.spec.params, bucket.spec.layout.placements, strict=True):
+            holding = [s for s in bucket.spec.layout.segments if s.unsharded_offset <= placement.unsharded_offset]
+            exempt[param.name] = bucket.spec.gather_wire is None or holding[-1].exempt
+    assert {name for name, apart in exempt.items() if not apart} == {
+        "first.weight",
+        "blocks.0.down.weight",
+        "blocks.2.down.weight",
+        "last.weight",
+    }
+    all_of_them = compile_model(TinyParameters, comm_policy=P(gather="int8", min_ndim=0))
+    assert all(not s.exempt for b in all_of_them.buckets for s in b.spec.layout.segments)
+
+
+def test_values_of_two_bytes_are_not_gathered_as_bfloat16_and_integers_never_encoded() -> None:
+    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float64)
+    policy = P(gather="bfloat16", reduce="bfloat16")
+    assert set(_formats(compile_model(lambda: Stack(1), comm_policy=policy, mp_policy=low)).values()) == {
+        (None, "bfloat16")
+    }
+
+    class Counting(Stack):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.blocks[0].counts = nn.Parameter(torch.ones(4, 4, dtype=torch.int64), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.blocks[0].counts.sum()
+
+    formats = _formats(compile_model(Counting, comm_policy=P(gather="int8", reduce="int8")))
+    assert formats.pop("blocks.0") == (None, None) and set(formats.values()) == {("int8", "int8")}
+
+
+def test_functions_decide_by_module_and_tied_parameters_alike() -> None:
+    def decide(name: str, module: nn.Module) -> CommPolicy | None:
+        known = {"": P(reduce="int8"), "blocks.1": P(gather="mxfp8"), "blocks.2.up": CommPolicy()}
+        return known.get(name)
+
+    compiled = compile_model(lambda: Stack(3), comm_policy=decide)
+    assert _formats(compiled) == {
+        "first": (None, "int8"),
+        "blocks.0": (None, "int8"),
+        "blocks.1": ("mxfp8", None),
+        "blocks.2": (None, None),
+        "blocks.2.sent_as_exact_int8": (None, "int8"),
+        "last": (None, "int8"),
+    }
+    with pytest.raises(
+        ValueError, match=r"comm_policy: parameter 'embedding.weight' is also 'head.weight', but the call"
+    ):
+        compile_model(TiedWeights, comm_policy=lambda name, module: P(gather="int8") if name == "head" else None)
+    tied = compile_model(TiedWeights, comm_policy=P(gather="int8", exempt=("head",)))
+    assert _formats(tied)["embedding"] == (None, None), "it is exempt by one of its names"
+
+
+def test_the_plan_the_trace_and_the_schedule_show_formats() -> None:
+    policy = P(gather="int8", reduce="bfloat16", exempt=("last",))
+    compiled = compile_model(lambda: Stack(1), comm_policy=policy, transport="flat")
+    gathered = [line for line in str(compiled.forward).splitlines() if "fsdp_all_gather(" in line]
+    assert [" bytes float64 as int8" in line for line in gathered] == [True, True, False]
+    reduced = [line for line in str(compiled.backward).splitlines() if "fsdp_reduce_scatter(" in line]
+    assert [" bytes float64 as bfloat16" in line for line in reduced] == [False, True, True]
+    assert {op.bucket: op.transport for op in compiled.schedule.forward.of("fsdp_all_gather")} == {
+        "first": "flat int8",
+        "blocks.0": "flat int8",
+        "last": "flat",
+    }
+
+    def plan_of(**options: Any) -> str:
+        made = lambda: (Stack(1), (torch.ones(2, 4),))  # noqa: E731
+        return str(compile_as_rank(made, fsdp(**options), rank=0, world_size=2).plan)
+
+    note = "\nsent by CommPolicy(gather='int8', reduce='bfloat16', exempt=('last',)): first, blocks.0"
+    assert plan_of(comm_policy=policy).endswith(note)
+    assert plan_of(comm_policy=P(gather="int8", min_ndim=0)).endswith("\nsent by CommPolicy(gather='int8', min_ndim=0)")
+    assert "sent by" not in plan_of(comm_policy=CommPolicy())
+
+
+@pytest.mark.parametrize("make", [lambda: Stack(2), FrozenParameters])
+def test_a_policy_without_formats_changes_nothing(make: Any) -> None:
+    without, off = (compile_model(make, comm_policy=policy) for policy in (None, P(block=64, min_ndim=0)))
+    programs = [[str(trace).partition("\n")[2] for trace in compiled.traces] for compiled in (without, off)]
+    assert programs[0] == programs[1]
+    assert without.schedule == off.schedule and without.memory == off.memory
+    assert [b.spec.layout for b in without.buckets] == [b.spec.layout for b in off.buckets]
+    assert [type(b.transport) for b in without.buckets] == [type(b.transport) for b in off.buckets]
+
+
+@on_ranks(2)
+def test_ranks_with_different_policies_are_refused(rank: int) -> None:
+    base: dict[str, Any] = {"gather": "int8", "reduce": "int8"}
+    for other in (
+        {"gather": "float8_e4m3fn"},
+        {"reduce": "int4"},
+        {"block": 64},
+        {"exempt": ("last",)},
+        {"min_ndim": 1},
+        {"error_feedback": True},
+    ):
+        policy = P(**{**base, **(other if rank else {})})
+        with pytest.raises(
+            ScheduleDisagreement, match=r"versions and options of fsdp\(...\), line(?s:.*)comm_policy=Comm"
+        ):
+            thunder.jit(Stack(1), transforms=[fsdp(comm_policy=policy)])
+        with pytest.raises(
+            ScheduleDisagreement, match=r"parameters to shard, line 1:(?s:.*), comm_policy CommPolicy\("
+        ):
+            thunder.jit(Stack(1), transforms=[fsdp(comm_policy=lambda name, module, policy=policy: policy)])
