@@ -319,8 +319,8 @@ class Compilation:
         if half == "backward" or not self.context["trains"]:
             self._finish()
         if options.audit:
-            memory, stats = self.sharded.former_memory, self.transform._stats
-            trace = audited(trace, forward=forward, former_memory=memory, stats=stats)
+            memory, stats = self.sharded.pre_shard_storage, self.transform._stats
+            trace = audited(trace, forward=forward, pre_shard_storage=memory, stats=stats)
         return with_caches(trace)
 
     def _finish(self) -> None:

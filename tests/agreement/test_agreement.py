@@ -135,7 +135,7 @@ def test_the_error_of_different_compilations_shows_the_first_differing_line(rank
     _disagree(
         rank,
         [lambda: layers(x)] * 2,
-        r"forward of a trace, line 3:\n    rank 0: fsdp_all_gather 2 [^\n=]*\n    rank 1: .* followed_by=1",
+        r"forward of a trace, line 3:\n    rank 0: fsdp_all_gather 2 [^\n=]*\n    rank 1: .* issues_after=1",
     )
     # Rank 0 finds its trace in the cache.
     model(x, True).backward()

@@ -230,7 +230,7 @@ def expect_left(step: Step) -> None:
     """Let the last gather expect its bucket in the slot of the first one."""
     last = step.at(GATHER, -1)
     before = sum(b.sym.name in (GATHER, REDUCE) for b in step.bsyms[:last])
-    step.change(last, {1: step.slot(GATHER)}, preceded_by=before)
+    step.change(last, {1: step.slot(GATHER)}, issues_before=before)
 
 
 def forget_host_copy(step: Step) -> None:
@@ -336,11 +336,11 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
         "a parameter is saved": (lambda s: s.save(s.weight(-1)), r"saves '\w+', which is stored in slot_\d+ of bucket"),
         # Buckets that forward leaves for backward
         "a mark has a wrong number": (
-            lambda s: s.change(s.at(GATHER, -1), followed_by=7),
-            r"states followed_by=7 for bucket '\S+', but the trace has 0",
+            lambda s: s.change(s.at(GATHER, -1), issues_after=7),
+            r"states issues_after=7 for bucket '\S+', but the trace has 0",
         ),
         "an overwritten bucket is left": (
-            lambda s: s.change(s.at(GATHER), followed_by=len(s.all(GATHER)) - 1),
+            lambda s: s.change(s.at(GATHER), issues_after=len(s.all(GATHER)) - 1),
             r"leaves the parameters of bucket '\S+' in slot_\d+, which bound symbol \d+ of forward has overwritten",
         ),
     },
@@ -369,7 +369,7 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
         ),
         "a gather overwrites a gradient": (gather_over_a_gradient, f"{_OVERWRITTEN}|{_IN_FLIGHT}"),
         # Buckets that forward leaves for backward
-        "a mark has another number": (lambda s: s.change(s.at(GATHER), preceded_by=7), "states preceded_by=7"),
+        "a mark has another number": (lambda s: s.change(s.at(GATHER), issues_before=7), "states issues_before=7"),
         "a bucket is expected where forward did not leave it": (
             expect_left,
             r"expects bucket '\S+' in slot_\d+, where forward did not leave it",
@@ -498,7 +498,7 @@ def test_backward_may_expect_only_buckets_that_its_forward_left() -> None:
     step = Step("zero3", "backward")
     for position, bsym in enumerate(step.forward.bound_symbols):
         if bsym.sym.name == GATHER:
-            step.forward.bound_symbols[position] = bsym.from_bsym(kwargs={**bsym.kwargs, "followed_by": None})
+            step.forward.bound_symbols[position] = bsym.from_bsym(kwargs={**bsym.kwargs, "issues_after": None})
     verify(step.trace)  # nothing is known about forward
     with pytest.raises(VerificationError, match=r"expects bucket '\S+' in slot_\d+, where forward did not leave it"):
         step.verify()

@@ -17,7 +17,7 @@ from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.ir.host_copies import fsdp_copy_to_host
 from thunder_fsdp_sched.ir.inspection import args_of, forward_part, outs_of
 from thunder_fsdp_sched.ir.operator_facts import facts_of
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_cut, fsdp_wait_params
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_fusion_barrier, fsdp_wait_params
 from thunder_fsdp_sched.transforms.keep_fusions_apart import keep_fusions_apart, remove_cuts
 
 import nvfuser_standin
@@ -321,19 +321,19 @@ def test_removing_cuts_restores_the_trace(joint: TraceCtx) -> None:
     theirs = [b for b in restored.bound_symbols if not b.sym.name.startswith("fsdp_")]
     assert [str(b) for b in ours] == [str(b) for b in theirs]
     assert len(restored.bound_symbols) == len(joint.bound_symbols)
-    assert not any(b.sym is fsdp_cut for b in restored.bound_symbols)
+    assert not any(b.sym is fsdp_fusion_barrier for b in restored.bound_symbols)
 
 
 def test_only_the_residual_stream_crosses_a_cut(joint: TraceCtx) -> None:
     cut = keep_fusions_apart(joint, fusions=[Everything("everything")])
-    cuts = [i for i, b in enumerate(cut.bound_symbols) if b.sym is fsdp_cut]
+    cuts = [i for i, b in enumerate(cut.bound_symbols) if b.sym is fsdp_fusion_barrier]
     forward = forward_part(cut)
     assert [forward[i] for i in cuts] == sorted((forward[i] for i in cuts), reverse=True)
     assert all(len(cut.bound_symbols[i].args) == 1 for i in cuts)
     gathers = [i for i, b in enumerate(cut.bound_symbols) if b.sym is fsdp_all_gather]
     for i in gathers[1:]:
         boundary, wait = cut.bound_symbols[i - 1], cut.bound_symbols[i + 1]
-        assert boundary.sym is fsdp_cut and wait.args[2] is boundary.output[-1]
+        assert boundary.sym is fsdp_fusion_barrier and wait.args[2] is boundary.output[-1]
 
 
 @on_ranks()

@@ -98,7 +98,7 @@ def _without_marks(trace: TraceCtx) -> TraceCtx:
     unmarked = from_trace(trace)
     for bsym in trace.bound_symbols:
         if bsym.sym is fsdp_all_gather:
-            bsym = bsym.from_bsym(kwargs=bsym.kwargs | {"followed_by": None, "preceded_by": None})
+            bsym = bsym.from_bsym(kwargs=bsym.kwargs | {"issues_after": None, "issues_before": None})
         unmarked.bound_symbols.append(bsym)
     if has_backward(trace):
         unmarked.bound_symbols[-1] = unmarked.bound_symbols[-1].from_bsym(args=(return_of(trace).args[0]["output"],))

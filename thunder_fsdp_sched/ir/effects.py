@@ -81,8 +81,8 @@ class Issue(NamedTuple):
         gathers: whether the slot then holds the bucket's parameters.
         transport: how it is sent; the name of a transport, or of the collective.
         encoding: the format in which it is sent; ``None`` if exactly.
-        followed_by: how many issues on the arena follow in the trace, if the bucket is still there at its end.
-        preceded_by: how many issues on the arena precede it in the trace, if it is :attr:`resident`.
+        issues_after: how many issues on the arena follow in the trace, if the bucket is still there at its end.
+        issues_before: how many issues on the arena precede it in the trace, if it is :attr:`resident`.
         window: whether an earlier micro-batch may have left the bucket; see [Note: Gathered once in a window].
         traffic: the bytes that it sends and copies; ``None`` for a copy of an activation.
         from_host: bytes that are first copied from the host's memory.
@@ -98,8 +98,8 @@ class Issue(NamedTuple):
     gathers: bool = False
     transport: str = ""
     encoding: str | None = None
-    followed_by: int | None = None
-    preceded_by: int | None = None
+    issues_after: int | None = None
+    issues_before: int | None = None
     window: str | None = None
     traffic: Traffic | None = None
     from_host: int = 0
@@ -112,12 +112,12 @@ class Issue(NamedTuple):
     @property
     def resident(self) -> bool:
         """Whether the bucket is expected to be in the slot already, so that nothing is sent."""
-        return self.preceded_by is not None
+        return self.issues_before is not None
 
     @property
     def marks(self) -> dict[str, int | str]:
         """The marks of a gather whose bucket stays resident between forward and backward, or in a window."""
-        marks = {"followed_by": self.followed_by, "preceded_by": self.preceded_by, "window": self.window}
+        marks = {"issues_after": self.issues_after, "issues_before": self.issues_before, "window": self.window}
         return {name: mark for name, mark in marks.items() if mark is not None}
 
 
@@ -247,7 +247,7 @@ class Effects:
         frees_value: a value whose memory may be freed afterwards, so nothing may read it.
         faults: contradictions to the settings of the bucket.
         single: the one parameter that it handles, before communication is bucketed.
-        is_cut: whether it only gives its arguments other names, to keep fusions apart.
+        is_fusion_barrier: whether it only gives its arguments other names, to keep fusions apart.
     """
 
     issues: Issue | None = None
@@ -280,7 +280,7 @@ class Effects:
     frees_value: str | None = None
     faults: tuple[str, ...] = ()
     single: Single | None = None
-    is_cut: bool = False
+    is_fusion_barrier: bool = False
 
     @property
     def leaves(self) -> tuple[Hashable, ...]:

@@ -30,7 +30,7 @@ from .inspection import args_of
 def retained_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
     """Return the buckets that are still resident in shared slots after a marked forward trace, with their slots."""
     issues = [e.issues for e in map(effects, forward.bound_symbols) if e.issues is not None]
-    found = {i.place.bucket.primary: i.place.slot for i in issues if i.place is not None and i.followed_by is not None}
+    found = {i.place.bucket.primary: i.place.slot for i in issues if i.place is not None and i.issues_after is not None}
     return {bucket: slot for bucket, slot in found.items() if slot is not None}
 
 

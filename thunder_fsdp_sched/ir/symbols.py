@@ -7,9 +7,9 @@ Forward and backward traces contain for each bucket::
     ft1 = fsdp_reduce_scatter(bucket_h_0, slot_1, dw, db)    # issue; slot_1 holds the unsharded gradients
     (g_w, g_b) = fsdp_wait_grads(bucket_h_0, ft1)            # views of one fresh flat buffer
 
-A gather with ``again=True`` sends the same cast that its forward sent. A gather of forward has ``followed_by=3`` if
+A gather with ``reuse_cast=True`` sends the same cast that its forward sent. A gather of forward has ``issues_after=3`` if
 three issues on its arena follow it and none of them touches its memory, so that the bucket is still resident at the end
-of forward. If backward gathers it into the same slot, and none of the ``preceded_by=2`` issues before that gather
+of forward. If backward gathers it into the same slot, and none of the ``issues_before=2`` issues before that gather
 touches the slot, nothing is sent, unless something else was issued on the arena in between. Nor is anything sent by a
 gather with ``window='open'`` or ``window='last'`` if an earlier micro-batch of its accumulation window has left the bucket
 in its private slot: see [Note: Gathered once in a window] in ``runtime.bucket``.
@@ -42,7 +42,7 @@ State after an exception].
 With ``release`` or an extension, ``fsdp_release(slot_0, own_h_0)`` frees the memory of the arenas of these slots.
 
 ``fsdp_unshard`` and ``fsdp_reduce`` exist only until the ``bucket_communication`` pass. They handle one parameter each,
-so that autograd decides for each parameter whether it has a gradient. ``fsdp_cut`` and a wait's third argument, a
+so that autograd decides for each parameter whether it has a gradient. ``fsdp_fusion_barrier`` and a wait's third argument, a
 token, exist only around the fusion executors: see [Note: Cuts] in ``transforms.keep_fusions_apart``.
 """
 
@@ -111,9 +111,9 @@ def _all_gather_meta(
     bucket: Bucket,
     slot: Slot | None,
     *shards: TensorProxy | None,
-    again: bool = False,
-    followed_by: int | None = None,
-    preceded_by: int | None = None,
+    reuse_cast: bool = False,
+    issues_after: int | None = None,
+    issues_before: int | None = None,
     window: str | None = None,
     secondary: TensorProxy | None = None,
 ) -> FutureTensorProxy:
@@ -135,7 +135,7 @@ def gather_of(bucket: Bucket, slot: Slot | None = None, future: str = "", **mark
         gathers=True,
         transport=spec.comm.transport,
         encoding=spec.options.comm_policy.gather,
-        **{mark: marks.get(mark) for mark in ("followed_by", "preceded_by", "window")},
+        **{mark: marks.get(mark) for mark in ("issues_after", "issues_before", "window")},
         traffic=bucket.transport.gather_traffic(spec),
         from_host=_loaded_bytes(bucket) if spec.comm.offload else 0,
     )
@@ -156,10 +156,10 @@ def _all_gather_effects(bsym: BoundSymbol) -> Effects:
     if not issue.resident:
         memory += _pooled(bucket, bucket.transport.gather_buffers(spec))
         memory += _afterwards(bucket, "decoding", bucket.transport.gather_temporary(spec))
-    if spec.gather_wire is not None and not (issue.resident or marks.get("again")):
+    if spec.gather_wire is not None and not (issue.resident or marks.get("reuse_cast")):
         memory += _call(bucket, "encoding", spec.gather_wire.temporary_bytes(1, spec.dtype))
     if not issue.resident and issue.traffic is not None:
-        copied, casts_now = issue.traffic.copied_before, casts and not marks.get("again")
+        copied, casts_now = issue.traffic.copied_before, casts and not marks.get("reuse_cast")
         at_once = copied + (spec.shard_bytes + nbytes if casts_now or offload else 0)
         work = Work(issue.traffic.launches, copied if offload else at_once, at_once)
     return Effects(
@@ -487,7 +487,7 @@ fsdp_guard_backward = register("fsdp_guard_backward", guard_backward)
 
 
 def _only_in_between(*args: Any) -> None:
-    raise AssertionError("fsdp_unshard, fsdp_reduce and fsdp_cut must be removed before a trace runs")
+    raise AssertionError("fsdp_unshard, fsdp_reduce and fsdp_fusion_barrier must be removed before a trace runs")
 
 
 def _cut_meta(*tensors: TensorProxy) -> tuple[TensorProxy, ...]:
@@ -496,10 +496,10 @@ def _cut_meta(*tensors: TensorProxy) -> tuple[TensorProxy, ...]:
 
 def _cut_effects(bsym: BoundSymbol) -> Effects:
     aliases = {out.name: (arg.name,) for out, arg in zip(bsym.output, bsym.args, strict=True)}
-    return Effects(aliases=aliases, views=aliases, is_cut=True)
+    return Effects(aliases=aliases, views=aliases, is_fusion_barrier=True)
 
 
-fsdp_cut = register("fsdp_cut", _only_in_between, _cut_effects, _cut_meta)
+fsdp_fusion_barrier = register("fsdp_fusion_barrier", _only_in_between, _cut_effects, _cut_meta)
 
 
 def _unshard_meta(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:

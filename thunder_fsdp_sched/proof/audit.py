@@ -84,18 +84,18 @@ class Auditor:
     Args:
         trace: the trace with slots.
         forward: for a backward trace, its forward trace, whose saved tensors may be in private slots.
-        former_memory: the memory in which parameters were stored before sharding.
+        pre_shard_storage: the memory in which parameters were stored before sharding.
         stats: see :func:`audited`.
     """
 
     def __init__(
-        self, trace: TraceCtx, forward: TraceCtx | None, former_memory: FormerMemory, stats: Iterable[Any]
+        self, trace: TraceCtx, forward: TraceCtx | None, pre_shard_storage: FormerMemory, stats: Iterable[Any]
     ) -> None:
         self.name = "audit_forward" if forward is None else "audit_backward"
         self.done = False  # whether the trace has run once without an error
         self.expected: dict[int, _Expected] = {}
         self.inputs = tuple(p for p in trace.args if isinstance(p, TensorProxy)) if forward is None else ()
-        self._former_memory, self._stats = former_memory, weakref.WeakSet(stats)
+        self._pre_shard_storage, self._stats = pre_shard_storage, weakref.WeakSet(stats)
         self._before: list[tuple[int, torch.Tensor | None]] = []
         self._aliases = Aliases()
         self._params: dict[str, Place] = {}  # and slots of gathers, by their futures
@@ -143,7 +143,7 @@ class Auditor:
             ValueError: names the input and the parameter.
         """
         for proxy, tensor in zip(self.inputs, inputs, strict=True):
-            name = self._former_memory.owner_of(tensor)
+            name = self._pre_shard_storage.owner_of(tensor)
             if name is not None:
                 raise ValueError(
                     f"fsdp: forward reads {proxy.name!r}, a view of parameter {name!r} that was created before "
@@ -213,17 +213,17 @@ class Auditor:
 
 
 def audited(
-    trace: TraceCtx, *, forward: TraceCtx | None, former_memory: FormerMemory, stats: Iterable[Any]
+    trace: TraceCtx, *, forward: TraceCtx | None, pre_shard_storage: FormerMemory, stats: Iterable[Any]
 ) -> TraceCtx:
     """Return ``trace``, complete with ``del`` statements, with the audit of its first run.
 
     Args:
         forward: for a backward trace, its forward trace.
-        former_memory: the memory in which parameters were stored before sharding.
+        pre_shard_storage: the memory in which parameters were stored before sharding.
         stats: Thunder's statistics of the jitted modules that may run the trace. After the first run, their cache
             receives the trace without the audit.
     """
-    auditor = Auditor(trace, forward, former_memory, stats)
+    auditor = Auditor(trace, forward, pre_shard_storage, stats)
     bsyms: list[BoundSymbol] = []
 
     def call(method: Callable[..., None], *arguments: Any) -> None:

@@ -300,7 +300,7 @@ class Machine:
                 self._check_marks(issue, issue.place, self.issued[arena])
             self._write(issue.place, _params(issue.place) if issue.gathers else issue.future, bsym)
             self.issued[arena] += 1
-            if issue.followed_by is not None:
+            if issue.issues_after is not None:
                 self.marked.append((flight, self.issued[arena]))
         if issue.gathers:
             self.ahead[issue.future] = issue
@@ -316,7 +316,7 @@ class Machine:
         if issue.window is not None and not (place.is_private and self.is_awaited):
             self.fail(f"reuses {place.slot}, which does not keep bucket {_name(place)} until backward")
         if issue.resident:
-            self._check_number("preceded_by", issue, before, self.position)
+            self._check_number("issues_before", issue, before, self.position)
             left = self.left.pop(place.bucket.primary, None)
             if self.ran_forward and (left is None or left.slot is not place.slot):
                 self.fail(f"expects bucket {_name(place)} in {place.slot}, where forward did not leave it")
@@ -364,7 +364,7 @@ class Machine:
             issue, left = flight.issue, flight.issue.place
             assert left is not None
             after = self.issued[self._slot(left).arena] - number
-            self._check_number("followed_by", issue, after, flight.position)
+            self._check_number("issues_after", issue, after, flight.position)
             self._check(_Range(*left.span, _params(left), left), "leaves the parameters")
             self.left[left.bucket.primary] = left
         self.ran_forward = True

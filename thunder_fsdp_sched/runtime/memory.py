@@ -326,22 +326,22 @@ class Arena:
         self._in_flight[slot] = InFlight(bucket, what, slot, (_InterruptedWork(),))
         slot.looked_at = None
 
-    def retain(self, bucket: StoredBucket, slot: Slot, followed_by: int) -> None:
-        """Record that the last issue was a gather that the next ``followed_by`` issues of forward do not overwrite."""
-        self._retained[bucket] = _Retained(slot, self._issued + followed_by, forward_number())
+    def retain(self, bucket: StoredBucket, slot: Slot, issues_after: int) -> None:
+        """Record that the last issue was a gather that the next ``issues_after`` issues of forward do not overwrite."""
+        self._retained[bucket] = _Retained(slot, self._issued + issues_after, forward_number())
 
-    def take_retained(self, bucket: StoredBucket, slot: Slot, preceded_by: int | None) -> bool:
+    def take_retained(self, bucket: StoredBucket, slot: Slot, issues_before: int | None) -> bool:
         """Return whether ``bucket`` is still resident in ``slot``, which the running backward has claimed.
 
-        It is if this backward's own forward left it there and only the rest of that forward and ``preceded_by`` issues
+        It is if this backward's own forward left it there and only the rest of that forward and ``issues_before`` issues
         of this backward were issued since. In both cases the bucket no longer counts as left.
         """
         retained = self._retained.pop(bucket, None)
         return (
             retained is not None
-            and preceded_by is not None
+            and issues_before is not None
             and retained.slot is slot
-            and retained.issued == self._issued - 1 - preceded_by
+            and retained.issued == self._issued - 1 - issues_before
             and is_backward_of(retained.number)
         )
 

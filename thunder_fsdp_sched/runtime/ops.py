@@ -32,30 +32,30 @@ def all_gather(
     bucket: Bucket,
     slot: Slot,
     *shards: RowDTensor | None,
-    again: bool = False,
-    followed_by: int | None = None,
-    preceded_by: int | None = None,
+    reuse_cast: bool = False,
+    issues_after: int | None = None,
+    issues_before: int | None = None,
     window: str | None = None,
     secondary: torch.Tensor | None = None,
 ) -> InFlight:
     _check_shards(bucket, shards)
     arena = slot.arena
     arena.acquire(slot)
-    if (window is not None and _reuses(bucket, window)) or arena.take_retained(bucket.primary, slot, preceded_by):
+    if (window is not None and _reuses(bucket, window)) or arena.take_retained(bucket.primary, slot, issues_before):
         bucket.issue_counts.issued += 2
         return arena.track(InFlight(bucket, "all-gather", slot, ()))
-    if preceded_by is not None:
+    if issues_before is not None:
         bucket.issue_counts.settle()  # the trace settles the round only before the first gather that certainly sends
     unsharded = slot.params[bucket]
     if slot is bucket.private_slot:
         bucket.gathered_in_forward = None
         bucket.window_state = bucket.state_of(slot) if window == WINDOW_OPEN else None
-    sent = bucket.source.shard(reuse_cast=again) if secondary is None else secondary
+    sent = bucket.source.shard(reuse_cast=reuse_cast) if secondary is None else secondary
     with _issuing(bucket, "all-gather", slot):
         works = bucket.gather_into(unsharded, sent)
         arena.track(flight := InFlight(bucket, "all-gather", slot, works, sent=sent))
-    if followed_by is not None:
-        arena.retain(bucket, slot, followed_by)
+    if issues_after is not None:
+        arena.retain(bucket, slot, issues_after)
     return flight
 
 
@@ -257,7 +257,7 @@ def params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
     if bucket.is_kept_for_this_backward():
         return
     bucket.issue_counts.settle()  # the trace settles the round only before its own collectives
-    wait_params(bucket, all_gather(bucket, slot, *shards, again=True))
+    wait_params(bucket, all_gather(bucket, slot, *shards, reuse_cast=True))
 
 
 def release(*slots: Slot) -> None:

@@ -69,7 +69,7 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
         sharding.plan_buckets()
     sharding.compare()
     buckets = sharding.allocate()
-    former_memory = sharding.fill()
+    pre_shard_storage = sharding.fill()
     former_params = sharding.replace_parameters()
     return ShardedModule(
         model._model,
@@ -78,7 +78,7 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
         sharding.locations,
         control,
         sharding.policies.root,
-        former_memory,
+        pre_shard_storage,
         former_params,
         sharding.moved,
         sharding.source.began_on_meta,
@@ -338,7 +338,7 @@ class _Sharding:
             if source.has_value(name):
                 self._broadcast(tensor, self.assignment.default_ranks, first)
         buffers = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in received.items()}
-        former_memory = FormerMemory()
+        pre_shard_storage = FormerMemory()
         for spec, param, own, ranks in self.params:
             if source.has_value(spec.name):
                 whole: torch.Tensor = param
@@ -348,11 +348,11 @@ class _Sharding:
                 self._broadcast(whole, ranks, spec.device)
                 self._copy_in(spec.name, whole)
             if not param.is_meta:
-                former_memory.add(spec.name, param)
+                pre_shard_storage.add(spec.name, param)
             for former in (param, own):  # another transform may have created the first
                 if not former.is_meta:
                     former.data = former.new_empty(0)
-        return former_memory
+        return pre_shard_storage
 
     def _initialize(self, init: Callable[[nn.Module], object]) -> None:
         """Materialize the tensors that each submodule owns on the meta device, initialize them, and shard them.

@@ -64,7 +64,7 @@ class ShardedModule:
     locations: dict[str, tuple[Bucket, int]]
     control: Control
     mp_policy: MixedPrecisionPolicy
-    former_memory: FormerMemory
+    pre_shard_storage: FormerMemory
     former_params: FormerParameters
     replaced: dict[str, torch.Tensor]
     began_on_meta: set[str]

@@ -50,17 +50,17 @@ def assign_slots(
     Runs after ``sort_communication`` or ``replay_schedule``, which fix the live ranges, and before
     ``mark_retained_by_forward`` or ``reuse_from_forward``. A trace without communication keeps its bound symbols. Before::
 
-        ft148 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+        ft148 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight, reuse_cast=False)  # 16,384 bytes float32
         (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
         t110 = torch.nn.functional.linear(x, t109, None)
-        ft150 = fsdp_all_gather(bucket_blocks_2, None, t_blocks_2_weight, again=False)  # 16,384 bytes float32
+        ft150 = fsdp_all_gather(bucket_blocks_2, None, t_blocks_2_weight, reuse_cast=False)  # 16,384 bytes float32
 
     After: block 2 reuses the slot of block 0, whose last consumer has run::
 
-        ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+        ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, reuse_cast=False)  # 16,384 bytes float32
         (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
         t110 = torch.nn.functional.linear(x, t109, None)
-        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False)  # 16,384 bytes float32
+        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, reuse_cast=False)  # 16,384 bytes float32
 
     See [Note: Interval allocation].
 
@@ -82,8 +82,8 @@ def assign_slots(
     private = {issue for issue, live in ranges.items() if live.is_gather and live.bucket.base in kept}
     if kept and forward is not None:
         private |= grads_over_kept_params(forward, trace)
-    border = _bytes_of_forward(forward, arena_of) if extends and forward is not None else None
-    plan = _Plan([live for issue, live in ranges.items() if issue not in private], border)
+    arena_split = _bytes_of_forward(forward, arena_of) if extends and forward is not None else None
+    plan = _Plan([live for issue, live in ranges.items() if issue not in private], arena_split)
     room = None if max_unsharded_bytes is None else max_unsharded_bytes - private_bytes(trace, kept)
     offsets = {} if release == "bucket" else _offsets(trace, plan, forward, room)
     bsyms = list(trace.bound_symbols)
@@ -94,10 +94,10 @@ def assign_slots(
         elif release == "bucket":
             use = "slot_of" if live.is_gather or issue in plan.gather_of else "grads_of"
             slot = live.bucket.separate_slot(use, live.place.dtype)
-        elif border is None or offsets[issue] < border:
+        elif arena_split is None or offsets[issue] < arena_split:
             slot = arena_of(live.bucket).slot(offsets[issue], live.nbytes)
         else:
-            slot = arena_of(live.bucket).extension.slot(offsets[issue] - border, live.nbytes)
+            slot = arena_of(live.bucket).extension.slot(offsets[issue] - arena_split, live.nbytes)
         for user in (*live.writes, issue):
             _, _, *others = bsyms[user].args
             bsyms[user] = bsyms[user].from_bsym(args=(live.bucket, slot, *others))
@@ -199,16 +199,16 @@ class _Plan:
 
     Args:
         ranges: when each of them is in use.
-        border: an offset (bytes) that no slot may cross.
+        arena_split: an offset (bytes) that no slot may cross.
 
     Attributes:
         gather_of: the issue of each reduction that can use the slot of a gather of its bucket, with that of the gather.
     """
 
-    def __init__(self, ranges: Sequence[Lifetime], border: int | None) -> None:
+    def __init__(self, ranges: Sequence[Lifetime], arena_split: int | None) -> None:
         self.ranges = {live.issue: live for live in ranges}
         self.gather_of = {r.issue: g.issue for r, g in grads_over_params(ranges).items()}
-        self.border = border
+        self.arena_split = arena_split
 
     def offsets(self, resident: Sequence[_Resident] = (), limits: _Limits | None = None) -> dict[int, int] | None:
         """Return an offset for each issue, with gradients in the place of their parameters if that needs less memory.
@@ -219,7 +219,7 @@ class _Plan:
         fixed = {r.live.issue: r.offset for r in resident if r.offset is not None}
         if limits is not None and _gathered_bytes(ranges.values()) > limits.gathered_bytes:
             return None
-        offsets = _allocate(ranges.values(), fixed, self.border)
+        offsets = _allocate(ranges.values(), fixed, self.arena_split)
         joined = dict(ranges)  # gradients and parameters in one range, by the issue of the gather
         over: dict[int, int] = {}
         for reduction, gather in self.gather_of.items():
@@ -228,7 +228,7 @@ class _Plan:
                 over[reduction] = gather
                 joined[gather] = replace(params, last=grads.last, nbytes=max(params.nbytes, grads.nbytes))
                 del joined[reduction]
-        together = _allocate(joined.values(), fixed, self.border)
+        together = _allocate(joined.values(), fixed, self.arena_split)
         if _end(joined.values(), together) < _end(ranges.values(), offsets):
             offsets = together | {reduction: together[gather] for reduction, gather in over.items()}
         return None if limits is not None and _end(ranges.values(), offsets) > limits.arena_bytes else offsets
@@ -244,8 +244,8 @@ def _end(ranges: Iterable[Lifetime], offsets: Mapping[int, int]) -> int:
     return max((offsets[live.issue] + live.nbytes for live in ranges), default=0)
 
 
-def _allocate(ranges: Collection[Lifetime], fixed: Mapping[int, int], border: int | None) -> dict[int, int]:
-    """Return an offset for each range, by its issue; those in ``fixed`` keep theirs, and none crosses ``border``."""
+def _allocate(ranges: Collection[Lifetime], fixed: Mapping[int, int], arena_split: int | None) -> dict[int, int]:
+    """Return an offset for each range, by its issue; those in ``fixed`` keep theirs, and none crosses ``arena_split``."""
     active: list[Lifetime] = []
     neighbours: dict[int, list[Lifetime]] = {live.issue: [] for live in ranges}
     for live in sorted(ranges, key=lambda r: r.first):
@@ -256,7 +256,7 @@ def _allocate(ranges: Collection[Lifetime], fixed: Mapping[int, int], border: in
                 neighbours[live.issue].append(other)
         active.append(live)
     free = [live for live in ranges if live.issue not in fixed]
-    found = (_first_fit(sorted(free, key=order), neighbours, fixed, border) for order in _ORDERS)
+    found = (_first_fit(sorted(free, key=order), neighbours, fixed, arena_split) for order in _ORDERS)
     return min(found, key=lambda offsets: _end(ranges, offsets))
 
 
@@ -273,15 +273,15 @@ def _first_fit(
     ranges: Sequence[Lifetime],
     neighbours: Mapping[int, Sequence[Lifetime]],
     fixed: Mapping[int, int],
-    border: int | None,
+    arena_split: int | None,
 ) -> dict[int, int]:
     """Assign each range, in this order, the lowest offset that is free during its whole live range."""
     offsets = dict(fixed)
     for live in ranges:
         occupied = (n for n in neighbours[live.issue] if n.issue in offsets)
         taken = sorted((offsets[n.issue], offsets[n.issue] + n.nbytes) for n in occupied)
-        if border is not None:
-            taken = sorted([*taken, (border, border)])
+        if arena_split is not None:
+            taken = sorted([*taken, (arena_split, arena_split)])
         offset = 0
         for begin, end in taken:
             if begin - offset >= live.nbytes:

@@ -8,7 +8,7 @@ layer norm. With the second, all blocks would become one region that waits for e
 So communication moves to *cuts*. A gather may move up from its first consumer, a reduction may move down from its last
 gradient, both as long as no other bucket is used in between. Among these positions, the cut is one where a region ends
 anyway, or else the one with the fewest live tensors; between two blocks that is the residual stream alone. Tensors that
-cross a cut pass through an ``fsdp_cut``, which no executor fuses, so the cut also exists in the data flow. The
+cross a cut pass through an ``fsdp_fusion_barrier``, which no executor fuses, so the cut also exists in the data flow. The
 ``token`` of a wait makes values that derive from parameters alone (a cast, a transpose) depend on the cut. Without it,
 the casts of all blocks would be fused.
 
@@ -31,14 +31,14 @@ from thunder.extend import FusionExecutor
 from ..ir.analysis import Analysis, bytes_at
 from ..ir.effects import bucket_of, declared, effects, is_declared
 from ..ir.inspection import args_of, forward_part, outs_of, swap_args, with_bound_symbols
-from ..ir.symbols import fsdp_cut, with_token, without_token
+from ..ir.symbols import fsdp_fusion_barrier, with_token, without_token
 from ..runtime.bucket import Bucket
 
 _EXPENSIVE = {OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD}  # Thunder's tag of matmuls and attention
 _NOT_COMPUTE = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.GET_GRAD, PrimIDs.RETURN, PrimIDs.COMMENT})
 
 
-# Passes between this one and remove_cuts may do anything that respects the data flow through fsdp_cut.
+# Passes between this one and remove_cuts may do anything that respects the data flow through fsdp_fusion_barrier.
 def keep_fusions_apart(trace: TraceCtx, *, fusions: Sequence[FusionExecutor]) -> TraceCtx:
     """Move gathers and reductions, with their waits, to where fusion regions may end, and insert cuts there.
 
@@ -53,7 +53,7 @@ def keep_fusions_apart(trace: TraceCtx, *, fusions: Sequence[FusionExecutor]) ->
     After::
 
         t85 = prims.linear(t75, t177, t178)
-        (cut_t85,) = fsdp_cut(t85)
+        (cut_t85,) = fsdp_fusion_barrier(t85)
         ft200 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_0_weight, ...)  # 320 bytes float32
         (t179, t180, t181, t182,) = fsdp_wait_params(bucket_blocks_1, ft200, cut_t85)
         t103 = prims.linear(cut_t85, t179, t180)
@@ -96,7 +96,7 @@ def remove_cuts(trace: TraceCtx) -> TraceCtx:
     without cuts keeps its bound symbols. Before::
 
         [t43, t85] = TorchCompile0(x, t175, t176, t177, t178)
-        (cut_t85,) = fsdp_cut(t85)
+        (cut_t85,) = fsdp_fusion_barrier(t85)
         ft200 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_0_weight, ...)  # 320 bytes float32
         (t179, t180, t181, t182,) = fsdp_wait_params(bucket_blocks_1, ft200, cut_t85)
         [t103, t145] = TorchCompile1(cut_t85, t179, t180, t181, t182)
@@ -111,7 +111,7 @@ def remove_cuts(trace: TraceCtx) -> TraceCtx:
     original: dict[str, Proxy] = {}
     bsyms = []
     for bsym in trace.bound_symbols:
-        if declared(bsym).is_cut:
+        if declared(bsym).is_fusion_barrier:
             for before, after in zip(bsym.args, bsym.output, strict=True):
                 original[after.name] = original.get(before.name, before)
             continue
@@ -260,7 +260,7 @@ class _Half:
         token = None
         if crossing := self.crossing.get(position):
             renamed = tuple(proxy.replace_name(f"cut_{proxy.name}", disambiguate=True) for proxy in crossing)
-            cut = fsdp_cut.bind(*(self.names.get(p.name, p) for p in crossing), output=renamed)
+            cut = fsdp_fusion_barrier.bind(*(self.names.get(p.name, p) for p in crossing), output=renamed)
             if self.is_backward:
                 cut.tags.add(BoundSymbolTag.BACKWARD)
             bsyms.append(cut)

@@ -53,7 +53,7 @@ def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket], recomput
 
     After::
 
-        ft157 = fsdp_all_gather(bucket_blocks_2, None, t_blocks_2_weight, again=False)  # 16,384 bytes float32
+        ft157 = fsdp_all_gather(bucket_blocks_2, None, t_blocks_2_weight, reuse_cast=False)  # 16,384 bytes float32
         (bw_t117,) = fsdp_wait_params(bucket_blocks_2, ft157)
         t123 = torch.matmul(t122, bw_t117)
 
@@ -215,7 +215,7 @@ class _Regather(BackwardCopies):
         elif in_forward is not None:
             _, _, *shards = in_forward[0].args
             # See [Note: Reuse of casts] in `shard_source`.
-            marks = {"again": True} if bucket.spec.param_dtype != bucket.spec.dtype else {}
+            marks = {"reuse_cast": True} if bucket.spec.sends_copy else {}
             for bsym in gather_and_wait(bucket, shards, [self.rename(p) for p in in_forward[1].output], **marks):
                 self.add(bsym)
         if in_forward is not None:

@@ -25,7 +25,7 @@ def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
     with ``fsdp(schedule=...)``. Compute keeps its order. The pass does not judge the schedule; ``verify`` proves later
     that the result is right. Before::
 
-        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, again=False)  # 16,384 bytes float32
+        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, reuse_cast=False)  # 16,384 bytes float32
         (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
         t110 = torch.nn.functional.linear(x, t109, None)
 
@@ -33,7 +33,7 @@ def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
     After, with one that was saved with ``prefetch=0``::
 
         # prefetch: 0 ahead of its wait
-        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, again=False)  # 16,384 bytes float32
+        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, reuse_cast=False)  # 16,384 bytes float32
         # first consumer: t110 = linear
         (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
         t110 = torch.nn.functional.linear(x, t109, None)

@@ -8,8 +8,8 @@ need at most 1/32 more. The first two passes here mark these gathers: nothing is
 forward, as in a usual step. That saves backward's first gather, which no compute could hide. (Users of FSDP2 spend
 memory for the same effect: they do not reshard the last block.)
 
-A marked gather states how many issues on its arena lie between it and the end of its forward (``followed_by``), or the
-start of its backward (``preceded_by``). The arena counts issues at run time. If there was one more (another forward in
+A marked gather states how many issues on its arena lie between it and the end of its forward (``issues_after``), or the
+start of its backward (``issues_before``). The arena counts issues at run time. If there was one more (another forward in
 between, an exception, a second backward), the bucket is gathered as usual. The backward of another forward, which may
 have had other parameters, does not reuse it either: see [Note: The backward of the most recent forward] in
 ``runtime.autograd``. Both rules depend only on the order of calls, so all ranks decide alike.
@@ -36,15 +36,15 @@ def mark_retained_by_forward(trace: TraceCtx) -> TraceCtx:
 
     Runs on the forward trace after ``assign_slots`` and before ``verify``. Does nothing if there is no backward. Before::
 
-        ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+        ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, reuse_cast=False)  # 16,384 bytes float32
         ...
-        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False)  # 16,384 bytes float32
+        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, reuse_cast=False)  # 16,384 bytes float32
 
     After: one issue follows the first of them, none the second::
 
-        ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, again=False, followed_by=1)  # 16,384 bytes
+        ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, reuse_cast=False, issues_after=1)  # 16,384 bytes
         ...
-        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False, followed_by=0)  # 16,384 bytes
+        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, reuse_cast=False, issues_after=0)  # 16,384 bytes
 
     See [Note: Buckets left by forward].
     """
@@ -54,7 +54,7 @@ def mark_retained_by_forward(trace: TraceCtx) -> TraceCtx:
         if place.slot is not None:
             slots = later_slots[place.slot.arena]
             if not place.is_private and not any(map(place.slot.overlaps, slots)):
-                marks[position] = {"followed_by": len(slots)}
+                marks[position] = {"issues_after": len(slots)}
             slots.append(place.slot)
     return _with_marks(trace, marks, "fsdp: mark what is retained for backward")
 
@@ -65,13 +65,13 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
     Runs on the backward trace after ``assign_slots`` and before ``verify``. Does nothing if forward left no bucket in a
     shared slot. Before::
 
-        ft157 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False)  # 16,384 bytes float32
-        ft158 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+        ft157 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, reuse_cast=False)  # 16,384 bytes float32
+        ft158 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, reuse_cast=False)  # 16,384 bytes float32
 
     After::
 
-        ft157 = fsdp_all_gather(bucket_blocks_2, slot_0, ..., preceded_by=0)  # 16,384 bytes float32, already resident
-        ft158 = fsdp_all_gather(bucket_blocks_1, slot_1, ..., preceded_by=1)  # 16,384 bytes float32, already resident
+        ft157 = fsdp_all_gather(bucket_blocks_2, slot_0, ..., issues_before=0)  # 16,384 bytes float32, already resident
+        ft158 = fsdp_all_gather(bucket_blocks_1, slot_1, ..., issues_before=1)  # 16,384 bytes float32, already resident
 
     See [Note: Buckets left by forward].
 
@@ -88,7 +88,7 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
         if live.is_gather and retained.pop(live.bucket.primary, None) == slot:
             others = (other.slot for i, other in slots.items() if i != position and other.first < position)
             if not any(other is not None and slot.overlaps(other) for other in others):
-                marks[position] = {"preceded_by": before[slot.arena]}
+                marks[position] = {"issues_before": before[slot.arena]}
         before[slot.arena] += 1
     return _with_marks(trace, marks, "fsdp: reuse what forward left")
 

@@ -47,21 +47,21 @@ def sort_communication(
     Runs after ``guard_first`` and before ``assign_slots``; ``replay_schedule`` takes its place if a schedule is pinned. A
     trace without communication keeps its bound symbols. Before::
 
-        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, again=False)  # 16,384 bytes float32
+        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, reuse_cast=False)  # 16,384 bytes float32
         (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
         t110 = torch.nn.functional.linear(x, t109, None)
         t111 = torch.gt(t110, 0.0)
         t112 = torch.where(t111, t110, 0.0)
-        ft148 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+        ft148 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight, reuse_cast=False)  # 16,384 bytes float32
         (t113,) = fsdp_wait_params(bucket_blocks_1, ft148)
         t114 = torch.nn.functional.linear(t112, t113, None)
 
     After: the second gather overlaps the compute of the first block::
 
         # first consumer: the next wait needs it
-        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, again=False)  # 16,384 bytes float32
+        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, reuse_cast=False)  # 16,384 bytes float32
         # prefetch: 1 ahead of its wait, before the wait for blocks.0
-        ft148 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+        ft148 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight, reuse_cast=False)  # 16,384 bytes float32
         # first consumer: t110 = linear
         (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
         t110 = torch.nn.functional.linear(x, t109, None)
