@@ -3,6 +3,7 @@
     python benchmarks/costs.py audit
     python benchmarks/costs.py checksums --runs 7
     python benchmarks/costs.py dtensors --parameters 300 3000
+    python benchmarks/costs.py formats
 
 * Audit: processor seconds of a first step, in one process with a gloo group of one rank and the demo's GPT. The first step
   compiles both traces and runs them with the audit. Parts of it: inserting the audit into the traces, exchanging their texts
@@ -13,6 +14,8 @@
 * DTensors: processor time on the host in one process, on one thread, beside plain tensors of the same rows: a backward that
   returns the reduced gradients of each bucket, as compiled traces do, and autograd's accumulation; and a step of AdamW
   on the parameters, on plain tensors, and on DTensors of torch.
+* Formats: bytes of 16 MB of float32 on the wire, and GB of float32 that one thread encodes, decodes, or decodes for two
+  ranks and averages in a second of processor time.
 """
 
 from __future__ import annotations
@@ -33,8 +36,11 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs  # before thunder
+from thunder_fsdp_sched import CommPolicy
 from thunder_fsdp_sched import transform as transforms
 from thunder_fsdp_sched.demo.model import GPT
+from thunder_fsdp_sched.encoding.formats import FORMATS
+from thunder_fsdp_sched.encoding.wire import Wire
 from thunder_fsdp_sched.ir import operator_facts
 from thunder_fsdp_sched.proof import audit
 from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
@@ -47,6 +53,7 @@ from harness import ratio, table
 from torch.distributed.tensor import DTensor, Shard
 
 MEGABYTES = 200  # of the parameters in checkpoints
+NUMEL = 1 << 22  # elements to encode
 WIDTH, ROUNDS = 64, 15  # rows and columns of each DTensor, and repetitions
 
 
@@ -61,6 +68,8 @@ def main() -> None:
     command = commands.add_parser("dtensors")
     command.set_defaults(measure=measure_dtensors)
     command.add_argument("--parameters", type=int, nargs="+", default=[300, 3000], help="parameters of the models")
+    command = commands.add_parser("formats")
+    command.set_defaults(measure=measure_formats)
     arguments = parser.parse_args()
     arguments.measure(arguments)
 
@@ -273,6 +282,29 @@ def processor_seconds(functions: dict[str, Callable[[], Any]]) -> dict[str, list
             times[name].append(time.process_time() - started)
     gc.enable()
     return times
+
+
+#
+# Formats on the wire
+#
+
+
+def measure_formats(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    figures = {}
+    for name, form in FORMATS.items():
+        wire = Wire.of([(NUMEL, form)], CommPolicy().block)
+        whole, mean = torch.randn(1, NUMEL), torch.empty(1, NUMEL)
+        sent, received = torch.empty(1, wire.nbytes, dtype=torch.uint8), torch.zeros(2, wire.nbytes, dtype=torch.uint8)
+        functions: dict[str, Callable[[], Any]] = {
+            "encode": functools.partial(wire.encode, [whole], sent),
+            "decode": functools.partial(wire.decode, sent, [torch.empty_like(whole)]),
+            "decode and average": functools.partial(wire.decode_mean, received, [mean]),
+        }
+        rates = {what: 1e-9 * whole.nbytes / statistics.median(t) for what, t in processor_seconds(functions).items()}
+        figures[name] = {"bytes": wire.nbytes / whole.nbytes, **rates}
+    columns = {"bytes": ("bytes", ".3f")} | {what: (what, ".1f") for what in rates}
+    print(f"bytes relative to float32, and GB of float32 a second\n\n{table(figures, columns)}")
 
 
 if __name__ == "__main__":
