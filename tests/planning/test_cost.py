@@ -40,6 +40,7 @@ from thunder_fsdp_sched.transports.flat import Flat
 import pytest
 import thunder
 import torch
+from profiles import mostly_zero3
 from ranks import on_ranks
 from scenario import everywhere
 from synthetic_traces import make_bucket, tensor
@@ -347,7 +348,7 @@ def test_measured_times_are_looked_up_by_equal_operations():
     assert (cost.contention("fsdp_all_gather"), cost.contention("fsdp_reduce_scatter")) == (0.25, 0.0)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@mostly_zero3
 @on_ranks()
 def test_measuring_gives_all_ranks_the_same_profile_and_does_not_change_training(strategy):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))

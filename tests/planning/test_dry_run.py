@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from thunder_fsdp_sched.__main__ import app
 from thunder_fsdp_sched.ir.schedule import load_schedules
@@ -11,13 +12,13 @@ from thunder_fsdp_sched.reports.memory_files import load_memory
 
 import pytest
 import torch
-from planned_model import Model
+from models import Stack
 from typer.testing import CliRunner
 
 
 def make_on_meta():
     with torch.device("meta"):
-        return Model(2, 32), (torch.randn(4, 32),)
+        return Stack(2, 32), (torch.randn(4, 32),)
 
 
 def invoke(*arguments: str, exit_code: int = 0) -> str:
@@ -47,7 +48,7 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     assert re.search(r"\.py:\d+$", output, re.MULTILINE)
     assert all(file.stat().st_size for file in files)
     [step] = load_schedules(files[2])
-    assert {op.bucket for op in step.forward} == {"blocks.0", "blocks.1", "head"}
+    assert {op.bucket for op in step.forward} == {"first", "blocks.0", "blocks.1", "last"}
 
     other = tmp_path / "other.json"
     limits = ["--max-gathers-in-flight", "1", "--optimizer-bytes", "1e9"]
@@ -69,13 +70,18 @@ def test_a_hybrid_step_is_planned_on_the_links_of_both_mesh_dimensions():
     assert "replicas: 64 ranks cannot hold 7 copies" in words(invoke(*planned, "7", exit_code=2))
 
 
-def test_trace_and_plan_take_the_same_options_and_a_cluster_described_by_a_file(tmp_path):
+def test_trace_and_plan_take_the_same_options_a_cluster_in_a_file_and_a_model_in_the_current_folder(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "of_this_folder.py").write_text("from test_dry_run import make_on_meta as make")
     path = tmp_path / "ours.json"
     path.write_text('{"like": "h100-sxm", "inter_node_bandwidth": "1GB"}')
-    common = f"test_dry_run:make_on_meta --world-size 16 --cluster {path} --cluster-set contention=0".split()
+    common = f"of_this_folder:make --world-size 16 --cluster {path} --cluster-set contention=0".split()
     common += ["--sharding", "both", "--bucketing", "100kB", "--prefetch", "auto", "--transport", "coalesced"]
     for command, expected in (
-        ("trace", ["ZeRO-2, 16 ranks, forward", "ZeRO-3, 16 ranks, backward"]),
+        ("trace", ["ZeRO-2, 16 ranks, forward, before sorting", "ZeRO-3, 16 ranks, backward, after sorting"]),
         ("plan", ["one step on ours", " ms = ", "launch gaps"]),
     ):
         output = invoke(command, *common)

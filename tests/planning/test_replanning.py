@@ -14,7 +14,7 @@ from thunder_fsdp_sched.planning.suggestions import suggest
 
 import pytest
 import torch
-from planned_model import Model
+from models import Stack
 from test_dry_run import invoke, make_on_meta
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -24,7 +24,7 @@ class Tied(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = Model(2, 32)
+        self.model = Stack(2, 32)
         self.first = torch.nn.Linear(32, 32)
         self.last = torch.nn.Linear(32, 32)
         self.last.weight = self.first.weight

@@ -28,8 +28,9 @@ import thunder
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned_model import Model, make
+from models import Layer, Stack
 from synthetic_traces import joint_step
+from torch import nn
 
 # A device that computes slowly enough to hide communication, without launch overhead.
 SLOW = dataclasses.replace(
@@ -41,16 +42,25 @@ SLOW = dataclasses.replace(
 )
 
 
-@functools.cache
-def compiled(blocks: int = 3, **options):
-    [traces] = testing.compile_on_fake_ranks(lambda: make(blocks), 8, cluster=SLOW, **options)
-    return traces
+class Model(nn.Module):
+    """Blocks with norms, whose values are worth recomputing, and a head."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), Layer(16)) for _ in range(blocks))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head.forward(x).sum()
 
 
 @functools.cache
-def with_activations(**options):
-    """Return the traces of a step whose activations need more memory than its parameters."""
-    [traces] = testing.compile_on_fake_ranks(lambda: (Model(3), (torch.randn(32, 16),)), 8, cluster=SLOW, **options)
+def compiled(blocks: int = 3, batch: int = 2, **options):
+    """Return the traces of a step. With a batch of 32, its activations need more memory than its parameters."""
+    make = lambda: (Model(blocks), (torch.randn(batch, 16),))  # noqa: E731
+    [traces] = testing.compile_on_fake_ranks(make, 8, cluster=SLOW, **options)
     return traces
 
 
@@ -117,9 +127,9 @@ def test_the_error_of_a_memory_limit_has_the_least_bytes_of_all_distances():
 
 
 def test_fewer_reductions_in_flight_are_tried_before_values_are_computed_again():
-    free = with_activations(prefetch=1)
+    free = compiled(batch=32, prefetch=1)
     limit = int(0.8 * free.memory.peak.nbytes)
-    traces = with_activations(max_memory=limit, prefetch=1)
+    traces = compiled(batch=32, max_memory=limit, prefetch=1)
     testing.assert_peak_memory_at_most(traces, limit)
     chosen = traces.choice.chosen
     [with_two] = [c for c in traces.choice.considered if c.reductions == 2 and not c.extends]
@@ -136,7 +146,7 @@ def test_fewer_reductions_in_flight_are_tried_before_values_are_computed_again()
 
 
 def test_a_later_call_does_not_let_an_earlier_step_exceed_the_limit():
-    limit = int(0.6 * with_activations().memory.peak.nbytes)
+    limit = int(0.6 * compiled(batch=32).memory.peak.nbytes)
     transform = fsdp(max_memory=limit, cluster=SLOW)
     with fake_rank(0, 8):
         model = thunder.jit(Model(3), transforms=[transform])
@@ -157,7 +167,7 @@ def test_automatic_prefetch_minimizes_the_simulated_step_time():
 
 
 def test_without_a_cluster_the_local_device_is_used():
-    [traces] = testing.compile_on_fake_ranks(lambda: make(2), 8, prefetch="auto")
+    [traces] = testing.compile_on_fake_ranks(lambda: (Stack(2), (torch.ones(2, 4),)), 8, prefetch="auto")
     assert traces.choice is not None and traces.prefetch == traces.choice.chosen.prefetch
 
 

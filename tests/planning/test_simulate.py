@@ -358,26 +358,23 @@ def steps(draw):
 
 
 times = st.sampled_from([0.0, 0.25, 1.0, 3.0])
-
-
-def costs(**fixed: object) -> st.SearchStrategy[ConstantCost]:
-    return st.builds(
-        ConstantCost,
-        compute=st.fixed_dictionaries({"neg": times, "matmul": times, "fsdp_reduce_scatter": times}),
-        host=fixed.get("host", st.sampled_from([0.0, 0.5])),
-        gather=times,
-        reduction=times,
-        slowdown=fixed.get("slowdown", st.sampled_from([0.0, 0.25])),
-        synchronous=st.booleans(),
-        concurrent=fixed.get("concurrent", st.sampled_from([1, 2])),
-        gather_share=st.just(0.75),
-        reduction_share=fixed.get("reduction_share", st.sampled_from([0.0, 0.25])),
-    )
+costs = st.builds(
+    ConstantCost,
+    compute=st.fixed_dictionaries({"neg": times, "matmul": times, "fsdp_reduce_scatter": times}),
+    host=st.sampled_from([0.0, 0.5]),
+    gather=times,
+    reduction=times,
+    slowdown=st.sampled_from([0.0, 0.25]),
+    synchronous=st.booleans(),
+    concurrent=st.sampled_from([1, 2]),
+    gather_share=st.just(0.75),
+    reduction_share=st.sampled_from([0.0, 0.25]),
+)
 
 
 @settings(deadline=None)
-@given(steps(), costs())
-def test_a_step_is_the_sum_of_compute_contention_exposed_and_idle_time(traces, cost):
+@given(steps(), costs, st.sampled_from([0.0, 0.5, 0.9]))
+def test_times_and_memory_of_any_step_are_consistent(traces, cost, factor):
     timeline = simulate(*traces, cost)
     parts = timeline.compute_seconds + timeline.contention_seconds + timeline.exposed_seconds + timeline.idle_seconds
     assert timeline.step_seconds == pytest.approx(parts)
@@ -387,36 +384,23 @@ def test_a_step_is_the_sum_of_compute_contention_exposed_and_idle_time(traces, c
     assert float(total) == pytest.approx(shown, abs=0.03)
     assert timeline.step_seconds >= timeline.lower_bound - 1e-9
     assert 0.0 <= timeline.overlap <= 1.0
-
-
-@settings(deadline=None)
-@given(steps(), costs(host=st.just(0.0), slowdown=st.just(0.0), reduction_share=st.just(0.25)))
-def test_without_contention_a_step_takes_at_most_the_serial_time(traces, cost):
-    timeline = simulate(*traces, cost)
-    assert timeline.step_seconds <= timeline.serial_seconds + 1e-9
-    assert timeline.step_seconds == pytest.approx(timeline.compute_seconds + timeline.exposed_seconds)
-    if cost.concurrent == 1:
-        assert sum(timeline.exposed_by_bucket.values()) == pytest.approx(timeline.exposed_seconds)
-
-
-@settings(deadline=None)
-@given(steps(), costs(concurrent=st.just(1), slowdown=st.just(0.0)), st.sampled_from([0.0, 0.5, 0.9]))
-def test_a_faster_link_never_makes_a_step_slower(traces, cost, factor):
-    slower = simulate(*traces, cost).step_seconds
-    cost.gather *= factor
-    cost.reduction *= factor
-    assert simulate(*traces, cost).step_seconds <= slower + 1e-9
-
-
-@settings(deadline=None)
-@given(steps(), costs())
-def test_intervals_of_a_stream_do_not_overlap_and_memory_is_never_negative(traces, cost):
-    timeline = simulate(*traces, cost)
     for stream in (COMPUTE, *timeline.communication_seconds):
         if stream == COMPUTE or cost.concurrent == 1:
             in_order = spans(timeline, stream)
-            assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(in_order))
+            assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(in_order)), "intervals of a stream overlap"
     assert all(nbytes >= 0 for _, nbytes in timeline.memory)
     assert not timeline.memory or timeline.memory[-1][1] == 0
     for use in timeline.slots:
         assert 0.0 <= use.start <= use.end <= timeline.step_seconds + 1e-9
+
+    # Without contention a step takes at most the serial time.
+    calm = simulate(*traces, dataclasses.replace(cost, host=0.0, slowdown=0.0, reduction_share=0.25))
+    assert calm.step_seconds <= calm.serial_seconds + 1e-9
+    assert calm.step_seconds == pytest.approx(calm.compute_seconds + calm.exposed_seconds)
+    if cost.concurrent == 1:
+        assert sum(calm.exposed_by_bucket.values()) == pytest.approx(calm.exposed_seconds)
+
+    # A faster link never makes a step slower.
+    slower = dataclasses.replace(cost, concurrent=1, slowdown=0.0)
+    faster = dataclasses.replace(slower, gather=factor * cost.gather, reduction=factor * cost.reduction)
+    assert simulate(*traces, faster).step_seconds <= simulate(*traces, slower).step_seconds + 1e-9

@@ -17,7 +17,7 @@ from thunder_fsdp_sched.planning.suggestions import Suggestion, suggest
 
 import pytest
 import torch
-from planned_model import Model
+from models import Stack
 from profiles import LONG
 from test_dry_run import invoke, words
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 def make(samples: int = 64) -> Any:
     with torch.device("meta"):
-        return Model(3, 32), (torch.randn(samples, 32),)
+        return Stack(3, 32), (torch.randn(samples, 32),)
 
 
 def device(nbytes: int) -> ClusterSpec:
@@ -105,7 +105,7 @@ def test_offloaded_shards_and_their_optimizer_state_are_not_in_the_memory_of_the
 
     # A module on the CPU has the memory of one on the meta device, although its shards are on the device of its inputs.
     def on_cpu() -> Any:
-        return Model(3, 32), (torch.randn(64, 32),)
+        return Stack(3, 32), (torch.randn(64, 32),)
 
     same = dry_run_step(on_cpu, world_size=8, on=device(10**9), offload_policy=CPUOffloadPolicy())
     assert same.memory.totals == offloaded.memory.totals and same.memory.fixed == offloaded.memory.fixed
@@ -158,7 +158,7 @@ def test_a_step_that_fits_gets_changes_that_make_it_faster():
 def test_values_are_attributed_to_the_blocks_and_lines_that_make_them():
     forward = plan_that_fits().compiled.forward
     tanhs = [bsym.output.name for bsym in forward.bound_symbols if bsym.sym.name == "tanh"]
-    assert describe_origins(tanhs, forward).startswith("blocks.0-blocks.2 (planned_model.py:")
+    assert describe_origins(tanhs, forward).startswith("blocks.0-blocks.2 (models.py:")
     assert describe_origins([tanhs[0], tanhs[2]], forward).startswith("blocks.0, blocks.2 (")
 
 

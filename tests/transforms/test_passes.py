@@ -89,14 +89,27 @@ def compute(trace: TraceCtx) -> list:
 
 @settings(deadline=None)
 @given(traces(), st.integers(0, 4))
-def test_a_sorted_trace_keeps_compute_and_places_communication_as_promised(trace, prefetch):
+def test_a_sorted_trace_keeps_compute_and_shares_no_slot_in_use(trace, prefetch):
     trace = write_grads_in_place(trace)
-    sorted_trace = verify(assign_slots(sort_communication(trace, prefetch=prefetch)))
+    once = sort_communication(trace, prefetch=prefetch)
+    twice = sort_communication(once, prefetch=prefetch)
+    assert [str(b) for b in once.bound_symbols] == [str(b) for b in twice.bound_symbols]
+    sorted_trace = verify(assign_slots(once))
     assert compute(sorted_trace) == compute(trace), "compute must not be reordered or lost"
     testing.assert_waits_right_before_first_consumer(sorted_trace)
     testing.assert_gathers_in_consumer_order(sorted_trace)
     testing.assert_prefetch_distance(sorted_trace, prefetch)
     testing.assert_reductions_right_after_last_gradient(sorted_trace)
+
+    ranges = Analysis(sorted_trace.bound_symbols).slots
+    slots = {position: sorted_trace.bound_symbols[position].args[1] for position in ranges}
+    gather_of = grads_over_params(ranges.values())
+    for a, one in ranges.items():
+        for b, other in ranges.items():
+            if a != b and one.first <= other.first <= one.last and gather_of.get(other) is not one:
+                assert not slots[a].overlaps(slots[b]), (one, other)
+    used, least = shared_slots(sorted_trace)
+    assert least <= used <= 1.5 * least
 
 
 @settings(deadline=None)
@@ -147,29 +160,6 @@ def test_reductions_in_flight_are_counted_in_bytes(sizes, in_flight):
         if bsym.sym is fsdp_reduce_scatter:
             counts.append(in_flight_now)
     assert counts == in_flight
-
-
-@settings(deadline=None)
-@given(traces(), st.integers(0, 4))
-def test_sorting_twice_changes_nothing(trace, prefetch):
-    once = sort_communication(trace, prefetch=prefetch)
-    twice = sort_communication(once, prefetch=prefetch)
-    assert [str(b) for b in once.bound_symbols] == [str(b) for b in twice.bound_symbols]
-
-
-@settings(deadline=None)
-@given(traces(), st.integers(0, 3))
-def test_slots_never_overlap_while_both_are_live(trace, prefetch):
-    sorted_trace = assign_slots(sort_communication(write_grads_in_place(trace), prefetch=prefetch))
-    ranges = Analysis(sorted_trace.bound_symbols).slots
-    slots = {position: sorted_trace.bound_symbols[position].args[1] for position in ranges}
-    gather_of = grads_over_params(ranges.values())
-    for a, one in ranges.items():
-        for b, other in ranges.items():
-            if a != b and one.first <= other.first <= one.last and gather_of.get(other) is not one:
-                assert not slots[a].overlaps(slots[b]), (one, other)
-    used, least = shared_slots(sorted_trace)
-    assert least <= used <= 1.5 * least
 
 
 @settings(max_examples=settings().max_examples // 2, deadline=None)
