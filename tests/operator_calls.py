@@ -18,6 +18,7 @@ import torch
 from profiles import LONG
 from thunder.core.prims import OpTags
 from thunder.core.symbol import Symbol
+from torch.utils._pytree import tree_map_only
 
 _NO_OPERATORS = ("autocast", "grad_enabled", "checkpoint", "autograd", "seed", "higher_order", "is_complex", "_assert")
 _PER_SYMBOL = 2 if LONG else 1
@@ -48,12 +49,10 @@ def calls() -> Iterator[Call]:
         name = f"{symbol.id} {symbol.name}"
         if any(n in name for n in _NO_OPERATORS) or OpTags.CTX_MANAGER_ENTER_EXIT_OP in (symbol.tags or ()):
             continue
-        accepted = (
-            Call(function, symbol, args, kwargs) for args, kwargs in _arguments() if _accepts(function, args, kwargs)
-        )
-        for call in itertools.islice(accepted, _PER_SYMBOL):
+        accepted = (number for number, arguments in enumerate(_arguments()) if _accepts(function, *arguments))
+        for number in itertools.islice(accepted, _PER_SYMBOL):
             found.add(symbol)
-            yield call
+            yield Call(function, symbol, *next(itertools.islice(_arguments(), number, None)))
     yield from _calls_of_opinfos()
 
 
@@ -68,7 +67,8 @@ def _calls_of_opinfos() -> Iterator[Call]:
         except Exception:
             continue
         for sample in samples:
-            if _accepts(info.torch_reference, sample.args, sample.kwargs):
+            args, kwargs = tree_map_only(torch.Tensor, torch.clone, (sample.args, sample.kwargs))
+            if _accepts(info.torch_reference, args, kwargs):
                 yield Call(info.torch_reference, info.op, sample.args, sample.kwargs)
 
 
@@ -131,11 +131,11 @@ def _arguments() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
 
 
 def _accepts(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    copies = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+    """Return whether a function takes the arguments, which it may change."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            function(*copies[0], **copies[1])
+            function(*args, **kwargs)
         except Exception:
             return False
     return True

@@ -1,25 +1,18 @@
-"""The demo: its command line, the examples, the step counter, its checks, and its tables."""
+"""The demo: its command line, examples, the step counter, its checks, and its tables."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
-import subprocess
 from pathlib import Path
 from unittest import mock
 
 from thunder_fsdp_sched import __main__, fsdp
 from thunder_fsdp_sched.demo import runs
-from thunder_fsdp_sched.demo.model import GPT
 from thunder_fsdp_sched.demo.runs import DemoOptions, Run, read_text, sample
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.reports.report import (
-    before_and_after,
-    communication_lines,
-    plan_table,
-    summarize_thunder,
-)
+from thunder_fsdp_sched.reports.report import before_and_after, communication_lines, plan_table, summarize_thunder
 from thunder_fsdp_sched.reports.step_counter import StepCounter, StepCounts
 from thunder_fsdp_sched.sizes import human_bytes
 
@@ -28,6 +21,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from forked import run_python
+from models import byte_gpt
 from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -35,49 +29,27 @@ from typer.testing import CliRunner
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # With edge blocks large enough to be divided.
-TINY = ["--steps", "3", "--blocks", "3", "--width", "192", "--length", "16", "--dtype", "float64"]
-
-
-def command(*arguments: str, cwd: Path, columns: int = 132) -> subprocess.CompletedProcess[str]:
-    environment = {"NO_COLOR": "1", "COLUMNS": str(columns)}
-    return run_python("-W", "ignore", "-m", "thunder_fsdp_sched", *arguments, cwd=cwd, env=environment)
+TINY = ["--steps", "3", "--blocks", "2", "--width", "192", "--length", "16", "--dtype", "float64"]
 
 
 #
-# The command line
+# The command line and the examples
 #
 
 
 def test_demo_shows_traces_and_table_and_all_checks_pass(tmp_path: Path) -> None:
-    result = command("demo", *TINY, cwd=tmp_path)
+    environment = {"NO_COLOR": "1", "COLUMNS": "132"}
+    result = run_python("-W", "ignore", "-m", "thunder_fsdp_sched", "demo", *TINY, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"all \d+ checks passed", result.stdout)
     assert "FAIL" not in result.stdout
     for title in ("ZeRO-2, forward", "ZeRO-2, backward", "ZeRO-3, forward", "ZeRO-3, backward"):
         assert title in result.stdout
     assert "before sorting" in result.stdout and "after sorting" in result.stdout
-    assert "fsdp_all_gather(bucket_blocks_1, slot_" in result.stdout
+    assert "fsdp_all_gather(bucket_blocks_1_up, slot_" in result.stdout
     for run in ("unsharded", "Thunder's fsdp", "ZeRO-2", "ZeRO-3"):
         assert re.search(rf"^ +{run} .* loss \d", result.stdout, re.MULTILINE), f"no line for {run} in\n{result.stdout}"
     assert re.search(r"^ *collectives +\d+ +\d+ +\d+ +\d+ *$", result.stdout, re.MULTILINE), result.stdout
-
-
-def test_trace_command_shows_the_traces_of_a_users_model(tmp_path: Path) -> None:
-    (tmp_path / "factory.py").write_text(
-        "import torch\n"
-        "def make():\n"
-        "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))\n"
-        "    return model, (torch.randn(2, 8),)\n"
-        "def wrong():\n"
-        "    return 1\n"
-    )
-    result = command("trace", "factory:make", "--world-size", "16", "--sharding", "zero3", cwd=tmp_path, columns=80)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "ZeRO-3, 16 ranks, forward, before sorting" in result.stdout
-    assert "ZeRO-3, 16 ranks, backward, after sorting" in result.stdout
-    result = command("trace", "factory:wrong", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "must return (module, args)" in result.stderr
 
 
 def test_the_training_example_trains(tmp_path: Path) -> None:
@@ -295,12 +267,9 @@ def test_counter_counts_parameters_that_are_not_sharded_as_always_unsharded() ->
 @pytest.fixture(scope="module")
 def tiny_run() -> Run:
     """A ZeRO-3 run of a tiny model, with the counts that it should have."""
-
-    def make() -> tuple[GPT, tuple[torch.Tensor, ...]]:
-        tokens = torch.zeros(1, 8, dtype=torch.long)
-        return GPT(blocks=2, width=16, heads=2, length=8), (tokens, tokens)
-
-    transform = compile_as_rank(make, fsdp(), rank=0, world_size=2)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    shape = DemoOptions(blocks=2, width=16, length=8)
+    transform = compile_as_rank(lambda: (byte_gpt(shape), (tokens, tokens)), fsdp(), rank=0, world_size=2)
     traces = transform.compiled[-1]
     assert traces.forward_schedule is not None and traces.backward_schedule is not None
     with StepCounter([]) as counter:
