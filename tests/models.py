@@ -137,6 +137,32 @@ class Stack(Model):
         return self.last.forward(x)
 
 
+class Chain(Model):
+    """Blocks, one after the other: number ``i`` is what one of ``kinds``, which take turns, returns for ``i``."""
+
+    def __init__(self, *kinds: Callable[[int], nn.Module], count: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kinds[number % len(kinds)](number) for number in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class LinearBlock(nn.Module):
+    """A linear layer, for blocks of a :class:`Chain` whose forward a test defines."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.linear = index, nn.Linear(4, 4)
+
+
+def running(forward: Callable[..., Any]) -> type[LinearBlock]:
+    """Return a class of blocks with this forward."""
+    return type("Running", (LinearBlock,), {"forward": forward})
+
+
 class UnevenRows(Model):
     """Parameters of 1 to 4 dimensions, with first dimensions that are not divisible by the number of ranks."""
 

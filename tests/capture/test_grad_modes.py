@@ -13,10 +13,10 @@ import thunder
 import torch
 import torch.nn.functional as F
 from hypothesis import given
-from models import CASES, GPT, Stack
+from models import CASES, GPT, Chain, Stack, running
 from profiles import each_case
 from random_models import CallingModel, ModelSpec, quiet, repeating_models
-from test_repeated_modules import Blocks, Linear, X, adding, check_traces, running, seeded
+from test_repeated_modules import Linear, X, adding, check_traces, seeded
 from thunder.core import prims
 from thunder.core.compile_data import get_compile_data
 from thunder.core.symbol import Symbol
@@ -170,7 +170,7 @@ ORDERS = (GRAD, NO_GRAD, INFERENCE), (INFERENCE, GRAD), (NO_GRAD, GRAD)
 
 @pytest.mark.parametrize("block", [Updating, InPlace, Normalizing, Checkpointing, Dropping, Freezing])
 def test_a_block_that_does_not_use_the_grad_mode_is_repeated_in_both(block: Callable[[int], nn.Module]) -> None:
-    for first, *others in counts_in(seeded(lambda: Blocks(block)), (X,), *ORDERS):
+    for first, *others in counts_in(seeded(lambda: Chain(block)), (X,), *ORDERS):
         assert first[0] >= 3 and first[1] == 2
         assert others == [(0, 1)] * len(others)
 
@@ -239,7 +239,7 @@ Scaling = running(lambda self, x: SCALED(self.linear(x)))
 )
 def test_a_block_that_may_use_the_grad_mode_is_repeated_in_its_own(block: Callable[[int], nn.Module]) -> None:
     orders = (GRAD, NO_GRAD, INFERENCE, GRAD), (INFERENCE, NO_GRAD, GRAD)
-    for order in counts_in(seeded(lambda: Blocks(block)), (X,), *orders, checks_more=block in (Decorated, Registered)):
+    for order in counts_in(seeded(lambda: Chain(block)), (X,), *orders, checks_more=block in (Decorated, Registered)):
         for recorded, repeated in order[:3]:
             assert recorded >= 2 and repeated  # the model and a block are recorded in each mode
         assert order[3:] in ([], [(0, 1)])
@@ -252,7 +252,7 @@ def test_other_contexts_are_traced_in_full(context: Callable[[], Any]) -> None:
             with context():
                 return self.linear(x)
 
-    counts = counts_in(seeded(lambda: Blocks(Entering)), (X,), (GRAD, NO_GRAD))
+    counts = counts_in(seeded(lambda: Chain(Entering)), (X,), (GRAD, NO_GRAD))
     assert counts == [[(0, 0), (0, 0)]]
 
 
@@ -263,7 +263,7 @@ def test_a_block_that_leaves_another_grad_mode_is_traced_in_full() -> None:
             torch._C._set_grad_enabled(False)
             return y
 
-    class Model(Blocks):
+    class Model(Chain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
                 torch._C._set_grad_enabled(True)
@@ -274,7 +274,7 @@ def test_a_block_that_leaves_another_grad_mode_is_traced_in_full() -> None:
 
 
 def test_one_forward_with_both_grad_modes() -> None:
-    class Model(Blocks):
+    class Model(Chain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
                 y = self.blocks[0](x)
@@ -288,7 +288,7 @@ def test_one_forward_with_both_grad_modes() -> None:
 
 
 def test_a_checkpointed_block_does_not_mark_the_others() -> None:
-    class Model(Blocks):
+    class Model(Chain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = checkpoint(self.blocks[0], x, use_reentrant=False)
             return self.blocks[2](self.blocks[1](x))

@@ -14,7 +14,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from models import Model
+from models import Chain, LinearBlock, running
 from torch import nn
 from trace_text import with_numbered_names
 
@@ -52,26 +52,8 @@ def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return seeded_make
 
 
-class Blocks(Model):
-    """Three blocks of the class that a test defines, one after another."""
-
-    def __init__(self, block: Callable[[int], nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block(index) for index in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Linear(nn.Module):
+class Linear(LinearBlock):
     """A block whose forward adds ``self.extra()`` to a linear layer."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index = index
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) + self.extra()
@@ -85,16 +67,11 @@ def adding(extra: Callable[..., Any]) -> type[Linear]:
     return type("Adding", (Linear,), {"extra": extra})
 
 
-def running(forward: Callable[..., Any]) -> type[Linear]:
-    """Return a class of blocks with this forward."""
-    return type("Running", (Linear,), {"forward": forward})
-
-
 X = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
 
 
 def repetition_of(block: Callable[[int], nn.Module]) -> Repetition:
-    return check_traces(seeded(lambda: Blocks(block)), X)
+    return check_traces(seeded(lambda: Chain(block)), X)
 
 
 def test_a_block_with_an_index_that_it_does_not_read_is_repeated() -> None:
@@ -196,7 +173,7 @@ def test_a_block_with_effects_is_not_repeated(block: Callable[[int], nn.Module],
     repetition = Repetition()
     torch.manual_seed(0)
     with contextlib.suppress(RuntimeError):  # of a prologue that finds another count than was traced
-        traces_of(Blocks(block).double(), (X,), repetition)
+        traces_of(Chain(block).double(), (X,), repetition)
     assert any(reason in why for why in repetition.refused.values()), repetition.refused
     assert not any(key[0] is block for key, records in repetition._records.items() if records)
 
@@ -214,7 +191,7 @@ def test_a_zero_of_another_sign_is_another_value() -> None:
 
 
 def test_a_flag_that_changes_between_blocks_is_noticed() -> None:
-    class Model(Blocks):
+    class Model(Chain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for index, block in enumerate(self.blocks):
                 x = block(x, is_last=index == 2)
@@ -267,7 +244,7 @@ def test_containers_of_tensors_pass_through_repeated_blocks() -> None:
             a, options = x
             return (self.linear(a) * options["scale"], {"scale": options["scale"], "before": a})
 
-    class Model(Blocks):
+    class Model(Chain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             state = (x, {"scale": x.sum(), "before": x})
             for block in self.blocks:
@@ -278,7 +255,7 @@ def test_containers_of_tensors_pass_through_repeated_blocks() -> None:
 
 
 def test_a_block_is_traced_again_for_another_default_dtype() -> None:
-    model = seeded(lambda: Blocks(adding(lambda self: torch.ones(4))))()
+    model = seeded(lambda: Chain(adding(lambda self: torch.ones(4))))()
     jitted, repetition = thunder.jit(model), Repetition()
     trace_module_calls(thunder.compile_data(jitted), repetition)
     jitted(X)
@@ -292,7 +269,7 @@ def test_a_block_is_traced_again_for_another_default_dtype() -> None:
 
 
 def test_a_later_compilation_repeats_what_an_earlier_one_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Model(Blocks):
+    class Model(Chain):
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
             return super().forward(x * scale)
 

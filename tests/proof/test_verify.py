@@ -23,7 +23,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import Stack
+from models import Chain, Stack
 from offloading import offloading
 from synthetic_traces import FakeProcessGroup, chain
 from thunder.core import prims
@@ -41,15 +41,8 @@ COPY, COPY_BACK = "fsdp_copy_to_host", "fsdp_copy_to_device"
 COPIED, COPIED_BACK = "fsdp_wait_host_copy", "fsdp_wait_device_copy"
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block.forward(x))
-        return x.sum()
+def blocks() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Chain(lambda index: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), count=5), (torch.ones(2, 4),)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -69,7 +62,7 @@ def compiled(options: str) -> testing.CompiledTraces:
         with offloading():
             return testing.compile_on_fake_ranks(lambda: (Stack(3), (torch.ones(2, 4),)), 2)[0]
     world_size = 4 if options == "secondary" else 2
-    return testing.compile_on_fake_ranks(lambda: (Blocks(), (torch.ones(2, 4),)), world_size, **OPTIONS[options])[0]
+    return testing.compile_on_fake_ranks(blocks, world_size, **OPTIONS[options])[0]
 
 
 class Step:
@@ -528,9 +521,7 @@ def test_a_pinned_schedule_must_keep_the_limit_of_gathers_in_flight() -> None:
     pinned = compiled("zero3").schedule
     assert pinned.forward.gathers_in_flight == 3
     with pytest.raises(VerificationError, match=r"gathers bucket '.*max_gathers_in_flight=2"):
-        testing.compile_on_fake_ranks(
-            lambda: (Blocks(), (torch.ones(2, 4),)), 2, schedule=pinned, max_gathers_in_flight=2
-        )
+        testing.compile_on_fake_ranks(blocks, 2, schedule=pinned, max_gathers_in_flight=2)
 
 
 #

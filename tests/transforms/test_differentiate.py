@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from models import CASES, GPT, Stack
+from models import CASES, GPT, Chain, Stack, running
 from random_models import CallingModel, ModelSpec, periodic_models, quiet
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -27,7 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trace_text import with_numbered_names
 
-X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+X = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
 
 
 class Comparison:
@@ -99,75 +100,54 @@ def test_traces_are_those_of_thunder_up_to_names(name: str, regions: int, compar
         comparison.run(make, *inputs, gradients=False)
 
 
-class Blocks(nn.Module):
-    """Four blocks, one after the other."""
-
-    def __init__(self, *kinds: Callable[[], nn.Module], count: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(kinds[i % len(kinds)]() for i in range(count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def residual(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Add a linear layer to its input, so that the input's gradient is a sum."""
+    return x + torch.tanh(self.linear.forward(x))
 
 
-class Layer(nn.Module):
-    """A linear layer with a residual connection, so that the gradient of its input is a sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear.forward(x))
+def partly_without_gradients(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = self.linear.forward(x).abs().amax()
+    return residual(self, x) / scale
 
 
-class Gated(nn.Module):
-    """Another kind of layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down.forward(F.silu(self.up.forward(x)))
+def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Count calls, which therefore cannot be repeated from a record."""
+    self.index += 1
+    return residual(self, x)
 
 
-class Dropping(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(super().forward(x), 0.5)
+Layer = running(residual)
+Dropping = running(lambda self, x: F.dropout(residual(self, x), 0.5))
+Scaled = running(lambda self, x, factor=1: residual(self, x) * factor)
+Detaching = running(lambda self, x: residual(self, x).detach())
+Adding = running(lambda self, x: x + self.linear.weight)  # its gradients are the gradient of its result itself
+Gated = running(lambda self, x: F.silu(self.linear.forward(x)))  # another kind of block
+blocks = functools.partial(Chain, count=4)
 
 
-class Adding(nn.Module):
-    """The gradients of its inputs are the gradient of its output itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.ones(3, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.bias
+def hooked(index: int) -> nn.Module:
+    layer = Layer(index)
+    layer.register_forward_hook(lambda module, args, output: output * 2)
+    return layer
 
 
-class Embedded(Blocks):
+def first_frozen(index: int) -> nn.Module:
+    return Layer(index).requires_grad_(index > 0)  # so its parameters are of another kind
+
+
+class Embedded(Chain):
     """An embedding that needs no gradient comes before the blocks."""
 
     def __init__(self) -> None:
-        super().__init__(Layer)
-        self.embedding = nn.Embedding(3, 4).requires_grad_(False)
+        super().__init__(Layer, count=4)
+        self.embedding = nn.Embedding(4, 4).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.embedding(torch.arange(3)) * x)
+        return super().forward(self.embedding(torch.arange(4)) * x)
 
 
-class FirstFrozen(Blocks):
-    def __init__(self) -> None:
-        super().__init__(Layer)
-        self.blocks[0].requires_grad_(False)
-
-
-class AllStates(Blocks):
+class AllStates(Chain):
     """The gradient of an input is that of a result, to which that of the block is added afterwards."""
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -178,11 +158,11 @@ class AllStates(Blocks):
         return tuple(states)
 
 
-class WithFactor(Blocks):
+class WithFactor(Chain):
     """All blocks read one factor, which needs a gradient if it is a parameter."""
 
     def __init__(self, trains: bool) -> None:
-        super().__init__(Scaled)
+        super().__init__(Scaled, count=4)
         self.factor = nn.Parameter(torch.ones(4), requires_grad=trains)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -192,17 +172,12 @@ class WithFactor(Blocks):
         return x
 
 
-class Scaled(Layer):
-    def forward(self, x: torch.Tensor, factor: Any = 1) -> torch.Tensor:
-        return super().forward(x) * factor
-
-
-class Twice(Blocks):
+class Twice(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(super().forward(x))
 
 
-class TwoResults(Blocks):
+class TwoResults(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * 2
         for block in self.blocks:
@@ -210,65 +185,36 @@ class TwoResults(Blocks):
         return x + y
 
 
-class Checkpointed(Blocks):
+class Checkpointed(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return x
 
 
-class Stopping(Layer):
-    """A part of it has no gradients."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            scale = self.linear.forward(x).abs().amax()
-        return super().forward(x) / scale
-
-
-class Detaching(Layer):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).detach()
-
-
-class Counting(Layer):
-    """Its calls cannot be repeated from a record, because it counts them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-def hooked() -> nn.Module:
-    layer = Layer()
-    layer.register_forward_hook(lambda module, args, output: output * 2)
-    return layer
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "alternating kinds": (lambda: Blocks(Layer, Gated), 4),
-    "two stacks": (lambda: nn.Sequential(Blocks(Layer), nn.Linear(4, 4), Blocks(Gated)), 8),
-    "two calls of one stack of stacks": (lambda: nn.Sequential(Blocks(Layer), Blocks(Layer)), 8),
-    "random operators": (lambda: Blocks(Dropping), 4),
-    "gradients that are those of the result": (lambda: Blocks(Adding), 4),
-    "hooked blocks": (lambda: Blocks(hooked), 4),
-    "blocks with effects": (lambda: Blocks(Counting), 4),
-    "a first block without gradients": (FirstFrozen, 3),  # its parameters are of another kind
+    "alternating kinds": (lambda: blocks(Layer, Gated), 4),
+    "two stacks": (lambda: nn.Sequential(blocks(Layer), nn.Linear(4, 4), blocks(Gated)), 8),
+    "two calls of one stack of stacks": (lambda: nn.Sequential(blocks(Layer), blocks(Layer)), 8),
+    "random operators": (lambda: blocks(Dropping), 4),
+    "gradients that are those of the result": (lambda: blocks(Adding), 4),
+    "hooked blocks": (lambda: blocks(hooked), 4),
+    "blocks with effects": (lambda: blocks(running(counting)), 4),
+    "a first block without gradients": (
+        lambda: blocks(lambda index: Layer(index).requires_grad_(index > 0)),
+        3,
+    ),  # its parameters are of another kind
     "a frozen embedding": (Embedded, 4),
-    "all hidden states": (lambda: AllStates(Layer), 0),
+    "all hidden states": (lambda: AllStates(Layer, count=4), 0),
     "an input of all blocks without a gradient": (lambda: WithFactor(trains=False), 4),
     "an input of all blocks with a gradient": (lambda: WithFactor(trains=True), 0),
     "one block twice": (lambda: Twice(Layer, count=1), 0),
     "two blocks twice": (lambda: Twice(Layer, count=2), 2),
-    "two results": (lambda: TwoResults(Layer), 0),
-    "checkpoint": (lambda: Checkpointed(Layer), 0),
-    "changes of buffers": (lambda: Blocks(lambda: nn.Sequential(Layer(), nn.BatchNorm1d(4))), 4),
-    "parts without gradients": (lambda: Blocks(Stopping), 4),
-    "detached blocks": (lambda: nn.Sequential(Blocks(Detaching), nn.Linear(4, 4)), 4),
+    "two results": (lambda: TwoResults(Layer, count=4), 0),
+    "checkpoint": (lambda: Checkpointed(Layer, count=4), 0),
+    "changes of buffers": (lambda: blocks(lambda index: nn.Sequential(Layer(index), nn.BatchNorm1d(4))), 4),
+    "parts without gradients": (lambda: blocks(running(partly_without_gradients)), 4),
+    "detached blocks": (lambda: nn.Sequential(blocks(Detaching), nn.Linear(4, 4)), 4),
 }
 """Models of blocks, and how many regions are computed by a program."""
 
@@ -280,17 +226,18 @@ def test_which_regions_repeat(name: str, comparison: Comparison) -> None:
 
 
 def test_without_gradients_more_regions_repeat(comparison: Comparison) -> None:
-    assert comparison.run(lambda: AllStates(Layer), X, gradients=False) == 3  # the first one reads the model's input
+    # The first one reads the model's input.
+    assert comparison.run(lambda: AllStates(Layer, count=4), X, gradients=False) == 3
 
 
 @pytest.mark.parametrize("option", ["none", "layer", "block"])
 def test_buckets_do_not_matter(option: str, comparison: Comparison) -> None:
-    assert comparison.run(lambda: Blocks(Layer), X, bucketing_strategy=option) == 4
+    assert comparison.run(lambda: blocks(Layer), X, bucketing_strategy=option) == 4
 
 
 def test_regions_repeat_under_autocast(comparison: Comparison) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        assert comparison.run(lambda: Blocks(Layer), X) == 4
+        assert comparison.run(lambda: blocks(Layer), X) == 4
 
 
 def test_rules_of_somebody_else_are_called_for_each_operator(comparison: Comparison) -> None:
@@ -306,7 +253,7 @@ def test_rules_of_somebody_else_are_called_for_each_operator(comparison: Compari
     symbol = executor.register_operator("other_tanh", like=ltorch.tanh, fn=torch.tanh)
     executor.register_implementation(ltorch.tanh, symbol, grad_transform=grad)
     register_executor(executor)
-    assert comparison.run(lambda: Blocks(Layer), X, executors=[executor]) == 0
+    assert comparison.run(lambda: blocks(Layer), X, executors=[executor]) == 0
     assert len(calls) == 8
 
 
@@ -314,7 +261,7 @@ def test_executors_that_keep_state_are_asked_for_each_operator(comparison: Compa
     class Stateful(StatefulExecutor):
         """Thunder's kind of executor that keeps state for each operator."""
 
-    assert comparison.run(lambda: Blocks(Layer), X, executors=[Stateful("stateful_of_this_test")]) == 0
+    assert comparison.run(lambda: blocks(Layer), X, executors=[Stateful("stateful_of_this_test")]) == 0
 
 
 def test_random_models_whose_blocks_repeat(comparison: Comparison) -> None:
