@@ -18,7 +18,7 @@ then what there is to gain.
 If nothing fits, all distances are tried again with settings that need less memory (``_THRIFT``): one large reduction in
 flight instead of two and an extension, see [Note: Memory that only backward needs] in ``transforms.release_slots``; then
 no reduction beside compute. If something fits, but activations slow it down by more than 1 %, the first of these is tried at
-the fastest distance.
+the fastest distance, and at those that recomputation alone did not make fit.
 
 The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
 less, and then the one with fewer bytes. The default, ``prefetch=1`` with nothing kept, is always tried. If it fits the
@@ -240,7 +240,8 @@ class Search:
                 tried = (self.run(_unchanged(c)).step_seconds for c in (*self._fitting, *self._unfit))
                 if not reductions or self._fastest.step_seconds <= min(tried) * (1 + _SLOWDOWN):
                     return
-                distances = [self._fastest.prefetch]
+                unfit = {c.prefetch for c in self._unfit if c.recomputed or c.offloaded}
+                distances = [distance for distance in distances if distance in unfit | {self._fastest.prefetch}]
             self._try_distances(distances, reductions)
 
     def _try_distances(self, distances: Iterable[int], reductions: int) -> None:
