@@ -12,7 +12,7 @@ from thunder_fsdp_sched.reports.report import plan_table
 import pytest
 import thunder
 import torch
-from models import Layer, Model, Stack, TiedWeights
+from models import Chain, Layer, Model, Stack, TiedWeights
 from ranks import on_ranks
 from scenario import Run
 from torch import nn
@@ -202,17 +202,8 @@ def test_buckets_by_size_are_filled_separately_for_each_decision() -> None:
 #
 
 
-class Encoder(nn.Module):
-    """Two blocks; ``features`` is another way to run them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Layer(8, torch.relu) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+class Encoder(Chain):
+    """Blocks; ``features`` is another way to run them."""
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.blocks[0](x))
@@ -225,7 +216,7 @@ class TwoParts(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = Encoder()
+        self.encoder = Encoder(lambda index: Layer(8, torch.relu), count=2)
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor, part: str = "all") -> torch.Tensor:
