@@ -262,40 +262,6 @@ def test_invalid_modules_and_options_are_refused_on_every_rank(case: str) -> Non
             torch.testing.assert_close(param.detach(), before[name], rtol=0, atol=0, equal_nan=True)
 
 
-class _WritesParameter(Model):
-    """A model that changes a parameter in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.steps = nn.Parameter(torch.zeros(4), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.steps.add_(1.0)
-        return self.first.forward(x) + self.steps
-
-
-@on_ranks(2)
-def test_the_error_names_a_parameter_that_forward_changes() -> None:
-    sharded = thunder.jit(_WritesParameter(), transforms=[fsdp()])
-    with pytest.raises(NotImplementedError, match=r"parameter 'steps' in place during forward.*buffer.*ignored_params"):
-        sharded(torch.ones(2, 4))
-    corrected = thunder.jit(_WritesParameter(), transforms=[fsdp(ignored_params=["steps"])])
-    for expected in (1, 2):
-        corrected(torch.ones(2, 4))
-        assert corrected.get_parameter("steps").tolist() == [expected] * 4
-
-
-@on_ranks(2)
-def test_a_module_that_is_converted_after_sharding_is_refused() -> None:
-    sharded = thunder.jit(Stack(2), transforms=[fsdp()])
-    sharded.double()
-    with pytest.raises(
-        RuntimeError, match=r"'first\.weight' was sharded as torch\.float32.*converted to torch\.float64"
-    ):
-        sharded(torch.ones(2, 4, dtype=torch.float64))
-
-
 @on_ranks(2)
 def test_a_rank_outside_of_the_process_group_raises(rank: int) -> None:
     group = dist.new_group([0])
