@@ -13,7 +13,7 @@ from thunder_fsdp_sched.ir.symbols import fsdp_wait_params
 import pytest
 import thunder
 import torch
-from models import GPT, Stack, compile_model
+from models import GPT, Layer, Stack, compile_model
 from pipeline_patches import without
 from profiles import LONG_ONLY
 from ranks import on_ranks
@@ -222,7 +222,7 @@ def test_inputs_are_cast_only_if_the_policy_requests_it() -> None:
 
 
 def test_traces_show_the_dtypes_of_a_policy():
-    compiled = compile_model(lambda: GPT(blocks=1), mp_policy=LOW)
+    compiled = compile_model(lambda: GPT(blocks=1, block=Layer), mp_policy=LOW)
     gathers = [str(b) for b in compiled.backward.bound_symbols if b.sym.name == "fsdp_all_gather"]
     assert gathers and all("bytes bfloat16" in line and "reuse_cast=True" in line for line in gathers)
     assert "float32" in str(next(b for b in compiled.backward.bound_symbols if b.sym.name == "fsdp_reduce_scatter"))

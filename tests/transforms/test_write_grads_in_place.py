@@ -22,7 +22,7 @@ from thunder_fsdp_sched.transforms.write_grads_in_place import share_written_in_
 import pytest
 import thunder
 import torch
-from models import GPT, Layer, Model, SharedBlocks, Stack, TiedWeights, UnevenRows, compile_model
+from models import GPT, FeedForward, Layer, Model, SharedBlocks, Stack, TiedWeights, UnevenRows, compile_model
 from pipeline_patches import without
 from profiles import LONG_ONLY
 from ranks import on_ranks
@@ -49,7 +49,7 @@ class BatchedExperts(Model):
 
 
 CASES: dict[str, Callable[[], nn.Module]] = {
-    "gpt": lambda: GPT(blocks=1),
+    "gpt": lambda: GPT(blocks=1, block=FeedForward),
     "gpt_with_tied_weights": lambda: GPT(blocks=1, tied=True, block=Layer),
     "tied_weights": TiedWeights,
     "shared_blocks": SharedBlocks,
