@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -16,6 +17,7 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 
+import accuracy
 import gpu
 import memory
 import pytest
@@ -329,3 +331,35 @@ def test_the_best_at_equal_peak_is_the_fastest_that_fits() -> None:
     kept = dict((text, kept) for kept, text in memory.promises(results, [half, fifth]))
     assert [text for text, is_kept in kept.items() if not is_kept] == ["ours, 5%: max_memory: too few"]
     assert "budgets that no checkpoints of blocks meet: ours, 20%" in kept
+
+
+#
+# benchmarks/accuracy.py
+#
+
+
+def test_losses_are_compared_with_exact_training_of_the_same_seed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    losses = {"exact": (2.0, 4.0), "gather bfloat16": (2.002, 4.002), "gather int8, none exempt": (2.02, 4.0)}
+    trained = {
+        name: {str(seed): {"loss": loss, "saved": loss, "training": [3.0]} for seed, loss in enumerate(of_seeds)}
+        for name, of_seeds in losses.items()
+    }
+    figures = accuracy.figures_of({**trained, "reduce int8": {}})
+    assert list(figures) == list(losses)
+    assert figures["gather bfloat16"]["against"] == pytest.approx([0.1, 0.05])
+    assert figures["gather int8, none exempt"]["saved"] == pytest.approx([1.0, 0.0])
+    assert [row["limit"] for row in figures.values()] == [None, 0.1, 0.5]
+    accuracy.draw({"2": trained, "4": {"exact": trained["exact"]}}, tmp_path / "accuracy.png")
+    assert (tmp_path / "accuracy.png").stat().st_size > 0
+
+
+@on_ranks()
+def test_rolled_batches_are_trained_to_the_same_loss_but_for_rounding(rank: int) -> None:
+    text = accuracy.standard_library(held_out=False)[:100_000], accuracy.standard_library(held_out=True)[:100_000]
+    arguments = argparse.Namespace(steps=20)
+    exact, reordered = (accuracy.train(name, 0, arguments, text) for name in (accuracy.EXACT, accuracy.REORDERED))
+    assert exact["saved"] == pytest.approx(exact["loss"])
+    assert exact["training"] != reordered["training"]
+    assert exact["training"] == pytest.approx(reordered["training"], abs=1e-4)
+    assert exact["loss"] == pytest.approx(reordered["loss"], abs=1e-4)
