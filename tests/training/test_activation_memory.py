@@ -22,19 +22,14 @@ from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.planning.search import MemoryLimitError
-from thunder_fsdp_sched.runtime.activation_offload import (
-    copy_to_device,
-    copy_to_host,
-    wait_device_copy,
-    wait_host_copy,
-)
+from thunder_fsdp_sched.runtime.activation_offload import copy_to_device, copy_to_host, wait_device_copy, wait_host_copy
 from thunder_fsdp_sched.transforms.offload_activations import offload_activations, offloadable
 
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from models import GPT, Block, FeedForward, Model, Stack
+from models import GPT, Block, Chain, FeedForward, Model, Stack
 from offloading import offloading
 from random_models import RandomModel, cases, draw_numbered, examples, options_of
 from ranks import on_ranks
@@ -47,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 class Dropping(nn.Module):
     """Blocks with dropout, one of them a region of ``torch.utils.checkpoint``, between a mask and a running mean."""
 
-    def __init__(self, width: int = 24, blocks: int = 3) -> None:
+    def __init__(self, width: int = 24, blocks: int = 2) -> None:
         super().__init__()
         self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(blocks))
         self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(blocks))
@@ -58,7 +53,7 @@ class Dropping(nn.Module):
         return (torch.randn(batch, self.width, generator=generator, dtype=torch.float64),)
 
     def block(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        y = F.gelu(self.up[index](x))
+        y = torch.sin(self.up[index](x))
         return x + self.down[index](torch.tanh(y) * y)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,15 +81,8 @@ class Varied(Model):
         return y, (y @ x.t()).sigmoid()
 
 
-class Attention(Model):
-    """A transformer block, whose attention saves views of one value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(8)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[0](x)
+class Attention(Chain):
+    """Transformer blocks, whose attention saves views of one value."""
 
     def inputs(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         return (torch.randn(2, 4, 8, generator=generator),)
@@ -102,7 +90,7 @@ class Attention(Model):
 
 MODELS: dict[str, Callable[[], Any]] = {
     "varied": lambda: Varied().double(),
-    "attention": lambda: Attention().double(),
+    "attention": lambda: Attention(lambda index: Block(8), count=1).double(),
     "stack": Stack,
     "gpt": lambda: GPT(width=16, blocks=1, length=64, block=FeedForward).double(),
     "dropping": lambda: Dropping().double(),
@@ -218,7 +206,7 @@ def _compile(model: str = "gpt", machine: ClusterSpec | str = "h100-sxm", **opti
 
 def test_random_operators_and_what_they_read_in_place_never_run_again() -> None:
     free = _compile("dropping").compiled[-1]
-    limited = _compile("dropping", max_memory=int(0.6 * free.memory.peak.nbytes)).compiled[-1]
+    limited = _compile("dropping", max_memory=int(0.7 * free.memory.peak.nbytes)).compiled[-1]
     assert limited.recomputed
     for compiled in (free, limited):
         random = [b for b in compiled.backward.bound_symbols if "uniform" in b.sym.name or "rand" in b.sym.name]

@@ -24,7 +24,7 @@ import nvfuser_standin
 import pytest
 import thunder
 import torch
-from models import CASES, GPT, FeedForward, Model, Stack, compile_model
+from models import CASES, GPT, Chain, FeedForward, Stack, compile_model
 from offloading import offloading
 from profiles import LONG_ONLY, mostly_zero3
 from ranks import Ranks, on_ranks, worker_pool
@@ -198,21 +198,8 @@ def test_inductor_compiles_fusion_regions(tmp_path: Path) -> None:
 #
 
 
-class Blocks(Model):
-    """A model of blocks that compute values from their parameters."""
-
-    def __init__(self, block: type[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block.forward(x)
-        return x
-
-
 class TwoWeights(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, index: int) -> None:
         super().__init__()
         self.v = nn.Parameter(torch.randn(4, 4))
         self.w = nn.Parameter(torch.randn(4, 4))
@@ -231,7 +218,7 @@ class Transposes(TwoWeights):
         return torch.tanh(x @ self.w.t() + x @ self.v.t().contiguous())
 
 
-DERIVED: dict[str, Callable[[], nn.Module]] = {b.__name__: functools.partial(Blocks, b) for b in (Sines, Transposes)}
+DERIVED: dict[str, Callable[[], nn.Module]] = {b.__name__: functools.partial(Chain, b) for b in (Sines, Transposes)}
 TRAINED = [
     *(("nvfuser", "zero3", "consecutive", name) for name in DERIVED),
     ("nvfuser", "zero2", "dataflow", "Sines"),
