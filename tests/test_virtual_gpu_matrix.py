@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import CommPolicy, fsdp
 
 import pytest
 import thunder
@@ -48,6 +48,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offload bf16": {
         "offload_policy": CPUOffloadPolicy(),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    },
+    "encoded": {"comm_policy": CommPolicy("int8", "int8", block=4)},
+    "zero2 encoded": {
+        "sharding_strategy": "zero2",
+        "comm_policy": CommPolicy("mxfp8", "int4", min_ndim=0, error_feedback=True),
+    },
+    "encoded offload": {
+        "offload_policy": CPUOffloadPolicy(),
+        "comm_policy": CommPolicy("float8_e4m3fn", "bfloat16", exempt=("last",)),
     },
     "by module": {
         "sharding_strategy": lambda name, module: "zero2" if name == "blocks.0" else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import thunder_fsdp_sched as tfs
@@ -97,13 +97,13 @@ class Twins:
         made = self.own.inputs(torch.Generator().manual_seed(100 * step + rank))
         return tuple(x.to(self.dtype) if self.dtype and x.is_floating_point() else x for x in made)
 
-    def backward(self, step: int, rank: int, context: AbstractContextManager[Any] | None = None) -> None:
+    def backward(self, step: int, rank: int, *, no_sync: bool = False) -> None:
         """Run forward and backward of both, whose losses must have the same bits."""
         losses = []
         for model in self.models:
-            with context or nullcontext():
-                losses.append(loss_of(model(*self.inputs(step, rank))))
-            losses[-1].backward()
+            with model.no_sync() if no_sync else nullcontext():
+                losses.append(loss_of(model(*self.inputs(step, rank)).double()))
+                losses[-1].backward()
         assert torch.equal(*losses), f"losses {losses}"
 
     def compare_gradients(self, tolerance: float = 0.0) -> None:
