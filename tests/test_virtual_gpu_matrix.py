@@ -251,6 +251,8 @@ def run_on_virtual_gpus(function: Callable[..., None], transport: str, options: 
 def is_supported(use: str, transport: str, option: str) -> bool:
     if option.startswith("zero2, release") and use == "interleave":
         return False  # a forward's kept buckets are freed by the backward of another one, which is an error
+    if "encoded" in option and transport == "all_reduce":
+        return False
     return transport != "symmetric_memory" or "offload" not in option
 
 
@@ -266,6 +268,10 @@ ORDINARY = [
     ("raise_exceptions", "all_to_all", "zero3, release bucket"),
     ("accumulate", "all_to_all", "zero3"),
     ("accumulate", "staged", "zero3, release bucket"),
+    ("accumulate", "coalesced", "encoded"),
+    ("train", "symmetric_memory", "zero2 encoded"),
+    ("raise_exceptions", "flat", "encoded"),
+    ("run_eagerly", "all_to_all", "encoded offload"),
     ("interleave", "staged", "zero3"),
     ("interleave", "staged", "bf16 reduced in fp32, release step"),
     ("use_another_stream", "staged", "zero3"),
@@ -276,7 +282,7 @@ ORDINARY = [
     ("accumulate", "staged", "zero2, extended"),
     ("raise_exceptions", "all_to_all", "zero3, extended"),
 ]
-SOME = ("zero3", "zero2", "bf16 reduced in fp32", "offload")
+SOME = ("zero3", "zero2", "bf16 reduced in fp32", "offload", "encoded")
 OPTIONS |= {
     f"{name}, release {when}": {**OPTIONS[name], "release": when} for name in SOME for when in ("step", "bucket")
 }

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched import StepMemory, fsdp, set_gradient_divide_factor
+from thunder_fsdp_sched import CommPolicy, StepMemory, fsdp, set_gradient_divide_factor
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
 from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS, Analysis
 from thunder_fsdp_sched.ir.step_memory import KINDS, TensorMemory
@@ -170,10 +170,55 @@ def _drop_every_third(name: str, grads: torch.Tensor) -> None:
     grads[::3].zero_()
 
 
+POLICIES: dict[str, dict[str, Any]] = {
+    "int8": {"comm_policy": CommPolicy("int8")},
+    "int8 twice": {"comm_policy": CommPolicy("int8", "int8", block=4)},
+    "bfloat16": {"comm_policy": CommPolicy("bfloat16", "bfloat16")},
+    "float8": {"comm_policy": CommPolicy("float8_e4m3fn", "float8_e4m3fn", min_ndim=0)},
+    "int4": {"comm_policy": CommPolicy("mxfp8", "int4")},
+    "feedback": {"comm_policy": CommPolicy("mxfp8", "int4", error_feedback=True)},
+    "feedback, sharded": {
+        "comm_policy": CommPolicy("mxfp8", "int8", error_feedback=True),
+        "accumulate": "sharded",
+        "sharding_strategy": "zero2",
+    },
+    "lower precision": {
+        "comm_policy": CommPolicy("int8", "bfloat16"),
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16),
+    },
+    "offloaded": {"comm_policy": CommPolicy("int8", "int8"), "offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "released": {"comm_policy": CommPolicy("int8", "int8", error_feedback=True), "release": "bucket"},
+    "secondary": {"comm_policy": CommPolicy("int8", "bfloat16"), "reshard_after_forward": 2},
+}
+"""Encoded buckets, with every transport that sends them."""
+
+_ENCODED = (
+    ("flat", "int8 twice"),
+    ("all_to_all", "feedback, sharded"),
+    ("coalesced", "int4"),
+    ("staged", "lower precision"),
+    ("flat", "offloaded"),
+    ("all_to_all", "released"),
+)
+
+
+@pytest.mark.parametrize(
+    ("transport", "policy"),
+    [
+        pytest.param(transport, policy, marks=[] if (transport, policy) in _ENCODED else [LONG_ONLY])
+        for transport in ("flat", "all_to_all", "coalesced", "staged")
+        for policy in POLICIES
+    ],
+)
+def test_every_position_has_the_bytes_that_a_run_with_encoded_buckets_allocates(transport: str, policy: str) -> None:
+    check_positions(counted(Stack, window=True, transport=transport, **POLICIES[policy]))
+
+
 MESH_CASES: dict[str, dict[str, Any]] = {
     "zero3": {"transport": "all_to_all", "all_reduce_hook": _drop_every_third},
     "zero2, lower precision": {"sharding_strategy": "zero2", "mp_policy": LOW, "transport": "flat"},
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": REDUCED_HIGH},
+    "encoded": {"comm_policy": CommPolicy("int8", "int8", error_feedback=True)},
 }
 """Options for a mesh of replicas and shards."""
 

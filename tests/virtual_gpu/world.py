@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import private_torch
+from thunder_fsdp_sched.encoding import formats
 from thunder_fsdp_sched.ranks import control, process_groups
 from thunder_fsdp_sched.sharding import shard_module, sharded_module
 from thunder_fsdp_sched.training import unsharded
@@ -197,6 +198,8 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
     yield torch.accelerator, "is_available", lambda: True
     yield torch.accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda")
     yield base, "_side_streams", {}
+    yield base.Transport, "refuses_encoded", lambda transport, device: ""  # there is no triton
+    yield formats, "_compiled", lambda function, form: function  # operators in turn, on the same stream
     yield shard_module, "type", _type_of
     yield shard_module, "replace_data", _replace_data
     for module in (shard_module, unsharded):
