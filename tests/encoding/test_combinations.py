@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from models import Stack
 from ranks import on_ranks
-from scenario import Run, everywhere, loss_of
+from scenario import Run, do, everywhere, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -57,9 +58,10 @@ _LONG = ("groups", "released windows", "secondary")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in _LONG)) for n in COMBINATIONS])
 @on_ranks(lambda name: COMBINATIONS[name][0])
-def test_gathers_give_decoded_values_with_other_options(rank: int, world_size: int, name: str) -> None:
+def test_values_are_decoded_ones_with_other_options(rank: int, world_size: int, name: str) -> None:
     _, options, dtype = COMBINATIONS[name]
-    twins = Twins(lambda: Stack(2), GATHERS, dtype, **(options() if callable(options) else options))
+    options = options() if callable(options) else options
+    twins = Twins(lambda: Stack(2), GATHERS, dtype, **options)
     precision = torch.autocast("cpu", torch.bfloat16) if name == "autocast" else nullcontext()
     for step in range(3):
         with precision:
@@ -69,15 +71,16 @@ def test_gathers_give_decoded_values_with_other_options(rank: int, world_size: i
             twins.backward(step, rank)
         twins.compare_gradients(0 if world_size == 2 or name == "hybrid" else 1e-12)
         twins.step()
+    if name in ("offload", "hybrid", "groups"):
+        twins = Twins(lambda: Stack(2), BOTH, dtype, **options)
+        twins.backward(0, rank)
+        assert 0.2 < twins.check_reductions(0, rank) <= 1.001
 
 
-@pytest.mark.parametrize("name", ["offload", "hybrid", pytest.param("groups", marks=pytest.mark.long)])
-@on_ranks(lambda name: COMBINATIONS[name][0])
-def test_reductions_keep_the_bound_with_other_options(rank: int, name: str) -> None:
-    _, options, dtype = COMBINATIONS[name]
-    twins = Twins(lambda: Stack(2), BOTH, dtype, **(options() if callable(options) else options))
-    twins.backward(0, rank)
-    assert 0.2 < twins.check_reductions(0, rank) <= 1.001
+def _train(run: Run) -> Run:
+    for action in (do.train(2), do.micro_batch(5, no_sync=False), do.clip(), do.step()):
+        action(run)
+    return run
 
 
 @on_ranks(2)
@@ -89,54 +92,37 @@ def test_other_ways_to_run_the_same_step_give_the_same_bits(tmp_path: Path) -> N
         {"separate_reduce_scatter_group": True, "release": "step", "prefetch": "auto"},
         {"offload_policy": CPUOffloadPolicy(), "accumulate": "sharded"},
     ]
-    make = lambda: Stack(1).double()  # noqa: E731
-    torch.manual_seed(0)
-    run = Run(make(), others=others, oracle=None, comm_policy=FEEDBACK, transport="flat")
-    run.train(2)
-    run.micro_batch(5, no_sync=False)
-    run.clip()
-    run.step()
+    options = {"oracle": None, "comm_policy": FEEDBACK, "transport": "flat"}
+    models = [Stack(1).double()]
+    models.append(copy.deepcopy(models[0]))
+    run = _train(Run(models[0], others=others, **options))
     run.transform.save_schedules(tmp_path / "step.json")
-    torch.manual_seed(0)
-    replayed = Run(make(), oracle=None, comm_policy=FEEDBACK, transport="flat", schedule=tmp_path / "step.json")
-    replayed.train(2)
-    replayed.micro_batch(5, no_sync=False)
-    replayed.clip()
-    replayed.step()
+    replayed = _train(Run(models[1], schedule=tmp_path / "step.json", **options))
     for value, other in zip(run.model.parameters(), replayed.model.parameters(), strict=True):
         assert torch.equal(value.to_local(), other.to_local())
+        value.grad = value.detach().clone()
     norm = torch.stack([p.full_tensor().norm() for p in run.model.parameters()]).norm()
-    for param in run.model.parameters():
-        param.grad = param.detach().clone()
     torch.testing.assert_close(tfs.clip_grad_norm_(run.model, 1.0), norm)
 
 
-@pytest.mark.parametrize("accumulate", ["sharded", "unsharded"])
+@pytest.mark.parametrize(("accumulate", "times"), [("sharded", 2), ("unsharded", 1)])
 @on_ranks(2)
-def test_a_window_encodes_each_reduction_once(rank: int, accumulate: str) -> None:
+def test_a_window_reduces_the_sum_of_its_micro_batches(rank: int, accumulate: str, times: int) -> None:
     twins = Twins(lambda: Stack(1), P(reduce="int8", block=4), accumulate=accumulate)
-    windowed, model = tfs.fsdp, twins.models[0]
-    reductions: list[int] = []
-    real = Encoded.reduce_scatter
-
-    def count(self: Encoded, *args: Any) -> Any:
-        reductions.append(1)
-        return real(self, *args)
-
-    with mock.patch.object(Encoded, "reduce_scatter", count):
+    real, params = Encoded.reduce_scatter, list(twins.models[0].parameters())
+    with mock.patch.object(Encoded, "reduce_scatter", autospec=True, side_effect=real) as reductions:
         twins.backward(0, rank, no_sync=True)
         twins.backward(1, rank)
-    assert len(reductions) == len(twins.buckets) * (2 if accumulate == "sharded" else 1) and windowed is tfs.fsdp
-    window = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    model.zero_grad()
+    assert reductions.call_count == len(twins.buckets) * times
+    window = [param.grad.full_tensor() for param in params]
+    twins.models[0].zero_grad()
     for step in range(2):
-        loss_of(model(*twins.inputs(step, rank))).backward()
-    for name, param in model.named_parameters():
-        if accumulate == "sharded":
-            assert torch.equal(param.grad.full_tensor(), window[name]), name
-        else:
-            largest = max(1.0, float(param.grad.full_tensor().abs().max()))
-            torch.testing.assert_close(window[name], param.grad.full_tensor(), rtol=0, atol=largest / 60)
+        twins.backward(step, rank)
+    for param, total in zip(params, window, strict=True):
+        grad = param.grad.full_tensor()
+        torch.testing.assert_close(
+            total, grad, rtol=0, atol=0 if times == 2 else max(1.0, float(grad.abs().max())) / 60
+        )
 
 
 @on_ranks(2)
@@ -144,41 +130,33 @@ def test_error_feedback_adds_what_rounding_has_lost(rank: int, world_size: int) 
     torch.manual_seed(0)
     model = thunder.jit(AllKinds().double(), transforms=[transform := fsdp(comm_policy=FEEDBACK)])
     lost: dict[Any, torch.Tensor] = {}
-    expected: list[torch.Tensor] = []
-    actual: list[torch.Tensor] = []
-    segments: list[Callable[[torch.Tensor], list[torch.Tensor]]] = []
+    results: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
     real = Encoded.reduce_scatter
 
     def simulate(self: Encoded, bucket: Any, unsharded: Any, shard: torch.Tensor) -> Any:
         if (wire := bucket.spec.reduce_wire) is not None:
             layout = bucket.spec.layout
-            flat = unsharded.flat.clone()
-            inside = torch.zeros_like(flat)
-            for view in layout.unsharded_views(inside):
-                view.fill_(1)
-            flat = torch.where(inside > 0, flat, 0.0) + lost.get(bucket, 0.0)
+            flat, seen = torch.zeros(2, layout.unsharded_numel, dtype=torch.float64)
+            for view, own in zip(layout.unsharded_views(flat), unsharded.tensors, strict=True):
+                view.copy_(own)
+            flat += lost.get(bucket, 0.0)
             sent = torch.empty(world_size, wire.nbytes, dtype=torch.uint8)
-            seen = torch.zeros_like(flat)
-            for values, call in ((flat, wire.encode), (seen, None)):
-                rows = [s.view(world_size, -1) for s in layout.unsharded_segments(values)]
-                call(rows, sent) if call else wire.decode(sent, rows)
+            wire.encode([s.view(world_size, -1) for s in layout.unsharded_segments(flat)], sent)
+            wire.decode(sent, [s.view(world_size, -1) for s in layout.unsharded_segments(seen)])
             lost[bucket] = flat - seen
             of_ranks = torch.stack([of_rank[rank] for of_rank in everywhere(sent)])
             own = torch.zeros_like(shard)
             wire.decode_mean(of_ranks, [s[None] for s in layout.shard_segments(own)])
-            expected.append(own)
-            actual.append(shard)
-            segments.append(layout.shard_segments)
+            results.append((layout.shard_segments(own), layout.shard_segments(shard)))
         return real(self, bucket, unsharded, shard)
 
     with mock.patch.object(Encoded, "reduce_scatter", simulate):
         for step in range(3):
             x = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * step + rank), dtype=torch.float64)
             loss_of(model(x)).backward()
-            for one, other, split in zip(expected, actual, segments, strict=True):
-                assert all(map(torch.equal, split(one), split(other)))  # what is between them is undefined
-            for kept in (expected, actual, segments):
-                kept.clear()
+            for own, shard in results:  # what is between segments is undefined
+                assert all(map(torch.equal, own, shard))
+            results.clear()
             assert lost and all(torch.equal(bucket.feedback, value) for bucket, value in lost.items())
             assert all(value.any() for value in lost.values())
             model.zero_grad()
@@ -225,24 +203,16 @@ def test_eager_computes_with_decoded_values_and_other_functions_give_exact_ones(
     assert torch.equal(*outputs)
     model, twin = Twins(AllKinds, GATHERS).models
     differ = {name for name, value in tfs.full_state_dict(twin).items() if not torch.equal(value, exact[name])}
-    assert differ == {
-        "mix",
-        "embedding.weight",
-        "head.weight",
-        *(f"blocks.{n}.{layer}.weight" for n in (0, 1) for layer in ("up", "down")),
-    }
-    for name, value in tfs.full_state_dict(model).items():
-        assert torch.equal(value, exact[name]), name
-    for name, value in tfs.stream_full_parameters(model):
-        assert torch.equal(value, exact[name]), name
-    with tfs.unsharded(model) as module:
-        for name, value in module.named_parameters():
-            assert torch.equal(value, exact[name]), name
+    layers = (f"blocks.{number}.{layer}.weight" for number in (0, 1) for layer in ("up", "down"))
+    assert differ == {"mix", "embedding.weight", "head.weight", *layers}
     tfs.save_checkpoint(tmp_path, model)
     other = thunder.jit(AllKinds().double(), transforms=[fsdp()])
     tfs.load_checkpoint(tmp_path, other)
-    for name, value in tfs.full_state_dict(other).items():
-        assert torch.equal(value, exact[name]), name
+    found = [*tfs.full_state_dict(model).items(), *tfs.full_state_dict(other).items()]
+    found += [(name, value.clone()) for name, value in tfs.stream_full_parameters(model)]
+    with tfs.unsharded(model) as module:
+        found += [(name, value.detach().clone()) for name, value in module.named_parameters()]
+    assert all(torch.equal(value, exact[name]) for name, value in found) and len(found) > 40
 
 
 def _trained(model: nn.Module, steps: range, rank: int) -> list[torch.Tensor]:
@@ -261,38 +231,30 @@ def _trained(model: nn.Module, steps: range, rank: int) -> list[torch.Tensor]:
 def test_error_feedback_is_saved_and_continues_on_as_many_ranks(rank: int, tmp_path: Path) -> None:
     group = dist.new_group([0, 1])
 
-    def make(seed: int, **options: Any) -> tuple[Any, Any]:
+    def load(name: str, seed: int, **options: Any) -> tuple[Any, list[torch.Tensor], list[str]]:
         torch.manual_seed(seed)
-        transform = fsdp(comm_policy=FEEDBACK, **options)
-        return thunder.jit(AllKinds().double(), transforms=[transform]), transform
-
-    def load(path: Path, seed: int, **options: Any) -> tuple[Any, Any, list[str]]:
-        model, transform = make(seed, **options)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            tfs.load_checkpoint(path, model)
-        return model, transform, [str(w.message) for w in caught if "error feedback" in str(w.message)]
+        model = thunder.jit(AllKinds().double(), transforms=[transform := fsdp(comm_policy=FEEDBACK, **options)])
+        if name:
+            _trained(model, range(1), rank)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                tfs.load_checkpoint(tmp_path / name, model)
+            messages = [str(warning.message) for warning in caught]
+        buckets = [bucket for bucket in transform.sharded.buckets if "feedback" in vars(bucket)]
+        return model, [b.feedback for b in buckets], [m for m in messages if "error feedback" in m] if name else []
 
     if rank < 2:
-        model, transform = make(0, process_group=group)
+        model = load("", 0, process_group=group)[0]
         tfs.save_checkpoint(tmp_path / "untrained", model)
         _trained(model, range(2), rank)
         tfs.save_checkpoint(tmp_path / "two", model)
-        other, loaded, messages = load(tmp_path / "two", 0, process_group=group)
-        assert not messages
-        assert any(b.feedback.any() for b in loaded.sharded.buckets if b.spec.reduce_wire)
+        other, lost, messages = load("two", 0, process_group=group)
+        assert not messages and all(one.any() for one in lost)
         assert all(map(torch.equal, _trained(model, range(2, 4), rank), _trained(other, range(2, 4), rank)))
-        assert not load(tmp_path / "untrained", 1, process_group=group)[2]
-        _, _, messages = load(tmp_path / "two", 1, process_group=group, bucketing_strategy="none")
-        assert len(messages) == (rank == 0)
+        _, lost, messages = load("untrained", 1, process_group=group)
+        assert not messages and not any(one.any() for one in lost)
+        assert len(load("two", 1, process_group=group, bucketing_strategy="none")[2]) == (rank == 0)
     dist.barrier()
-    model, transform = make(2)
-    _trained(model, range(1), rank)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        tfs.load_checkpoint(tmp_path / "two", model)
-    messages = [str(w.message) for w in caught if "error feedback" in str(w.message)]
-    assert len(messages) == (rank == 0)
-    for message in messages:
-        assert "error feedback (comm_policy) starts from zero" in message and "of another number of ranks" in message
-    assert not any(b.feedback.any() for b in transform.sharded.buckets if b.spec.reduce_wire)
+    _, lost, messages = load("two", 2)
+    assert not any(one.any() for one in lost) and len(messages) == (rank == 0)
+    assert all("starts from zero" in message and "of another number of ranks" in message for message in messages)

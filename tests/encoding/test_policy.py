@@ -32,22 +32,16 @@ REDUCTIONS = "None, 'bfloat16', 'float8_e4m3fn', 'int8', 'int4'"
     ("arguments", "error", "message"),
     [
         ({"gather": "int4"}, ValueError, f"CommPolicy: gather: expected {GATHERS}, got 'int4'"),
-        ({"gather": torch.int8}, ValueError, f"gather: expected {GATHERS}, got torch.int8"),
         ({"reduce": "mxfp8"}, ValueError, f"CommPolicy: reduce: expected {REDUCTIONS}, got 'mxfp8'"),
         ({"reduce": ["int8"]}, ValueError, rf"reduce: expected {REDUCTIONS}, got \['int8'\]"),
         ({"block": 0}, ValueError, "block: expected a positive, even number of elements, got 0"),
-        ({"block": -2}, ValueError, "block: expected a positive, even number of elements, got -2"),
         ({"block": 127}, ValueError, "block: expected a positive, even number of elements, got 127"),
         ({"block": 64.0}, TypeError, r"block: expected a number of elements \(int\), got 64.0"),
-        ({"block": True}, TypeError, "block: expected a number of elements"),
         ({"exempt": "head"}, TypeError, "exempt: expected a list or tuple of names, got 'head'"),
-        ({"exempt": 5}, TypeError, "exempt: expected a list or tuple of names, got 5"),
-        ({"exempt": None}, TypeError, "exempt: expected a list or tuple of names, got None"),
         ({"exempt": {"a", "b"}}, TypeError, "exempt: expected a list or tuple of names, got {"),
         ({"exempt": (name for name in "ab")}, TypeError, "exempt: expected a list or tuple of names, got <generator"),
         ({"exempt": ("a", 1)}, TypeError, r"exempt: expected a list or tuple of names, got \('a', 1\)"),
         ({"min_ndim": 1.0}, TypeError, r"min_ndim: expected a number of dimensions \(int\), got 1.0"),
-        ({"min_ndim": False}, TypeError, "min_ndim: expected a number of dimensions"),
         ({"error_feedback": 1, "reduce": "int8"}, TypeError, "error_feedback: expected a bool, got 1"),
         (
             {"error_feedback": True},
@@ -63,8 +57,7 @@ def test_a_wrong_argument_names_itself_and_the_choices(
         CommPolicy(**arguments)
 
 
-def _as_dict(name: str, module: nn.Module) -> Any:
-    return {"gather": "int8"} if name == "blocks.0" else None
+ENCODED, OF_LAST = P(gather="int8"), P(gather="int8", exempt=("*.wieght",))
 
 
 @pytest.mark.parametrize(
@@ -73,25 +66,24 @@ def _as_dict(name: str, module: nn.Module) -> Any:
         ({"comm_policy": "int8"}, TypeError, "comm_policy: expected a CommPolicy or None, got"),
         ({"comm_policy": CommPolicy}, TypeError, "comm_policy: expected a CommPolicy or None, got"),
         (
-            {"comm_policy": _as_dict},
+            {"comm_policy": lambda *_: "int8"},
             TypeError,
-            "comm_policy, returned by the callable for module 'blocks.0': expected a ",
+            "comm_policy, returned by the callable for the root module: exp",
         ),
         (
-            {"comm_policy": P(gather="int8", exempt=("first", "frist"))},
+            {"comm_policy": P(exempt=("first", "frist"))},
             ValueError,
-            "comm_policy: exempt: 'frist' matches no parameter; .* Parameters are 'first.weight', 'first.bias', ",
+            r"exempt: 'frist' matches no .*are 'first.weight', ",
         ),
         (
-            {"comm_policy": lambda name, module: P(gather="int8", exempt=("*.wieght",)) if name == "last" else None},
+            {"comm_policy": lambda n, _: OF_LAST if n == "last" else None},
             ValueError,
-            r"comm_policy: exempt: '\*.wieght' matches no parameter",
+            r"exempt: '\*.wieght' matches no par",
         ),
         (
-            {"comm_policy": P(gather="int8"), "transport": "all_reduce"},
+            {"comm_policy": ENCODED, "transport": "all_reduce"},
             ValueError,
-            r"CommPolicy\(gather='int8'\) cannot be sent by transport='all_reduce': it sends twice .*; use 'flat' or "
-            r"'all_to_all' \(bucket 'first'\)",
+            r"all_reduce': .*; use 'flat' or .*\(bucket 'f",
         ),
     ],
 )
@@ -101,47 +93,41 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exceptio
 
 
 def _formats(compiled: Any) -> dict[str, tuple[str | None, str | None]]:
-    return {
-        b.spec.name: (b.spec.options.comm_policy.gather, b.spec.options.comm_policy.reduce) for b in compiled.buckets
-    }
+    policies = {bucket.spec.name: bucket.spec.options.comm_policy for bucket in compiled.buckets}
+    return {name: (policy.gather, policy.reduce) for name, policy in policies.items()}
 
 
 def test_exempt_parameters_have_segments_of_their_own_and_buckets_of_them_are_exact() -> None:
     policy = P(gather="int8", reduce="int4", exempt=("blocks.1", "*.up.weight"))
     compiled = compile_model(lambda: Stack(3), comm_policy=policy)
-    assert _formats(compiled)["blocks.1"] == (None, None) and _formats(compiled)["blocks.0"] == ("int8", "int4")
-    exempt = {}
-    for bucket in compiled.buckets:
-        for param, placement in zip(bucket.spec.params, bucket.spec.layout.placements, strict=True):
-            holding = [s for s in bucket.spec.layout.segments if s.unsharded_offset <= placement.unsharded_offset]
-            exempt[param.name] = bucket.spec.gather_wire is None or holding[-1].exempt
-    assert {name for name, apart in exempt.items() if not apart} == {
-        "first.weight",
-        "blocks.0.down.weight",
-        "blocks.2.down.weight",
-        "last.weight",
-    }
-    all_of_them = compile_model(TinyParameters, comm_policy=P(gather="int8", min_ndim=0))
-    assert all(not s.exempt for b in all_of_them.buckets for s in b.spec.layout.segments)
+    apart = {"blocks.1": (None, None)}
+    assert _formats(compiled) == {**dict.fromkeys(("first", "blocks.0", "blocks.2", "last"), ("int8", "int4")), **apart}
+    encoded = set()
+    for spec in (bucket.spec for bucket in compiled.buckets if bucket.spec.gather_wire is not None):
+        for param, placement in zip(spec.params, spec.layout.placements, strict=True):
+            segment = [s for s in spec.layout.segments if s.unsharded_offset <= placement.unsharded_offset][-1]
+            encoded.update(() if segment.exempt else (param.name,))
+    assert encoded == {"first.weight", "blocks.0.down.weight", "blocks.2.down.weight", "last.weight"}
+    every = compile_model(TinyParameters, comm_policy=P(gather="int8", min_ndim=0))
+    assert not any(s.exempt for b in every.buckets for s in b.spec.layout.segments)
 
 
 def test_values_of_two_bytes_are_not_gathered_as_bfloat16_and_integers_never_encoded() -> None:
     low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float64)
     policy = P(gather="bfloat16", reduce="bfloat16")
-    assert set(_formats(compile_model(lambda: Stack(1), comm_policy=policy, mp_policy=low)).values()) == {
-        (None, "bfloat16")
-    }
+    formats = _formats(compile_model(lambda: Stack(1), comm_policy=policy, mp_policy=low))
+    assert set(formats.values()) == {(None, "bfloat16")}
+    counting = compile_model(_Counting, comm_policy=P(gather="int8", reduce="int8"))
+    assert set(_formats(counting).values()) == {(None, None), ("int8", "int8")}
 
-    class Counting(Stack):
-        def __init__(self) -> None:
-            super().__init__(1)
-            self.blocks[0].counts = nn.Parameter(torch.ones(4, 4, dtype=torch.int64), requires_grad=False)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * self.blocks[0].counts.sum()
+class _Counting(Stack):
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.counts = nn.Parameter(torch.ones(4, 3, dtype=torch.int64), requires_grad=False)
 
-    formats = _formats(compile_model(Counting, comm_policy=P(gather="int8", reduce="int8")))
-    assert formats.pop("blocks.0") == (None, None) and set(formats.values()) == {("int8", "int8")}
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.counts.sum()
 
 
 def test_functions_decide_by_module_and_tied_parameters_alike() -> None:

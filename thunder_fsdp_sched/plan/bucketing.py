@@ -78,7 +78,7 @@ def make_plan(
         taken.add(unique)
         policy, sending = kind.options.mp_policy, kind.options.comm_policy
         exempt = {i for i, spec in enumerate(specs) if sending.encodes and sending.exempts(spec.names, len(spec.shape))}
-        if len(exempt) == len(specs):
+        if all(i in exempt or not spec.numel for i, spec in enumerate(specs)):  # nothing to encode
             kind, exempt = kind._replace(options=replace(kind.options, comm_policy=CommPolicy())), set()
         comm = comm_spec(unique, tuple(specs), ranks, kind.options)
         narrowest = min((d or dtype).itemsize for d in (dtype, policy.param_dtype, policy.reduce_dtype))
