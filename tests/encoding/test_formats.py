@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from unittest import mock
 
+from thunder_fsdp_sched.encoding import formats
 from thunder_fsdp_sched.encoding.formats import FORMATS, Format
 from thunder_fsdp_sched.encoding.wire import Wire
 
@@ -164,6 +166,17 @@ def test_means_are_added_up_in_float32_in_the_order_of_ranks(name: str) -> None:
             wire.decode(sent[rank : rank + 1], decoded)
             total = decoded[0].clone() if rank == 0 else total + decoded[0]
         assert torch.equal(mean, (total / ranks).to(dtype))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_blocks_at_once_as_on_a_gpu_have_the_bits_of_chunks(name: str) -> None:
+    x, results = torch.randn(3, 300), []
+    for each in (formats._each, lambda function, form, *tensors: function(form, *tensors)):
+        with mock.patch.object(formats, "_each", each):
+            sent, decoded, wire = send(FORMATS[name], x, 32)
+            wire.decode_mean(sent, [mean := torch.empty(1, 300)])
+        results.append((decoded, mean))
+    assert all(map(torch.equal, *results))
 
 
 def test_segments_follow_each_other_aligned_and_do_not_overlap() -> None:

@@ -133,17 +133,17 @@ def _decode(form: Format, out: torch.Tensor, codes: torch.Tensor, scales: torch.
 
 
 def _decode_mean(form: Format, out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Add up in the order of ranks, the second dimension."""
-    world_size, dtype = codes.shape[1], sum_dtype(form)
+    """Add up in the order of ranks, the last dimension but one of codes and scales."""
+    world_size, dtype = codes.shape[-2], sum_dtype(form)
     total = out if out.dtype is dtype else torch.empty(out.shape, dtype=dtype, device=out.device)
-    _decode_into(total, form, codes[:, 0], scales[:, 0])
+    _decode_into(total, form, codes.select(-2, 0), scales.select(-2, 0))
     if not form.largest:
         for rank in range(1, world_size):
-            total += codes[:, rank]
+            total += codes.select(-2, rank)
     elif world_size > 1:
         x = torch.empty(out.shape, dtype=dtype, device=out.device)
         for rank in range(1, world_size):
-            _decode_into(x, form, codes[:, rank], scales[:, rank])
+            _decode_into(x, form, codes.select(-2, rank), scales.select(-2, rank))
             total += x
     total.div_(world_size)
     if total is not out:
