@@ -186,8 +186,12 @@ POLICIES: dict[str, dict[str, Any]] = {
         "comm_policy": CommPolicy("int8", "bfloat16"),
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16),
     },
+    "lower precision, sharded": {
+        "comm_policy": CommPolicy("int8", "bfloat16"),
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16),
+        "accumulate": "sharded",
+    },
     "offloaded": {"comm_policy": CommPolicy("int8", "int8"), "offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "released": {"comm_policy": CommPolicy("int8", "int8", error_feedback=True), "release": "bucket"},
     "secondary": {"comm_policy": CommPolicy("int8", "bfloat16"), "reshard_after_forward": 2},
 }
 """Encoded buckets, with every transport that sends them."""
@@ -198,7 +202,6 @@ _ENCODED = (
     ("coalesced", "int4"),
     ("staged", "lower precision"),
     ("flat", "offloaded"),
-    ("all_to_all", "released"),
 )
 
 

@@ -367,7 +367,10 @@ class Analysis:
                 if m.scope == "call":
                     found.append(_lifetime(m, position, position))
                 elif m.scope == "wait" and e.issues is not None:
-                    found.append(_lifetime(m, waits[e.issues.future], waits[e.issues.future]))
+                    at = waits[e.issues.future]
+                    later = sum(a.nbytes for a in self.effects[at].allocates if _is_new(a, before, kept))
+                    if m.nbytes > later:  # it is freed before the wait allocates anything
+                        found.append(_lifetime(m._replace(nbytes=m.nbytes - later), at, at))
                 elif m.scope in KEPT and m.owner not in kept:
                     following = (i for i in range(position + 1, end + 1) if is_statement(self.bsyms[i]))
                     kept[m.owner] = _lifetime(m, position if m.scope == "kept" else next(following), end)
@@ -424,6 +427,13 @@ def _receive_buffers(step: Sequence[Effects], kept: Collection[Hashable]) -> lis
                 buffer.last = position
             idle.clear()
     return found
+
+
+def _is_new(m: Memory, before: Collection[Hashable], kept: Collection[Hashable]) -> bool:
+    """Return whether a symbol allocates this memory, given keys of what exists before the step and before the symbol."""
+    if m.if_kept is not None and m.if_kept not in before:
+        return False
+    return m.scope in ("value", "call") or (m.scope == "kept" and m.owner not in kept)
 
 
 def _own(value: Lifetime, memory: Memory) -> None:

@@ -156,7 +156,7 @@ def _all_gather_effects(bsym: BoundSymbol) -> Effects:
     if not issue.resident:
         memory += _pooled(bucket, bucket.transport.gather_buffers(spec))
         memory += _afterwards(bucket, "decoding", bucket.transport.gather_temporary(spec))
-    if spec.gather_wire is not None and not (issue.resident or marks.get("reuse_cast")):
+    if spec.gather_wire is not None and not issue.resident and (offload or not marks.get("reuse_cast")):
         memory += _call(bucket, "encoding", spec.gather_wire.temporary_bytes(1, spec.dtype))
     if not issue.resident and issue.traffic is not None:
         copied, casts_now = issue.traffic.copied_before, casts and not marks.get("reuse_cast")
@@ -314,8 +314,6 @@ def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
     bucket, (_, slot, *grads), future = bucket_of(bsym), bsym.args, bsym.output.name
     spec, dtype = bucket.spec, bucket.spec.reduce_dtype
     traffic, temporary = bucket.transport.reduce_traffic(spec), bucket.transport.reduce_temporary(spec)
-    # The wait frees it before it casts the result.
-    cast = spec.shard_bytes if spec.reduce_dtype != spec.dtype and bucket.ranks.replicas is None else 0
     return Effects(
         issues=reduction_of(bucket, slot, future),
         work=Work(traffic.launches, traffic.copied_before, traffic.copied_before, touches=2),
@@ -325,7 +323,7 @@ def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
         allocates=(
             Memory(future, _shard_bytes(bucket, dtype), spec.device.type, kind="gradients"),
             *_broadcast(bucket, grads),
-            *_afterwards(bucket, f"temporary memory of {spec.comm.transport}", max(0, temporary - cast)),
+            *_afterwards(bucket, f"temporary memory of {spec.comm.transport}", temporary),
             *_call(bucket, "encoding", bucket.transport.sending_temporary(spec)),
             *_transport_memory(bucket),
         ),

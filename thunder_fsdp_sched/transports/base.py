@@ -306,7 +306,8 @@ class Returning:
     def __init__(
         self, work: Work, scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]], *buffers: torch.Tensor
     ) -> None:
-        self._work, self._scratch, self._buffers = work, scratch, buffers
+        # A release drops these lists, and with them what is in use at that time.
+        self._work, self._places = work, [(scratch[buffer.dtype, buffer.numel()], buffer) for buffer in buffers]
         self._done = False
 
     def wait(self) -> None:
@@ -314,8 +315,8 @@ class Returning:
         self._done = True
 
     def __del__(self) -> None:
-        for buffer in self._buffers if self._done else ():
-            self._scratch[buffer.dtype, buffer.numel()].append(buffer)
+        for idle, buffer in self._places if self._done else ():
+            idle.append(buffer)
 
 
 def take_idle(
