@@ -61,7 +61,7 @@ def test_training_has_no_race_no_synchronization_and_the_documented_counts(
 # Transport, setup, and that every nth mutation is checked with both checkers.
 CASES = [
     *((transport, "fp32", 20) for transport in TRANSPORTS),
-    *(("staged", "offload", 20), ("staged", "interrupted", 20), ("staged", "encoded", 20), ("flat", "encoded", 20)),
+    *(("staged", "offload", 20), ("staged", "interrupted", 20)),
     *(pytest.param(t, s, 1, marks=pytest.mark.long) for t in TRANSPORTS for s in histories.setups_of(t)),
 ]
 
