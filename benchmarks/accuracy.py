@@ -5,7 +5,7 @@
 
 A GPT of bytes learns the sources of Python's standard library; every tenth file is for validation. All formats start with
 the same weights and see the same batches. A batch has as many sequences on 4 ranks as on 2. What the file in ``--save``
-contains already is not trained again, so a run can be continued and extended.
+contains already is not trained again, so a run can be continued, and extended by other ``--ranks`` and ``--rate``.
 
 * Loss: the mean of the validation batches, in nats per byte, with the decoded parameters that training computes with.
 * Against exact: that loss divided by the loss of exact training with the same seed, less 1; mean and range over seeds.
@@ -39,8 +39,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import OneCycleLR
 
-BLOCKS, WIDTH, LENGTH, BATCH, RATE, VALIDATION = 2, 64, 64, 16, 1e-3, 64
-"""The shape of the GPT, the sequences in a batch of all ranks, the highest learning rate, and validation batches."""
+BLOCKS, WIDTH, LENGTH, BATCH, VALIDATION = 2, 64, 64, 16, 64
+"""The shape of the GPT, the sequences in a batch of all ranks, and the number of batches to validate with."""
 
 BUCKET = 25_000_000
 """Bytes of a bucket: the whole model's, so that a step takes less time of the host."""
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
     path = (arguments.save or Path()) / "accuracy.json"
     saved: dict[str, Trained] = json.loads(path.read_text())["ranks"] if arguments.save and path.exists() else {}
     dist.barrier()  # all ranks have read the file
-    trained = saved.setdefault(str(arguments.ranks), {})
+    trained = saved.setdefault(f"{arguments.ranks} ranks, rate {arguments.rate:g}", {})
     for seed in range(arguments.seeds):
         for name, policy in policies().items():
             of_name = trained.setdefault(name, {})
@@ -127,10 +127,7 @@ def run(arguments: argparse.Namespace) -> None:
                 harness.save(arguments, "accuracy", ranks=saved)
     if dist.get_rank() == 0:
         figures = figures_of(trained)
-        print(
-            f"{arguments.ranks} gloo ranks, {arguments.steps} steps; loss with frequencies alone: {entropy(*text):.3f}\n"
-        )
-        print(f"{harness.table(figures, COLUMNS)}\n")
+        print(f"Loss with the frequencies of bytes alone: {entropy(*text):.3f}\n\n{harness.table(figures, COLUMNS)}\n")
         harness.show_promises(
             (abs(fmean(row["against"])) <= row["limit"], f"{name}: {fmean(row['against']):+.3f} %")
             for name, row in figures.items()
@@ -152,8 +149,9 @@ def train(name: str, seed: int, arguments: argparse.Namespace, text: tuple[torch
         for parameter in module.parameters():
             parameter.data *= 1 + 0.001 * torch.randn_like(parameter)
     jitted = thunder.jit(module, transforms=[fsdp(comm_policy=policies()[name], bucketing_strategy=BUCKET)])
-    optimizer = torch.optim.AdamW(jitted.parameters(), lr=RATE, fused=True)
-    schedule = OneCycleLR(optimizer, RATE, total_steps=arguments.steps, pct_start=0.1, cycle_momentum=False)
+    optimizer = torch.optim.AdamW(jitted.parameters(), lr=arguments.rate, fused=True)
+    shape = {"total_steps": arguments.steps, "pct_start": 0.1, "cycle_momentum": False}
+    schedule = OneCycleLR(optimizer, arguments.rate, **shape)
     losses = []
     for batch in batches(text[0], arguments.steps, seed):
         loss = jitted(*of_this_rank(batch.roll(1, 0) if name == REORDERED else batch))
@@ -202,18 +200,18 @@ def draw(saved: Mapping[str, Trained], path: Path) -> None:
     """Draw the training losses of all formats, and the validation losses of all seeds against exact training."""
     from matplotlib import pyplot
 
-    tables = {ranks: figures_of(trained) for ranks, trained in saved.items()}
+    tables = {setup: figures_of(trained) for setup, trained in saved.items()}
     figures, first = next(iter(tables.values())), next(iter(saved.values()))
     rows = dict(zip(figures, range(len(figures)), strict=True))
     picture, (curves, dots) = pyplot.subplots(1, 2, figsize=(13, 1.5 + 0.22 * len(rows)), layout="constrained")
     for name in rows:
         color = {"exact": "black", "gather": "tab:blue", "reduce": "tab:orange"}[re.split(r"\W", name)[0]]
-        losses = zip(*(of_seed["training"] for of_seed in first[name].values()), strict=True)
-        curves.plot([fmean(part) for part in losses], color=color, linewidth=0.7)
-    curves.set_title(f"training loss, {PARTS} means: exact black, gathers blue, reductions orange", fontsize=9)
-    for (ranks, table), marker in zip(tables.items(), "ox", strict=False):
+        curves.plot(first[name]["0"]["training"], color=color, linewidth=0.7)
+    curves.set_title("training loss, seed 0: exact black, gathers blue, reductions orange", fontsize=9)
+    curves.set_xlabel(f"{PARTS} means, each of as many steps", fontsize=8)
+    for (setup, table), marker in zip(tables.items(), "ox+1", strict=False):
         points = [(value, rows[name]) for name in rows.keys() & table.keys() for value in table[name]["against"]]
-        dots.scatter(*zip(*points, strict=True), marker=marker, s=14, label=f"{ranks} ranks")
+        dots.scatter(*zip(*points, strict=True), marker=marker, s=14, label=setup)
     limits = [(sign * row["limit"], rows[name]) for name, row in figures.items() if row["limit"] for sign in (-1, 1)]
     dots.scatter(*zip(*limits, strict=True), marker="|", color="red", s=60, label="limit")
     dots.axvline(0.0, color="black", linewidth=1)
@@ -228,6 +226,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", metavar="REGEX", default="", help="only matching formats, and exact training")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write all figures as JSON, and a picture")
