@@ -17,7 +17,7 @@ def extended(transform: FSDPTransform, *, no_sync: bool = True) -> FSDPTransform
 
     def begin_extended(call: Any, **flags: bool) -> Any:
         compilation = begin(call, **flags)
-        compilation.traces.extends = no_sync or not flags["no_sync"]
+        compilation.traces.backward_arena = no_sync or not flags["no_sync"]
         return compilation
 
     transform.begin_compilation = begin_extended  # type: ignore[method-assign]

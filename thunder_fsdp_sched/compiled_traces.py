@@ -32,7 +32,7 @@ class CompiledTraces:
         prefetch: how many prefetch steps ahead gathers are issued.
         reductions_in_flight: how many equally large reductions of one process group may be in flight; ``max_memory``
             chooses fewer than usual if that fits and costs less than recomputation.
-        extends: whether ``max_memory`` makes backward allocate the memory of slots that only backward needs.
+        backward_arena: whether ``max_memory`` makes backward allocate the memory of slots that only backward needs.
         choice: the outcome of ``prefetch="auto"``, ``max_memory`` or ``max_unsharded_bytes``, a
             :class:`~thunder_fsdp_sched.planning.search.Choice`; ``None`` without them.
         offloaded: names of the values that wait in host memory between forward and backward.
@@ -54,7 +54,7 @@ class CompiledTraces:
     call: Call = NO_CALL
     prefetch: int = 0
     reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT
-    extends: bool = False
+    backward_arena: bool = False
     choice: Any = None
     offloaded: frozenset[str] = frozenset()
     recomputed: frozenset[str] = frozenset()

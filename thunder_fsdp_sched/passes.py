@@ -195,7 +195,7 @@ PIPELINE: tuple[Step, ...] = (
         release_extension,
         "scheduled",
         (reuse_from_forward,),
-        ("if `max_memory` extends the arena for backward", lambda c: c["release"] == "never" and c["extends"]),
+        ("if `max_memory` extends the arena for backward", lambda c: c["release"] == "never" and c["backward_arena"]),
         searched=True,
     ),
     Step(

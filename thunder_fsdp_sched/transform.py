@@ -347,7 +347,11 @@ class Compilation:
         self.context.update(settings.copy_times)
         traces.choice, chosen = settings.choice, settings.choice.chosen
         traces.prefetch, traces.reductions_in_flight = chosen.prefetch, chosen.reductions
-        traces.extends, traces.recomputed, traces.offloaded = chosen.extends, chosen.recomputed, chosen.offloaded
+        traces.backward_arena, traces.recomputed, traces.offloaded = (
+            chosen.backward_arena,
+            chosen.recomputed,
+            chosen.offloaded,
+        )
         if settings.kept is not None:
             sharded.set_kept_buckets(settings.kept)
             sharded.kept_is_final = True

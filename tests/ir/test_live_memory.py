@@ -163,7 +163,7 @@ def test_every_position_has_the_bytes_that_a_run_with_a_limit_allocates(release:
     check_positions(found)
     [(compiled, memory, _)] = found.values()
     assert memory.peak.nbytes <= limit
-    assert compiled.recomputed and compiled.extends
+    assert compiled.recomputed and compiled.backward_arena
 
 
 def _drop_every_third(name: str, grads: torch.Tensor) -> None:

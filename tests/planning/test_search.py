@@ -132,7 +132,7 @@ def test_fewer_reductions_in_flight_are_tried_before_values_are_computed_again()
     traces = compiled(batch=32, max_memory=limit, prefetch=1)
     testing.assert_peak_memory_at_most(traces, limit)
     chosen = traces.choice.chosen
-    [with_two] = [c for c in traces.choice.considered if c.reductions == 2 and not c.extends]
+    [with_two] = [c for c in traces.choice.considered if c.reductions == 2 and not c.backward_arena]
     assert traces.reductions_in_flight == chosen.reductions == 1
     assert chosen.step_seconds < with_two.step_seconds
 

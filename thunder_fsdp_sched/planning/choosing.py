@@ -170,7 +170,7 @@ class Chooser:
                 check_memory(step, limit=limits.memory, pending_grads=pending_grads, advice=_PLAN_TOGETHER)
         last = self._search(ending, pending_grads, limits)
         if limits.memory is not None:
-            limits = limits._replace(lasting_bytes=last.chosen.lasting_bytes)
+            limits = limits._replace(persistent_bytes=last.chosen.persistent_bytes)
         choice = self._search(bucketed, pending_grads, limits, kept=last.chosen.kept)
         return self._settings(bucketed, pending_grads, choice, last)
 

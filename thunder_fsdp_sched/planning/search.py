@@ -93,13 +93,13 @@ class Limits(NamedTuple):
     Attributes:
         unsharded_bytes: bytes of all slots together.
         memory: bytes of all memory of the step, without optimizer state.
-        lasting_bytes: bytes of the slots that a planned step of the same module keeps from step to step anyway.
+        persistent_bytes: bytes of the slots that a planned step of the same module keeps from step to step anyway.
         largest_peak: bytes of all memory of the largest step of the module that was compiled before.
     """
 
     unsharded_bytes: int | None = None
     memory: int | None = None
-    lasting_bytes: int | None = None
+    persistent_bytes: int | None = None
     largest_peak: int = 0
 
     @property
@@ -109,8 +109,12 @@ class Limits(NamedTuple):
 
     def allow(self, candidate: Candidate) -> bool:
         """Return whether a candidate keeps all limits on bytes."""
-        found = (candidate.unsharded_bytes, candidate.lasting_bytes, max(candidate.peak_bytes, candidate.largest_peak))
-        limits = (self.unsharded_bytes, self.lasting_bytes, self.memory)
+        found = (
+            candidate.unsharded_bytes,
+            candidate.persistent_bytes,
+            max(candidate.peak_bytes, candidate.largest_peak),
+        )
+        limits = (self.unsharded_bytes, self.persistent_bytes, self.memory)
         return all(limit is None or nbytes <= limit for nbytes, limit in zip(found, limits, strict=True))
 
 
@@ -120,11 +124,11 @@ class Candidate(NamedTuple):
     Attributes:
         prefetch: how many prefetch steps gathers are issued ahead of their waits.
         kept: names of the buckets that stay unsharded from forward to backward.
-        reductions: how many equally large reductions of one process group may be in flight; see ``extends``.
+        reductions: how many equally large reductions of one process group may be in flight; see ``backward_arena``.
         recomputed: names of the values that backward computes again.
         offloaded: names of the values that wait in host memory between forward and backward.
         unsharded_bytes: bytes of all slots: kept buckets, gathered ones, and unsharded gradients.
-        lasting_bytes: bytes of the slots that stay allocated from step to step.
+        persistent_bytes: bytes of the slots that stay allocated from step to step.
         step_seconds: simulated time of forward and backward.
         peak_bytes: peak of all memory of the step; 0 without ``max_memory``.
         largest_peak: the larger of that and of the peaks of the steps that were compiled before, whose arena may grow.
@@ -136,13 +140,13 @@ class Candidate(NamedTuple):
     recomputed: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
     unsharded_bytes: int = 0
-    lasting_bytes: int = 0
+    persistent_bytes: int = 0
     step_seconds: float = math.inf
     peak_bytes: int = 0
     largest_peak: int = 0
 
     @property
-    def extends(self) -> bool:
+    def backward_arena(self) -> bool:
         """Whether backward allocates the memory of slots that only backward needs, as with fewer reductions than usual."""
         return self.reductions < MAX_REDUCTIONS_IN_FLIGHT
 
@@ -151,7 +155,7 @@ class Candidate(NamedTuple):
         if self.peak_bytes:
             text += f"  {self.reductions} reductions in flight"
             text += f"  {len(self.recomputed):5d} values recomputed  {len(self.offloaded):4d} offloaded"
-            text += f"  {self.peak_bytes:>17,} bytes in all{', extended in backward' if self.extends else ''}"
+            text += f"  {self.peak_bytes:>17,} bytes in all{', extended in backward' if self.backward_arena else ''}"
         return f"{text}  {self.step_seconds * 1e3:10.3f} ms"
 
 
@@ -369,7 +373,7 @@ class Search:
         executor, bytes and time are those of the operators by themselves.
         """
         settings = candidate._replace(
-            unsharded_bytes=0, lasting_bytes=0, step_seconds=math.inf, peak_bytes=0, largest_peak=0
+            unsharded_bytes=0, persistent_bytes=0, step_seconds=math.inf, peak_bytes=0, largest_peak=0
         )
         if settings not in self._found:
             self._found[settings] = self._run(settings)
@@ -390,7 +394,7 @@ class Search:
         lasting = private_bytes(halves[0], context["kept"]) + sum(arena.nbytes for arena in scratch.values())
         nbytes = lasting + sum(arena.extension.nbytes for arena in scratch.values())
         seconds = simulate(halves, None, self.cost).step_seconds
-        found = candidate._replace(unsharded_bytes=nbytes, lasting_bytes=lasting, step_seconds=seconds)
+        found = candidate._replace(unsharded_bytes=nbytes, persistent_bytes=lasting, step_seconds=seconds)
         if self.limits.memory is not None:
             # Other sets of shapes and flags may have needed a larger arena, which is one for all.
             pairs = list(scratch.items())
@@ -404,7 +408,11 @@ class Search:
     def _context(self, candidate: Candidate) -> Context:
         further = [] if candidate.kept == self._always_kept else self._regathered
         kept = frozenset(b for b in (*self.context["kept"], *further) if b.spec.name in candidate.kept)
-        settings = {"kept": kept, "reductions_in_flight": candidate.reductions, "extends": candidate.extends}
+        settings = {
+            "kept": kept,
+            "reductions_in_flight": candidate.reductions,
+            "backward_arena": candidate.backward_arena,
+        }
         return self.context.new_child({**candidate._asdict(), **settings})
 
     @cached_property

@@ -43,7 +43,7 @@ def assign_slots(
     max_unsharded_bytes: int | None = None,
     release: Literal["never", "step", "bucket"] = "never",
     trains: bool = True,
-    extends: bool = False,
+    backward_arena: bool = False,
 ) -> TraceCtx:
     """Assign a slot to each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``, and to the writes of their gradients.
 
@@ -73,7 +73,7 @@ def assign_slots(
         max_unsharded_bytes: limit (bytes) on all slots, up to which the arena may grow to keep forward's buckets resident.
         release: with ``"bucket"``, each bucket gets memory of its own instead of a range of an arena.
         trains: whether the step has a backward.
-        extends: whether slots of backward beyond the memory that forward needs get memory that only backward allocates.
+        backward_arena: whether slots of backward beyond the memory that forward needs get memory that only backward allocates.
             See [Note: Memory that only backward needs] in ``release_slots``.
     """
     if release != "never" and not trains:
@@ -82,7 +82,7 @@ def assign_slots(
     private = {issue for issue, live in ranges.items() if live.is_gather and live.bucket.base in kept}
     if kept and forward is not None:
         private |= grads_over_kept_params(forward, trace)
-    arena_split = _bytes_of_forward(forward, arena_of) if extends and forward is not None else None
+    arena_split = _bytes_of_forward(forward, arena_of) if backward_arena and forward is not None else None
     plan = _Plan([live for issue, live in ranges.items() if issue not in private], arena_split)
     room = None if max_unsharded_bytes is None else max_unsharded_bytes - private_bytes(trace, kept)
     offsets = {} if release == "bucket" else _offsets(trace, plan, forward, room)
