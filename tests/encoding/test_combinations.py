@@ -53,7 +53,7 @@ COMBINATIONS: dict[str, tuple[int, Options, torch.dtype]] = {
     "windows": (2, {"accumulate": "sharded", "sharding_strategy": "zero2"}, torch.float64),
     "released windows": (2, {"accumulate": "unsharded", "release": "bucket", "prefetch": "auto"}, torch.float64),
 }
-_LONG = ("groups", "released windows", "secondary")
+_LONG = ("autocast", "groups", "released windows", "secondary", "windows")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in _LONG)) for n in COMBINATIONS])

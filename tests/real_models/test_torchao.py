@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import thunder_fsdp_sched as tfs
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from ranks import on_ranks
 
 
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed (make models)")
 @on_ranks(2)
 def test_low_bit_optimizers_train_whole_parameters_as_the_unsharded_model() -> None:
-    optim = pytest.importorskip("torchao.optim")
+    from torchao import optim
+
     batches = [torch.randn(16, 64, generator=torch.Generator().manual_seed(step)) for step in range(4)]
 
     def losses(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
