@@ -87,8 +87,6 @@ class Slot:
         self.arena = arena
         self.offset = offset
         self.nbytes = nbytes
-        self.looked_at: int | None = None
-        """The arena's number of issues when nothing was in flight on the memory."""
         self.params = _ViewCache(lambda bucket: arena.make_params(bucket, self))
         self.grads = _ViewCache(lambda bucket: arena.make_views(bucket, self, bucket.spec.reduce_dtype))
 
@@ -318,13 +316,11 @@ class Arena:
         """Register ``flight``, whose slot was claimed, as in flight."""
         assert flight.slot is not None and flight.slot not in self._in_flight, flight
         self._in_flight[flight.slot] = flight
-        flight.slot.looked_at = None
         return flight
 
     def mark_interrupted(self, bucket: StoredBucket, what: str, slot: Slot) -> None:
         """Record that an issue on the memory of ``slot`` was interrupted, so it is unknown what is in flight there."""
         self._in_flight[slot] = InFlight(bucket, what, slot, (_InterruptedWork(),))
-        slot.looked_at = None
 
     def retain(self, bucket: StoredBucket, slot: Slot, issues_after: int) -> None:
         """Record that the last issue was a gather that the next ``issues_after`` issues of forward do not overwrite."""
@@ -365,11 +361,8 @@ class Arena:
 
     def finish_stale(self, slot: Slot) -> None:
         """Wait for collectives on the memory of ``slot`` that an exception in an earlier step left in flight."""
-        if slot.looked_at == self._issued:
-            return
         for flight in [f for other, f in self._in_flight.items() if other is slot or other.overlaps(slot)]:
             self.finish(flight)
-        slot.looked_at = self._issued
 
 
 class _Retained(NamedTuple):
