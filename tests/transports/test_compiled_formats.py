@@ -1,4 +1,4 @@
-"""What a GPU compiles, traced here and run without a compiler of kernels: the same bits as on a CPU."""
+"""The compiled encoders of a GPU, run here without a compiler of kernels, give the same bits as those of a CPU."""
 
 from __future__ import annotations
 

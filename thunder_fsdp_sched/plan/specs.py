@@ -149,14 +149,14 @@ class BucketSpec:
 
     @functools.cached_property
     def gather_wire(self) -> Wire | None:
-        """What each rank sends to gather the bucket, if that is encoded."""
+        """The layout of the encoded bytes that each rank sends to gather the bucket; ``None`` if it sends exact values."""
         return self._wire(self.options.comm_policy.gather, self.param_dtype)
 
     @functools.cached_property
     def reduce_wire(self) -> Wire | None:
-        """What each rank sends each other rank to reduce gradients, if that is encoded.
+        """The layout of the bytes that ranks exchange to reduce gradients; ``None`` if the transport reduces them.
 
-        With ``all_to_all`` also if only gathers are: then all segments travel exactly in one exchange.
+        If only gathers are encoded, ``all_to_all`` also has one, so that all segments travel, exactly, in one exchange.
         """
         policy = self.options.comm_policy
         if policy.reduce is None and policy.gather is not None and self.comm.transport == "all_to_all":

@@ -188,7 +188,7 @@ class Bucket:
 
     @functools.cached_property
     def feedback(self) -> torch.Tensor:
-        """What rounding this rank's gradients has lost, as in the unsharded buffer; zeros before the first reduction."""
+        """The rounding errors of this rank's last gradients, laid out as the unsharded buffer; zeros at first."""
         with torch.inference_mode(False):
             return torch.zeros(self.spec.layout.unsharded_numel, dtype=self.spec.reduce_dtype, device=self.spec.device)
 

@@ -58,7 +58,7 @@ class TransportedBucket(Protocol):
 
     @property
     def feedback(self) -> torch.Tensor:
-        """What rounding this rank's gradients has lost, as in the unsharded buffer; zeros before the first reduction."""
+        """The rounding errors of this rank's last gradients, laid out as the unsharded buffer; zeros at first."""
 
     @property
     def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:

@@ -9,8 +9,8 @@ added. Decoding belongs to the wait: on a GPU it runs on the communication strea
 A gather sends what ``CastShardSource`` has encoded, so backward sends the bytes of its forward. The received bytes, and
 those that a reduction sends, are in idle memory from the issue to the wait: a slot never holds bytes that are not decoded.
 
-With error feedback (1-bit SGD, Seide et al. 2014; LoCo, arXiv:2407.04480) a rank adds to its gradients what rounding them
-has lost the last time. What is not finite is dropped: a step that ``GradScaler`` skips leaves nothing behind.
+With error feedback (1-bit SGD, Seide et al. 2014; LoCo, arXiv:2407.04480) a rank adds the rounding errors of its last
+gradients to the next ones. Errors that are not finite are dropped: a step that ``GradScaler`` skips leaves none behind.
 """
 
 from __future__ import annotations
