@@ -9,11 +9,13 @@ import copy
 import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +23,19 @@ from torch.nn.modules import module as torch_modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
+
+NO_CONTEXT = nullcontext()
+"""A context manager that does nothing."""
+
+
+def labelled(what: str, of: str = "") -> AbstractContextManager[Any]:
+    """Return a context that labels its content in profiles, ``fsdp_what(of)``, such as ``fsdp_all_gather(blocks.0)``.
+
+    It does nothing without a profiler: a label costs 6 us.
+    """
+    if not _profiler_enabled():
+        return NO_CONTEXT
+    return torch.profiler.record_function(f"fsdp_{what.replace('-', '_')}" + (f"({of})" if of else ""))
 
 
 def all_gather_on_host(gathered: Any, own: Any, group: Any) -> Any:

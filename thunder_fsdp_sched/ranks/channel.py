@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..private_torch import all_gather_on_host, timeout_of
+from ..private_torch import all_gather_on_host, labelled, timeout_of
 from .messages import first_difference, first_different, first_line, named, sides
 from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, exchange_texts, new_group
 
@@ -131,7 +131,8 @@ class Channel:
         if action is None:
             return
         try:
-            self._work.wait()
+            with labelled("wait", "agreement"):
+                self._work.wait()
         except RuntimeError as error:
             raise self._close(action, error) from error
         self.pending = self._work = None

@@ -25,8 +25,8 @@ import sys
 
 import torch
 
-from ..private_torch import has_saved_tensor_hooks
-from ..transports.base import labelled, side_stream
+from ..private_torch import has_saved_tensor_hooks, labelled
+from ..transports.base import side_stream
 
 
 class HostCopy:
@@ -61,7 +61,7 @@ class HostCopy:
 
 def copy_to_host(source: torch.Tensor) -> HostCopy:
     """Issue the copy of a value to host memory, pinned if the value is on a GPU."""
-    with torch.no_grad(), labelled("fsdp_copy_to_host"):
+    with torch.no_grad(), labelled("copy_to_host"):
         return _issue(source, "cpu", "to host")
 
 
@@ -75,7 +75,7 @@ def wait_host_copy(copy: HostCopy, source: torch.Tensor, token: object = None) -
 
 def copy_to_device(host: torch.Tensor, device: str) -> HostCopy:
     """Issue the copy of a value from host memory to new memory of a device."""
-    with torch.no_grad(), labelled("fsdp_copy_to_device"):
+    with torch.no_grad(), labelled("copy_to_device"):
         return _issue(host, device, "to device")
 
 

@@ -58,6 +58,7 @@ import torch
 
 from ..plan.layout import round_up
 from ..plan.specs import BucketSpec
+from ..private_torch import labelled
 from ..transports.base import TransportedBucket, Views, Work
 from .autograd import forward_number, is_backward_of
 
@@ -142,8 +143,9 @@ class InFlight(NamedTuple):
                 it is known.
         """
         try:
-            for work in self.works:
-                work.wait()
+            with labelled(f"wait-{self.what}", self.bucket.spec.name):
+                for work in self.works:
+                    work.wait()
         except RuntimeError as error:
             raise self.bucket.failure(self.what, error) from error
 

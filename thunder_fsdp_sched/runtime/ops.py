@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from thunder.distributed import get_skip_data_parallel_grad_sync
 
-from ..private_torch import running_node_number
-from ..transports.base import labelled
+from ..private_torch import labelled, running_node_number
 from .autograd import forward_number, requested
 from .bucket import WINDOW_OPEN, Bucket
 from .memory import Arena, InFlight, Slot, address, slot_bytes
@@ -81,7 +80,7 @@ def _issuing(bucket: Bucket, what: str, slot: Slot | None = None) -> Iterator[No
     """
     bucket.issue_counts.issued += 1
     try:
-        with labelled(f"fsdp_{what.replace('-', '_')}({bucket.spec.name})"):
+        with labelled(what, bucket.spec.name):
             yield
     except RuntimeError as error:
         raise bucket.failure(what, error) from error

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from ..plan.specs import BucketSpec
-from ..transports.base import NO_CONTEXT, labelled, side_stream
+from ..private_torch import NO_CONTEXT, labelled
+from ..transports.base import side_stream
 from .autograd import forward_number, is_backward_of
 
 
@@ -84,7 +85,7 @@ class CastShardSource(ShardSource):
         elif reuse_cast and of == self._of and is_backward_of(self._number):
             return self._cast
         self._of = ()  # invalid until the cast is complete
-        with torch.no_grad(), labelled(f"fsdp_cast({self._spec.name})"):
+        with torch.no_grad(), labelled("cast", self._spec.name):
             _fill(self._spec, self._cast, self._shard)
         self._of, self._number = of, forward_number()
         return self._cast
@@ -114,7 +115,7 @@ class OffloadedShardSource(ShardSource):
         spec, device = self._spec, self._spec.device
         if device.type == "cuda":
             side_stream(device).wait_stream(torch.cuda.current_stream(device))
-        with torch.no_grad(), self.send_context(), labelled(f"fsdp_load({spec.name})"):
+        with torch.no_grad(), self.send_context(), labelled("load", spec.name):
             encodes = spec.gather_wire is not None
             copy = torch.empty_like(self._shard, dtype=spec.dtype if encodes else spec.param_dtype, device=device)
             copy.copy_(self._shard, non_blocking=True)

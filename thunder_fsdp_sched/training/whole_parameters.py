@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
+from ..private_torch import labelled
 from ..runtime.bucket import Bucket
 from ..runtime.row_dtensor import local_rows
 from ..sharding.sharded_module import find_jitted
@@ -116,13 +117,13 @@ class WholeParameters(torch.optim.Optimizer):
             "WholeParameters.step for", *(p.spec.name for p in every if control.is_on_all_ranks(p.bucket))
         )
         for params in exchanges:
-            with torch.profiler.record_function("fsdp_rows_to_owners"):
+            with labelled("rows_to_owners"):
                 rows_to_owners(params)
         try:
             self._update()
         finally:  # even if this rank's update failed, because the others wait for their rows
             for params in exchanges:
-                with torch.profiler.record_function("fsdp_rows_from_owners"):
+                with labelled("rows_from_owners"):
                     rows_from_owners(params)
         return loss
 

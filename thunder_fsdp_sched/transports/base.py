@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch._C._autograd import _profiler_enabled
 
 from ..plan.specs import BucketSpec
 from ..ranks.process_groups import Ranks
@@ -236,15 +235,6 @@ def segment_bytes(spec: BucketSpec, dtype: torch.dtype) -> tuple[int, ...]:
     """Return the unsharded bytes of each non-empty segment of the bucket."""
     world_size = spec.layout.world_size
     return tuple(s.shard_numel * world_size * dtype.itemsize for s in spec.layout.segments if s.shard_numel)
-
-
-NO_CONTEXT = nullcontext()
-"""A context manager that does nothing."""
-
-
-def labelled(name: str) -> AbstractContextManager[Any]:
-    """Return a context that labels its content in profiles. It does nothing without a profiler: a label costs 6 us."""
-    return torch.profiler.record_function(name) if _profiler_enabled() else NO_CONTEXT
 
 
 def issue_each(issues: Iterable[Callable[[], Work]]) -> list[Work]:
