@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..plan.specs import BucketSpec
 from ..ranks.control import Control, IssueCounts
@@ -38,6 +37,7 @@ from ..transports.base import PeerMemory, Views, Work
 from .accumulation import Accumulation
 from .autograd import is_backward_of, requested
 from .memory import Arena, Slot, address, slot_bytes
+from .names import optimizer_steps
 from .row_dtensor import RowDTensor
 from .rows import Rows
 from .shard_source import CastShardSource, OffloadedShardSource, ShardSource
@@ -233,7 +233,7 @@ class Bucket:
     def version(self) -> tuple[int, ...]:
         """Return numbers that differ after each detectable write to the shard; see [Note: Reuse of casts]
         in ``shard_source``."""
-        return (_optimizer_steps, self.shard._version, *(p._version for p in self.params))
+        return (optimizer_steps(), self.shard._version, *(p._version for p in self.params))
 
     def state_of(self, slot: Slot) -> tuple[int, ...]:
         """Return numbers that change when the memory of ``slot`` is freed, or with a write to the shard that torch sees."""
@@ -345,14 +345,3 @@ class Bucket:
 def handle_name(bucket_name: str) -> str:
     """Return a Python identifier for a bucket's name: ``transformer.h.0`` -> ``bucket_transformer_h_0``."""
     return "bucket_" + re.sub(r"\W", "_", bucket_name)
-
-
-_optimizer_steps = 0
-
-
-def _count_optimizer_step(*args: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_optimizer_step)

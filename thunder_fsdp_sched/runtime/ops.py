@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from thunder.distributed import get_skip_data_parallel_grad_sync
 
-from ..private_torch import labelled, running_node_number
+from ..private_torch import running_node_number
 from .autograd import forward_number, requested
 from .bucket import WINDOW_OPEN, Bucket
 from .memory import Arena, InFlight, Slot, address, slot_bytes
+from .names import issue_named
 from .row_dtensor import RowDTensor
+
+T = TypeVar("T")
 
 
 def _check_shards(bucket: Bucket, shards: Sequence[RowDTensor | None]) -> None:
@@ -50,9 +52,12 @@ def all_gather(
         bucket.gathered_in_forward = None
         bucket.window_state = bucket.state_of(slot) if window == WINDOW_OPEN else None
     sent = bucket.source.shard(reuse_cast=reuse_cast) if secondary is None else secondary
-    with _issuing(bucket, "all-gather", slot):
+
+    def gather() -> InFlight:
         works = bucket.gather_into(unsharded, sent)
-        arena.track(flight := InFlight(bucket, "all-gather", slot, works, sent=sent))
+        return arena.track(InFlight(bucket, "all-gather", slot, works, sent=sent))
+
+    flight = _issue(bucket, "all-gather", gather, slot)
     if issues_after is not None:
         arena.retain(bucket, slot, issues_after)
     return flight
@@ -71,17 +76,15 @@ def _reuses(bucket: Bucket, window: str) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _issuing(bucket: Bucket, what: str, slot: Slot | None = None) -> Iterator[None]:
-    """Count and label the collective that is issued in this context, and name it in errors.
+def _issue(bucket: Bucket, what: str, issue: Callable[[], T], slot: Slot | None = None) -> T:
+    """Issue a collective: count it, and name it in profiles, stacks and errors.
 
     Args:
         slot: the memory that it uses, if it is tracked there.
     """
     bucket.issue_counts.issued += 1
     try:
-        with labelled(what, bucket.spec.name):
-            yield
+        issued = issue_named(what, bucket.spec.name, issue)
     except RuntimeError as error:
         raise bucket.failure(what, error) from error
     except BaseException as error:
@@ -90,6 +93,7 @@ def _issuing(bucket: Bucket, what: str, slot: Slot | None = None) -> Iterator[No
             slot.arena.mark_interrupted(bucket, what, slot)
         raise
     bucket.issue_counts.issued += 1
+    return issued
 
 
 def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -145,9 +149,12 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
         unsharded.flat.add_(accumulated)
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so this must be new memory.
     shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
-    with _issuing(bucket, "reduce-scatter", slot):
+
+    def reduce() -> InFlight:
         works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
         return arena.track(InFlight(bucket, "reduce-scatter", slot, works, shard, missing))
+
+    return _issue(bucket, "reduce-scatter", reduce, slot)
 
 
 def all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
@@ -157,8 +164,8 @@ def all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
     if bucket.ends_window() and (total := bucket.accumulation.with_reduced(output)) is not output:
         output.copy_(total)
     assert bucket.ranks.replicas is not None
-    with _issuing(bucket, "all-reduce"):
-        work = dist.all_reduce(output, op=dist.ReduceOp.AVG, group=bucket.ranks.replicas.process_group, async_op=True)
+    group = bucket.ranks.replicas.process_group
+    work = _issue(bucket, "all-reduce", lambda: dist.all_reduce(output, dist.ReduceOp.AVG, group, async_op=True))
     return flight._replace(what="all-reduce", slot=None, works=[work])
 
 

@@ -1,0 +1,65 @@
+"""The names of collectives in profiles, in dumps of the Flight Recorder, and in stacks.
+
+[Note: Names of collectives]
+In a profile, the call that issues a collective is labelled with its bucket, such as ``fsdp_all_gather(blocks.0)``. What the
+backend reports of the collective also has its phase and how many optimizer steps this process has made:
+``fsdp_all_gather(blocks.0) in backward, step 12``. Before torch 2.12, which lets us name it, that is a second label.
+
+The Flight Recorder has no names for users, but keeps the Python stack of each collective. So a collective is issued in a
+function that is called ``fsdp_all_gather(blocks.0) in backward``. Every stack shows it: a dump of the Flight Recorder, a
+traceback, a snapshot of CUDA's memory, and what a sampling profiler prints of a process that hangs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..private_torch import labelled, running_node_number
+
+T = TypeVar("T")
+
+_optimizer_steps = 0
+
+
+def _count_optimizer_step(*args: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_optimizer_step)
+
+
+def optimizer_steps() -> int:
+    """Return how many optimizer steps this process has made."""
+    return _optimizer_steps
+
+
+def issue_named(what: str, bucket_name: str, issue: Callable[[], T]) -> T:
+    """Issue a collective, such as the ``"all-gather"`` of a bucket; see [Note: Names of collectives]."""
+    phase = "forward" if running_node_number() is None else "backward"
+    name = f"fsdp_{what.replace('-', '_')}({bucket_name}) in {phase}"
+    run = _function_named(name)
+    with labelled(what, bucket_name) as label:
+        if label is None:  # no profiler is running
+            return run(issue)
+        name_collectives = getattr(dist, "record_comm", torch.profiler.record_function)
+        with name_collectives(f"{name}, step {_optimizer_steps}"):
+            return run(issue)
+
+
+@functools.cache
+def _function_named(name: str) -> Callable[[Callable[[], T]], T]:
+    """Return a function of this name that calls its argument."""
+
+    def call(issue: Callable[[], T]) -> T:
+        return issue()
+
+    names: dict[str, Any] = {field: name for field in ("co_name", "co_qualname") if hasattr(call.__code__, field)}
+    call.__code__ = call.__code__.replace(**names)
+    return call
