@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import logging
 import re
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.logs import describe_change, following_stages
@@ -16,7 +21,10 @@ from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 import pytest
 import thunder
 import torch
+import torch.distributed as dist
 from models import Stack
+from ranks import on_ranks
+from torch._logging import _internal
 
 NAME = "thunder_fsdp_sched"
 
@@ -140,3 +148,31 @@ def test_other_modules_keep_thunders_warning(fake_ranks: None) -> None:
     thunder.jit(Stack(2), transforms=[fsdp()])
     with pytest.warns(UserWarning, match="No op since neither"), thunder.jit(torch.nn.Linear(2, 2)).no_sync():
         pass
+
+
+@on_ranks(2)
+def test_tlparse_shows_traces_and_compares_collectives(rank: int, tmp_path: Path) -> None:
+    handler = _internal.LazyTraceHandler(str(tmp_path))  # what TORCH_TRACE installs when torch is imported
+    handler.setFormatter(_internal.TorchLogsFormatter(trace=True))
+    with mock.patch.object(_internal.trace_log, "handlers", [handler]), contextlib.closing(handler):
+        torch.manual_seed(0)
+        model = thunder.jit(Stack(2), transforms=[fsdp()])
+        model(torch.randn(2, 4)).sum().backward()
+    dist.barrier()
+    if rank:
+        return
+    command = [Path(sys.executable).with_name("tlparse"), tmp_path, "--all-ranks-html", "--no-browser", "-o", tmp_path / "page"]
+    subprocess.run(command, check=True, capture_output=True)
+    assert "Diverging" not in (tmp_path / "page" / "index.html").read_text()
+    compiled = model._lc_transforms[0].compiled[0]
+    shown = {}
+    for path in (tmp_path / "page" / "rank_0").glob("*/*"):
+        half, name = path.parent.name.split("_")[2], path.stem.rpartition("_")[0]
+        shown[half, name] = path.read_text()
+    for half, name in enumerate(("forward", "backward")):
+        number, schedule = str(half), getattr(compiled, f"{name}_schedule")
+        assert shown[number, f"fsdp_{name}_before"].split() == str(getattr(compiled, f"{name}_before")).split()
+        assert "fsdp_wait" in shown[number, f"fsdp_{name}_after"]
+        assert json.loads(shown[number, "inductor_collective_schedule"]) == schedule.collectives()
+        assert len(json.loads(shown[number, f"fsdp_{name}_schedule"])["ops"]) == len(schedule)
+    assert str(compiled.memory) in shown["1", "fsdp_memory"]

@@ -5,6 +5,10 @@ Both go to the logger ``thunder_fsdp_sched``. Python shows neither by default::
     logging.basicConfig()
     logging.getLogger("thunder_fsdp_sched").setLevel(logging.DEBUG)
 
+With ``TORCH_TRACE=folder``, torch's structured log gets the traces before and after the passes, the schedule and the
+predicted memory of each compilation. ``tlparse folder --all-ranks-html`` shows them, and compares the order of collectives
+across ranks.
+
 Where stderr is a terminal and the logger does not show INFO, the first rank shows the stage of the compilation and its
 seconds in one line instead, which later stages overwrite. ``THUNDER_FSDP_SCHED_PROGRESS=0`` switches that line off.
 """
@@ -12,21 +16,28 @@ seconds in one line instead, which later stages overwrite. ``THUNDER_FSDP_SCHED_
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import logging
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .ir.inspection import statements
-from .ir.schedule import is_communication
+from .ir.schedule import Schedule, is_communication
+from .private_torch import log_artifact
 from .runtime.memory import Slot
 
 LOGGER = logging.getLogger("thunder_fsdp_sched")
+
+_compile_ids = itertools.count(10_000)
+"""Compilations have numbers in torch's structured log that torch.compile, which counts from 0, does not reach."""
 
 _followers: list[Callable[[str], None]] = []
 
@@ -101,6 +112,23 @@ class Progress:
     def _write(self, text: str) -> None:
         sys.stderr.write(f"\r\x1b[Kthunder_fsdp_sched, {self._title}: {text}")
         sys.stderr.flush()
+
+
+class Artifacts:
+    """What torch's structured log gets of one compilation."""
+
+    def __init__(self) -> None:
+        self._compile_id = next(_compile_ids)
+
+    def log(self, name: str, half: str, payload: Callable[[], Any], *, encoding: str = "json") -> None:
+        """Log ``payload()`` for ``"forward"`` or ``"backward"``; it is called only if torch writes that log."""
+        log_artifact(name, encoding, (self._compile_id, int(half == "backward")), payload)
+
+    def log_schedule(self, half: str, unscheduled: TraceCtx, schedule: Schedule) -> None:
+        """Log a trace before it is scheduled, and its schedule, before the ranks compare theirs."""
+        self.log(f"fsdp_{half}_before", half, lambda: str(unscheduled), encoding="string")
+        self.log("inductor_collective_schedule", half, schedule.collectives)
+        self.log(f"fsdp_{half}_schedule", half, lambda: dataclasses.asdict(schedule))
 
 
 def log_pass(name: str, seconds: float, before: TraceCtx, after: TraceCtx) -> None:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
+from torch._guards import CompileId
+from torch._logging._internal import trace_structured
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as torch_modules
@@ -36,6 +38,22 @@ def labelled(what: str, of: str = "") -> AbstractContextManager[Any]:
     if not _profiler_enabled():
         return NO_CONTEXT
     return torch.profiler.record_function(f"fsdp_{what.replace('-', '_')}" + (f"({of})" if of else ""))
+
+
+def log_artifact(name: str, encoding: str, compile_id: tuple[int, int], payload: Callable[[], Any]) -> None:
+    """Give ``payload()`` to torch's structured log, which ``TORCH_TRACE`` writes and tlparse shows.
+
+    Args:
+        encoding: ``"string"`` or ``"json"``.
+        compile_id: two numbers; a compilation of torch.compile has those of its frame and of its recompilation.
+        payload: called only if there is such a log.
+    """
+    trace_structured(
+        "artifact",
+        lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        compile_id=CompileId(frame_id=compile_id[0], frame_compile_id=compile_id[1]),
+    )
 
 
 def all_gather_on_host(gathered: Any, own: Any, group: Any) -> Any:

@@ -43,6 +43,7 @@ from .ir.inspection import is_backward_trace, snapshot, split_joint
 from .ir.registry import executor as own_executor
 from .ir.registry import with_caches
 from .ir.schedule import Schedule, StepSchedule, read_program, read_schedule, save_schedules
+from .logs import Artifacts
 from .options import Options
 from .passes import Context, PassExecutor
 from .plan.plan import Plan
@@ -238,6 +239,7 @@ class Compilation:
             "before_issue": any(b.ranks.group.backend_for(b.spec.device) != "nccl" for b in self.sharded.buckets),
         }
         self.context: Context = Context(values, vars(self.traces), vars(self.options))
+        self._artifacts = Artifacts()
         self._pending_grads = NO_PENDING_GRADS
         self._same: CompiledTraces | None = None  # an earlier compilation whose joint trace this one shares
         self._hidden: TraceCtx | None = None  # the computation, if Thunder does not see it
@@ -310,14 +312,17 @@ class Compilation:
         self.sharded.progress.log_phase(f"scheduling {half}, %d bound symbols", size, stage=f"scheduling {half}")
         sorted_trace = self.run("scheduled", self.run("split", unscheduled))
         schedule = read_schedule(sorted_trace)
+        self._artifacts.log_schedule(half, unscheduled, schedule)
         self._agree(sorted_trace, schedule, half)
         forward, trace = traces.forward, self.run("finished", sorted_trace)
+        self._artifacts.log(f"fsdp_{half}_after", half, lambda: str(trace), encoding="string")
         if half == "backward":
             traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
         else:
             traces.forward_before, traces.forward, traces.forward_schedule = unscheduled, trace, schedule
         if half == "backward" or not self.context["trains"]:
             self._finish()
+            self._artifacts.log("fsdp_memory", half, lambda: str(traces.memory), encoding="string")
         if options.audit:
             memory, stats = self.sharded.pre_shard_storage, self.transform._stats
             trace = audited(trace, forward=forward, pre_shard_storage=memory, stats=stats)
