@@ -161,12 +161,12 @@ def test_tlparse_shows_traces_and_compares_collectives(rank: int, tmp_path: Path
     dist.barrier()
     if rank:
         return
-    command = [Path(sys.executable).with_name("tlparse"), tmp_path, "--all-ranks-html", "--no-browser", "-o", tmp_path / "page"]
-    subprocess.run(command, check=True, capture_output=True)
-    assert "Diverging" not in (tmp_path / "page" / "index.html").read_text()
+    page, tlparse = tmp_path / "page", Path(sys.executable).with_name("tlparse")
+    subprocess.run([tlparse, tmp_path, "--all-ranks-html", "--no-browser", "-o", page], check=True, capture_output=True)
+    assert "Diverging" not in (page / "index.html").read_text()
     compiled = model._lc_transforms[0].compiled[0]
     shown = {}
-    for path in (tmp_path / "page" / "rank_0").glob("*/*"):
+    for path in (page / "rank_0").glob("*/*"):
         half, name = path.parent.name.split("_")[2], path.stem.rpartition("_")[0]
         shown[half, name] = path.read_text()
     for half, name in enumerate(("forward", "backward")):

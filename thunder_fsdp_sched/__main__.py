@@ -25,7 +25,7 @@ from .planning.dry_run import DryRun, dry_run_step, find_model
 from .planning.fit import describe_fit, optimizer_state_bytes
 from .planning.suggestions import HEADROOM, suggest
 from .reports.dry_run_table import dry_run_table, window_table
-from .reports.memory_files import save_memory
+from .reports.memory_files import save_memory, save_snapshot
 from .reports.plot import plot_memory, plot_timelines, save_perfetto
 from .reports.report import make_console, plan_table, step_before_and_after
 from .sizes import parse_bytes
@@ -230,7 +230,9 @@ def plan(
     schedule: Annotated[Path | None, typer.Option(help="Where to save the schedule (.json).")] = None,
     memory_file: Annotated[
         Path | None,
-        typer.Option("--memory", help="Where to draw the memory of the step (.png, .svg), or to save it (.json)."),
+        typer.Option(
+            "--memory", help="Where to draw the memory of the step (.png, .svg), or to save it (.json, .pickle)."
+        ),
     ] = None,
 ) -> None:
     """Plan a training step on a cluster that you do not have: memory, time, and exposed communication.
@@ -278,8 +280,8 @@ def plan(
 
 
 def _write_memory(memory: StepMemory, step: DryRun, path: Path) -> None:
-    if path.suffix == ".json":
-        save_memory(memory, path)
+    if save := {".json": save_memory, ".pickle": save_snapshot}.get(path.suffix):
+        save(memory, path)
     else:
         plot_memory(memory, path, timeline=step.after)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.search import MemoryLimitError
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.reports.memory_files import load_memory, save_memory
+from thunder_fsdp_sched.reports.memory_files import load_memory, save_memory, save_snapshot
 from thunder_fsdp_sched.reports.plot import plot_memory
 from thunder_fsdp_sched.testing import assert_peak_memory_at_most, gathers
 from thunder_fsdp_sched.transports import TRANSPORTS
@@ -29,6 +30,7 @@ from thunder_fsdp_sched.transports import TRANSPORTS
 import pytest
 import thunder
 import torch
+import torch.cuda._memory_viz
 from extending import extended
 from memory_count import Tracker, compare, count_on_fake_ranks
 from models import CASES, GPT, FeedForward, Stack, compile_model
@@ -329,6 +331,27 @@ def test_a_file_that_holds_no_memory_is_refused(
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=f"memory.json holds no memory of a step: {message}"):
         load_memory(path)
+
+
+def test_a_snapshot_shows_the_prediction_beside_what_was_measured(compiled: CompiledTraces, tmp_path: Path) -> None:
+    memory, path = compiled.memory, tmp_path / "snapshot.pickle"
+    alloc = {"action": "alloc", "addr": 0, "size": 512, "stream": 0, "frames": []}
+    save_snapshot(memory, path, {"segments": [], "device_traces": [[alloc]], "allocator_settings": {}})
+    written = pickle.loads(path.read_bytes())
+    assert written["allocator_settings"] == {}
+    measured, predicted = written["device_traces"]
+    assert measured == [alloc]
+    now, most = 0, [0] * (len(memory.statements) + 1)
+    for event in predicted:
+        now += {"alloc": event["size"], "free_completed": -event["size"]}.get(event["action"], 0)
+        most[event["time_us"]] = max(most[event["time_us"]], now)
+    assert now == 0 and max(most) == memory.peak.nbytes and most.index(max(most)) == memory.peak.position
+    names = {frame["name"] for event in predicted for frame in event["frames"]}
+    assert "shards" in names and set(memory.statements) & names
+    assert "cudaMalloc" not in torch.cuda._memory_viz.trace(written)  # it reads the file
+    assert "<html>" in torch.cuda._memory_viz.trace_plot(written)
+    save_snapshot(memory, path)
+    assert len(pickle.loads(path.read_bytes())["device_traces"]) == 1
 
 
 def test_a_picture_stacks_the_kinds_and_names_the_peak(compiled: CompiledTraces) -> None:

@@ -1,16 +1,17 @@
-"""The memory of a step as a file: JSON that says everything that a :class:`~thunder_fsdp_sched.StepMemory` does."""
+"""The memory of a step as a file: JSON with all of a :class:`~thunder_fsdp_sched.StepMemory`, or a snapshot for viewers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..ir.json_files import read_json, write_json
 from ..ir.step_memory import KINDS, Details, StepMemory, TensorMemory
 from ..ir.unknown_memory import UnknownMemory
 
-__all__ = ["load_memory", "save_memory"]
+__all__ = ["load_memory", "save_memory", "save_snapshot"]
 
 _FORMAT = 1
 
@@ -62,3 +63,39 @@ def _fault(file: _File) -> str:
     if len(file.wasted) != length:
         return f"wasted: it has {len(file.wasted)} positions, and there are {length} statements"
     return ""
+
+
+def save_snapshot(memory: StepMemory, path: str | Path, measured: Mapping[str, Any] | None = None) -> None:
+    """Write the predicted memory of a step in the format of CUDA's memory snapshots, which pytorch.org/memory_viz shows.
+
+    Args:
+        measured: ``torch.cuda.memory._snapshot()``. The prediction is shown beside it, as one more device.
+    """
+    measured = measured or {"segments": []}
+    traces = [*measured.get("device_traces", ()), list(_events(memory))]
+    Path(path).write_bytes(pickle.dumps({**measured, "device_traces": traces}))
+
+
+def _events(memory: StepMemory) -> Iterator[dict[str, Any]]:
+    """Yield what the allocator would record in the step, with positions as times."""
+    whole_step = (
+        TensorMemory(kind, "", nbytes, -1, len(memory.statements), "") for kind, nbytes in memory.fixed.items()
+    )
+    tensors = [tensor for tensor in (*whole_step, *memory.tensors) if tensor.nbytes]
+    address = 0
+    changes = []
+    for tensor in tensors:
+        place, _, line = (tensor.source or "traces:0").rpartition(":")
+        at = max(tensor.start, 0)
+        statement = memory.statements[at] if tensor.start >= 0 else "before the step"
+        frames = [
+            {"name": f"{tensor.kind} {tensor.name}".rstrip(), "filename": place, "line": int(line)},
+            {"name": statement, "filename": "backward" if at >= memory.backward else "forward", "line": at},
+        ]
+        event = {"addr": address, "size": tensor.nbytes, "stream": 0, "frames": frames}
+        changes.append((at, 0, {**event, "action": "alloc", "time_us": at}))
+        for action in ("free_requested", "free_completed"):
+            changes.append((tensor.end, 1, {**event, "action": action, "time_us": tensor.end}))
+        address += tensor.nbytes
+    changes.sort(key=lambda change: change[:2])
+    yield from (event for _, _, event in changes)
