@@ -22,6 +22,7 @@ import torch.distributed as dist
 from forked import run_python
 from models import Stack
 from ranks import on_ranks
+from thunder.dev_utils.nvtx_profile_transform import NvtxProfileTransform
 from torch._C._distributed_c10d import _dump_fr_trace
 
 GATHER = "fsdp_all_gather(blocks.0) in forward"
@@ -56,6 +57,19 @@ def test_collectives_have_bucket_phase_and_step_in_profiles(tmp_path: Path) -> N
         ]
         assert len(set(steps)) == 2 and int(max(steps)) - int(min(steps)) == 1, names
         assert any(name.startswith(f"fsdp_all_gather({bucket}) in forward, step ") for name in names), names
+
+
+def test_thunders_ranges_of_nvtx_name_the_bucket(one_rank: None) -> None:
+    ranges: list[str] = []
+    torch.manual_seed(0)
+    model = thunder.jit(Stack(1), transforms=[fsdp(), NvtxProfileTransform()])
+    with (
+        mock.patch("torch.cuda.nvtx.range_push", ranges.append),
+        mock.patch("torch.cuda.nvtx.range_pop"),
+    ):
+        model(torch.ones(2, 4)).sum().backward()
+    for call in ("fsdp_all_gather", "fsdp_reduce_scatter"):
+        assert any(f"{call}(bucket_blocks_0, " in name for name in ranges), ranges
 
 
 def test_stacks_name_the_collective() -> None:
