@@ -12,8 +12,9 @@ contains already is not trained again, so a run can be continued, and extended b
 * Saved: the same with the exact values of the parameters, which checkpoints contain.
 * Limit: for the magnitude of the mean, in percent.
 
-Two rows are yardsticks for noise. "Exact, reordered" has the sequences of each batch in another order, which changes only
-the order of sums. "Exact, perturbed" starts with weights that differ by 0.1 %.
+Three rows are yardsticks. "Exact, reordered" has the sequences of each batch in another order, which changes only the order
+of sums. "Exact, perturbed" starts with weights that differ by 0.1 %. "Exact, noisy" computes in each step with weights that
+differ by 2.6 % at random, as much as float8 rounds them (``costs.py formats``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import gc
 import json
 import re
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -48,7 +50,8 @@ BUCKET = 25_000_000
 PARTS = 20
 """Number of means of the training loss that a run keeps."""
 
-EXACT, REORDERED, PERTURBED, NONE_EXEMPT = "exact", "exact, reordered", "exact, perturbed", ", none exempt"
+EXACT, REORDERED, PERTURBED, NOISY = "exact", "exact, reordered", "exact, perturbed", "exact, noisy"
+NONE_EXEMPT = ", none exempt"
 
 LIMITS = {
     r"\w+ bfloat16(, feedback)?": 0.1,
@@ -73,7 +76,7 @@ COLUMNS: harness.Columns = {
 
 def policies() -> dict[str, CommPolicy | None]:
     """Return every way to train, keyed by its name in tables."""
-    made: dict[str, CommPolicy | None] = dict.fromkeys((EXACT, REORDERED, PERTURBED))
+    made: dict[str, CommPolicy | None] = dict.fromkeys((EXACT, REORDERED, PERTURBED, NOISY))
     for suffix, policy in {"": CommPolicy(), NONE_EXEMPT: CommPolicy(min_ndim=0)}.items():
         for form in GATHER_FORMATS:
             made[f"gather {form}{suffix}"] = replace(policy, gather=form)
@@ -154,8 +157,9 @@ def train(name: str, seed: int, arguments: argparse.Namespace, text: tuple[torch
     schedule = OneCycleLR(optimizer, arguments.rate, **shape)
     losses = []
     for batch in batches(text[0], arguments.steps, seed):
-        loss = jitted(*of_this_rank(batch.roll(1, 0) if name == REORDERED else batch))
-        loss.backward()
+        with noise(jitted, share=0.026 * (name == NOISY)):
+            loss = jitted(*of_this_rank(batch.roll(1, 0) if name == REORDERED else batch))
+            loss.backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -167,6 +171,20 @@ def train(name: str, seed: int, arguments: argparse.Namespace, text: tuple[torch
     saved.load_state_dict(full_state_dict(jitted))
     parts = [part.mean().item() for part in torch.tensor(losses).tensor_split(PARTS)]
     return {"loss": loss, "saved": validate(saved, held_out), "training": mean_over_ranks(parts)}
+
+
+@contextmanager
+def noise(module: torch.nn.Module, share: float) -> Iterator[None]:
+    """Let each weight differ from its value by this share, times a normal number."""
+    weights = [parameter for parameter in module.parameters() if parameter.ndim > 1 and share]
+    kept = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        for weight in weights:
+            weight *= 1 + share * torch.randn_like(weight)
+    yield
+    with torch.no_grad():
+        for weight, value in zip(weights, kept, strict=True):
+            weight.copy_(value)
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@
 * DTensors: processor time on the host in one process, on one thread, beside plain tensors of the same rows: a backward that
   returns the reduced gradients of each bucket, as compiled traces do, and autograd's accumulation; and a step of AdamW
   on the parameters, on plain tensors, and on DTensors of torch.
-* Formats: bytes of 16 MB of float32 on the wire, and GB of float32 that one thread encodes, decodes, or decodes for two
-  ranks and averages in a second of processor time.
+* Formats: bytes of 16 MB of float32 on the wire, the norm of the rounding error of normal numbers divided by theirs, and GB
+  of float32 that one thread encodes, decodes, or decodes for two ranks and averages in a second of processor time.
 """
 
 from __future__ import annotations
@@ -296,15 +296,17 @@ def measure_formats(arguments: argparse.Namespace) -> None:
         wire = Wire.of([(NUMEL, form)], CommPolicy().block)
         whole, mean = torch.randn(1, NUMEL), torch.empty(1, NUMEL)
         sent, received = torch.empty(1, wire.nbytes, dtype=torch.uint8), torch.zeros(2, wire.nbytes, dtype=torch.uint8)
+        decoded = torch.empty_like(whole)
         functions: dict[str, Callable[[], Any]] = {
             "encode": functools.partial(wire.encode, [whole], sent),
-            "decode": functools.partial(wire.decode, sent, [torch.empty_like(whole)]),
+            "decode": functools.partial(wire.decode, sent, [decoded]),
             "decode and average": functools.partial(wire.decode_mean, received, [mean]),
         }
         rates = {what: 1e-9 * whole.nbytes / statistics.median(t) for what, t in processor_seconds(functions).items()}
-        figures[name] = {"bytes": wire.nbytes / whole.nbytes, **rates}
-    columns = {"bytes": ("bytes", ".3f")} | {what: (what, ".1f") for what in rates}
-    print(f"bytes relative to float32, and GB of float32 a second\n\n{table(figures, columns)}")
+        error = ((decoded - whole).norm() / whole.norm()).item()
+        figures[name] = {"bytes": wire.nbytes / whole.nbytes, "error": error, **rates}
+    columns = {"bytes": ("bytes", ".3f"), "error": ("error", ".2%")} | {what: (what, ".1f") for what in rates}
+    print(f"bytes relative to float32, rounding error, and GB of float32 a second\n\n{table(figures, columns)}")
 
 
 if __name__ == "__main__":

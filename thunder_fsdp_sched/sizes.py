@@ -1,4 +1,4 @@
-"""Numbers of bytes as users write them."""
+"""Numbers of bytes as users write them, and sizes that are rounded up."""
 
 from __future__ import annotations
 
@@ -34,3 +34,7 @@ def human_bytes(nbytes: int, digits: int = 3) -> str:
         size /= 1000
         units.pop(0)
     return f"{size:.{digits}g} {units[0]}"
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..sizes import round_up
 from .formats import Format, decode, decode_mean, encode, temporary_bytes
 
 _ALIGNMENT = 16
@@ -30,7 +31,6 @@ class _Part(NamedTuple):
     blocks: int
     codes: int
     scales: int
-    end: int
 
     def on(self, wire: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes and the scales, as views of ``(ranks, bytes)``."""
@@ -65,10 +65,10 @@ class Wire(NamedTuple):
         end = 0
         for numel, form in segments:
             size = (form.block or block) if form.largest else 1
-            part = _Part(form, numel, size, -(-numel // size), end, 0, 0)
-            scales = _round_up(end + part.code_bytes)
-            end = _round_up(scales + part.scale_bytes)
-            parts.append(part._replace(scales=scales, end=end))
+            part = _Part(form, numel, size, -(-numel // size), codes=end, scales=0)
+            part = part._replace(scales=round_up(end + part.code_bytes, _ALIGNMENT))
+            end = round_up(part.scales + part.scale_bytes, _ALIGNMENT)
+            parts.append(part)
         return cls(tuple(parts), end)
 
     def encode(self, segments: Sequence[torch.Tensor], wire: torch.Tensor) -> None:
@@ -123,7 +123,3 @@ def _each_run(
         function(part.form, last, codes[:, whole:], scales[:, whole:])
         if fills_x:
             x[:, -rest:] = last[:, 0, :rest]
-
-
-def _round_up(value: int) -> int:
-    return -(-value // _ALIGNMENT) * _ALIGNMENT

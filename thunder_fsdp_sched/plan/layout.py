@@ -24,6 +24,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..sizes import round_up
+
 if TYPE_CHECKING:
     import torch
 
@@ -258,7 +260,3 @@ def _total(shapes: Sequence[tuple[int, ...]], memberships: list[list[int]], worl
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def round_up(value: int, multiple: int) -> int:
-    return _ceil_div(value, multiple) * multiple

@@ -29,8 +29,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..encoding.policy import CommPolicy
-from ..plan.layout import ALIGNMENT, Layout, Placement, round_up
+from ..plan.layout import ALIGNMENT, Layout, Placement
 from ..plan.specs import BucketSpec
+from ..sizes import round_up
 from ..transports import TRANSPORTS
 from .bucket import Bucket, handle_name
 from .memory import InFlight

@@ -56,9 +56,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..plan.layout import round_up
 from ..plan.specs import BucketSpec
 from ..private_torch import labelled
+from ..sizes import round_up
 from ..transports.base import TransportedBucket, Views, Work
 from .autograd import forward_number, is_backward_of
 

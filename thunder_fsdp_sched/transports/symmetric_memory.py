@@ -22,9 +22,10 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..plan.layout import Layout, round_up
+from ..plan.layout import Layout
 from ..plan.specs import BucketSpec
 from ..ranks.process_groups import ProcessGroupRef, Ranks
+from ..sizes import round_up
 from .base import Traffic, TransportedBucket, Views, Work, issue_then, segment_bytes
 from .flat import Flat, pairs
 
