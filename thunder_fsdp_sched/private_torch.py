@@ -31,7 +31,7 @@ NO_CONTEXT = nullcontext()
 
 
 def labelled(what: str, of: str = "") -> AbstractContextManager[Any]:
-    """Return a context that labels its content in profiles, ``fsdp_what(of)``, such as ``fsdp_all_gather(blocks.0)``.
+    """Return a context that labels its content in profiles, ``fsdp_what(of)``.
 
     It does nothing without a profiler: a label costs 6 us.
     """

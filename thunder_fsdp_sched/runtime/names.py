@@ -1,12 +1,12 @@
 """The names of collectives in profiles, in dumps of the Flight Recorder, and in stacks.
 
 [Note: Names of collectives]
-In a profile, the call that issues a collective is labelled with its bucket, such as ``fsdp_all_gather(blocks.0)``. What the
-backend reports of the collective also has its phase and how many optimizer steps this process has made:
-``fsdp_all_gather(blocks.0) in backward, step 12``. Before torch 2.12, which lets us name it, that is a second label.
+In a profile, the call that issues a collective is labelled with its bucket, such as ``fsdp_reduce_scatter(blocks.0)``. What
+the backend reports of the collective also has its phase and how many optimizer steps this process has made:
+``fsdp_reduce_scatter(blocks.0) in backward, step 12``. Before torch 2.12, which lets us name it, that is a second label.
 
 The Flight Recorder has no names for users, but keeps the Python stack of each collective. So a collective is issued in a
-function that is called ``fsdp_all_gather(blocks.0) in backward``. Every stack shows it: a dump of the Flight Recorder, a
+function that is called ``fsdp_reduce_scatter(blocks.0) in backward``. Every stack shows it: a dump of the Flight Recorder, a
 traceback, a snapshot of CUDA's memory, and what a sampling profiler prints of a process that hangs.
 """
 
