@@ -27,6 +27,7 @@ from .transforms.replay_schedule import ScheduleMismatch
 if TYPE_CHECKING:
     from .checkpoint import (
         CheckpointError,
+        Saving,
         full_state_dict,
         get_model_state_dict,
         get_optimizer_state_dict,
@@ -52,6 +53,7 @@ __all__ = [
     "FSDPTransform",
     "ParamSpec",
     "Plan",
+    "Saving",
     "Schedule",
     "ScheduleDisagreement",
     "ScheduleMismatch",

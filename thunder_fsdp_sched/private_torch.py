@@ -89,6 +89,16 @@ def reduce_scatter_coalesced(outputs: list[Any], inputs: list[Any], op: Any, gro
     return issue(outputs, inputs, options)
 
 
+def gloo_connections(group: Any, key: str, timeout: timedelta) -> Any:
+    """Return new connections among the ranks of ``group``, which ``destroy_process_group()`` does not close; a collective.
+
+    Args:
+        key: unique to these connections.
+    """
+    store = c10d.PrefixStore(f"thunder_fsdp_sched/{key}", group.get_group_store())
+    return c10d.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+
+
 def mesh_over(
     grid: Any, rank: int, group_names: list[str], device_type: str, dim_names: tuple[str, ...] | None
 ) -> DeviceMesh:

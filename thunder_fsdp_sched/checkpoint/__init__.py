@@ -2,6 +2,7 @@
 
 from ..sharding.state_entries import RowPiece
 from .api import latest_checkpoint, load_checkpoint, save_checkpoint
+from .beside import Saving
 from .on_all_ranks import CheckpointError
 from .state_dict import full_state_dict, get_model_state_dict, get_optimizer_state_dict
 from .whole_files import load_safetensors, save_safetensors
@@ -9,6 +10,7 @@ from .whole_files import load_safetensors, save_safetensors
 __all__ = [
     "CheckpointError",
     "RowPiece",
+    "Saving",
     "full_state_dict",
     "get_model_state_dict",
     "get_optimizer_state_dict",

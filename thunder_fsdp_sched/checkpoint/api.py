@@ -18,21 +18,21 @@ import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from thunder.core.module import ThunderModule
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..ranks.control import control_of
 from ..sharding.jitted_state import rows_by_name
 from ..sharding.sharded_module import find_jitted
 from . import extra as extras
 from . import feedback
+from .beside import Rounds, finish_latest, save_in_rounds, wait_for_latest, write_checkpoint
 from .extra import EXTRA
 from .feedback import FEEDBACK
-from .folder import METADATA, refuse_complete, saving_into
+from .folder import METADATA, Run, refuse_complete
 from .on_all_ranks import CheckpointError, find_difference, refuse_different, run_on_all_ranks
+from .staging import host_memory
 from .state_dict import (
     Cast,
     blank_optimizer_state,
@@ -59,7 +59,11 @@ def save_checkpoint(
     extra: dict[str, Any] | None = None,
     keys: tuple[str, str] = ("model", "optim"),
     checksums: bool = True,
-) -> Path:
+    keep: int | None = None,
+    wait: bool = True,
+    writer: Literal["thread", "process"] = "thread",
+    when_busy: Literal["wait", "raise"] = "wait",
+) -> Any:
     """Save model and optimizers; each rank saves its rows. A collective.
 
     It is ``dcp.save({"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizers)})``
@@ -74,15 +78,21 @@ def save_checkpoint(
             them. They must be equal on all ranks.
         keys: names under which model and optimizers are saved.
         checksums: save checksums of the files as they were written.
+        keep: when this checkpoint is complete, remove all but the ``keep`` newest complete ones, this one included, in the
+            folder that contains ``folder``.
+        wait: return when the checkpoint is complete. If not, all values are copied to host memory, and a thread writes
+            them while training goes on: see [saving beside training](checkpoints.md#saving-beside-training).
+        writer: with ``wait=False``, who writes the data: a thread, or a process of each rank (Linux).
+        when_busy: wait for a save of ``wait=False`` that is in flight, or raise an error.
 
     Returns:
-        The folder.
+        The folder; with ``wait=False`` a :class:`Saving`.
 
     Raises:
-        CheckpointError: on all ranks, if any rank failed: the folder has a checkpoint, or another run saves into it;
-            the disk is full; an optimizer has other parameters; optimizers, their options or ``extra`` differ between
-            ranks; or ``extra`` has values that cannot be read without running code. The folder is then not a checkpoint,
-            and other checkpoints are unchanged.
+        CheckpointError: on all ranks, if any rank failed: the folder has a checkpoint, or cannot be written, or another
+            run saves into it; the disk is full; an optimizer has other parameters; optimizers, their options or ``extra``
+            differ between ranks; ``extra`` has values that cannot be read without running code; or an earlier save with
+            ``wait=False`` failed. The folder is then not a checkpoint, and other checkpoints are unchanged.
     """
     path, chosen = Path(folder), listed(optimizers)
     model, sharded = find_jitted(model)
@@ -90,7 +100,12 @@ def save_checkpoint(
     group = sharded.world_group
 
     def collect() -> tuple[dict[str, Any], dict[str, str]]:
+        finish_latest(when_busy)
         _check_extra(extra)
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep: expected at least 1 checkpoint, got {keep}")
+        if writer not in ("thread", "process") or (writer == "process" and not hasattr(os, "memfd_create")):
+            raise ValueError(f"writer: expected 'thread', or 'process' on Linux, got {writer!r}")
         refuse_complete(path, METADATA)
         state: dict[str, Any] = {keys[0]: get_model_state_dict(model)}
         if chosen:
@@ -114,10 +129,14 @@ def save_checkpoint(
             f"fsdp: values that one rank saves for all differ between ranks: {difference}. Give equal ones on all ranks, "
             f"or collect them before (all_gather_object)"
         )
-    with saving_into(group, path, METADATA) as run:
-        writer = RunWriter(run, checksums=checksums)
-        save(state, storage_writer=writer, process_group=control_of(group).process_group(group))
-    return path
+
+    def write(rounds: Rounds, run: Run, state: dict[str, Any]) -> None:
+        process = host_memory.writer() if writer == "process" and not wait else None
+        write_checkpoint(rounds, state, RunWriter(run, checksums=checksums, process=process, is_staged=not wait))
+        if keep is not None and rounds.rank == 0:
+            _remove_old(path, keep)
+
+    return save_in_rounds(group, path, METADATA, state, write, wait=wait)
 
 
 def load_checkpoint(
@@ -157,6 +176,7 @@ def load_checkpoint(
     path, chosen = Path(folder), listed(optimizers)
     model, sharded = find_jitted(model)
     group = sharded.world_group
+    run_on_all_ranks(group, "load_checkpoint", finish_latest)
     metadata, digest = run_on_all_ranks(group, "load_checkpoint", lambda: read_metadata(path))
     refuse_different(group, path, digest)
     reader = CheckedReader(path, metadata, verify=verify_checksums)
@@ -221,10 +241,11 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """Return the subfolder of ``folder`` with the checkpoint that was completed last, if there is one.
 
     All ranks must see the same disk. Folders with an incomplete save do not count, nor do those whose list of contents
-    is damaged or has files that are missing or truncated; a warning names the latter.
+    is damaged or has files that are missing or truncated; a warning names the latter. A save of this process that is in
+    flight (``wait=False``) is waited for.
     """
-    complete = [p.parent for p in Path(folder).glob(f"*/{METADATA}")]
-    for path in sorted(complete, key=lambda p: ((p / METADATA).stat().st_mtime_ns, p.name), reverse=True):
+    wait_for_latest()
+    for path in _newest_first(Path(folder)):
         try:
             check_lengths(path, read_metadata(path)[0].storage_data.values())
         except (OSError, ValueError) as error:
@@ -232,6 +253,32 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         else:
             return path
     return None
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    complete = [p.parent for p in folder.glob(f"*/{METADATA}")]
+    return sorted(complete, key=lambda p: ((p / METADATA).stat().st_mtime_ns, p.name), reverse=True)
+
+
+def _remove_old(path: Path, keep: int) -> None:
+    """Remove checkpoints beside ``path`` but the newest, ``keep`` with ``path``; leave damaged ones and files of others."""
+    kept = 1
+    for old in _newest_first(path.parent):
+        try:
+            chunks = list(read_metadata(old)[0].storage_data.values())
+            check_lengths(old, chunks)
+            if old == path:
+                continue
+            if kept < keep:
+                kept += 1
+                continue
+            (old / METADATA).unlink()  # first, so that it is never half a checkpoint
+            for name in {info.relative_path for info in chunks}:
+                (old / name).unlink()
+            if not any(old.iterdir()):
+                old.rmdir()
+        except (OSError, ValueError) as error:
+            _log.warning("keep: %s was not removed: %s", old, error)
 
 
 def _check_extra(extra: Any) -> None:

@@ -23,8 +23,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from ..ranks.control import control_of
 from ..ranks.process_groups import ProcessGroupRef
 from .on_all_ranks import CheckpointError, reason_of, run_on_all_ranks
@@ -73,7 +71,8 @@ class Run:
         """Raise an error if this rank does not see the draft.
 
         Raises:
-            ValueError: the first rank's folder is not this one, or another run has completed it meanwhile.
+            ValueError: the first rank's folder is not this one, or another run has completed it meanwhile, or this rank
+                cannot write into it.
         """
         refuse_complete(self.folder, self.last)
         if not self.draft.is_dir():
@@ -81,6 +80,8 @@ class Run:
                 f"folder: {self.folder} is not the folder that the first rank saves into: give all ranks the same folder, "
                 f"on a disk that all of them see"
             )
+        if not os.access(self.folder, os.W_OK):
+            raise ValueError(f"folder: {self.folder} cannot be written")
 
     def complete(self) -> None:
         """Create the file that completes the folder.
@@ -129,7 +130,7 @@ def saving_into(group: ProcessGroupRef, folder: Path, last: str) -> Iterator[Run
         run_on_all_ranks(group, what, lambda: run.begin() if group.rank == 0 else None)
         run_on_all_ranks(group, what, run.check)
         yield run
-    except (Exception, CheckpointException) as error:
+    except Exception as error:
         complete = "; it is complete nevertheless, by this run or another" if is_complete(folder, last) else ""
         raise CheckpointError(
             f"fsdp: the {_KINDS[last]} {folder} was not saved: {reason_of(error)}{complete}"

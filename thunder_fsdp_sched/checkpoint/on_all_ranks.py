@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from ..ranks.control import control_of
 from ..ranks.messages import ranks_by_text
 from ..ranks.process_groups import ProcessGroupRef
@@ -33,7 +31,7 @@ def run_on_all_ranks(group: ProcessGroupRef, what: str, do: Callable[[], Result]
     try:
         result = do()
     except Exception as error:
-        message, cause = str(error) or repr(error), error
+        message, cause = reason_of(error) or repr(error), error
     messages = control_of(group).exchange(what, message)
     ranks_of = ranks_by_text((r, text) for r, text in zip(group.global_ranks, messages, strict=False) if text)
     if ranks_of:
@@ -43,10 +41,8 @@ def run_on_all_ranks(group: ProcessGroupRef, what: str, do: Callable[[], Result]
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the messages of all ranks in an error of DCP, without tracebacks, or the message of another error."""
-    if not isinstance(error, CheckpointException):
-        return str(error).removeprefix("fsdp: ")
-    return "; ".join(f"rank {rank}: {type(e).__name__} {e}" for rank, (e, _) in error.failures.items())
+    """Return the message of an error, to be part of another one."""
+    return str(error).removeprefix("fsdp: ")
 
 
 def find_difference(group: ProcessGroupRef, what: str, facts: Mapping[str, str]) -> str:

@@ -38,6 +38,7 @@ from torch.futures import Future
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from .folder import METADATA, Run, checksum, is_complete
+from .writer_process import WriterProcess
 
 Paths = Mapping[tuple[Any, ...], str]
 """For each path below a top-level name, the name under which DCP has saved the value."""
@@ -260,16 +261,24 @@ class RunWriter(FileSystemWriter):
 
     Args:
         checksums: whether to store the checksum of each chunk of data.
+        process: writes this rank's data; ``None`` if this process does.
+        is_staged: whether all tensors are in host memory, so that no stream is waited for.
     """
 
-    def __init__(self, run: Run, *, checksums: bool) -> None:
-        super().__init__(run.folder, overwrite=False)
-        self._run, self._checksums = run, checksums
+    def __init__(
+        self, run: Run, *, checksums: bool, process: WriterProcess | None = None, is_staged: bool = False
+    ) -> None:
+        super().__init__(run.folder, overwrite=False, per_thread_copy_ahead=0 if is_staged else 10_000_000)
+        self._run, self._checksums, self._process = run, checksums, process
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         prefix = f"{plan.storage_data.prefix}{self._run.id}_"
         plan = dataclasses.replace(plan, storage_data=dataclasses.replace(plan.storage_data, prefix=prefix))
-        written = super().write_data(plan, planner)
+        if self._process is None:
+            written = super().write_data(plan, planner)
+        else:
+            written = Future()
+            written.set_result(self._process.write(self._run.folder, plan, planner))
         for result in written.value() if self._checksums else ():
             info = result.storage_data
             # It is pickled with the rest, and other readers ignore it.

@@ -14,14 +14,16 @@ that are not the same are compared by content.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import logging
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from thunder.core.module import ThunderModule
@@ -31,79 +33,116 @@ from ..private_torch import state_name
 from ..ranks.control import control_of
 from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.row_dtensor import RowDTensor, local_rows
-from ..sharding.jitted_state import gather_entries, rows_by_name
+from ..sharding.jitted_state import rows_by_name
 from ..sharding.sharded_module import find_jitted
 from ..sharding.state_entries import refuse_unshared
-from .folder import INDEX, checksum, refuse_complete, saving_into
+from .beside import Rounds, finish_latest, save_in_rounds
+from .folder import INDEX, Run, checksum, refuse_complete
 from .on_all_ranks import refuse_different, run_on_all_ranks
 from .state_dict import Cast, compare, tell_casts
 
 _log = logging.getLogger(__name__)
 
 
-def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, checksums: bool = True) -> Path:
+def save_safetensors(
+    model: ThunderModule,
+    folder: str | os.PathLike[str],
+    *,
+    checksums: bool = True,
+    wait: bool = True,
+    when_busy: Literal["wait", "raise"] = "wait",
+) -> Any:
     """Write the whole model into a folder, from the first rank; a collective.
 
-    At most one unsharded bucket is in memory at a time, in the dtype of the shards. If another run saves into the
+    The first rank receives one bucket at a time, in the dtype of the shards, over gloo. If another run saves into the
     folder, one of the two gets an error, and no file is overwritten.
 
     Args:
         folder: a folder that holds no whole model yet, on a disk that all ranks see.
         checksums: save the checksum of each file.
+        wait: return when all files are complete. If not, each rank copies its rows to host memory, and threads gather and
+            write them while training goes on: see [saving beside training](checkpoints.md#saving-beside-training).
+        when_busy: wait for a save of ``wait=False`` that is in flight, or raise an error.
 
     Returns:
-        The folder's index file, ``model.safetensors.index.json``.
+        The folder's index file, ``model.safetensors.index.json``; with ``wait=False`` a :class:`Saving`.
 
     Raises:
         ImportError: safetensors is not installed.
         CheckpointError: on all ranks, if the folder has an index already, or another run saves into it, or if it cannot
-            be written.
+            be written, or an earlier save with ``wait=False`` failed.
     """
-    torch_files = _import("safetensors.torch")
+    _import("safetensors.torch")
     model, sharded = find_jitted(model)
     for bucket in sharded.buckets:
         refuse_unshared(bucket)
     sharded.check_initialized()
     path, group = Path(folder), sharded.world_group
-    writes = group.rank == 0
-    run_on_all_ranks(group, "save_safetensors", lambda: refuse_complete(path, INDEX))
+
+    def check() -> None:
+        finish_latest(when_busy)
+        refuse_complete(path, INDEX)
+
+    run_on_all_ranks(group, "save_safetensors", check)
     entries = rows_by_name(model)
     parts = {f"{n:05d}": [state_name(p.name) for p in b.spec.params] for n, b in enumerate(sharded.buckets, 1)}
     parts["rest"] = [name for name in entries if name not in sharded.locations]
-    with saving_into(group, path, INDEX) as run:
-        weight_map: dict[str, str] = {}
-        crcs: dict[str, str] = {}
-        total = 0
 
-        def write(label: str, tensors: dict[str, torch.Tensor]) -> None:
-            nonlocal total
-            if writes and tensors:
-                file = f"model-{label}-{run.id}.safetensors"
-                torch_files.save_file(tensors, path / file, metadata={"format": "pt"})
-                weight_map.update(dict.fromkeys(tensors, file))
-                total += sum(tensor.nbytes for tensor in tensors.values())
-                if checksums:
-                    crcs[file] = _checksum(path / file)
-
+    def write(rounds: Rounds, run: Run, state: dict[str, Any]) -> None:
+        files = _WholeFiles(run, checksums=checksums)
         for label, names in parts.items():
-            tensors = gather_entries({name: entries[name] for name in names}, sharded, keeps=writes)
-            if writes and label == "rest":  # they may share memory
-                tensors = {
-                    name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
-                }
-            run_on_all_ranks(group, "save_safetensors", partial(write, label, tensors))
-            del tensors  # free them before the next bucket is gathered
+            rows = {name: state[name] for name in names}
+            rounds.run(partial(_rows_to_send, rows, rounds.rank), partial(files.write, label, rows))
+        rounds.run(lambda: None, files.complete)
 
-        def complete() -> None:
-            if writes:
-                if missing := [file for file in sorted(set(weight_map.values())) if not (path / file).exists()]:
-                    raise ValueError(f"folder: {path / missing[0]} was deleted by somebody else")
-                metadata = {"total_size": total, **({"crc32": crcs} if checksums else {})}
-                (run.draft / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2))
-                run.complete()
+    return save_in_rounds(group, path, INDEX, entries, write, wait=wait)
 
-        run_on_all_ranks(group, "save_safetensors", complete)
-    return path / INDEX
+
+def _rows_to_send(entries: Mapping[str, torch.Tensor], rank: int) -> dict[str, tuple[int, Any]]:
+    """Return the bytes of this rank's rows, and the number of their first element, unless another rank sends them."""
+    sent: dict[str, tuple[int, Any]] = {}
+    for name, entry in entries.items():
+        sends, start, local = rank == 0, 0, local_rows(entry)
+        if isinstance(entry, RowDTensor):
+            replicas = entry.rows.ranks.replicas
+            sends, start = replicas is None or replicas.rank == 0, entry.rows.start * math.prod(entry.shape[1:])
+        if sends and local.numel():
+            sent[name] = start, local.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return sent
+
+
+class _WholeFiles:
+    """The files of a whole model, which the first rank writes in a run."""
+
+    def __init__(self, run: Run, *, checksums: bool) -> None:
+        self._run, self._checksums = run, checksums
+        self._weight_map: dict[str, str] = {}
+        self._crcs: dict[str, str] = {}
+        self._nbytes = 0
+
+    def write(self, label: str, entries: Mapping[str, Any], everyones: Sequence[dict[str, tuple[int, Any]]]) -> None:
+        """Write a file of entries, whose rows the ranks have sent."""
+        tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+        for name, (start, data) in itertools.chain.from_iterable(theirs.items() for theirs in everyones):
+            rows = torch.from_numpy(data).view(tensors[name].dtype)
+            tensors[name].view(-1)[start : start + rows.numel()] = rows
+        if tensors:
+            file = f"model-{label}-{self._run.id}.safetensors"
+            _import("safetensors.torch").save_file(tensors, self._run.folder / file, metadata={"format": "pt"})
+            self._weight_map.update(dict.fromkeys(tensors, file))
+            self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
+            if self._checksums:
+                self._crcs[file] = _checksum(self._run.folder / file)
+
+    def complete(self, everyones: Sequence[None]) -> None:
+        """Write the index."""
+        folder = self._run.folder
+        if missing := [file for file in sorted(set(self._weight_map.values())) if not (folder / file).exists()]:
+            raise ValueError(f"folder: {folder / missing[0]} was deleted by somebody else")
+        metadata = {"total_size": self._nbytes, **({"crc32": self._crcs} if self._checksums else {})}
+        index = json.dumps({"metadata": metadata, "weight_map": self._weight_map}, indent=2)
+        (self._run.draft / INDEX).write_text(index)
+        self._run.complete()
 
 
 def load_safetensors(
@@ -128,6 +167,7 @@ def load_safetensors(
     _import("safetensors")
     model, sharded = find_jitted(model)
     group, path = sharded.world_group, Path(source)
+    run_on_all_ranks(group, "load_safetensors", finish_latest)
     files, crcs = run_on_all_ranks(group, "load_safetensors", lambda: _files(path))
     _verify(group, path, files, crcs, verify=verify_checksums)
     casts: list[Cast] = []

@@ -114,6 +114,7 @@ class Control:
         self.channel = channel
         self.title = title
         self.number = hash64(name)
+        self.failure: Callable[[], object] | None = None  # raises the error of a save beside training
         self.issue_counts = IssueCounts() if channel is None else IssueCounts(channel.settle)
         self._compares_computation = compares_computation
         self._agreed: dict[int, AgreedProgram] = {}

@@ -5,12 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 
+from ..private_torch import backward_number
 from ..ranks.channel import TOKEN, RoundAction
 from ..ranks.control import AgreedProgram, Computation, Control, after_excess, hash64
 from .bucket import Bucket
 
 _BITS = 60
 """How many bits of a token's integers stand for buckets. Buckets whose numbers differ by a multiple of this share one."""
+
+_FAILURE = 1 << 61
+"""The bit of a rank that has an error to raise. It is raised when all ranks have it, so that all raise it at once."""
 
 
 class TraceStart(RoundAction):
@@ -63,6 +67,8 @@ class TraceStart(RoundAction):
                 self._reduced |= bit * (self.control.is_on_all_ranks(bucket) and collectives > 0)
                 self._begun += 2 * collectives
         offers = self._offered()
+        if self.control.failure is not None and backward_number() < 0:
+            offers |= _FAILURE
         state = excess, self._reduced, again
         token = self._token(*state, offers=offers) if offers or any(state) else self._usual
         assert self.control.channel is not None
@@ -96,7 +102,10 @@ class TraceStart(RoundAction):
         return offered & ~missing
 
     def take(self, offers: int) -> None:
-        """Let the buckets be reused that all ranks have offered."""
+        """Let the buckets be reused that all ranks have offered; raise the error of a save that all ranks know."""
+        if offers & _FAILURE and self.control.failure is not None:
+            self.cancel()
+            self.control.failure()
         for bit, bucket in _with_bits(self.reusing):
             bucket.is_reuse_agreed = bool(offers & bit)
 

@@ -1,0 +1,352 @@
+"""Saves beside training (``wait=False``): equal files, bit-identical training, errors on all ranks, killed processes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import load_checkpoint, save_checkpoint
+from thunder_fsdp_sched.checkpoint import beside
+from thunder_fsdp_sched.checkpoint.folder import INDEX, METADATA, checksum
+from thunder_fsdp_sched.checkpoint.staging import host_memory, stage
+from thunder_fsdp_sched.checkpoint.storage import RunWriter, check_lengths, read_metadata
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, Ranks, on_ranks
+from saving import assert_equal, contents, fill, make, on_first, small, train, update
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@on_ranks(2)
+def test_training_is_the_same_bit_for_bit_and_each_save_holds_the_values_at_its_call(
+    rank: int, tmp_path: Path, strategy: str, writer: str
+) -> None:
+    plain, plain_optimizer = make(sharding_strategy=strategy)
+    model, optimizer = make(sharding_strategy=strategy)
+    expected, savings = [], []
+    for step in range(4):
+        train(plain, plain_optimizer)
+        train(model, optimizer)
+        extra = {"step": step, "list": [step]}
+        savings.append(save_checkpoint(tmp_path / str(step), model, optimizer, extra=extra, wait=False, writer=writer))
+        extra["list"][0] = -1  # type: ignore[index]
+        expected.append(copy.deepcopy(contents(plain, plain_optimizer)))
+    assert_equal(contents(model, optimizer), expected[-1])
+    memory = host_memory.memory.data_ptr()
+    saving = save_checkpoint(tmp_path / "last", model, optimizer, wait=False, writer=writer)
+    assert host_memory.memory.data_ptr() == memory, "host memory is used again"
+    saving.staged()
+    fill(model, 0.0)
+    assert saving.result() == tmp_path / "last" and saving.done() and savings[0].result() == tmp_path / "0"
+    expected.append(expected[-1])
+    for step, values in enumerate(expected):
+        other, second = make(5)
+        extra = {"extra": {"step": 0, "list": [0]}} if step < 4 else {}
+        rest = load_checkpoint(tmp_path / (str(step) if step < 4 else "last"), other, second, **extra)
+        assert_equal(contents(other, second), values, step)
+        assert step == 4 or rest == {"step": step, "list": [step]}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mesh": (2, 2), "transport": "coalesced"}, {"offload_policy": CPUOffloadPolicy()}]
+)
+@on_ranks(4)
+def test_files_are_those_of_a_save_that_waits(rank: int, tmp_path: Path, options: dict[str, Any]) -> None:
+    from safetensors.torch import load_file
+
+    model, optimizer = make(**options)
+    train(model, optimizer)
+    extra = {"rng": torch.arange(3), "nested": {"a": (1, torch.ones(2))}, "text": "x"}
+    save_checkpoint(tmp_path / "waits", model, optimizer, extra=extra)
+    tfs.save_safetensors(model, tmp_path / "waits-whole")
+    for writer in ("thread", "process"):
+        saving = save_checkpoint(tmp_path / writer, model, optimizer, extra=extra, wait=False, writer=writer)
+    assert tfs.save_safetensors(model, tmp_path / "whole", wait=False).result() == tmp_path / "whole" / INDEX
+    saving.result()
+    found = {name: read_metadata(tmp_path / name)[0] for name in ("waits", "thread", "process")}
+    chunks = {n: {(i.fqn, i.offset): s.crc32 for i, s in m.storage_data.items()} for n, m in found.items()}
+    assert chunks["thread"] == chunks["process"] == chunks["waits"]
+    assert found["thread"].state_dict_metadata == found["process"].state_dict_metadata
+    assert found["thread"].state_dict_metadata == found["waits"].state_dict_metadata
+    assert found["thread"].planner_data == found["waits"].planner_data
+    whole = [json.loads((tmp_path / n / INDEX).read_text()) for n in ("waits-whole", "whole")]
+    assert whole[0]["weight_map"].keys() == whole[1]["weight_map"].keys()
+    assert list(whole[0]["metadata"]["crc32"].values()) == list(whole[1]["metadata"]["crc32"].values())
+    values = [{} for _ in whole]
+    for number, name in enumerate(("waits-whole", "whole")):
+        for file in sorted((tmp_path / name).glob("*.safetensors")):
+            values[number] |= load_file(file)
+    assert_equal(*values)
+
+
+@on_ranks(2)
+def test_each_tensor_is_staged_once(tmp_path: Path) -> None:
+    model, optimizer = make()
+    train(model, optimizer)
+    state = {"model": tfs.get_model_state_dict(model), "optim": tfs.get_optimizer_state_dict(model, optimizer)}
+    rows = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
+    own = [getattr(value, "_local_tensor", value) for value in [*rows, *model.buffers()]]
+    host_memory.__init__()
+    staged, _ = stage(state)
+    assert host_memory.memory.nbytes <= sum(-(-value.nbytes // 64) * 64 for value in own)
+    tied = [staged["model"][name].to_local() for name in ("embedding.weight", "head.weight")]
+    assert tied[0].data_ptr() == tied[1].data_ptr()
+
+
+#
+# Errors
+#
+
+
+@contextlib.contextmanager
+def _small_files(of: int, nbytes: int = 2048) -> Iterator[None]:
+    """Let a process fail to write more than ``nbytes`` into a file, as on a full disk."""
+    before = resource.prlimit(of, resource.RLIMIT_FSIZE, (nbytes, -1))
+    try:
+        yield
+    finally:
+        resource.prlimit(of, resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+@on_ranks(2)
+def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lost(
+    rank: int, tmp_path: Path, writer: Any
+) -> None:
+    keep = RunWriter.write_data
+
+    def write_data(*args: Any) -> Any:
+        with _small_files(host_memory.writer().process.pid if writer == "process" else os.getpid()):
+            return keep(*args)
+
+    model, optimizer = small()
+    save_checkpoint(tmp_path / "good", model, optimizer, wait=False, writer=writer).result()
+    calls: list[Any] = [
+        lambda saving: saving.result(),
+        lambda saving: save_checkpoint(tmp_path / "next", model, optimizer),
+        lambda saving: save_checkpoint(tmp_path / "next", model, optimizer, wait=False, writer=writer),
+        lambda saving: load_checkpoint(tmp_path / "good", model, optimizer),
+        lambda saving: tfs.save_safetensors(model, tmp_path / "whole"),
+        lambda saving: tfs.load_safetensors(model, tmp_path / "whole"),
+        lambda saving: model(torch.ones(2, 4)),
+    ]
+    for number, call in enumerate(calls):
+        folder = tmp_path / str(number)
+        with mock.patch.object(RunWriter, "write_data", write_data) if rank == 1 else contextlib.nullcontext():
+            saving = save_checkpoint(folder, model, optimizer, wait=False, writer=writer)
+            update(model, optimizer)
+            saving._thread.join()
+        message = f"the checkpoint {folder} was not saved: rank 1: OSError .*File too large"
+        with pytest.raises(tfs.CheckpointError, match=message):
+            call(saving)
+        with pytest.raises(tfs.CheckpointError, match=message):
+            saving.result()
+        assert tfs.latest_checkpoint(tmp_path) == tmp_path / "good"
+        dist.barrier()
+        assert not any(folder.iterdir())
+    load_checkpoint(tmp_path / "good", model, optimizer)  # it is raised once
+    save_checkpoint(tmp_path / "0", model, optimizer, wait=False, writer=writer).result()
+    assert tfs.latest_checkpoint(tmp_path) == tmp_path / "0"
+
+
+@on_ranks(2)
+def test_what_cannot_succeed_is_refused_on_all_ranks_before_anything_is_copied(rank: int, tmp_path: Path) -> None:
+    model, optimizer = small()
+    on_first((tmp_path / "file").touch)
+    with mock.patch.object(beside, "stage", side_effect=AssertionError):
+        for folder, options, message in (
+            ("file/inside", {}, r"was not saved: .*Not a directory"),
+            (str(rank), {}, "is not the folder that the first rank saves into"),
+            ("a", {"keep": 0}, "keep: expected at least 1"),
+            ("a", {"writer": "fiber"}, "writer: expected 'thread', or 'process' on Linux, got 'fiber'"),
+            ("a", {"when_busy": "drop"}, "when_busy: expected 'wait' or 'raise'"),
+        ):
+            with pytest.raises(tfs.CheckpointError, match=message):
+                save_checkpoint(tmp_path / folder, model, optimizer, wait=False, **options)
+        with pytest.raises(tfs.CheckpointError, match="cannot be written"), mock.patch("os.access", return_value=False):
+            tfs.save_safetensors(model, tmp_path / "b", wait=False)
+
+
+@on_ranks(2)
+def test_one_save_is_in_flight_and_a_second_waits_or_raises(rank: int, tmp_path: Path) -> None:
+    model, optimizer = small()
+    go = threading.Event()
+    keep = RunWriter.write_data
+
+    def write_data(*args: Any) -> Any:
+        if rank == 1:
+            go.wait()
+        return keep(*args)
+
+    with mock.patch.object(RunWriter, "write_data", write_data):
+        first = save_checkpoint(tmp_path / "first", model, optimizer, wait=False)
+        assert tfs.load_safetensors and not first.done()
+        for save in (save_checkpoint, lambda folder, model, **options: tfs.save_safetensors(model, folder, **options)):
+            for wait in (True, False):
+                with pytest.raises(tfs.CheckpointError, match="first is still being written"):
+                    save(tmp_path / "second", model, wait=wait, when_busy="raise")
+        threading.Timer(0.2, go.set).start()
+        second = save_checkpoint(tmp_path / "second", model, optimizer, wait=False)
+        assert first.done() and (tmp_path / "first" / METADATA).exists()
+    second.result()
+    save_checkpoint(tmp_path / "third", model, when_busy="raise")
+
+
+@on_ranks(2)
+def test_old_checkpoints_are_removed_when_the_new_one_is_complete(rank: int, tmp_path: Path) -> None:
+    model, optimizer = small()
+    for name in ("damaged", "a", "b"):
+        save_checkpoint(tmp_path / name, model, optimizer)
+    on_first(min((tmp_path / "damaged").glob("*.distcp")).write_bytes, b"")
+    on_first((tmp_path / "a" / "notes").touch)
+    with mock.patch.object(RunWriter, "finish", side_effect=OSError("full")), pytest.raises(tfs.CheckpointError):
+        save_checkpoint(tmp_path / "c", model, optimizer, wait=False, keep=1).result()
+    assert (tmp_path / "a" / METADATA).exists()
+    save_checkpoint(tmp_path / "c", model, optimizer, wait=False, keep=2).result()
+    dist.barrier()
+    assert {f.name for f in (tmp_path / "a").iterdir()} == {"notes"}
+    assert {f.name for f in tmp_path.iterdir()} == {"damaged", "a", "b", "c"}
+    save_checkpoint(tmp_path / "d", model, optimizer, keep=1)
+    dist.barrier()
+    assert {f.name for f in tmp_path.iterdir()} == {"damaged", "a", "d"}
+    load_checkpoint(tmp_path / "d", model, optimizer)
+
+
+#
+# Killed processes
+#
+
+_EVENTS = ("open", "os.mkdir", "os.link", "os.remove", "os.rmdir", "os.rename", "os.listdir", "os.scandir")
+
+
+def _save_and_be_killed(rank: int, world_size: int, folder: Path, victim: int, point: int) -> None:
+    """Save once, then kill a rank at an operation on files of the second save."""
+    model, optimizer = small()
+    save_checkpoint(folder / "0", model, optimizer, wait=False).result()
+    update(model, optimizer)
+    left = point
+
+    def count(event: str, args: Any) -> None:
+        nonlocal left
+        path = str(args[0]) if args and isinstance(args[0], (str, os.PathLike)) else ""
+        if event == "os.fsync" or (event in _EVENTS and str(folder) in path):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == victim:
+        fsync = os.fsync
+        mock.patch("os.fsync", lambda file: (count("os.fsync", ()), fsync(file))).start()
+        sys.addaudithook(count)
+    saving = save_checkpoint(folder / "1", model, optimizer, wait=False, keep=1)
+    update(model, optimizer)
+    saving.result()
+    left = 1 << 30
+    dist.barrier()
+
+
+def _assert_loadable(folder: Path) -> Path:
+    """Assert that the latest checkpoint is complete, to the last bit."""
+    latest = tfs.latest_checkpoint(folder)
+    assert latest is not None
+    chunks = list(read_metadata(latest)[0].storage_data.values())
+    check_lengths(latest, chunks)
+    assert all(checksum(latest / c.relative_path, c.offset, c.length) == c.crc32 for c in chunks)
+    return latest
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_at_any_operation_on_files_leaves_a_complete_checkpoint(tmp_path: Path, victim: int) -> None:
+    latest = []
+    workers = Ranks(2)
+    try:
+        for point in range(100):
+            folder = tmp_path / str(point)
+            try:
+                workers.run(_save_and_be_killed, folder, victim, point, timeout=60)
+            except RankError as error:
+                assert f"rank {victim} failed\nthe process died, exit code -9" in str(error)
+                latest.append(_assert_loadable(folder).name)
+            else:
+                break
+    finally:
+        workers.close()
+    assert _assert_loadable(folder).name == "1" and not (folder / "0").exists()
+    assert latest == sorted(latest) and latest.count("0") >= (8 if victim == 0 else 3)
+    assert victim or latest.count("1") >= 4, "while old ones are removed"
+
+
+@on_ranks(2)
+def test_a_killed_writer_process_is_an_error_on_all_ranks_and_replaced(rank: int, tmp_path: Path) -> None:
+    model, optimizer = small()
+    save_checkpoint(tmp_path / "0", model, optimizer, wait=False, writer="process").result()
+    for _ in range(2):
+        process = host_memory.writer()
+        victim = process.process.pid
+
+        def write(folder: Any, plan: Any, planner: Any, process: Any = process, victim: int = victim) -> Any:
+            os.kill(victim, signal.SIGSTOP)  # so that it is killed with a request that it has not answered
+            threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()
+            return type(process).write(process, folder, plan, planner)
+
+        with mock.patch.object(process, "write", write) if rank == 1 else contextlib.nullcontext():
+            saving = save_checkpoint(tmp_path / "1", model, optimizer, wait=False, writer="process")
+            with pytest.raises(tfs.CheckpointError, match=r"rank 1: RuntimeError the process that writes was killed"):
+                saving.result()
+        assert tfs.latest_checkpoint(tmp_path) == tmp_path / "0"
+        dist.barrier()
+    save_checkpoint(tmp_path / "1", model, optimizer, wait=False, writer="process").result()
+    assert _assert_loadable(tmp_path) == tmp_path / "1"
+
+
+_SCRIPT = """
+import sys, time
+import thunder_fsdp_sched as tfs
+import thunder, torch, torch.distributed as dist
+from thunder_fsdp_sched.checkpoint.storage import RunWriter
+from pathlib import Path
+
+folder, rank, fails = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "fails"
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = thunder.jit(torch.nn.Linear(4, 4), transforms=[tfs.fsdp()])
+keep = RunWriter.write_data
+def write_data(*args):
+    time.sleep(0.5)  # until the main thread has ended
+    if fails and rank == 1:
+        raise OSError("No space left on device")
+    return keep(*args)
+RunWriter.write_data = write_data
+tfs.save_checkpoint(folder / "last", model, wait=False)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_script_that_ends_completes_its_save_or_reports_the_error(tmp_path: Path, fails: bool) -> None:
+    """No ``guard`` around the script, no wait for the save, and the process group is destroyed while it is in flight."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(_SCRIPT))
+    arguments = [[str(tmp_path), str(rank), "fails" if fails else "works"] for rank in range(2)]
+    ranks = [subprocess.Popen([sys.executable, script, *a], stderr=subprocess.PIPE, text=True) for a in arguments]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=120)
+        assert ("was not saved: rank 1: OSError No space left on device" in errors) is fails, errors
+    assert (tfs.latest_checkpoint(tmp_path) is None) is fails
