@@ -19,7 +19,7 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import load_checkpoint, save_checkpoint
-from thunder_fsdp_sched.checkpoint import beside
+from thunder_fsdp_sched.checkpoint import beside, staging
 from thunder_fsdp_sched.checkpoint.folder import INDEX, METADATA, checksum
 from thunder_fsdp_sched.checkpoint.staging import host_memory, stage
 from thunder_fsdp_sched.checkpoint.storage import RunWriter, check_lengths, read_metadata
@@ -30,6 +30,9 @@ import torch.distributed as dist
 from ranks import RankError, Ranks, on_ranks
 from saving import assert_equal, contents, fill, make, on_first, small, train, update
 from torch.distributed.fsdp import CPUOffloadPolicy
+from virtual_gpu import guard
+from virtual_gpu.histories import make_model
+from virtual_gpu.world import Rank, run
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
@@ -108,6 +111,50 @@ def test_each_tensor_is_staged_once(tmp_path: Path) -> None:
     assert host_memory.memory.nbytes <= sum(-(-value.nbytes // 64) * 64 for value in own)
     tied = [staged["model"][name].to_local() for name in ("embedding.weight", "head.weight")]
     assert tied[0].data_ptr() == tied[1].data_ptr()
+
+
+def _save_on_a_gpu(rank: Rank, waits: bool) -> None:
+    """Take two steps, each with a save whose copies a writer reads after the optimizer has changed the parameters."""
+    model = make_model(rank)
+    for _ in range(2):
+        with rank.phase("step"):
+            model(torch.randn(4, 8, device=rank.device)).sum().backward()
+        with (
+            rank.phase("save"),
+            mock.patch.object(staging, "host_memory"),
+            mock.patch.object(
+                staging, "tensor_at", lambda _, __, d, shape: torch.empty(shape, dtype=d, pin_memory=True)
+            ),
+        ):
+            staged, finish = stage({"model": tfs.get_model_state_dict(model)})
+        with rank.phase("optimizer"), torch.no_grad():
+            for param in model.parameters():
+                param.sub_(param.grad)
+                param.grad = None
+        if waits:
+            finish()
+        for entry in staged["model"].values():
+            entry._local_tensor.sum()  # a thread writes it
+
+
+@pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
+def test_on_a_gpu_the_host_does_not_wait_and_the_optimizer_comes_after_the_copies() -> None:
+    result = run(_save_on_a_gpu, waits=True)
+    result.assert_clean()
+    assert result.count("save")["syncs"] == result.count("optimizer")["syncs"] == 0 < result.count("save")["copy"]
+    with pytest.raises(AssertionError, match="host race"):
+        run(_save_on_a_gpu, waits=False).assert_clean()
+
+
+@on_ranks(1)
+def test_one_rank_saves_beside_training(tmp_path: Path) -> None:
+    model, optimizer = small()
+    save_checkpoint(tmp_path / "0", model, optimizer, wait=False)
+    tfs.save_safetensors(model, tmp_path / "whole", wait=False)
+    other, second = small(5.0)
+    load_checkpoint(tmp_path / "0", other, second)
+    assert_equal(contents(other, second), contents(model, optimizer))
+    tfs.load_safetensors(other, tmp_path / "whole")
 
 
 #

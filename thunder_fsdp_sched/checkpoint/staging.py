@@ -92,11 +92,12 @@ def stage(state: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
     with torch.no_grad():
         for key, (_, local) in places.items():
             copies[key].copy_(local, non_blocking=True)
-    events = [torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True)) for device in devices]
+    events = [(d, torch.cuda.current_stream(d).record_event(torch.cuda.Event(blocking=True))) for d in devices]
 
     def finish() -> None:
-        for event in events:
-            event.synchronize()
+        for device, event in events:
+            with torch.cuda.device(device):  # a new thread would use the first GPU
+                event.synchronize()
 
     staged: dict[int, Any] = {}
     for tensor in tensors:

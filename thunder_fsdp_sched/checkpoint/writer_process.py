@@ -34,7 +34,12 @@ class WriterProcess:
         # No GPU, on which it would use memory.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[file], env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[file],
+            env=environment,
+            start_new_session=True,  # so that Ctrl-C interrupts the rank alone
         )
 
     def write(self, folder: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:

@@ -1,0 +1,185 @@
+"""Measure what saving beside training costs: the delay of a step, the steps while files are written, and host memory.
+
+    python benchmarks/checkpoints.py           # each step leaves its core for 0.4 s, as it does while a GPU computes
+    python benchmarks/checkpoints.py --real    # steps that need both cores
+
+Two ranks train linear layers with AdamW, ours with ``save_checkpoint(wait=False)`` and FSDP2 with ``dcp.async_save``. All
+systems take turns: in every round, each copies its state once, runs undisturbed steps, saves, and runs steps until the
+checkpoint is complete. Seconds are those of the slowest rank.
+
+* Memcpy: the time to copy a rank's state into host memory that has been used before.
+* Delay: the time until the call that saves returns, divided by the memcpy; of the first save, too, which allocates memory.
+* Beside: the median step while files are written, divided by the median undisturbed step.
+* Complete: the seconds from the call to the end of the save.
+* Memory: the peak of resident memory during the first save less that of undisturbed steps, divided by the rank's state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+
+import harness
+import thunder
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_leaves
+
+STEPS = 5
+"""Undisturbed steps in a round."""
+
+COLUMNS: harness.Columns = {
+    "memcpy s": ("memcpy", ".3f"),
+    "delay": ("delay", ".2f"),
+    "first delay": ("first", ".2f"),
+    "step s": ("step", ".3f"),
+    "beside": ("beside", ".2f"),
+    "complete s": ("complete", ".1f"),
+    "memory": ("memory", ".2f"),
+}
+
+
+def main() -> None:
+    parser = harness.options(__doc__, compute=[0.4], blocks=24, width=1536, length=16, rounds=5, no_limit=True)
+    harness.run_on_ranks(__file__, parser.parse_args(), measure)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    [folder] = [tempfile.mkdtemp(prefix="checkpoints-") if dist.get_rank() == 0 else ""]
+    shared = [folder]
+    dist.broadcast_object_list(shared)
+    target = Path(shared[0]) / "checkpoint"
+    group, sleep = dist.new_group(), arguments.compute[0]
+    shared_memory = DefaultStager(StagingOptions(False, True, False, False))
+    saves: dict[str, Callable[[Any, Any], Any]] = {
+        f"ours, {writer}": lambda model, optimizer, writer=writer: tfs.save_checkpoint(
+            target, model, optimizer, wait=False, writer=writer
+        )
+        for writer in ("thread", "process")
+    }
+    for name, options in {
+        "FSDP2, async_save": {},
+        "FSDP2, async_save, kept stager": {"async_stager": DefaultStager(StagingOptions(False, False, False, False))},
+        "FSDP2, async_save, process": {
+            "async_stager": shared_memory,
+            "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
+        },
+    }.items():
+        saves[name] = partial(_async_save, target, process_group=group, **options)
+    systems = {n: _Run(s, arguments, sleep, "FSDP2" in n) for n, s in saves.items() if re.search(arguments.only, n)}
+    for round_ in range(arguments.rounds + 1):
+        harness.say(f"round {round_} of {arguments.rounds}")
+        for run in systems.values():
+            if dist.get_rank() == 0:
+                shutil.rmtree(target, ignore_errors=True)
+            run.round()
+    figures = {name: run.figures() for name, run in systems.items()}
+    if dist.get_rank() == 0:
+        shutil.rmtree(shared[0])
+        state = next(iter(systems.values())).nbytes / 1e6
+        print(f"{state:.0f} MB of state on each of {arguments.ranks} ranks, {sleep} s without compute in each step\n")
+        print(harness.table(figures, COLUMNS))
+        harness.save(arguments, "checkpoints", figures=figures)
+
+
+def _async_save(target: Path, model: Any, optimizer: Any, **options: Any) -> Any:
+    values, state = get_state_dict(model, optimizer)
+    saving = dcp.async_save({"model": values, "optim": state}, checkpoint_id=target, **options)
+    return getattr(saving, "upload_completion", saving)
+
+
+class _Run:
+    """A model, how it is saved, and what was measured in each round."""
+
+    def __init__(
+        self, save: Callable[[Any, Any], Any], arguments: argparse.Namespace, sleep: float, fsdp2: bool
+    ) -> None:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(
+            *(torch.nn.Linear(arguments.width, arguments.width) for _ in range(arguments.blocks))
+        )
+        for part in (*module, module) if fsdp2 else ():
+            fully_shard(part)
+        self.model = module if fsdp2 else thunder.jit(module, transforms=[tfs.fsdp()])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
+        self.save, self.sleep = save, sleep
+        self.inputs = torch.ones(arguments.length, arguments.width)
+        self.seconds: dict[str, list[float]] = {
+            n: [] for n in ("memcpy", "call", "step", "beside", "complete", "memory")
+        }
+        self.steps(2)
+        state = tree_leaves([*self.model.parameters(), list(self.optimizer.state.values())])
+        self.state = [getattr(value, "_local_tensor", value) for value in state]
+        self.nbytes = sum(value.nbytes for value in self.state)
+
+    def steps(self, count: int, saving: Any = None) -> float:
+        """Return the median seconds of steps; with ``saving``, of those until it is done on all ranks."""
+        seconds = []
+        while len(seconds) < count:
+            started = time.perf_counter()
+            self.model(self.inputs).sum().backward()
+            time.sleep(self.sleep)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            done = torch.tensor(saving is not None and saving.done(), dtype=torch.int32)
+            dist.all_reduce(done, op=dist.ReduceOp.MIN)
+            seconds.append(time.perf_counter() - started)
+            if done:
+                break
+        return statistics.median(seconds)
+
+    def round(self) -> None:
+        copies = [torch.zeros_like(value) for value in self.state]
+        started = time.perf_counter()
+        torch._foreach_copy_(copies, self.state)
+        copied = time.perf_counter()
+        del copies
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        step, before = self.steps(STEPS), _peak()
+        dist.barrier()
+        called = time.perf_counter()
+        saving = self.save(self.model, self.optimizer)
+        returned = time.perf_counter()
+        beside = self.steps(10_000, saving)
+        saving.result()
+        values = copied - started, returned - called, step, beside, time.perf_counter() - called, _peak() - before
+        measured = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(measured, op=dist.ReduceOp.MAX)
+        for of_name, value in zip(self.seconds.values(), measured.tolist(), strict=True):
+            of_name.append(value)
+
+    def figures(self) -> dict[str, float]:
+        """Return the medians over all rounds but the first, and what only the first shows."""
+        later = {name: of_name[1:] for name, of_name in self.seconds.items()}
+        medians = {name: statistics.median(later[name]) for name in ("memcpy", "step", "complete")}
+        first = self.seconds["call"][0] / self.seconds["memcpy"][0]
+        delay = harness.ratio(later["call"], later["memcpy"])
+        beside = harness.ratio(later["beside"], later["step"])
+        memory = self.seconds["memory"][0] / self.nbytes
+        return {**medians, "delay": delay, "beside": beside, "first": first, "memory": memory}
+
+
+def _peak() -> int:
+    """Return the peak of resident memory in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])
+
+
+if __name__ == "__main__":
+    main()
