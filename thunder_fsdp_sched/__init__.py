@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         save_safetensors,
     )
+    from .reports.exposed import exposed_communication
     from .training.eager import eager
     from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
     from .training.unsharded import unsharded
@@ -64,6 +65,7 @@ __all__ = [
     "clip_grad_norm_",
     "discard_unreduced",
     "eager",
+    "exposed_communication",
     "fsdp",
     "full_state_dict",
     "get_model_state_dict",
@@ -85,6 +87,7 @@ _LOADED_WHEN_USED = (
     "training.weight_stream",
     "training.whole_parameters",
     "checkpoint",
+    "reports.exposed",
 )
 """Modules that a training step does not need, in the order in which they are searched for a public name."""
 

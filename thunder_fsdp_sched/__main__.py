@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -20,11 +20,14 @@ from .demo.runs import DemoOptions, Sharding, run_demo, strategies_of
 from .ir.schedule import load_schedules
 from .ir.step_memory import StepMemory
 from .logs import following_stages
+from .planning.calibration import calibrate
 from .planning.clusters import CLUSTERS, read_cluster
-from .planning.dry_run import DryRun, dry_run_step, find_model
+from .planning.dry_run import DryRun, dry_run_step, find_model, replan
 from .planning.fit import describe_fit, optimizer_state_bytes
+from .planning.recorded import RecordedStep, read_recorded
 from .planning.suggestions import HEADROOM, suggest
 from .reports.dry_run_table import dry_run_table, window_table
+from .reports.exposed import ExposedCommunication, exposed_communication
 from .reports.memory_files import save_memory, save_snapshot
 from .reports.plot import plot_memory, plot_timelines, save_perfetto
 from .reports.report import make_console, plan_table, step_before_and_after
@@ -108,8 +111,13 @@ class StepOptions:
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence (LitGPT and Hugging Face models).")] = 2048
     dtype: Annotated[str, typer.Option(help="dtype of the parameters (LitGPT and Hugging Face models).")] = "bfloat16"
 
-    def compile(self, console: Console, strategy: str, *, micro_batches: int = 1) -> DryRun:
-        """Compile the model as one of many ranks and simulate it, with a spinner that shows stage and elapsed time."""
+    def compile(
+        self, console: Console, strategy: str, *, micro_batches: int = 1, recorded: Sequence[RecordedStep] = ()
+    ) -> DryRun:
+        """Compile the model as one of many ranks and simulate it, with a spinner that shows stage and elapsed time.
+
+        If there are recorded steps, compute and links get their speed.
+        """
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise typer.BadParameter(
@@ -122,7 +130,7 @@ class StepOptions:
             make = find_model(self.model, batch=self.batch, length=self.length, dtype=dtype)
             with _spinner(console, f"{self.model}: making the model") as show:
                 with following_stages(lambda stage: show(f"{self.model}: {stage}")):
-                    return dry_run_step(
+                    step = dry_run_step(
                         make,
                         on=spec,
                         world_size=self.world_size,
@@ -137,6 +145,7 @@ class StepOptions:
                         micro_batches=micro_batches,
                         transport=self.transport,
                     )
+                    return replan(step, on=calibrate(spec, step.compiled, recorded)) if recorded else step
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
 
@@ -222,6 +231,14 @@ def plan(
         str | None,
         typer.Option(help="Memory of the device that shall stay free, such as 2GB; by default 5 % of it."),
     ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file of torch's profiler of a run of this model; repeat it for other ranks. Compute and links get the "
+            "recorded speed, and the recorded exposed communication is shown beside the planned.",
+        ),
+    ] = None,
     dry_runs: Annotated[
         int, typer.Option(min=0, help="Dry runs for suggestions, such as half the batch, that need another trace.")
     ] = 2,
@@ -244,14 +261,22 @@ def plan(
     both = options.sharding == "both"
     if both and any((picture, perfetto, schedule, memory_file)):
         raise typer.BadParameter("files hold one step: give --sharding zero2 or zero3, not both")
+    if profile and micro_batches > 1:
+        raise typer.BadParameter("--profile is compared with one forward and backward: give --micro-batches 1")
+    try:
+        recorded = read_recorded(profile) if profile else []
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     for strategy in strategies_of(options.sharding):
-        step = options.compile(console, strategy, micro_batches=micro_batches)
+        step = options.compile(console, strategy, micro_batches=micro_batches, recorded=recorded)
         if both:
             console.print(strategy.replace("zero", "ZeRO-"), style="bold")
         console.print(plan_table(step.transform.plan))
         if step.window is not None:
             console.print(window_table(step))
         console.print(dry_run_table(step))
+        if recorded:
+            console.print(ExposedCommunication(recorded, step.after).table())
         compiled = step.compiled
         memory = step.memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
         console.print(describe_fit(memory, step.cluster.memory, step.cluster.name))
@@ -284,6 +309,26 @@ def _write_memory(memory: StepMemory, step: DryRun, path: Path) -> None:
         save(memory, path)
     else:
         plot_memory(memory, path, timeline=step.after)
+
+
+@app.command(epilog="Example: python -m thunder_fsdp_sched exposed rank0.json rank1.json --save exposed.png")
+def exposed(
+    files: Annotated[list[Path], typer.Argument(help="Files of torch's profiler (.json, .json.gz), one of each rank.")],
+    save: Annotated[Path | None, typer.Option(help="Where to draw the last step of each rank (.png, .svg).")] = None,
+) -> None:
+    """Show the communication that compute did not hide, in the steps that torch's profiler recorded of any training run.
+
+    Record with torch.profiler.profile and export_chrome_trace. Times are milliseconds a step.
+    """
+    try:
+        found = exposed_communication(files)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    console = make_console()
+    console.print(found.table())
+    if save is not None:
+        found.plot(save)
+        console.print(f"picture: {save}")
 
 
 @app.command()

@@ -10,17 +10,20 @@ issued it yet.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, product
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
 COMPUTE = "compute"
 """Name of the compute stream; the other streams have the names of process groups or the two below."""
 
 TO_HOST, TO_DEVICE = "to host memory", "to the device"
 """Names of the streams that copy offloaded activations."""
+
+
+_Span = TypeVar("_Span", bound="tuple[Any, ...]")
 
 
 class Interval(NamedTuple):
@@ -109,8 +112,8 @@ class Timeline:
 
     def _without_compute(self, intervals: Iterable[Interval]) -> float:
         """Return the time in which one of the intervals runs and compute does not."""
-        pairs = product(union(i.span for i in intervals), self._not_computing)
-        return sum(max(min(end, until) - max(start, since), 0.0) for (start, end), (since, until) in pairs)
+        shared = overlaps(self._not_computing, union(i.span for i in intervals))
+        return sum(end - start for start, end, _ in shared)
 
     @cached_property
     def _not_computing(self) -> tuple[tuple[float, float], ...]:
@@ -122,8 +125,7 @@ class Timeline:
         return self._gaps(i for i in self.intervals if i.kind != "wait")
 
     def _gaps(self, intervals: Iterable[Interval]) -> tuple[tuple[float, float], ...]:
-        edges = [0.0, *(edge for span in union(i.span for i in intervals) for edge in span), self.step_seconds]
-        return tuple((start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start)
+        return tuple(gaps(union(i.span for i in intervals), 0.0, self.step_seconds))
 
     @cached_property
     def idle_seconds(self) -> float:
@@ -197,6 +199,29 @@ def union(spans: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[
         elif end > start:
             merged.append((start, end))
     return merged
+
+
+def gaps(spans: Iterable[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
+    """Return the time between ``start`` and ``end`` outside of ascending, disjoint spans."""
+    edges = [start, *(edge for span in spans for edge in span), end]
+    return [(since, until) for since, until in zip(edges[::2], edges[1::2], strict=True) if until > since]
+
+
+def overlaps(spans: Sequence[tuple[float, float]], others: Iterable[_Span]) -> Iterator[tuple[float, float, _Span]]:
+    """Yield the start and the end of each time that a span shares with one of ``others``, and that other.
+
+    Args:
+        spans: ascending and disjoint.
+        others: tuples that begin with start and end, ascending.
+    """
+    first = 0
+    for other in others:
+        while first < len(spans) and spans[first][1] <= other[0]:
+            first += 1
+        at = first
+        while at < len(spans) and spans[at][0] < other[1]:
+            yield max(spans[at][0], other[0]), min(spans[at][1], other[1]), other
+            at += 1
 
 
 def length(spans: Iterable[tuple[float, float]]) -> float:

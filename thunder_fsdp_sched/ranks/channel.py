@@ -117,7 +117,8 @@ class Channel:
         self.pending = action
         self._posted = time.monotonic()
         try:
-            self._work = all_gather_on_host(self._receive, self._send, group)
+            with labelled("agreement"):
+                self._work = all_gather_on_host(self._receive, self._send, group)
         except RuntimeError as error:
             raise self._close(action, error) from error
 
@@ -131,7 +132,7 @@ class Channel:
         if action is None:
             return
         try:
-            with labelled("wait", "agreement"):
+            with labelled("wait_agreement"):
                 self._work.wait()
         except RuntimeError as error:
             raise self._close(action, error) from error

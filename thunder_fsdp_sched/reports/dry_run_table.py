@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from rich import box
 from rich.table import Table
 
 from ..ir.schedule import read_schedule
@@ -13,22 +10,24 @@ from ..planning.dry_run import DryRun
 from ..planning.timeline import Timeline
 from ..sizes import human_bytes
 from ..transforms.write_grads_in_place import share_written_in_place
+from .report import plain_table
 
 
 def dry_run_table(step: DryRun) -> Table:
     """Return a table of a planned step, unsorted and scheduled, on its cluster. It fits 80 columns."""
     what = "one step" if step.window is None else "the last micro-batch"
-    rows = {
-        name: [
+    rows = [
+        [
+            name,
             *_times(timeline),
             f"{timeline.over_max:.2f}",
             f"{timeline.over_sum:.2f}",
             human_bytes(timeline.peak_unsharded_bytes),
         ]
         for name, timeline in (("unsorted", step.before), ("scheduled", step.after))
-    }
+    ]
     columns = ["", "step", *_PARTS, "over\nmax", "over\nsum", "peak\nunsharded"]
-    table = _times_table(f"{what} on {step.cluster.name}, simulated; times in ms", columns, rows)
+    table = plain_table(f"{what} on {step.cluster.name}, simulated; times in ms", columns, rows)
     compiled = step.compiled
     parts, in_flight = [], []
     for name, trace in (("forward", compiled.forward), ("backward", compiled.backward)):
@@ -51,12 +50,12 @@ def window_table(step: DryRun) -> Table:
     earlier, last = (human_bytes(memory.peak.nbytes) for memory in step.memories)
     number = step.micro_batches
     further = "2" if number == 3 else f"each of 2 to {number - 1}"
-    rows = {"1, no_sync": [*_times(window.first), earlier]}
+    rows = [["1, no_sync", *_times(window.first), earlier]]
     if number > 2:
-        rows[f"{further}, no_sync"] = [*_times(window.further), earlier]
-    rows[f"{number}, reduces"] = [*_times(step.after), last]
+        rows.append([f"{further}, no_sync", *_times(window.further), earlier])
+    rows.append([f"{number}, reduces", *_times(step.after), last])
     columns = ["micro-batch", "time", *_PARTS, "peak\nmemory"]
-    table = _times_table(f"{number} micro-batches; times in ms", columns, rows)
+    table = plain_table(f"{number} micro-batches; times in ms", columns, rows)
     table.caption = f"all micro-batches: {1e3 * step.seconds:,.2f} ms; peak memory without optimizer state"
     return table
 
@@ -69,12 +68,3 @@ def _times(timeline: Timeline) -> list[str]:
     communication = sum(timeline.communication_seconds.values())
     seconds = (timeline.step_seconds, timeline.compute_seconds, communication, timeline.exposed_seconds)
     return [f"{1e3 * s:,.2f}" for s in seconds]
-
-
-def _times_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
-    return table

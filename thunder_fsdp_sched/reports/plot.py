@@ -77,10 +77,8 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path |
 
 
 def _summary(timeline: Timeline) -> str:
-    return (
-        f"{timeline.breakdown}; communication {sum(timeline.communication_seconds.values()) * 1e3:,.1f} ms, peak "
-        f"{timeline.peak_unsharded_bytes / 1e6:,.1f} MB unsharded"
-    )
+    text = f"{timeline.breakdown}; communication {sum(timeline.communication_seconds.values()) * 1e3:,.1f} ms"
+    return f"{text}, peak {timeline.peak_unsharded_bytes / 1e6:,.1f} MB unsharded" if timeline.slots else text
 
 
 def _lanes(timeline: Timeline) -> list[str]:
@@ -114,7 +112,7 @@ def _draw(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
         bar(interval.stream, interval, interval.bucket)
     for use in timeline.slots:
         bar(use.slot, use, use.bucket if use.slot else "", alpha=0.55)  # without slots, buckets overlap in one lane
-    names = [f"group {lane}" if lane in groups else lane or "no slots yet" for lane in lanes]
+    names = [f"group {lane}" if lane in groups and " " not in lane else lane or "no slots yet" for lane in lanes]
     axes.set_yticks([y[name] for name in lanes], names, fontsize=8)
     axes.set_ylim(-len(lanes) + 0.5, 0.6)
     axes.axhline(-len(groups) - 0.5, color="black", linewidth=0.6)

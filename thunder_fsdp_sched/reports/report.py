@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, zip_longest
 
 from rich import box
@@ -74,6 +74,16 @@ def before_and_after(before: TraceCtx, after: TraceCtx, *, title: str, width: in
     table.add_column("after sorting", no_wrap=True, width=half)
     for left, right in zip_longest(_rendered(before, half), _rendered(after, half), fillvalue=Text()):
         table.add_row(left, right)
+    return table
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1) -> Table:
+    """Return a table whose columns after the first ``texts`` hold figures."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < texts else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -1,0 +1,301 @@
+"""Exposed communication of recorded steps: hand-made files, real gloo ranks, and virtual GPUs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched.__main__ import app
+from thunder_fsdp_sched.planning.calibration import calibrate
+from thunder_fsdp_sched.planning.clusters import cluster
+from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.recorded import read_recorded
+from thunder_fsdp_sched.planning.simulate import simulate
+
+import pytest
+import thunder
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import Stack
+from scenario import fsdp2
+from typer.testing import CliRunner
+from virtual_gpu import guard
+from virtual_gpu.histories import make_model
+from virtual_gpu.recorder import recorded_step
+from virtual_gpu.world import Rank, run
+
+#
+# Hand-made files
+#
+
+
+def event(name: str, start: float, end: float, category: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
+    """Return an event; times in ms."""
+    times = {"ts": start * 1e3, "dur": (end - start) * 1e3}
+    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": tid, "args": args, **times}
+
+
+def ranged(name: str, start: float, end: float, tid: int = 1) -> dict[str, Any]:
+    return event(name, start, end, "user_annotation", tid)
+
+
+def written(path: Path, events: list[dict[str, Any]], rank: int | None = 0) -> Path:
+    content = {"traceEvents": events} | ({} if rank is None else {"distributedInfo": {"rank": rank}})
+    data = json.dumps(content).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def gloo_step(late: float = 0.0) -> list[dict[str, Any]]:
+    """A step of ours on gloo: a gather that is waited for in half of its time, and a reduction that hides.
+
+    ::
+
+        host    | issue a | compute   | wait a |  compute    backward: issue b, compute, wait b
+        gloo               [ gather a         ]                         [ reduce b  ]
+    """
+    return [
+        ranged("ProfilerStep#3", 0, 100),
+        ranged("fsdp_all_gather(a)", 10, 12),
+        event("c10d::_allgather_base_", 11, 12),
+        ranged("gloo:all_gather", 15 + late, 40, 7),
+        ranged("fsdp_wait_all_gather(a)", 30, 41),
+        ranged("ThunderFunctionBackward", 50, 95),
+        ranged("fsdp_reduce_scatter(b)", 60, 61),
+        event("c10d::_reduce_scatter_base_", 60, 61),
+        ranged("gloo:all_reduce", 62, 80, 8),
+        ranged("fsdp_wait_reduce_scatter(b)", 79, 90),
+        ranged("Optimizer.step#SGD.step", 96, 99),
+    ]
+
+
+def test_waits_for_gloo_count_while_a_collective_runs(tmp_path):
+    found = tfs.exposed_communication(written(tmp_path / "profile.json.gz", gloo_step()))
+    assert found.by_rank == {0: pytest.approx(11e-3)}
+    assert {key: of[0] for key, of in found.by_bucket.items()} == {
+        ("forward", "all_gather", "a"): pytest.approx(10e-3),
+        ("backward", "reduce_scatter", "b"): pytest.approx(1e-3),
+    }
+    assert not found.waited_for
+    [step] = found.steps
+    assert (step.rank, step.name) == (0, "ProfilerStep#3")
+    assert step.passes == pytest.approx((11e-3, 95e-3)) and step.compute_seconds == pytest.approx(73e-3)
+    assert step.timeline.step_seconds == pytest.approx(0.1)
+    assert sum(step.timeline.communication_seconds.values()) == pytest.approx(43e-3)
+    text = str(found)
+    assert "ProfilerStep" not in text and "reduce_scatter" in text and "11.00" in text
+
+
+def test_other_codes_collectives_are_exposed_while_no_operator_runs(tmp_path):
+    events = [
+        ranged("ProfilerStep#1", 0, 100),
+        ranged("FSDP::all_gather (blocks.0)", 10, 40),
+        event("c10d::_allgather_base_", 11, 12),
+        ranged("gloo:all_gather", 12, 30, 7),
+        event("aten::addmm", 41, 60),
+        event("autograd::engine::evaluate_function: Backward", 60, 90),
+        ranged("FSDP::post_backward_reduce", 65, 70),
+        event("c10d::_reduce_scatter_base_", 66, 67),
+        ranged("gloo:all_reduce", 68, 85, 7),
+        event("aten::mm", 70, 80),
+    ]
+    found = tfs.exposed_communication(written(tmp_path / "profile.json", events))
+    assert {key: of[0] for key, of in found.by_bucket.items()} == {
+        ("forward", "all_gather", "blocks.0"): pytest.approx(18e-3),
+        ("backward", "reduce", "(root)"): pytest.approx(7e-3),
+    }
+
+
+def test_each_moment_counts_once_however_many_collectives_run(tmp_path):
+    """Two gathers of 30 ms that overlap for 20 ms, and nothing computes: 40 ms."""
+    kernels = [
+        ("ncclDevKernel_AllGather", 0, 30, 7, 1),
+        ("ncclDevKernel_AllGather", 10, 40, 8, 2),
+        ("gemm", 40, 50, 0, 3),
+    ]
+    events = [event(n, a, b, "kernel", s, stream=s, correlation=c) for n, a, b, s, c in kernels]
+    events += [event("cudaLaunchKernel", c / 100, c / 100 + 0.001, "cuda_runtime", correlation=c) for c in (1, 2, 3)]
+    events += [ranged("fsdp_all_gather(a)", 0.005, 0.012), ranged("fsdp_all_gather(b)", 0.015, 0.022)]
+    found = tfs.exposed_communication(written(tmp_path / "profile.json", events))
+    assert {key[2]: of[0] for key, of in found.by_bucket.items()} == {
+        "a": pytest.approx(30e-3),
+        "b": pytest.approx(10e-3),
+    }
+    [step] = found.steps
+    assert found.by_rank[0] == pytest.approx(40e-3) and step.name == "whole file"
+    assert str(step.timeline).startswith("50.00 ms = 10.00 compute + 40.00 exposed communication;")
+
+
+def test_a_rank_waits_for_the_one_that_begins_last(tmp_path):
+    """Rank 1 begins the gather of ``a`` 20 ms later. Rank 0 waits for it from 30 to 40 ms, until rank 1 begins at 35 ms."""
+    paths = [written(tmp_path / f"{rank}.json", gloo_step(late=20.0 * rank), rank) for rank in (1, 0)]
+    found = tfs.exposed_communication(paths)
+    assert found.waited_for == {(0, 1): pytest.approx(5e-3)}
+    assert [step.rank for step in found.steps] == [0, 1]
+    assert "waits for late ranks" in str(found)
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=8)
+
+
+@given(gathers=SPANS.filter(bool), compute=SPANS, reductions=SPANS)
+def test_the_union_of_intervals_is_what_counting_microseconds_gives(tmp_path_factory, gathers, compute, reductions):
+    streams = {"ncclDevKernel_AllGather": gathers, "gemm": compute, "ncclDevKernel_ReduceScatter": reductions}
+    events, running = [], dict.fromkeys(streams, frozenset())
+    for number, (name, spans) in enumerate(streams.items()):
+        for start, length in spans:
+            events.append(event(name, start / 1e3, (start + length) / 1e3, "kernel", stream=number))
+            running[name] |= set(range(start, start + length))
+    path = written(tmp_path_factory.getbasetemp() / "property.json", events)
+    found = tfs.exposed_communication(path)
+    computing = running.pop("gemm")
+    exposed = set().union(*running.values()) - computing
+    assert found.by_rank[0] == pytest.approx(len(exposed) * 1e-6, abs=1e-12)
+    assert sum(of[0] for of in found.by_bucket.values()) == pytest.approx(len(exposed) * 1e-6, abs=1e-12)
+    [step] = found.steps
+    every = computing.union(*running.values())
+    assert step.timeline.idle_seconds == pytest.approx((max(every) + 1 - min(every) - len(every)) * 1e-6, abs=1e-12)
+
+
+BAD = {
+    "is no file of torch's profiler": "[]",
+    "is no file of torch's profiler ": "no JSON",
+    "is no file of torch's profiler  ": '{"traceEvents": [{"ph": "X", "cat": "kernel"}]}',
+    "holds no step": json.dumps({"traceEvents": []}),
+    "holds no communication": json.dumps({"traceEvents": [event("aten::mm", 0, 1)]}),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_file_is_named(tmp_path, message):
+    (tmp_path / "bad.json").write_text(BAD[message])
+    with pytest.raises(ValueError, match=rf"profile: .*bad\.json {message.strip()}"):
+        tfs.exposed_communication(tmp_path / "bad.json")
+    result = CliRunner().invoke(app, ["exposed", str(tmp_path / "bad.json")], env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and message.strip() in result.output
+
+
+def test_files_that_do_not_belong_together_are_named(tmp_path):
+    one, same = (written(tmp_path / f"{name}.json", gloo_step(), 1) for name in ("one", "same"))
+    with pytest.raises(ValueError, match=r"one\.json and .*same\.json are both of rank 1"):
+        read_recorded([one, same])
+    renamed = [e | {"name": e["name"].replace("#3", "#4")} for e in gloo_step()]
+    other = written(tmp_path / "other.json", renamed, 0)
+    with pytest.raises(
+        ValueError, match=r"different steps: .*one\.json holds ProfilerStep#3; .*other\.json holds .*#4"
+    ):
+        read_recorded([one, other])
+    with pytest.raises(ValueError, match=r"none\.json cannot be read"):
+        read_recorded([tmp_path / "none.json"])
+
+
+#
+# Real ranks
+#
+
+
+def _train(rank: int, world_size: int, folder: Path) -> tuple[str, list[str]]:
+    """Record two steps of ours and of FSDP2, in each of which rank 1 comes 30 ms late; return what ours has compiled."""
+    torch.manual_seed(0)
+    models = {"ours": thunder.jit(Stack(2, 32), transforms=[ours := tfs.fsdp()]), "fsdp2": fsdp2(Stack(2, 32))}
+    for name, model in models.items():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.profiler.schedule(wait=0, warmup=2, active=2, repeat=1)
+        with torch.profiler.profile(schedule=schedule) as profiler:
+            for _ in range(4):
+                time.sleep(0.03 * rank)
+                model(torch.randn(4, 32)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                profiler.step()
+        profiler.export_chrome_trace(str(folder / f"{name}{rank}.json"))
+        if name == "ours":
+            with pytest.raises(ValueError, match="exported before, so pass the path of that file"):
+                tfs.exposed_communication(profiler)
+            path = folder / f"{name}{rank}.json"
+            found = tfs.exposed_communication(path, compiled=ours.compiled[-1], cluster="cpu-2core")
+            assert list(found.by_rank) == [rank] and found.predicted is not None and "predicted" in str(found)
+            spec = calibrate(cluster("cpu-2core"), ours.compiled[-1], found.steps)
+            step = simulate(ours.compiled[-1].forward, ours.compiled[-1].backward, AnalyticCost(spec))
+            recorded = sorted(step.compute_seconds for step in found.steps)
+            assert recorded[0] * 0.999 <= step.compute_seconds <= recorded[-1] * 1.001
+    with pytest.raises(ValueError, match=r"other.*\.json holds no collective of the buckets \['blocks\.0', "):
+        other = written(folder / f"other{rank}.json", gloo_step())
+        calibrate(cluster("cpu-2core"), ours.compiled[-1], read_recorded([other]))
+    with torch.profiler.profile() as profiler:
+        model(torch.randn(4, 32)).sum().backward()
+    assert tfs.exposed_communication(profiler).by_rank[rank] > 0
+    return [bucket.name for bucket in ours.plan]
+
+
+def make_on_meta():
+    with torch.device("meta"):
+        return Stack(2, 32), (torch.randn(4, 32),)
+
+
+def test_real_ranks_of_ours_and_of_fsdp2(ranks, tmp_path):
+    pytest.importorskip("matplotlib")
+    [buckets, _] = ranks.run(_train, tmp_path)
+    expected = {"ours": {*buckets, ""}, "fsdp2": {"(root)", "blocks.0", "blocks.1"}}
+    for name, names in expected.items():
+        found = tfs.exposed_communication([tmp_path / f"{name}{rank}.json" for rank in (0, 1)])
+        assert [(step.name, step.rank) for step in found.steps] == [
+            (f"ProfilerStep#{n}", r) for n in (2, 3) for r in (0, 1)
+        ]
+        assert {bucket for _, _, bucket in found.by_bucket} <= names
+        for rank, seconds in found.by_rank.items():
+            assert seconds == pytest.approx(sum(of[rank] for of in found.by_bucket.values()))
+        for step in found.steps:
+            t = step.timeline
+            assert 0 < t.exposed_seconds <= sum(t.communication_seconds.values()) and t.exposed_seconds < t.step_seconds
+            assert t.compute_seconds + t.exposed_seconds == pytest.approx(t.step_seconds)
+            assert {i.bucket for i in t.collectives} == names
+        assert found.waited_for[0, 1] > 0.02, found.waited_for
+    files = [str(tmp_path / f"ours{rank}.json") for rank in (0, 1)]
+    result = CliRunner().invoke(
+        app, ["exposed", *files, "--save", str(tmp_path / "exposed.png")], env={"COLUMNS": "100"}
+    )
+    assert result.exit_code == 0 and (tmp_path / "exposed.png").stat().st_size
+    planned = ["plan", "test_exposed:make_on_meta", "--world-size", "2", "--cluster", "cpu-2core"]
+    profiles = ["--profile", files[0], "--profile", files[1]]
+    result = CliRunner().invoke(app, [*planned, *profiles], env={"COLUMNS": "100"})
+    assert result.exit_code == 0 and "cpu-2core as recorded" in result.output and "predicted" in result.output
+    result = CliRunner().invoke(app, [*planned, "--micro-batches", "2", *profiles])
+    assert result.exit_code == 2 and "--micro-batches 1" in result.output
+
+
+#
+# Virtual GPUs
+#
+
+
+def _record(rank: Rank, **options: Any) -> Any:
+    model = make_model(rank, **options)
+    inputs = torch.ones(4, 8, device=rank.device)
+    model(inputs).sum().backward()
+    return recorded_step(rank, model, inputs)
+
+
+@pytest.mark.skipif(bool(guard.missing()), reason=guard.missing() or "nothing is missing")
+@pytest.mark.parametrize("transport", ["flat", "staged", "symmetric_memory"])
+def test_streams_of_virtual_gpus(transport: str, tmp_path) -> None:
+    content, communicating, computing = run(_record, transport=transport, ranks=[0]).values[0]
+    random.Random(0).shuffle(content["traceEvents"])
+    (tmp_path / "gpu.json").write_text(json.dumps(content))
+    found = tfs.exposed_communication(tmp_path / "gpu.json")
+    assert found.by_rank[0] == pytest.approx(len(communicating - computing) * 1e-6) and found.by_rank[0] > 0
+    assert sum(of[0] for of in found.by_bucket.values()) == pytest.approx(found.by_rank[0])
+    [step] = found.steps
+    assert step.timeline.compute_seconds == pytest.approx(len(computing) * 1e-6)
+    phases = {(i.trace, i.label): set() for i in step.timeline.collectives}
+    for i in step.timeline.collectives:
+        phases[i.trace, i.label].add(i.bucket)
+    everything = {"first", "blocks.0", "blocks.1", "blocks.2", "last"}
+    assert phases[0, "all_gather"] == everything and phases[1, "reduce_scatter"] == everything
+    assert phases[1, "all_gather"] and phases.keys() == {(0, "all_gather"), (1, "all_gather"), (1, "reduce_scatter")}

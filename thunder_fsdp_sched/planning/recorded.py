@@ -1,0 +1,336 @@
+"""Steps that torch's profiler has recorded, read from its files.
+
+[Note: Recorded communication]
+On a GPU, kernels of NCCL and NVSHMEM are communication. Of the other kernels, the stream with the longest total time is
+the compute stream. On other streams, copies, and kernels that were launched in a range of this package or of FSDP2, are
+communication. Everything else is compute.
+
+On a CPU, the threads of gloo record when each collective runs. Communication is exposed while a collective runs and the
+host waits in one of this package's ranges, in ``wait_tensor`` or in the ``wait`` of a work (recorded with
+``with_stack=True``). Nothing records when other code waits, such as FSDP2. Its collectives are exposed while they run and
+no operator does, other than those that communicate; that includes the host's time between operators.
+
+Every moment of exposed communication counts once. It belongs to the collective that the host waits for; if that is not
+recorded, to the one that started first of those that run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .timeline import COMPUTE, Interval, Timeline, gaps, length, overlaps, union
+
+Span = tuple[float, float]
+
+FORWARD, BACKWARD, OUTSIDE = 0, 1, 2
+"""Values of ``Interval.trace`` in a recorded step; the last is for what runs before forward or after backward."""
+
+_KINDS = (
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier", "gather", "scatter", "reduce",
+)  # fmt: skip
+_OURS = "fsdp_"
+_RANGE = re.compile(r"(fsdp_|FSDP::)(\w+)(?: ?\((.*)\))?")
+_WAIT = re.compile(r"fsdp_wait_.*|.*::wait_tensor|.*built-in method wait of .*Work.*")
+_KERNEL = re.compile("nccl|nvshmem", re.IGNORECASE)
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_BY_HOST = ("cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver")
+_WHOLE_FILE = "whole file"
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step of one rank.
+
+    Attributes:
+        path: the file that it was read from.
+        rank: the rank, or the file's position among several if the profiler did not know the rank.
+        name: ``"ProfilerStep#2"``, or ``"whole file"`` for a file without such ranges.
+        passes: start of forward and end of backward, in seconds since the step began.
+        timeline: what ran. Its collectives have the names of buckets, and in ``trace`` the phase (:data:`FORWARD`,
+            :data:`BACKWARD`, :data:`OUTSIDE`). Its waits are the exposed communication, in disjoint intervals.
+    """
+
+    path: str
+    rank: int
+    name: str
+    passes: Span
+    timeline: Timeline
+
+    @property
+    def compute_seconds(self) -> float:
+        """The compute of forward and backward."""
+        spans = union(i.span for i in self.timeline.intervals if i.kind == COMPUTE)
+        return sum(end - start for start, end, _ in overlaps(spans, [self.passes]))
+
+
+def read_recorded(paths: Sequence[str | Path]) -> list[RecordedStep]:
+    """Read files of ``profile.export_chrome_trace``, one of each rank, of the same steps.
+
+    Returns:
+        The steps in order, and of each step the ranks in order.
+
+    Raises:
+        ValueError: a file is not one of torch's profiler, holds no step or no communication, or files are of the same
+            rank or of different steps; the message names the files.
+    """
+    files: dict[int, list[RecordedStep]] = {}
+    for position, path in enumerate(paths):
+        steps = _read(Path(path), position)
+        first = steps[0]
+        if first.rank in files:
+            raise ValueError(f"profile: {files[first.rank][0].path} and {path} are both of rank {first.rank}")
+        for other in files.values():
+            if [step.name for step in other] != [step.name for step in steps]:
+                held = [f"{of[0].path} holds {', '.join(step.name for step in of)}" for of in (other, steps)]
+                raise ValueError(f"profile: these files are of different steps: {'; '.join(held)}")
+        files[first.rank] = steps
+    if not files:
+        raise ValueError("profile: no file is given")
+    ranks = [files[rank] for rank in sorted(files)]
+    return [step for of_step in zip(*ranks, strict=True) for step in of_step]
+
+
+class _Event(NamedTuple):
+    start: float
+    end: float
+    name: str
+    category: str
+    thread: Any
+    args: dict[str, Any]
+
+    @property
+    def span(self) -> Span:
+        return self.start, self.end
+
+
+class _Issue(NamedTuple):
+    """Something that the host issued: when, in which phase, for which bucket, and the kind of range that says so."""
+
+    time: float
+    kind: str
+    bucket: str
+    phase: int
+    by: str
+
+
+class _Run(NamedTuple):
+    """Something that ran on a device or in a thread of gloo, or the host's wait for it."""
+
+    start: float
+    end: float
+    lane: str
+    issue: _Issue
+
+
+def _read(path: Path, position: int) -> list[RecordedStep]:
+    try:
+        data = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
+        rank = int(data.get("distributedInfo", {}).get("rank", position))
+        events = [e for e in map(_event, data["traceEvents"]) if e is not None]
+    except OSError as error:
+        raise ValueError(f"profile: {path} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"profile: {path} is no file of torch's profiler (export_chrome_trace): {error!r}") from error
+    if not events:
+        raise ValueError(
+            f"profile: {path} holds no step: nothing was recorded. Export it after an active step; with a schedule, "
+            "call prof.step() after each step"
+        )
+    recording = _Recording(sorted(events, key=lambda e: (e.start, -e.end)))
+    if not recording.communication:
+        raise ValueError(f"profile: {path} holds no communication; profile a step of several ranks")
+    steps = recording.steps or [(min(e.start for e in events), max(e.end for e in events), _WHOLE_FILE)]
+    return [recording.step(path, rank, *step) for step in steps]
+
+
+def _event(of: dict[str, Any]) -> _Event | None:
+    category, name = of.get("cat"), of.get("name", "")
+    if of.get("ph") != "X" or category not in (*_ON_DEVICE, *_BY_HOST):
+        return None
+    if category == "python_function" and not _WAIT.fullmatch(name):
+        return None
+    start = of["ts"] * 1e-6
+    return _Event(start, start + of["dur"] * 1e-6, name, category, (of.get("pid"), of.get("tid")), of.get("args", {}))
+
+
+class _Recording:
+    """One file, with everything in the order of its start.
+
+    Attributes:
+        steps: start, end and name of each step.
+        communication: what [Note: Recorded communication] calls so.
+        compute: the rest of what ran on a GPU; ``None`` on a CPU, where it is all that is not exposed.
+        issues: the collectives that the host issued, each after the kind of collective that gloo runs for it.
+        launches: launches of what ran on a device, by the number that both events have.
+        waits: the waits for collectives.
+        operators: when operators ran, other than those that communicate or contain one that does.
+        backward: when events of backward ended.
+    """
+
+    def __init__(self, events: Sequence[_Event]) -> None:
+        self.steps = [(*e.span, e.name) for e in events if e.name.startswith("ProfilerStep")]
+        self.backward = [e.end for e in events if "ackward" in e.name]
+        self.issues: list[tuple[str, _Issue]] = []
+        self.launches: dict[Any, _Issue] = {}
+        self.waits: list[_Run] = []
+        threads: dict[Any, list[_Event]] = defaultdict(list)
+        for event in events:
+            if event.category in _BY_HOST and not event.name.startswith(("gloo:", "ProfilerStep")):
+                threads[event.thread].append(event)
+        self.operators = union(span for of_thread in threads.values() for span in self._sweep(of_thread))
+        self.issues.sort(key=lambda of: of[1].time)
+        self.waits.sort()
+        on_device = [e for e in events if e.category in _ON_DEVICE]
+        self.communication: list[_Run] = []
+        self.compute: list[_Run] | None = [] if on_device else None
+        if self.compute is None:
+            self._match([e for e in events if e.name.startswith("gloo:")])
+        else:
+            self._sort_out(on_device, self.compute)
+
+    def _sweep(self, events: Sequence[_Event]) -> list[Span]:
+        """Note what one thread issued and waited for, and return when its operators ran."""
+        enclosing: list[_Event] = []
+        contain: set[int] = set()
+        for event in events:
+            while enclosing and enclosing[-1].end <= event.start:
+                enclosing.pop()
+            enclosing.append(event)
+            if event.category.startswith("cuda_"):
+                self.launches[event.args.get("correlation")] = _issue(enclosing)
+                continue
+            if _WAIT.fullmatch(event.name):
+                self.waits.append(_Run(*event.span, "", _issue(enclosing)))
+            elif event.name.startswith("c10d::") or event.name == "fsdp_agreement":
+                operation = "all_gather" if event.name == "fsdp_agreement" else _kind_of(event.name)
+                self.issues.append((operation, _issue(enclosing)))
+            elif not event.name.startswith("_c10d_functional::"):
+                continue
+            contain.update(map(id, enclosing))
+        return [e.span for e in events if e.category == "cpu_op" and id(e) not in contain]
+
+    def _match(self, events: Sequence[_Event]) -> None:
+        """Find what issued the collectives of gloo, whose threads take those of a group in the order of their issue."""
+        pending, threads = list(self.issues), sorted({event.thread for event in events})
+        has_ours = any(issue.by == _OURS for _, issue in pending)
+        for event in events:
+            kind = _kind_of(event.name)
+            issue = _Issue(event.start, kind, "", FORWARD, _OURS if has_ours else "")
+            for of in pending:
+                if of[0] in (kind, "reduce_scatter" if kind == "all_reduce" else kind) and of[1].time <= event.start:
+                    pending.remove(of)
+                    issue = of[1]
+                    break
+            self.communication.append(_Run(*event.span, f"gloo thread {threads.index(event.thread) + 1}", issue))
+
+    def _sort_out(self, events: Sequence[_Event], compute: list[_Run]) -> None:
+        """Tell communication from compute on a GPU."""
+        busy: dict[Any, float] = defaultdict(float)
+        for event in events:
+            if event.category == "kernel" and not _KERNEL.search(event.name):
+                busy[event.args.get("stream")] += event.end - event.start
+        compute_stream = max(busy, key=busy.__getitem__, default=None)
+        for event in events:
+            stream = event.args.get("stream")
+            issue = self.launches.get(event.args.get("correlation")) or _Issue(event.start, "", "", FORWARD, "")
+            moves = event.category != "kernel" or issue.by
+            communicates = _KERNEL.search(event.name) or (stream != compute_stream and moves)
+            issue = issue if issue.by else issue._replace(kind=_kind_of(event.name))
+            (self.communication if communicates else compute).append(_Run(*event.span, f"stream {stream}", issue))
+
+    def _ran(self, launched: Span) -> Span:
+        """Return when the device began and ended what the host launched in this time; on a CPU the time itself."""
+        runs = [*self.communication, *self.compute] if self.compute is not None else []
+        of_these = [run for run in runs if launched[0] <= run.issue.time < launched[1]]
+        return (min(r.start for r in of_these), max(r.end for r in of_these)) if of_these else launched
+
+    def _exposed(self, window: Span) -> list[Span]:
+        """Return when communication ran and compute did not."""
+        running = _spans(self.communication, window)
+        if self.compute is not None:
+            return _both(gaps(_spans(self.compute, window), *window), running)
+        exposed = _both(_spans(self.waits, window), running)
+        if all(wait.issue.by == _OURS for wait in self.waits):  # those of other code are not recorded
+            others = _spans([run for run in self.communication if run.issue.by != _OURS], window)
+            exposed += _both(gaps(_both(self.operators, [window]), *window), others)
+        return union(exposed)
+
+    def step(self, path: Path, rank: int, start: float, end: float, name: str) -> RecordedStep:
+        """Return the step that the host ran in this time."""
+        window = since, until = self._ran((start, end))
+        exposed = self._exposed(window)
+        collectives = _clipped(self.communication, window)
+        waits = _first_come([wait for wait in _clipped(self.waits, window) if wait.issue.by == _OURS])
+        unknown = _both(exposed, gaps(_spans(waits, window), *window))
+        blamed = [*overlaps(exposed, waits), *overlaps(unknown, _first_come(collectives))]
+        computing = gaps(exposed, *window) if self.compute is None else _spans(self.compute, window)
+
+        def interval(start: float, end: float, stream: str, kind: str, of: _Issue) -> Interval:
+            return Interval(stream, kind, of.kind, of.bucket, start - since, end - since, of.phase, 0)
+
+        work = _Issue(since, COMPUTE, "", FORWARD, "")
+        intervals = [interval(begin, stop, COMPUTE, COMPUTE, work) for begin, stop in computing]
+        intervals += [interval(begin, stop, COMPUTE, "wait", run.issue) for begin, stop, run in sorted(blamed)]
+        intervals += [interval(r.start, r.end, r.lane, f"fsdp_{r.issue.kind}", r.issue) for r in collectives]
+        lanes = sorted({run.lane for run in collectives})
+        busy = {lane: length(_spans([r for r in collectives if r.lane == lane], window)) for lane in lanes}
+        timeline = Timeline(tuple(intervals), (), until - since, length(computing), 0.0, busy)
+        named = [issue.time for _, issue in self.issues if issue.by and start <= issue.time < end]
+        ends = [time for time in self.backward if start < time <= end]
+        passes = self._ran((min(named, default=start), max(ends, default=end)))
+        return RecordedStep(str(path), rank, name, (passes[0] - since, passes[1] - since), timeline)
+
+
+def _issue(enclosing: Sequence[_Event]) -> _Issue:
+    """Return what the last of the events issues, by the ranges among those that enclose it."""
+    event = enclosing[-1]
+    phase = BACKWARD if any("ackward" in e.name for e in enclosing) else FORWARD
+    if any(e.name.startswith("Optimizer.") for e in enclosing):
+        phase = OUTSIDE
+    for outer in reversed(enclosing):
+        if match := _RANGE.fullmatch(outer.name):
+            by, kind, bucket = match.groups()
+            bucket = bucket or ("" if by == _OURS else "(root)")
+            return _Issue(event.start, _kind_of(kind.removeprefix("wait_")), bucket, phase, by)
+    annotations = [e.name for e in enclosing if e.category == "user_annotation"]
+    return _Issue(event.start, _kind_of(event.name), annotations[-1] if annotations else "", phase, "")
+
+
+def _kind_of(name: str) -> str:
+    """Return the kind of collective that a name contains, or else the name."""
+    plain = name.replace("_", "").lower()
+    return next((kind for kind in _KINDS if kind.replace("_", "") in plain), name)
+
+
+def _clipped(runs: Iterable[_Run], window: Span) -> list[_Run]:
+    """Return the runs in a window, cut to it."""
+    since, until = window
+    cut = (run._replace(start=max(run.start, since), end=min(run.end, until)) for run in runs)
+    return [run for run in cut if run.end > run.start]
+
+
+def _spans(runs: Iterable[_Run], window: Span) -> list[Span]:
+    """Return when any of the runs ran in a window."""
+    return union((run.start, run.end) for run in _clipped(runs, window))
+
+
+def _both(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Return the time that both have; each ascending and disjoint."""
+    return [(start, end) for start, end, _ in overlaps(spans, others)]
+
+
+def _first_come(runs: Iterable[_Run]) -> list[_Run]:
+    """Return the runs, ascending, without the time in which an earlier one runs, so that they are disjoint."""
+    covered, disjoint = float("-inf"), []
+    for run in runs:
+        if run.end > covered:
+            disjoint.append(run._replace(start=max(run.start, covered)))
+            covered = run.end
+    return disjoint
