@@ -317,10 +317,10 @@ class Worker:
         with torch.profiler.profile() as profiler:
             step()
         profiler.export_chrome_trace(str(self.trace))
-        found = measured(json.loads(self.trace.read_text()), self.device.index)
+        found = measured(self.trace)
         compiled, profile = transform.compiled[-1], measure(module, tokens, tokens, repeats=3)
         record = {"measured": found, "by profile": simulated(compiled, MeasuredCost(profile))}
-        if (spec := preset_of_gpu(torch.cuda.get_device_name(self.device))) is not None:
+        if self.is_cuda and (spec := preset_of_gpu(torch.cuda.get_device_name(self.device))) is not None:
             record["by preset"] = simulated(compiled, AnalyticCost(spec))
         return record
 

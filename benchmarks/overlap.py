@@ -19,7 +19,8 @@ in a different order each time. Seconds are those of forward and backward on the
   and each transport. Other systems are compared with the collectives of ``flat``, which sends about the same bytes.
 * /max: the step divided by the longer of the two; 1.00 is perfect overlap.
 * Ours / this: the default options of the same strategy.
-* Predicted, with ``--profile``: the step that the simulator predicts from a measured profile of "ours zero3".
+* Predicted, with ``--profile``: the step that the simulator predicts from a measured profile of "ours zero3" (real compute).
+* Recorded: the step that it predicts from steps of "ours zero3" that torch's profiler has recorded.
 
 * Of exact, with ``--formats``: the step divided by that of ours without formats.
 
@@ -38,6 +39,7 @@ asynchronous custom collectives, and prefetches two blocks ahead in forward and 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -45,9 +47,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched import CommPolicy
+from thunder_fsdp_sched import CommPolicy, exposed_communication
+from thunder_fsdp_sched.planning.calibration import calibrate
+from thunder_fsdp_sched.planning.clusters import cluster
+from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.profiles import MeasuredCost
 from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.reports.exposed import ExposedCommunication
 from thunder_fsdp_sched.reports.profiler import measure as measure_profile
 from thunder_fsdp_sched.reports.step_counter import StepCounter
 
@@ -86,6 +92,8 @@ COLUMNS = harness.STEP | {
     "of exact": ("of_exact", ".2f"),
     "predicted": ("predicted", ".3f"),
     "predicted / measured": ("predicted / measured", ".2f"),
+    "recorded": ("recorded", ".3f"),
+    "recorded / measured": ("recorded / measured", ".2f"),
 }
 
 
@@ -160,7 +168,7 @@ def run(arguments: argparse.Namespace) -> None:
             if arguments.bucketing:
                 runs[f"latency of {name}"] = partial(communicate, system, empty=True)
     sharded = {name: system for name, system in built.items() if not name.startswith("compute")}
-    predicted: dict[str, float] = {}
+    predicted: dict[str, dict[str, float]] = {}
     if arguments.profile:
         [emulation.seconds] = arguments.compute
         predicted = predict(built, tokens, arguments)
@@ -176,23 +184,41 @@ def run(arguments: argparse.Namespace) -> None:
             draw(results, arguments.save / "overlap.png")
 
 
-def predict(built: Mapping[str, System], tokens: torch.Tensor, arguments: argparse.Namespace) -> dict[str, float]:
-    """Return the predicted seconds of a step of each of our systems, from one measured profile."""
+def predict(
+    built: Mapping[str, System], tokens: torch.Tensor, arguments: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Return the predicted seconds of a step of each of our systems, from a measured profile and from recorded steps."""
     say("measuring a profile")
-    profile = measure_profile(built["ours zero3"].module, tokens, tokens, repeats=arguments.profile)
+    of, count = built["ours zero3"], arguments.profile
+    profile = measure_profile(of.module, tokens, tokens, repeats=count)
     shares = ", ".join(f"{kind.removeprefix('fsdp_')} {share:.0%}" for kind, share in profile.contention.items())
     say(f"contention: {shares}")
+    with torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=count, repeat=1)) as profiler:
+        for _ in range(count + 1):
+            step(dataclasses.replace(of, losses=[]), tokens)
+            profiler.step()
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, exposed_communication(profiler).steps)
+    recorded = [step for of_step in zip(*of_ranks, strict=True) for step in of_step]
+    seconds = statistics.median(step.passes[1] - step.passes[0] for step in recorded)
+    say(f"recorded steps: {seconds:.3f} s\n{ExposedCommunication(recorded)}")
     compiled = {name: system.transform.compiled[-1] for name, system in built.items() if system.transform}
     same_operators = {name: of for name, of in compiled.items() if re.fullmatch(r"ours zero\d( prefetch \d)?", name)}
-    cost = MeasuredCost(profile)
-    return {name: simulate(of.forward, of.backward, cost).step_seconds for name, of in same_operators.items()}
+    spec = calibrate(cluster("cpu-2core"), compiled["ours zero3"], recorded)
+    costs = {"predicted": MeasuredCost(profile), "recorded": AnalyticCost(spec)}
+    return {
+        title: {name: simulate(of.forward, of.backward, cost).step_seconds for name, of in same_operators.items()}
+        for title, cost in costs.items()
+    }
 
 
 def _communication_of(name: str) -> str:
     return name.replace("ours", "communication of")
 
 
-def figures_of(seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def figures_of(
+    seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
     """Return for each system its seconds, and its ratios to compute, communication, ours and its prediction."""
     figures = {}
     for name, steps in seconds.items():
@@ -208,9 +234,9 @@ def figures_of(seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, f
             "ours": ratio(seconds[f"ours {strategy}"], steps),
             "of_exact": ratio(steps, seconds[f"ours {strategy}"]),
         }
-        if name in predicted:
-            share = predicted[name] / figures[name]["seconds"]
-            figures[name] |= {"predicted": predicted[name], "predicted / measured": share}
+        for title, of in predicted.items():
+            if name in of:
+                figures[name] |= {title: of[name], f"{title} / measured": of[name] / figures[name]["seconds"]}
     return figures
 
 

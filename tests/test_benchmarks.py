@@ -45,12 +45,12 @@ GPU = Path(__file__).parents[1] / "benchmarks/gpu.py"
 #
 
 
-def _event(name: str, start: float, end: float, stream: int = 7, category: str = "kernel", device: int = 0) -> Any:
-    arguments = {"device": device, "stream": stream}
+def _event(name: str, start: float, end: float, stream: int = 7, category: str = "kernel") -> Any:
+    arguments = {"device": 0, "stream": stream}
     return {"ph": "X", "cat": category, "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": arguments}
 
 
-def test_a_trace_becomes_compute_and_exposed_communication() -> None:
+def test_a_trace_becomes_compute_and_exposed_communication(tmp_path: Path) -> None:
     """By the union of intervals: NCCL's kernels and other streams communicate, the rest of the busiest stream computes."""
     events = [
         _event("gemm", 0, 4),
@@ -59,13 +59,11 @@ def test_a_trace_becomes_compute_and_exposed_communication() -> None:
         _event("ncclDevKernel_AllGather", 1, 6, stream=20),
         _event("Memcpy PtoP", 5.5, 7, stream=24, category="gpu_memcpy"),
         _event("fsdp_all_gather(a)", 1, 8, stream=20, category="gpu_user_annotation"),
-        _event("of another GPU", 0, 99, device=1),
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1, "args": {}},
     ]
     expected = {"seconds": 10, "compute": 6, "communication": 6, "exposed": 2, "idle": 2}
-    assert measured({"traceEvents": events}, 0) == pytest.approx(expected)
-    with pytest.raises(RuntimeError, match="nothing run on the GPU"):
-        measured({"traceEvents": []})
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    assert measured(tmp_path / "trace.json") == pytest.approx(expected)
 
 
 def _trained(*digests: str, distance: float = 1e-7, **more: Any) -> dict[str, Any]:
@@ -119,7 +117,7 @@ def test_without_a_gpu_the_gpu_benchmark_says_so_and_exits_with_zero(tmp_path: P
     assert done.stdout.startswith("skipped: no GPU here")
 
 
-def test_the_stand_in_run_on_cpus_trains_and_reports_that_there_is_no_gpu(tmp_path: Path) -> None:
+def test_the_stand_in_run_on_cpus_trains_and_is_profiled(tmp_path: Path) -> None:
     """Everything that does not need a GPU, in real processes: workers, training, digests, the page."""
     program = tmp_path / "first.py"  # without a list of everything that is installed here, which takes seconds
     program.write_text(f"import sys\nsys.path.append({str(GPU.parent)!r})\nimport gpu\n")
@@ -127,16 +125,17 @@ def test_the_stand_in_run_on_cpus_trains_and_reports_that_there_is_no_gpu(tmp_pa
         file.write("gpu.get_pretty_env_info = str\nsys.exit(gpu.main())\n")
     command = ["-W", "ignore", program, "first", "--stand-in", "--save", str(tmp_path), "--cases", "zero3 flat$"]
     done = run_python(*command, "--only", "alone|profile", cwd=tmp_path, timeout=1800)
-    assert done.returncode == 1, done.stderr  # the profiler cannot see a GPU
+    assert done.returncode == 0, done.stderr
     records = json.loads((tmp_path / "records.json").read_text())
     flat = records["alone"]["zero3 flat"]
     assert flat["status"] == "ok", flat
     assert len(set(flat["digests"])) == 1 and flat["distance"] < 1e-4
     # One rank has the bits of the unsharded model.
     assert flat["digests"] == records["alone"][REFERENCE]["digests"]
-    assert "nothing run on the GPU" in records["profile"]["zero3 flat"]["error"]
+    profiled = records["profile"]["zero3 flat"]["measured"]
+    assert profiled["compute"] + profiled["exposed"] == pytest.approx(profiled["seconds"])
     text = (tmp_path / "page.txt").read_text()
-    assert "1 of 3 failed" in text and "STAND-IN" in text
+    assert "0 of 3 failed" in text and "STAND-IN" in text
 
 
 def _without_attention(shape: systems.Shape) -> torch.nn.Module:
