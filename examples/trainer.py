@@ -1,5 +1,7 @@
 """Train with Hugging Face's Trainer (needs accelerate): torchrun --nproc-per-node 2 examples/trainer.py"""
 
+from pathlib import Path
+
 import thunder_fsdp_sched as tfs  # before thunder
 from thunder_fsdp_sched.huggingface import save_pretrained
 
@@ -16,8 +18,10 @@ class ShardedTrainer(transformers.Trainer):
         save_pretrained(self.model, output_dir or self.args.output_dir)  # all ranks call save_model
 
     def _save_optimizer_and_scheduler(self, output_dir):
-        scheduler = self.lr_scheduler.state_dict()
-        tfs.save_checkpoint(f"{output_dir}/sharded", self.model, self.optimizer, extra={"scheduler": scheduler})
+        if self.args.should_save:  # replace the checkpoint of a run that went further than the one resumed here
+            Path(output_dir, ".metadata").unlink(missing_ok=True)
+        extra = {"scheduler": self.lr_scheduler.state_dict()}
+        tfs.save_checkpoint(output_dir, self.model, self.optimizer, extra=extra)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         pass  # the model is loaded together with the optimizer
@@ -25,7 +29,7 @@ class ShardedTrainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         if checkpoint is not None:
             extra = {"scheduler": self.lr_scheduler.state_dict()}
-            extra = tfs.load_checkpoint(f"{checkpoint}/sharded", self.model, self.optimizer, extra=extra)
+            extra = tfs.load_checkpoint(checkpoint, self.model, self.optimizer, extra=extra)
             self.lr_scheduler.load_state_dict(extra["scheduler"])
 
 
@@ -35,6 +39,8 @@ def loss_of(outputs, labels, num_items_in_batch):  # not compiled: Thunder's gra
 
 
 def main(folder="trained", resume=None, **options):
+    """Train; resume the checkpoint that was completed last, unless ``resume`` names another one."""
+    resume = resume or tfs.latest_checkpoint(folder)
     arguments = transformers.TrainingArguments(
         output_dir=folder,
         use_cpu=not torch.cuda.is_available(),
@@ -50,7 +56,7 @@ def main(folder="trained", resume=None, **options):
     tokens = (torch.arange(64)[:, None] + torch.arange(9)) % 64
     data = [{"input_ids": t, "labels": t} for t in tokens]
     trainer = ShardedTrainer(model, arguments, train_dataset=data, compute_loss_func=loss_of)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=resume and str(resume))
     return trainer
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -90,8 +93,11 @@ def test_the_error_names_an_unknown_device() -> None:
 def test_options_must_be_known_keywords() -> None:
     with pytest.raises(TypeError, match="positional"):
         fsdp("zero3")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="bucket_strategy"):
-        fsdp(bucket_strategy="block")  # type: ignore[call-arg]
+    for name, similar in (("bucket_strategy", "bucketing_strategy"), ("prefetchs", "prefetch")):
+        with pytest.raises(TypeError, match=f"no option '{name}'; did you mean '{similar}'?"):
+            fsdp(**{name: 1})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"no option 'zzz'$"):
+        fsdp(zzz=1)  # type: ignore[call-arg]
 
 
 def test_the_error_of_a_model_given_to_fsdp_says_where_it_belongs() -> None:
@@ -234,6 +240,16 @@ REFUSED: dict[str, tuple[Callable[[Any], list[FSDPTransform]], type[Exception], 
         ValueError,
         "device: 'cuda:1' is not available: .*Pass device='cpu', or leave device out",
     ),
+    "a gradient, and an optimizer's state": (
+        lambda m: m.first.bias.sum().backward() or [fsdp()],
+        ValueError,
+        r"'first\.bias' has a gradient.*zero_grad.*create optimizers after it",
+    ),
+    "compiled by torch": (
+        lambda m: setattr(m, "last", torch.compile(m.last)) or [fsdp()],
+        TypeError,
+        r"module 'last' was compiled by torch\.compile.*without torch\.compile",
+    ),
     "sharded twice": (lambda m: [fsdp(), fsdp()], ValueError, r"sharded already; pass one fsdp"),
     "used for another module": (
         _used_already,
@@ -260,6 +276,26 @@ def test_invalid_modules_and_options_are_refused_on_every_rank(case: str) -> Non
         assert param.device == before[name].device and param.shape == before[name].shape, name
         if not param.is_meta and not param.is_sparse:
             torch.testing.assert_close(param.detach(), before[name], rtol=0, atol=0, equal_nan=True)
+
+
+class _Branches(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@on_ranks()
+def test_errors_of_tracing_name_the_module_its_dtypes_and_the_line() -> None:
+    branch = rf"_Branches \(.*\), at .*test_errors\.py:{inspect.getsourcelines(_Branches.forward)[1] + 1}"
+    for second, error, note in (
+        (nn.Linear(4, 4).bfloat16(), RuntimeError, r"Linear \(weight bfloat16, bias bfloat16\)"),
+        (_Branches(4, 4), NotImplementedError, branch),
+    ):
+        model = thunder.jit(nn.Sequential(nn.Sequential(nn.Linear(4, 4), second)), transforms=[fsdp()])
+        with pytest.raises(error) as raised:
+            model(torch.ones(2, 4))
+        [found] = raised.value.__notes__
+        assert re.fullmatch(rf"fsdp: while tracing module '0\.1', {note}", found), found
 
 
 @on_ranks(2)

@@ -162,8 +162,9 @@ def tracing_shortcuts() -> Iterator[None]:
     """Enable the shortcuts within the context, unless the environment says that there are none."""
     with contextlib.ExitStack() as stack:
         if os.environ.get("TRACING_SHORTCUTS") != "none":
-            lookaside = {torch_module.Module.__getattr__: _getattr}
-            stack.enter_context(mock.patch.dict(jit_ext._general_jit_lookaside_map, lookaside))
+            lookasides = jit_ext._general_jit_lookaside_map  # to which thunder.jit adds one for the rest of the process
+            lookasides[torch_module.Module.__getattr__] = _getattr
+            stack.callback(lookasides.pop, torch_module.Module.__getattr__)
             for (owner, name), shortcut in _REPLACEMENTS.items():
                 if hasattr(owner, name):
                     stack.enter_context(mock.patch.object(owner, name, shortcut))

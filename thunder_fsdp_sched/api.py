@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import ParamSpec as Arguments
 
 import thunder
 import torch
@@ -25,7 +29,25 @@ from .transform import FSDPTransform
 if TYPE_CHECKING:
     from .planning.clusters import ClusterSpec
 
+P = Arguments("P")
+R = TypeVar("R")
 
+
+def _suggests_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Make the error for an unknown option name the one with the most similar name, as Python 3.13 does."""
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        for name in options.keys() - names:
+            close = "".join(f"; did you mean {known!r}?" for known in difflib.get_close_matches(name, names, n=1))
+            raise TypeError(f"fsdp: there is no option {name!r}{close}")
+        return function(*args, **options)
+
+    return call
+
+
+@_suggests_options
 def fsdp(
     *positional: NoReturn,
     sharding_strategy: str | FSDPType | Callable[[str, torch.nn.Module], str | FSDPType | None] = "zero3",

@@ -261,7 +261,11 @@ def _train_with_trainer(rank: int, world_size: int, folder: Path) -> None:
     with _launched(rank, world_size):
         trainer = example.main(folder / "trained", **options)
         trained = full_state_dict(trainer.model)
-        resumed = example.main(folder / "resumed", resume=folder / "trained" / "checkpoint-2", **options)
+        with mock.patch.object(example.ShardedTrainer, "train") as train:  # the newest checkpoint
+            example.main(folder / "trained", **options)
+        assert train.call_args == mock.call(resume_from_checkpoint=str(folder / "trained" / "checkpoint-4"))
+        # An earlier one; the run replaces the newest.
+        resumed = example.main(folder / "trained", resume=folder / "trained" / "checkpoint-2", **options)
         assert resumed.state.global_step == 4
         for name, value in full_state_dict(resumed.model).items():
             torch.testing.assert_close(value, trained[name], rtol=0, atol=0)

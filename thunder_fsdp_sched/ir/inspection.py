@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import thunder
+import torch
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy, variableify
@@ -24,6 +27,9 @@ UNPACKING = frozenset(i for i in PrimIDs if i.name.startswith("UNPACK_"))
 _BOOKKEEPING = UNPACKING | {PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.RETURN}
 
 _NOT_COUNTED = AGREEMENT | {"clear_mutable_collection"}
+
+_LIBRARIES = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, thunder.__file__))
+"""The folders of torch and Thunder."""
 
 
 def names(proxies: Iterable[Any]) -> Iterator[str]:
@@ -97,6 +103,11 @@ def source_of(bsym: BoundSymbol) -> str:
     if bsym.source_filename is None or bsym.source_positions is None:
         return ""
     return f"{bsym.source_filename}:{bsym.source_positions.lineno}"
+
+
+def is_library(filename: str) -> bool:
+    """Return whether a file is one of torch or Thunder."""
+    return filename.startswith(_LIBRARIES)
 
 
 def statements(trace: TraceCtx) -> list[BoundSymbol]:

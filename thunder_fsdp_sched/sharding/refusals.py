@@ -46,13 +46,19 @@ _INSTEAD_OF_FSDP2 = {
 #
 
 
-def refuse_graph(module: nn.Module) -> None:
-    """Raise an error if ``thunder.fx`` gives a graph, whose parameters are its inputs."""
+def refuse_compiled(module: nn.Module) -> None:
+    """Raise an error for a graph of ``thunder.fx``, whose parameters are its inputs, and for results of torch.compile."""
     if isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None:
         raise TypeError(
             "fsdp: thunder.fx gives graphs, which have no module to shard; use thunder.jit, and with thunder.compile a "
             "recipe with interpreter='thunder.jit', the default"
         )
+    for path, child in module.named_modules():
+        if hasattr(child, "_orig_mod"):  # of torch.compile
+            raise TypeError(
+                f"fsdp: {f'module {path!r}' if path else 'the module'} was compiled by torch.compile, and Thunder compiles "
+                f"it itself: give thunder.jit the module without torch.compile"
+            )
 
 
 def refuse_renamed(module: nn.Module) -> None:
@@ -77,7 +83,8 @@ def refuse_shards_and_grads(named: dict[str, nn.Parameter]) -> None:
         if param.grad is not None:
             raise ValueError(
                 f"parameter {name!r} has a gradient, which is not sharded with it: call "
-                f"module.zero_grad(set_to_none=True) before thunder.jit(module, transforms=[fsdp(...)])"
+                f"module.zero_grad(set_to_none=True) before thunder.jit(module, transforms=[fsdp(...)]), and create "
+                f"optimizers after it: one with state of these parameters cannot train the shards"
             )
 
 

@@ -37,7 +37,7 @@ from .former_parameters import retire
 from .initial_values import ValueSource, check_initial_values, make_blank, resolve_device
 from .module_parameters import find_owner, replace_in_containers
 from .module_policies import ModulePolicies
-from .refusals import refuse_graph, refuse_renamed, refuse_reparametrized, refuse_shards_and_grads, refuse_views
+from .refusals import refuse_compiled, refuse_renamed, refuse_reparametrized, refuse_shards_and_grads, refuse_views
 from .sharded_module import ShardedModule
 from .state_entries import check_before_step
 
@@ -60,7 +60,7 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
         ScheduleDisagreement: ranks differ in the versions of this package, Thunder or torch, in options, or in
             parameters or their values.
     """
-    refuse_graph(model._model)
+    refuse_compiled(model._model)
     if options.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
         options = replace(options, device=resolve_device(options.device))
     sharding = _Sharding(model, options)

@@ -67,7 +67,11 @@ def rows_from(rows: Rows, value: torch.Tensor) -> torch.Tensor:
         ValueError: it has another shape, or other rows.
     """
     if value.shape != rows.shape:
-        raise ValueError(f"the unsharded parameter has shape {tuple(rows.shape)}, the entry {tuple(value.shape)}")
+        are_rows = value.shape == rows.local_shape and type(value) in (torch.Tensor, torch.nn.Parameter)
+        raise ValueError(
+            f"the unsharded parameter has shape {tuple(rows.shape)}, the entry {tuple(value.shape)}"
+            + ", which are this rank's rows: load the DTensor, or copy them, p.to_local().copy_(rows)" * are_rows
+        )
     value = value.detach()
     if isinstance(value, RowDTensor) and value.rows == rows:
         return value._local_tensor
