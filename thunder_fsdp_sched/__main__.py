@@ -15,6 +15,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .demo.runs import DemoOptions, Sharding, run_demo, strategies_of
 from .ir.schedule import load_schedules
@@ -24,9 +25,10 @@ from .planning.calibration import calibrate
 from .planning.clusters import CLUSTERS, read_cluster
 from .planning.dry_run import DryRun, dry_run_step, find_model, replan
 from .planning.fit import describe_fit, optimizer_state_bytes
+from .planning.models import MODELS
 from .planning.recorded import RecordedStep, read_recorded
 from .planning.suggestions import HEADROOM, suggest
-from .reports.dry_run_table import dry_run_table, window_table
+from .reports.dry_run_table import answer, dry_run_table, window_table
 from .reports.exposed import ExposedCommunication, exposed_communication
 from .reports.memory_files import save_memory, save_snapshot
 from .reports.plot import plot_memory, plot_timelines, save_perfetto
@@ -39,6 +41,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
+    rich_markup_mode=None,  # whose tables cut names of options at 80 columns
 )
 
 
@@ -65,8 +68,9 @@ class StepOptions:
         str,
         typer.Argument(
             metavar="MODEL",
-            help="MODULE:FACTORY that returns (module, args) or (module, args, kwargs), best on the meta device; a LitGPT "
-            "configuration (Llama-3-8B); or a Hugging Face model type (llama). Random weights, nothing is downloaded.",
+            help="MODULE:FACTORY that returns (module, args) or (module, args, kwargs), best on the meta device; "
+            f"{', '.join(MODELS)}; a LitGPT configuration; or a Hugging Face model type (llama). Random weights, nothing "
+            "is downloaded.",
         ),
     ]
     world_size: Annotated[int, typer.Option(min=1, help="Ranks to compile for; none is started.")] = 8
@@ -107,9 +111,16 @@ class StepOptions:
     ] = None
     replicas: Annotated[int, typer.Option(min=1, help="Hybrid sharding: number of copies of the shards.")] = 1
     transport: Annotated[str, typer.Option(help=f"How buckets travel: auto, {', '.join(sorted(TRANSPORTS))}.")] = "auto"
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank (LitGPT and Hugging Face models).")] = 1
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence (LitGPT and Hugging Face models).")] = 2048
-    dtype: Annotated[str, typer.Option(help="dtype of the parameters (LitGPT and Hugging Face models).")] = "bfloat16"
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank (models by name).")] = 1
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence (models by name).")] = 2048
+    dtype: Annotated[str, typer.Option(help="dtype of parameters and optimizer state (models by name).")] = "float32"
+    mixed_precision: Annotated[
+        str | None,
+        typer.Option(
+            help="dtype in which parameters are gathered and computed with, while gradients are reduced in float32, or "
+            "none; by default bfloat16 for models by name, and none for MODULE:FACTORY."
+        ),
+    ] = None
 
     def compile(
         self, console: Console, strategy: str, *, micro_batches: int = 1, recorded: Sequence[RecordedStep] = ()
@@ -118,11 +129,9 @@ class StepOptions:
 
         If there are recorded steps, compute and links get their speed.
         """
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise typer.BadParameter(
-                f"dtype: torch has no dtype {self.dtype!r}; bfloat16, float16 and float32 are some"
-            )
+        dtype = _dtype("dtype", self.dtype)
+        lower = self.mixed_precision or ("none" if ":" in self.model else "bfloat16")
+        policy = None if lower == "none" else MixedPrecisionPolicy(_dtype("mixed-precision", lower), torch.float32)
         if (folder := str(Path.cwd())) not in sys.path:
             sys.path.insert(0, folder)
         try:
@@ -144,10 +153,18 @@ class StepOptions:
                         replicas=self.replicas,
                         micro_batches=micro_batches,
                         transport=self.transport,
+                        mp_policy=policy,
                     )
                     return replan(step, on=calibrate(spec, step.compiled, recorded)) if recorded else step
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
+
+
+def _dtype(option: str, name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise typer.BadParameter(f"{option}: torch has no dtype {name!r}; bfloat16, float16 and float32 are some")
+    return found
 
 
 def _takes(options: type, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -224,7 +241,8 @@ def plan(
         bool | None,
         typer.Option(
             "--suggest/--no-suggest",
-            help="Say what to change, each with its simulated time; by default if the step does not fit with the headroom.",
+            help="Say what to change, each with its simulated time; by default in detail only if the step does not fit with "
+            "the headroom.",
         ),
     ] = None,
     headroom: Annotated[
@@ -271,25 +289,30 @@ def plan(
         step = options.compile(console, strategy, micro_batches=micro_batches, recorded=recorded)
         if both:
             console.print(strategy.replace("zero", "ZeRO-"), style="bold")
-        console.print(plan_table(step.transform.plan))
-        if step.window is not None:
-            console.print(window_table(step))
-        console.print(dry_run_table(step))
-        if recorded:
-            console.print(ExposedCommunication(recorded, step.after).table())
         compiled = step.compiled
         memory = step.memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
-        console.print(describe_fit(memory, step.cluster.memory, step.cluster.name))
+        fit = describe_fit(memory, step.cluster.memory, step.cluster.name, compiled.forward)
+        verdict, _, parts = fit.partition("\n")
         free = int(HEADROOM * step.cluster.memory)
         if headroom is not None:
             try:
                 free = 0 if headroom == "0" else parse_bytes("headroom", headroom)
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from error
-        if suggestions or (suggestions is None and memory.peak.nbytes + free > step.cluster.memory):
+        found = None
+        if suggestions is not False:
             with _spinner(console, "looking for suggestions") as show, following_stages(lambda stage: None):
                 found = suggest(step, progress=show, optimizer_bytes=optimizer_bytes, headroom=free, dry_runs=dry_runs)
+        console.print(answer(step, options.model, verdict, found), markup=False)
+        if found is not None and (suggestions or not found.plan.fits):
             console.print(str(found), markup=False)
+        console.print(plan_table(step.transform.plan))
+        if step.window is not None:
+            console.print(window_table(step))
+        console.print(dry_run_table(step))
+        if recorded:
+            console.print(ExposedCommunication(recorded, step.after).table())
+        console.print(parts, markup=False)
         if compiled.choice is not None:
             console.print(str(compiled.choice))
         files: dict[str, tuple[Path | None, Callable[[Path], object]]] = {

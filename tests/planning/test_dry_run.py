@@ -8,6 +8,7 @@ import sys
 from thunder_fsdp_sched.__main__ import app
 from thunder_fsdp_sched.ir.schedule import load_schedules
 from thunder_fsdp_sched.planning.dry_run import dry_run_step
+from thunder_fsdp_sched.planning.models import MODELS
 from thunder_fsdp_sched.reports.memory_files import load_memory
 
 import pytest
@@ -43,9 +44,16 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     assert all(text in output for text in ("scheduled", "unsorted", "blocks.1", "optimizer state"))
     assert "gathers in flight, at most: forward 2, backward 2" in output
     assert re.search(
-        r"^fits on h100-sxm: 80 GB free of 80 GB$\npeak [\d.]+ [kM]B in (for|back)ward", output, re.MULTILINE
-    )
-    assert re.search(r"\.py:\d+$", output, re.MULTILINE)
+        r"^test_dry_run:make_on_meta: 9,475 parameters, 2 blocks; the largest is\n  blocks\.0\.up\.weight \(64, 32\)\n"
+        r"shards float32, computed in float32, reduced in float32\n"
+        r"inputs float32\[4, 32\] \(gradients enabled, training\)\n"
+        r"zero3, 16 ranks of h100-sxm: [\d.]+ ms a step\nfits on h100-sxm: 80 GB free of 80 GB\n"
+        r"( +[+-]\d\.\d\d ms  \w+=.+\n){3}\n",
+        output,
+        re.MULTILINE,
+    ), output
+    assert "what to change" not in output and max(map(len, output.splitlines())) <= 80
+    assert re.search(r"blocks\.[01], models\.py:\d+$", output, re.MULTILINE)
     assert all(file.stat().st_size for file in files)
     [step] = load_schedules(files[2])
     assert {op.bucket for op in step.forward} == {"first", "blocks.0", "blocks.1", "last"}
@@ -59,6 +67,22 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     assert "gathers in flight, at most: forward 1, backward 1" in limited
     invoke("diff", str(files[2]), str(files[2]))
     assert "fsdp_all_gather" in invoke("diff", str(files[2]), str(other), exit_code=1)
+
+
+def test_a_model_by_name_is_planned_in_mixed_precision_with_optimizer_state_in_float32(monkeypatch, tmp_path):
+    small = MODELS["Llama-3-8B"]._replace(blocks=4, width=32, heads=4, kv_heads=2, hidden=64, vocabulary=64)
+    monkeypatch.setitem(MODELS, "Llama-3-8B", small)
+    planned = ("plan", "Llama-3-8B", "--world-size", "4", "--length", "16", "--memory", str(tmp_path / "memory.json"))
+    output = invoke(*planned, "--no-suggest")
+    fixed = load_memory(tmp_path / "memory.json").fixed
+    assert fixed["optimizer state"] == pytest.approx(2 * fixed["shards"], rel=0.1)  # which the allocator rounds up
+    assert re.search(r"^shards float32, computed in bfloat16, reduced in float32$", output, re.MULTILINE)
+    assert re.search(r"^  \d x model\.blocks\.\d-\d", output, re.MULTILINE), "blocks that are alike have one row"
+    assert "blocks and lines of the model" in output and not re.search(r"(dry_run|linear)\.py:", output)
+    low = invoke(*planned, "--no-suggest", "--dtype", "bfloat16", "--mixed-precision", "none")
+    assert re.search(r"^shards bfloat16, computed in bfloat16, reduced in bfloat16$", low, re.MULTILINE)
+    in_bfloat16 = load_memory(tmp_path / "memory.json").fixed["optimizer state"]
+    assert in_bfloat16 == pytest.approx(fixed["optimizer state"] / 2, rel=0.1)
 
 
 def test_a_hybrid_step_is_planned_on_the_links_of_both_mesh_dimensions():
@@ -113,11 +137,16 @@ NOT_A_FUNCTION = 3
     [
         (("plan", "test_dry_run:make_on_meta", "--dtype", "foo"), "torch has no dtype 'foo'"),
         (("plan", "test_dry_run:make_on_meta", "--dtype", "nn"), "torch has no dtype 'nn'"),
+        (
+            ("plan", "test_dry_run:make_on_meta", "--mixed-precision", "foo"),
+            "mixed-precision: torch has no dtype 'foo'",
+        ),
         (("plan", "test_dry_run:make_nothing"), "'make_nothing' must return (module, args)"),
         (("plan", "test_dry_run:make_a_list"), "but returned a list"),
         (("plan", "test_dry_run:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
         (("plan", "test_dry_run:make_on_meta", "--bucketing", "foo"), "foo"),
         (("plan", "no-such-model"), "'no-such-model' is neither"),
+        (("plan", "no-such-model"), "this package has Llama-3-8B, "),
         (("plan", ":make"), "cannot be imported"),
         (("plan", "no_such_module:make"), "no_such_module"),
         (("plan", "test_dry_run:make_on_meta", "--cluster", "nowhere"), "nowhere"),

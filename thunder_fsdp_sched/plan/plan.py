@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -16,7 +17,7 @@ class PlanTable(NamedTuple):
 
     title: str
     columns: tuple[str, ...]  # headers; the first column has names, the others numbers or short words
-    rows: tuple[tuple[str, ...], ...]  # one for each bucket, in the order of the plan
+    rows: tuple[tuple[str, ...], ...]  # in the order of the plan; one for buckets of blocks that are alike
     total: tuple[str, ...]
     notes: tuple[str, ...]  # what all buckets have in common, or only some, one line each
 
@@ -92,7 +93,20 @@ def _table_of(plan: Sequence[BucketSpec], title: str) -> PlanTable:
     for factor, names in _names_by(plan, lambda b: b.options.gradient_divide_factor).items():
         notes += [] if factor is None else [f"sum of gradients divided by {factor:g}: {names}"]
     columns += ["dtype"] * shows_dtypes + ["ranks"] * shows_ranks
-    return PlanTable(title, tuple(columns), tuple(rows), total, tuple(notes))
+    return PlanTable(title, tuple(columns), tuple(_join_alike(rows)), total, tuple(notes))
+
+
+def _join_alike(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Join the rows of three or more buckets whose names differ only in their first number: ``"30 x blocks.1-30.up"``."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        alike.setdefault((re.sub(r"\d+", "#", name, count=1), *cells), []).append(name)
+    for (pattern, *cells), names in alike.items():
+        numbers = [int(found[0]) if (found := re.search(r"\d+", name)) else 0 for name in names]
+        if len(names) < 3 or numbers != list(range(numbers[0], numbers[0] + len(names))):
+            yield from ((name, *cells) for name in names)
+        else:
+            yield f"{len(names)} x {pattern.replace('#', f'{numbers[0]}-{numbers[-1]}')}", *cells
 
 
 def _sizes(buckets: Sequence[BucketSpec]) -> list[str]:

@@ -21,6 +21,7 @@ from . import gpu_attention
 from .clusters import ClusterSpec, cluster
 from .cost import AnalyticCost
 from .fake_ranks import Made, compile_as_rank, fake_rank, jit
+from .models import MODELS, Decoder
 from .replanning import NeedsTrace, plan_again
 from .simulate import simulate
 from .timeline import Timeline
@@ -257,10 +258,10 @@ def module_and_inputs(make: Callable[[], Made]) -> tuple[torch.nn.Module, tuple[
 
 
 def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Callable[[], Made]:
-    """Return a factory by name: ``module:factory``, a LitGPT configuration, or a Hugging Face model type.
+    """Return a factory by name: ``module:factory``, one of ``MODELS``, a LitGPT configuration, or a Hugging Face model type.
 
     Weights are random and on the meta device; nothing is downloaded. A factory takes no arguments and returns
-    ``(module, inputs)`` itself; the other two are language models on ``batch`` sequences of ``length`` tokens.
+    ``(module, inputs)`` itself; the others are language models on ``batch`` sequences of ``length`` tokens.
 
     Raises:
         ValueError: there is no such name. The message lists the attempts and the extra that would be needed.
@@ -268,11 +269,13 @@ def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Cal
     if ":" in name:
         return _imported(name)
     tried = []
-    for find in (_litgpt, _hugging_face):
+    for find in (_packaged, _litgpt, _hugging_face):
         try:
             build = find(name, length, dtype)
         except (ImportError, ValueError, KeyError) as error:
             tried.append(f"{find.__name__.strip('_')}: {error}")
+            if isinstance(error, ImportError):
+                tried[-1] += f" (pip install {error.name})"
             continue
 
         def make() -> Made:
@@ -281,7 +284,7 @@ def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Cal
                 return _Loss(build()), (tokens, tokens.clone())  # noqa: B023  # the first model that is found
 
         return make
-    raise ValueError(f"model: {name!r} is neither module:factory nor a known configuration; " + "; ".join(tried))
+    raise ValueError(f"model: {name!r} is neither module:factory nor a known configuration: " + "; ".join(tried))
 
 
 def _imported(name: str) -> Callable[[], Made]:
@@ -292,6 +295,12 @@ def _imported(name: str) -> Callable[[], Made]:
     if not callable(make):
         raise ValueError(f"model: {name!r} is of type {type(make).__name__}, not a function that makes a model")
     return make
+
+
+def _packaged(name: str, length: int, dtype: torch.dtype) -> Callable[[], torch.nn.Module]:
+    if name not in MODELS:
+        raise ValueError(f"this package has {', '.join(MODELS)}")
+    return lambda: Decoder(MODELS[name], length).to(dtype)
 
 
 def _litgpt(name: str, length: int, dtype: torch.dtype) -> Callable[[], torch.nn.Module]:

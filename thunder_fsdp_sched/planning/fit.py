@@ -13,7 +13,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.effects import effects
-from ..ir.inspection import args_of, defined_by, nbytes_of, source_of
+from ..ir.inspection import args_of, defined_by, is_library, nbytes_of, source_of
 from ..ir.schedule import is_communication
 from ..ir.step_memory import StepMemory
 from ..runtime.bucket import Bucket
@@ -36,13 +36,14 @@ def optimizer_state_bytes(buckets: Iterable[Bucket], per_element: float | None =
     return sum(2 * s.nbytes if per_element is None else int(per_element * s.numel()) for s in shards)
 
 
-def describe_fit(memory: StepMemory, device_bytes: int, device: str) -> str:
+def describe_fit(memory: StepMemory, device_bytes: int, device: str, forward: TraceCtx | None = None) -> str:
     """Return lines that say whether a step fits, by how much, what its peak consists of, and its largest tensors.
 
     Args:
         memory: the memory of the step, optimizer state included.
         device_bytes: bytes of the device's memory.
         device: the name of the device.
+        forward: the forward trace, which tells the blocks of the largest tensors.
     """
     peak = memory.peak
     free = device_bytes - peak.nbytes
@@ -51,15 +52,25 @@ def describe_fit(memory: StepMemory, device_bytes: int, device: str) -> str:
         if free >= 0
         else f"does not fit on {device}: {human_bytes(-free, 4)} too much"
     )
-    sources = {tensor: f", {tensor.source.rpartition('/')[2]}" if tensor.source else "" for tensor in peak.largest}
+    origins = {} if forward is None else origins_of(forward)
+    made_by = {
+        t: "".join(f", {text}" for text in (getattr(origins.get(t.name), "block", ""), _line_of(t.source)) if text)
+        for t in peak.largest
+    }
     lines = [
         f"{verdict} of {human_bytes(device_bytes, 4)}",
         f"peak {human_bytes(peak.nbytes, 4)} in {peak.phase}, at position {peak.position}:",
         *(f"  {human_bytes(nbytes, 4):>10}  {kind}" for kind, nbytes in peak.by_kind.items() if nbytes),
-        "largest tensors there, with the lines that made them:",
-        *(f"  {human_bytes(t.nbytes, 4):>10}  {t.name}, {t.kind}{source}" for t, source in sources.items()),
+        "largest tensors there, with the blocks and lines of the model that made them:",
+        *(f"  {human_bytes(t.nbytes, 4):>10}  {t.name}, {t.kind}{places}" for t, places in made_by.items()),
     ]
     return "\n".join(lines)
+
+
+def _line_of(source: str) -> str:
+    """Return a line of the model as ``"model.py:70"``; empty if it is one of torch, or of the planner's loss."""
+    file = source.rpartition(":")[0]
+    return "" if is_library(file) or file.endswith("planning/dry_run.py") else source.rpartition("/")[2]
 
 
 class Origin(NamedTuple):
@@ -93,7 +104,7 @@ def origins_of(forward: TraceCtx) -> dict[str, Origin]:
     for bsym in forward.bound_symbols:
         e = effects(bsym)
         if e.unshards and e.bucket is not None:
-            blocks.update({out: _block(p.name) for out, p in zip(e.in_place, e.bucket.spec.params, strict=True)})
+            blocks.update({out: block_of(p.name) for out, p in zip(e.in_place, e.bucket.spec.params, strict=True)})
         elif not is_communication(bsym):
             computing.append(bsym)
     for source, run in itertools.groupby(computing, key=lambda bsym: source_of(bsym).rpartition("/")[2]):
@@ -107,7 +118,7 @@ def origins_of(forward: TraceCtx) -> dict[str, Origin]:
     return origins
 
 
-def _block(parameter: str) -> str:
+def block_of(parameter: str) -> str:
     """Return the path of the block that holds a parameter: up to the first number, else without the parameter's own name."""
     numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", parameter)
     return numbered.group() if numbered else parameter.rpartition(".")[0] or parameter

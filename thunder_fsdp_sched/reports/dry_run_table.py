@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich.table import Table
 
 from ..ir.schedule import read_schedule
 from ..ir.slots import shared_slots
 from ..planning.dry_run import DryRun
+from ..planning.fit import block_of
+from ..planning.suggestions import Suggestions
 from ..planning.timeline import Timeline
 from ..sizes import human_bytes
 from ..transforms.write_grads_in_place import share_written_in_place
 from .report import plain_table
+
+
+def answer(step: DryRun, model: str, verdict: str, found: Suggestions | None) -> str:
+    """Return the model, its inputs, time and memory of a planned step, and the three best changes, in lines of 80 columns.
+
+    Args:
+        model: the name that the user gave.
+        verdict: whether the step fits.
+        found: the changes; ``None`` if they were not looked for.
+    """
+    plan, options = step.transform.plan, step.transform.options
+    params = [param for bucket in plan for param in bucket.params]
+    blocks = {block for param in params if (block := block_of(param.name))[-1].isdecimal()}
+    largest = max(params, key=lambda param: param.numel)
+    dtypes = dict.fromkeys(f"shards {b.dtype}, computed in {b.param_dtype}, reduced in {b.reduce_dtype}" for b in plan)
+    lines = [
+        f"{model}: {sum(param.numel for param in params):,} parameters, {len(blocks)} blocks; the largest is "
+        f" {largest.name} {largest.shape}",
+        *(precision.replace("torch.", "") for precision in dtypes),
+        f"{step.compiled.call}" + f", {step.micro_batches} micro-batches" * (step.micro_batches > 1),
+        f"{options.sharding_strategy}, {step.world_size} ranks of {step.cluster.name}: {1e3 * step.seconds:,.2f} ms a step",
+        verdict,
+    ]
+    for change in found.ranked[:3] if found is not None else ():
+        fits = "" if change.fits else ", does not fit"
+        lines.append(f"  {1e3 * change.extra_seconds:+10,.2f} ms  {' and '.join(change.changes)}{fits}")
+    wrapped = (textwrap.fill(line, 80, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+    return "\n".join([*wrapped, ""])
 
 
 def dry_run_table(step: DryRun) -> Table:

@@ -19,6 +19,7 @@ from ..ir.inspection import statement, statements
 from ..ir.schedule import is_communication
 from ..ir.symbols import GATHERS, ISSUES, WAITS
 from ..plan.plan import Plan
+from ..sizes import human_bytes
 
 _SIDE_BY_SIDE = 128
 """Columns of a terminal that two traces next to each other need."""
@@ -98,10 +99,10 @@ def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
     headers = {"parameters": "param-\neters", "unsharded bytes": "unsharded\nbytes", "bytes a rank": "bytes\na rank"}
     for column in cells.columns[1:]:
         table.add_column(headers.get(column, column), justify="left" if column == "dtype" else "right", no_wrap=True)
-    for row in cells.rows:
-        table.add_row(*row)
-    table.add_section()
-    table.add_row(*cells.total)
+    for row in (*cells.rows, cells.total):
+        if row is cells.total:
+            table.add_section()
+        table.add_row(*(human_bytes(int(c.replace(",", "")), 4) if 2 <= n <= 4 else c for n, c in enumerate(row)))
     table.caption = "\n".join(cells.notes)
     table.caption_justify = "left"
     return table
