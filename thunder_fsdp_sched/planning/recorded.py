@@ -6,9 +6,8 @@ the compute stream. On other streams, copies, and kernels that were launched in 
 communication. Everything else is compute.
 
 On a CPU, the threads of gloo record when each collective runs. Communication is exposed while a collective runs and the
-host waits in one of this package's ranges, in ``wait_tensor`` or in the ``wait`` of a work (recorded with
-``with_stack=True``). Nothing records when other code waits, such as FSDP2. Its collectives are exposed while they run and
-no operator does, other than those that communicate; that includes the host's time between operators.
+host waits in one of this package's ranges. Nothing records when other code waits, such as FSDP2. Its collectives are exposed
+while they run and no operator does, other than those that communicate; that includes the host's time between operators.
 
 Every moment of exposed communication counts once. It belongs to the collective that the host waits for; if that is not
 recorded, to the one that started first of those that run.
@@ -37,10 +36,11 @@ _KINDS = (
 )  # fmt: skip
 _OURS = "fsdp_"
 _RANGE = re.compile(r"(fsdp_|FSDP::)(\w+)(?: ?\((.*)\))?")
-_WAIT = re.compile(r"fsdp_wait_.*|.*::wait_tensor|.*built-in method wait of .*Work.*")
+_WAIT = "fsdp_wait_"
+_BACKWARD = re.compile("autograd::engine|[Bb]ackward")
 _KERNEL = re.compile("nccl|nvshmem", re.IGNORECASE)
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_BY_HOST = ("cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver")
+_BY_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 _WHOLE_FILE = "whole file"
 
 
@@ -154,8 +154,6 @@ def _event(of: dict[str, Any]) -> _Event | None:
     category, name = of.get("cat"), of.get("name", "")
     if of.get("ph") != "X" or category not in (*_ON_DEVICE, *_BY_HOST):
         return None
-    if category == "python_function" and not _WAIT.fullmatch(name):
-        return None
     start = of["ts"] * 1e-6
     return _Event(start, start + of["dur"] * 1e-6, name, category, (of.get("pid"), of.get("tid")), of.get("args", {}))
 
@@ -169,14 +167,14 @@ class _Recording:
         compute: the rest of what ran on a GPU; ``None`` on a CPU, where it is all that is not exposed.
         issues: the collectives that the host issued, each after the kind of collective that gloo runs for it.
         launches: launches of what ran on a device, by the number that both events have.
-        waits: the waits for collectives.
+        waits: this package's waits for collectives.
         operators: when operators ran, other than those that communicate or contain one that does.
         backward: when events of backward ended.
     """
 
     def __init__(self, events: Sequence[_Event]) -> None:
         self.steps = [(*e.span, e.name) for e in events if e.name.startswith("ProfilerStep")]
-        self.backward = [e.end for e in events if "ackward" in e.name]
+        self.backward = [e.end for e in events if _BACKWARD.search(e.name)]
         self.issues: list[tuple[str, _Issue]] = []
         self.launches: dict[Any, _Issue] = {}
         self.waits: list[_Run] = []
@@ -206,7 +204,7 @@ class _Recording:
             if event.category.startswith("cuda_"):
                 self.launches[event.args.get("correlation")] = _issue(enclosing)
                 continue
-            if _WAIT.fullmatch(event.name):
+            if event.name.startswith(_WAIT):
                 self.waits.append(_Run(*event.span, "", _issue(enclosing)))
             elif event.name.startswith("c10d::") or event.name == "fsdp_agreement":
                 operation = "all_gather" if event.name == "fsdp_agreement" else _kind_of(event.name)
@@ -256,18 +254,16 @@ class _Recording:
         running = _spans(self.communication, window)
         if self.compute is not None:
             return _both(gaps(_spans(self.compute, window), *window), running)
-        exposed = _both(_spans(self.waits, window), running)
-        if all(wait.issue.by == _OURS for wait in self.waits):  # those of other code are not recorded
-            others = _spans([run for run in self.communication if run.issue.by != _OURS], window)
-            exposed += _both(gaps(_both(self.operators, [window]), *window), others)
-        return union(exposed)
+        others = _spans([run for run in self.communication if run.issue.by != _OURS], window)
+        idle = gaps(_both(self.operators, [window]), *window)
+        return union([*_both(_spans(self.waits, window), running), *_both(idle, others)])
 
     def step(self, path: Path, rank: int, start: float, end: float, name: str) -> RecordedStep:
         """Return the step that the host ran in this time."""
         window = since, until = self._ran((start, end))
         exposed = self._exposed(window)
         collectives = _clipped(self.communication, window)
-        waits = _first_come([wait for wait in _clipped(self.waits, window) if wait.issue.by == _OURS])
+        waits = _clipped(self.waits, window)
         unknown = _both(exposed, gaps(_spans(waits, window), *window))
         blamed = [*overlaps(exposed, waits), *overlaps(unknown, _first_come(collectives))]
         computing = gaps(exposed, *window) if self.compute is None else _spans(self.compute, window)
@@ -291,7 +287,7 @@ class _Recording:
 def _issue(enclosing: Sequence[_Event]) -> _Issue:
     """Return what the last of the events issues, by the ranges among those that enclose it."""
     event = enclosing[-1]
-    phase = BACKWARD if any("ackward" in e.name for e in enclosing) else FORWARD
+    phase = BACKWARD if any(_BACKWARD.search(e.name) for e in enclosing) else FORWARD
     if any(e.name.startswith("Optimizer.") for e in enclosing):
         phase = OUTSIDE
     for outer in reversed(enclosing):

@@ -63,7 +63,7 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path |
     names = {
         "compute": "compute",
         "gather": "all-gather; slot holding parameters",
-        "reduction": "reduction; slot holding gradients",
+        "reduction": "other collective; slot holding gradients",
         "exposed": "exposed: compute waits for communication",
         "gap": "launch gap: the device waits for the host",
     }
