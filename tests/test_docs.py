@@ -286,6 +286,45 @@ def test_the_recipe_for_tokens_gives_the_mean_over_all_tokens(rank: int) -> None
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-9, atol=1e-9)
 
 
+class _Blocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+@on_ranks(2)
+def test_the_script_that_comes_from_fsdp2_trains_and_resumes(rank: int, tmp_path: Path) -> None:
+    torch.manual_seed(1 + rank)
+    batches = [(torch.randn(2, 4), torch.ones(2, 4)) for _ in range(4)]
+    [script] = (block for block in blocks_of(text_of("from-fsdp2.md")) if "import thunder  #" in block)
+    script = script.replace('dist.init_process_group("gloo")\n', "")
+    names: dict[str, Any] = {"Model": _Blocks, "Block": torch.nn.Sequential, "batches": batches, "folder": tmp_path}
+    exec(script, names)
+    first = thunder_fsdp_sched.full_state_dict(names["model"])
+    assert first.keys() == _Blocks().state_dict().keys()
+    resumed: dict[str, Any] = {**names, "batches": [], "folder": tmp_path}
+    exec(script.rpartition("tfs.save_checkpoint")[0], resumed)
+    for name, value in thunder_fsdp_sched.full_state_dict(resumed["model"]).items():
+        torch.testing.assert_close(value, first[name], rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_the_loop_that_logs_prints_on_the_first_rank(rank: int) -> None:
+    model = thunder.jit(torch.nn.Linear(4, 4), transforms=[thunder_fsdp_sched.fsdp()])
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.ones(64, 4))
+    [block] = blocks_of(section("training.md", "Data and metrics"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    printed: list[str] = []
+    names = {"torch": torch, "dist": torch.distributed, "tfs": thunder_fsdp_sched, "print": printed.append}
+    exec(block, {**names, "model": model, "optimizer": optimizer, "dataset": data})
+    assert [line.partition(":")[0] for line in printed] == [f"epoch {n}, step 0" for n in range(2) if rank == 0]
+
+
 @on_ranks(2)
 def test_wrapped_blocks_are_recomputed_without_more_communication(rank: int, world_size: int) -> None:
     names = {"tfs": thunder_fsdp_sched, "thunder": thunder, "Block": torch.nn.Sequential}
