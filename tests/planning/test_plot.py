@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.planning.clusters import cluster
@@ -26,6 +27,8 @@ def test_plot_timelines_draws_each_timeline_with_its_lanes(timeline, tmp_path, e
     pytest.importorskip("matplotlib")
     from thunder_fsdp_sched.reports.plot import plot_timelines
 
+    # Slots that are not shared: as many rows as are in use at once.
+    timeline = replace(timeline, slots=tuple(use._replace(slot=f"slot_{n}") for n, use in enumerate(timeline.slots)))
     figure = plot_timelines([("before", timeline), ("after", timeline)], tmp_path / f"steps.{ending}")
     assert (tmp_path / f"steps.{ending}").stat().st_size > 1000
     titles = [axes.get_title(loc="left") for axes in figure.axes]
@@ -35,7 +38,10 @@ def test_plot_timelines_draws_each_timeline_with_its_lanes(timeline, tmp_path, e
     assert "launch gap: the device waits for the host" in legend
     lanes = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert lanes[0] == "compute"
-    assert {use.slot for use in timeline.slots} <= set(lanes)
+    most = max(sum(use.start <= start < use.end for use in timeline.slots) for start, *_ in timeline.memory)
+    assert lanes[2:] == [f"unsharded {row}" for row in range(1, most + 1)]
+    widest = max(len(line) for title in titles for line in title.splitlines())
+    assert widest <= 140
 
 
 def test_a_perfetto_file_holds_every_collective_with_its_times(timeline, tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,9 +41,9 @@ def _figure(height: float) -> Figure:
 def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path | None = None) -> Figure:
     """Draw simulated steps below each other, on one time axis.
 
-    For each: a compute lane, a lane for each process group, and the slots below, one bar for each unsharded bucket that
-    a slot holds. On the compute lane, exposed communication is red, and gaps in which the device waits for the host to
-    launch are violet; shorter ones than half a thousandth of the picture are not drawn.
+    For each: a compute lane, a lane for each process group, and below a bar for each unsharded bucket while a slot holds
+    it, in as many rows as slots are in use at once. On the compute lane, exposed communication is red, and gaps in which
+    the device waits for the host to launch are violet; shorter ones than half a thousandth of the picture are not drawn.
 
     Args:
         timelines: title and timeline of each step, ``[("before", ...), ("after", ...)]`` for a comparison.
@@ -50,6 +52,7 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path |
     Raises:
         ImportError: matplotlib is not installed (the extra ``plot``).
     """
+    timelines = [(title, replace(t, slots=_packed(t.slots))) for title, t in timelines]
     heights = [len(_lanes(t)) for _, t in timelines]
     figure = _figure(1.6 + sum(0.42 * h + 0.9 for h in heights))
     rows = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, height_ratios=[h + 2 for h in heights])
@@ -57,7 +60,7 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path |
     scale, unit = (1e3, "ms") if end < 1 else (1.0, "s")
     for (title, timeline), [axes] in zip(timelines, rows, strict=True):
         _draw(axes, timeline, end * scale, scale)
-        axes.set_title(f"{title}: {_summary(timeline)}", loc="left", fontsize=10)
+        axes.set_title(textwrap.fill(f"{title}: {_summary(timeline)}", 140), loc="left", fontsize=10)
     rows[-1][0].set_xlabel(f"time in {unit}")
     rows[-1][0].set_xlim(0, end * scale * 1.005)
     names = {
@@ -79,6 +82,17 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path |
 def _summary(timeline: Timeline) -> str:
     text = f"{timeline.breakdown}; communication {sum(timeline.communication_seconds.values()) * 1e3:,.1f} ms"
     return f"{text}, peak {timeline.peak_unsharded_bytes / 1e6:,.1f} MB unsharded" if timeline.slots else text
+
+
+def _packed(uses: Iterable[SlotUse]) -> tuple[SlotUse, ...]:
+    """Return the uses of slots with a row in place of their slot: the first that is free, so that no row is nearly empty."""
+    ends: list[float] = []
+    packed = []
+    for use in sorted(uses, key=lambda use: use.start):
+        row = next((number for number, end in enumerate(ends) if end <= use.start), len(ends))
+        ends[row : row + 1] = [use.end]
+        packed.append(use._replace(slot=f"unsharded {row + 1}" if use.slot else ""))
+    return tuple(packed)
 
 
 def _lanes(timeline: Timeline) -> list[str]:
