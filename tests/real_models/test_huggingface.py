@@ -14,6 +14,7 @@ from unittest import mock
 
 from thunder_fsdp_sched import CheckpointError, eager, fsdp, full_state_dict, load_checkpoint, save_checkpoint
 from thunder_fsdp_sched.huggingface import save_pretrained
+from thunder_fsdp_sched.planning.dry_run import dry_run_step
 from thunder_fsdp_sched.runtime.rows import Rows
 
 import pytest
@@ -53,6 +54,14 @@ def _tokens(seed: int) -> torch.Tensor:
 
 def _shard(model: nn.Module) -> Any:
     return thunder.jit(model, transforms=[fsdp()])
+
+
+def test_a_model_on_the_meta_device_can_be_planned() -> None:
+    def make() -> Any:
+        with torch.device("meta"):
+            return _llama(use_cache=False), (torch.zeros((2, LENGTH), dtype=torch.int64),)
+
+    assert dry_run_step(make, world_size=8, on="h100-sxm").seconds > 0
 
 
 @on_ranks()

@@ -12,6 +12,7 @@ keys and values, which are objects that forward changes.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import weakref
@@ -31,6 +32,9 @@ def transformers_lookasides() -> dict[Callable[..., Any], Callable[..., Any]]:
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "CompileableContextVar", None)
     if collector is not None:
         found |= {collector.set: _refuse_collecting, collector.get: _nothing, collector.reset: _nothing}
+    autocast = getattr(sys.modules.get("transformers.utils.generic"), "maybe_autocast", None)
+    if autocast is not None:
+        found[autocast] = _autocast_off_meta
     caches = sys.modules.get("transformers.cache_utils")
     base: Any = getattr(caches, "Cache", None)
     if base is not None:
@@ -41,6 +45,13 @@ def transformers_lookasides() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 def _nothing(*_: Any) -> None:
     return None
+
+
+def _autocast_off_meta(device_type: str, enabled: bool = True, **options: Any) -> Any:
+    """Do what ``maybe_autocast`` does, except on the meta device of plans, for which torch has no autocast."""
+    if device_type == "meta" or not (enabled or torch.is_autocast_enabled(device_type)):
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=enabled, **options)
 
 
 def _refuse_collecting(_: Any, collected: Any) -> None:
