@@ -133,6 +133,45 @@ def test_each_moment_counts_once_however_many_collectives_run(tmp_path):
     assert str(step.timeline).startswith("50.00 ms = 10.00 compute + 40.00 exposed communication;")
 
 
+def test_fsdp2_on_a_gpu_that_lags_behind_its_host(tmp_path):
+    """Copies and collectives on other streams communicate; what they launch on the compute stream is compute.
+
+    Each step's kernels run after the host has ended the step, one step after the other.
+    """
+    events = []
+    for number in (1, 2):
+        host, gpu = 10 * number, 100 * number
+        ranges = [
+            (
+                "FSDP::all_gather (blocks.0)",
+                0,
+                2,
+                1,
+                [("copy_in", 0, 5, 20), ("ncclDevKernel_AllGather_RING", 5, 25, 21)],
+            ),
+            ("FSDP::all_gather_copy_out (blocks.0)", 2, 3, 1, [("split_with_sizes", 25, 30, 7)]),
+            ("of the model", 3, 4, 1, [("gemm", 30, 60, 7), ("kernel of a loader", 60, 90, 30)]),
+            ("FSDP::post_backward_reduce (blocks.0)", 5, 6, 2, [("ncclDevKernel_ReduceScatter_Sum", 50, 80, 22)]),
+        ]
+        events.append(ranged(f"ProfilerStep#{number}", host, host + 9))
+        for name, since, until, tid, kernels in ranges:
+            events.append(ranged(name, host + since, host + until, tid))
+            for kernel, start, end, stream in kernels:
+                launch = host + since + 0.1
+                events.append(event("cudaLaunchKernel", launch, launch, "cuda_runtime", tid, correlation=len(events)))
+                same = {"stream": stream, "correlation": len(events) - 1}
+                events.append(event(kernel, gpu + start, gpu + end, "kernel", stream, **same))
+    found = tfs.exposed_communication(written(tmp_path / "profile.json", events))
+    assert [(s.name, s.timeline.step_seconds) for s in found.steps] == [
+        (f"ProfilerStep#{number}", pytest.approx(90e-3)) for number in (1, 2)
+    ]
+    assert {key: of[0] for key, of in found.by_bucket.items()} == {
+        ("forward", "all_gather", "blocks.0"): pytest.approx(25e-3)
+    }
+    reduces = [i for i in found.steps[0].timeline.collectives if i.label == "reduce"]
+    assert [(i.bucket, i.trace, i.seconds) for i in reduces] == [("blocks.0", 1, pytest.approx(30e-3))]
+
+
 def test_a_rank_waits_for_the_one_that_begins_last(tmp_path):
     """Rank 1 begins the gather of ``a`` 20 ms later. Rank 0 waits for it from 30 to 40 ms, until rank 1 begins at 35 ms."""
     paths = [written(tmp_path / f"{rank}.json", gloo_step(late=20.0 * rank), rank) for rank in (1, 0)]

@@ -154,8 +154,8 @@ def _event(of: dict[str, Any]) -> _Event | None:
     category, name = of.get("cat"), of.get("name", "")
     if of.get("ph") != "X" or category not in (*_ON_DEVICE, *_BY_HOST):
         return None
-    start = of["ts"] * 1e-6
-    return _Event(start, start + of["dur"] * 1e-6, name, category, (of.get("pid"), of.get("tid")), of.get("args", {}))
+    start, end = (round(1e3 * time) * 1e-9 for time in (of["ts"], of["ts"] + of["dur"]))  # whole nanoseconds
+    return _Event(start, end, name, category, (of.get("pid"), of.get("tid")), of.get("args", {}))
 
 
 class _Recording:
@@ -198,9 +198,7 @@ class _Recording:
         enclosing: list[_Event] = []
         contain: set[int] = set()
         for event in events:
-            while enclosing and enclosing[-1].end <= event.start:
-                enclosing.pop()
-            enclosing.append(event)
+            enclosing = [*(e for e in enclosing if e.end > event.start), event]
             if event.category.startswith("cuda_"):
                 self.launches[event.args.get("correlation")] = _issue(enclosing)
                 continue
