@@ -37,10 +37,10 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched
+from thunder_fsdp_sched.planning.calibration import calibrate
 from thunder_fsdp_sched.planning.clusters import preset_of_gpu
 from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.profiles import MeasuredCost
-from thunder_fsdp_sched.reports.profiler import measure
+from thunder_fsdp_sched.planning.recorded import read_recorded
 from thunder_fsdp_sched.transports import TRANSPORTS
 
 import thunder
@@ -303,7 +303,7 @@ class Worker:
         return record
 
     def profile(self) -> dict[str, Any]:
-        """Profile one step and simulate it, with the chip's preset and with a profile measured on it."""
+        """Profile one step and simulate it, with the chip's preset, as it is and with the recorded speed."""
         module, transform = self.build()
         tokens = self.shape.tokens(self.rank)
 
@@ -317,11 +317,11 @@ class Worker:
         with torch.profiler.profile() as profiler:
             step()
         profiler.export_chrome_trace(str(self.trace))
-        found = measured(self.trace)
-        compiled, profile = transform.compiled[-1], measure(module, tokens, tokens, repeats=3)
-        record = {"measured": found, "by profile": simulated(compiled, MeasuredCost(profile))}
+        record, compiled = {"measured": measured(self.trace)}, transform.compiled[-1]
         if self.is_cuda and (spec := preset_of_gpu(torch.cuda.get_device_name(self.device))) is not None:
             record["by preset"] = simulated(compiled, AnalyticCost(spec))
+            as_recorded = calibrate(spec, compiled, read_recorded([self.trace]))
+            record["by profile"] = simulated(compiled, AnalyticCost(as_recorded))
         return record
 
 

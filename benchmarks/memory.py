@@ -23,7 +23,7 @@ one run: one step of each in every round. Seconds are those of forward and backw
   budget of one more of ours, and the best other system is the fastest of those whose peak is at most that. If the count
   of ours is larger than the budget, the others may have as much.
 * Predicted: the peak of ``CompiledTraces.memory`` divided by the count. Simulated: the step time by the cluster's
-  description, and by one measured profile, divided by the median of the measured ones.
+  description, divided by the median of the measured ones.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.profiles import MeasuredCost
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.reports.profiler import measure as measure_profile
 
 import harness
 import torch
@@ -82,7 +80,6 @@ def parse(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--budgets", type=float, nargs="*", default=[1.0, 0.8, 0.6, 0.45, 0.35], metavar="SHARE")
     parser.add_argument("--not-equal", action="store_true", help="omit ours with the peaks of the others as budgets")
-    parser.add_argument("--repeats", type=int, default=2, help="measured runs for the profile; 0 for no profile")
     arguments = parser.parse_args(command_line)
     if len(arguments.compute) != 1:
         parser.error("--compute: budgets are chosen for one speed of compute")
@@ -163,7 +160,7 @@ def _measure(arguments: argparse.Namespace, shape: RecomputingShape, kernels: Pa
         if build(name, partial(ours, sharding_strategy="zero3", max_memory=budget, cluster=spec)):
             results.figures[name]["budget"] = budget
     kernels.seconds = emulated
-    simulate_ours(spec, built, tokens, results, arguments.repeats)
+    simulate_ours(spec, built, results)
     runs = {name: partial(step, system, tokens) for name, system in built.items()}
     results.seconds = in_turns(runs, arguments.rounds)
     results.losses = {name: system.losses for name, system in built.items()}
@@ -216,25 +213,13 @@ def count(system: System, tokens: torch.Tensor, kernels: PacedKernels) -> dict[s
     return counted
 
 
-def simulate_ours(spec: Any, built: Mapping[str, System], tokens: torch.Tensor, results: Results, repeats: int) -> None:
-    """Add to the figures of ours the step time by the description of this cluster, and by one measured profile."""
-    costs: dict[str, Any] = {"simulated": AnalyticCost(spec)}
-    if repeats:
-        say("measuring a profile")
-        costs["simulated_by_profile"] = MeasuredCost(
-            measure_profile(built[REFERENCE].module, tokens, tokens, repeats=repeats)
-        )
+def simulate_ours(spec: Any, built: Mapping[str, System], results: Results) -> None:
+    """Add to the figures of ours the step time by the description of this cluster."""
     for name, system in built.items():
-        if system.transform is None:
-            continue
-        compiled = system.transform.compiled[-1]
-        for key, cost in costs.items():
-            try:
-                seconds = simulate(compiled.forward, compiled.backward, cost).step_seconds
-            except ValueError as missing:  # the profile has no such operator
-                say(f"{name}: {missing}")
-                continue
-            results.figures[name][key] = seconds
+        if system.transform is not None:
+            compiled = system.transform.compiled[-1]
+            timeline = simulate(compiled.forward, compiled.backward, AnalyticCost(spec))
+            results.figures[name]["simulated"] = timeline.step_seconds
 
 
 @dataclass
@@ -314,8 +299,8 @@ def finish(arguments: argparse.Namespace, results: Results) -> None:
         figures[name] |= {"share": of_one["peak"] / reference["peak"], "work": of_one["flops"] / reference["flops"]}
         if "predicted" in of_one:
             figures[name]["predicted / counted"] = of_one["predicted"] / of_one["peak"]
-        for key in {"simulated", "simulated_by_profile"} & of_one.keys():
-            figures[name][f"{key} / measured"] = of_one[key] / figures[name]["seconds"]
+        if "simulated" in of_one:
+            figures[name]["simulated / measured"] = of_one["simulated"] / figures[name]["seconds"]
     [emulated] = arguments.compute
     result = {"emulated": emulated, "figures": figures, "seconds": results.seconds}
     harness.report(arguments, "memory" if emulated else "memory_real", [result], STEPS, results.losses)
@@ -354,7 +339,6 @@ STEPS: harness.Columns = {
     **harness.STEP,
     "predicted / counted peak": ("predicted / counted", ".3f"),
     "simulated / measured step": ("simulated / measured", ".2f"),
-    "by a profile": ("simulated_by_profile / measured", ".2f"),
     "compile s": ("compile_seconds", ".1f"),
 }
 

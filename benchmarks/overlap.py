@@ -19,9 +19,8 @@ in a different order each time. Seconds are those of forward and backward on the
   and each transport. Other systems are compared with the collectives of ``flat``, which sends about the same bytes.
 * /max: the step divided by the longer of the two; 1.00 is perfect overlap.
 * Ours / this: the default options of the same strategy.
-* Predicted, with ``--profile``: the step that the simulator predicts from a measured profile of "ours zero3" (real compute).
-* Recorded: the step that it predicts from steps of "ours zero3" that torch's profiler has recorded.
-
+* Predicted, with ``--profile``: the step that the simulator predicts from steps of "ours zero3" that torch's profiler has
+  recorded.
 * Of exact, with ``--formats``: the step divided by that of ours without formats.
 
 With ``--bucketing``:
@@ -51,10 +50,8 @@ from thunder_fsdp_sched import CommPolicy, exposed_communication
 from thunder_fsdp_sched.planning.calibration import calibrate
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.profiles import MeasuredCost
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.reports.exposed import ExposedCommunication
-from thunder_fsdp_sched.reports.profiler import measure as measure_profile
 from thunder_fsdp_sched.reports.step_counter import StepCounter
 
 import harness
@@ -92,8 +89,6 @@ COLUMNS = harness.STEP | {
     "of exact": ("of_exact", ".2f"),
     "predicted": ("predicted", ".3f"),
     "predicted / measured": ("predicted / measured", ".2f"),
-    "recorded": ("recorded", ".3f"),
-    "recorded / measured": ("recorded / measured", ".2f"),
 }
 
 
@@ -168,7 +163,7 @@ def run(arguments: argparse.Namespace) -> None:
             if arguments.bucketing:
                 runs[f"latency of {name}"] = partial(communicate, system, empty=True)
     sharded = {name: system for name, system in built.items() if not name.startswith("compute")}
-    predicted: dict[str, dict[str, float]] = {}
+    predicted: dict[str, float] = {}
     if arguments.profile:
         [emulation.seconds] = arguments.compute
         predicted = predict(built, tokens, arguments)
@@ -184,15 +179,9 @@ def run(arguments: argparse.Namespace) -> None:
             draw(results, arguments.save / "overlap.png")
 
 
-def predict(
-    built: Mapping[str, System], tokens: torch.Tensor, arguments: argparse.Namespace
-) -> dict[str, dict[str, float]]:
-    """Return the predicted seconds of a step of each of our systems, from a measured profile and from recorded steps."""
-    say("measuring a profile")
+def predict(built: Mapping[str, System], tokens: torch.Tensor, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the predicted seconds of a step of each of our systems, from recorded steps of one of them."""
     of, count = built["ours zero3"], arguments.profile
-    profile = measure_profile(of.module, tokens, tokens, repeats=count)
-    shares = ", ".join(f"{kind.removeprefix('fsdp_')} {share:.0%}" for kind, share in profile.contention.items())
-    say(f"contention: {shares}")
     with torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=count, repeat=1)) as profiler:
         for _ in range(count + 1):
             step(dataclasses.replace(of, losses=[]), tokens)
@@ -205,20 +194,15 @@ def predict(
     compiled = {name: system.transform.compiled[-1] for name, system in built.items() if system.transform}
     same_operators = {name: of for name, of in compiled.items() if re.fullmatch(r"ours zero\d( prefetch \d)?", name)}
     spec = calibrate(cluster("cpu-2core"), compiled["ours zero3"], recorded)
-    costs = {"predicted": MeasuredCost(profile), "recorded": AnalyticCost(spec)}
-    return {
-        title: {name: simulate(of.forward, of.backward, cost).step_seconds for name, of in same_operators.items()}
-        for title, cost in costs.items()
-    }
+    cost = AnalyticCost(spec)
+    return {name: simulate(of.forward, of.backward, cost).step_seconds for name, of in same_operators.items()}
 
 
 def _communication_of(name: str) -> str:
     return name.replace("ours", "communication of")
 
 
-def figures_of(
-    seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, Mapping[str, float]]
-) -> dict[str, dict[str, float]]:
+def figures_of(seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Return for each system its seconds, and its ratios to compute, communication, ours and its prediction."""
     figures = {}
     for name, steps in seconds.items():
@@ -234,9 +218,9 @@ def figures_of(
             "ours": ratio(seconds[f"ours {strategy}"], steps),
             "of_exact": ratio(steps, seconds[f"ours {strategy}"]),
         }
-        for title, of in predicted.items():
-            if name in of:
-                figures[name] |= {title: of[name], f"{title} / measured": of[name] / figures[name]["seconds"]}
+        if name in predicted:
+            share = predicted[name] / figures[name]["seconds"]
+            figures[name] |= {"predicted": predicted[name], "predicted / measured": share}
     return figures
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as tfs  # before thunder
-from thunder_fsdp_sched.reports.profiler import measure
 from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS
 from thunder_fsdp_sched.testing import step_schedule
 
@@ -170,7 +169,6 @@ def _functions_take_the_wrapper(model: Any, optimizer: Any, reference: nn.Module
     names = {name for name, _ in reference.named_parameters()}
     assert tfs.get_optimizer_state_dict(model, optimizer)["state"].keys() == names
     assert step_schedule(model).backward is not None
-    assert measure(model, tokens, repeats=1).forward
     tfs.discard_unreduced(model)
     loss_of(model, 0, 0).backward()
     assert tfs.clip_grad_norm_(model, 1.0) > 0

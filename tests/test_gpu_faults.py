@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import time
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import clip_grad_norm_, fsdp, get_model_state_dict, get_optimizer_state_dict
 from thunder_fsdp_sched.private_torch import timeout_of
-from thunder_fsdp_sched.reports.profiler import measure
 from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, local_rows
 
 import pytest
@@ -54,18 +52,6 @@ def _without_an_index(rank: Rank) -> None:
 
 def test_a_device_without_an_index_means_each_ranks_current_device() -> None:
     run(_without_an_index).assert_clean()
-
-
-def _measure(rank: Rank, **options: Any) -> None:
-    # Measured times decide what runs next and must be the same on all ranks. A power of two makes differences exact.
-    ticks = itertools.count()
-    with mock.patch.object(time, "perf_counter", lambda: next(ticks) * 2.0**-20):
-        measure(make_model(rank, 1, 32, **options), torch.ones(4, 32, device=rank.device), repeats=1)
-
-
-@pytest.mark.parametrize("transport", ["flat", *SIDE_STREAMS])
-def test_measuring_orders_its_collectives_and_kernels(transport: str) -> None:
-    run(_measure, transport=transport, ranks=_one_of_two(transport, 1), set_device=False).assert_clean()
 
 
 #

@@ -4,12 +4,7 @@ No test depends on how long anything takes.
 """
 
 import dataclasses
-import json
-import math
-from unittest import mock
 
-from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.ir.effects import sends
 from thunder_fsdp_sched.ir.symbols import (
     fsdp_all_gather,
     fsdp_reduce_scatter,
@@ -30,9 +25,6 @@ from thunder_fsdp_sched.planning.clusters import (
 )
 from thunder_fsdp_sched.planning.cost import AnalyticCost, bytes_of, ring_seconds
 from thunder_fsdp_sched.planning.flops import flops_of
-from thunder_fsdp_sched.planning.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
-from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.reports.profiler import Clock, measure
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.flat import Flat
@@ -40,9 +32,6 @@ from thunder_fsdp_sched.transports.flat import Flat
 import pytest
 import thunder
 import torch
-from profiles import mostly_zero3
-from ranks import on_ranks
-from scenario import everywhere
 from synthetic_traces import make_bucket, tensor
 from thunder.core import dtypes, prims
 from thunder.core.symbol import Symbol
@@ -298,108 +287,6 @@ def test_flops_of_a_model_equal_those_of_torchs_counter(backward):
     traces = [thunder.last_traces(jitted)[-1], *(thunder.last_backward_traces(jitted)[-1:] if backward else [])]
     counted = sum(sum(flops_of(b).values()) for t in traces for b in t.bound_symbols)
     assert counted == counter.get_total_flops()
-
-
-#
-# Profiles
-#
-
-
-def profile() -> Profile:
-    return Profile(
-        world_size=2,
-        device="cpu",
-        synchronous=True,
-        forward=(OpTime("neg", "f32[4] f32[4]", 0.0, 1.0), OpTime("neg", "f32[4] f32[4]", 0.0, 3.0)),
-        backward=(OpTime("exp", "f32[4] f32[4]", 0.0, 4.0),),
-        collectives=(
-            CollectiveTime("fsdp_all_gather", "b", 64, 2.0, 0.25, 0.125),
-            CollectiveTime("fsdp_all_gather", "b", 64, 4.0, 0.75, 0.125),
-        ),
-        contention={"fsdp_all_gather": 0.25},
-        step_seconds=10.0,
-    )
-
-
-def test_a_profile_survives_saving_and_loading(tmp_path):
-    profile().save(tmp_path / "profile.json")
-    loaded = Profile.load(tmp_path / "profile.json")
-    assert loaded == profile()
-    assert loaded.compute_seconds == 1 + 3 + 4 + 1 + 0.25
-    assert loaded.communication_seconds == 6.0
-
-
-@pytest.mark.parametrize("content", ["nothing", "[]", "{}", json.dumps({"format": 7}), json.dumps({"format": 1})])
-def test_a_file_without_a_profile_is_refused_by_name(tmp_path, content):
-    (tmp_path / "other.json").write_text(content)
-    with pytest.raises(ValueError, match=r"other\.json holds no profile"):
-        Profile.load(tmp_path / "other.json")
-
-
-def test_measured_times_are_looked_up_by_equal_operations():
-    cost = MeasuredCost(profile())
-    assert [s.device for s in cost.seconds(traced(lambda: prims.neg(prims.neg(tensor(4)))))] == [2.0, 2.0]
-    assert [s.device for s in cost.seconds(traced(lambda: prims.neg(prims.exp(tensor(4)))))] == [4.0, 2.0]
-    with pytest.raises(ValueError, match=r"profile: it holds no sin of f32\[4\] f32\[4\]"):
-        cost.seconds(traced(lambda: prims.sin(tensor(4))))
-    assert cost.collective_seconds(gather_of(make_bucket("b", [(4, 4)]))) == 3.0
-    with pytest.raises(ValueError, match="no fsdp_reduce_scatter of bucket 'b'"):
-        cost.collective_seconds(reduction_of(make_bucket("b", [(4, 4)])))
-    assert (cost.contention("fsdp_all_gather"), cost.contention("fsdp_reduce_scatter")) == (0.25, 0.0)
-
-
-@mostly_zero3
-@on_ranks()
-def test_measuring_gives_all_ranks_the_same_profile_and_does_not_change_training(strategy):
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
-    transform = fsdp(sharding_strategy=strategy)
-    jitted = thunder.jit(model, transforms=[transform])
-    x = torch.ones(4, 8)
-    jitted(x).sum().backward()
-    before = [p.grad.clone() for p in jitted.parameters()]
-    found = measure(jitted, x, repeats=2)
-    assert everywhere(found) == [found] * 2
-    for _ in range(2):
-        assert all(torch.equal(p.grad, b) for p, b in zip(jitted.parameters(), before, strict=True))
-        jitted.zero_grad()
-        jitted(x).sum().backward()
-    [compiled] = transform.compiled  # measuring compiles nothing
-    traces = compiled.forward, compiled.backward
-    assert [len(found.forward), len(found.backward)] == [sum(map(computes, t.bound_symbols)) for t in traces]
-    issues = [issue for trace in traces for b in trace.bound_symbols if (issue := sends(b)) is not None]
-    kinds = [c.kind for c in found.collectives]
-    assert 3 <= kinds.count("fsdp_all_gather") == sum(issue.gathers for issue in issues) < 6
-    assert kinds.count("fsdp_reduce_scatter") == 3
-    assert all(c.wire >= 0 and math.isfinite(c.wire) for c in found.collectives)
-    timeline = simulate(*traces, MeasuredCost(found))
-    assert timeline.step_seconds >= timeline.lower_bound > 0
-    assert all(0 <= share < 1 for share in found.contention.values())
-
-
-@on_ranks(timeout=60)
-def test_ranks_issue_equally_many_collectives_while_measuring_whatever_their_clocks_say(rank):
-    durations = Clock.durations
-
-    def longer(clock: Clock) -> list[tuple[float, float]]:
-        return [(host, device + 10) for host, device in durations(clock)]
-
-    jitted = thunder.jit(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), transforms=[fsdp()])
-    inputs = torch.ones(2, 8)
-    jitted(inputs).sum().backward()
-    with mock.patch.object(Clock, "durations", longer if rank else durations):
-        found = measure(jitted, inputs, repeats=1)
-    assert everywhere(found) == [found] * 2
-
-
-@on_ranks()
-def test_measuring_other_modules_or_with_unreduced_gradients_is_an_error():
-    with pytest.raises(TypeError, match=r"fsdp\(\.\.\.\)"):
-        measure(thunder.jit(nn.Linear(2, 2)), torch.ones(2, 2))
-    jitted = thunder.jit(nn.Linear(2, 2), transforms=[fsdp()])
-    with jitted.no_sync():
-        jitted(torch.ones(2, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match="holds gradients of no_sync"):
-        measure(jitted, torch.ones(2, 2))
 
 
 def test_gathers_cost_the_bytes_that_the_transport_and_precision_move_locally():

@@ -41,9 +41,8 @@ Alternative: leave the parameters out of the autograd graph under ``no_sync``. T
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -61,11 +60,8 @@ from ..private_torch import (
     set_hooks,
 )
 
-_LATEST = 1 << 63  # larger than the number of any node
-
 _thread: int | None = None
 _several_threads = False
-_assumed: int | None = None
 
 
 def forward_number() -> int:
@@ -80,19 +76,8 @@ def forward_number() -> int:
 
 def is_backward_of(number: int) -> bool:
     """Return whether the running backward's forward ended after :func:`forward_number` returned ``number``."""
-    node = running_node_number() if _assumed is None else _assumed
+    node = running_node_number()
     return node is not None and number <= node and not _several_threads
-
-
-@contextlib.contextmanager
-def as_backward_of_latest_forward() -> Iterator[None]:
-    """Treat a backward that is called outside of autograd as that of the most recent forward."""
-    global _assumed
-    _assumed = _LATEST
-    try:
-        yield
-    finally:
-        _assumed = None
 
 
 class _Request(NamedTuple):
