@@ -8,7 +8,8 @@ systems take turns: in every round, each copies its state once, runs undisturbed
 checkpoint is complete. Seconds are those of the slowest rank.
 
 * Memcpy: the time to copy a rank's state into host memory that has been used before.
-* Delay: the time until the call that saves returns, divided by the memcpy; of the first save, too, which allocates memory.
+* Delay: the time until the call that saves returns, divided by the memcpy, and the same in processor seconds of the calling
+  thread, which others on the machine do not change; of the first save, too, which allocates memory.
 * Beside: the median step while files are written, divided by the median undisturbed step.
 * Complete: the seconds from the call to the end of the save.
 * Memory: the peak of resident memory during the first save less that of undisturbed steps, divided by the rank's state.
@@ -46,6 +47,7 @@ STEPS = 5
 COLUMNS: harness.Columns = {
     "memcpy s": ("memcpy", ".3f"),
     "delay": ("delay", ".2f"),
+    "delay, processor": ("processor", ".2f"),
     "first delay": ("first", ".2f"),
     "step s": ("step", ".3f"),
     "beside": ("beside", ".2f"),
@@ -55,7 +57,7 @@ COLUMNS: harness.Columns = {
 
 
 def main() -> None:
-    parser = harness.options(__doc__, compute=[0.4], blocks=24, width=1536, length=16, rounds=5, no_limit=True)
+    parser = harness.options(__doc__, compute=[0.4], blocks=12, width=2560, length=16, rounds=5, no_limit=True)
     harness.run_on_ranks(__file__, parser.parse_args(), measure)
 
 
@@ -119,9 +121,8 @@ class _Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
         self.save, self.sleep = save, sleep
         self.inputs = torch.ones(arguments.length, arguments.width)
-        self.seconds: dict[str, list[float]] = {
-            n: [] for n in ("memcpy", "call", "step", "beside", "complete", "memory")
-        }
+        names = ("memcpy", "call", "processor_memcpy", "processor_call", "step", "beside", "complete", "memory")
+        self.seconds: dict[str, list[float]] = {name: [] for name in names}
         self.steps(2)
         state = tree_leaves([*self.model.parameters(), list(self.optimizer.state.values())])
         self.state = [getattr(value, "_local_tensor", value) for value in state]
@@ -145,20 +146,19 @@ class _Run:
 
     def round(self) -> None:
         copies = [torch.zeros_like(value) for value in self.state]
-        started = time.perf_counter()
-        torch._foreach_copy_(copies, self.state)
-        copied = time.perf_counter()
+        copy = _seconds(partial(torch._foreach_copy_, copies, self.state))
         del copies
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         step, before = self.steps(STEPS), _peak()
         dist.barrier()
-        called = time.perf_counter()
-        saving = self.save(self.model, self.optimizer)
-        returned = time.perf_counter()
+        called, savings = time.perf_counter(), list[Any]()
+        call = _seconds(lambda: savings.append(self.save(self.model, self.optimizer)))
+        [saving] = savings
         beside = self.steps(10_000, saving)
         saving.result()
-        values = copied - started, returned - called, step, beside, time.perf_counter() - called, _peak() - before
+        complete = time.perf_counter() - called
+        values = copy[0], call[0], copy[1], call[1], step, beside, complete, _peak() - before
         measured = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(measured, op=dist.ReduceOp.MAX)
         for of_name, value in zip(self.seconds.values(), measured.tolist(), strict=True):
@@ -172,7 +172,15 @@ class _Run:
         delay = harness.ratio(later["call"], later["memcpy"])
         beside = harness.ratio(later["beside"], later["step"])
         memory = self.seconds["memory"][0] / self.nbytes
-        return {**medians, "delay": delay, "beside": beside, "first": first, "memory": memory}
+        processor = harness.ratio(later["processor_call"], later["processor_memcpy"])
+        return {**medians, "delay": delay, "processor": processor, "beside": beside, "first": first, "memory": memory}
+
+
+def _seconds(do: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds that a function takes, and the processor seconds of this thread."""
+    started, used = time.perf_counter(), time.thread_time()
+    do()
+    return time.perf_counter() - started, time.thread_time() - used
 
 
 def _peak() -> int:

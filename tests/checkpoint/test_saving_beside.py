@@ -19,9 +19,9 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import load_checkpoint, save_checkpoint
-from thunder_fsdp_sched.checkpoint import beside, staging
+from thunder_fsdp_sched.checkpoint import staging
 from thunder_fsdp_sched.checkpoint.folder import INDEX, METADATA, checksum
-from thunder_fsdp_sched.checkpoint.staging import host_memory, stage
+from thunder_fsdp_sched.checkpoint.staging import Staging, host_memory
 from thunder_fsdp_sched.checkpoint.storage import RunWriter, check_lengths, read_metadata
 
 import pytest
@@ -107,7 +107,7 @@ def test_each_tensor_is_staged_once(tmp_path: Path) -> None:
     rows = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
     own = [getattr(value, "_local_tensor", value) for value in [*rows, *model.buffers()]]
     host_memory.__init__()
-    staged, _ = stage(state)
+    staged, _ = Staging(state).copy()
     assert host_memory.memory.nbytes <= sum(-(-value.nbytes // 64) * 64 for value in own)
     tied = [staged["model"][name].to_local() for name in ("embedding.weight", "head.weight")]
     assert tied[0].data_ptr() == tied[1].data_ptr()
@@ -126,7 +126,7 @@ def _save_on_a_gpu(rank: Rank, waits: bool) -> None:
                 staging, "tensor_at", lambda _, __, d, shape: torch.empty(shape, dtype=d, pin_memory=True)
             ),
         ):
-            staged, finish = stage({"model": tfs.get_model_state_dict(model)})
+            staged, finish = Staging({"model": tfs.get_model_state_dict(model)}).copy()
         with rank.phase("optimizer"), torch.no_grad():
             for param in model.parameters():
                 param.sub_(param.grad)
@@ -217,7 +217,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lo
 def test_what_cannot_succeed_is_refused_on_all_ranks_before_anything_is_copied(rank: int, tmp_path: Path) -> None:
     model, optimizer = small()
     on_first((tmp_path / "file").touch)
-    with mock.patch.object(beside, "stage", side_effect=AssertionError):
+    with mock.patch.object(Staging, "copy", side_effect=AssertionError):
         for folder, options, message in (
             ("file/inside", {}, r"was not saved: .*Not a directory"),
             (str(rank), {}, "is not the folder that the first rank saves into"),

@@ -31,8 +31,15 @@ from .beside import Rounds, finish_latest, save_in_rounds, wait_for_latest, writ
 from .extra import EXTRA
 from .feedback import FEEDBACK
 from .folder import METADATA, Run, refuse_complete
-from .on_all_ranks import CheckpointError, find_difference, refuse_different, run_on_all_ranks
-from .staging import host_memory
+from .on_all_ranks import (
+    CheckpointError,
+    digest_of,
+    find_difference,
+    refuse_different,
+    run_on_all_ranks,
+    share_on_all_ranks,
+)
+from .staging import Staging, host_memory
 from .state_dict import (
     Cast,
     blank_optimizer_state,
@@ -99,7 +106,10 @@ def save_checkpoint(
     sharded.check_initialized()
     group = sharded.world_group
 
-    def collect() -> tuple[dict[str, Any], dict[str, str]]:
+    collected: list[Any] = []
+
+    def collect() -> str:
+        """Collect what is saved, and what must be equal on all ranks; return a digest of the latter."""
         finish_latest(when_busy)
         _check_extra(extra)
         if keep is not None and keep < 1:
@@ -121,10 +131,13 @@ def save_checkpoint(
         if extra:
             state[EXTRA] = extras.encode(extra)
             facts |= extras.facts_of(extra)
-        return state, facts
+        collected[:] = state if wait else Staging(state), facts
+        return digest_of(facts)
 
-    state, facts = run_on_all_ranks(group, "save_checkpoint", collect)
-    if difference := find_difference(group, "save_checkpoint, what one rank saves for all", facts):
+    digests = share_on_all_ranks(group, "save_checkpoint", collect)
+    values, facts = collected
+    if len(set(digests)) > 1:
+        difference = find_difference(group, "save_checkpoint, what one rank saves for all", facts)
         raise CheckpointError(
             f"fsdp: values that one rank saves for all differ between ranks: {difference}. Give equal ones on all ranks, "
             f"or collect them before (all_gather_object)"
@@ -136,7 +149,7 @@ def save_checkpoint(
         if keep is not None and rounds.rank == 0:
             _remove_old(path, keep)
 
-    return save_in_rounds(group, path, METADATA, state, write, wait=wait)
+    return save_in_rounds(group, path, METADATA, values, write)
 
 
 def load_checkpoint(

@@ -34,8 +34,8 @@ from ..private_torch import gloo_connections, timeout_of
 from ..ranks.control import Control, control_of
 from ..ranks.process_groups import ProcessGroupRef
 from .folder import INDEX, Run, saving_into
-from .on_all_ranks import CheckpointError, run_on_all_ranks
-from .staging import stage
+from .on_all_ranks import CheckpointError
+from .staging import Staging
 from .storage import RunWriter
 
 _PATIENCE = timedelta(minutes=30)
@@ -188,29 +188,31 @@ def save_in_rounds(
     group: ProcessGroupRef,
     folder: Path,
     last: str,
-    state: dict[str, Any],
+    state: dict[str, Any] | Staging,
     write: Callable[[Rounds, Run, dict[str, Any]], None],
-    *,
-    wait: bool,
 ) -> Path | Saving:
-    """Write a state dict into a folder, or a copy of it in a thread; a collective.
+    """Write a state dict into a folder, or copy it and write the copy in a thread; a collective.
 
     Args:
         last: name of the file that completes the folder.
         write: writes a state dict.
 
     Raises:
-        CheckpointError: on all ranks, if it fails; without ``wait`` only if it cannot begin.
+        CheckpointError: on all ranks, if it fails, or if the thread cannot begin.
     """
     global _latest
     path = folder / INDEX if last == INDEX else folder
+    known = _rounds.get(group.process_group)
+    is_connected = known is not None and known.is_usable
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(saving_into(group, folder, last))
-        rounds = _rounds_of(group, run.id)
-        if wait:
+        run, are_connected = stack.enter_context(saving_into(group, folder, last, is_connected))
+        if known is None or not are_connected:
+            known = _rounds[group.process_group] = Rounds(group, f"saving/{run.id}")
+        rounds = known
+        if not isinstance(state, Staging):
             write(rounds, run, state)
             return path
-        copied, finish_staging = run_on_all_ranks(group, "copying what is saved", lambda: stage(state))
+        copied, finish_staging = state.copy()
         ending = stack.pop_all()
 
     def write_copy() -> None:
@@ -245,12 +247,3 @@ def write_checkpoint(rounds: Rounds, state: dict[str, Any], writer: RunWriter) -
 
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds] = weakref.WeakKeyDictionary()
 """The connections of the ranks of each process group."""
-
-
-def _rounds_of(group: ProcessGroupRef, key: str) -> Rounds:
-    """Return connections of a group's ranks, the last ones if they are usable on all ranks; a collective."""
-    known = _rounds.get(group.process_group)
-    everyones = control_of(group).exchange("connections for saving", known is not None and known.is_usable)
-    if known is None or not all(everyones):
-        known = _rounds[group.process_group] = Rounds(group, f"saving/{key}")
-    return known

@@ -23,9 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..ranks.control import control_of
 from ..ranks.process_groups import ProcessGroupRef
-from .on_all_ranks import CheckpointError, reason_of, run_on_all_ranks
+from .on_all_ranks import CheckpointError, reason_of, run_on_all_ranks, share_on_all_ranks
 
 METADATA = ".metadata"
 """The file that completes a checkpoint: the list of its contents."""
@@ -60,12 +59,13 @@ class Run:
         self.draft = folder / f"{last}.{id}"
         self._has_completed = False
 
-    def begin(self) -> None:
-        """Create the draft, on the first rank, after which all ranks look for it."""
+    def begin(self) -> str:
+        """Create the draft, on the first rank, after which all ranks look for it; return the run's id."""
         refuse_complete(self.folder, self.last)
         self.draft.mkdir(parents=True)
         if (self.folder / self.last).exists():
             (self.folder / self.last).unlink()  # empty: see `is_complete`
+        return self.id
 
     def check(self) -> None:
         """Raise an error if this rank does not see the draft.
@@ -115,21 +115,24 @@ class Run:
 
 
 @contextmanager
-def saving_into(group: ProcessGroupRef, folder: Path, last: str) -> Iterator[Run]:
-    """Begin a run on all ranks, and clean up at the end; a collective.
+def saving_into(group: ProcessGroupRef, folder: Path, last: str, is_ready: bool) -> Iterator[tuple[Run, bool]]:
+    """Begin a run on all ranks, and clean up at the end; yield it, and whether all ranks are ready. A collective.
 
     Args:
         last: name of the file that completes the folder.
+        is_ready: whether this rank is ready, for whatever the caller needs.
 
     Raises:
         CheckpointError: on all ranks, if the folder is complete, ranks passed other folders, or saving failed.
     """
     what = "saving into a folder"
-    run = Run(folder, last, control_of(group).exchange(what, uuid.uuid4().hex[:12])[0])
+    run = own = Run(folder, last, uuid.uuid4().hex[:12])
     try:
-        run_on_all_ranks(group, what, lambda: run.begin() if group.rank == 0 else None)
+        begin = lambda: (own.begin() if group.rank == 0 else "", is_ready)  # noqa: E731
+        everyones = share_on_all_ranks(group, what, begin)
+        run = Run(folder, last, everyones[0][0])
         run_on_all_ranks(group, what, run.check)
-        yield run
+        yield run, all(theirs for _, theirs in everyones)
     except Exception as error:
         complete = "; it is complete nevertheless, by this run or another" if is_complete(folder, last) else ""
         raise CheckpointError(

@@ -19,7 +19,7 @@ class CheckpointError(RuntimeError):
 
 
 def run_on_all_ranks(group: ProcessGroupRef, what: str, do: Callable[[], Result]) -> Result:
-    """Run ``do`` on every rank of ``group``; if it fails on any, raise an error on all.
+    """Run ``do`` on every rank of ``group``, and return this rank's result; if it fails on any, raise an error on all.
 
     Args:
         what: the name of the call, for messages.
@@ -27,22 +27,35 @@ def run_on_all_ranks(group: ProcessGroupRef, what: str, do: Callable[[], Result]
     Raises:
         CheckpointError: with the message of each rank that failed.
     """
+    results: list[Result] = []
+    share_on_all_ranks(group, what, lambda: results.append(do()))
+    return results[0]
+
+
+def share_on_all_ranks(group: ProcessGroupRef, what: str, do: Callable[[], Result]) -> list[Result]:
+    """Do the same, and return the results of all ranks, which must be small."""
     result, message, cause = None, "", None
     try:
         result = do()
     except Exception as error:
         message, cause = reason_of(error) or repr(error), error
-    messages = control_of(group).exchange(what, message)
-    ranks_of = ranks_by_text((r, text) for r, text in zip(group.global_ranks, messages, strict=False) if text)
+    everyones = control_of(group).exchange(what, (message, result))
+    messages = zip(group.global_ranks, (theirs for theirs, _ in everyones), strict=False)
+    ranks_of = ranks_by_text((rank, text) for rank, text in messages if text)
     if ranks_of:
         parts = [f"{text} (on ranks {ranks})" if len(ranks) < group.size else text for text, ranks in ranks_of.items()]
         raise CheckpointError("fsdp: " + "; ".join(parts)) from cause
-    return result  # type: ignore[return-value]  # no rank has failed
+    return [theirs for _, theirs in everyones]
 
 
 def reason_of(error: BaseException) -> str:
     """Return the message of an error, to be part of another one."""
     return str(error).removeprefix("fsdp: ")
+
+
+def digest_of(facts: Mapping[str, str]) -> str:
+    """Return a digest of descriptions and values."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def find_difference(group: ProcessGroupRef, what: str, facts: Mapping[str, str]) -> str:
@@ -52,7 +65,7 @@ def find_difference(group: ProcessGroupRef, what: str, facts: Mapping[str, str])
         The first difference, with the ranks of each value; empty if there is none.
     """
     exchange = control_of(group).exchange
-    if len(set(exchange(what, hashlib.sha256(repr(facts).encode()).hexdigest()))) == 1:
+    if len(set(exchange(what, digest_of(facts)))) == 1:
         return ""
     everyones = exchange(f"{what}, in full", facts)
     for name in dict.fromkeys(name for theirs in everyones for name in theirs):

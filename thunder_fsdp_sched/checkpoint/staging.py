@@ -17,6 +17,7 @@ The stagers of torch.distributed.checkpoint copy whole storages, which for rows 
 from __future__ import annotations
 
 import copy
+import itertools
 import mmap
 import os
 from collections.abc import Callable
@@ -72,39 +73,48 @@ host_memory = HostMemory()
 """That of this process, which has one save in flight."""
 
 
-def stage(state: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Copy a state dict; its tensors into :data:`host_memory`.
+class Staging:
+    """A state dict that will be copied, for whose tensors there is :data:`host_memory` now.
 
-    Returns:
-        the copy, and a function that waits until it is complete.
+    Raises:
+        RuntimeError: there is not enough memory.
     """
-    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and _is_staged(leaf)]
-    places: dict[Any, tuple[int, torch.Tensor]] = {}
-    end = 0
-    for tensor in tensors:
-        local = local_rows(tensor)
-        if _key(local) not in places:  # tied parameters have several entries
-            places[_key(local)] = end, local
-            end += -(-local.nbytes // _ALIGNMENT) * _ALIGNMENT
-    devices = {local.device for _, local in places.values() if local.is_cuda}
-    memory = host_memory.reserve(max(end, 1), pinned=bool(devices))
-    copies = {key: tensor_at(memory, begin, local.dtype, local.shape) for key, (begin, local) in places.items()}
-    with torch.no_grad():
-        for key, (_, local) in places.items():
-            copies[key].copy_(local, non_blocking=True)
-    events = [(d, torch.cuda.current_stream(d).record_event(torch.cuda.Event(blocking=True))) for d in devices]
 
-    def finish() -> None:
-        for device, event in events:
-            with torch.cuda.device(device):  # a new thread would use the first GPU
-                event.synchronize()
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+        leaves = (leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and _is_staged(leaf))
+        self._tensors = [(leaf, local_rows(leaf)) for leaf in leaves]
+        originals = {_key(local): local for _, local in self._tensors}  # tied parameters have several entries
+        self._devices = {local.device for local in originals.values() if local.is_cuda}
+        sizes = (-(-local.nbytes // _ALIGNMENT) * _ALIGNMENT for local in originals.values())
+        begins = list(itertools.accumulate(sizes, initial=0))
+        memory = host_memory.reserve(max(begins[-1], 1), pinned=bool(self._devices))
+        self._copies = {
+            key: (tensor_at(memory, begin, local.dtype, local.shape), local)
+            for begin, (key, local) in zip(begins, originals.items(), strict=False)
+        }
 
-    staged: dict[int, Any] = {}
-    for tensor in tensors:
-        copied = copies[_key(local_rows(tensor))]
-        staged[id(tensor)] = RowDTensor.entry(copied, tensor.rows) if isinstance(tensor, RowDTensor) else copied
-    # Containers, numbers, arrays, and tensors of other classes are copied as well.
-    return copy.deepcopy(state, staged), finish
+    def copy(self) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Return the copy, and a function that waits until it is complete."""
+        with torch.no_grad():
+            for copied, local in self._copies.values():
+                copied.copy_(local, non_blocking=True)
+        events = [
+            (device, torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True)))
+            for device in self._devices
+        ]
+
+        def finish() -> None:
+            for device, event in events:
+                with torch.cuda.device(device):  # a new thread would use the first GPU
+                    event.synchronize()
+
+        staged: dict[int, Any] = {}
+        for leaf, local in self._tensors:
+            copied, _ = self._copies[_key(local)]
+            staged[id(leaf)] = RowDTensor.entry(copied, leaf.rows) if isinstance(leaf, RowDTensor) else copied
+        # Containers, numbers, arrays, and tensors of other classes are copied as well.
+        return copy.deepcopy(self._state, staged), finish
 
 
 def _is_staged(tensor: torch.Tensor) -> bool:

@@ -39,6 +39,7 @@ from ..sharding.state_entries import refuse_unshared
 from .beside import Rounds, finish_latest, save_in_rounds
 from .folder import INDEX, Run, checksum, refuse_complete
 from .on_all_ranks import refuse_different, run_on_all_ranks
+from .staging import Staging
 from .state_dict import Cast, compare, tell_casts
 
 _log = logging.getLogger(__name__)
@@ -79,12 +80,14 @@ def save_safetensors(
     sharded.check_initialized()
     path, group = Path(folder), sharded.world_group
 
-    def check() -> None:
+    entries = rows_by_name(model)
+
+    def check() -> dict[str, Any] | Staging:
         finish_latest(when_busy)
         refuse_complete(path, INDEX)
+        return entries if wait else Staging(entries)
 
-    run_on_all_ranks(group, "save_safetensors", check)
-    entries = rows_by_name(model)
+    values = run_on_all_ranks(group, "save_safetensors", check)
     parts = {f"{n:05d}": [state_name(p.name) for p in b.spec.params] for n, b in enumerate(sharded.buckets, 1)}
     parts["rest"] = [name for name in entries if name not in sharded.locations]
 
@@ -95,7 +98,7 @@ def save_safetensors(
             rounds.run(partial(_rows_to_send, rows, rounds.rank), partial(files.write, label, rows))
         rounds.run(lambda: None, files.complete)
 
-    return save_in_rounds(group, path, INDEX, entries, write, wait=wait)
+    return save_in_rounds(group, path, INDEX, values, write)
 
 
 def _rows_to_send(entries: Mapping[str, torch.Tensor], rank: int) -> dict[str, tuple[int, Any]]:
