@@ -222,7 +222,7 @@ def test_what_cannot_succeed_is_refused_on_all_ranks_before_anything_is_copied(r
             ("file/inside", {}, r"was not saved: .*Not a directory"),
             (str(rank), {}, "is not the folder that the first rank saves into"),
             ("a", {"keep": 0}, "keep: expected at least 1"),
-            ("a", {"writer": "fiber"}, "writer: expected 'thread', or 'process' on Linux, got 'fiber'"),
+            ("a", {"writer": "fiber"}, "writer: expected 'process' or 'thread', got 'fiber'"),
             ("a", {"when_busy": "drop"}, "when_busy: expected 'wait' or 'raise'"),
         ):
             with pytest.raises(tfs.CheckpointError, match=message):

@@ -68,7 +68,7 @@ def save_checkpoint(
     checksums: bool = True,
     keep: int | None = None,
     wait: bool = True,
-    writer: Literal["thread", "process"] = "thread",
+    writer: Literal["process", "thread"] = "process",
     when_busy: Literal["wait", "raise"] = "wait",
 ) -> Any:
     """Save model and optimizers; each rank saves its rows. A collective.
@@ -87,9 +87,9 @@ def save_checkpoint(
         checksums: save checksums of the files as they were written.
         keep: when this checkpoint is complete, remove all but the ``keep`` newest complete ones, this one included, in the
             folder that contains ``folder``.
-        wait: return when the checkpoint is complete. If not, all values are copied to host memory, and a thread writes
-            them while training goes on: see [saving beside training](checkpoints.md#saving-beside-training).
-        writer: with ``wait=False``, who writes the data: a thread, or a process of each rank (Linux).
+        wait: return when the checkpoint is complete. If not, all values are copied to host memory, and are written
+            while training goes on: see [saving beside training](checkpoints.md#saving-beside-training).
+        writer: with ``wait=False``, who writes the data: a process of each rank at low priority (on Linux), or a thread.
         when_busy: wait for a save of ``wait=False`` that is in flight, or raise an error.
 
     Returns:
@@ -114,8 +114,8 @@ def save_checkpoint(
         _check_extra(extra)
         if keep is not None and keep < 1:
             raise ValueError(f"keep: expected at least 1 checkpoint, got {keep}")
-        if writer not in ("thread", "process") or (writer == "process" and not hasattr(os, "memfd_create")):
-            raise ValueError(f"writer: expected 'thread', or 'process' on Linux, got {writer!r}")
+        if writer not in ("process", "thread"):
+            raise ValueError(f"writer: expected 'process' or 'thread', got {writer!r}")
         refuse_complete(path, METADATA)
         state: dict[str, Any] = {keys[0]: get_model_state_dict(model)}
         if chosen:

@@ -62,8 +62,10 @@ class HostMemory:
             self._is_pinned = True
         return self.memory
 
-    def writer(self) -> WriterProcess:
-        """Return the process that writes from this memory; start it unless it is running."""
+    def writer(self) -> WriterProcess | None:
+        """Return the process that writes from this memory; start it unless it is running. Only Linux can have one."""
+        if self._file < 0:
+            return None
         if self._writer is None or self._writer.process.poll() is not None:
             self._writer = WriterProcess(self._file, self.memory)
         return self._writer
