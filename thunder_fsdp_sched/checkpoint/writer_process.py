@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,6 @@ class WriterProcess:
             stdout=subprocess.PIPE,
             pass_fds=[file],
             env=environment,
-            start_new_session=True,  # so that Ctrl-C interrupts the rank alone
         )
 
     def write(self, folder: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -91,6 +91,7 @@ class _Data:
 def _serve(file: int) -> None:
     """Write what the rank requests, until it closes the connection or dies."""
     os.nice(10)  # training has the cores first
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C interrupts the rank alone
     torch.set_num_threads(1)
     memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
     answers = os.fdopen(os.dup(1), "wb")
