@@ -294,7 +294,7 @@ def test_real_ranks_of_ours_and_of_fsdp2(ranks, tmp_path):
             assert seconds == pytest.approx(sum(of[rank] for of in found.by_bucket.values()))
         for step in found.steps:
             t = step.timeline
-            assert 0 < t.exposed_seconds <= sum(t.communication_seconds.values()) and t.exposed_seconds < t.step_seconds
+            assert t.exposed_seconds <= sum(t.communication_seconds.values()) and t.exposed_seconds < t.step_seconds
             assert t.compute_seconds + t.exposed_seconds == pytest.approx(t.step_seconds)
             assert {i.bucket for i in t.collectives} == names
         assert found.waited_for[0, 1] > 0.02, found.waited_for
