@@ -70,14 +70,15 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
 
 
 def test_a_model_by_name_is_planned_in_mixed_precision_with_optimizer_state_in_float32(monkeypatch, tmp_path):
-    small = MODELS["Llama-3-8B"]._replace(blocks=4, width=32, heads=4, kv_heads=2, hidden=64, vocabulary=64)
+    small = MODELS["Llama-3-8B"]._replace(blocks=4, width=32, heads=4, kv_heads=2, hidden=64, vocabulary=512)
     monkeypatch.setitem(MODELS, "Llama-3-8B", small)
-    planned = ("plan", "Llama-3-8B", "--world-size", "4", "--length", "16", "--memory", str(tmp_path / "memory.json"))
+    planned = ("plan", "Llama-3-8B", "--world-size", "4", "--length", "64", "--memory", str(tmp_path / "memory.json"))
     output = invoke(*planned, "--no-suggest")
     fixed = load_memory(tmp_path / "memory.json").fixed
     assert fixed["optimizer state"] == pytest.approx(2 * fixed["shards"], rel=0.1)  # which the allocator rounds up
     assert re.search(r"^shards float32, computed in bfloat16, reduced in float32$", output, re.MULTILINE)
     assert re.search(r"^  \d x model\.blocks\.\d-\d", output, re.MULTILINE), "blocks that are alike have one row"
+    assert re.search(r"^ .*, the loss$", output, re.MULTILINE), "the largest tensors are those of the loss"
     assert "blocks and lines of the model" in output and not re.search(r"(dry_run|linear)\.py:", output)
     low = invoke(*planned, "--no-suggest", "--dtype", "bfloat16", "--mixed-precision", "none")
     assert re.search(r"^shards bfloat16, computed in bfloat16, reduced in bfloat16$", low, re.MULTILINE)

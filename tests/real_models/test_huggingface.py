@@ -177,6 +177,14 @@ def _adapt(rank: int, world_size: int, folder: Path) -> None:
     for name, value in loaded.state_dict().items():
         torch.testing.assert_close(value, whole[name], rtol=0, atol=0)
         torch.testing.assert_close(value, reference.state_dict()[name])
+    # Resume: the same adapters, and the trainable parameters' optimizer.
+    save_checkpoint(folder / "checkpoint", sharded, optimizers[0])
+    resumed = _shard(peft.get_peft_model(_llama(use_cache=False), config))
+    optimizer = torch.optim.AdamW([p for p in resumed.parameters() if p.requires_grad], lr=0.1)
+    load_checkpoint(folder / "checkpoint", resumed, optimizer)
+    for name, value in full_state_dict(resumed).items():
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=0)
+    assert len(optimizer.state_dict()["state"]) == len(optimizers[0].state_dict()["state"]) > 0
 
 
 def test_adapters_are_trained_saved_and_loaded(ranks: Ranks, tmp_path: Path) -> None:

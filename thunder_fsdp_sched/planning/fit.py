@@ -68,9 +68,11 @@ def describe_fit(memory: StepMemory, device_bytes: int, device: str, forward: Tr
 
 
 def _line_of(source: str) -> str:
-    """Return a line of the model as ``"model.py:70"``; empty if it is one of torch, or of the planner's loss."""
+    """Return a line of the model as ``"model.py:70"``; nothing for one of torch, and the planner's loss by that name."""
     file = source.rpartition(":")[0]
-    return "" if is_library(file) or file.endswith("planning/dry_run.py") else source.rpartition("/")[2]
+    if file.endswith("planning/dry_run.py"):
+        return "the loss"
+    return "" if is_library(file) else source.rpartition("/")[2]
 
 
 class Origin(NamedTuple):
