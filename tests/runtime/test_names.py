@@ -83,7 +83,7 @@ def test_stacks_name_the_collective() -> None:
 
 def hang(rank: int, folder: str) -> None:
     """Train on two ranks, of which one stops before its first gather; write a dump of the Flight Recorder on the other."""
-    options: Any = {"timeout": timedelta(seconds=5)}
+    options: Any = {"timeout": timedelta(seconds=2)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, **options)
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
