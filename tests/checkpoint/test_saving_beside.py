@@ -69,7 +69,12 @@ def test_training_is_the_same_bit_for_bit_and_each_save_holds_the_values_at_its_
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mesh": (2, 2), "transport": "coalesced"}, {"offload_policy": CPUOffloadPolicy()}]
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"mesh": (2, 2), "transport": "coalesced"}),
+        pytest.param({"offload_policy": CPUOffloadPolicy()}, marks=pytest.mark.long),
+    ],
 )
 @on_ranks(4)
 def test_files_are_those_of_a_save_that_waits(rank: int, tmp_path: Path, options: dict[str, Any]) -> None:
@@ -346,8 +351,10 @@ def test_a_rank_killed_at_any_operation_on_files_leaves_a_complete_checkpoint(
     finally:
         workers.close()
     assert _assert_loadable(folder).name == "1" and not (folder / "0").exists()
-    assert latest == sorted(latest) and step * latest.count("0") >= (3 if victim else 6)
-    assert victim or step * latest.count("1") >= 4, "while old ones are removed"
+    assert latest == sorted(latest) and latest[0] == "0"
+    if profiles.LONG:
+        assert latest.count("0") >= (3 if victim else 6)
+        assert victim or latest.count("1") >= 4, "while old ones are removed"
 
 
 @on_ranks(2)
