@@ -7,7 +7,6 @@ from typing import Any
 
 from thunder_fsdp_sched.planning.recorded import read_recorded
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.planning.timeline import length, union
 
 # Figures of a step besides its seconds.
 PARTS = ("compute", "communication", "exposed", "idle")
@@ -17,8 +16,7 @@ def measured(path: Path) -> dict[str, float]:
     """Return the figures of a step, from a file that ``profile.export_chrome_trace`` wrote."""
     [step] = read_recorded([path])
     t = step.timeline
-    communication = length(union(i.span for i in t.collectives))
-    return _figures(t.step_seconds, t.compute_seconds, communication, t.exposed_seconds, t.idle_seconds)
+    return _figures(t.step_seconds, t.compute_seconds, t.communicating_seconds, t.exposed_seconds, t.idle_seconds)
 
 
 def simulated(compiled: Any, cost: Any) -> dict[str, float]:

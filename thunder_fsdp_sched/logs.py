@@ -115,7 +115,7 @@ class Progress:
 
 
 class Artifacts:
-    """What torch's structured log gets of one compilation."""
+    """A compilation, as torch's structured log shows it."""
 
     def __init__(self) -> None:
         self._compile_id = next(_compile_ids)

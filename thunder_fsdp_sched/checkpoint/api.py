@@ -260,7 +260,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     wait_for_latest()
     for path in _newest_first(Path(folder)):
         try:
-            check_lengths(path, read_metadata(path)[0].storage_data.values())
+            _intact_chunks(path)
         except (OSError, ValueError) as error:
             warnings.warn(f"latest_checkpoint leaves out {path}: {error}", stacklevel=2)
         else:
@@ -273,13 +273,23 @@ def _newest_first(folder: Path) -> list[Path]:
     return sorted(complete, key=lambda p: ((p / METADATA).stat().st_mtime_ns, p.name), reverse=True)
 
 
+def _intact_chunks(path: Path) -> list[Any]:
+    """Return where the data of a checkpoint are.
+
+    Raises:
+        OSError, ValueError: its list of contents is damaged, or files are missing or truncated.
+    """
+    chunks = list(read_metadata(path)[0].storage_data.values())
+    check_lengths(path, chunks)
+    return chunks
+
+
 def _remove_old(path: Path, keep: int) -> None:
     """Remove checkpoints beside ``path`` but the newest, ``keep`` with ``path``; leave damaged ones and files of others."""
     kept = 1
     for old in _newest_first(path.parent):
         try:
-            chunks = list(read_metadata(old)[0].storage_data.values())
-            check_lengths(old, chunks)
+            chunks = _intact_chunks(old)
             if old == path:
                 continue
             if kept < keep:

@@ -27,6 +27,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..runtime.row_dtensor import RowDTensor, local_rows
+from ..sizes import round_up
 from .writer_process import WriterProcess, tensor_at
 
 _ALIGNMENT = 64
@@ -88,7 +89,7 @@ class Staging:
         self._tensors = [(leaf, local_rows(leaf)) for leaf in leaves]
         originals = {_key(local): local for _, local in self._tensors}  # tied parameters have several entries
         self._devices = {local.device for local in originals.values() if local.is_cuda}
-        sizes = (-(-local.nbytes // _ALIGNMENT) * _ALIGNMENT for local in originals.values())
+        sizes = (round_up(local.nbytes, _ALIGNMENT) for local in originals.values())
         begins = list(itertools.accumulate(sizes, initial=0))
         memory = host_memory.reserve(max(begins[-1], 1), pinned=bool(self._devices))
         self._copies = {

@@ -14,6 +14,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
+from ..sizes import round_up
 from .analysis import BEFORE_TRACE, NO_PENDING_GRADS, Analysis, Lifetime, PendingGrads, bytes_at
 from .effects import effects
 from .inspection import is_statement, source_of, statement, statements
@@ -138,7 +139,7 @@ class StepMemory:
 
         def tensor(kind: str, name: str, nbytes: int, first: int, last: int, source: str = "") -> TensorMemory:
             begin = numbers[first] if first >= 0 else -1
-            return TensorMemory(kind, name, -(-nbytes // unit) * unit, begin, numbers[last], source)
+            return TensorMemory(kind, name, round_up(nbytes, unit), begin, numbers[last], source)
 
         of_others = [[effects(bsym) for trace in other for bsym in trace.bound_symbols] for other in others]
         allocations = {

@@ -98,6 +98,11 @@ class Timeline:
         return tuple(i for i in self.intervals if i.stream != COMPUTE)
 
     @cached_property
+    def communicating_seconds(self) -> float:
+        """The time in which any collective runs."""
+        return length(union(i.span for i in self.collectives))
+
+    @cached_property
     def exposed_by_bucket(self) -> dict[str, float]:
         """Return the time in which the bucket's collectives run and compute does not. Concurrent collectives both count."""
         exposed: dict[str, float] = {}

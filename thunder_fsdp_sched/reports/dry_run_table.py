@@ -14,7 +14,7 @@ from ..planning.suggestions import Suggestions
 from ..planning.timeline import Timeline
 from ..sizes import human_bytes
 from ..transforms.write_grads_in_place import share_written_in_place
-from .report import plain_table
+from .report import milliseconds, plain_table
 
 
 def answer(step: DryRun, model: str, verdict: str, found: Suggestions | None) -> str:
@@ -32,7 +32,7 @@ def answer(step: DryRun, model: str, verdict: str, found: Suggestions | None) ->
     dtypes = dict.fromkeys(f"shards {b.dtype}, computed in {b.param_dtype}, reduced in {b.reduce_dtype}" for b in plan)
     lines = [
         f"{model}: {sum(param.numel for param in params):,} parameters, {len(blocks)} blocks; the largest is "
-        f" {largest.name} {largest.shape}",
+        f"{largest.name} {largest.shape}",
         *(precision.replace("torch.", "") for precision in dtypes),
         f"{step.compiled.call}" + f", {step.micro_batches} micro-batches" * (step.micro_batches > 1),
         f"{options.sharding_strategy}, {step.world_size} ranks of {step.cluster.name}: {1e3 * step.seconds:,.2f} ms a step",
@@ -99,4 +99,4 @@ def _times(timeline: Timeline) -> list[str]:
     """Return the time of a step and its parts in ms."""
     communication = sum(timeline.communication_seconds.values())
     seconds = (timeline.step_seconds, timeline.compute_seconds, communication, timeline.exposed_seconds)
-    return [f"{1e3 * s:,.2f}" for s in seconds]
+    return milliseconds(*seconds)

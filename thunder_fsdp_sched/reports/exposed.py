@@ -21,9 +21,9 @@ from ..planning.clusters import cluster as cluster_of
 from ..planning.cost import AnalyticCost
 from ..planning.recorded import RecordedStep, read_recorded
 from ..planning.simulate import simulate
-from ..planning.timeline import Interval, Timeline, length, overlaps, union
+from ..planning.timeline import Interval, Timeline, overlaps
 from .plot import plot_timelines
-from .report import plain_table
+from .report import milliseconds, plain_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -138,21 +138,21 @@ class ExposedCommunication:
         """Return tables for ``rich``, in milliseconds; buckets with the most exposed communication come first."""
         steps = {str(rank): of for rank, of in self._ranks.items()}
         ranks = [
-            [rank, *_ms(_mean(s.passes[1] - s.passes[0] for s in of), *_parts(s.timeline for s in of))]
+            [rank, *milliseconds(_mean(s.passes[1] - s.passes[0] for s in of), *_parts(s.timeline for s in of))]
             for rank, of in steps.items()
         ]
         expected: dict[Key, float] = {}
         if self.predicted is not None:
             expected = _exposed(self.predicted)
-            ranks.append(["predicted", *_ms(self.predicted.step_seconds, *_parts([self.predicted]))])
+            ranks.append(["predicted", *milliseconds(self.predicted.step_seconds, *_parts([self.predicted]))])
         buckets = []
         for key, seconds in sorted(self.by_bucket.items(), key=lambda item: -sum(item[1].values())):
             most = max(seconds, key=seconds.__getitem__)
             figures = [_mean(seconds.values()), seconds[most]]
-            predicted = _ms(expected.get(key, 0.0)) if expected else []
-            buckets.append([*key, *_ms(*figures), str(most), *predicted])
+            predicted = milliseconds(expected.get(key, 0.0)) if expected else []
+            buckets.append([*key, *milliseconds(*figures), str(most), *predicted])
         waited = sorted(self.waited_for.items(), key=lambda item: -item[1])
-        waits = [[str(rank), str(last), *_ms(seconds)] for (rank, last), seconds in waited]
+        waits = [[str(rank), str(last), *milliseconds(seconds)] for (rank, last), seconds in waited]
         count = len(next(iter(steps.values())))
         columns = ["rank", "forward +\nbackward", "whole\nstep", "compute", "communi-\ncation", "exposed", "idle"]
         tables = [plain_table(f"exposed communication; ms, mean of {count} step{'s' * (count > 1)}", columns, ranks)]
@@ -218,7 +218,7 @@ def _parts(timelines: Iterable[Timeline]) -> list[float]:
         (
             t.step_seconds,
             t.compute_seconds,
-            length(union(i.span for i in t.collectives)),
+            t.communicating_seconds,
             t.exposed_seconds,
             t.idle_seconds,
         )
@@ -229,7 +229,3 @@ def _parts(timelines: Iterable[Timeline]) -> list[float]:
 
 def _mean(values: Iterable[float]) -> float:
     return statistics.fmean(values)
-
-
-def _ms(*seconds: float) -> list[str]:
-    return [f"{1e3 * s:,.2f}" for s in seconds]

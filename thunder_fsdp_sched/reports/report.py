@@ -88,6 +88,11 @@ def plain_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     return table
 
 
+def milliseconds(*seconds: float) -> list[str]:
+    """Return times as cells of a table in milliseconds."""
+    return [f"{1e3 * s:,.2f}" for s in seconds]
+
+
 def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
     """Return a table of the buckets of a plan: number of parameters, bytes, and what else differs between buckets.
 

@@ -43,8 +43,7 @@ def optimizer_steps() -> int:
 def issue_named(what: str, bucket_name: str, issue: Callable[[], T]) -> T:
     """Issue a collective, such as the ``"all-gather"`` of a bucket; see [Note: Names of collectives]."""
     phase = "forward" if running_node_number() is None else "backward"
-    name = f"fsdp_{what.replace('-', '_')}({bucket_name}) in {phase}"
-    run = _function_named(name)
+    name, run = _named_function(what, bucket_name, phase)
     with labelled(what, bucket_name) as label:
         if label is None:  # no profiler is running
             return run(issue)
@@ -54,12 +53,13 @@ def issue_named(what: str, bucket_name: str, issue: Callable[[], T]) -> T:
 
 
 @functools.cache
-def _function_named(name: str) -> Callable[[Callable[[], T]], T]:
-    """Return a function of this name that calls its argument."""
+def _named_function(what: str, bucket_name: str, phase: str) -> tuple[str, Callable[[Callable[[], T]], T]]:
+    """Return the name of a collective, and a function of this name that calls its argument."""
+    name = f"fsdp_{what.replace('-', '_')}({bucket_name}) in {phase}"
 
     def call(issue: Callable[[], T]) -> T:
         return issue()
 
     names: dict[str, Any] = {field: name for field in ("co_name", "co_qualname") if hasattr(call.__code__, field)}
     call.__code__ = call.__code__.replace(**names)
-    return call
+    return name, call

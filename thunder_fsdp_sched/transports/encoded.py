@@ -10,7 +10,8 @@ A gather sends what ``CastShardSource`` has encoded, so backward sends the bytes
 those that a reduction sends, are in idle memory from the issue to the wait: a slot never holds bytes that are not decoded.
 
 With error feedback (1-bit SGD, Seide et al. 2014; LoCo, arXiv:2407.04480) a rank adds the rounding errors of its last
-gradients to the next ones. Errors that are not finite are dropped: a step that ``GradScaler`` skips leaves none behind.
+gradients to the next ones. An error that is not finite is dropped, so a step that
+``GradScaler`` skips leaves no error behind.
 """
 
 from __future__ import annotations
