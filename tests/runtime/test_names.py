@@ -52,10 +52,8 @@ def test_collectives_have_bucket_phase_and_step_in_profiles(tmp_path: Path) -> N
     buckets = [bucket.name for bucket in model._lc_transforms[0].plan]
     for bucket in buckets:
         assert names.count(f"fsdp_reduce_scatter({bucket})") == 2
-        steps = [
-            name.rpartition(" ")[2] for name in names if f"fsdp_reduce_scatter({bucket}) in backward, step" in name
-        ]
-        assert len(set(steps)) == 2 and int(max(steps)) - int(min(steps)) == 1, names
+        steps = {int(n.rpartition(" ")[2]) for n in names if f"fsdp_reduce_scatter({bucket}) in backward, step" in n}
+        assert len(steps) == 2 and max(steps) - min(steps) == 1, names
         assert any(name.startswith(f"fsdp_all_gather({bucket}) in forward, step ") for name in names), names
 
 
