@@ -48,6 +48,7 @@ import torch
 import torch.distributed as dist
 from gpu_trace import PARTS, measured, simulated
 from harness import Columns, show_nbytes, table
+from shared_gpu import share_gpu
 from systems import Shape
 from thunder.extend import FusionExecutor, get_default_executors
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -124,6 +125,7 @@ def setups(arguments: argparse.Namespace, device_count: int) -> list[Setup]:
         Setup("blocking", same, environment=blocking, like="alone", repeats=1),
         Setup("sanitizer", "with TORCH_CUDA_SANITIZER=1", repeats=1, **strict),
         Setup("shared", "2 ranks on one GPU, gloo", 2, "gloo", **shared),
+        *(Setup(f"nccl {n}", f"{n} ranks on one GPU, NCCL", n, shares_device=True, repeats=2) for n in (2, 4)),
     ]
     if device_count > 1:
         made.append(Setup("ranks", "a rank on each GPU, NCCL", device_count))
@@ -214,6 +216,8 @@ def work(job: Mapping[str, Any]) -> None:
     rank = int(os.environ["RANK"])
     try:
         worker = Worker(job, rank)
+        if worker.setup.shares_device and worker.setup.backend == "nccl":
+            share_gpu(rank)
         # Ranks that wait for a dead rank report it before the limit.
         dist.init_process_group(worker.setup.backend, timeout=timedelta(seconds=LIMIT / 2))
         record = {"status": "ok", **(worker.train() if worker.setup.repeats else worker.profile())}

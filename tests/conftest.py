@@ -11,12 +11,20 @@ from thunder_fsdp_sched.planning.fake_ranks import fake_rank
 import profiles
 import pytest
 import torch.distributed as dist
+from device import IS_CUDA
 from ranks import Ranks, worker_pool
 from tracing_shortcuts import tracing_shortcuts
 
 
 def pytest_configure(config: pytest.Config) -> None:
     profiles.LONG = "long" in config.option.markexpr.replace("not long", "")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if IS_CUDA:
+        others = [item for item in items if item.get_closest_marker("device") is None]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 def pytest_collection_finish() -> None:

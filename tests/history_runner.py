@@ -21,6 +21,7 @@ import thunder_fsdp_sched as tfs
 
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from random_histories import Action, Mode, Scenario, ScenarioModel
 from scenario import Run, loss_of
 
@@ -131,6 +132,7 @@ class HistoryRunner(Run):
     def _prepare(self, rank: int, action: Action) -> PendingLoss:
         mode = self.scenario.modes[action.mode]
         inputs = self.make_inputs(torch.Generator().manual_seed(1000 * action.seed + rank), mode.batch)
+        inputs = tuple(x.to(DEVICE) for x in inputs)
         inputs[0].requires_grad_(mode.grad)
         return PendingLoss(mode, inputs, self.version, self.scale, self.statistics)
 

@@ -94,7 +94,7 @@ class GPT(nn.Module):
             self.head.weight = self.wte.weight
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.wte.forward(tokens) + self.wpe.forward(torch.arange(tokens.shape[1]))
+        x = self.wte.forward(tokens) + self.wpe.forward(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.h:
             x = block(x)
         logits = self.head.forward(self.ln_f.forward(x))

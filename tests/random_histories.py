@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from device import IS_CUDA
 from hypothesis import strategies as st
 from random_models import Case, ModelSpec, RandomModel, cases
 from torch import nn
@@ -244,6 +245,8 @@ def _history(draw: Any, scenario: Scenario, world_size: int, one_deviates: bool,
         without |= {"fail_backward"}  # needs the same losses on all ranks
     if WINDOW not in scenario.modes:
         without |= {"micro_batch"}
+    if IS_CUDA:
+        without |= {"fail_forward", "fail_backward"}  # an index out of range ends the CUDA context
     weights = {phrase: n for phrase, n in PHRASES.items() if not without & set(phrase)}
     phrase = st.sampled_from([phrase for phrase, weight in weights.items() for _ in range(weight)])
     drawn = draw(st.lists(phrase, min_size=phrases // 2, max_size=phrases))

@@ -38,6 +38,7 @@ from thunder_fsdp_sched.ranks import channel
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from device import BACKEND, use_device
 from tracing_shortcuts import tracing_shortcuts
 
 _GRACE = 5.0  # seconds that the other ranks have to report after one has failed
@@ -242,8 +243,9 @@ def _work(rank: int, world_size: int, store: Path, stacks: Path, connection: Con
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         torch.set_num_threads(1)
+        use_device(rank)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
+            BACKEND, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
         )
         # Thunder's tracing makes millions of long-lived objects. Collecting garbage between jobs is enough.
         gc.freeze()

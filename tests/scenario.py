@@ -38,6 +38,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from device import DEVICE, RANKS
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -50,7 +51,7 @@ def loss_of(output: Any) -> torch.Tensor:
     """Return a loss: the sum of scalar outputs and of weighted mean squares of others, so that every element matters."""
     terms = []
     for leaf in tree_leaves(output):
-        weights = torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)
+        weights = torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype, device=leaf.device).view(leaf.shape)
         terms.append(leaf if leaf.ndim == 0 else (leaf.square() * weights).mean())
     return sum(terms)
 
@@ -105,7 +106,7 @@ class Scenario:
     tolerance: float | None = None
     others_tolerance: float = 0
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
-    ranks: int = 2
+    ranks: int = RANKS
     long: bool = False
 
     def run(self, **more: Any) -> Run:
@@ -124,7 +125,7 @@ def each(table: Mapping[str, Scenario]) -> Callable[[Callable[..., None]], Calla
     """Turn a function with an argument ``name`` into a test that runs on the ranks of each scenario of a table."""
     names = [pytest.param(name, marks=pytest.mark.long if s.long else ()) for name, s in table.items()]
     ranks = on_ranks(lambda name, **_: table[name].ranks)
-    return lambda function: pytest.mark.parametrize("name", names)(ranks(function))
+    return lambda function: pytest.mark.device(pytest.mark.parametrize("name", names)(ranks(function)))
 
 
 @dataclass
@@ -227,11 +228,12 @@ class Run:
         **options: Any,
     ) -> None:
         if isinstance(options.get("mesh"), tuple):
-            options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))
+            options["mesh"] = init_device_mesh(DEVICE.type, options["mesh"], mesh_dim_names=("replicate", "shard"))
         self.rank, self.dtype = dist.get_rank(), dtype
         self.ranks = _ranks_of(options)
         self.tolerance = getattr(model, "tolerance", 1e-11) if tolerance is None else tolerance
         self.others_tolerance = others_tolerance
+        model = model.to(DEVICE)
         original = copy.deepcopy(model)
         self.make_inputs, self.initial = original.inputs, original.state_dict()
         self.unsharded: Unsharded | None = None
@@ -268,6 +270,7 @@ class Run:
             name: value[self.ranks.index(rank)] if isinstance(value, tuple) else value for name, value in size.items()
         }
         made = self.make_inputs(torch.Generator().manual_seed(1000 * step + rank), **size)
+        made = tuple(x.to(DEVICE) for x in made)
         return tuple(x.to(self.dtype) if self.dtype and x.is_floating_point() else x for x in made)
 
     #
@@ -339,7 +342,7 @@ class Run:
         """Set random gradients, the same on all ranks, of trainable parameters, so that nothing has to be traced."""
         generator = torch.Generator().manual_seed(seed)
         for name, param in self.model.named_parameters():
-            whole = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+            whole = torch.randn(param.shape, generator=generator, dtype=param.dtype).to(DEVICE)
             for model in [*self.models, *([] if self.unsharded is None else [self.reference])]:
                 own = model.get_parameter(name)
                 if hasattr(own, "rows"):
@@ -467,7 +470,7 @@ def fsdp2(module: nn.Module, *, mesh: DeviceMesh | None = None, **options: Any) 
 
     Use it with ReLU: Thunder decomposes the backward of tanh and GELU, which rounds differently from eager torch.
     """
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     for block in module.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(module, mesh=mesh, **options)

@@ -90,6 +90,7 @@ def replay(ranks: Ranks, scenario: Scenario) -> None:
 _long = partial(pytest.param, marks=pytest.mark.long)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     ("world_size", "number", "histories"),
     [
@@ -150,6 +151,7 @@ def replay_deviating(ranks: Ranks, scenario: Scenario, deviation: Deviation) -> 
         )
 
 
+@pytest.mark.device
 @examples(3, 57)
 def test_if_one_rank_deviates_results_are_right_or_every_rank_raises(ranks: Ranks, number: int) -> None:
     replay_deviating(ranks, *draw_numbered(deviating_scenarios(world_size=ranks.world_size), number))

@@ -16,6 +16,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from models import (
     CASES,
     GPT,
@@ -51,7 +52,7 @@ def _double(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Callab
 
 
 def _train_under_autocast(run: Run) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         train_and_check_what_is_saved(run)
 
 
@@ -295,9 +296,10 @@ SCENARIOS = {
         _double(Stack, 1),
         [do.train(1)],
         lambda: {
-            "mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))["shard"],
-            "device": "cpu",
+            "mesh": init_device_mesh(DEVICE.type, (1, 2), mesh_dim_names=("replicate", "shard"))["shard"],
+            "device": DEVICE,
         },
+        ranks=2,
     ),
     "any prefetch and bucketing": Scenario(
         _stack,

@@ -19,6 +19,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from device import DEVICE
 from models import Stack
 from ranks import on_ranks
 from scenario import Run, do, everywhere, loss_of
@@ -33,7 +34,7 @@ FEEDBACK = P(gather="int8", reduce="int4", block=8, error_feedback=True)
 
 
 def _mesh() -> dict[str, Any]:
-    return {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+    return {"mesh": init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replicate", "shard"))}
 
 
 def _groups() -> dict[str, Any]:
@@ -56,13 +57,14 @@ COMBINATIONS: dict[str, tuple[int, Options, torch.dtype]] = {
 _LONG = ("autocast", "groups", "released windows", "secondary", "windows")
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in _LONG)) for n in COMBINATIONS])
 @on_ranks(lambda name: COMBINATIONS[name][0])
 def test_values_are_decoded_ones_with_other_options(rank: int, world_size: int, name: str) -> None:
     _, options, dtype = COMBINATIONS[name]
     options = options() if callable(options) else options
     twins = Twins(lambda: Stack(2), GATHERS, dtype, **options)
-    precision = torch.autocast("cpu", torch.bfloat16) if name == "autocast" else nullcontext()
+    precision = torch.autocast(DEVICE.type, torch.bfloat16) if name == "autocast" else nullcontext()
     for step in range(3):
         with precision:
             if step == 1:  # a window of three micro-batches

@@ -11,6 +11,7 @@ import pytest
 import shared_memory
 import torch
 import torch.distributed as dist
+from device import SHARED_MEMORY
 from hypothesis import strategies as st
 from random_models import RandomModel, cases, draw_numbered, examples, options_of
 from ranks import on_ranks
@@ -39,9 +40,9 @@ ROWS: dict[str, tuple[str | None, str | None, str, str, int, int]] = {
     "float8, int8": ("float8_e4m3fn", "int8", "all_to_all", "zero2", 6, 0),
     "mxfp8, int4": ("mxfp8", "int4", "coalesced", "zero3", 128, 2),
     "bfloat16, float8": ("bfloat16", "float8_e4m3fn", "staged", "zero3", 2, 1),
-    "bfloat16 reductions": (None, "bfloat16", "shared_files", "zero2", 128, 0),
+    "bfloat16 reductions": (None, "bfloat16", SHARED_MEMORY, "zero2", 128, 0),
     "mxfp8, all": ("mxfp8", None, "staged", "zero2", 32, 0),
-    "int8, shared": ("int8", "int8", "shared_files", "zero3", 10, 0),
+    "int8, shared": ("int8", "int8", SHARED_MEMORY, "zero3", 10, 0),
 }
 
 
@@ -49,6 +50,7 @@ _LONG = ("bfloat16, float8", "int8, shared")
 _NAMES = [*ROWS, *(f"{name}, 3 ranks" for name in ROWS)]
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.long] * ("3 ranks" in n or n in _LONG)) for n in _NAMES]
 )
@@ -75,6 +77,7 @@ POLICIES = st.builds(
 )
 
 
+@pytest.mark.device
 @examples(2, 98)
 @on_ranks(lambda number: 2 + number % 2)
 def test_random_models_have_decoded_values_and_gradients_within_bounds(rank: int, world_size: int, number: int) -> None:

@@ -15,6 +15,7 @@ from thunder_fsdp_sched.plan.specs import BucketSpec
 
 import thunder
 import torch
+from device import DEVICE
 from saving import Everything
 from scenario import everywhere, loss_of
 from torch import nn
@@ -35,15 +36,15 @@ class AllKinds(Everything):
 def decoded(spec: BucketSpec, exact: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each name of a bucket's parameters with the value that gathers decode."""
     layout, wire = spec.layout, spec.gather_wire
-    whole = [exact[param.name].clone() for param in spec.params]
+    whole = [exact[param.name].to(DEVICE, copy=True) for param in spec.params]
     for rank in range(layout.world_size) if wire is not None else ():
-        shard = torch.zeros(layout.shard_numel, dtype=spec.dtype)
+        shard = torch.zeros(layout.shard_numel, dtype=spec.dtype, device=DEVICE)
         rows = layout.shard_views(rank, shard)
         owned = [_rows(value, placement, rank) for value, placement in zip(whole, layout.placements, strict=True)]
         for view, value in zip(rows, owned, strict=True):
             view.copy_(value)
         segments = [segment[None] for segment in layout.shard_segments(shard)]
-        sent = torch.empty(1, wire.nbytes, dtype=torch.uint8)
+        sent = torch.empty(1, wire.nbytes, dtype=torch.uint8, device=DEVICE)
         wire.encode(segments, sent)
         wire.decode(sent, segments)
         for view, value in zip(rows, owned, strict=True):
@@ -77,7 +78,7 @@ class Twins:
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
-        module = make().to(dtype) if dtype else make()
+        module = (make().to(dtype) if dtype else make()).to(DEVICE)
         self.own, self.dtype, modules = copy.deepcopy(module), dtype, (module, copy.deepcopy(module))
         self.transform, other = tfs.fsdp(comm_policy=policy, **options), tfs.fsdp(**options)
         pairs = zip(modules, (self.transform, other), strict=True)
@@ -94,7 +95,7 @@ class Twins:
         self.own.load_state_dict(state)
 
     def inputs(self, step: int, rank: int) -> tuple[torch.Tensor, ...]:
-        made = self.own.inputs(torch.Generator().manual_seed(100 * step + rank))
+        made = [x.to(DEVICE) for x in self.own.inputs(torch.Generator().manual_seed(100 * step + rank))]
         return tuple(x.to(self.dtype) if self.dtype and x.is_floating_point() else x for x in made)
 
     def backward(self, step: int, rank: int, *, no_sync: bool = False) -> None:
@@ -136,7 +137,7 @@ class Twins:
         slack = 1e-5 if any(bucket.spec.dtype is torch.float32 for bucket in self.buckets) else 1e-10
         for bucket in self.buckets:
             spec = bucket.spec
-            flat = torch.zeros(len(of_ranks), spec.layout.unsharded_numel, dtype=torch.float64)
+            flat = torch.zeros(len(of_ranks), spec.layout.unsharded_numel, dtype=torch.float64, device=DEVICE)
             for number, of_rank in enumerate(of_ranks):
                 for param, view in zip(spec.params, spec.layout.unsharded_views(flat[number]), strict=True):
                     if of_rank[param.name] is not None:

@@ -51,8 +51,8 @@ class _RecordCollectives(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 SCENARIOS = {
-    "everything": Scenario(lambda: Everything().double(), [_clip]),
-    "frozen": Scenario(lambda: FrozenParameters().double(), [_clip]),
+    "everything": Scenario(lambda: Everything().double(), [_clip], ranks=2),
+    "frozen": Scenario(lambda: FrozenParameters().double(), [_clip], ranks=2),
     "ranks without rows": Scenario(lambda: Everything().double(), [_clip], ranks=4),
     "replicas": Scenario(lambda: Everything().double(), [_clip], {"mesh": (2, 2)}, ranks=4),
 }

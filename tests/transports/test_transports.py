@@ -14,6 +14,7 @@ import shared_memory
 import thunder
 import torch
 import torch.distributed as dist
+from device import SHARED_MEMORY
 from models import Stack, TinyParameters, UnevenRows
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each, fsdp2
@@ -76,11 +77,11 @@ def _check_own_transports(run: Run) -> None:
 
 ACCUMULATE = [do.micro_batch(5), do.micro_batch(6, no_sync=False), do.step()]
 LOW = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
-OTHERS = ("flat", "all_to_all", "coalesced", "all_reduce", "shared_files")
+OTHERS = ("flat", "all_to_all", "coalesced", "all_reduce", SHARED_MEMORY)
 SCENARIOS = {
     "zero3": _every_transport("zero3", 2, *OTHERS),
     "zero2": _every_transport("zero2", 2, *OTHERS, long=True),
-    "zero2, 4 ranks": _every_transport("zero2", 4, "flat", "all_to_all", "shared_files", model=_tiny),
+    "zero2, 4 ranks": _every_transport("zero2", 4, "flat", "all_to_all", SHARED_MEMORY, model=_tiny),
     **{f"{s}, 4 ranks, all": _every_transport(s, 4, *OTHERS, long=True) for s in ("zero2", "zero3")},
     "zero2, bfloat16": _every_transport("zero2", 2, *OTHERS, low=True),
     "zero3, bfloat16": _every_transport("zero3", 2, *OTHERS, low=True, long=True),
