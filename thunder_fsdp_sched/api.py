@@ -208,10 +208,10 @@ def fsdp(
             meta device; a rank then receives one parameter at a time, and keeps its rows. What that rank has on the meta
             device, too, ``param_init_fn`` initializes. By default every rank must initialize the same values.
         ignored_params: parameters, or their names, that stay whole on every rank. Their gradients are not reduced.
-        allow_different_computation: let ranks compute different things, as long as their collectives agree. By default
-            :class:`ScheduleDisagreement` is raised if the traces of ranks differ in an operator, an argument or the
-            flow of data. Ranks whose inputs have other shapes, or other numbers as arguments, may also differ in
-            numbers in their traces that may stem from a size.
+        allow_different_computation: let ranks compute different things, as long as their collectives agree and the same
+            parameters of each bucket have gradients. By default :class:`ScheduleDisagreement` is raised if the traces
+            of ranks differ in an operator, an argument or the flow of data. Ranks whose inputs have other shapes, or
+            other numbers as arguments, may also differ in numbers in their traces that may stem from a size.
         allow_different_initialization: let ranks begin with different values of a parameter, of which each shard then
             keeps this rank's rows; for values that are all loaded later. By default :class:`ScheduleDisagreement` names
             the first parameter that differs. The check reads every parameter once (6 GB/s for each CPU thread) and is

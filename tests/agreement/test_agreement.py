@@ -162,6 +162,73 @@ def test_different_computations_of_replicas_raise_on_all_ranks_unless_they_are_a
     allowed(x).sum().backward()
 
 
+class _OneBucket(nn.Module):
+    """A module with two branches in one bucket, so that the collectives are the same whatever is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
+        return sum(getattr(self, name)(x).square().mean() for name in branch.split())
+
+
+@on_ranks()
+def test_ranks_whose_gradients_differ_within_a_bucket_raise_although_other_computations_are_allowed(rank: int) -> None:
+    x = torch.ones(3, 4) + rank
+    for strategy in ("zero2", "zero3"):
+        options = {"sharding_strategy": strategy, "bucketing_strategy": 10**6, "allow_different_computation": True}
+        model = _jit(_OneBucket(), **options)
+        _disagree(
+            rank,
+            [lambda: model(x, ("left", "right")[rank])] * 2,  # noqa: B023
+            r"rank 0: fsdp_reduce_scatter (\S+) .* without gradients of right\.weight, right\.bias\n"
+            r"    rank 1: fsdp_reduce_scatter \1 .* without gradients of left\.weight, left\.bias",
+        )
+        for branch in ("left", "right"):
+            model(x, branch).backward()
+        before = [p.grad.clone() for p in model.parameters()]
+        loss = model(x, ("left", "right")[rank])  # both are cached, and the forwards gather alike
+        _disagree(rank, [loss.backward] * 2, "rank 0: the backward for inputs", "'left'", "'right'")
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
+
+
+@on_ranks()
+def test_windows_whose_gradients_differ_between_ranks_raise_where_one_rank_would_drop_them(rank: int) -> None:
+    x = torch.ones(3, 4) + rank
+    for accumulate in ("unsharded", "sharded"):
+        model = _jit(_OneBucket(), bucketing_strategy=10**6, accumulate=accumulate, allow_different_computation=True)
+        reference = _OneBucket()
+        for branch in ("left", "right", "left right"):
+            with model.no_sync():
+                model(x, branch).backward()
+            model(x, branch).backward()
+        model.zero_grad()
+
+        def window(first: str, last: str) -> None:
+            with model.no_sync():  # noqa: B023
+                model(x, first).backward()  # noqa: B023
+            model(x, last).backward()  # noqa: B023
+
+        if accumulate == "unsharded":
+            # The last micro-batch has all gradients, so the first ones may differ.
+            window(("left", "right")[rank], "left right")
+            for other in range(2):
+                for branch in (("left", "right")[other], "left right"):
+                    (reference(torch.ones(3, 4) + other, branch) / 2).backward()
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.to_local(), p.rows.of(q.grad))
+            model.zero_grad()
+            _disagree(
+                rank,
+                [lambda: window(("left", "right")[rank], "left")] * 2,
+                r"rank 1: the backward .* no_sync has left for right\.weight, right\.bias of bucket \S+",
+            )
+        else:  # each micro-batch reduces
+            _disagree(rank, [lambda: window(("left", "right")[rank], "left")] * 2, r"rank 1: the backward .*'right'")
+
+
 #
 # Running
 #

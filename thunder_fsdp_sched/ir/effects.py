@@ -288,6 +288,14 @@ class Effects:
         return tuple(m.owner for m in self.allocates if m.scope in KEPT and m.if_kept is None)
 
     @property
+    def missing_gradients(self) -> tuple[int, ...]:
+        """The numbers of the bucket's parameters of which a reduction gets no gradient from its trace."""
+        if self.bucket is None or not (self.collects or self.runs):
+            return ()
+        given = {place.param for place in self.collects.values()}
+        return tuple(index for index in range(len(self.bucket.spec.params)) if index not in given)
+
+    @property
     def in_schedule(self) -> bool:
         """Whether it is a line of the schedule: it communicates for its bucket, or leaves gradients that will be reduced."""
         return self.bucket is not None and (self.issues is not None or self.waits is not None or bool(self.leaves))

@@ -114,7 +114,11 @@ class Schedule:
 
 
 def read_program(trace: TraceCtx) -> list[Action]:
-    """Return what a rank that runs ``trace`` issues and waits for, for ``deadlock.find_fault``."""
+    """Return what a rank that runs ``trace`` issues and waits for, for ``deadlock.find_fault``.
+
+    The line of a reduction names the parameters of the bucket that have no gradient in this trace. A rank that lacks a
+    gradient returns none to autograd, whatever the others send for its rows, so ranks must lack the same.
+    """
     actions: list[Action] = []
     issued: dict[str, Action] = {}
     hooks = 0
@@ -135,6 +139,8 @@ def read_program(trace: TraceCtx) -> list[Action]:
             spec, group = issue.bucket.spec, issue.group
             line = f"{issue.kind} {spec.name} {issue.nbytes} bytes {issue.dtype} {issue.sent_by}"
             line += "".join(f" {name}={mark}" for name, mark in issue.marks.items())
+            if missing := [spec.params[index].name for index in e.missing_gradients]:
+                line += f" without gradients of {', '.join(missing)}"
             actions.append(Action(line, group.name or group.description, tuple(group.global_ranks), False, len(issued)))
             issued[issue.future] = actions[-1]
     return actions

@@ -38,14 +38,17 @@ class TraceStart(RoundAction):
         self.issues = 2 * issues  # each collective counts twice
         self.left_over: list[weakref.ref[Bucket]] = []
         """Buckets whose unreduced gradients from ``no_sync`` the trace reduces if there are any."""
+        self.ending: list[tuple[weakref.ref[Bucket], frozenset[int]]] = []
+        """Buckets that the trace reduces, each with the parameters of which it computes no gradient itself."""
         self.guarded: list[weakref.ref[Bucket]] = []
         """Buckets that the trace gathers again if their private slots have been overwritten."""
         self.reusing: list[weakref.ref[Bucket]] = []
         """Buckets that the trace does not gather if an earlier micro-batch has, on all ranks; see :meth:`take`."""
         comparable, self._inputs, self._exact = computation.hashes if agreed.compares_computation else (0, 0, 0)
         self._program = agreed.number, comparable
-        self._usual = self._token(0, 0, 0, offers=0)
+        self._usual = self._token(0, 0, 0, "", offers=0)
         self._excess, self._reduced, self._begun = 0, 0, 0
+        self._deferred = ""  # the parameters whose gradients only earlier micro-batches of the window have
 
     def __repr__(self) -> str:
         return self.name
@@ -66,10 +69,11 @@ class TraceStart(RoundAction):
                 collectives = (bucket.accumulation.unsharded is not None) + (bucket.ranks.replicas is not None)
                 self._reduced |= bit * (self.control.is_on_all_ranks(bucket) and collectives > 0)
                 self._begun += 2 * collectives
+        self._deferred = self._describe_deferred()
         offers = self._offered()
         if self.control.failure is not None and backward_number() < 0:
             offers |= _FAILURE
-        state = excess, self._reduced, again
+        state = excess, self._reduced, again, self._deferred
         token = self._token(*state, offers=offers) if offers or any(state) else self._usual
         assert self.control.channel is not None
         self.control.channel.post(token, self)
@@ -81,7 +85,8 @@ class TraceStart(RoundAction):
 
     def describe(self) -> str:
         reduced = ", which also reduces gradients of no_sync," if self._reduced else ""
-        return f"the {self.text} of {self.control.title}{reduced}{after_excess(self._excess)}"
+        deferred = f", with gradients that only no_sync has left for {self._deferred}" if self._deferred else ""
+        return f"the {self.text} of {self.control.title}{reduced}{deferred}{after_excess(self._excess)}"
 
     def details(self) -> Sequence[str]:
         return self._lines
@@ -89,6 +94,22 @@ class TraceStart(RoundAction):
     def cancel(self) -> None:
         self.control.issue_counts.expected -= self._begun
         self._begun = 0
+
+    def _describe_deferred(self) -> str:
+        """Return the parameters that get a gradient although neither this backward nor autograd has one for them.
+
+        A rank on which no micro-batch had such a gradient would drop its rows, so the ranks compare them.
+        """
+        texts = []
+        for reference, missing in self.ending:
+            bucket = reference()
+            if bucket is None or not bucket.accumulation.params or not self.control.is_on_all_ranks(bucket):
+                continue
+            bucket.accumulation.check_complete()
+            if (late := bucket.accumulation.params & missing) and bucket.ends_window():
+                names = ", ".join(bucket.spec.params[index].name for index in sorted(late))
+                texts.append(f"{names} of bucket {bucket.spec.name}")
+        return "; ".join(texts)
 
     def _offered(self) -> int:
         """Return a bit for each bucket that this rank could reuse; those that share a bit are reused together."""
@@ -109,8 +130,8 @@ class TraceStart(RoundAction):
         for bit, bucket in _with_bits(self.reusing):
             bucket.is_reuse_agreed = bool(offers & bit)
 
-    def _token(self, excess: int, reduced: int, again: int, *, offers: int) -> bytes:
-        same = hash64("trace", self.control.number, *self._program, excess, int(reduced), int(again))
+    def _token(self, excess: int, reduced: int, again: int, deferred: str, *, offers: int) -> bytes:
+        same = hash64("trace", self.control.number, *self._program, excess, int(reduced), int(again), deferred)
         return TOKEN.pack(same, self._inputs, self._exact, offers)
 
 

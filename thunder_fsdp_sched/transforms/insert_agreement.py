@@ -44,6 +44,11 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool) 
             break
     of_all = list(map(effects, bsyms))
     start.left_over = [weakref.ref(e.bucket) for e in of_all if e.runs is not None and e.bucket is not None]
+    start.ending = [
+        (weakref.ref(e.bucket), frozenset(e.missing_gradients))
+        for e in of_all
+        if e.bucket is not None and e.missing_gradients
+    ]
     start.guarded = [weakref.ref(e.ensures.bucket) for e in of_all if e.ensures is not None]
     issues = [e.issues for e in of_all if e.issues is not None]
     start.reusing = [weakref.ref(i.bucket) for i in issues if i.window is not None and i.bucket is not None]
