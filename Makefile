@@ -103,7 +103,7 @@ print("the wheel imports from an empty folder, with transforms inside the packag
 endef
 export IMPORT_CHECK
 
-# As a user runs them, without the tests' shortcuts. The plugin would import Thunder where no notebook runs.
+# The plugin would import Thunder where no notebook runs.
 ifeq ($(NOTEBOOKS),)
 notebooks:
 	@echo "no notebooks yet"

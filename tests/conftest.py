@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 
 import thunder_fsdp_sched  # noqa: F401  before thunder
@@ -13,7 +12,6 @@ import pytest
 import torch.distributed as dist
 from device import IS_CUDA
 from ranks import Ranks, worker_pool
-from tracing_shortcuts import tracing_shortcuts
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,27 +23,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if item.get_closest_marker("device") is None]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
-
-
-def pytest_collection_finish() -> None:
-    # Thunder's tracing makes millions of long-lived objects. With Python's default thresholds, scanning them repeatedly
-    # takes a seventh of the time of compiling.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(1_000_000, 1_000_000, 1_000_000)
-
-
-@pytest.fixture(autouse=True)
-def _collect_garbage() -> Iterator[None]:
-    """Collect the garbage of the test alone: what it leaves alive is not looked at again."""
-    yield
-    gc.collect(1)
-
-
-@pytest.fixture(scope="session", autouse=True)  # before the fixtures of modules, which compile as well
-def _tracing_shortcuts() -> Iterator[None]:
-    with tracing_shortcuts():
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from ranks import fork_server
-from tracing_shortcuts import tracing_shortcuts
 
 
 def run_python(
@@ -78,8 +77,7 @@ def _first(command: list[str], cwd: Path, environment: dict[str, str], outputs: 
 
     subprocess.Popen.__init__ = start  # type: ignore[method-assign]
     multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)  # type: ignore
-    with tracing_shortcuts():
-        os._exit(_run(command, environment))
+    os._exit(_run(command, environment))
 
 
 def _instead_of_exec(command: list[str], environment: Mapping[str, str] | None) -> None:

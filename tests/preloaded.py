@@ -1,4 +1,10 @@
-"""Everything that the fork server of ``ranks`` imports before it forks the first process."""
+"""Everything that the fork server of ``ranks`` imports before it forks the first process.
+
+Forked processes collect garbage as Python does by default. The server freezes what imports have made, after collecting
+their garbage: modules, classes and functions, which live until a process ends. Nothing of a test is among them, and what a
+test drops is found as ever, a little more often: Python postpones a full collection until the objects that are new to it
+are a quarter of those that it has looked at before.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,13 @@ import gc
 import os
 
 os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]  # without this folder; see fork_server
-gc.disable()  # imports make a million objects that stay; looking through them takes a fifth of the time of importing
 
-import thunder_fsdp_sched  # noqa: E402, F401
+import thunder_fsdp_sched  # noqa: F401
 
-import hypothesis  # noqa: E402, F401
-import pytest  # noqa: E402, F401
-import thunder  # noqa: E402, F401
-import torch.distributed.checkpoint  # noqa: E402, F401
-import tracing_shortcuts  # noqa: E402, F401
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
+import thunder  # noqa: F401
+import torch.distributed.checkpoint  # noqa: F401
 
+gc.collect()
 gc.freeze()
-gc.set_threshold(1_000_000)  # see conftest.py
-gc.enable()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import gc
 import importlib
 import inspect
 import itertools
@@ -39,7 +38,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from device import BACKEND, use_device
-from tracing_shortcuts import tracing_shortcuts
 
 _GRACE = 5.0  # seconds that the other ranks have to report after one has failed
 _TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", "240"))  # seconds for one function; on an idle machine it takes a few
@@ -247,9 +245,6 @@ def _work(rank: int, world_size: int, store: Path, stacks: Path, connection: Con
         dist.init_process_group(
             BACKEND, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
         )
-        # Thunder's tracing makes millions of long-lived objects. Collecting garbage between jobs is enough.
-        gc.freeze()
-        gc.disable()
         while True:
             try:
                 job = connection.recv_bytes()
@@ -258,14 +253,11 @@ def _work(rank: int, world_size: int, store: Path, stacks: Path, connection: Con
             try:
                 fn, args, kwargs = pickle.loads(job)
                 torch.manual_seed(0)
-                with tracing_shortcuts():
-                    report = pickle.dumps((True, fn(rank, world_size, *args, **kwargs)))
+                report = pickle.dumps((True, fn(rank, world_size, *args, **kwargs)))
                 dist.barrier()  # no rank continues while another is still in this function
                 _destroy_groups()
                 torch.set_default_dtype(torch.float32)
                 torch.set_grad_enabled(True)
-                gc.collect()
-                gc.freeze()  # or each collection looks through all that earlier functions have left
             except BaseException:
                 connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
                 return  # exiting also fails the collectives in which other ranks wait for this one

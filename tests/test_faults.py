@@ -23,7 +23,6 @@ from models import Stack
 from profiles import LONG_ONLY
 from ranks import RankError, Ranks, fork_server
 from scenario import loss_of
-from tracing_shortcuts import tracing_shortcuts
 
 MAX_SECONDS = 30.0
 """Seconds within which every surviving rank must raise, even on a busy machine."""
@@ -150,8 +149,7 @@ def test_a_rank_slower_than_the_timeout_of_the_group_is_an_error(ranks: Ranks) -
 
 def _run_rank(rank: int, folder: Path, lose_the_store: bool) -> None:
     try:
-        with tracing_shortcuts():
-            _train_from_a_store(rank, folder, lose_the_store)
+        _train_from_a_store(rank, folder, lose_the_store)
     except Exception as error:
         (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
         raise

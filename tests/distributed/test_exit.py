@@ -15,7 +15,7 @@ from profiles import LONG
 REPETITIONS = 10 if LONG else 1
 
 _SCRIPT = """
-import gc, os, sys, threading
+import os, sys, threading
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.memory import slot_bytes
@@ -57,7 +57,6 @@ def run(rank, store, how):
     if how in ("destroyed", "twin"):
         dist.destroy_process_group()
 
-gc.freeze()  # each interpreter would spend a second on looking for garbage among modules at its end
 torch.set_num_threads(1)
 folder, repetitions, *hows = sys.argv[1:]
 for name in hows * int(repetitions):

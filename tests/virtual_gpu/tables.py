@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from tracing_shortcuts import tracing_shortcuts
 
 from .histories import TRANSPORTS, take_three_steps
 from .log import Entry
@@ -78,10 +77,9 @@ def main() -> None:
     """Count everything again and write the table."""
     head = ["transport", "strategy", "precision", "forward", "backward", "a bucket's forward", "a bucket's backward"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    with tracing_shortcuts():
-        for case in COUNTED_CASES:
-            lines.append("| " + " | ".join(count_row(run_case(*case), *case)) + " |")
-            print(lines[-1], flush=True)
+    for case in COUNTED_CASES:
+        lines.append("| " + " | ".join(count_row(run_case(*case), *case)) + " |")
+        print(lines[-1], flush=True)
     before, mark, after = PAGE.read_text().partition(_MARK)
     assert mark, f"{PAGE} has no mark for the table"
     PAGE.write_text(before + mark + "\n".join(lines) + "\n\n" + after.partition("\n\n")[2])
