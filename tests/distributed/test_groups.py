@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict, testing
 from thunder_fsdp_sched.ir.inspection import args_of
 from thunder_fsdp_sched.ir.symbols import fsdp_all_reduce
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.proof import VerificationError, verify
+from thunder_fsdp_sched.ranks import process_groups
 
 import pytest
 import thunder
@@ -294,3 +297,47 @@ def test_an_all_reduce_is_not_issued_after_a_reduce_scatter_too_small_to_hide_it
         ("all_reduce", "blocks.1"),
         ("all_reduce", "blocks.0"),
     ]
+
+
+#
+# The end of a group, when its last reference is gone: with reference cycles, at any time, on each rank at another one
+#
+
+
+def _shard_in_a_cycle() -> list[Any]:
+    """Shard a model over a new group, and return both in a reference cycle."""
+    group = dist.new_group([0, 1])
+    cycle = [group, thunder.jit(Stack(1), transforms=[fsdp(process_group=group, separate_reduce_scatter_group=True)])]
+    cycle.append(cycle)
+    return cycle
+
+
+@on_ranks(2)
+def test_models_of_the_same_ranks_continue_when_the_group_of_the_first_is_collected(rank: int) -> None:
+    first = _shard_in_a_cycle()
+    run = Run(Stack(1).double(), process_group=dist.new_group([0, 1]))
+    run.train(1)
+    dist.destroy_process_group(first[0])
+    del first
+    if rank == 0:
+        gc.collect()
+    run.train(2, first=1)
+
+
+@on_ranks(2)
+def test_a_group_that_is_collected_while_another_is_created_changes_no_name(rank: int) -> None:
+    level = process_groups._level_group_counts
+
+    def collect_after(*args: Any) -> Any:
+        levels = level(*args)
+        dropped.clear()
+        if rank == 0:
+            gc.collect()
+        return levels
+
+    dropped = [_shard_in_a_cycle()]
+    dist.destroy_process_group(dropped[0][0])
+
+    with mock.patch.object(process_groups, "_level_group_counts", collect_after):
+        run = Run(Stack(1).double(), process_group=dist.new_group([0, 1]), separate_reduce_scatter_group=True)
+    run.train(2)

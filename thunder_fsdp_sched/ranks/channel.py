@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from ..private_torch import all_gather_on_host, labelled, timeout_of
 from .messages import first_difference, first_different, first_line, named, sides
-from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, exchange_texts, new_group
+from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, exchange_texts, let_belong, new_group
 
 TOKEN = struct.Struct("<4q")
 """The format of a token: a hash of what all ranks must have in common, one of what they may have in common (inputs), one
@@ -239,4 +239,6 @@ def open_channel(group: ProcessGroupRef, name: str) -> Channel | None:
         )
     if not all(states.values()):
         _channels[key] = Channel(group, timeout)
-    return _channels[key]
+    channel = _channels[key]
+    let_belong(channel.group, group.process_group)
+    return channel

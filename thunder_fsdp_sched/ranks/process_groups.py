@@ -233,8 +233,8 @@ ARRIVAL_TIMEOUT = timedelta(seconds=300)
 _companions: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], ProcessGroupRef]] = (
     weakref.WeakKeyDictionary()
 )
-"""The process groups created here, keyed by the user's process group to which they belong. All models share them, for
-the lifetime of the user's group, because each has threads and connections, or on GPUs a communicator."""
+"""The process groups created here, keyed by the user's process groups to which they belong. All models share them,
+because each has threads and connections, or on GPUs a communicator. A group lives as long as any to which it belongs."""
 
 
 def companion(
@@ -245,11 +245,9 @@ def companion(
     Args:
         parts: as for :func:`new_group`.
     """
-    known = _companions.setdefault(of, {})
-    key = description, tuple(ranks)
-    group = known.get(key)
+    group = _companions.get(of, {}).get((description, tuple(ranks)))
     if group is None or not group.is_alive:
-        group = known[key] = new_group(ranks, of, description, parts=parts)
+        group = new_group(ranks, of, description, parts=parts)
     return group
 
 
@@ -273,6 +271,7 @@ def new_group(
     timeout = timeout or timeout_of(of)
     splits = backend is None and "nccl" in dist.get_backend_config(of) and splits_default_group()
     members = dist.get_process_group_ranks(of)
+    owners = list(_companions)  # none is collected below, which would change the number that the members exchange
     if splits and parts is None:
         parts = [list(range(len(ranks)))]
         if ranks != members:
@@ -293,12 +292,24 @@ def new_group(
         )
     for level in levels:
         dist.destroy_process_group(level)
+    del owners
     group = ProcessGroupRef.of(made)
-    weakref.finalize(of, _destroy, group).atexit = False
+    let_belong(group, of)
     return group
 
 
+def let_belong(group: ProcessGroupRef, of: dist.ProcessGroup) -> None:
+    """Let a group that was created here live at least as long as the group ``of``."""
+    known = _companions.setdefault(of, {})
+    key = group.description, tuple(group.global_ranks)
+    if known.get(key) is not group:
+        known[key] = group
+        weakref.finalize(of, _destroy, group).atexit = False
+
+
 def _destroy(group: ProcessGroupRef) -> None:
+    if any(group.name == other.name for known in _companions.values() for other in known.values()):
+        return  # it belongs to another group as well
     if group.is_alive and dist.is_initialized() and group.process_group in process_groups():
         dist.destroy_process_group(group.process_group)
 
