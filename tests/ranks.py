@@ -37,14 +37,19 @@ from thunder_fsdp_sched.ranks import channel
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from device import BACKEND, use_device
+from device import BACKEND, IS_CUDA, use_device
 
 _GRACE = 5.0  # seconds that the other ranks have to report after one has failed
 _TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", "240"))  # seconds for one function; on an idle machine it takes a few
 
 
 def fork_server() -> Any:
-    """Return the context that forks processes off a server, the same for all tests, which has imported ``preloaded``."""
+    """Return the context that forks processes off a server, the same for all tests, which has imported ``preloaded``.
+
+    Importing Thunder looks at the GPUs, after which no forked process can use them: with a GPU, processes are spawned.
+    """
+    if IS_CUDA:
+        return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
     # The server imports what PYTHONPATH and not what sys.path leads to, and goes on without what it does not find.
