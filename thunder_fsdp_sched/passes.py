@@ -39,6 +39,7 @@ from .transforms.insert_agreement import insert_agreement
 from .transforms.insert_unshard import insert_unshard
 from .transforms.keep_fusions_apart import keep_fusions_apart, remove_cuts
 from .transforms.offload_activations import offload_activations
+from .transforms.recompute_whole_regions import recompute_whole_regions
 from .transforms.regather_for_backward import regather_for_backward
 from .transforms.release_slots import release_extension, release_slots
 from .transforms.replay_schedule import ScheduleMismatch, replay_schedule
@@ -123,7 +124,8 @@ PIPELINE: tuple[Step, ...] = (
     Step(shard_prologue, "prologue"),
     Step(guard_outputs, "epilogue", (shard_prologue,)),
     Step(draw_once, "computation", (shard_prologue,)),
-    Step(insert_unshard, "computation", (draw_once,)),
+    Step(recompute_whole_regions, "computation", (draw_once,)),
+    Step(insert_unshard, "computation", (recompute_whole_regions,)),
     Step(
         differentiate,
         "autograd",

@@ -22,7 +22,7 @@ import torch
 from thunder.core import transforms
 from thunder.core.baseutils import build_callable
 from thunder.core.interpreter import INTERPRETER_CALLBACKS, InterpreterCompileCtx, _interpret_call
-from thunder.core.jit_ext import register_general_jit_lookaside
+from thunder.core.jit_ext import _general_jit_lookaside_map, register_general_jit_lookaside
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import CollectionProxy, Proxy, TensorProxy
@@ -281,6 +281,16 @@ def _wrapped_call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
 def look_aside_module_calls(lookaside: Callable[..., Any]) -> None:
     """Let Thunder's interpreter call ``lookaside(module, ...)``, with wrapped values, wherever a module is called."""
     register_general_jit_lookaside(torch.nn.Module._wrapped_call_impl)(lookaside)
+
+
+def look_aside_checkpoints(lookaside: Callable[..., Any]) -> None:
+    """Let Thunder's interpreter call ``lookaside`` wherever a program calls ``torch.utils.checkpoint.checkpoint``.
+
+    Args:
+        lookaside: called with Thunder's own lookaside, then with the wrapped arguments of the call.
+    """
+    checkpoint = torch.utils.checkpoint.checkpoint
+    register_general_jit_lookaside(checkpoint)(partial(lookaside, _general_jit_lookaside_map[checkpoint]))
 
 
 def observed_by(context: Any, observer: Any) -> Any:

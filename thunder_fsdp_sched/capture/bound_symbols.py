@@ -32,6 +32,10 @@ class ModuleCall:
     """The tag of the bound symbols that one call of a module has added to a trace."""
 
 
+IN_CHECKPOINT = "in a region of torch.utils.checkpoint"
+"""The tag of the bound symbols that a call of ``torch.utils.checkpoint.checkpoint`` has added to a trace."""
+
+
 class Structure(NamedTuple):
     """The structure of bound symbols and values."""
 

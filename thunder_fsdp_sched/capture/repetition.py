@@ -4,6 +4,7 @@
 Thunder has one table of functions that it calls in place of others while it traces ("lookasides"). The first ``thunder.jit``
 with ``fsdp`` registers one there for ``nn.Module.__call__``, for the rest of the process. In programs that ``fsdp`` does not
 shard it does what torch does. What each call adds to the trace gets a tag: see [Note: Regions] in ``bound_symbols``.
+So does what a call of ``torch.utils.checkpoint.checkpoint`` adds, which Thunder's own lookaside still traces.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ from ..private_thunder import (
     call_module_as_torch,
     checks_of,
     has_been_modified,
+    look_aside_checkpoints,
     look_aside_module_calls,
     renamed,
     renames_of,
 )
 from ..private_torch import is_hooked
-from .bound_symbols import BoundSymbolCopies, renew_calls, tag_call
+from .bound_symbols import IN_CHECKPOINT, BoundSymbolCopies, renew_calls, tag_call
 from .observer import Observer, Unrepeatable
 from .paths import ATTRIBUTE, FUNCTION, ITEM, Path, evaluate
 from .records import Arguments, GradMode, Record, flatten, grad_mode_of, kwargs_in, make_record, tags_in
@@ -276,8 +278,9 @@ def trace_module_calls(compile_data: Any, call: Callable[..., Any]) -> None:
 
 @functools.cache
 def _register() -> None:
-    """Let Thunder call :func:`_call` wherever a program calls a module; see [Note: Module calls]."""
+    """Let Thunder call :func:`_call` and :func:`_checkpoint`; see [Note: Module calls]."""
     look_aside_module_calls(_call)
+    look_aside_checkpoints(_checkpoint)
 
 
 def call_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -302,6 +305,21 @@ def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
     if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
         _name_in_error(unwrap(module))
     tag_call(scope[before:])
+    return result
+
+
+def _checkpoint(lookaside: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Trace a call of ``torch.utils.checkpoint.checkpoint`` as Thunder does, and tag what it adds to the trace.
+
+    Thunder adds it to the outermost scope. In a region within another one, that would be before what the outer one has
+    added so far. Records of modules within the region, which may be repeated elsewhere, keep the untagged ones.
+    """
+    trace = get_jit_ctx().computation_trace
+    before = len(trace.bound_symbols)
+    result = lookaside(*args, **kwargs)
+    added = trace.bound_symbols[before:]
+    del trace.bound_symbols[before:]
+    trace.peek_scope().extend(bsym.from_bsym(tags={*bsym.tags, IN_CHECKPOINT}) for bsym in added)
     return result
 
 

@@ -192,7 +192,8 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         self.operators.add(schema.name.rpartition("::")[2])
         self._count(out)
-        named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        named = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        named |= dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
         if flops := _flops(func.overloadpacket, args, kwargs, out):
             self.flops[next(a.dtype for a in args if isinstance(a, torch.Tensor))] += flops
         for argument in schema.arguments:
