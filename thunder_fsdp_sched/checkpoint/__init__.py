@@ -1,9 +1,10 @@
 """State dicts and checkpoints: whole, sharded, on disk."""
 
 from ..sharding.state_entries import RowPiece
-from .api import latest_checkpoint, load_checkpoint, save_checkpoint
+from .api import load_checkpoint, save_checkpoint
 from .beside import Saving
 from .on_all_ranks import CheckpointError
+from .retention import latest_checkpoint
 from .state_dict import full_state_dict, get_model_state_dict, get_optimizer_state_dict
 from .whole_files import load_safetensors, save_safetensors
 

@@ -27,7 +27,7 @@ from ..sharding.jitted_state import rows_by_name
 from ..sharding.sharded_module import find_jitted
 from . import extra as extras
 from . import feedback
-from .beside import Rounds, finish_latest, save_in_rounds, wait_for_latest, write_checkpoint
+from .beside import Rounds, finish_latest, save_in_rounds, write_checkpoint
 from .extra import EXTRA
 from .feedback import FEEDBACK
 from .folder import METADATA, Run, refuse_complete
@@ -39,6 +39,7 @@ from .on_all_ranks import (
     run_on_all_ranks,
     share_on_all_ranks,
 )
+from .retention import check_keep, remove_old
 from .staging import Staging, host_memory
 from .state_dict import (
     Cast,
@@ -51,7 +52,7 @@ from .state_dict import (
     optimizer_state_dicts,
     tell_casts,
 )
-from .storage import CheckedReader, RunWriter, check_lengths, check_plain, paths_of, read_metadata
+from .storage import CheckedReader, RunWriter, check_plain, paths_of, read_metadata
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -86,7 +87,7 @@ def save_checkpoint(
         keys: names under which model and optimizers are saved.
         checksums: save checksums of the files as they were written.
         keep: when this checkpoint is complete, remove all but the ``keep`` newest complete ones, this one included, in the
-            folder that contains ``folder``.
+            folder that contains ``folder``. Links, and checkpoints that this package has not written, are left alone.
         wait: return when the checkpoint is complete. If not, all values are copied to host memory, and are written
             while training goes on: see [saving beside training](checkpoints.md#saving-beside-training).
         writer: with ``wait=False``, who writes the data: a process of each rank at low priority (on Linux), or a thread.
@@ -101,7 +102,7 @@ def save_checkpoint(
             differ between ranks; ``extra`` has values that cannot be read without running code; or an earlier save with
             ``wait=False`` failed. The folder is then not a checkpoint, and other checkpoints are unchanged.
     """
-    path, chosen = Path(folder), listed(optimizers)
+    path, chosen = Path(folder).absolute(), listed(optimizers)
     model, sharded = find_jitted(model)
     sharded.check_initialized()
     group = sharded.world_group
@@ -112,8 +113,7 @@ def save_checkpoint(
         """Collect what is saved, and what must be equal on all ranks; return a digest of the latter."""
         finish_latest(when_busy)
         _check_extra(extra)
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep: expected at least 1 checkpoint, got {keep}")
+        check_keep(path, keep)
         if writer not in ("process", "thread"):
             raise ValueError(f"writer: expected 'process' or 'thread', got {writer!r}")
         refuse_complete(path, METADATA)
@@ -147,7 +147,7 @@ def save_checkpoint(
         process = host_memory.writer() if writer == "process" and not wait else None
         write_checkpoint(rounds, state, RunWriter(run, checksums=checksums, process=process, is_staged=not wait))
         if keep is not None and rounds.rank == 0:
-            _remove_old(path, keep)
+            remove_old(path, keep)
 
     return save_in_rounds(group, path, METADATA, values, write)
 
@@ -248,60 +248,6 @@ def load_checkpoint(
     for optimizer, state in zip(chosen, states, strict=True):
         optimizer.load_state_dict(state)
     return values
-
-
-def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the subfolder of ``folder`` with the checkpoint that was completed last, if there is one.
-
-    All ranks must see the same disk. Folders with an incomplete save do not count, nor do those whose list of contents
-    is damaged or has files that are missing or truncated; a warning names the latter. A save of this process that is in
-    flight (``wait=False``) is waited for.
-    """
-    wait_for_latest()
-    for path in _newest_first(Path(folder)):
-        try:
-            _intact_chunks(path)
-        except (OSError, ValueError) as error:
-            warnings.warn(f"latest_checkpoint leaves out {path}: {error}", stacklevel=2)
-        else:
-            return path
-    return None
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    complete = [p.parent for p in folder.glob(f"*/{METADATA}")]
-    return sorted(complete, key=lambda p: ((p / METADATA).stat().st_mtime_ns, p.name), reverse=True)
-
-
-def _intact_chunks(path: Path) -> list[Any]:
-    """Return where the data of a checkpoint are.
-
-    Raises:
-        OSError, ValueError: its list of contents is damaged, or files are missing or truncated.
-    """
-    chunks = list(read_metadata(path)[0].storage_data.values())
-    check_lengths(path, chunks)
-    return chunks
-
-
-def _remove_old(path: Path, keep: int) -> None:
-    """Remove checkpoints beside ``path`` but the newest, ``keep`` with ``path``; leave damaged ones and files of others."""
-    kept = 1
-    for old in _newest_first(path.parent):
-        try:
-            chunks = _intact_chunks(old)
-            if old == path:
-                continue
-            if kept < keep:
-                kept += 1
-                continue
-            (old / METADATA).unlink()  # first, so that it is never half a checkpoint
-            for name in {info.relative_path for info in chunks}:
-                (old / name).unlink()
-            if not any(old.iterdir()):
-                old.rmdir()
-        except (OSError, ValueError) as error:
-            _log.warning("keep: %s was not removed: %s", old, error)
 
 
 def _check_extra(extra: Any) -> None:

@@ -19,7 +19,7 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,6 +58,7 @@ class Run:
         self.folder, self.last, self.id = folder, last, id
         self.draft = folder / f"{last}.{id}"
         self._has_completed = False
+        self._process = os.getpid()
 
     def begin(self) -> str:
         """Create the draft, on the first rank, after which all ranks look for it; return the run's id."""
@@ -98,8 +99,10 @@ class Run:
     def clean_up(self) -> None:
         """Delete the draft, and the files of all other runs if this one has completed the folder, else its own.
 
-        It never raises: at worst, unused files remain.
+        It never raises: at worst, unused files remain. A process that was forked meanwhile deletes nothing.
         """
+        if self._process != os.getpid():
+            return
         try:
             shutil.rmtree(self.draft, ignore_errors=True)
             for entry in self.folder.iterdir() if self.folder.is_dir() else ():
@@ -141,6 +144,12 @@ def saving_into(group: ProcessGroupRef, folder: Path, last: str, is_ready: bool)
     finally:
         if group.rank == 0:
             run.clean_up()
+
+
+def are_of_one_run(names: Iterable[str]) -> bool:
+    """Return whether these are names of data files of a single checkpoint that :class:`Run` has saved."""
+    matches = [_FILES[METADATA].fullmatch(name) for name in names]
+    return all(matches) and len({match[1] for match in matches if match}) == 1
 
 
 def is_complete(folder: Path, last: str) -> bool:

@@ -76,6 +76,11 @@ def read_metadata(folder: Path) -> tuple[Metadata, str]:
     return found, hashlib.sha256(data).hexdigest()
 
 
+def is_sealed(folder: Path) -> bool:
+    """Return whether this package wrote the list of a checkpoint's contents."""
+    return _SEAL.search((folder / METADATA).read_bytes()) is not None
+
+
 def paths_of(found: Metadata) -> dict[str, dict[tuple[Any, ...], str]]:
     """Return the contents of a checkpoint: for each top-level name, the :data:`Paths` below it."""
     paths: dict[str, dict[tuple[Any, ...], str]] = {}

@@ -78,7 +78,7 @@ def save_safetensors(
     for bucket in sharded.buckets:
         refuse_unshared(bucket)
     sharded.check_initialized()
-    path, group = Path(folder), sharded.world_group
+    path, group = Path(folder).absolute(), sharded.world_group
 
     entries = rows_by_name(model)
 
