@@ -1,7 +1,8 @@
 """Python commands without a new interpreter: in processes forked off the server of ``ranks``, which has imported everything.
 
 Importing torch and Thunder takes longer than most of what tests run as a command. Further Python processes that a command
-starts, such as the workers of torchrun, are forked as well, whether ``subprocess`` or ``multiprocessing`` starts them.
+starts, such as the workers of torchrun, are forked as well, whether ``subprocess`` or ``multiprocessing`` starts them; but
+not those of ``python -c``.
 
 They differ from fresh interpreters in this: modules have been imported already, sets of strings have the same order in all
 of them, and at the end nothing is torn down but what ``atexit`` knows of. A test that depends on one of these starts an
@@ -71,7 +72,7 @@ def _first(command: list[str], cwd: Path, environment: dict[str, str], outputs: 
     started, get_context = subprocess.Popen.__init__, multiprocessing.get_context
 
     def start(self: Any, args: Any, *more: Any, env: Mapping[str, str] | None = None, **options: Any) -> None:
-        if not isinstance(args, str) and args[0] == sys.executable:
+        if not isinstance(args, str) and args[0] == sys.executable and args[1] != "-c":
             options["preexec_fn"] = functools.partial(_instead_of_exec, list(args[1:]), env)
         started(self, args, *more, env=env, **options)
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from thunder_fsdp_sched.checkpoint.storage import RunWriter, check_lengths, read
 
 import profiles
 import pytest
+import thunder
 import torch
 import torch.distributed as dist
 from ranks import RankError, Ranks, on_ranks
@@ -219,6 +221,21 @@ def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lo
     assert tfs.latest_checkpoint(tmp_path) == tmp_path / "0"
 
 
+@pytest.mark.parametrize("wait, writer", [(True, "thread"), (False, "thread"), (False, "process")])
+@on_ranks(1)
+def test_the_error_of_a_full_disk_says_so_where_torch_fails_later(tmp_path: Path, wait: bool, writer: Any) -> None:
+    """``torch.save`` raises "unexpected pos" when a tensor is larger than the buffer of the file."""
+    model = thunder.jit(torch.nn.Linear(100, 1000), transforms=[tfs.fsdp()])
+    if not wait:
+        save_checkpoint(tmp_path / "good", model, wait=False, writer=writer).result()
+    full = host_memory.writer().process.pid if writer == "process" else os.getpid()
+    with (
+        _small_files(full),
+        pytest.raises(tfs.CheckpointError, match=r"RuntimeError .*unexpected pos .*File too large"),
+    ):
+        save_checkpoint(tmp_path / "0", model, wait=wait, writer=writer).result()
+
+
 @on_ranks(2)
 def test_what_cannot_succeed_is_refused_on_all_ranks_before_anything_is_copied(rank: int, tmp_path: Path) -> None:
     model, optimizer = small()
@@ -380,8 +397,67 @@ def test_a_killed_writer_process_is_an_error_on_all_ranks_and_replaced(rank: int
     assert _assert_loadable(tmp_path) == tmp_path / "1"
 
 
+@pytest.mark.parametrize("what", ["path", "printed", "signals"])
+@on_ranks(1)
+def test_nothing_that_happens_while_a_writer_starts_disturbs_it(tmp_path: Path, what: str) -> None:
+    """A path object in ``sys.path``, which Python ignores; text that Python prints at its start; signals to the job."""
+    model, optimizer = small()
+    expected = contents(model, optimizer)
+    changes = contextlib.ExitStack()
+    if what == "path":
+        changes.enter_context(mock.patch.object(sys, "path", [*sys.path, tmp_path, f"{tmp_path}/with:colon", b"bytes"]))
+    if what == "printed":
+        (tmp_path / "sitecustomize.py").write_text(f"print('hello', flush=True); open({str(tmp_path / 'ran')!r}, 'w')")
+        changes.enter_context(mock.patch.object(sys, "path", [str(tmp_path), *sys.path]))
+        changes.enter_context(mock.patch.dict(os.environ, PYTHONPATH=str(tmp_path)))
+    with changes:
+        host_memory.__init__()  # it has no writer
+        saving = save_checkpoint(tmp_path / "0", model, optimizer, wait=False, writer="process")
+        while what == "signals" and not saving.done():
+            if (started := host_memory._writer) is not None:
+                for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                    os.kill(started.process.pid, sent)
+            time.sleep(0.01)
+        saving.result()
+    assert what != "printed" or (tmp_path / "ran").exists()
+    fill(model, 0.0)
+    load_checkpoint(tmp_path / "0", model, optimizer)
+    assert_equal(contents(model, optimizer), expected)
+
+
+@on_ranks(1)
+def test_a_writer_ends_with_its_rank_although_another_process_has_a_copy_of_the_connection() -> None:
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:  # a rank
+        try:
+            host_memory.reserve(64, pinned=False)
+            writer = host_memory.writer()
+            files = [writer.connection.fileno()]
+            holder = subprocess.Popen(["sleep", "1000"], pass_fds=files)
+            os.write(writing, f"{writer.process.pid} {holder.pid}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    writer_pid, holder_pid = map(int, os.read(reading, 100).split())
+    try:
+        while _is_running(writer_pid):
+            time.sleep(0.05)
+        assert _is_running(holder_pid)
+    finally:
+        os.kill(holder_pid, signal.SIGKILL)
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether a process that may be a zombie of another one is running."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
 _SCRIPT = """
-import sys, time
+import atexit, sys, time
+atexit.register(lambda: print("all exit hooks", file=sys.stderr, flush=True))
 import thunder_fsdp_sched as tfs
 import thunder, torch, torch.distributed as dist
 from thunder_fsdp_sched.checkpoint.storage import RunWriter
@@ -411,6 +487,7 @@ def test_a_script_that_ends_completes_its_save_or_reports_the_error(tmp_path: Pa
     arguments = [[str(tmp_path), str(rank), "fails" if fails else "works"] for rank in range(2)]
     ranks = [subprocess.Popen([sys.executable, script, *a], stderr=subprocess.PIPE, text=True) for a in arguments]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=120)
+        _, errors = rank.communicate(timeout=500)
         assert ("was not saved: rank 1: OSError No space left on device" in errors) is fails, errors
+        assert rank.returncode == (120 if fails else 0) and ("all exit hooks" in errors), errors
     assert (tfs.latest_checkpoint(tmp_path) is None) is fails

@@ -10,6 +10,12 @@ here. The ranks exchange plans and results over connections of their own (:class
 A round ends in the same way on all ranks, so an error of one is that of all. It is logged at once, and raised by
 ``result()`` or by the first of these calls of this package, on all ranks: the next call of the model or save or load, or
 else at exit. Python waits for the thread before it exits.
+
+[Note: The exit code of a failed save]
+Python decides on the exit code before it runs exit hooks, and ignores their errors but one: if standard output or standard
+error cannot be flushed at the very end, the exit code is 120 (documented at ``sys.exit``). So after a failed save, flushing
+standard error fails then. All other exit hooks run as usual, which ``os._exit`` would prevent. A process of
+``multiprocessing`` may end without exit hooks, but runs finalizers, in which ``SystemExit`` sets the exit code.
 """
 
 from __future__ import annotations
@@ -17,11 +23,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing
+import os
 import pickle
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +42,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ..private_torch import gloo_connections, timeout_of
+from ..process_state import reset_after_fork
 from ..ranks.control import Control, control_of
 from ..ranks.process_groups import ProcessGroupRef
 from .folder import INDEX, Run, saving_into
 from .on_all_ranks import CheckpointError
 from .staging import Staging
 from .storage import RunWriter
+from .writer_process import text_of
 
 _PATIENCE = timedelta(minutes=30)
 """How long a rank waits at least for the others, which may write more, or to a slower disk."""
@@ -95,7 +108,7 @@ class Rounds:
         try:
             return do(), ""
         except Exception as error:
-            return None, f"rank {self._ranks[self.rank]}: {type(error).__name__} {error}"
+            return None, f"rank {self._ranks[self.rank]}: {text_of(error)}"
 
     def _send(self, rank: int, message: tuple[Any, str]) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
@@ -122,15 +135,19 @@ class Saving:
         self._path, self._control, self._staged = path, control, staged
         self._error: Exception | None = None
         self._is_settled = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(write,), name=f"saving {path}")
         self._thread.start()
+        _register_exit_hooks()
 
     def staged(self) -> None:
         """Wait until the values are copied. Training need not: see [Note: Staging] in ``staging``."""
+        self._check_process()
         self._staged()
 
     def done(self) -> bool:
         """Return whether the save has ended on this rank, completely or with an error."""
+        self._check_process()
         return not self._thread.is_alive()
 
     def result(self) -> Path:
@@ -138,12 +155,18 @@ class Saving:
 
         Raises:
             CheckpointError: on all ranks, if it failed on any.
+            RuntimeError: this process was forked off the one that saves.
         """
+        self._check_process()
         self._thread.join()
         self._is_settled, self._control.failure = True, None
         if self._error is not None:
             raise self._error
         return self._path
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError(f"fsdp: {self._path} is saved by process {self._process}, off which this one was forked")
 
     def _run(self, write: Callable[[], None]) -> None:
         try:
@@ -159,7 +182,6 @@ _latest: Saving | None = None
 """The latest save beside training of this process."""
 
 
-@atexit.register
 def finish_latest(when_busy: str = "wait") -> None:
     """Wait for the save in flight.
 
@@ -182,6 +204,64 @@ def wait_for_latest() -> None:
     """Wait for the save in flight, whose error is raised elsewhere."""
     if _latest is not None:
         _latest._thread.join()
+
+
+def _forget_latest() -> None:
+    global _latest
+    _latest = None
+
+
+reset_after_fork(_forget_latest)
+
+#
+# Exit
+#
+
+
+_finalizer: Finalize | None = None
+"""That of this process, if ``multiprocessing`` started it. A fork ends it."""
+
+
+def _register_exit_hooks() -> None:
+    global _finalizer
+    atexit.unregister(_finish_at_exit)
+    atexit.register(_finish_at_exit)
+    if multiprocessing.parent_process() is not None and not (_finalizer and _finalizer.still_active()):
+        _finalizer = Finalize(None, _finish_in_child, exitpriority=-100)  # after all others
+
+
+def _finish_at_exit() -> None:
+    """Finish the save in flight; if it failed, print the error and let the exit code be 120."""
+    try:
+        finish_latest()
+    except BaseException:
+        sys.stderr = _FailsAtTheEnd(sys.stderr)
+        raise
+
+
+def _finish_in_child() -> None:
+    """Do the same at the end of a process of ``multiprocessing``, with exit code 1."""
+    try:
+        finish_latest()
+    except BaseException as error:
+        traceback.print_exc()
+        raise SystemExit(1) from error
+
+
+class _FailsAtTheEnd:
+    """A stream that Python cannot flush when it has run all exit hooks; see [Note: The exit code of a failed save]."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("a checkpoint was not saved")
 
 
 def save_in_rounds(
@@ -246,4 +326,5 @@ def write_checkpoint(rounds: Rounds, state: dict[str, Any], writer: RunWriter) -
 
 
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds] = weakref.WeakKeyDictionary()
-"""The connections of the ranks of each process group."""
+"""The connections of the ranks of each process group. A forked process cannot use those of its parent, nor free them:
+gloo would wait for the parent's threads."""

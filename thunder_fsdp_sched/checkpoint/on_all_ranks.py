@@ -10,6 +10,7 @@ from typing import TypeVar
 from ..ranks.control import control_of
 from ..ranks.messages import ranks_by_text
 from ..ranks.process_groups import ProcessGroupRef
+from .writer_process import hidden_reason
 
 Result = TypeVar("Result")
 
@@ -38,7 +39,7 @@ def share_on_all_ranks(group: ProcessGroupRef, what: str, do: Callable[[], Resul
     try:
         result = do()
     except Exception as error:
-        message, cause = reason_of(error) or repr(error), error
+        message, cause = (reason_of(error) or repr(error)) + hidden_reason(error), error
     everyones = control_of(group).exchange(what, (message, result))
     messages = zip(group.global_ranks, (theirs for theirs, _ in everyones), strict=False)
     ranks_of = ranks_by_text((rank, text) for rank, text in messages if text)

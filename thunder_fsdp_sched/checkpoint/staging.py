@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..process_state import reset_after_fork
 from ..runtime.row_dtensor import RowDTensor, local_rows
 from ..sizes import round_up
 from .writer_process import WriterProcess, tensor_at
@@ -48,7 +49,7 @@ class HostMemory:
         if nbytes <= self.memory.nbytes and pinned <= self._is_pinned:
             return self.memory
         if self._writer is not None:
-            self._writer.process.communicate()  # it ends
+            self._writer.stop()
         if self._is_pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()))
         if self._file >= 0:
@@ -71,9 +72,19 @@ class HostMemory:
             self._writer = WriterProcess(self._file, self.memory)
         return self._writer
 
+    def forget(self) -> None:
+        """Start anew in a forked process: memory and writer are the parent's, whose copies are in them."""
+        if self._writer is not None:
+            self._writer.forget()
+        if self._file >= 0:
+            os.close(self._file)
+        HostMemory.__init__(self)
+
 
 host_memory = HostMemory()
 """That of this process, which has one save in flight."""
+
+reset_after_fork(host_memory.forget)
 
 
 class Staging:

@@ -1,17 +1,29 @@
 """A process that writes a rank's data files from memory that both share, so that the rank's interpreter stays free.
 
-The rank plans and completes the checkpoint. The process runs this file, imports torch and neither this package nor the
-user's script, and ends with the rank.
+The rank plans and completes the checkpoint. The process runs this file, and imports torch and neither this package nor the
+user's script.
+
+[Note: The end of the writer process]
+Processes that the rank forks, such as the workers of a ``DataLoader``, have copies of its end of the connection, so the
+writer cannot rely on the end of the connection, nor the rank on that of the writer's. The writer looks every few
+seconds whether its rank still exists, the rank whether the writer does, and a writer that is no longer needed is killed: it
+is idle then. Forked processes close their copies (see [Note: State of the process] in ``process_state``).
+
+The signals that end or interrupt training (Ctrl-C, Slurm's notice before a time limit) often reach all processes of a job.
+They are meant for the rank, which may want to finish or to begin a save, so the writer starts with these signals blocked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +31,19 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+
+_START = "import runpy, sys; sys.path[:] = sys.argv[4:]; runpy.run_path(sys.argv[1], run_name='__main__')"
+"""The program of the process: it finds torch where the rank does, before it imports anything."""
+
+_INTERVAL = 2.0
+"""Seconds after which each side looks whether the other one still exists."""
+
+_PATIENCE = 10.0
+"""Seconds that a writer has to end after its connection has."""
+
+
+class ReportedError(RuntimeError):
+    """An error that another process reports; its text begins with the type of the original."""
 
 
 class WriterProcess:
@@ -31,36 +56,52 @@ class WriterProcess:
 
     def __init__(self, file: int, memory: torch.Tensor) -> None:
         self._memory = memory
-        command = [sys.executable, __file__, str(file)]
-        # No GPU, on which it would use memory.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[file],
-            env=environment,
-        )
+        # A connection of its own: whatever is printed while Python starts goes elsewhere.
+        self.connection, theirs = Pipe()
+        path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]  # Python ignores others
+        with theirs, _blocked_signals():
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _START, __file__, f"{file},{theirs.fileno()}", f"{os.getpid()}", *path],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[file, theirs.fileno()],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # on a GPU it would use memory
+            )
 
     def write(self, folder: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Write the rank's data files.
 
         Raises:
             RuntimeError: the process was killed.
-            Exception: an error of the writer.
+            ReportedError: an error of the writer.
         """
-        assert self.process.stdin is not None and self.process.stdout is not None
         data = {item.index: self._locate(planner.resolve_data(item)) for item in plan.items}
         try:
-            pickle.dump((folder, plan, data), self.process.stdin)
-            self.process.stdin.flush()
-            answer = pickle.load(self.process.stdout)
-        except (EOFError, BrokenPipeError):
+            self.connection.send_bytes(pickle.dumps((folder, plan, data)))
+            while not self.connection.poll(_INTERVAL):
+                if self.process.poll() is not None:
+                    raise EOFError
+            written, fault = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_PATIENCE)
+            self.process.kill()
             raise RuntimeError(f"the process that writes was killed, exit code {self.process.wait()}") from None
-        if isinstance(answer, Exception):
-            raise answer
-        written: list[WriteResult] = answer
-        return written
+        if fault:
+            raise ReportedError(fault)
+        result: list[WriteResult] = written
+        return result
+
+    def stop(self) -> None:
+        """End the process, which is idle; see [Note: The end of the writer process]."""
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+    def forget(self) -> None:
+        """Close this process's copy of the connection, in a process that was forked off the rank."""
+        self.connection.close()
+        self.process.returncode = 0  # it is the rank's child, not this process's
 
     def _locate(self, data: Any) -> Any:
         """Return the range of a tensor in the shared memory, its dtype and shape; any other data itself."""
@@ -88,28 +129,57 @@ class _Data:
         return tensor_at(self._memory, *data) if isinstance(data, tuple) else data
 
 
-def _serve(file: int) -> None:
+def text_of(error: BaseException) -> str:
+    """Return the type and message of an error of a writer."""
+    if isinstance(error, ReportedError):
+        return str(error)
+    return f"{type(error).__name__} {error}{hidden_reason(error)}"
+
+
+def hidden_reason(error: BaseException) -> str:
+    """Return the operating system's error in the context of another one, such as a full disk, which ``torch.save`` hides."""
+    if isinstance(error, OSError):
+        return ""
+    while (before := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        if isinstance(before, OSError):
+            return f" ({before})"
+        error = before
+    return ""
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Block signals in this thread; a process that it starts has them blocked from the beginning."""
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {getattr(signal, name) for name in names})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _serve(file: int, connection: Connection, rank: int) -> None:
     """Write what the rank requests, until it closes the connection or dies."""
     os.nice(10)  # training has the cores first
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C interrupts the rank alone
     torch.set_num_threads(1)
     memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # anything printed goes elsewhere
     while True:
+        while not connection.poll(_INTERVAL):
+            if os.getppid() != rank:
+                return
         try:
-            folder, plan, data = pickle.load(sys.stdin.buffer)
-        except EOFError:
+            folder, plan, data = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
             return
+        answer: tuple[Any, str]
         try:
             planner: Any = _Data(memory, data)
-            answer: Any = FileSystemWriter(folder, per_thread_copy_ahead=0).write_data(plan, planner).value()
+            answer = FileSystemWriter(folder, per_thread_copy_ahead=0).write_data(plan, planner).value(), ""
         except Exception as error:
-            answer = error
-        pickle.dump(answer, answers)
-        answers.flush()
+            answer = None, text_of(error)
+        connection.send_bytes(pickle.dumps(answer))
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose modules have common names
-    _serve(int(sys.argv[1]))
+    _file, _connection = map(int, sys.argv[2].split(","))
+    _serve(_file, Connection(_connection), int(sys.argv[3]))

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from ..process_state import reset_after_fork
 from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
 from .deadlock import Action, find_fault
 from .messages import first_difference, first_different
@@ -354,6 +355,8 @@ def _groups_match(groups_of: Mapping[int, Sequence[tuple[str, tuple[int, ...]]]]
 _numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 """Counters that number the modules of each process group. The ranks of a group shard the same modules in the same
 order, but some of them may shard other modules over another group in between."""
+
+reset_after_fork(_numbers.clear)
 
 _controls: weakref.WeakKeyDictionary[ProcessGroupRef, Control] = weakref.WeakKeyDictionary()
 

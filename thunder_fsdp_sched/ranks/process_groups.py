@@ -26,6 +26,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import os
 import sys
 import weakref
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ from ..private_torch import (
     splits_default_group,
     timeout_of,
 )
+from ..process_state import reset_after_fork
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,6 +63,7 @@ class ProcessGroupRef:
     backends: str = "fake"  # for each device type, "cpu:gloo,cuda:nccl", or one name for all types
     name: str = ""  # the same for all members
     _process_group: weakref.ref[ProcessGroup] | None = field(default=None, repr=False)
+    _process: int = field(default_factory=os.getpid, repr=False)
 
     @classmethod
     def of(cls, group: ProcessGroup) -> ProcessGroupRef:
@@ -121,9 +124,9 @@ class ProcessGroupRef:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process group still exists."""
+        """Whether the process group still exists, and was not created before this process was forked."""
         group = self._process_group() if self._process_group is not None else None
-        if group is None:
+        if group is None or self._is_of_parent:
             return False
         try:
             dist.get_process_group_ranks(group)
@@ -136,14 +139,23 @@ class ProcessGroupRef:
         """The process group itself.
 
         Raises:
-            RuntimeError: it was destroyed.
+            RuntimeError: it was destroyed, or this process was forked after it was created.
         """
         group = self._process_group() if self._process_group is not None else None
         if group is None:
             raise RuntimeError(
                 f"fsdp: process group {self.description!r}, over which parameters are sharded, has been destroyed"
             )
+        if self._is_of_parent:
+            raise RuntimeError(
+                f"fsdp: process group {self.description!r} was created before this process was forked, and its threads and "
+                f"connections are the parent's: create a process group and shard the model after the fork"
+            )
         return group
+
+    @property
+    def _is_of_parent(self) -> bool:
+        return self._process != os.getpid() and not self.is_fake
 
 
 class Ranks:
@@ -377,6 +389,14 @@ def exchange_texts(store: Store, prefix: str, ranks: Sequence[int], text: str, p
 def _register_exit_hook() -> None:
     """Register the exit hook; later calls do nothing."""
     atexit.register(_destroy_at_exit)
+
+
+def _forget_exit_hook() -> None:
+    atexit.unregister(_destroy_at_exit)  # inherited ones cannot be destroyed
+    _register_exit_hook.cache_clear()
+
+
+reset_after_fork(_forget_exit_hook)
 
 
 def _destroy_at_exit() -> None:

@@ -59,6 +59,7 @@ from ..private_torch import (
     running_node_number,
     set_hooks,
 )
+from ..process_state import reset_after_fork
 
 _thread: int | None = None
 _several_threads = False
@@ -72,6 +73,14 @@ def forward_number() -> int:
         _several_threads = _thread is not None  # each thread counts its own nodes
         _thread = ident
     return next_node_number()
+
+
+def _forget_threads() -> None:
+    global _thread, _several_threads
+    _thread, _several_threads = None, False
+
+
+reset_after_fork(_forget_threads)
 
 
 def is_backward_of(number: int) -> bool:

@@ -1,0 +1,178 @@
+"""Processes that are forked off one that uses this package share nothing with it, and the parent's work goes on."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import process_state
+from thunder_fsdp_sched.checkpoint.storage import RunWriter
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked import run_python
+from ranks import on_ranks
+from saving import contents, small
+
+PACKAGE = Path(tfs.__file__).parent
+
+_SCRIPT = """
+import sys, threading
+from pathlib import Path
+import thunder_fsdp_sched as tfs
+import thunder, torch, torch.distributed as dist
+import torch.multiprocessing as mp
+
+WRITER, folder = sys.argv[1], Path(sys.argv[2])
+
+def make():
+    torch.manual_seed(0)
+    return thunder.jit(torch.nn.Linear(64, 300), transforms=[tfs.fsdp()])
+
+def init(name, rank, size):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=size)
+"""
+
+
+_RANKS = """
+def rank_main(rank):
+    init("store2", rank, 2)
+    model = make()
+    expected = tfs.full_state_dict(model)["weight"].clone()
+    tfs.save_checkpoint(folder / "second", model, wait=False, writer=WRITER).result()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    tfs.load_checkpoint(folder / "second", model)
+    assert torch.equal(tfs.full_state_dict(model)["weight"], expected)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    init("store1", 0, 1)
+    tfs.save_checkpoint(folder / "first", make(), wait=False, writer=WRITER).result()
+    dist.destroy_process_group()
+    mp.start_processes(rank_main, nprocs=2, start_method="fork")
+    init("store3", 0, 1)
+    tfs.save_checkpoint(folder / "third", make(), wait=False, writer=WRITER).result()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_ranks_forked_by_a_process_that_has_saved_save_what_they_hold(tmp_path: Path, writer: str) -> None:
+    (tmp_path / "script.py").write_text(_SCRIPT + _RANKS)
+    result = run_python("script.py", writer, tmp_path, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr
+
+
+_WORKERS = """
+init("store", 0, 1)
+model = make()
+optimizer = torch.optim.AdamW(model.parameters())
+tfs.save_checkpoint(folder / "0", model, optimizer, wait=False).result()  # without state of the optimizer
+loader = torch.utils.data.DataLoader([torch.ones(64)] * 2, 2, num_workers=1, multiprocessing_context="fork")
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+    tfs.save_checkpoint(folder / "1", model, optimizer, wait=False).result()  # needs more memory
+tfs.load_checkpoint(folder / "1", model, optimizer)
+dist.destroy_process_group()
+"""
+
+
+def test_a_save_needs_no_end_of_the_connection_that_forked_workers_of_a_data_loader_hold(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_SCRIPT + _WORKERS)
+    result = run_python("script.py", "process", tmp_path, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr
+
+
+def _in_fork(check: Callable[[], Any]) -> None:
+    """Run a function in a process that is forked off this one."""
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            check()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@on_ranks(1)
+def test_a_forked_process_neither_ends_a_save_nor_uses_the_groups_of_its_parent(tmp_path: Path) -> None:
+    model, optimizer = small()
+    before = contents(model, optimizer)
+    write_data = RunWriter.write_data
+
+    has_returned = threading.Event()
+
+    def fork_and_write(writer: Any, *args: Any) -> Any:
+        has_returned.wait()
+
+        def check() -> None:
+            writer._run.clean_up()  # as at the end of the generator that runs it
+            for call in (saving.done, saving.result, saving.staged):
+                with pytest.raises(RuntimeError, match=r"is saved by process \d+, off which this one was forked"):
+                    call()
+            assert tfs.latest_checkpoint(tmp_path) is None, "it does not wait for the save"
+            with pytest.raises(RuntimeError, match="was created before this process was forked"):
+                model(torch.ones(2, 4))
+
+        _in_fork(check)
+        return write_data(writer, *args)
+
+    with mock.patch.object(RunWriter, "write_data", fork_and_write):
+        saving = tfs.save_checkpoint(tmp_path / "0", model, optimizer, wait=False)
+        has_returned.set()
+        saving.result()
+    _in_fork(lambda: None)
+    tfs.save_checkpoint(tmp_path / "1", model, optimizer, wait=False).result()
+    for name in ("0", "1"):
+        tfs.load_checkpoint(tmp_path / name, model, optimizer)
+        assert str(contents(model, optimizer)) == str(before)
+    assert dist.is_initialized()
+
+
+def _mutable_globals(path: Path) -> set[str]:
+    """Return the names at the top level of a module that functions assign, or that hold a mutable container or counter.
+
+    Names in capitals are constants and registries.
+    """
+    tree = ast.parse(path.read_text())
+    assigned = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = getattr(node, "value", None)
+        called = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+        makes = re.search(r"(?i)Dictionary|WeakSet|\bdict$|\blist$|\bset$|defaultdict|count$|deque|Lock|memory", called)
+        is_empty = isinstance(value, (ast.Dict, ast.List)) and not ast.unparse(value).strip("{}[]")
+        if makes or is_empty:
+            assigned |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in assigned if not name.isupper()}
+
+
+def test_the_table_of_process_wide_state_is_complete() -> None:
+    rows = re.findall(r"(?m)^\| `([\w.]+)` \| (.*?) \|", process_state.__doc__ or "")
+    listed = {(module, name) for module, names in rows for name in re.findall(r"`(\w+)`", names)}
+    found = {
+        (".".join(path.relative_to(PACKAGE).with_suffix("").parts), name)
+        for path in PACKAGE.rglob("*.py")
+        for name in _mutable_globals(path)
+    }
+    assert found - listed == set()
+    for module, name in listed:
+        source = (PACKAGE / f"{module.replace('.', '/')}.py").read_text()
+        assert re.search(rf"(?m)^(class |def )?{name}\b", source), (module, name)

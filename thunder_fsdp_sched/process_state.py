@@ -1,0 +1,42 @@
+"""What this package keeps for the whole process, and what happens to it after a fork and at exit.
+
+[Note: State of the process]
+A forked process (a rank that a notebook launches, a worker of a ``DataLoader``) has copies of everything but the threads.
+It must not use the connections, shared memory and files of its parent, nor finish the parent's work. ``tests/test_forks.py``
+compares this table with the code:
+
+| module | state | after a fork | at exit |
+|---|---|---|---|
+| `checkpoint.beside` | `_latest`: save in flight | none; the parent's `Saving` raises | waited for; sets the exit code |
+| `checkpoint.beside` | `_rounds`: gloo connections | kept: freeing them would wait for the parent's threads | |
+| `checkpoint.beside` | `_finalizer` | dropped by `multiprocessing`; a save makes another | finishes the save |
+| `checkpoint.staging` | `host_memory`: shared memory, writer process | none; copies are closed | the writer ends itself |
+| `checkpoint.folder` | each `Run`: files of an unfinished save | the parent's: none is deleted | |
+| `ranks.process_groups` | each `ProcessGroupRef` | raises an error, but for fake groups | gloo groups end (hook) |
+| `ranks.process_groups` | `_companions` | kept, and replaced: their groups are unusable | |
+| `ranks.process_groups` | `_register_exit_hook` | the first group registers the hook again | |
+| `ranks.channel` | `_channels` | kept, and replaced: their groups are unusable | |
+| `ranks.control` | `_numbers` of modules | begin at 0, as on a rank that was not forked | |
+| `ranks.control` | `_controls` | kept: of groups that are unusable | |
+| `runtime.autograd` | `_thread`, `_several_threads` | none | |
+| `runtime.names` | `_optimizer_steps` | kept: a number in labels of profiles | |
+| `runtime.shard_source` | `_last_copies`: events of CUDA | kept: torch refuses CUDA in a forked process | |
+| `transports.base` | `_side_streams` of CUDA | kept: the same | |
+| `sharding.state_entries` | `_checked` optimizers | kept | |
+| `capture.repetition` | `_callers`: jitted modules | kept | |
+| `ir.observation` | `_cache`: facts on operators | kept | |
+| `logs` | `_compile_ids`, `_followers` | kept: numbers in logs, and open `with` blocks | |
+
+Registries (transports, executors, hooks of torch), and what functions remember of operators and code (``cache``), are kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+
+def reset_after_fork(reset: Callable[[], object]) -> None:
+    """Call ``reset`` in each process that is forked off this one; see [Note: State of the process]."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=reset)
