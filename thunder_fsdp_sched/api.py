@@ -149,7 +149,8 @@ def fsdp(
             gather still overlaps the compute of the step before. Each trace is proved to keep the limit, also one with
             a pinned ``schedule``. The default is no limit.
         cluster: the machine that the simulator assumes for ``prefetch="auto"`` and memory limits: a
-            :class:`ClusterSpec` or the name of a preset. The default is the preset nearest to the device at hand.
+            :class:`ClusterSpec` or the name of a preset. The default is the preset of the device at hand, or with a
+            warning the nearest one. One rank searches for all.
         schedule: a schedule to replay instead of sorting: a file written by ``transform.save_schedules(path)``, or a
             :class:`StepSchedule`. A schedule that does not fit the trace is refused with an error that names the line.
         transport: how buckets travel, or a callable ``(bucket name, parameters) -> transport``. ``"flat"``: the bucket

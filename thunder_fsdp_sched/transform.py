@@ -331,9 +331,10 @@ class Compilation:
     def _finish(self) -> None:
         traces, limit, compiled = self.traces, self.options.max_memory, self.transform.compiled
         if limit is not None:
-            self.transform._planner.check_memory(
-                traces, limit=limit, pending_grads=self._pending_grads, compiled=compiled
-            )
+            with self.sharded.control.announcing_failure("the check of max_memory"):
+                self.transform._planner.check_memory(
+                    traces, limit=limit, pending_grads=self._pending_grads, compiled=compiled
+                )
         if not any(each is traces for each in compiled):  # a forward has finished it whose backward is empty
             self.transform.finish(traces)
 

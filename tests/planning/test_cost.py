@@ -4,6 +4,7 @@ No test depends on how long anything takes.
 """
 
 import dataclasses
+from types import SimpleNamespace
 
 from thunder_fsdp_sched.ir.symbols import (
     fsdp_all_gather,
@@ -74,23 +75,37 @@ def test_an_unknown_cluster_is_an_error_that_names_the_known_ones():
         ("NVIDIA H200", "h200-sxm"),
         ("NVIDIA A100-SXM4-80GB", "a100-sxm"),
         ("NVIDIA B200", "b200"),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA GB200", None),
-        ("NVIDIA RTX A1000", None),
-        ("NVIDIA H20", None),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
     ],
 )
-def test_a_preset_is_found_only_for_the_exact_model_of_a_gpu(device_name, preset, monkeypatch):
+def test_a_preset_is_found_by_the_exact_model_of_a_gpu(device_name, preset, monkeypatch):
     found = preset_of_gpu(device_name)
-    assert (found and found.name) == preset
+    assert found.name == preset
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device_name)
-    if preset is None:
-        with pytest.raises(ValueError, match=r"no preset is known for NVIDIA .*ClusterSpec"):
-            cluster_of_this_process()
-    else:
-        assert cluster_of_this_process() is found
+    assert cluster_of_this_process() is found
+
+
+@pytest.mark.parametrize(
+    ("device_name", "major", "gigabytes", "nearest"),
+    [
+        ("NVIDIA GH200 480GB", 9, 102, "h100-sxm"),
+        ("NVIDIA H20-141GB", 9, 150, "h200-sxm"),
+        ("NVIDIA GB200", 10, 198, "b200"),
+        ("NVIDIA RTX A1000", 8, 8, "a100-sxm"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 8, 10, "a100-sxm"),
+        ("Tesla T4", 7, 16, "a100-sxm"),
+    ],
+)
+def test_a_gpu_without_a_preset_gets_the_nearest_one_with_a_warning(
+    device_name, major, gigabytes, nearest, monkeypatch
+):
+    assert preset_of_gpu(device_name) is None
+    properties = SimpleNamespace(major=major, total_memory=gigabytes * 10**9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device_name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    with pytest.warns(UserWarning, match=rf"no preset is known for {device_name}.* '{nearest}'(.|\n)*ClusterSpec"):
+        assert cluster_of_this_process() is CLUSTERS[nearest]
 
 
 @pytest.mark.parametrize("spec", CLUSTERS.values(), ids=CLUSTERS.keys())

@@ -8,30 +8,51 @@ gradients that it will find, and what stays unsharded is decided there. The micr
 from step to step than that step, because all traces of a module share their memory. For the same reason a trace that is
 compiled later may not let the arena grow so much that an earlier one exceeds the limit. With ``max_memory`` both ways to
 accumulate are planned unless one is given: whichever fits and is faster for one micro-batch and one last step.
+
+[Note: One rank searches]
+What a search finds depends on names of GPUs, on the sizes of a rank's batch and shards, and on how ties end. So of all
+ranks with one computation (equal up to numbers that may stem from a size) the one with the largest values searches, and the
+others take its :class:`Decision`. It contains everything that a search decides: the way to accumulate, the candidate with
+its prefetch distance, kept buckets, reductions in flight, recomputed and offloaded values, and the machine by whose speed
+copies of offloaded values are placed. Values are known by their positions in the trace, because names may differ.
+
+The ranks meet before one of them searches. A later trace with the same computation and other sizes takes the known
+decision without a meeting, unless ``max_memory`` does not allow it there. So a rank whose batch has another length can
+still compile alone; if that needs a new search, all ranks raise an error, because the others do something else.
+
+Ranks with other computations (``process_group_for``, ``allow_different_computation``) search for themselves. What they find
+is compared when they compile.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
+from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 
 from .. import passes
 from ..compiled_traces import CompiledTraces
 from ..ir.analysis import NO_PENDING_GRADS, PendingGrads, pending_grads_of
+from ..ir.computation import computation_of
 from ..ir.effects import effects
-from ..ir.inspection import split_joint
+from ..ir.inspection import names, nbytes_of, split_joint
 from ..ir.step_memory import StepMemory
 from ..logs import LOGGER
 from ..options import Options
 from ..passes import Context
+from ..ranks.control import hash64
+from ..ranks.deciding import decide_once
 from ..runtime.accumulation import AccumulationMode
+from ..runtime.bucket import Bucket
 from ..sharding.sharded_module import ShardedModule
-from .clusters import cluster_of_this_process
+from .clusters import ClusterSpec, cluster_of_this_process
 from .cost import AnalyticCost
 from .search import Choice, Limits, MemoryLimitError, Search, copy_times
+
+_SEARCH = "the search for the schedule of a trace"
 
 _PLAN_TOGETHER = (
     "\nWith the gradients that no_sync accumulates: allow more, use accumulate='sharded', or run a window before any other "
@@ -39,10 +60,29 @@ _PLAN_TOGETHER = (
 )
 
 
+class Decision(NamedTuple):
+    """The outcome of a search as the ranks exchange it; see [Note: One rank searches].
+
+    Attributes:
+        accumulate: how gradients accumulate.
+        choice: the candidates.
+        kept: names of the buckets that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
+        positions: the positions in the trace of all values that candidates name.
+        cluster: the machine that was simulated.
+    """
+
+    accumulate: AccumulationMode
+    choice: Choice
+    kept: Sequence[str] | None
+    positions: Mapping[str, int]
+    cluster: ClusterSpec
+
+
 class Settings(NamedTuple):
     """The settings that one compilation uses.
 
     Attributes:
+        accumulate: how gradients accumulate.
         bucketed: the joint trace with bucketed communication.
         pending_grads: the gradients of earlier micro-batches that the step finds in memory.
         choice: the outcome of the search.
@@ -51,6 +91,7 @@ class Settings(NamedTuple):
         seconds: the simulated time by which the two ways to accumulate are compared.
     """
 
+    accumulate: AccumulationMode
     bucketed: TraceCtx
     pending_grads: PendingGrads
     choice: Choice
@@ -120,24 +161,81 @@ class Chooser:
         compiled: Sequence[CompiledTraces],
     ) -> None:
         self.joint, self.traces, self.sharded, self.options, self.compiled = joint, traces, sharded, options, compiled
-        self.cost = AnalyticCost(options.cluster or cluster_of_this_process())
-        self.copy_times = copy_times(self.cost)
-        self.context = context.new_child({"fusions": (), "schedule": None, "release": "never", **self.copy_times})
+        self.context = context.new_child({"fusions": (), "schedule": None, "release": "never"})
         self.limits = Limits(
             options.max_unsharded_bytes,
             options.max_memory,
             largest_peak=max((one.choice.chosen.largest_peak for one in compiled if one.choice), default=0),
         )
+        self._own: Settings | None = None
         has_choice = self.limits.any_bytes and len(split_joint(joint)) == 2
         self.plans_window = has_choice and traces.no_sync
         self.decides_kept = has_choice and not sharded.kept_is_final
 
     def choose(self) -> Settings:
-        """Return the settings.
+        """Return the settings; a collective unless they are known, see [Note: One rank searches].
 
         Raises:
             MemoryLimitError, ValueError: the limits are too low.
+            ScheduleDisagreement: a rank does something else.
         """
+        control, found = self.sharded.control, self.sharded.found
+        if control.is_single_rank:
+            return self._search_all()
+        computation = computation_of(self.joint, ()).comparable
+        kind = hash64(self.traces.no_sync, *computation)
+        if kind not in found or not self._allows(found[kind]):
+            outputs = (p for bsym in self.joint.bound_symbols for p in bsym.flat_proxy_outs)
+            size = sum(nbytes_of(p) for p in outputs if isinstance(p, TensorProxy))
+            decided = decide_once(control, _SEARCH, kind, size, self._decide)
+            if errors := {of: error for of, error in decided.items() if isinstance(error, ValueError)}:
+                raise errors.get(kind) or control.disagreement(f"{_SEARCH} failed: {next(iter(errors.values()))}")
+            found.update(decided)
+        if self._own is not None:
+            return self._own
+        with control.announcing_failure(f"taking the outcome of {_SEARCH}"):
+            return self._taken(found[kind])
+
+    def _decide(self) -> Decision | ValueError:
+        """Search, and return what the other ranks need to know, or the error that they raise as well."""
+        try:
+            own = self._own = self._search_all()
+        except ValueError as error:
+            return error
+        named = {name for candidate in own.choice.considered for name in candidate.recomputed | candidate.offloaded}
+        positions = {name: at for at, name in enumerate(_values(own.bucketed)) if name in named}
+        return Decision(own.accumulate, own.choice, own.kept, positions, self._cluster)
+
+    def _taken(self, decision: Decision) -> Settings:
+        """Return the settings for this rank's trace that another rank has decided on."""
+        self._simulate(decision.cluster)
+        bucketed = self._bucketed(decision.accumulate, no_sync=self.traces.no_sync)
+        values = _values(bucketed)
+        names = {name: values[at] for name, at in decision.positions.items()}
+        chosen, considered = decision.choice
+        choice = Choice(chosen.renamed(names), tuple(candidate.renamed(names) for candidate in considered))
+        pending_grads = self._pending_grads(bucketed)
+        return Settings(decision.accumulate, bucketed, pending_grads, choice, self.copy_times, decision.kept, 0.0)
+
+    def _allows(self, decision: Decision) -> bool:
+        """Return whether the limits allow a known decision for this trace, too. Without ``max_memory`` they do."""
+        if self.limits.memory is None:
+            return True
+        try:
+            settings = self._taken(decision)
+        except MemoryLimitError:
+            return False
+        search = self._searching(settings.bucketed, settings.pending_grads, self.limits, self.sharded.kept)
+        return self.limits.allow(search.run(settings.choice.chosen))
+
+    def _simulate(self, cluster: ClusterSpec) -> None:
+        """Take the times of a machine from now on."""
+        self._cluster, self.cost = cluster, AnalyticCost(cluster)
+        self.copy_times = copy_times(self.cost)
+        self.context = self.context.new_child(dict(self.copy_times))
+
+    def _search_all(self) -> Settings:
+        self._simulate(self.options.cluster or cluster_of_this_process())
         if not self.plans_window:
             return self.for_step()
         given, found, errors = self.options.accumulate, [], []
@@ -153,31 +251,44 @@ class Chooser:
 
     def for_step(self) -> Settings:
         """Return the settings of a step that ends a window of those compiled so far, or of one without limits."""
-        no_sync = self.traces.no_sync
-        bucketed = self._bucketed(self.options.accumulate or "unsharded", no_sync=no_sync)
-        earlier = (one for one in self.compiled if one.no_sync and not no_sync)
-        pending_grads = NO_PENDING_GRADS.union(*(one.pending_grads for one in earlier))
+        way = self.options.accumulate or "unsharded"
+        bucketed = self._bucketed(way, no_sync=self.traces.no_sync)
+        pending_grads = self._pending_grads(bucketed)
         choice = self._search(bucketed, pending_grads, self.limits)
-        return self._settings(bucketed, pending_grads, choice, choice)
+        return self._settings(way, bucketed, pending_grads, choice, choice)
 
     def for_window(self, way: AccumulationMode) -> Settings:
         """Return the settings of a micro-batch under ``no_sync``; see [Note: Planning for the end of a window]."""
         bucketed, ending = (self._bucketed(way, no_sync=no_sync) for no_sync in (True, False))
-        pending_grads = pending_grads_of(bucketed.bound_symbols)
-        limits = self.limits
-        for step in self.compiled:
-            if limits.memory is not None and not step.no_sync and step.backward is not None:
-                check_memory(step, limit=limits.memory, pending_grads=pending_grads, advice=_PLAN_TOGETHER)
+        pending_grads, limits = self._pending_grads(bucketed), self.limits
         last = self._search(ending, pending_grads, limits)
         if limits.memory is not None:
             limits = limits._replace(persistent_bytes=last.chosen.persistent_bytes)
         choice = self._search(bucketed, pending_grads, limits, kept=last.chosen.kept)
-        return self._settings(bucketed, pending_grads, choice, last)
+        return self._settings(way, bucketed, pending_grads, choice, last)
 
-    def _settings(self, bucketed: TraceCtx, pending_grads: PendingGrads, choice: Choice, last: Choice) -> Settings:
+    def _pending_grads(self, bucketed: TraceCtx) -> PendingGrads:
+        """Return the gradients of earlier micro-batches that the step finds, or that the end of its window will find.
+
+        Raises:
+            MemoryLimitError: a step that was compiled before exceeds the limit with the latter.
+        """
+        no_sync, limit = self.traces.no_sync, self.limits.memory
+        if not self.plans_window:
+            earlier = (one for one in self.compiled if one.no_sync and not no_sync)
+            return NO_PENDING_GRADS.union(*(one.pending_grads for one in earlier))
+        pending_grads = pending_grads_of(bucketed.bound_symbols)
+        for step in self.compiled:
+            if limit is not None and not step.no_sync and step.backward is not None:
+                check_memory(step, limit=limit, pending_grads=pending_grads, advice=_PLAN_TOGETHER)
+        return pending_grads
+
+    def _settings(
+        self, way: AccumulationMode, bucketed: TraceCtx, pending_grads: PendingGrads, choice: Choice, last: Choice
+    ) -> Settings:
         kept = last.chosen.kept if self.decides_kept else None
         seconds = last.chosen.step_seconds + choice.chosen.step_seconds
-        return Settings(bucketed, pending_grads, choice, self.copy_times, kept, seconds)
+        return Settings(way, bucketed, pending_grads, choice, self.copy_times, kept, seconds)
 
     def _bucketed(self, way: AccumulationMode, *, no_sync: bool) -> TraceCtx:
         context = self.context.new_child({"no_sync": no_sync, "accumulate": way})
@@ -189,12 +300,22 @@ class Chooser:
         """Search for the settings of a trace; with ``kept``, what stays unsharded is decided."""
         started = time.process_time()
         always = self.sharded.kept if kept is None else [b for b in self.sharded.buckets if b.spec.name in kept]
-        no_sync = any(effects(bsym).leaves for bsym in bucketed.bound_symbols)
-        context = self.context.new_child({"kept": frozenset(always), "no_sync": no_sync})
-        search = Search(bucketed, self.cost, limits, context, pending_grads)
+        search = self._searching(bucketed, pending_grads, limits, always)
         prefetch = None if self.options.prefetch == "auto" else self.options.prefetch
         choice = search.choose(prefetch=prefetch, may_keep=self.decides_kept and kept is None)
         seconds = time.process_time() - started
         self.traces.pass_seconds["choose"] += seconds
         LOGGER.debug("choose: %d candidates, %.1f ms\n%s", len(choice.considered), 1e3 * seconds, choice)
         return choice
+
+    def _searching(
+        self, bucketed: TraceCtx, pending_grads: PendingGrads, limits: Limits, always_kept: Iterable[Bucket]
+    ) -> Search:
+        no_sync = any(effects(bsym).leaves for bsym in bucketed.bound_symbols)
+        context = self.context.new_child({"kept": frozenset(always_kept), "no_sync": no_sync})
+        return Search(bucketed, self.cost, limits, context, pending_grads)
+
+
+def _values(trace: TraceCtx) -> list[str]:
+    """Return the names of all results of a trace, in order: equally many for equal computations."""
+    return [name for bsym in trace.bound_symbols for name in names(bsym.flat_proxy_outs)]

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -253,7 +255,8 @@ def cluster(name: str | ClusterSpec) -> ClusterSpec:
         raise ValueError(f"cluster: unknown {name!r}; known are {', '.join(sorted(CLUSTERS))}") from None
 
 
-_GPUS = {"H100": "h100-sxm", "H200": "h200-sxm", "A100": "a100-sxm", "B200": "b200"}
+_GPUS = {"H100": ("h100-sxm", 9), "H200": ("h200-sxm", 9), "A100": ("a100-sxm", 8), "B200": ("b200", 10)}
+"""The preset of each model, and the major number of its compute capability."""
 
 
 def preset_of_gpu(device_name: str) -> ClusterSpec | None:
@@ -263,22 +266,32 @@ def preset_of_gpu(device_name: str) -> ClusterSpec | None:
     MIG slice is only a part of a GPU.
     """
     words = re.split(r"[\s-]+", device_name)
-    found = [preset for model, preset in _GPUS.items() if model in words and "MIG" not in words]
+    found = [preset for model, (preset, _) in _GPUS.items() if model in words and "MIG" not in words]
     return CLUSTERS[found[0]] if found else None
 
 
 def cluster_of_this_process() -> ClusterSpec:
     """Return the preset of the current GPU, or that of a CPU with 2 cores if there is no GPU.
 
-    Raises:
-        ValueError: there is a GPU, but no preset for its model.
+    For a GPU without a preset it is that of the nearest generation, and of these the one with the nearest memory. A
+    warning names it.
     """
     if not torch.cuda.is_available():
         return cluster("cpu-2core")
     device = torch.cuda.get_device_name()
     preset = preset_of_gpu(device)
     if preset is None:
-        raise ValueError(f"cluster: no preset is known for {device}; describe it with a ClusterSpec: fsdp(cluster=...)")
+        found = torch.cuda.get_device_properties()
+
+        def distance(gpu: tuple[str, int]) -> tuple[int, float]:
+            return abs(gpu[1] - found.major), abs(math.log(CLUSTERS[gpu[0]].memory / found.total_memory))
+
+        preset = CLUSTERS[min(_GPUS.values(), key=distance)[0]]
+        warnings.warn(
+            f"cluster: no preset is known for {device}, so its speed is assumed to be that of {preset.name!r}, the nearest "
+            f"one. Describe the machine with a ClusterSpec, fsdp(cluster=...), if its compute, memory or links differ",
+            stacklevel=2,
+        )
     return preset
 
 

@@ -83,8 +83,11 @@ class MemoryLimitError(ValueError):
     """
 
     def __init__(self, message: str, least_bytes: int) -> None:
-        super().__init__(message)
+        super().__init__(message, least_bytes)  # both, so that it can be pickled
         self.least_bytes = least_bytes
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Limits(NamedTuple):
@@ -157,6 +160,11 @@ class Candidate(NamedTuple):
             text += f"  {len(self.recomputed):5d} values recomputed  {len(self.offloaded):4d} offloaded"
             text += f"  {self.peak_bytes:>17,} bytes in all{', extended in backward' if self.backward_arena else ''}"
         return f"{text}  {self.step_seconds * 1e3:10.3f} ms"
+
+    def renamed(self, names: Mapping[str, str]) -> Candidate:
+        """Return the same settings for a trace whose values have other names."""
+        recomputed, offloaded = (frozenset(names[v] for v in values) for values in (self.recomputed, self.offloaded))
+        return self._replace(recomputed=recomputed, offloaded=offloaded)
 
 
 def _names_of(buckets: Iterable[Bucket]) -> tuple[str, ...]:

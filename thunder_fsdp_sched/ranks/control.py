@@ -39,7 +39,7 @@ import torch.distributed as dist
 from ..process_state import reset_after_fork
 from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
 from .deadlock import Action, find_fault
-from .messages import first_difference, first_different
+from .messages import first_difference, first_different, first_line
 from .process_groups import ProcessGroupRef, Ranks
 
 
@@ -219,6 +219,27 @@ class Control:
         """Report a failure to the other ranks and return their reports; empty without other ranks."""
         return self.channel.explain(text) if self.channel is not None else ""
 
+    @contextlib.contextmanager
+    def announcing_failure(self, what: str) -> Iterator[None]:
+        """Wrap work that may fail on this rank alone, so that then the others raise an error in their next round.
+
+        Ranks on which it fails as well meet in this round, and each raises its own error.
+
+        Args:
+            what: the work, for messages.
+        """
+        try:
+            yield
+        except ScheduleDisagreement:
+            raise  # all ranks have it
+        except Exception as error:
+            if self.channel is not None:
+                text = f"{what} of {self.title}, which failed: {type(error).__name__}: {first_line(str(error))}"
+                with contextlib.suppress(RuntimeError):  # this error is the one to raise
+                    self.channel.post(TOKEN.pack(hash64("failure", self.number, what), 0, 0, 0), RoundAction(text))
+                    self.settle()
+            raise
+
     #
     # Comparisons
     #
@@ -255,7 +276,7 @@ class Control:
                 compared.add(name)
                 for other in theirs[name][0]:
                     if by_rank[other].get(name) != theirs[name]:
-                        raise self._disagreement(f"{what}, {self._difference(first, other, own[name])}")
+                        raise self.disagreement(f"{what}, {self._difference(first, other, own[name])}")
 
     def check_program(self, what: str, program: Sequence[Action], computation: Computation) -> AgreedProgram:
         """Prove that the programs of all ranks together finish; see [Note: The deadlock proof] in ``deadlock``.
@@ -290,14 +311,14 @@ class Control:
             programs = self._gather(f"the collectives of {what}", list(program))
             fault = find_fault(dict(zip(everyones, programs, strict=True)))
             if fault:
-                raise self._disagreement(f"{what}, {fault}")
+                raise self.disagreement(f"{what}, {fault}")
         if self._compares_computation:
             hashes = {rank: (theirs, *computed) for rank, (theirs, _, computed) in everyones.items()}
             without_sizes = {rank: (theirs, comparable) for rank, (theirs, comparable, _, _) in hashes.items()}
             exact = {rank: ((theirs, inputs), all_) for rank, (theirs, _, inputs, all_) in hashes.items()}
             for parts, own_lines in ((without_sizes, computation.comparable), (exact, computation.lines)):
                 if (different := first_different(parts)) is not None:
-                    raise self._disagreement(
+                    raise self.disagreement(
                         f"{what}: the collectives agree but the computations differ (if they are meant to, give "
                         f"fsdp(allow_different_computation=True)), {self._difference(*different, own_lines)}"
                     )
@@ -312,7 +333,8 @@ class Control:
         texts = dict(zip(self.group.global_ranks, gathered, strict=True))
         return first_difference(first, texts[first], other, texts[other]) or "(no line differs)"
 
-    def _disagreement(self, text: str) -> ScheduleDisagreement:
+    def disagreement(self, text: str) -> ScheduleDisagreement:
+        """Return the error for something in which the ranks differ."""
         return ScheduleDisagreement(f"fsdp: the ranks of process group {self.group.description!r} disagree: {text}")
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class ShardedModule:
         replaced: ignored parameters and buffers on their new device.
         began_on_meta: names of tensors without values, until all of them are known to have some.
         kept_is_final: whether ``max_unsharded_bytes`` has settled already which buckets are kept.
+        found: the outcomes of searches for this module, which one rank made for all, by what was searched for.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
     """
 
@@ -69,6 +70,7 @@ class ShardedModule:
     replaced: dict[str, torch.Tensor]
     began_on_meta: set[str]
     kept_is_final: bool = False
+    found: dict[int, Any] = field(default_factory=dict)
     running_eagerly: bool = False
 
     def __post_init__(self) -> None:
