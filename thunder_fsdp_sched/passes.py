@@ -34,7 +34,7 @@ from .transforms.draw_once import draw_once, mark_draws, refuse_merged_draws, re
 from .transforms.end_backward import end_backward
 from .transforms.fuse_downcast import fuse_downcast
 from .transforms.gather_from_secondary import gather_from_secondary
-from .transforms.guard_outputs import guard_outputs
+from .transforms.guard_outputs import detach_state, guard_outputs
 from .transforms.insert_agreement import insert_agreement
 from .transforms.insert_unshard import insert_unshard
 from .transforms.keep_fusions_apart import keep_fusions_apart, remove_cuts
@@ -122,7 +122,8 @@ _OFFLOADS: Condition = ("if `max_memory` offloads values", lambda c: bool(c["off
 
 PIPELINE: tuple[Step, ...] = (
     Step(shard_prologue, "prologue"),
-    Step(guard_outputs, "epilogue", (shard_prologue,)),
+    Step(detach_state, "epilogue", (shard_prologue,)),
+    Step(guard_outputs, "epilogue", (detach_state,)),
     Step(draw_once, "computation", (shard_prologue,)),
     Step(recompute_whole_regions, "computation", (draw_once,)),
     Step(insert_unshard, "computation", (recompute_whole_regions,)),

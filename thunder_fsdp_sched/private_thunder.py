@@ -21,11 +21,17 @@ import thunder
 import torch
 from thunder.core import transforms
 from thunder.core.baseutils import build_callable
-from thunder.core.interpreter import INTERPRETER_CALLBACKS, InterpreterCompileCtx, _interpret_call
+from thunder.core.interpreter import (
+    INTERPRETER_CALLBACKS,
+    InterpreterCompileCtx,
+    ProvenanceRecord,
+    PseudoInst,
+    _interpret_call,
+)
 from thunder.core.jit_ext import _general_jit_lookaside_map, register_general_jit_lookaside
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
-from thunder.core.proxies import CollectionProxy, Proxy, TensorProxy
+from thunder.core.proxies import AnyProxy, CollectionProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.distributed import skip_data_parallel_grad_sync
@@ -308,6 +314,39 @@ def observed_by(context: Any, observer: Any) -> Any:
         callbacks={**context._callbacks, INTERPRETER_CALLBACKS.WRAP_CALLBACK: partial(observer.wrap, wrap)},
         with_provenance_tracking=True,
     )
+
+
+def wraps_observed_by(context: Any, observer: Any) -> Any:
+    """Return an interpreter context that passes all values and look-ups of ``context`` through ``observer``.
+
+    Args:
+        observer: has ``look_aside`` and ``wrap``, as in :func:`observed_by`.
+    """
+    wrap = context._callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
+    return InterpreterCompileCtx(
+        opcode_interpreter=context._opcode_interpreter,
+        fn_lookaside=partial(observer.look_aside, context._fn_lookaside),
+        callbacks={**context._callbacks, INTERPRETER_CALLBACKS.WRAP_CALLBACK: partial(observer.wrap, wrap)},
+        with_provenance_tracking=True,
+    )
+
+
+def save_attributes_of_root(context: Any) -> None:
+    """Let the epilogue store the attributes that the program has assigned to the module that is compiled.
+
+    Thunder stores those of submodules, and drops those of the outermost module, which has no proxy. This one is unpacked
+    by itself, so that the prologue reads parameters as it would without.
+    """
+    root: ProvenanceRecord | None = None
+    for modified in context._additional_outputs:
+        inputs = modified.provenance.inputs
+        if modified.provenance.inst is not PseudoInst.LOAD_ATTR or inputs[1].value != "__dict__":
+            continue
+        if inputs[0].inst is PseudoInst.INPUT_FN and not hasattr(inputs[0], "proxy"):
+            if root is None:
+                root = ProvenanceRecord(PseudoInst.INPUT_FN, inputs=[])
+                root.proxy = AnyProxy(None, history=root)
+            modified.provenance = ProvenanceRecord(PseudoInst.LOAD_ATTR, inputs=[root, inputs[1]])
 
 
 def checks_of(context: Any) -> list[Any]:

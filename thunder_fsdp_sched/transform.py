@@ -34,6 +34,7 @@ from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import Executor, FusionExecutor
 
 from . import passes
+from .capture.input_reads import InputReads
 from .capture.repetition import Repetition, call_forward, trace_module_calls
 from .capture.traced_computation import defers_autograd, fingerprint, needs_backward, without_computation
 from .compiled_traces import CompiledTraces
@@ -92,7 +93,8 @@ class FSDPTransform(ShardingTransform):
         )
         self._claiming: tuple[Executor, ...] = ()
         self._agrees = True  # at run time; False only to measure the cost of agreement
-        self._repetition = Repetition()
+        self._reads = InputReads()
+        self._repetition = Repetition(self._reads)
         self._stats: weakref.WeakSet[Any] = weakref.WeakSet()  # Thunder's, of the jitted modules that run the traces
 
     def __repr__(self) -> str:
@@ -145,7 +147,9 @@ class FSDPTransform(ShardingTransform):
         self._stats.add(thunder.compile_stats(model))
         compile_data = thunder.compile_data(model)
         compile_data.executor_lookasides |= transformers_lookasides()
-        trace_module_calls(compile_data, self._repetition if self.options.trace_modules_once else call_forward)
+        trace_module_calls(
+            compile_data, self._repetition if self.options.trace_modules_once else call_forward, self._reads
+        )
         first, last = self._executors
         others = (e for e in compile_data.executors_list if e not in (own_executor, first, last))
         self._claiming = (own_executor, *others)
@@ -170,6 +174,7 @@ class FSDPTransform(ShardingTransform):
             "traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols), stage="differentiating"
         )
         compilation = self.begin_compilation(call, no_sync=no_sync)
+        compilation.context["computation"] = computation_trace
         if epilogue_trace is not None:
             epilogue_trace = compilation.run("epilogue", epilogue_trace)
         return *compilation.shard(prologue_trace, computation_trace), epilogue_trace
@@ -231,6 +236,7 @@ class Compilation:
             "executors": executors,
             "fusions": [e for e in executors if isinstance(e, FusionExecutor) and not isinstance(e, PassExecutor)],
             "hooks": TracedHooks(self.sharded.module),
+            "inputs": transform._reads.take(),
             "accumulate": self.options.accumulate or "unsharded",
             "computation": None,  # as Thunder traced it; a step that is planned again has none
             "has_gradients": None,  # whether `differentiate` finds some; None if Thunder differentiates

@@ -56,10 +56,15 @@ class Paths:
         path = self.of(source)
         if path is None or path is COMPUTED:
             return path
-        value = key.value
-        if key.inst is not PseudoInst.CONSTANT or not is_hashable(value):
+        value = self.key_of(key)
+        if value is COMPUTED:
             return COMPUTED
         return (*path, (kind, value.__name__ if isinstance(value, GetSetDescriptorType) else value))
+
+    def key_of(self, provenance: ProvenanceRecord) -> Any:
+        """Return the key of this provenance; ``COMPUTED`` if it is not a constant of the program."""
+        value = provenance.value
+        return value if provenance.inst is PseudoInst.CONSTANT and is_hashable(value) else COMPUTED
 
 
 def is_hashable(value: object) -> bool:

@@ -50,6 +50,7 @@ from ..private_thunder import (
 )
 from ..private_torch import is_hooked
 from .bound_symbols import IN_CHECKPOINT, BoundSymbolCopies, renew_calls, tag_call
+from .input_reads import InputReads
 from .observer import Observer, Unrepeatable
 from .paths import ATTRIBUTE, FUNCTION, ITEM, Path, evaluate
 from .records import Arguments, GradMode, Record, flatten, grad_mode_of, kwargs_in, make_record, tags_in
@@ -69,7 +70,8 @@ class Repetition:
     Records are kept from one compilation to the next, so that calls with other flags profit from earlier ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, input_reads: InputReads | None = None) -> None:
+        self._input_reads = input_reads or InputReads()
         self._records: dict[Any, list[Record]] = {}
         self._trace: Any = None
         self.recorded = self.repeated = 0  # calls of the present compilation
@@ -102,7 +104,9 @@ class Repetition:
             if record.fits(place, observer.roots, mode, arguments.detached):
                 self.repeated += 1
                 observer.uses_of_grad_mode += not record.is_portable
-                observer.reads.extend(read.at(place) for read in record.reads)
+                read = [read.at(place) for read in record.reads]
+                observer.reads.extend(read)
+                self._input_reads.note_paths(read, observer.roots)
                 return _repeat(record, observer, module, place, arguments, mode)
         is_known = place in observer.checked  # then full tracing adds fewer checks than it will for others
         since = observer.mark()
@@ -260,10 +264,12 @@ class _Copies(BoundSymbolCopies):
 # Calls of modules
 #
 
-_callers: weakref.WeakKeyDictionary[Any, weakref.ref[Callable[..., Any]]] = weakref.WeakKeyDictionary()
+_callers: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Callable[..., Any]], InputReads | None]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def trace_module_calls(compile_data: Any, call: Callable[..., Any]) -> None:
+def trace_module_calls(compile_data: Any, call: Callable[..., Any], reads: InputReads | None = None) -> None:
     """Let ``call(module, *args, **kwargs)``, with wrapped values, trace the calls of modules without hooks.
 
     Thunder interprets ``nn.Module.__call__``, which tests eight dictionaries of hooks, and this takes half of its time.
@@ -271,9 +277,10 @@ def trace_module_calls(compile_data: Any, call: Callable[..., Any]) -> None:
     Args:
         compile_data: that of one jitted module; other programs that Thunder compiles are not affected.
         call: :func:`call_forward`, or something that calls it; the caller keeps it alive.
+        reads: notes what the program reads from its inputs.
     """
     _register()
-    _callers[compile_data] = weakref.ref(call)
+    _callers[compile_data] = weakref.ref(call), reads
 
 
 @functools.cache
@@ -294,14 +301,14 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
     known = _callers.get(get_compile_data())
-    call = None if known is None else known()
+    call, reads = (None, None) if known is None else (known[0](), known[1])
     if call is None:
         return call_module_as_torch(module, *args, **kwargs)
     if is_hooked(unwrap(module)):
         call = call_module_as_torch
     scope = get_jit_ctx().computation_trace.peek_scope()
     before = len(scope)
-    result = call(module, *args, **kwargs)
+    result = call(module, *args, **kwargs) if reads is None else reads.call(call, module, *args, **kwargs)
     if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
         _name_in_error(unwrap(module))
     tag_call(scope[before:])

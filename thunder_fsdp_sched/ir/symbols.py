@@ -63,6 +63,7 @@ from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import copy_secondary_shard
 from ..runtime.memory import Slot, slot_bytes
 from ..runtime.module_hooks import check_hooks
+from ..runtime.traced_inputs import check_inputs
 from ..transports.base import Buffer, Traffic
 from .effects import (
     Effects,
@@ -481,7 +482,9 @@ def _release_effects(bsym: BoundSymbol) -> Effects:
 fsdp_release = register("fsdp_release", ops.release, _release_effects)
 fsdp_check_no_sync = register("fsdp_check_no_sync", ops.check_no_sync)
 fsdp_check_hooks = register("fsdp_check_hooks", check_hooks)
+fsdp_check_inputs = register("fsdp_check_inputs", check_inputs)
 fsdp_guard_backward = register("fsdp_guard_backward", guard_backward)
+fsdp_detached = register("fsdp_detached", torch.Tensor.detach, meta=lambda tensor: TensorProxy(like=tensor))
 
 
 def _only_in_between(*args: Any) -> None:

@@ -62,7 +62,7 @@ def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradien
     outputs |= {*names(tree_iter(returned.args[0]["output"]))}
     last_use = {name: position for position, bsym in enumerate(computation) for name in args_of(bsym)}
     last_use |= dict.fromkeys(outputs, len(computation))
-    needing = _needing_gradient(trace) if has_gradients else frozenset[str]()
+    needing = needing_gradient(trace) if has_gradients else frozenset[str]()
     calls: dict[int, _Call] = {}
     for regions in find_repeated_regions(computation, last_use, _repeatable(executors)):
         # A gradient from bound symbols after a region, for an input that needs one, would be added in between.
@@ -93,7 +93,7 @@ def _transform(trace: TraceCtx, *, executors: Sequence[Executor], has_gradients:
     return claim_operators(joint, executors=executors)
 
 
-def _needing_gradient(trace: TraceCtx) -> frozenset[str]:
+def needing_gradient(trace: TraceCtx) -> frozenset[str]:
     """Return the names of values that derive, through operators with gradients, from arguments that require them."""
     needing = {arg.name for arg in trace.args if isinstance(arg, TensorProxy) and arg.requires_grad}
     for bsym in trace.bound_symbols:

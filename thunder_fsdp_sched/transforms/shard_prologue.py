@@ -10,9 +10,10 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import with_bound_symbols
-from ..ir.symbols import fsdp_check_hooks, fsdp_check_no_sync
+from ..ir.symbols import fsdp_check_hooks, fsdp_check_inputs, fsdp_check_no_sync
 from ..runtime.module_hooks import TracedHooks
 from ..runtime.row_dtensor import local_rows
+from ..runtime.traced_inputs import TracedInputs
 
 
 def unpacked_parameters(prologue: TraceCtx) -> dict[str, str]:
@@ -92,6 +93,7 @@ def shard_prologue(
     shards: Mapping[str, torch.nn.Parameter],
     no_sync: bool,
     hooks: TracedHooks,
+    inputs: TracedInputs | None,
 ) -> TraceCtx:
     """Make the prologue expect shards: give each parameter's proxy the shape of this rank's rows, and check the DTensor.
 
@@ -99,12 +101,15 @@ def shard_prologue(
     computation. It always runs, and also covers parameters that the prologue checks but the computation does not read.
     Before::
 
+        # kwargs: "Any"
         module: "Any" = thunder.core.module.get_thunder_module(module0)
         t_blocks_0_weight: "cpu f32[64, 64]" = module.get_parameter('blocks.0.weight')
         prims.check_tensor_shape_and_metadata(t_blocks_0_weight, (64, 64), 'cpu', torch.float32, True)
 
     After::
 
+        # kwargs: "Any"
+        fsdp_check_inputs(args, kwargs, traced_inputs)
         module: "Any" = thunder.core.module.get_thunder_module(module0)
         fsdp_check_no_sync(module, False)
         fsdp_check_hooks(module, traced_hooks)
@@ -117,13 +122,15 @@ def shard_prologue(
         shards: this rank's shard of each parameter, keyed by each of its names.
         no_sync: whether the traces are compiled for ``no_sync``. Thunder reuses a cache entry only in the same state.
         hooks: those of the module that was traced. Thunder reuses a cache entry only with the same.
+        inputs: what the program has read from its inputs. Thunder reuses a cache entry only for such inputs.
 
     Raises:
         NotImplementedError: the traces unpack more than one module.
     """
     unpacked = unpacked_parameters(prologue)
-    modules = [bsym.output for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_thunder_module]
-    if len(modules) > 1:
+    modules = [bsym for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_thunder_module]
+    roots = {bsym.output.name for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_function_obj}
+    if len(modules) > 1 and not all(bsym.args[0].name in roots for bsym in modules):
         raise NotImplementedError("fsdp: the compiled function uses more than one module; jit the outermost one")
     bsyms = []
     for bsym in prologue.bound_symbols:
@@ -134,10 +141,14 @@ def shard_prologue(
             device = devices.to_device(shard.device).device_str()
             bsym = bsym.from_bsym(args=(bsym.args[0], tuple(shard.shape), device, shard.dtype, shard.requires_grad))
         bsyms.append(bsym)
-        if bsym.sym is prims.unpack_thunder_module:
+        if modules and bsym is modules[0]:
             # The module is an argument so that transforms that sort checks by their inputs see the dependency.
             bsyms.append(fsdp_check_no_sync.bind(bsym.output, no_sync, output=None))
             bsyms.append(fsdp_check_hooks.bind(bsym.output, hooks, output=None))
+    if inputs is not None and len(inputs):  # first: errors of unpacking name nothing
+        names = {bsym.output.name: bsym.output for bsym in bsyms if bsym.sym is prims.unpack_trivial}
+        check = fsdp_check_inputs.bind(names["args"], names["kwargs"], inputs, output=None)
+        bsyms.insert(1 + max(i for i, b in enumerate(bsyms) if b.sym is prims.unpack_trivial), check)
     return with_bound_symbols(prologue, bsyms, "fsdp: shard the prologue")
 
 

@@ -1,0 +1,225 @@
+"""Traces run only for calls on which the program would do the same; state that forward makes or counts is kept.
+
+Thunder alone checks neither ``None``, lengths, keys, types nor enums, and drops attributes of the outermost module.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections import namedtuple
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from thunder_fsdp_sched import fsdp
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Kind(enum.Enum):
+    PLAIN, DOUBLED = 1, 2
+
+
+Pair = namedtuple("Pair", "a b")
+ONES = torch.ones(2)
+
+
+class Applied(nn.Module):
+    """A linear layer, and then a function of its result and the other arguments."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(2, 2), function
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.function(self.linear(x), *args, **kwargs)
+
+
+def _add_all(x: torch.Tensor, values: Any = ()) -> torch.Tensor:
+    for value in values:
+        x = x + value
+    return x
+
+
+def _add_by_index(x: torch.Tensor, values: Any) -> torch.Tensor:
+    for index in range(len(values)):
+        x = x + values[index]
+    return x
+
+
+def _add_nested(x: torch.Tensor, nested: dict[str, Any]) -> torch.Tensor:
+    return _add_all(x, nested["inner"][0])
+
+
+def _flagged(x: torch.Tensor, config: Any) -> torch.Tensor:
+    return x if config.scale is None else x * config.scale
+
+
+def _optional(x: torch.Tensor, config: Any) -> torch.Tensor:
+    return x * 2 if hasattr(config, "doubled") else x * getattr(config, "factor", 3)
+
+
+CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[Any]]] = {
+    "tuple": (_add_all, [(1,), (1, 2), (), (1,)]),
+    "list": (_add_all, [[1], [1, 2], []]),
+    "named tuple": (_add_all, [Pair(1, 2), (1, 2, 3)]),
+    "tensors": (lambda x, values: x * len(values), [(ONES,), (ONES, ONES), ()]),
+    "items by a computed index": (_add_by_index, [(1, 2), (1, 3), (1,)]),
+    "tensors by a computed index": (_add_by_index, [(ONES, ONES * 2), (ONES,)]),
+    "nested": (_add_nested, [{"inner": [(1,)]}, {"inner": [(1, 2)]}, {"inner": [(2, 1)]}]),
+    "keys": (lambda x, values: x * 2 if "k" in values else x, [{}, {"k": 1}]),
+    "number of keys": (lambda x, values: x * len(values), [{"a": 1}, {"a": 1, "b": 1}]),
+    "order of keys": (lambda x, values: x * 2 if next(iter(values)) == "a" else x, [dict(a=1, b=2), dict(b=2, a=1)]),
+    "None": (lambda x, mask: x if mask is None else x * mask, [None, 3, ONES * 2, None]),
+    "truth": (lambda x, values: x * 3 if values else x, [(), (1,)]),
+    "type": (lambda x, values: x * 3 if isinstance(values, list) else x, [(1,), [1]]),
+    "dtype": (lambda x, dtype: (x / 3).to(dtype).double(), [torch.float64, torch.float16]),
+    "enum": (lambda x, kind: x if kind is Kind.PLAIN else x * 2, [Kind.PLAIN, Kind.DOUBLED]),
+    "function": (lambda x, function: function(x), [F.relu, torch.neg]),
+    "set": (lambda x, values: x if 1 in values else x * 2, [{1}, {2}]),
+    "attribute": (_flagged, [SimpleNamespace(scale=None), SimpleNamespace(scale=3)]),
+    "missing attribute": (
+        _optional,
+        [SimpleNamespace(), SimpleNamespace(doubled=1), SimpleNamespace(factor=2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@torch.no_grad()  # compiles forward alone
+def test_a_call_that_differs_is_compiled_again(name: str) -> None:
+    function, arguments = CALLS[name]
+    module = Applied(function)
+    jitted, x = thunder.jit(copy.deepcopy(module), transforms=[fsdp()]), torch.linspace(-1, 1, 4).view(2, 2)
+    for argument in (*arguments, *arguments):
+        torch.testing.assert_close(jitted(x, argument), module(x, argument), rtol=0, atol=0)
+    assert thunder.cache_misses(jitted) == len({repr(argument) for argument in arguments})
+
+
+@torch.no_grad()
+def test_keyword_arguments_and_attributes_are_compared() -> None:
+    module = Applied(_add_all)
+    jitted, x = thunder.jit(copy.deepcopy(module), transforms=[fsdp()]), torch.ones(2, 2)
+    for kwargs in ({"values": (1,)}, {"values": (1, 2)}, {}):
+        torch.testing.assert_close(jitted(x, **kwargs), module(x, **kwargs), rtol=0, atol=0)
+    jitted._model.function = module.function = torch.neg
+    torch.testing.assert_close(jitted(x), module(x), rtol=0, atol=0)
+
+
+class Stateful(nn.Module):
+    """A module whose forward makes, counts or replaces state by ``change``, with the result of a linear layer."""
+
+    def __init__(self, change: Callable[[Any, torch.Tensor], Any], **state: Any) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(2, 2), change
+        self.register_buffer("buffer", state.pop("buffer", None))
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.change(self, self.linear(x))
+
+
+def _draw_buffer(self: Any, y: torch.Tensor) -> torch.Tensor:
+    if self.buffer is None:
+        self.buffer = torch.randn(2, 2)
+    return y @ self.buffer
+
+
+def _draw_attribute(self: Any, y: torch.Tensor) -> torch.Tensor:
+    if getattr(self, "noise", None) is None:
+        self.noise = torch.randn(2, 2)
+    return y @ self.noise
+
+
+def _draw_named(self: Any, y: torch.Tensor) -> torch.Tensor:
+    if getattr(self, self.name, None) is None:
+        setattr(self, self.name, torch.randn(2, 2))
+    return y @ getattr(self, self.name)
+
+
+def _count(self: Any, y: torch.Tensor) -> torch.Tensor:
+    self.count += 1
+    return y * self.count
+
+
+def _register(self: Any, y: torch.Tensor) -> torch.Tensor:
+    if not hasattr(self, "late"):
+        self.register_buffer("late", torch.randn(2, 2))
+    return y @ self.late
+
+
+def _first(self: Any, y: torch.Tensor) -> torch.Tensor:
+    if self.is_first:
+        self.is_first = False
+        return y * 3
+    return y
+
+
+def _grow(self: Any, y: torch.Tensor) -> torch.Tensor:
+    if y.shape[0] > self.count:
+        self.count, self.buffer = y.shape[0], torch.arange(y.shape[0])[:, None] / 3
+    return y * self.buffer[: y.shape[0]]
+
+
+def _keep_loss(self: Any, y: torch.Tensor) -> torch.Tensor:
+    self.loss = y.pow(2).mean()
+    return y
+
+
+STATE: dict[str, Callable[[], nn.Module]] = {
+    "a buffer that is made": lambda: Stateful(_draw_buffer),
+    "an attribute that is made": lambda: Stateful(_draw_attribute, noise=None),
+    "a missing attribute that is made": lambda: Stateful(_draw_attribute),
+    "an attribute under a computed name": lambda: Stateful(_draw_named, name="noise", noise=None),
+    "a buffer that is registered": lambda: Stateful(_register),
+    "a counter": lambda: Stateful(_count, count=0),
+    "a buffer that counts": lambda: Stateful(_count, count=torch.zeros(())),
+    "a flag": lambda: Stateful(_first, is_first=True),
+    "a cache that grows": lambda: Stateful(_grow, count=0),
+    "a loss beside the output": lambda: Stateful(_keep_loss, loss=None),
+}
+
+
+@pytest.mark.parametrize("place", ["outermost", "submodule"])
+@pytest.mark.parametrize("name", STATE)
+def test_state_of_forward_is_kept_as_in_eager_mode(name: str, place: str) -> None:
+    torch.manual_seed(0)
+    module = STATE[name]() if place == "outermost" else nn.Sequential(STATE[name]())
+    original = copy.deepcopy(module)
+    jitted = thunder.jit(original, transforms=[fsdp()])
+    torch.manual_seed(1)
+    expected = [_step(module, module) for _ in range(3)]
+    torch.manual_seed(1)
+    torch.testing.assert_close([_step(jitted, original) for _ in range(3)], expected)
+    entries = {key: value for key, value in jitted.state_dict().items() if "linear" not in key}
+    torch.testing.assert_close(entries, {k: v for k, v in module.state_dict().items() if "linear" not in k})
+
+
+def _step(module: nn.Module, original: nn.Module) -> tuple[Any, ...]:
+    """Return the output of a training step and the gradients, with losses that submodules have left."""
+    output = module(torch.linspace(-1, 1, 4).view(2, 2))
+    losses = [part.loss for part in original.modules() if getattr(part, "loss", None) is not None]
+    (output.sum() + sum(losses)).backward()
+    params = list(module.parameters())
+    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in params]
+    result = output.detach(), *[grad.clone() for grad in grads]
+    module.zero_grad()
+    return result
+
+
+def test_state_in_a_list_or_dictionary_is_refused_by_name() -> None:
+    def collect(self: Any, y: torch.Tensor) -> torch.Tensor:
+        self.history.append(1)
+        return y * len(self.history)
+
+    jitted = thunder.jit(Stateful(collect, history=[]), transforms=[fsdp()])
+    with pytest.raises(RuntimeError, match=r"forward read self\.history .* has\s+changed it while it was traced"):
+        jitted(torch.ones(2, 2))

@@ -1,0 +1,191 @@
+"""Values that a program reads from its inputs, and on which its trace depends although no tensor or number shows it.
+
+[Note: Guarded inputs]
+Thunder's prologue checks the tensors, numbers and strings that a program reads. It does not check ``None``, the length of a
+tuple, the keys of a dictionary, a dtype, or an enum, so a trace would also run for a call on which the program takes
+another branch. While Thunder traces the module, every value that the interpreter wraps comes by here, with the path from
+the arguments or the module to it; the prologue then checks each of them (``fsdp_check_inputs``), and Thunder traces again
+where one differs.
+
+What is compared depends on the type of a value:
+
+- of a list or tuple its type and length, of a dictionary its type and keys; what the program reads of it has a path itself;
+- ``None``, functions, classes and members of enums by identity; dtypes, sets and other plain values by equality;
+- of any other object its type;
+- whether an object has an attribute, if the program asks.
+
+Not compared are parameters, submodules and hooks, which must not change or are checked elsewhere, what belongs to a class
+rather than to an object, and what libraries read from their own modules.
+
+The same check finds state that a program changes in a list or dictionary, such as ``self.losses.append(loss)``: it changes
+when the program is traced, but would not when the trace runs. The prologue that has just been made then does not fit the
+call that it was made for, and its error says so.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
+from typing import Any
+
+import torch
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    ProvenanceRecord,
+    PseudoInst,
+    WrappedValue,
+    get_interpretercompilectx,
+    interpretercompilectx,
+    unwrap,
+)
+from thunder.core.jit_ext import EXT_FLAG_IS_TENSOR_PROXY, get_jit_ctx, should_register_for_prologue
+from thunder.core.proxies import Proxy
+
+from ..private_thunder import save_attributes_of_root, wraps_observed_by
+from ..runtime.traced_inputs import EQUAL, HAS, IS, KEYS, LENGTH, TYPE, Check, TracedInputs
+from .paths import ATTRIBUTE, COMPUTED, FUNCTION, INPUTS, ITEM, Path, Paths, evaluate
+
+
+class InputReads:
+    """The checks for what one jitted module reads from its inputs in the present compilation."""
+
+    def __init__(self) -> None:
+        self._trace: Any = None
+        self._checks: dict[Path, Check] = {}
+        self._module: torch.nn.Module | None = None
+
+    def call(self, call: Callable[..., Any], module: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
+        """Let ``call`` trace a call of a module, with wrapped values, and note what it reads if it is the outermost one."""
+        context = get_jit_ctx()
+        if context.computation_trace is self._trace:
+            return call(module, *args, **kwargs)
+        self._trace, self._checks, self._paths = context.computation_trace, {}, _ConcretePaths()
+        self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
+        self._module = unwrap(module)
+        for value in (*args, *kwargs.values()):
+            self._note(value)
+        with interpretercompilectx(wraps_observed_by(get_interpretercompilectx(), self)):
+            result = call(module, *args, **kwargs)
+        if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            save_attributes_of_root(context)
+        return result
+
+    def note_paths(self, paths: Iterable[Path], roots: Mapping[Path, Any]) -> None:
+        """Note the values at paths that a module call reads whose recorded trace is repeated."""
+        known = dict(roots)
+        for path in paths:
+            if path[0] == FUNCTION and path not in self._checks:
+                try:
+                    self._add(path, evaluate(path, known))
+                except Exception:  # the program has made it
+                    continue
+
+    def take(self) -> TracedInputs | None:
+        """Return the checks of the compilation that has just been traced; ``None`` if its module was not called."""
+        module, checks = self._module, self._checks
+        self._trace, self._checks, self._module = None, {}, None
+        return None if module is None else TracedInputs(module if self._is_root else None, checks)
+
+    def wrap(self, wrap: Callable[[WrappedValue], object], value: WrappedValue) -> None:
+        """Note a value that the interpreter wraps.
+
+        Thunder derives the name of a tensor from constant keys only, and would take two tensors for one.
+        """
+        provenance = value.provenance
+        if provenance.inst in _STEPS and len(provenance.inputs) == 2:
+            source, key = provenance.inputs
+            known = self._paths.keys.get(id(key))
+            if known is not None and not isinstance(known[1], Proxy):
+                constant = ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=known[1])
+                value.provenance = ProvenanceRecord(provenance.inst, inputs=[source, constant])
+                value.provenance.ext_flag = provenance.ext_flag
+        wrap(value)
+        self._note(value)
+
+    def look_aside(self, look_aside: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Note for which attributes the program asks."""
+        found = look_aside(function, *args, **kwargs)
+        if (function is hasattr or (function is getattr and len(args) == 3)) and callable(found):
+            return functools.partial(self._ask, found)
+        return found
+
+    def _ask(self, found: Callable[..., Any], source: Any, name: Any, *default: Any) -> Any:
+        result = found(source, name, *default)
+        path = self._paths.of(source.provenance)
+        if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED and path is not None and path is not COMPUTED:
+            plain, key = unwrap(source), unwrap(name)
+            if not isinstance(plain, Proxy) and isinstance(key, str) and _may_differ((*path, (ATTRIBUTE, key))):
+                self._checks.setdefault((*path, (HAS, key)), (IS, hasattr(plain, key)))
+        return result
+
+    def _note(self, value: WrappedValue) -> None:
+        plain, provenance = value.value, value.provenance
+        if isinstance(plain, _KEYS) and provenance.value is None:
+            self._paths.keys[id(provenance)] = provenance, plain
+        if isinstance(plain, _IGNORED):
+            return
+        path = self._paths.of(provenance)
+        if path is None or path is COMPUTED or path in self._checks or path[0] not in _ROOTS:
+            return
+        if isinstance(plain, _CHECKED_BY_THUNDER) and should_register_for_prologue(provenance):
+            return
+        self._add(path, plain)
+
+    def _add(self, path: Path, value: Any) -> None:
+        is_method = path[-1][0] == ATTRIBUTE and getattr(value, "__self__", None) is not None
+        if not (is_method or isinstance(value, _IGNORED)) and _may_differ(path):
+            self._checks.setdefault(path, _check_of(value))
+
+
+class _ConcretePaths(Paths):
+    """Paths in which a key that the program has computed is the key: all that it is computed from is checked as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: dict[int, tuple[ProvenanceRecord, Any]] = {}  # by the identity of their provenance
+
+    def _find(self, provenance: ProvenanceRecord) -> Path | None:
+        if provenance.ext_flag & EXT_FLAG_IS_TENSOR_PROXY:  # Thunder checks shapes and dtypes
+            return None
+        return super()._find(provenance)
+
+    def key_of(self, provenance: ProvenanceRecord) -> Any:
+        if provenance.inst is PseudoInst.CONSTANT:
+            return super().key_of(provenance)
+        return self.keys.get(id(provenance), (None, COMPUTED))[1]
+
+
+_CHECKED_BY_THUNDER = (bool, int, float, complex, str, slice, torch.device)
+_IGNORED = (Proxy, torch.Tensor, torch.nn.Module, ModuleType)
+_STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
+_KEYS = (int, str, NoneType, enum.Enum)
+_ROOTS = (FUNCTION, *INPUTS)
+_BY_EQUALITY: tuple[type, ...] = (
+    *(bool, int, float, complex, str, bytes, range, set, frozenset, slice, MethodType),
+    *(torch.dtype, torch.layout, torch.memory_format, torch.device),
+)
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+"""The attributes that each module has: its parts, and its hooks."""
+
+
+def _check_of(value: Any) -> Check:
+    if value is None or isinstance(value, (NoneType, FunctionType, BuiltinFunctionType, type, enum.Enum)):
+        return IS, value
+    if isinstance(value, _BY_EQUALITY):
+        return EQUAL, value if not isinstance(value, set) else set(value)
+    if isinstance(value, (list, tuple)):
+        return LENGTH, (type(value), len(value))
+    if isinstance(value, dict):
+        return KEYS, (type(value), tuple(value))
+    return TYPE, type(value)
+
+
+def _may_differ(path: Path) -> bool:
+    """Return whether a value at a path belongs to an object, and may differ in the next call."""
+    if len(path) == 1 or any(kind == ATTRIBUTE and str(key).startswith("__") for kind, key in path[1:]):
+        return False
+    (source_kind, source), (kind, key) = path[-2] if len(path) > 2 else (ITEM, None), path[-1]
+    is_part = (kind == ATTRIBUTE and key in _OF_MODULES) or (source_kind == ATTRIBUTE and source in _OF_MODULES)
+    return not is_part or source == "_buffers"

@@ -1,0 +1,103 @@
+"""What the inputs of a compiled module were like when it was traced; see [Note: Guarded inputs] in ``capture``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Path = tuple[Any, ...]
+"""A root, and then steps from it: see ``capture.paths``."""
+
+Check = tuple[str, Any]
+"""What is compared of a value, and the expected result."""
+
+IS, EQUAL, LENGTH, KEYS, TYPE = "is", "equal", "length", "keys", "type"
+
+HAS = "has"
+"""The last step of a path to whether an object has an attribute."""
+
+_MISSING = object()
+
+
+class TracedInputs:
+    """The checks for what a program has read from its arguments and its module.
+
+    Args:
+        module: the module that was traced; ``None`` if nothing that is read from it is checked.
+        checks: by path.
+    """
+
+    def __init__(self, module: Any, checks: Mapping[Path, Check]) -> None:
+        self._module = module
+        self._steps: list[tuple[int, Any, Path, Check | None]] = []  # each after that from which it reads
+        numbers: dict[Path, int] = {("INPUT_FN",): 0, ("INPUT_ARGS",): 1, ("INPUT_KWARGS",): 2}
+        for whole in checks:
+            if module is None and whole[0] == "INPUT_FN":
+                continue
+            for length in range(2, len(whole) + 1):
+                path = whole[:length]
+                if path not in numbers:
+                    numbers[path] = len(numbers)
+                    self._steps.append((numbers[path[:-1]], path[-1], path, checks.get(path)))
+
+    def __str__(self) -> str:
+        return "traced_inputs"  # in the prologue
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise an error unless the inputs are like those that were traced."""
+        values: list[Any] = [self._module, args, kwargs]
+        for source, (kind, key), path, check in self._steps:
+            try:
+                if kind == "item":
+                    value = values[source][key]
+                elif kind == HAS:
+                    value = hasattr(values[source], key)
+                else:
+                    value = getattr(values[source], key)
+            except (AttributeError, LookupError, TypeError):
+                value = _MISSING
+            if value is _MISSING or not (check is None or _agrees(value, check)):
+                raise _mismatch(path, value, check)
+            values.append(value)
+
+
+def _agrees(value: Any, check: Check) -> bool:
+    kind, expected = check
+    if kind == IS:
+        return value is expected
+    if kind == LENGTH:
+        return type(value) is expected[0] and len(value) == expected[1]
+    if kind == KEYS:
+        return type(value) is expected[0] and tuple(value) == expected[1]
+    if kind == TYPE:
+        return type(value) is expected
+    return type(value) is type(expected) and bool(value == expected)
+
+
+def _mismatch(path: Path, value: Any, check: Check | None) -> RuntimeError:
+    """Return the error for an input that differs. Users see it only if forward has changed the input itself."""
+    name, expected = _expression(path), "there" if check is None else f"{check[0]} {check[1]!r}"
+    found = "it is missing" if value is _MISSING else f"it is {type(value).__name__} {value!r:.100}"
+    return RuntimeError(
+        f"fsdp: forward read {name} ({expected}), and now {found}. If this is the call that has been compiled, forward has "
+        f"changed it while it was traced, and would not change it in later calls: return the values that it collects, or "
+        f"assign them to an attribute or a buffer of the module (self.total = self.total + 1), which later calls then read"
+    )
+
+
+def _expression(path: Path) -> str:
+    root, *steps = path
+    text = {"INPUT_FN": "self", "INPUT_ARGS": "args", "INPUT_KWARGS": "kwargs"}.get(root, str(root))
+    for kind, key in steps:
+        if kind == HAS:
+            return f"hasattr({text}, {key!r})"
+        text += f"[{key!r}]" if kind == "item" else f".{key}"
+    return text
+
+
+def check_inputs(args: Any, kwargs: Any, inputs: TracedInputs) -> None:
+    """Raise an error, which makes Thunder look for other traces, if inputs differ from ``inputs``."""
+    inputs.check(args, kwargs)
