@@ -6,15 +6,13 @@ state of the module and of the optimizers as ``torch.distributed.checkpoint`` wr
 ``meta.pt`` with everything else, as the first rank has it. A file has everything under the keys of ``state``; the state of
 optimizers is keyed by parameters' names.
 
-A folder that has no checkpoint yet is written in place. Otherwise the new checkpoint is completed in a folder beside it
-and then takes the place of the old one, so that a crash while saving leaves a complete one.
+A folder that has no checkpoint yet is written in place. Otherwise the new checkpoint is completed beside the old one and
+then takes its place: see [Note: Replacing a checkpoint] in ``replacing``.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,8 +24,7 @@ from thunder.core.module import ThunderModule
 from torch.utils.data import DataLoader
 
 from ..checkpoint import load_checkpoint, save_checkpoint
-from ..checkpoint.folder import METADATA
-from ..checkpoint.on_all_ranks import run_on_all_ranks
+from ..checkpoint.on_all_ranks import run_on_all_ranks, share_on_all_ranks
 from ..checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -38,9 +35,7 @@ from ..runtime.row_dtensor import RowDTensor
 from ..sharding.jitted_state import gather_entries
 from ..sharding.sharded_module import ShardedModule, find_jitted
 from ..sharding.state_entries import rows_from
-
-_OTHERS = "meta.pt"
-"""The file of a folder that has everything besides the module and its optimizers."""
+from .replacing import OTHERS, clean_up, find, is_checkpoint, new_beside, others_in, replace
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
@@ -107,43 +102,28 @@ def save(path: Path, state: Mapping[str, Any], *, whole: bool, keep: Filter | No
 
 
 def _save_folder(path: Path, parts: _State, others: dict[str, Any]) -> None:
-    group = parts.sharded.world_group
-    replaces = run_on_all_ranks(group, "fabric.save", lambda: _is_checkpoint(path))
-    folder = path.with_name(f"{path.name}.new") if replaces else path
+    group, path = parts.sharded.world_group, path.resolve()
+    new = new_beside(path)
 
-    def begin() -> None:
-        if group.rank == 0:
-            if replaces and folder.exists():  # of a save that did not end
-                shutil.rmtree(folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(others, folder / _OTHERS)
+    def begin() -> bool:
+        if group.rank:
+            return False
+        clean_up(path)
+        replaces = is_checkpoint(path)
+        folder = new if replaces else path
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(others, folder / OTHERS)
+        return replaces
 
-    run_on_all_ranks(group, "fabric.save", begin)
-    save_checkpoint(folder, parts.model, parts.optimizers.values(), keys=parts.keys)
+    replaces = share_on_all_ranks(group, "fabric.save", begin)[0]
+    save_checkpoint(new if replaces else path, parts.model, parts.optimizers.values(), keys=parts.keys)
     if replaces:
-        run_on_all_ranks(group, "fabric.save", lambda: _replace(path, folder) if group.rank == 0 else None)
-
-
-def _replace(path: Path, new: Path) -> None:
-    if path.is_file():
-        path.unlink()
-    else:
-        (path / METADATA).unlink()
-        for file in (*path.glob("*.distcp"), path / _OTHERS):
-            file.unlink(missing_ok=True)
-    path.mkdir(exist_ok=True)
-    for file in sorted(new.iterdir(), key=lambda file: file.name == METADATA):  # it comes last
-        file.replace(path / file.name)
-    new.rmdir()
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.is_file() or (path / METADATA).is_file()
+        run_on_all_ranks(group, "fabric.save", lambda: replace(path, new) if group.rank == 0 else None)
 
 
 def _save_file(path: Path, parts: _State, others: dict[str, Any], keep: Filter) -> None:
     group = parts.sharded.world_group
-    if path.is_dir() and not _is_checkpoint(path):
+    if path.is_dir() and not is_checkpoint(path):
         raise IsADirectoryError(f"fabric.save: {path} is a folder; give the name of a file")
     parts.sharded.check_initialized()
     writes = group.rank == 0
@@ -167,12 +147,11 @@ def _save_file(path: Path, parts: _State, others: dict[str, Any], keep: Filter) 
     def write() -> None:
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
+            clean_up(path)
             partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
             try:
-                torch.save(content, partial)
-                if path.is_dir():
-                    shutil.rmtree(path)
-                os.replace(partial, path)
+                _write(content, partial)
+                replace(path, partial)
             finally:
                 partial.unlink(missing_ok=True)
 
@@ -204,10 +183,11 @@ def load(path: Path, state: dict[str, Any], *, strict: bool, weights_only: bool 
     """
     parts = _State.of(state, "fabric.load")
     group = parts.sharded.world_group
+    path = find(path)
     if path.is_dir():
         load_checkpoint(path, parts.model, parts.optimizers.values(), keys=parts.keys, strict=strict)
         others = run_on_all_ranks(
-            group, "fabric.load", lambda: _read(path / _OTHERS, weights_only) if (path / _OTHERS).exists() else {}
+            group, "fabric.load", lambda: _read(file, weights_only) if (file := others_in(path)).exists() else {}
         )
     else:
         others = _load_file(path, parts, strict=strict, weights_only=weights_only)
@@ -273,6 +253,11 @@ def _rows_of(whole: Mapping[str, Any], parts: _State, optimizer: torch.optim.Opt
     groups = [{**group, "params": list(map(name_of, group["params"]))} for group in whole["param_groups"]]
     [loaded] = optimizer_state_dicts({"state": state, "param_groups": groups}, parts.model, [optimizer])
     return loaded
+
+
+def _write(content: Any, path: Path) -> None:
+    with path.open("wb") as file:  # torch itself would not say why it cannot write
+        torch.save(content, file)
 
 
 def _read(path: Path, weights_only: bool | None) -> dict[str, Any]:
