@@ -90,7 +90,7 @@ class HistoryRunner(Run):
         """Note the first difference that is larger than the tolerance allows for the largest value."""
         if self.mismatch or (actual.shape == expected.shape and not expected.numel()):
             return
-        actual, expected = actual.detach().double(), expected.detach().double()
+        actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
         bound = self.tolerance * (1 + expected.abs().max().item())
         try:
             torch.testing.assert_close(actual, expected, rtol=0, atol=bound)

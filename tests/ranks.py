@@ -239,6 +239,9 @@ def _destroy_groups() -> None:
     usable = control is not None and control.is_open and control.pending is None
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD and not (usable and group is control.group.process_group):
+            if IS_CUDA:  # destroying it would wait for collectives that other ranks have not issued, after an error
+                with contextlib.suppress(RuntimeError):  # it has no backend for GPUs
+                    group._get_backend(torch.device("cuda")).abort()
             dist.destroy_process_group(group)
 
 

@@ -440,6 +440,8 @@ class Run:
 
     def close(self, actual: Any, expected: Any, what: str, *, tolerance: float | None = None) -> None:
         bound = self.tolerance if tolerance is None else tolerance
+        if isinstance(actual, torch.Tensor):  # offloaded shards and their gradients are on the CPU
+            expected = expected.to(actual.device)
         message = lambda text: f"{what} on rank {self.rank}, {self.at}: {text}"  # noqa: E731
         torch.testing.assert_close(actual, expected, rtol=bound, atol=bound, msg=message)
 

@@ -27,6 +27,9 @@ class SharedFiles:
         self.paths[tensor.data_ptr()] = path
         return tensor
 
+    def get_symm_mem_workspace(self, group_name: str, min_size: int) -> None:
+        """Its reductions need none."""
+
     def rendezvous(self, tensor: torch.Tensor, group: str) -> Handle:
         group = dist.distributed_c10d._resolve_process_group(group)
         paths: list[str] = [""] * group.size()

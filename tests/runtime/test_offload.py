@@ -12,6 +12,7 @@ from thunder_fsdp_sched.transports.symmetric_memory import SymmetricMemory
 import pytest
 import thunder
 import torch
+from device import DEVICE
 from models import Stack
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each, fsdp2
@@ -42,7 +43,7 @@ def _check_offloaded(run: Run) -> None:
 
 
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-OFFLOADED = {"offload_policy": CPUOffloadPolicy(), "device": "cpu", "dtype": torch.float32}
+OFFLOADED = {"offload_policy": CPUOffloadPolicy(), "device": DEVICE, "dtype": torch.float32}
 _with_adamw = partial(Scenario, _model, oracle=None, optimizer=partial(torch.optim.AdamW, lr=1e-2))
 SCENARIOS = {
     "resident, zero3": _with_adamw(

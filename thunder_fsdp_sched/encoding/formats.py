@@ -67,6 +67,12 @@ def encode(form: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Ten
     """
     if not form.largest:
         codes.copy_(x)
+    elif x.device.type == "cuda":
+        # Codes and scales are views of the same bytes in different dtypes, which no compiled function may write.
+        own = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (codes, scales)]
+        _each(_encode, form, x, *own)
+        codes.copy_(own[0])
+        scales.copy_(own[1])
     else:
         _each(_encode, form, x, codes, scales)
 

@@ -53,9 +53,10 @@ def _alias(base: Bucket, spec: BucketSpec, *, ranks: Ranks | None = None, primar
         primary: see :attr:`Bucket.primary`.
     """
     spec = spec.with_options(comm_policy=CommPolicy())
-    memory = base.peer_memory if TRANSPORTS[spec.comm.transport].peers_read_shards else None
+    transport = TRANSPORTS[spec.comm.transport]
+    memory = base.peer_memory if transport.peers_read_shards else None
     if memory is not None:
-        memory.announce(spec.name, *spec.sent_shard)
+        memory.announce(spec.name, *spec.sent_shard, workspace=transport.reduce_workspace(spec))
     handle = handle_name(spec.name)
     return Bucket(spec, ranks or base.ranks, base.arena, handle, base=base, primary=primary, peer_memory=memory)
 

@@ -31,7 +31,7 @@ from ..ranks.process_groups import Ranks
 from ..runtime.autograd import take_hooks
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
-from ..transports import TRANSPORTS, choose_transport
+from ..transports import TRANSPORTS, choose_transport, transport_of
 from ..transports.base import PeerMemory
 from .former_parameters import retire
 from .initial_values import ValueSource, check_initial_values, make_blank, resolve_device
@@ -298,7 +298,7 @@ class _Sharding:
             if transport.peers_read_shards:
                 key = spec.comm.transport, spec.device, ranks
                 peer_memory[spec.name] = memory = shared.setdefault(key, PeerMemory(transport, spec.device, ranks))
-                memory.announce(spec.name, *spec.sent_shard)
+                memory.announce(spec.name, *spec.sent_shard, workspace=transport_of(spec).reduce_workspace(spec))
         for spec in self.plan:
             handle = handle_name(spec.name)
             while handle in buckets:

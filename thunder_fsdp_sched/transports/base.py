@@ -147,12 +147,13 @@ class Transport(ABC):
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def allocate_together(
-        self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: Ranks
+        self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: Ranks, *, workspace: int
     ) -> list[torch.Tensor]:
         """Memory for several buckets over the same ranks, as :meth:`allocate`; called if ``peers_read_shards``.
 
         Args:
             sizes: elements and dtype of what each sends.
+            workspace: bytes that their reductions share, the largest :meth:`reduce_workspace`.
         """
         return [self.allocate(numel, dtype, device, ranks) for numel, dtype in sizes]
 
@@ -216,17 +217,21 @@ class PeerMemory:
     def __init__(self, transport: Transport, device: torch.device, ranks: Ranks) -> None:
         self._transport, self._device, self._ranks = transport, device, ranks
         self._announced: dict[str, tuple[int, torch.dtype]] = {}
+        self._workspace = 0
         self._allocated: dict[str, torch.Tensor] = {}
 
-    def announce(self, bucket: str, numel: int, dtype: torch.dtype) -> None:
-        """Announce that ``bucket`` will take memory for ``numel`` elements of ``dtype``."""
+    def announce(self, bucket: str, numel: int, dtype: torch.dtype, workspace: int) -> None:
+        """Announce that ``bucket`` will take memory for ``numel`` elements, and that its reductions need a workspace."""
         self._announced[bucket] = numel, dtype
+        self._workspace = max(self._workspace, workspace)
 
     def take(self, bucket: str) -> torch.Tensor:
         """Return the memory of ``bucket``, filled with zeros; only once."""
         if bucket not in self._allocated:
             sizes, self._announced = self._announced, {}
-            shards = self._transport.allocate_together(list(sizes.values()), self._device, self._ranks)
+            shards = self._transport.allocate_together(
+                list(sizes.values()), self._device, self._ranks, workspace=self._workspace
+            )
             self._allocated.update(zip(sizes, shards, strict=True))
         return self._allocated.pop(bucket)
 

@@ -8,6 +8,11 @@ An allocation of symmetric memory costs a rendezvous of all ranks and at least 2
 between 1 and 10 MiB, as it does not split its segments. So the shards of all buckets over the same ranks are views of one
 allocation. Peers' pieces are read at offsets from its beginning, so it has to begin where torch's handle begins, which
 is checked. Its two barriers share one signal pad: they are all issued on one side stream, where none overtakes another.
+
+[Note: The workspace of reductions]
+Reductions go through a workspace that torch keeps for each process group. For a larger reduction torch replaces it and frees
+the old one at once, while other ranks may still read that. So the workspace of the largest bucket is reserved when buckets
+are made, when all ranks have finished what used an earlier one.
 """
 
 from __future__ import annotations
@@ -77,9 +82,11 @@ class SymmetricMemory(Flat):
         super().check(device, dtypes, ranks)
 
     def allocate_together(
-        self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: Ranks
+        self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: Ranks, *, workspace: int
     ) -> list[torch.Tensor]:
         """See [Note: One symmetric allocation for many shards]. A collective, at the same place on all ranks."""
+        if workspace:
+            self._reserve_workspace(workspace, device, ranks.reductions.process_group)
         offsets = [0]
         for numel, dtype in sizes:
             offsets.append(offsets[-1] + round_up(numel * dtype.itemsize, _ALIGNMENT))
@@ -92,6 +99,13 @@ class SymmetricMemory(Flat):
             self._shared[shard] = _Shared(handle, ranks.group, offset // dtype.itemsize, dtype)
             shards.append(shard)
         return shards
+
+    def _reserve_workspace(self, nbytes: int, device: torch.device, group: ProcessGroup) -> None:
+        """See [Note: The workspace of reductions]."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        group.barrier().wait()
+        self.memory.get_symm_mem_workspace(group.group_name, nbytes)
 
     def _rendezvous(self, memory: torch.Tensor, group: ProcessGroupRef) -> Any:
         """Return the handle for barriers and peers' memory; a collective.
