@@ -331,7 +331,13 @@ class Control:
         is_either = self.global_rank in (first, other)
         gathered = self._gather("lines that differ", list(lines) if is_either else [])
         texts = dict(zip(self.group.global_ranks, gathered, strict=True))
-        return first_difference(first, texts[first], other, texts[other]) or "(no line differs)"
+        difference = first_difference(first, texts[first], other, texts[other]) or "(no line differs)"
+        if len(set(self._gather("the order of sets", hash("a string")))) > 1:
+            difference += (
+                "\nIf all ranks run the same code: Python orders sets of strings differently on each of them, and Thunder "
+                "takes the order of einsum's labels from such a set. Start all ranks with PYTHONHASHSEED=0"
+            )
+        return difference
 
     def disagreement(self, text: str) -> ScheduleDisagreement:
         """Return the error for something in which the ranks differ."""
