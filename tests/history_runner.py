@@ -22,6 +22,7 @@ import thunder_fsdp_sched as tfs
 import torch
 import torch.distributed as dist
 from device import DEVICE
+from garbage import Collecting, drop_in_a_cycle
 from random_histories import Action, Mode, Scenario, ScenarioModel
 from scenario import Run, loss_of
 
@@ -69,6 +70,8 @@ class HistoryRunner(Run):
         self.expected = dict(self.reference.named_parameters())
         self.params = {name: self.model.get_parameter(name) for name in self.expected}
         self.trainable = {name: param.requires_grad for name, param in self.expected.items()}
+        self.collecting = Collecting(self.transform.sharded.buckets)
+        self.pending_losses: list[PendingLoss] = []  # this rank's, of the sharded model
         self.reset()
 
     def reset(self) -> None:
@@ -76,7 +79,8 @@ class HistoryRunner(Run):
             for name, param in params.items():
                 param.requires_grad_(self.trainable[name])
         super().reset()
-        self.pending_losses: list[PendingLoss] = []  # this rank's, of the sharded model
+        drop_in_a_cycle(self.pending_losses)
+        self.pending_losses = []
         self.expected_losses: list[list[PendingLoss]] = [[] for _ in range(self.world_size)]  # unsharded, by rank
         self.mismatch: str | None = None
         self.gradients_diverged = self.unnoticed_divergence = False
@@ -119,10 +123,12 @@ class HistoryRunner(Run):
         mine = actions[self.rank]
         if mine is not None and mine.slow == self.rank:
             time.sleep(0.02)
-        together = [None if action is None else replace(action, slow=None) for action in actions]
+        self.collecting.after(mine.collects[self.rank] if mine is not None and mine.collects else -1)
+        together = [None if action is None else replace(action, slow=None, collects=()) for action in actions]
         for kind in sorted({action.kind for action in together if action is not None}):
             act: Callable[[list[Action | None]], None] = getattr(self, f"_{kind}")
             act([action if action is not None and action.kind == kind else None for action in together])
+        self.collecting.after(-1)
         self.compare_state()
 
     def finish(self) -> None:
@@ -248,6 +254,16 @@ class HistoryRunner(Run):
         elif synced:
             self.gradients_diverged = True
             self.unnoticed_divergence = mine is not None and not mine.mode.no_sync
+
+    def _drop(self, actions: Sequence[Action | None]) -> None:
+        for rank, action in enumerate(actions):
+            of_rank = self.expected_losses[rank]
+            if action is None or not of_rank:
+                continue
+            position = action.loss_index % len(of_rank)
+            of_rank.pop(position)
+            if rank == self.rank:
+                drop_in_a_cycle(self.pending_losses.pop(position))
 
     def _fail_backward(self, actions: Sequence[Action | None]) -> None:
         action = _same(actions)

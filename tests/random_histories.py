@@ -56,6 +56,8 @@ class Action:
         seed: the seed of the inputs.
         model_index: 0 for the first model, 1 for the second.
         slow: a rank that is delayed before this call, so that the others' collectives stay in flight.
+        collects: for each rank, where it collects garbage: before this call (0), in its n-th gather or reduction, or not at
+            all (-1). Python does it at other times, too.
     """
 
     kind: str
@@ -65,6 +67,7 @@ class Action:
     seed: int = 0
     model_index: int = 0
     slow: int | None = None
+    collects: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         given = [f"{f.name}={v!r}" for f in fields(self)[1:] if (v := getattr(self, f.name)) != f.default]
@@ -78,6 +81,7 @@ PHRASES: dict[tuple[str, ...], int] = {
     ("forward", "backward", "step", "zero_grad"): 4,  # step: value 1 clips first; zero_grad: value 1 sets to None
     ("step",): 1,
     ("zero_grad",): 1,
+    ("forward", "drop"): 2,  # leave a loss, whose backward never runs, to the garbage collector
     ("fail_forward",): 2,  # an operator before block `value` fails at run time
     ("forward", "fail_forward", "backward"): 2,
     # A hook raises before (value -1) or after (-2) the compiled backward, or an operator inside it fails.
@@ -266,7 +270,7 @@ def _action(draw: Any, kind: str, scenario: Scenario, world_size: int, seed: int
     action = Action(kind, seed=seed)
     if kind in ("forward", "fail_forward", "eager"):
         action = replace(action, mode=draw(st.integers(0, len(scenario.modes) - 1)))
-    if kind in ("backward", "fail_backward"):
+    if kind in ("backward", "fail_backward", "drop"):
         action = replace(action, loss_index=draw(st.sampled_from([-1, -1, 0, 1])))
     positions = len(scenario.model.order) + 1
     values = {
@@ -284,6 +288,8 @@ def _action(draw: Any, kind: str, scenario: Scenario, world_size: int, seed: int
         action = replace(action, model_index=draw(st.integers(0, 1)))
     if draw(st.integers(0, 2 if kind.startswith("fail") else 11)) == 0:
         action = replace(action, slow=draw(st.integers(0, world_size - 1)))
+    if draw(st.integers(0, 2)) == 0:
+        action = replace(action, collects=tuple(draw(st.integers(-1, 4)) for _ in range(world_size)))
     return action
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from garbage import leave_a_group
 from history_runner import HistoryRunner
 from random_histories import Action, Deviation, Scenario, deviating_scenarios, scenarios
 from random_models import draw_numbered, examples, options_of
@@ -54,6 +55,7 @@ def run_scenario(rank: int, world_size: int, scenario: Scenario, folder: Path) -
     """Run all histories of a scenario on one jitted model, which compiles once for each mode; return the first failure."""
     control = dist.new_group(timeout=2 * TIMEOUT)
     group = dist.new_group(timeout=TIMEOUT)
+    leave_a_group(TIMEOUT)  # before the others shard, so that it has created what they share
     variants = [scenario, replace(scenario, norm=False, other=(0,))][: 1 + scenario.second]
     runners = []
     for number, variant in enumerate(variants):
@@ -61,6 +63,7 @@ def run_scenario(rank: int, world_size: int, scenario: Scenario, folder: Path) -
         runners.append(HistoryRunner(variant, folder=folder / str(number), process_group=group, **options))
     for number, history in enumerate(scenario.histories):
         (folder / f"at-{rank}").write_text(f"history {number}")
+        leave_a_group(TIMEOUT)
         failure = _fail_at(runners, history)
         if "bytes are too few" in (failure or ""):
             return ""
@@ -124,6 +127,7 @@ def deviate(rank: int, world_size: int, scenario: Scenario, deviation: Deviation
     actions = [deviation.history_of(r, (*history, *closing)) for r in range(world_size)]
     at = "at thunder.jit"
     try:
+        leave_a_group(SHORT)
         runner = HistoryRunner(scenario, folder=folder, process_group=group, **options)
         for number, at_once in enumerate(zip(*actions, strict=True)):
             if deviation.ends and rank == deviation.rank and number >= deviation.position:
