@@ -125,6 +125,29 @@ def test_chunks_are_decoded_as_the_whole(name: str) -> None:
         assert torch.equal(send(form, x[:, piece].contiguous(), 128)[1], decoded[:, piece])
 
 
+@pytest.mark.parametrize("name", SCALED)
+def test_a_cpu_that_flushes_subnormal_numbers_encodes_and_decodes_the_same(name: str) -> None:
+    form = FORMATS[name]
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes[codes.isfinite()].repeat(3, 9)[:, :2048]  # of each block, the smallest is 2**-9 / 448 of the largest
+    x = torch.cat([codes, torch.randn(3, 100).exp(), codes * 2.0**-100], 1)
+
+    def sent_and_decoded() -> tuple[torch.Tensor, ...]:
+        sent, decoded, wire = send(form, x, 128)
+        mean = torch.empty(1, x.shape[1])
+        wire.decode_mean(sent, [mean])
+        return sent, decoded, mean
+
+    expected = sent_and_decoded()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormal numbers")
+    try:
+        flushed = sent_and_decoded()
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(map(torch.equal, flushed, expected))
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("name", FORMATS)
