@@ -162,14 +162,15 @@ def fsdp(
             collective and one copy. ``"auto"``: all_to_all with gloo; otherwise flat, or with NCCL coalesced where flat
             would need several collectives. The plan gives the reason.
         mp_policy: a :class:`~torch.distributed.fsdp.MixedPrecisionPolicy` of torch. Shards are cast to ``param_dtype``
-            and then gathered. Gradients are averaged in ``reduce_dtype`` (default ``param_dtype``), and accumulated in
-            it under ``no_sync`` unless ``accumulate="sharded"``. Shards, their gradients and the optimizer's state keep
-            the parameters' dtype. ``cast_forward_inputs`` and ``output_dtype`` apply to the inputs and outputs of the
+            and then gathered. Gradients are averaged in ``reduce_dtype`` (the default is FSDP2's: before torch 2.15
+            ``param_dtype``, from then on the parameters' dtype), and accumulated in it under ``no_sync`` unless
+            ``accumulate="sharded"``. Shards, their gradients and the optimizer's state keep the parameters' dtype.
+            ``cast_forward_inputs`` and ``output_dtype`` apply to the inputs and outputs of the
             jitted module. A callable ``(module name, module) -> policy`` decides for each module and the parameters
             that it owns directly, such as norms in float32; ``None`` means as for the module that contains it (for the
             root: no mixed precision). Like a module that FSDP2 wraps with the policy, a module for which it returns one
             also casts its inputs and outputs, which takes Thunder some tenths of a second to trace. Parameters with
-            different dtypes are in different buckets.
+            different dtypes are in different buckets. A field of a policy that this package does not know is refused.
         comm_policy: a :class:`~thunder_fsdp_sched.CommPolicy`: parameters are gathered, or gradients reduced, in low
             precision (``CommPolicy(gather="int8", reduce="bfloat16")``). Shards stay exact; the model computes with what
             is decoded. A callable ``(module name, module) -> policy`` decides as for ``mp_policy``.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -19,8 +19,9 @@ import torch
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from .callables import describe
 from .encoding.policy import CommPolicy
 from .ir.schedule import StepSchedule, load_schedules
 from .plan.bucketing import BucketingStrategy, BucketRule
@@ -96,12 +97,57 @@ def _strategy(name: str, strategy: Any) -> ShardingStrategy:
     raise ValueError(f"{name}: expected 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {strategy!r}")
 
 
-def _floating_point(name: str, policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
-    policy = policy or MixedPrecisionPolicy()
+_FIELDS = {
+    MixedPrecisionPolicy: {
+        "param_dtype",
+        "reduce_dtype",
+        "output_dtype",
+        "cast_forward_inputs",
+        "param_dtype_override_fn",
+    },
+    OffloadPolicy: {"pin_memory"},
+}
+"""The fields of torch's policies that this package obeys. Other releases of torch may have more."""
+
+
+def _only_known(name: str, policy: Any) -> Any:
+    """Return a policy of torch; raise an error if a field is set that this package would ignore."""
+    known = next(names for kind, names in _FIELDS.items() if isinstance(policy, kind))
+    for option in (option for option in fields(policy) if option.name not in known):
+        default = option.default if option.default_factory is MISSING else option.default_factory()
+        if (value := getattr(policy, option.name)) is not default and value != default:
+            raise ValueError(
+                f"{name}: {option.name}={value!r} is a field of {type(policy).__name__} that this package does not know, so "
+                f"it would be ignored; leave it at its default"
+            )
+    return policy
+
+
+def _mixed_precision(name: str, policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    policy = _only_known(name, policy or MixedPrecisionPolicy())
     for attribute in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, attribute)
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"{name}: {attribute} must be a floating-point dtype, got {dtype}")
+    override = override_of(policy)
+    if override is not None and not callable(override):
+        raise TypeError(
+            f"{name}: param_dtype_override_fn: expected a callable (parameter) -> dtype or None, or None, got {override!r}"
+        )
+    return policy
+
+
+def override_of(policy: MixedPrecisionPolicy) -> Callable[[torch.nn.Parameter], torch.dtype | None] | None:
+    """Return the function that overrides ``param_dtype`` for single parameters (torch 2.15); ``None`` if there is none."""
+    return getattr(policy, "param_dtype_override_fn", None)
+
+
+def _offload(name: str, policy: OffloadPolicy | None) -> OffloadPolicy:
+    policy = _only_known(name, policy or OffloadPolicy())
+    if type(policy) is not OffloadPolicy and not isinstance(policy, CPUOffloadPolicy):
+        raise ValueError(
+            f"{name}: expected a CPUOffloadPolicy, OffloadPolicy or None, got {policy!r}, which is neither"
+        )
     return policy
 
 
@@ -196,13 +242,14 @@ def _device(name: str, device: Any) -> torch.device | None:
     return _is(torch.device, "a torch.device, its name or None")(name, device)
 
 
-def _option(check: Check, *, compared: bool = True) -> Any:
+def _option(check: Check, *, compared: bool = True, captured: bool = False) -> Any:
     """Return the field of an option.
 
     Args:
         compared: whether ranks compare it. What refers to objects of this process is compared by its effect instead.
+        captured: whether they also compare what a function captures; otherwise they compare its answers.
     """
-    return field(metadata={"check": check, "compared": compared})
+    return field(metadata={"check": check, "compared": compared, "captured": captured})
 
 
 @dataclass(frozen=True)
@@ -227,18 +274,16 @@ class Options:
     )
     transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = _option(check_transport)
     mp_policy: MixedPrecisionPolicy | ByModule = _option(
-        _is(MixedPrecisionPolicy, "a MixedPrecisionPolicy or None", _floating_point)
+        _is(MixedPrecisionPolicy, "a MixedPrecisionPolicy or None", _mixed_precision)
     )
     comm_policy: CommPolicy | ByModule = _option(
         _is(CommPolicy, "a CommPolicy or None", lambda _, p: p or CommPolicy())
     )
     gradient_divide_factor: float | ByModule | None = _option(check_factor)
     all_reduce_hook: Callable[[str, torch.Tensor], None] | None = _option(
-        _is(Callable, "a callable (bucket name, gradients) -> None, or None")
+        _is(Callable, "a callable (bucket name, gradients) -> None, or None"), captured=True
     )
-    offload_policy: OffloadPolicy = _option(
-        _is(OffloadPolicy, "a CPUOffloadPolicy, OffloadPolicy or None", lambda _, p: p or OffloadPolicy())
-    )
+    offload_policy: OffloadPolicy = _option(_is(OffloadPolicy, "a CPUOffloadPolicy, OffloadPolicy or None", _offload))
     process_group: ProcessGroupRef | None = _option(
         _is(ProcessGroup, "a torch.distributed.ProcessGroup or None", lambda _, g: g and ProcessGroupRef.of(g)),
         compared=False,
@@ -293,8 +338,11 @@ class Options:
 
     def lines(self) -> list[str]:
         """Return one line for each option that must be the same on all ranks."""
-        compared = [option.name for option in fields(self) if option.metadata["compared"]]
-        return [f"fsdp({name}={_comparable(getattr(self, name))})" for name in compared]
+        compared = [option for option in fields(self) if option.metadata["compared"]]
+        return [
+            f"fsdp({option.name}={_comparable(getattr(self, option.name), option.metadata['captured'])})"
+            for option in compared
+        ]
 
     def __str__(self) -> str:
         shown = ("sharding_strategy", "bucketing_strategy", "prefetch", "transport")
@@ -307,17 +355,22 @@ BY_MODULE = tuple(option.name for option in fields(BucketOptions))
 """The options that a function may decide for each module; their checks also check what it returns."""
 
 
-def _comparable(value: Any) -> str:
-    """Return a string that is equal on all ranks if the option is."""
+def _comparable(value: Any, captured: bool) -> str:
+    """Return a string that is equal on all ranks if the option is.
+
+    Args:
+        captured: see :func:`_option`.
+    """
     if isinstance(value, torch.device):
         return value.type
     if isinstance(value, DeviceMesh):
         return f"mesh of {tuple(value.shape)} ranks, dimensions {value.mesh_dim_names}"
     if isinstance(value, tuple):  # schedules
         return str([(step.forward.compute, step.backward and step.backward.compute) for step in value])
-    if callable(value) and not isinstance(value, type):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    return str(value)
+    if isinstance(value, (MixedPrecisionPolicy, OffloadPolicy)):
+        of_fields = [f"{f.name}={_comparable(getattr(value, f.name), captured)}" for f in fields(value)]
+        return f"{type(value).__name__}({', '.join(of_fields)})"
+    return describe(value, captured=captured) if callable(value) else str(value)
 
 
 def check_options(*positional: Any, **arguments: Any) -> Options:

@@ -198,6 +198,20 @@ def splits_default_group() -> bool:
     return default.bound_device_id is not None and c10d._get_split_source(default) is not None
 
 
+def default_reduce_dtype(own: torch.dtype, computed: torch.dtype) -> torch.dtype:
+    """Return the dtype in which FSDP2 of the installed torch reduces gradients if a policy has no ``reduce_dtype``.
+
+    From torch 2.15 on it is that of the parameter's gradient, before that the one in which the module computes.
+
+    Args:
+        own: the parameter's dtype.
+        computed: that of the unsharded parameter.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return own if hasattr(FSDPParam, "unsharded_grad_dtype") else computed
+
+
 def state_name(name: str) -> str:
     """Return a parameter's name in a state dict: torch's wrappers for activation checkpointing remove their prefix."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX

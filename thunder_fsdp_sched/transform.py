@@ -53,9 +53,9 @@ from .private_torch import refuse_foreign_functions
 from .proof.audit import audited
 from .runtime.module_hooks import TracedHooks
 from .runtime.trace_start import TraceStart
+from .sharding.casts import attach_casts, cast_inputs
 from .sharding.huggingface_models import let_accelerate_prepare, refuse_save_pretrained, transformers_lookasides
 from .sharding.jitted_state import install_state_dict
-from .sharding.module_policies import attach_casts, cast_inputs
 from .sharding.refusals import refuse_fsdp2_methods
 from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardingTransform, find_sharding

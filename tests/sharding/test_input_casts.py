@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
+import functools
 from collections import Counter
+from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import fsdp, full_state_dict, testing
+from thunder_fsdp_sched import eager, fsdp, full_state_dict, testing
 from thunder_fsdp_sched.ir.inspection import args_of, outs_of
 from thunder_fsdp_sched.ir.symbols import fsdp_wait_params
 
@@ -24,7 +28,8 @@ from thunder.core.trace import from_trace, tracectx
 from thunder.core.transform_common import Transform
 from thunder.transforms.autocast import autocast_symbol_mapper
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._pytree import tree_leaves
 
 each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
@@ -185,17 +190,23 @@ def test_a_shard_is_cast_once_for_each_forward(rank: int, strategy: str) -> None
     assert casts["casts"] == again, "backward must not use the casts of a later forward"
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize(
+    ("reduce_dtype", "newer"),
+    [(None, False), (None, True), (torch.float32, False)],
+    ids=["none", "torch 2.15", "float32"],
+)
 @on_ranks()
 def test_gradients_are_accumulated_and_reduced_in_the_dtype_of_the_policy(
-    rank: int, reduce_dtype: torch.dtype | None
+    rank: int, reduce_dtype: torch.dtype | None, newer: bool
 ) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    sharded = thunder.jit(Stack(1), transforms=[ours := fsdp(mp_policy=policy)])
+    newer = newer or hasattr(FSDPParam, "unsharded_grad_dtype")
+    with mock.patch.object(FSDPParam, "unsharded_grad_dtype", create=True) if newer else contextlib.nullcontext():
+        sharded = thunder.jit(Stack(1), transforms=[ours := fsdp(mp_policy=policy)])
     (x,) = Stack(1).inputs(torch.Generator().manual_seed(rank))
     with sharded.no_sync():
         sharded(x.float()).sum().backward()
-    expected = reduce_dtype or torch.bfloat16
+    expected = reduce_dtype or (torch.float32 if newer else torch.bfloat16)
     assert all(bucket.accumulation.unsharded.dtype is expected for bucket in ours.sharded.buckets)
     sharded(x.float()).sum().backward()
     assert all(p.grad.dtype is torch.float32 for p in sharded.parameters())
@@ -219,6 +230,110 @@ def test_inputs_are_cast_only_if_the_policy_requests_it() -> None:
     assert doubled.dtype is torch.float32 and out.dtype is torch.bfloat16
     doubled, out = thunder.jit(CastsItself(), transforms=[fsdp(mp_policy=LOW)])(torch.ones(3, 4))
     assert doubled.dtype is torch.bfloat16
+
+
+Pair = collections.namedtuple("Pair", "x, other")
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    x: Any
+    number: int = 3
+
+
+@dataclasses.dataclass
+class Output(collections.OrderedDict):
+    """A stand-in for the outputs of Hugging Face's models, which are dataclasses and dictionaries."""
+
+    x: Any = None
+    other: Any = None
+
+    def __post_init__(self) -> None:
+        self.update({f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) is not None})
+
+
+class ListOfOurs(list):
+    """A subclass, of which the cast makes the same."""
+
+
+def _only(value: Any) -> Any:
+    return next(iter(value.values() if isinstance(value, dict) else value))
+
+
+CONTAINERS: dict[str, tuple[Any, Any]] = {
+    "tuple": (lambda x: (x, 1), _only),
+    "list_of_ours": (lambda x: ListOfOurs([x]), _only),
+    "ordered_dict": (lambda x: collections.OrderedDict(x=x), _only),
+    "named_tuple": (lambda x: Pair(x, "text"), lambda value: value.x),
+    "output": (Output, lambda value: value.x),
+    "nested": (lambda x: {"x": [Data(x)]}, lambda value: value["x"][0].x),
+}
+
+
+class Wraps(nn.Module):
+    """Takes its input out of a container and puts its output into one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((6,), 1.3))
+        self.wrap, self.unwrap = CONTAINERS[kind]
+
+    def forward(self, value: Any) -> Any:
+        return self.wrap(self.unwrap(value) * self.weight)
+
+
+class WrapsAll(nn.Module):
+    """Calls a :class:`Wraps` for each kind of container, and returns the tensors of their outputs and of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_kind = nn.ModuleDict({kind: Wraps(kind) for kind in CONTAINERS})
+
+    def forward(self, x: torch.Tensor, *, given: dict[str, Any]) -> Any:
+        unwrapped = {}
+        for kind, child in self.of_kind.items():
+            wrap, unwrap = CONTAINERS[kind]
+            unwrapped[kind] = unwrap(child(wrap(x))), unwrap(given[kind])
+        return unwrapped
+
+
+def _facts(value: Any) -> Any:
+    """Return types, dtypes and values of a nested structure, for comparison."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        attributes = [_facts(attribute) for attribute in getattr(value, "__dict__", {}).values()]
+        return type(value), {key: _facts(item) for key, item in value.items()}, attributes
+    if dataclasses.is_dataclass(value):
+        return type(value), _facts(vars(value))
+    return (type(value), list(map(_facts, value))) if isinstance(value, (list, tuple)) else value
+
+
+@on_ranks()
+def test_containers_into_and_out_of_modules_are_cast_as_by_fsdp2(rank: int) -> None:
+    inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    outer = MixedPrecisionPolicy(param_dtype=torch.float16)
+    x = torch.linspace(0.1, 2.7, 6)
+    given = {kind: wrap(x) for kind, (wrap, _) in CONTAINERS.items()}
+
+    def policy(name: str, module: nn.Module) -> MixedPrecisionPolicy:
+        return inner if isinstance(module, Wraps) else outer
+
+    def check(make: Any, *args: Any, **kwargs: Any) -> None:
+        theirs = make()
+        for module in reversed(list(theirs.modules())):
+            if isinstance(module, Wraps) or module is theirs:
+                fully_shard(module, mp_policy=policy("", module))
+        expected = _facts(theirs(*args, **kwargs))
+        assert "torch.float64" in str(expected)
+        jitted = thunder.jit(make(), transforms=[fsdp(mp_policy=policy)])
+        assert _facts(jitted(*args, **kwargs)) == expected
+        with eager(jitted) as module:
+            assert _facts(module(*args, **kwargs)) == expected
+
+    check(WrapsAll, x, given=given)
+    for kind in ("output", "nested"):  # Thunder can return no others
+        check(functools.partial(Wraps, kind), given[kind])
 
 
 def test_traces_show_the_dtypes_of_a_policy():

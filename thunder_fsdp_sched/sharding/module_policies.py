@@ -6,6 +6,7 @@ functions of (module name, module). They are asked once for each module, from th
 ``None`` is treated as the module that contains it. What is decided for a module applies to the parameters that it owns
 directly. So a function may decide by blocks or by single layers, and ``mp_policy`` decides as nested calls of FSDP2's
 ``fully_shard`` do: the innermost one that names a policy counts, and the module that it names casts its inputs and outputs.
+From torch 2.15 on, a policy may have a function of the parameter, ``param_dtype_override_fn``, which is asked once for each.
 
 Parameters that are kept, gathered or reduced differently are in different buckets. Ranks compare the decisions together
 with the parameters, before anything is allocated.
@@ -13,36 +14,48 @@ with the parameters, before anything is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
 
 from ..encoding.policy import CommPolicy, matches
-from ..options import BY_MODULE, CHECKS, Options
+from ..options import BY_MODULE, CHECKS, Options, override_of
 from ..plan.specs import BucketOptions, ParamSpec
+from ..private_torch import default_reduce_dtype
+from .casts import attach_casts
 
 
 def _for_bucket(decision: BucketOptions, spec: ParamSpec) -> BucketOptions:
-    """Return what the bucket of a parameter needs, given the options of a module that owns it."""
+    """Return what the bucket of a parameter needs, given what was decided for the parameter."""
     if not spec.dtype.is_floating_point:
         exact = {"mp_policy": MixedPrecisionPolicy(), "comm_policy": CommPolicy()}
         return replace(decision, **exact, gradient_divide_factor=None)  # type: ignore[arg-type]
-    policy = decision.mp_policy
-    param_dtype, reduce_dtype = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
-    if param_dtype == spec.dtype:
-        param_dtype = None
-    if param_dtype is None and reduce_dtype == spec.dtype:
-        reduce_dtype = None
+    computed = decision.mp_policy.param_dtype or spec.dtype
+    reduced = decision.mp_policy.reduce_dtype or default_reduce_dtype(spec.dtype, computed)
+    param_dtype = None if computed == spec.dtype else computed
+    reduce_dtype = None if computed == reduced == spec.dtype else reduced
     decision = replace(decision, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
-    if decision.comm_policy.gather == "bfloat16" and (param_dtype or spec.dtype).itemsize <= 2:  # no longer exactly
+    if decision.comm_policy.gather == "bfloat16" and computed.itemsize <= 2:  # no longer exactly
         return replace(decision, comm_policy=replace(decision.comm_policy, gather=None))
     return decision
+
+
+def _for_param(decision: BucketOptions, spec: ParamSpec, param: torch.nn.Parameter) -> BucketOptions:
+    """Return the options of a parameter, given those of a module that owns it."""
+    policy = decision.mp_policy
+    if (override := override_of(policy)) is None:
+        return decision
+    dtype = override(param) if spec.dtype.is_floating_point else None
+    if dtype not in (None, policy.param_dtype, spec.dtype):
+        raise ValueError(
+            f"mp_policy: param_dtype_override_fn returned {dtype!r} for parameter {spec.name!r}: expected None, param_dtype "
+            f"({policy.param_dtype}) or the parameter's own dtype ({spec.dtype})"
+        )
+    resolved: Any = {"param_dtype": dtype or policy.param_dtype, "param_dtype_override_fn": None}
+    return replace(decision, mp_policy=replace(policy, **resolved))
 
 
 class ModulePolicies:
@@ -61,10 +74,10 @@ class ModulePolicies:
 
     def __init__(self, module: torch.nn.Module, options: Options) -> None:
         given = {option: getattr(options, option) for option in BY_MODULE}
-        functions = {option: value for option, value in given.items() if callable(value)}
+        functions: dict[str, Any] = {option: value for option, value in given.items() if callable(value)}
         fixed = BucketOptions(**{option: value for option, value in given.items() if option not in functions})
-        self._functions = tuple(functions)
         self._of: dict[str, BucketOptions] = {}
+        self._of_params: dict[str, BucketOptions] = {}
         self._casts: list[tuple[torch.nn.Module, MixedPrecisionPolicy]] = []
         decided: dict[torch.nn.Module, BucketOptions] = {}
         for path, child in module.named_modules(remove_duplicate=False):
@@ -79,16 +92,24 @@ class ModulePolicies:
                 decided[child] = decision
             self._of[path] = decided[child]
         self.root = self._of[""].mp_policy
+        overrides = any(override_of(decision.mp_policy) is not None for decision in self._of.values())
+        self._functions = {*functions, *["mp_policy"] * overrides}
 
-    def of(self, spec: ParamSpec) -> BucketOptions:
+    def of(self, spec: ParamSpec, param: torch.nn.Parameter) -> BucketOptions:
         """Return what the bucket of a parameter needs.
 
+        Args:
+            param: the module's own object, which a ``param_dtype_override_fn`` gets.
+
         Raises:
-            ValueError: the parameter is tied, and the functions decide differently for the modules that own it.
+            ValueError: the parameter is tied, and the functions decide differently for the modules that own it; or a
+                ``param_dtype_override_fn`` returned another dtype than it may.
         """
-        first = self._of_owner(spec.name)
+        decisions = {name: self._of_owner(name) for name in spec.names}
+        resolved = {decision: _for_param(decision, spec, param) for decision in dict.fromkeys(decisions.values())}
+        first = self._of_params[spec.name] = resolved[decisions[spec.name]]
         for name in spec.names[1:]:
-            other = self._of_owner(name)
+            other = resolved[decisions[name]]
             if _for_bucket(other, spec) != _for_bucket(first, spec):
                 option = next(o for o in BY_MODULE if getattr(first, o) != getattr(other, o))
                 raise ValueError(
@@ -113,13 +134,13 @@ class ModulePolicies:
 
     def line(self, spec: ParamSpec) -> str:
         """Return what functions have decided for a parameter, for ranks to compare; empty if there are none."""
-        decision = self._of_owner(spec.name)
-        return "".join(f", {option} {getattr(decision, option)}" for option in self._functions)
+        decision = self._of_params[spec.name]
+        return "".join(f", {option} {getattr(decision, option)}" for option in BY_MODULE if option in self._functions)
 
     def attach_casts(self) -> None:
         """Make each module for which a function returned a policy cast its inputs and outputs, in traces and eagerly."""
         for module, policy in self._casts:
-            attach_casts(module, policy, _cast_traced)
+            attach_casts(module, policy)
 
     def _of_owner(self, name: str) -> BucketOptions:
         path = name.rpartition(".")[0]
@@ -130,52 +151,3 @@ class ModulePolicies:
 
 def _shown(path: str) -> str:
     return f"module {path!r}" if path else "the root module"
-
-
-def cast_inputs(policy: MixedPrecisionPolicy, inputs: Any) -> Any:
-    """Return ``inputs`` with floating-point tensors cast to ``param_dtype``, if the policy requests it."""
-    return _cast(policy.param_dtype, inputs) if policy.param_dtype and policy.cast_forward_inputs else inputs
-
-
-def attach_casts(
-    module: torch.nn.Module, policy: MixedPrecisionPolicy, cast: Callable[[torch.dtype, Any], Any] | None = None
-) -> list[RemovableHandle]:
-    """Make calls of ``module`` cast their inputs and outputs; autograd casts gradients back.
-
-    Args:
-        cast: casts a nested structure, if Thunder traces the hooks.
-    """
-    cast, hooks = cast or _cast, []
-    if policy.param_dtype is not None and policy.cast_forward_inputs:
-        pre_hook = partial(_cast_inputs_of, cast, policy.param_dtype)
-        hooks.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True))
-    if policy.output_dtype is not None:
-        hooks.append(module.register_forward_hook(partial(_cast_outputs_of, cast, policy.output_dtype)))
-    return hooks
-
-
-def _cast_inputs_of(cast: Any, dtype: torch.dtype, _: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    return cast(dtype, (args, kwargs))
-
-
-def _cast_outputs_of(cast: Any, dtype: torch.dtype, _: torch.nn.Module, args: Any, output: Any) -> Any:
-    return cast(dtype, output)
-
-
-def _cast(dtype: torch.dtype, tree: Any) -> Any:
-    return tree_map(lambda t: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t, tree)
-
-
-def _cast_traced(dtype: torch.dtype, tree: Any) -> Any:
-    # Thunder interprets this line by line, and takes five times as long for tree_map.
-    if isinstance(tree, torch.Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    if type(tree) is tuple:
-        return tuple([_cast_traced(dtype, item) for item in tree])
-    if type(tree) is list:
-        return [_cast_traced(dtype, item) for item in tree]
-    if type(tree) is dict:
-        return {key: _cast_traced(dtype, item) for key, item in tree.items()}
-    if tree is None or isinstance(tree, (bool, int, float, str)):
-        return tree
-    return _cast(dtype, tree)

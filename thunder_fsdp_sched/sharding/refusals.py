@@ -88,6 +88,17 @@ def refuse_shards_and_grads(named: dict[str, nn.Parameter]) -> None:
             )
 
 
+def refuse_grad_dtypes(named: dict[str, nn.Parameter]) -> None:
+    """Raise an error for parameters whose gradients are to have another dtype than they have."""
+    for name, param in named.items():
+        if (dtype := getattr(param, "grad_dtype", param.dtype)) != param.dtype:
+            raise ValueError(
+                f"parameter {name!r} has grad_dtype={dtype}, but gradients of shards have the dtype of their parameter, "
+                f"{param.dtype}. Leave it unset, and choose the dtype in which gradients are reduced: "
+                f"fsdp(mp_policy=MixedPrecisionPolicy(reduce_dtype=...))"
+            )
+
+
 def refuse_views(model: ThunderModule, named: dict[str, nn.Parameter], ignored: set[str], options: Options) -> None:
     """Raise an error for tensors that share memory with a parameter, because sharding moves the parameter away."""
 

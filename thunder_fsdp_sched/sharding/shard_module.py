@@ -37,7 +37,14 @@ from .former_parameters import retire
 from .initial_values import ValueSource, check_initial_values, make_blank, resolve_device
 from .module_parameters import find_owner, replace_in_containers
 from .module_policies import ModulePolicies
-from .refusals import refuse_compiled, refuse_renamed, refuse_reparametrized, refuse_shards_and_grads, refuse_views
+from .refusals import (
+    refuse_compiled,
+    refuse_grad_dtypes,
+    refuse_renamed,
+    refuse_reparametrized,
+    refuse_shards_and_grads,
+    refuse_views,
+)
 from .sharded_module import ShardedModule
 from .state_entries import check_before_step
 
@@ -146,7 +153,9 @@ class _Sharding:
         refuse_shards_and_grads(named)
         refuse_reparametrized(module)
         ignored = self._ignored_names(named)
-        specs = self._param_specs({n: p for n, p in named.items() if n not in ignored})
+        to_shard = {n: p for n, p in named.items() if n not in ignored}
+        refuse_grad_dtypes(to_shard)
+        specs = self._param_specs(to_shard)
         source.check({spec.name for spec, _ in specs}, initializes=options.param_init_fn is not None)
         refuse_views(self.model, named, ignored, options)
         self.moved = self._move_unsharded(ignored)
@@ -165,7 +174,7 @@ class _Sharding:
                     raise ValueError(f"broadcast_from: rank {source.rank} is not in the process group to shard over")
         self.plan = make_plan(
             module,
-            [(p.spec, p.param, assignment.key(p.ranks), self.policies.of(p.spec)) for p in self.params],
+            [(p.spec, p.param, assignment.key(p.ranks), self.policies.of(p.spec, p.own)) for p in self.params],
             strategy=options.bucketing_strategy,
             default_group=default_key,
             comm_spec=self._comm_spec,

@@ -31,8 +31,8 @@ from ..plan.specs import Strided
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, InFlight, slot_bytes
 from ..runtime.ops import all_gather, wait_params
+from ..sharding.casts import attach_casts
 from ..sharding.module_parameters import Entry
-from ..sharding.module_policies import attach_casts
 from ..sharding.sharded_module import find_jitted
 
 

@@ -1,0 +1,193 @@
+"""Policies of other releases of torch than the installed one, and how ranks compare functions among the options."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from thunder_fsdp_sched import ScheduleDisagreement, fsdp, testing
+from thunder_fsdp_sched.callables import describe
+
+import pytest
+import thunder
+import torch
+from models import Stack
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy(MixedPrecisionPolicy):
+    """A stand-in for the policy of torch 2.15."""
+
+    param_dtype_override_fn: Any = dataclasses.field(default=None, kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class NewerPolicy(Policy):
+    """A stand-in for a policy of the future."""
+
+    flavour: str = "plain"
+
+
+@dataclasses.dataclass
+class NewerOffload(CPUOffloadPolicy):
+    level: int = 0
+
+
+class Elsewhere(OffloadPolicy):
+    """A stand-in for another kind of offloading."""
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error", "message"),
+    [
+        (
+            "mp_policy",
+            NewerPolicy(flavour="hot"),
+            ValueError,
+            "flavour='hot' is a field of NewerPolicy that this package",
+        ),
+        ("offload_policy", NewerOffload(level=2), ValueError, "level=2 is a field of NewerOffload that this package"),
+        (
+            "offload_policy",
+            Elsewhere(),
+            ValueError,
+            "expected a CPUOffloadPolicy, .* got .*Elsewhere.*, which is neither",
+        ),
+        ("mp_policy", Policy(param_dtype_override_fn=3), TypeError, r"param_dtype_override_fn: expected .*, got 3"),
+    ],
+)
+def test_what_would_be_ignored_of_a_policy_is_refused(
+    option: str, value: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"{option}: {message}"):
+        fsdp(**{option: value})
+    defaults: dict[str, Any] = {"mp_policy": NewerPolicy(), "offload_policy": NewerOffload(pin_memory=False)}
+    fsdp(**defaults)  # the unknown field is at its default
+
+
+class ScaledLinear(nn.Module):
+    """A linear layer behind a scale in its own precision, inside one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.3, 1.7, 8))
+        self.weight = nn.Parameter(torch.linspace(-1.1, 1.3, 64).view(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(nn.functional.linear((x * self.scale).to(self.weight.dtype), self.weight))
+
+
+@on_ranks()
+def test_a_function_overrides_the_precision_of_single_parameters(rank: int) -> None:
+    asked: list[nn.Parameter] = []
+
+    def override(param: nn.Parameter) -> torch.dtype | None:
+        asked.append(param)
+        return torch.float32 if param.ndim < 2 else None
+
+    model = ScaledLinear()
+    params, x = list(model.parameters()), torch.linspace(0.1, 2.3, 24).view(3, 8)
+    low = x.bfloat16()
+    expected = torch.relu(nn.functional.linear((low * model.scale).bfloat16(), model.weight.bfloat16())).detach()
+    policy = Policy(torch.bfloat16, torch.float32, param_dtype_override_fn=override)
+    jitted = thunder.jit(model, transforms=[transform := fsdp(mp_policy=policy)])
+    assert all(map(lambda own, given: own is given, asked, params)) and len(asked) == 2
+    out = jitted(x)
+    assert out.dtype is torch.bfloat16 and torch.equal(out, expected)
+    out.float().sum().backward()
+    gathers = transform.compiled[-1].schedule.forward.of("fsdp_all_gather")
+    assert {op.dtype for op in gathers} == {"float32", "bfloat16"}
+
+    def on_one_rank(param: nn.Parameter) -> torch.dtype | None:
+        return torch.float32 if rank else None
+
+    policy = Policy(torch.bfloat16, param_dtype_override_fn=on_one_rank)
+    with pytest.raises(ScheduleDisagreement, match=r"(?s)the parameters to shard, line 1:.*mp_policy .*float32"):
+        thunder.jit(ScaledLinear(), transforms=[fsdp(mp_policy=policy)])
+
+
+def test_a_wrong_answer_about_a_parameter_names_it() -> None:
+    def plan(policy: MixedPrecisionPolicy) -> None:
+        testing.compile_on_fake_ranks(lambda: (Stack(1), (torch.ones(2, 4),)), 2, mp_policy=policy)
+
+    policy = Policy(torch.bfloat16, param_dtype_override_fn=lambda param: torch.float16)
+    with pytest.raises(
+        ValueError, match=r"mp_policy: param_dtype_override_fn returned torch.float16 for parameter 'first"
+    ):
+        plan(policy)
+
+
+def test_gradients_of_another_dtype_than_their_parameter_are_refused() -> None:
+    def make() -> tuple[nn.Module, tuple[torch.Tensor]]:
+        model = Stack(1)
+        model.last.weight.grad_dtype = torch.bfloat16
+        return model, (torch.ones(2, 4),)
+
+    with pytest.raises(ValueError, match=r"'last.weight' has grad_dtype=torch.bfloat16.*reduce_dtype"):
+        testing.compile_on_fake_ranks(make, 2)
+
+
+#
+# Functions
+#
+
+
+def _made(factor: Any) -> Callable[..., Any]:
+    return lambda name, grads: grads.mul_(factor)
+
+
+class Hook:
+    def __call__(self, name: str, grads: torch.Tensor) -> None: ...
+
+    def method(self, name: str, grads: torch.Tensor) -> None: ...
+
+
+def _scale_by(name: str, grads: torch.Tensor, factor: float = 1.0) -> None:
+    grads.mul_(factor)
+
+
+def test_functions_are_described_by_what_they_are() -> None:
+    one, same, other = (lambda name: name), (lambda name: name), (lambda name: name + "!")
+    nested = [lambda name: [part for part in name if part in {"a", "b"}] for _ in range(2)]
+    pairs: list[tuple[Any, Any, bool, bool]] = [  # whether they are alike, without and with what they capture
+        (one, same, True, True),
+        (one, other, False, False),
+        (*nested, True, True),
+        (_made(2), _made(2), True, True),
+        (_made(2), _made(3), True, False),
+        (_made(1), _made(True), True, False),
+        (_made(one), _made(same), True, True),
+        (_made(one), _made(other), True, False),
+        (_made([1]), _made([2]), True, True),  # state, which may come to differ
+        (functools.partial(_scale_by, factor=2), functools.partial(_scale_by, factor=3), True, False),
+        (functools.partial(one, 2), functools.partial(other, 2), False, False),
+        (Hook(), Hook(), True, True),
+        (Hook().method, Hook().method, True, True),
+        (Hook().method, Hook(), False, False),
+    ]
+    for first, second, alike, alike_with_values in pairs:
+        for captured, expected in ((False, alike), (True, alike_with_values)):
+            texts = describe(first, captured=captured), describe(second, captured=captured)
+            assert (texts[0] == texts[1]) is expected, texts
+            assert "0x" not in "".join(texts)
+    assert describe(_made(3), captured=True).endswith(" (factor=3)")
+
+
+@on_ranks()
+def test_ranks_compare_functions_by_what_they_are(rank: int) -> None:
+    def jit(**options: Any) -> None:
+        thunder.jit(Stack(1), transforms=[fsdp(**options)])
+
+    lambdas = [(lambda name, module: "zero3"), (lambda name, module: "zero3" if name else None)]
+    jit(sharding_strategy=lambda name, module: ("zero2", "zero2")[rank], all_reduce_hook=_made(2))
+    with pytest.raises(
+        ScheduleDisagreement, match=r"(?s)fsdp\(sharding_strategy=.*<lambda> with code .*<lambda> with code"
+    ):
+        jit(sharding_strategy=lambdas[rank])
+    with pytest.raises(ScheduleDisagreement, match=r"(?s)fsdp\(all_reduce_hook=.*\(factor=0\).*\(factor=1\)"):
+        jit(all_reduce_hook=_made(rank))
