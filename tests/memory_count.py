@@ -185,7 +185,7 @@ def count_step(
         collections = [list(saved), list(others)]
         del saved, others
         # This runs outside of autograd, and counts as the backward of the forward above.
-        with mock.patch.object(autograd, "running_node_number", return_value=1 << 63), tracker:
+        with mock.patch.object(autograd, "end_of_forward", return_value=autograd.moment()), tracker:
             returned = backward(collections, grads)
         del returned
     return tracker
@@ -225,6 +225,8 @@ def count_on_fake_ranks(
         def count(
             compiled: CompiledTraces, args: Sequence[Any], accumulated: bool | Sequence[CompiledTraces] = False
         ) -> tuple[CompiledTraces, StepMemory, Tracker]:
+            for bucket in transform.sharded.buckets:
+                bucket.window_state = None  # the trace gathers, as predicted, whatever an earlier window has left
             tracker = count_step(transform, compiled, args)
             return compiled, compiled.predict_memory(accumulated=accumulated, others=transform.compiled), tracker
 

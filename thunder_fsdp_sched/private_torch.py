@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -395,17 +395,6 @@ def is_hooked(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None or bool(find_hooks([module]))
 
 
-def next_node_number() -> int:
-    """Return the number of the next autograd node that this thread creates."""
-    return torch._C._autograd._get_sequence_nr()
-
-
-def running_node_number() -> int | None:
-    """Return the number of the autograd node whose backward this thread runs, ``None`` outside of a backward."""
-    node = running_node()
-    return None if node is None else node._sequence_nr()
-
-
 def has_saved_tensor_hooks() -> bool:
     """Return whether hooks, such as ``torch.autograd.graph.save_on_cpu``, read what this thread saves for backward."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -442,8 +431,8 @@ def accumulates(node: Any) -> bool | None:
         return None
 
 
-def compiled_node_of(tensors: Iterable[Any]) -> tuple[Any, Any] | None:
-    """Return the first node of Thunder's backward and the one that runs the compiled trace; ``None`` without backward.
+def compiled_nodes_of(tensors: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the nodes that Thunder has created: each first one of a backward, with the one that runs the compiled trace.
 
     Args:
         tensors: the outputs of one compiled forward, and any others.
@@ -451,10 +440,9 @@ def compiled_node_of(tensors: Iterable[Any]) -> tuple[Any, Any] | None:
     for tensor in tensors:
         node = getattr(tensor, "grad_fn", None)
         if node is not None and node.name() == "ThunderOutputFunctionBackward":
-            return node, node.next_functions[0][0]
+            yield node, node.next_functions[0][0]
         if node is not None and node.name() == "ThunderFunctionBackward":  # thunderfx_disable_split_autograd
-            return node, node
-    return None
+            yield node, node
 
 
 def hooks_of(leaf: Any) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -18,7 +18,7 @@ compares this table with the code:
 | `ranks.channel` | `_channels` | kept, and replaced: their groups are unusable | |
 | `ranks.control` | `_numbers` of modules | begin at 0, as on a rank that was not forked | |
 | `ranks.control` | `_controls` | kept: of groups that are unusable | |
-| `runtime.autograd` | `_thread`, `_several_threads` | none | |
+| `runtime.autograd` | `_moments`: a counter | kept: numbers stay larger than earlier ones | |
 | `runtime.names` | `_optimizer_steps` | kept: a number in labels of profiles | |
 | `runtime.shard_source` | `_last_copies`: events of CUDA | kept: torch refuses CUDA in a forked process | |
 | `transports.base` | `_side_streams` of CUDA | kept: the same | |

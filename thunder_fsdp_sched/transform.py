@@ -40,6 +40,7 @@ from .capture.traced_computation import defers_autograd, fingerprint, needs_back
 from .compiled_traces import CompiledTraces
 from .ir.analysis import NO_PENDING_GRADS
 from .ir.computation import Call, computation_of, read_call
+from .ir.effects import effects
 from .ir.inspection import is_backward_trace, snapshot, split_joint
 from .ir.registry import executor as own_executor
 from .ir.registry import with_caches
@@ -379,7 +380,8 @@ class Compilation:
             return
         computation = computation_of(trace, traces.call.inputs)
         what = f"{half} of a {'no_sync ' if traces.no_sync else ''}trace"
-        agreed = control.check_program(what, read_program(trace), computation)
+        guards = any(effects(bsym).ensures is not None for bsym in trace.bound_symbols)
+        agreed = control.check_program(what, read_program(trace), computation, guards=guards)
         if agreed.communicates and self.transform._agrees:
             name, text = f"{half}_{traces.number}", f"{half} for {traces.call}"
             issues = sum(op.issues for op in schedule)

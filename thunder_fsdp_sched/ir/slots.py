@@ -9,7 +9,7 @@ gradients of one dtype, and only if it makes the arena smaller.
 
 A kept bucket (ZeRO-2) is gathered in forward into its private slot, and backward reads what forward has saved of it.
 There the same rule applies to both traces together: the gradients of kept buckets need no memory at all. From the first
-gradient on, the slot no longer holds the parameters (``Bucket.gathered_in_forward``), so another backward of the same
+gradient on, the slot no longer holds the parameters (``Bucket.gathered_at``), so another backward of the same
 forward, or one after an exception, gathers them again into the slot, which the saved tensors are views of.
 """
 

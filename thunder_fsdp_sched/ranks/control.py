@@ -11,9 +11,38 @@ A token identifies the *agreed program*, not the trace: ranks may run traces of 
 match, and with ``process_group_for`` even different programs. ``Control.check_program`` compared the programs when they
 were compiled and numbered those that match.
 
+The token also says, as bits, what this rank has of buckets that need not be gathered: see [Note: Decisions of one rank].
+If that decides what the trace gathers first, the rank waits for the round at once. A rank that has all kept buckets does
+not wait. If another one has lost some, it takes part in their gathers when it settles the round.
+
 The token also contains how many more collectives this rank has issued than the traces that it started contain. That is
 0 unless an exception interrupted a trace. Ranks that were interrupted at different collectives would otherwise match
 collectives that do not belong together.
+
+[Note: Decisions of one rank]
+Nothing that one rank decides alone changes what it sends. Whatever could make ranks issue other collectives, or reduce other
+gradients, is compared in the token's hash, so that all ranks raise an error, or offered in its bits, and then only what all
+ranks offer is left out. A wrong answer of one rank costs all a gather.
+
+=================================================  ============================================================
+decision                                           where the ranks agree on it
+=================================================  ============================================================
+how a module is sharded, with which options        ``check_same`` in ``thunder.jit``
+whether a trace is compiled for new inputs         a round that a rank in a cached trace does not join: error
+its collectives, marks and computation             ``check_program``, when it is compiled
+which compiled trace runs                          the hash: the number of the agreed program
+what an exception has left out                     the hash: ``IssueCounts.excess``
+which gradients of ``no_sync`` are reduced         the hash; by process group if not all ranks share the bucket
+that such gradients were discarded                 the hash: ``Control.discards``
+whether backward still has a kept bucket           offered (``TraceStart.guarded``): else all gather it again
+whether forward has left a bucket for backward     offered (``TraceStart.reusing``): else all gather it
+whether a window has left a bucket for forward     offered (``TraceStart.reusing``): else all gather it
+whether a save beside training has failed          offered: the error is raised once all ranks know of it
+any other call that communicates                   ``rendezvous`` with its name and arguments
+=================================================  ============================================================
+
+These are decided alone, because they change nothing that is sent: whether a cast of a shard is made again, which memory is
+freed, when the host waits.
 
 [Note: Comparing texts]
 Whatever ranks compare when they shard or compile, they first meet in a round, which detects at once a rank that does
@@ -81,8 +110,9 @@ class AgreedProgram(NamedTuple):
     """The result of comparing a program among the ranks."""
 
     number: int  # identifies the program on the control channel, the same on all ranks whose programs match
-    communicates: bool  # whether any rank issues a collective
+    communicates: bool  # whether any rank issues a collective, or may do so
     compares_computation: bool  # whether the computations of the ranks must be equal
+    is_alike: bool  # whether the n-th collective is the same on all ranks, each in its own process group
 
 
 class _Shared(Protocol):
@@ -116,6 +146,7 @@ class Control:
         self.title = title
         self.number = hash64(name)
         self.failure: Callable[[], object] | None = None  # raises the error of a save beside training
+        self.discards = 0  # how often `discard_unreduced` was called
         self.issue_counts = IssueCounts() if channel is None else IssueCounts(channel.settle)
         self._compares_computation = compares_computation
         self._agreed: dict[int, AgreedProgram] = {}
@@ -255,8 +286,13 @@ class Control:
         """
         self.check_same_in_groups(what, ((self.group, line) for line in lines))
 
-    def check_same_in_groups(self, what: str, lines: Iterable[tuple[ProcessGroupRef, str]]) -> None:
+    def check_same_in_groups(
+        self, what: str, lines: Iterable[tuple[ProcessGroupRef, str]], *, met: bool = False
+    ) -> None:
         """Raise an error unless the ranks of each group have the same lines of this group; a collective of all ranks.
+
+        Args:
+            met: whether a round has just been settled in which all ranks learned that they compare.
 
         Raises:
             ScheduleDisagreement: as :meth:`check_same`.
@@ -268,8 +304,9 @@ class Control:
         for group, line in lines:
             own[group.name].append(line)
             ranks_of[group.name] = group.global_ranks
+        exchange = self._gather if met else self.exchange
         digests = {name: (ranks, hash64(*own[name])) for name, ranks in ranks_of.items()}
-        by_rank = dict(zip(self.group.global_ranks, self.exchange(f"comparing {what}", digests), strict=True))
+        by_rank = dict(zip(self.group.global_ranks, exchange(f"comparing {what}", digests), strict=True))
         compared: set[str] = set()
         for first, theirs in by_rank.items():
             for name in [name for name in theirs if name not in compared]:
@@ -278,7 +315,9 @@ class Control:
                     if by_rank[other].get(name) != theirs[name]:
                         raise self.disagreement(f"{what}, {self._difference(first, other, own[name])}")
 
-    def check_program(self, what: str, program: Sequence[Action], computation: Computation) -> AgreedProgram:
+    def check_program(
+        self, what: str, program: Sequence[Action], computation: Computation, *, guards: bool = False
+    ) -> AgreedProgram:
         """Prove that the programs of all ranks together finish; see [Note: The deadlock proof] in ``deadlock``.
 
         Programs that the ranks have already agreed on are not compared again. So a rank whose batch has another shape
@@ -288,32 +327,36 @@ class Control:
             what: the name of the trace.
             program: what this rank issues and waits for.
             computation: the computation of the trace.
+            guards: whether it may gather kept buckets again.
 
         Raises:
             ScheduleDisagreement: on every rank. It names the first line that differs and the ranks, or where they would
                 block each other, or the ranks that do something else or did not arrive.
         """
         if self.channel is None:
-            return AgreedProgram(0, False, False)
-        key = hash64(what, *program)
+            return AgreedProgram(0, False, False, False)
+        key = hash64(what, guards, *program)
         if key not in self._agreed:
-            self._agreed[key] = self._compare_programs(what, program, computation)
+            self._agreed[key] = self._compare_programs(what, program, computation, guards)
         return self._agreed[key]
 
-    def _compare_programs(self, what: str, program: Sequence[Action], computation: Computation) -> AgreedProgram:
+    def _compare_programs(
+        self, what: str, program: Sequence[Action], computation: Computation, guards: bool
+    ) -> AgreedProgram:
         groups = {action.group: action.ranks for action in program}
         numbers = {group: number for number, group in enumerate(groups)}
         lines = hash64(*((action.line, numbers[action.group], action.waits, action.number) for action in program))
-        own = lines, list(groups.items()), computation.hashes
+        own = lines, list(groups.items()), computation.hashes, guards
         everyones = dict(zip(self.group.global_ranks, self.exchange(f"compiling the {what}", own), strict=True))
         alike = all(theirs[0] == lines for theirs in everyones.values())
-        if not alike or not _groups_match({rank: groups for rank, (_, groups, _) in everyones.items()}):
+        groups_match = _groups_match({rank: groups for rank, (_, groups, _, _) in everyones.items()})
+        if not (alike and groups_match):
             programs = self._gather(f"the collectives of {what}", list(program))
             fault = find_fault(dict(zip(everyones, programs, strict=True)))
             if fault:
                 raise self.disagreement(f"{what}, {fault}")
         if self._compares_computation:
-            hashes = {rank: (theirs, *computed) for rank, (theirs, _, computed) in everyones.items()}
+            hashes = {rank: (theirs, *computed) for rank, (theirs, _, computed, _) in everyones.items()}
             without_sizes = {rank: (theirs, comparable) for rank, (theirs, comparable, _, _) in hashes.items()}
             exact = {rank: ((theirs, inputs), all_) for rank, (theirs, _, inputs, all_) in hashes.items()}
             for parts, own_lines in ((without_sizes, computation.comparable), (exact, computation.lines)):
@@ -322,9 +365,9 @@ class Control:
                         f"{what}: the collectives agree but the computations differ (if they are meant to, give "
                         f"fsdp(allow_different_computation=True)), {self._difference(*different, own_lines)}"
                     )
-        communicates = any(groups for _, groups, _ in everyones.values())
+        communicates = any(groups or may_gather for _, groups, _, may_gather in everyones.values())
         number = hash64(what, *(theirs[0] for theirs in everyones.values()))
-        return AgreedProgram(number, communicates, self._compares_computation and alike)
+        return AgreedProgram(number, communicates, self._compares_computation and alike, alike and groups_match)
 
     def _difference(self, first: int, other: int, lines: Sequence[str]) -> str:
         """Exchange the lines of two ranks and return the first that differs, on all ranks."""

@@ -5,13 +5,11 @@ Backward may reuse values that its own forward gathered or cast, but none of ano
 parameter may have been written through ``.data`` (an evaluation with averaged parameters), which changes no version
 counter.
 
-Autograd numbers the nodes that a thread creates, and Thunder creates a node for each forward right after it has run. A
-forward stores the number of the next node with the values that it writes. If that number is at most the number of the
-running backward's node, the values were written before that backward's own forward had ended: by that forward or an
-earlier one. Values of a later forward have a larger number.
-
-Numbers depend only on the order of calls, so all ranks decide alike. Where the order is unknown (forwards in several
-threads, a backward outside of autograd), nothing is reused.
+So this process counts moments. What a forward writes is stored with the moment at which it was written. Right after a
+forward, ``guard_backward`` stores the moment in the autograd node that Thunder has created for it, which its backward runs
+in. What was written at an earlier moment was written by the running backward's own forward or by an earlier one; what was
+written later is not reused. The numbers that autograd itself gives to nodes do not serve: each thread has its own, and a
+backward runs on the thread of its device if that is a GPU. Outside of an autograd node nothing is reused.
 
 [Note: Requested gradients]
 ``backward(inputs=...)`` and ``torch.autograd.grad`` ask for some gradients only. The compiled backward computes all of them,
@@ -41,7 +39,7 @@ Alternative: leave the parameters out of the autograd graph under ``no_sync``. T
 
 from __future__ import annotations
 
-import threading
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -51,42 +49,31 @@ import torch
 from ..private_torch import (
     accumulates,
     backward_number,
-    compiled_node_of,
+    compiled_nodes_of,
     hooks_of,
     leaf_nodes,
-    next_node_number,
     running_node,
-    running_node_number,
     set_hooks,
 )
-from ..process_state import reset_after_fork
 
-_thread: int | None = None
-_several_threads = False
+_moments = itertools.count(1)
 
 
-def forward_number() -> int:
-    """Return the number to store with the values that a running forward writes, for :func:`is_backward_of`."""
-    global _thread, _several_threads
-    ident = threading.get_ident()
-    if ident != _thread:
-        _several_threads = _thread is not None  # each thread counts its own nodes
-        _thread = ident
-    return next_node_number()
+def moment() -> int:
+    """Return a number larger than all that were returned before, on whichever thread."""
+    return next(_moments)
 
 
-def _forget_threads() -> None:
-    global _thread, _several_threads
-    _thread, _several_threads = None, False
+def end_of_forward() -> int | None:
+    """Return the moment at which the forward of the running backward had ended; ``None`` if it is unknown."""
+    node = running_node()
+    return None if node is None else node.metadata.get(_ENDED)
 
 
-reset_after_fork(_forget_threads)
-
-
-def is_backward_of(number: int) -> bool:
-    """Return whether the running backward's forward ended after :func:`forward_number` returned ``number``."""
-    node = running_node_number()
-    return node is not None and number <= node and not _several_threads
+def is_of_running_backward(written: int) -> bool:
+    """Return whether ``written`` is a moment before the end of the running backward's forward."""
+    ended = end_of_forward()
+    return ended is not None and written < ended
 
 
 class _Request(NamedTuple):
@@ -116,6 +103,8 @@ def requested(params: Sequence[torch.nn.Parameter]) -> frozenset[int]:
 
 
 _KEY = "thunder_fsdp_sched.requested"
+_ENDED = "thunder_fsdp_sched.ended"
+"""The keys in the metadata of Thunder's autograd node: of its last request, and of the end of its forward."""
 
 
 def _is_sharded(leaf: torch.Tensor) -> bool:
@@ -123,16 +112,19 @@ def _is_sharded(leaf: torch.Tensor) -> bool:
 
 
 def guard_backward(no_sync: bool, *outputs: torch.Tensor) -> None:
-    """Let backward of a compiled forward raise errors for requests that it cannot fulfil; see [Note: Requested gradients].
+    """Prepare the autograd node of the forward that has just ended.
+
+    It learns when that was: see [Note: The backward of the most recent forward]. And its backward raises errors for requests
+    that it cannot fulfil: see [Note: Requested gradients].
 
     Args:
         no_sync: whether backward accumulates gradients without returning them.
         outputs: the outputs of forward, connected to autograd.
     """
-    nodes = compiled_node_of(outputs)
-    if nodes is not None:
-        first, compiled = nodes
-        first.register_prehook(partial(_check, leaf_nodes(compiled) if no_sync else ()))
+    for first, compiled in compiled_nodes_of(outputs):
+        if _ENDED not in compiled.metadata:  # otherwise of an earlier forward, whose output this one has returned
+            compiled.metadata[_ENDED] = moment()
+            first.register_prehook(partial(_check, leaf_nodes(compiled) if no_sync else ()))
 
 
 def _check(leaves: Sequence[tuple[Any, Any]], grads: Any) -> None:

@@ -35,7 +35,7 @@ from ..ranks.control import Control, IssueCounts
 from ..transports import transport_of
 from ..transports.base import PeerMemory, Views, Work
 from .accumulation import Accumulation
-from .autograd import is_backward_of, requested
+from .autograd import is_of_running_backward, requested
 from .memory import Arena, Slot, address, slot_bytes
 from .names import optimizer_steps
 from .row_dtensor import RowDTensor
@@ -109,13 +109,17 @@ class Bucket:
         self._separate_slots: dict[tuple[str, torch.dtype], Slot] = {}
         self.issue_counts = IssueCounts() if base is None else base.issue_counts
         self.peer_memory = peer_memory
-        self.gathered_in_forward: int | None = None
-        """The ``forward_number`` of the last gather into the private slot; ``None`` until it is waited for, and as soon
-        as backward writes a gradient there."""
+        self.gathered_at: int | None = None
+        """The ``moment`` after the last gather into the private slot; ``None`` until it is waited for, and as soon as
+        backward writes a gradient there."""
+        self.is_agreed = False
+        """Whether a round of agreement gathers the bucket again if some rank has lost it before backward; otherwise this
+        rank decides alone."""
         self.window_state: tuple[int, ...] | None = None
         """Which contents of the private slot later micro-batches may reuse: :meth:`state_of` it at the last gather."""
-        self.is_reuse_agreed = False
-        """Whether all ranks have offered to reuse it in the latest round of agreement."""
+        self.is_reuse_agreed: bool | None = None
+        """Whether all ranks have offered to reuse the bucket in the latest round of agreement; ``None`` if this rank
+        decides alone."""
         if base is None:
             self.shard = self._allocate_shard()
             self.shard_views = spec.layout.shard_views(self.rank, self.shard)
@@ -228,7 +232,7 @@ class Bucket:
 
         Another forward may have gathered other values since: swapping parameters through ``.data`` changes no version.
         """
-        return self.gathered_in_forward is not None and is_backward_of(self.gathered_in_forward)
+        return self.gathered_at is not None and is_of_running_backward(self.gathered_at)
 
     def version(self) -> tuple[int, ...]:
         """Return numbers that differ after each detectable write to the shard; see [Note: Reuse of casts]
@@ -258,10 +262,16 @@ class Bucket:
             )
         return not others
 
-    def offers_reuse(self) -> bool:
-        """Return whether this rank could reuse what an earlier micro-batch has gathered into the private slot."""
-        slot = self.private_slot
-        if slot is None or self.window_state is None or self.gathered_in_forward is None:
+    def is_resident(self, slot: Slot, issues_before: int | None) -> bool:
+        """Return whether a gather into ``slot`` would find the bucket there, so that it need not send anything.
+
+        Args:
+            issues_before: how many issues on the arena the running backward has made, if its forward has left the bucket;
+                ``None`` if an earlier micro-batch has, in the private slot.
+        """
+        if issues_before is not None:
+            return slot.arena.is_retained(self.primary, slot, issues_before)
+        if slot is not self.private_slot or self.window_state is None or self.gathered_at is None:
             return False
         return self.window_state == self.state_of(slot)
 

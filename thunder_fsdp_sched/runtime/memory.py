@@ -60,7 +60,7 @@ from ..plan.specs import BucketSpec
 from ..private_torch import labelled
 from ..sizes import round_up
 from ..transports.base import TransportedBucket, Views, Work
-from .autograd import forward_number, is_backward_of
+from .autograd import is_of_running_backward, moment
 
 SLOT_ALIGNMENT = 512
 """Alignment (bytes) of each slot's offset in the arena, as in CUDA's caching allocator."""
@@ -178,7 +178,7 @@ class Arena:
         )
         self.times_released = 0
         self._was_freed = False
-        self._allocated_in = 0  # a `forward_number`, kept only once the memory was freed
+        self._allocated_at = 0  # a `moment`, kept only once the memory was freed
         self._memory: torch.Tensor | None = None
         self._slots: dict[tuple[int, int], Slot] = {}
         self._prefix = prefix
@@ -209,7 +209,7 @@ class Arena:
         """Allocate the memory now instead of at the first gather."""
         if self._memory is None:
             if self._was_freed:
-                self._allocated_in = forward_number()
+                self._allocated_at = moment()
             with torch.inference_mode(False):  # training may follow a first call in inference mode
                 self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
 
@@ -236,7 +236,7 @@ class Arena:
 
     def is_memory_of_running_backward(self) -> bool:
         """Return whether the memory has not been freed since the forward of the running backward."""
-        return not self._was_freed or (self._memory is not None and is_backward_of(self._allocated_in))
+        return not self._was_freed or (self._memory is not None and is_of_running_backward(self._allocated_at))
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[Arena]:
@@ -326,21 +326,20 @@ class Arena:
 
     def retain(self, bucket: StoredBucket, slot: Slot, issues_after: int) -> None:
         """Record that the last issue was a gather that the next ``issues_after`` issues of forward do not overwrite."""
-        self._retained[bucket] = _Retained(slot, self._issued + issues_after, forward_number())
+        self._retained[bucket] = _Retained(slot, self._issued + issues_after, moment())
 
-    def take_retained(self, bucket: StoredBucket, slot: Slot, issues_before: int | None) -> bool:
-        """Return whether ``bucket`` is still resident in ``slot``, which the running backward has claimed.
+    def is_retained(self, bucket: StoredBucket, slot: Slot, issues: int) -> bool:
+        """Return whether ``bucket`` is still resident in ``slot``.
 
-        It is if this backward's own forward left it there and only the rest of that forward and ``issues_before`` issues
-        of this backward were issued since. In both cases the bucket no longer counts as left.
+        It is if the running backward's own forward left it there, and only the rest of that forward and ``issues`` issues of
+        this backward were issued since.
         """
-        retained = self._retained.pop(bucket, None)
+        retained = self._retained.get(bucket)
         return (
             retained is not None
-            and issues_before is not None
             and retained.slot is slot
-            and retained.issued == self._issued - 1 - issues_before
-            and is_backward_of(retained.number)
+            and retained.issued == self._issued - issues
+            and is_of_running_backward(retained.left_at)
         )
 
     def prepare_for_gradient(self, slot: Slot) -> None:
@@ -350,7 +349,7 @@ class Arena:
         not count as resident from the latest forward.
         """
         self.finish_stale(slot)
-        if self._retained and not all(is_backward_of(retained.number) for retained in self._retained.values()):
+        if not all(is_of_running_backward(retained.left_at) for retained in self._retained.values()):
             self._retained.clear()
 
     def finish(self, flight: InFlight) -> None:
@@ -370,12 +369,12 @@ class Arena:
 class _Retained(NamedTuple):
     """A bucket that forward left in shared memory.
 
-    ``issued`` is the arena's number of issues at the end of that forward, ``number`` its ``forward_number``.
+    ``issued`` is the arena's number of issues at the end of that forward, ``left_at`` a ``moment`` in it.
     """
 
     slot: Slot
     issued: int
-    number: int
+    left_at: int
 
 
 class _InterruptedWork:

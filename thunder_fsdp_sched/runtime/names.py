@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..private_torch import labelled, running_node_number
+from ..private_torch import labelled, running_node
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ def optimizer_steps() -> int:
 
 def issue_named(what: str, bucket_name: str, issue: Callable[[], T]) -> T:
     """Issue a collective, such as the ``"all-gather"`` of a bucket; see [Note: Names of collectives]."""
-    phase = "forward" if running_node_number() is None else "backward"
+    phase = "forward" if running_node() is None else "backward"
     name, run = _named_function(what, bucket_name, phase)
     with labelled(what, bucket_name) as label:
         if label is None:  # no profiler is running

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from thunder.distributed import get_skip_data_parallel_grad_sync
 
-from ..private_torch import running_node_number
-from .autograd import forward_number, requested
+from ..private_torch import running_node
+from .autograd import moment, requested
 from .bucket import WINDOW_OPEN, Bucket
 from .memory import Arena, InFlight, Slot, address, slot_bytes
 from .names import issue_named
@@ -41,15 +41,16 @@ def all_gather(
 ) -> InFlight:
     _check_shards(bucket, shards)
     arena = slot.arena
+    reuses = (window is not None or issues_before is not None) and _reuses(bucket, slot, issues_before)
     arena.acquire(slot)
-    if (window is not None and _reuses(bucket, window)) or arena.take_retained(bucket.primary, slot, issues_before):
+    if reuses:
+        if window != WINDOW_OPEN:
+            bucket.window_state = None
         bucket.issue_counts.issued += 2
         return arena.track(InFlight(bucket, "all-gather", slot, ()))
-    if issues_before is not None:
-        bucket.issue_counts.settle()  # the trace settles the round only before the first gather that certainly sends
     unsharded = slot.params[bucket]
     if slot is bucket.private_slot:
-        bucket.gathered_in_forward = None
+        bucket.gathered_at = None
         bucket.window_state = bucket.state_of(slot) if window == WINDOW_OPEN else None
     sent = bucket.source.shard(reuse_cast=reuse_cast) if secondary is None else secondary
 
@@ -63,17 +64,34 @@ def all_gather(
     return flight
 
 
-def _reuses(bucket: Bucket, window: str) -> bool:
-    """Return whether all ranks still have what an earlier micro-batch has gathered."""
-    if not bucket.offers_reuse():
-        return False
-    bucket.issue_counts.settle()  # the offers of the other ranks
-    if not bucket.is_reuse_agreed:
-        return False
-    bucket.is_reuse_agreed = False
-    if window != WINDOW_OPEN:
-        bucket.window_state = None
-    return True
+def _reuses(bucket: Bucket, slot: Slot, issues_before: int | None) -> bool:
+    """Return whether all ranks still have the bucket, from this backward's forward or from an earlier micro-batch.
+
+    Raises:
+        RuntimeError: they had when the trace started, and this one has lost it since.
+    """
+    has = bucket.is_resident(slot, issues_before)
+    if bucket.is_reuse_agreed is None:
+        return has
+    if bucket.is_reuse_agreed and not has:
+        raise RuntimeError(
+            f"bucket {bucket.spec.name!r} was resident on all ranks when this trace started, and has been written or freed "
+            f"since: a hook must neither change parameters nor call the model while the model runs"
+        )
+    return bucket.is_reuse_agreed
+
+
+def gather_again(bucket: Bucket) -> None:
+    """Gather a kept bucket again, which some rank of it has lost since forward.
+
+    This rank may have gradients in its private slot already. If it has not lost the bucket, it takes part with other memory.
+    """
+    spec, lost = bucket.spec, not bucket.is_kept_for_this_backward()
+    slot = bucket.private_slot if lost else Arena(spec.device).slot(0, slot_bytes(spec, spec.param_dtype))
+    assert slot is not None
+    wait_params(bucket, all_gather(bucket, slot, *[None] * len(spec.params), reuse_cast=True))
+    if not lost:
+        slot.arena.release()
 
 
 def _issue(bucket: Bucket, what: str, issue: Callable[[], T], slot: Slot | None = None) -> T:
@@ -100,10 +118,10 @@ def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = N
     slot = flight.slot
     assert slot is not None
     slot.arena.finish(flight)
-    if flight.sent is not None and bucket.spec.comm.offload and running_node_number() is not None:
+    if flight.sent is not None and bucket.spec.comm.offload and running_node() is not None:
         bucket.source.finish_copy()
     if slot is bucket.private_slot and flight.sent is not None:
-        bucket.gathered_in_forward = forward_number()
+        bucket.gathered_at = moment()
     return slot.params[bucket].tensors
 
 
@@ -111,7 +129,7 @@ def _grad_view(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
     # The slot of a reduction is in use from its first gradient on.
     slot.arena.prepare_for_gradient(slot)
     if slot is bucket.private_slot:
-        bucket.gathered_in_forward = None  # what forward has saved of the bucket is overwritten
+        bucket.gathered_at = None  # what forward has saved of the bucket is overwritten
     return slot.grads[bucket].tensors[index]
 
 
@@ -131,7 +149,7 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
     arena = slot.arena
     arena.acquire(slot)
     if slot is bucket.private_slot:
-        bucket.gathered_in_forward = None
+        bucket.gathered_at = None
     unsharded = slot.grads[bucket]
     bucket.accumulation.check_complete()
     # All but those that their producer wrote in place: these are the view itself.
@@ -260,10 +278,8 @@ def params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
             f"backward that ran since the forward. Use fsdp(release='never') if several forwards run before their "
             f"backwards, or if backward runs twice (retain_graph=True)"
         )
-    if bucket.is_kept_for_this_backward():
-        return
-    bucket.issue_counts.settle()  # the trace settles the round only before its own collectives
-    wait_params(bucket, all_gather(bucket, slot, *shards, reuse_cast=True))
+    if not bucket.is_agreed and not bucket.is_kept_for_this_backward():
+        gather_again(bucket)
 
 
 def release(*slots: Slot) -> None:

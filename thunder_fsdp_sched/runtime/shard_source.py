@@ -25,7 +25,7 @@ import torch
 from ..plan.specs import BucketSpec
 from ..private_torch import NO_CONTEXT, labelled
 from ..transports.base import side_stream
-from .autograd import forward_number, is_backward_of
+from .autograd import is_of_running_backward, moment
 
 
 class ShardSource:
@@ -64,7 +64,7 @@ class CastShardSource(ShardSource):
 
     _cast: torch.Tensor | None = None
     _of: tuple[int, ...] = ()
-    _number = 0
+    _cast_at = 0
 
     def __init__(
         self,
@@ -82,12 +82,12 @@ class CastShardSource(ShardSource):
         if self._cast is None:
             with torch.inference_mode(False):
                 self._cast = self._allocate()
-        elif reuse_cast and of == self._of and is_backward_of(self._number):
+        elif reuse_cast and of == self._of and is_of_running_backward(self._cast_at):
             return self._cast
         self._of = ()  # invalid until the cast is complete
         with torch.no_grad(), labelled("cast", self._spec.name):
             _fill(self._spec, self._cast, self._shard)
-        self._of, self._number = of, forward_number()
+        self._of, self._cast_at = of, moment()
         return self._cast
 
     def free(self) -> None:

@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from ..private_torch import backward_number
 from ..ranks.channel import TOKEN, RoundAction
 from ..ranks.control import AgreedProgram, Computation, Control, after_excess, hash64
+from ..ranks.process_groups import ProcessGroupRef
 from .bucket import Bucket
+from .memory import Slot
+from .ops import gather_again
 
-_BITS = 60
-"""How many bits of a token's integers stand for buckets. Buckets whose numbers differ by a multiple of this share one."""
+_BITS = 30
+"""How many bits of a token's offers stand for kept buckets, and as many for gathers that may be left out. Buckets whose
+numbers differ by a multiple of this share a bit. They all share one if the ranks have different collectives, because their
+numbers then mean different buckets."""
+
+_SHARED = 1 << 60
+"""The bit of a rank that reduces gradients of ``no_sync`` only in buckets that all ranks have. If one does not have it, the
+ranks of each process group compare those of the others."""
 
 _FAILURE = 1 << 61
 """The bit of a rank that has an error to raise. It is raised when all ranks have it, so that all raise it at once."""
+
+_ALL = (1 << 62) - 1
+
+T = TypeVar("T")
+
+
+class MarkedGather(NamedTuple):
+    """A gather that may find its bucket in the slot.
+
+    Attributes:
+        is_resident: whether forward has left the bucket for this backward; otherwise an earlier micro-batch has.
+    """
+
+    bucket: weakref.ref[Bucket]
+    slot: weakref.ref[Slot]
+    is_resident: bool
+
+    @property
+    def is_in_slot(self) -> bool:
+        """Whether this rank has the bucket, as the trace starts."""
+        bucket, slot = self.bucket(), self.slot()
+        return bucket is not None and slot is not None and bucket.is_resident(slot, 0 if self.is_resident else None)
 
 
 class TraceStart(RoundAction):
@@ -41,52 +73,52 @@ class TraceStart(RoundAction):
         self.ending: list[tuple[weakref.ref[Bucket], frozenset[int]]] = []
         """Buckets that the trace reduces, each with the parameters of which it computes no gradient itself."""
         self.guarded: list[weakref.ref[Bucket]] = []
-        """Buckets that the trace gathers again if their private slots have been overwritten."""
-        self.reusing: list[weakref.ref[Bucket]] = []
-        """Buckets that the trace does not gather if an earlier micro-batch has, on all ranks; see :meth:`take`."""
+        """Kept buckets, which are gathered again if some rank has lost them; in the same order on all ranks."""
+        self.reusing: list[MarkedGather] = []
+        """Gathers that are left out if all ranks have their buckets; see :meth:`take`."""
+        self._bits = _BITS if agreed.is_alike else 1
         comparable, self._inputs, self._exact = computation.hashes if agreed.compares_computation else (0, 0, 0)
         self._program = agreed.number, comparable
-        self._usual = self._token(0, 0, 0, "", offers=0)
-        self._excess, self._reduced, self._begun = 0, 0, 0
+        self._excess, self._begun = 0, 0
+        self._reduced: list[str] = []  # a line for each bucket of `left_over` that it reduces
+        self._reduced_in: list[tuple[ProcessGroupRef, str]] = []  # the same for buckets that not all ranks have
         self._deferred = ""  # the parameters whose gradients only earlier micro-batches of the window have
+        self._failure: Callable[[], object] | None = None
+        self._hashed: tuple[object, int] = None, 0  # the latest state that was hashed, and its hash
 
     def __repr__(self) -> str:
         return self.name
 
     def post(self) -> None:
-        """Announce to the other ranks that this trace starts."""
-        issue_counts = self.control.issue_counts
-        self._excess = excess = issue_counts.excess
+        """Announce to the other ranks that this trace starts; wait for them if that decides what it gathers first."""
+        control, issue_counts = self.control, self.control.issue_counts
+        self._excess = issue_counts.excess
         self._begun = self.issues
-        self._reduced = again = 0
-        for bit, bucket in _with_bits(self.guarded):
-            if not bucket.is_kept_for_this_backward():
-                again |= bit * self.control.is_on_all_ranks(bucket)
-                self._begun += 2
-        for bit, bucket in _with_bits(self.left_over):
-            bucket.accumulation.check_complete()
-            if bucket.ends_window():
-                collectives = (bucket.accumulation.unsharded is not None) + (bucket.ranks.replicas is not None)
-                self._reduced |= bit * (self.control.is_on_all_ranks(bucket) and collectives > 0)
-                self._begun += 2 * collectives
+        self._read_left_over()
         self._deferred = self._describe_deferred()
-        offers = self._offered()
-        if self.control.failure is not None and backward_number() < 0:
-            offers |= _FAILURE
-        state = excess, self._reduced, again, self._deferred
-        token = self._token(*state, offers=offers) if offers or any(state) else self._usual
-        assert self.control.channel is not None
-        self.control.channel.post(token, self)
+        self._failure = control.failure if backward_number() < 0 else None
+        missing, waits = self._missing()
+        offers = _ALL & ~missing
+        if self._reduced_in:
+            offers &= ~_SHARED
+        if self._failure is None:
+            offers &= ~_FAILURE
+        assert control.channel is not None
+        control.channel.post(TOKEN.pack(self._same(), self._inputs, self._exact, offers), self)
         issue_counts.expected += self._begun
+        if waits:
+            self.settle()
 
     def settle(self) -> None:
         """Wait until all ranks have announced it."""
         self.control.settle()
 
     def describe(self) -> str:
-        reduced = ", which also reduces gradients of no_sync," if self._reduced else ""
+        reduced = ", which also reduces gradients of no_sync," if self._reduced or self._reduced_in else ""
         deferred = f", with gradients that only no_sync has left for {self._deferred}" if self._deferred else ""
-        return f"the {self.text} of {self.control.title}{reduced}{deferred}{after_excess(self._excess)}"
+        calls = self.control.discards
+        discarded = f", after {calls} calls of discard_unreduced" if calls else ""
+        return f"the {self.text} of {self.control.title}{reduced}{deferred}{discarded}{after_excess(self._excess)}"
 
     def details(self) -> Sequence[str]:
         return self._lines
@@ -94,6 +126,42 @@ class TraceStart(RoundAction):
     def cancel(self) -> None:
         self.control.issue_counts.expected -= self._begun
         self._begun = 0
+
+    def take(self, offers: int) -> None:
+        """Do what all ranks have offered.
+
+        Gathers are left out whose buckets all ranks have. Kept buckets that a rank has lost are gathered again. The error of
+        a save is raised that all ranks know.
+        """
+        if offers & _FAILURE and self._failure is not None:
+            self.cancel()
+            self._failure()
+        for gather, bit in self._numbered(self.reusing, _BITS):
+            if (bucket := gather.bucket()) is not None:
+                bucket.is_reuse_agreed = bool(offers & bit)
+        if not offers & _SHARED:
+            self.control.check_same_in_groups("the gradients of no_sync to reduce", self._reduced_in, met=True)
+        for reference, bit in self._numbered(self.guarded):
+            if not offers & bit and (bucket := reference()) is not None:
+                self.control.issue_counts.expected += 2
+                gather_again(bucket)
+
+    def _read_left_over(self) -> None:
+        """Find out which buckets of :attr:`left_over` it reduces."""
+        self._reduced, self._reduced_in = [], []
+        for reference in self.left_over:
+            if (bucket := reference()) is None:
+                continue
+            bucket.accumulation.check_complete()
+            if bucket.ends_window():
+                ranks = bucket.ranks
+                collectives = (bucket.accumulation.unsharded is not None) + (ranks.replicas is not None)
+                self._begun += 2 * collectives
+                line = f"{bucket.spec.name} in {collectives} collectives"
+                if self.control.is_on_all_ranks(bucket) and collectives:
+                    self._reduced.append(line)
+                elif collectives:
+                    self._reduced_in += [(group, line) for group in ranks.groups]
 
     def _describe_deferred(self) -> str:
         """Return the parameters that get a gradient although neither this backward nor autograd has one for them.
@@ -111,32 +179,30 @@ class TraceStart(RoundAction):
                 texts.append(f"{names} of bucket {bucket.spec.name}")
         return "; ".join(texts)
 
-    def _offered(self) -> int:
-        """Return a bit for each bucket that this rank could reuse; those that share a bit are reused together."""
-        offered, missing = 0, 0
-        for bit, bucket in _with_bits(self.reusing):
-            bucket.is_reuse_agreed = False
-            if bucket.offers_reuse() and self.control.is_on_all_ranks(bucket):
-                offered |= bit
-            else:
-                missing |= bit
-        return offered & ~missing
+    def _missing(self) -> tuple[int, bool]:
+        """Return the bits of the buckets that this rank does not have, and whether it has to know those of all ranks."""
+        missing, waits = 0, False
+        for gather, bit in self._numbered(self.reusing, _BITS):
+            if (bucket := gather.bucket()) is not None:
+                has, bucket.is_reuse_agreed = gather.is_in_slot, False
+                missing |= 0 if has else bit
+                waits |= has
+        for reference, bit in self._numbered(self.guarded):
+            if (bucket := reference()) is not None:
+                bucket.is_agreed = True
+                if not bucket.is_kept_for_this_backward():
+                    missing |= bit
+                    waits = True
+        return missing, waits
 
-    def take(self, offers: int) -> None:
-        """Let the buckets be reused that all ranks have offered; raise the error of a save that all ranks know."""
-        if offers & _FAILURE and self.control.failure is not None:
-            self.cancel()
-            self.control.failure()
-        for bit, bucket in _with_bits(self.reusing):
-            bucket.is_reuse_agreed = bool(offers & bit)
+    def _numbered(self, references: Sequence[T], first: int = 0) -> Iterator[tuple[T, int]]:
+        """Yield each with its bit of the offers."""
+        for number, reference in enumerate(references):
+            yield reference, 1 << first + number % self._bits
 
-    def _token(self, excess: int, reduced: int, again: int, deferred: str, *, offers: int) -> bytes:
-        same = hash64("trace", self.control.number, *self._program, excess, int(reduced), int(again), deferred)
-        return TOKEN.pack(same, self._inputs, self._exact, offers)
-
-
-def _with_bits(references: Sequence[weakref.ref[Bucket]]) -> Iterator[tuple[int, Bucket]]:
-    """Yield the buckets that still exist, each with its bit of a token's integers."""
-    for place, reference in enumerate(references):
-        if (bucket := reference()) is not None:
-            yield 1 << place % _BITS, bucket
+    def _same(self) -> int:
+        """Return the hash of what all ranks must have in common."""
+        state = self._excess, self.control.discards, tuple(self._reduced), self._deferred
+        if state != self._hashed[0]:
+            self._hashed = state, hash64("trace", self.control.number, *self._program, *state)
+        return self._hashed[1]

@@ -103,8 +103,9 @@ def clip_grad_norm_(
 def discard_unreduced(model: ThunderModule) -> None:
     """Discard the gradients that backwards under ``no_sync`` have accumulated and no backward has returned yet.
 
-    Call it on all ranks to restart an accumulation; ``zero_grad()`` clears only ``.grad``. After a backward under
-    ``no_sync`` has failed halfway, it is the only way to continue.
+    Call it on all ranks to restart an accumulation; ``zero_grad()`` clears only ``.grad``. If only some ranks call it, all
+    ranks raise an error at the start of their next forward or backward. After a backward under ``no_sync`` has failed
+    halfway, it is the only way to continue.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
@@ -112,6 +113,7 @@ def discard_unreduced(model: ThunderModule) -> None:
     _, sharded = find_jitted(model)
     for bucket in sharded.buckets:
         bucket.accumulation.discard()
+    sharded.control.discards += 1
 
 
 def set_gradient_divide_factor(model: ThunderModule, factor: float | None, *, module_name: str = "") -> None:

@@ -7,10 +7,10 @@ import weakref
 from thunder.core.prims import PrimIDs
 from thunder.core.trace import TraceCtx
 
-from ..ir.effects import NOTHING, effects, sends
+from ..ir.effects import NOTHING, effects
 from ..ir.inspection import AGREEMENT, with_bound_symbols
 from ..ir.registry import register
-from ..runtime.trace_start import TraceStart
+from ..runtime.trace_start import MarkedGather, TraceStart
 
 _FIRST = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT})
 
@@ -24,8 +24,9 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool) 
         fsdp_agree(forward_0)
         fsdp_agreed(forward_0)
 
-    A gather that finds its bucket resident issues nothing, so it does not count as the first collective. If the bucket
-    turns out not to be resident at run time, the gather settles the round itself.
+    A gather that finds its bucket resident counts as the first collective: it sends unless all ranks have the bucket, which
+    the round says. A backward with guards settles before its first issue, because kept buckets that one rank has lost are
+    gathered again before that.
 
     Args:
         before_issue: settle the round before the first issue (gloo), not just before the first wait (NCCL).
@@ -34,24 +35,30 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool) 
     issued: set[str] = set()
     head = next(position for position, bsym in enumerate(bsyms) if bsym.sym.id not in _FIRST)
     end = len(bsyms) - 1  # if other ranks communicate in this trace and this one does not
-    for position, bsym in enumerate(bsyms):
-        e, sent = effects(bsym), sends(bsym)
-        if sent is not None:
-            issued.add(sent.future)
+    of_all = list(map(effects, bsyms))
+    guarded = [e.ensures.bucket for e in of_all if e.ensures is not None]
+    for position, e in enumerate(of_all):
+        issue = e.issues if e.issues is not None and e.issues.bucket is not None else None
+        if issue is not None:
+            issued.add(issue.future)
         waits = e.waits is not None and e.issues is None and e.waits.future in issued
-        if (sent is not None and before_issue) or waits or e.runs is not None:
+        if (issue is not None and (before_issue or guarded or issue.resident)) or waits or e.runs is not None:
             end = position
             break
-    of_all = list(map(effects, bsyms))
     start.left_over = [weakref.ref(e.bucket) for e in of_all if e.runs is not None and e.bucket is not None]
     start.ending = [
         (weakref.ref(e.bucket), frozenset(e.missing_gradients))
         for e in of_all
         if e.bucket is not None and e.missing_gradients
     ]
-    start.guarded = [weakref.ref(e.ensures.bucket) for e in of_all if e.ensures is not None]
+    start.guarded = [weakref.ref(bucket) for bucket in sorted(guarded, key=lambda bucket: bucket.spec.name)]
     issues = [e.issues for e in of_all if e.issues is not None]
-    start.reusing = [weakref.ref(i.bucket) for i in issues if i.window is not None and i.bucket is not None]
+    start.reusing = [
+        MarkedGather(weakref.ref(issue.bucket), weakref.ref(issue.place.slot), issue.resident)
+        for issue in issues
+        if issue.bucket is not None and issue.place is not None and issue.place.slot is not None
+        if issue.resident or issue.window is not None
+    ]
     bsyms.insert(end, fsdp_agreed.bind(start, output=None))
     bsyms.insert(head, fsdp_agree.bind(start, output=None))
     return with_bound_symbols(trace, bsyms, "fsdp: insert agreement")

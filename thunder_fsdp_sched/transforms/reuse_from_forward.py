@@ -12,7 +12,8 @@ A marked gather states how many issues on its arena lie between it and the end o
 start of its backward (``issues_before``). The arena counts issues at run time. If there was one more (another forward in
 between, an exception, a second backward), the bucket is gathered as usual. The backward of another forward, which may
 have had other parameters, does not reuse it either: see [Note: The backward of the most recent forward] in
-``runtime.autograd``. Both rules depend only on the order of calls, so all ranks decide alike.
+``runtime.autograd``. Each rank offers what it has, and only what all ranks have is reused: see
+[Note: Decisions of one rank] in ``ranks.control``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,135 @@
+"""What one rank alone runs on another thread, loses or discards costs all ranks a gather or raises on all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched.runtime import ops
+
+import pytest
+import torch
+from models import Stack
+from ranks import on_ranks
+from scenario import Run, everywhere
+from torch import nn
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "kept": {"sharding_strategy": "zero2"},
+    "left by forward": {"sharding_strategy": "zero3"},
+    "cast": {"mp_policy": torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16), "oracle": None},
+}
+
+
+@contextlib.contextmanager
+def collectives() -> Iterator[list[str]]:
+    """Collect the names of the buckets of the collectives that this rank issues."""
+    issued: list[str] = []
+    issue = ops.issue_named
+
+    def spy(what: str, bucket: str, *args: Any) -> Any:
+        issued.append(f"{what} {bucket}")
+        return issue(what, bucket, *args)
+
+    with mock.patch.object(ops, "issue_named", spy):
+        yield issued
+
+
+def on_another_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()
+
+
+def _step(run: Run) -> list[str]:
+    with collectives() as issued:
+        run.train(1)
+    return issued
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@on_ranks()
+def test_a_forward_on_another_thread_of_one_rank_changes_no_collective(rank: int, options: str) -> None:
+    run = Run(Stack(3, 8).double(), **OPTIONS[options])
+    _step(run)
+    usual = _step(run)
+    for one in (0, 1):
+        evaluate = lambda: run.forward(grad=False)  # noqa: E731
+        on_another_thread(evaluate) if rank == one else evaluate()
+        assert _step(run) == usual
+        run.forward()
+        on_another_thread(run.backward) if rank == one else run.backward()
+        assert _step(run) == usual
+
+
+def _lose_kept(run: Run, number: int) -> None:
+    run.transform.sharded.buckets[number].gathered_at = None
+
+
+def _lose_all(run: Run) -> None:
+    run.transform.sharded.buckets[0].arena.release()
+
+
+@on_ranks()
+def test_a_bucket_that_one_rank_has_lost_is_gathered_by_all(rank: int) -> None:
+    for strategy, lose in (("zero2", lambda run: _lose_kept(run, 1)), ("zero3", _lose_all)):
+        run = Run(Stack(3, 8).double(), sharding_strategy=strategy)
+        _step(run)
+        usual = _step(run)
+        for loser in (0, 1):
+            run.forward(2)
+            if rank == loser:
+                lose(run)
+            with collectives() as issued:
+                run.backward()
+            run.step()
+            again = [line for line in issued if line.startswith("all-gather")]
+            in_backward = [
+                line for line in usual[len(run.transform.sharded.buckets) :] if line.startswith("all-gather")
+            ]
+            assert len(again) == len(in_backward) + (1 if strategy == "zero2" else run_resident(run)), (
+                strategy,
+                issued,
+            )
+            assert len(set(map(str, everywhere(issued)))) == 1
+            assert _step(run) == usual
+
+
+def run_resident(run: Run) -> int:
+    return sum(not op.travels for op in run.transform.compiled[-1].backward_schedule)
+
+
+@on_ranks()
+def test_ranks_that_have_lost_different_ones_of_many_buckets_gather_both(rank: int) -> None:
+    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(70))).double()
+    layers.inputs = lambda generator: (torch.rand(2, 2, generator=generator, dtype=torch.float64),)  # type: ignore
+    run = Run(layers, sharding_strategy="zero2", bucketing_strategy="layer")
+    run.train(1)
+    run.forward(1)
+    _lose_kept(run, (3, 63)[rank])
+    with collectives() as issued:
+        run.backward()
+    run.step()
+    gathered = {line for line in issued if line.startswith("all-gather")}
+    assert {"all-gather 3", "all-gather 63"} <= gathered and len(gathered) < 10, gathered
+    assert len(set(map(str, everywhere(issued)))) == 1
+
+
+@on_ranks()
+def test_discarding_unreduced_gradients_on_one_rank_raises_on_all(rank: int) -> None:
+    for strategy in ("zero2", "zero3"):
+        run = Run(Stack(2, 8).double(), sharding_strategy=strategy, others=[])
+        run.micro_batch(0)
+        if rank == 1:
+            tfs.discard_unreduced(run.model)
+        with pytest.raises(
+            tfs.ScheduleDisagreement, match=r"rank 1: the forward [^\n]*, after 1 calls? of discard_unreduced"
+        ):
+            run.model(*run.inputs(1))
+        if rank == 0:
+            tfs.discard_unreduced(run.model)
+        run.unsharded.discard()
+        run.train(1)
