@@ -112,6 +112,14 @@ class StoringGlobally(Linear):
         return 0.5
 
 
+class CountingOnTheClass(Linear):
+    calls = 0
+
+    def extra(self) -> Any:
+        type(self).calls += 1
+        return type(self).calls
+
+
 NUMBERS = itertools.count(8)
 
 
@@ -160,6 +168,7 @@ class Closing(Linear):
         (Counting, "modif"),
         (CountingGlobally, "STORE_SUBSCR"),
         (StoringGlobally, "STORE_GLOBAL"),
+        (CountingOnTheClass, "STORE_ATTR"),
         (adding(lambda self: CACHE.setdefault("first", 3)), "setdefault"),
         (adding(lambda self, seen=[]: seen.append(1) or 2.0), "append"),
         (adding(lambda self: float(next(NUMBERS))), "count.__next__"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import CellType, MethodType, NoneType
+from types import CellType, FunctionType, MethodType, NoneType
 from typing import Any
 
 import torch
@@ -10,31 +10,33 @@ import torch
 from ..private_torch import is_hooked
 
 _BY_VALUE = (
-    *(NoneType, bool, int, str, bytes, range, slice, type(Ellipsis), frozenset),
+    *(NoneType, bool, int, str, bytes, range, slice, type(Ellipsis)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
-_DEPTH = 4
+_CONTAINERS = (tuple, list, set, frozenset, dict)
+
+DEPTH = 4
 """How deep containers are compared; anything deeper must be the same object."""
 
-_LONG = 512
-"""The length above which a container must be the same object, because comparing it takes too long."""
+LONG = 512
+"""The length above which a container must be the same object of the same length; comparing it takes too long."""
 
 
-def key_of(value: Any, depth: int = _DEPTH) -> Any:
+def key_of(value: Any, depth: int = DEPTH) -> Any:
     """Return an object that is equal for values which a trace cannot tell apart.
 
     Numbers, strings and the like count by value, containers by their contents, tensors by their metadata, because a
     trace has proxies in their place, and modules by their class and whether they have hooks, because the attributes that
-    a program reads are compared one by one. Any other object counts by its identity.
+    a program reads are compared one by one. Any other object counts by its identity and its class.
     """
     kind = type(value)
     if kind is float or kind is complex:
         return kind, repr(value)  # 0.0 is not -0.0
     if kind in _BY_VALUE:
         return kind, (value.start, value.stop, value.step) if kind is slice else value
-    if depth < _DEPTH and isinstance(value, torch.nn.Module | torch.Tensor):
-        return "object", Same(value)  # in a container, from which it may be read unnoticed
+    if depth < DEPTH and isinstance(value, torch.nn.Module | torch.Tensor):
+        return "object", kind, Same(value)  # in a container, from which it may be read unnoticed
     if isinstance(value, torch.nn.Module):
         return "module", kind, is_hooked(value)
     if isinstance(value, torch.Tensor):
@@ -45,11 +47,41 @@ def key_of(value: Any, depth: int = _DEPTH) -> Any:
         return "cell"  # its contents are read separately
     if kind is torch.Size:
         return kind, tuple(value)
-    if depth and isinstance(value, tuple | list | set | dict) and len(value) <= _LONG:
+    if isinstance(value, _CONTAINERS):
+        if not depth or len(value) > LONG:
+            return "container", kind, Same(value), len(value)
         if isinstance(value, dict):
             return "dict", kind, tuple((key_of(k, 0), key_of(v, depth - 1)) for k, v in value.items())
         return "items", kind, tuple(key_of(item, depth - 1) for item in value)
-    return "object", Same(value)
+    return "object", kind, Same(value)
+
+
+def has_state(value: Any) -> bool:
+    """Return whether :func:`state_of` a function or class may change."""
+    return not (isinstance(value, type) and value.__flags__ & _IMMUTABLE)
+
+
+_IMMUTABLE = 1 << 8
+"""The flag of classes whose attributes cannot be assigned, such as most builtin ones."""
+
+_LAZY = frozenset({"__annotations__", "__annotations_cache__", "__doc__"})
+"""Members of classes that Python adds when they are asked for, or that change no program."""
+
+
+def state_of(value: Any) -> Any:
+    """Return what decides how a program runs that calls a function, or handles instances of a class.
+
+    For a function, this is its code and defaults; its globals and cells are read separately. For a class, it is the
+    members of all classes that it inherits from.
+    """
+    if isinstance(value, FunctionType):
+        return Same(value.__code__), key_of(value.__defaults__), key_of(value.__kwdefaults__)
+    return tuple(
+        (Same(base), base.__name__, base.__qualname__)
+        + tuple((name, key_of(member)) for name, member in vars(base).items() if name not in _LAZY)
+        for base in value.__mro__
+        if has_state(base)
+    )
 
 
 class Same:

@@ -21,6 +21,7 @@ from types import (
     MemberDescriptorType,
     MethodDescriptorType,
     MethodType,
+    MethodWrapperType,
     UnionType,
     WrapperDescriptorType,
 )
@@ -28,6 +29,8 @@ from typing import Any
 
 import torch
 from thunder.core.proxies import Proxy
+
+from .keys import DEPTH, LONG
 
 CONTAINERS = (list, dict, set)
 
@@ -61,7 +64,14 @@ _SEQUENCES = frozenset({tuple, list, set, frozenset, torch.Size})
 _MAPPINGS = frozenset({dict, OrderedDict})
 
 _MOST = 4096
-"""The most values in containers that are looked at."""
+"""The most values in containers that are looked at. None is deeper or longer than keys compare."""
+
+
+def is_value(value: Any) -> bool:
+    """Return whether a value of the program has no attributes that may change, except for items."""
+    if isinstance(value, BuiltinFunctionType | MethodWrapperType):  # their methods
+        value = value.__self__
+    return isinstance(value, Proxy) or type(value) in (*_PLAIN, *_SEQUENCES, *_MAPPINGS)
 
 
 def is_pure(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -100,7 +110,7 @@ def is_plain(value: Any, identities: bool = False) -> bool:
         identities: whether it only looks the value up as a key, or asks whether it is equal to another one. Then objects
             that equal only themselves are plain as well.
     """
-    return _is_plain(value, identities, [_MOST])
+    return _is_plain(value, identities, [_MOST], DEPTH)
 
 
 def checks_natively(classes: Any) -> bool:
@@ -115,23 +125,31 @@ def checks_natively(classes: Any) -> bool:
     return all(str(getattr(check, "__module__", None)).partition(".")[0] in _CHECKING for check in checks)
 
 
+def has_registry(classes: Any) -> bool:
+    """Return whether others may become subclasses of one of these classes without inheriting from it."""
+    if isinstance(classes, UnionType):
+        classes = classes.__args__
+    if isinstance(classes, tuple):
+        return any(map(has_registry, classes))
+    return isinstance(classes, ABCMeta)
+
+
 _CHECKING = frozenset({"None", "abc", "torch", "thunder", "enum"})
 """Modules of functions that check instances by their class, or a parameter by its mark; builtins have no module."""
 
 
-def _is_plain(value: Any, identities: bool, budget: list[int]) -> bool:
+def _is_plain(value: Any, identities: bool, budget: list[int], depth: int) -> bool:
     kind = type(value)
     if kind in _PLAIN or isinstance(value, Proxy):
         return True
     if kind in _SEQUENCES or kind in _MAPPINGS:
         budget[0] -= len(value)
-        if budget[0] < 0:
+        if budget[0] < 0 or len(value) > LONG or not depth:
             return False
-        if kind in _MAPPINGS:
-            return all(_is_plain(k, identities, budget) and _is_plain(v, identities, budget) for k, v in value.items())
-        return all(_is_plain(each, identities, budget) for each in value)
+        items = (*value, *value.values()) if kind in _MAPPINGS else value
+        return all(_is_plain(each, identities, budget, depth - 1) for each in items)
     if kind is slice:
-        return all(_is_plain(each, identities, budget) for each in (value.start, value.stop, value.step))
+        return all(_is_plain(each, identities, budget, depth) for each in (value.start, value.stop, value.step))
     if kind.__module__.startswith("thunder.") or _is_builtin(value):
         return True
     return identities and _is_identity(value)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
 from typing import Any, NamedTuple
 
 from thunder.common import CompileData
@@ -19,13 +20,29 @@ from thunder.core.interpreter import (
     interpretercompilectx,
     is_opaque,
     unwrap,
+    wrap_const,
 )
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy
 
 from ..private_thunder import checks_of, has_been_modified, observed_by, renames_of, uses_grad_mode
-from .native_code import CONTAINERS, READING_METHODS, checks_natively, is_plain, is_pure
-from .paths import ATTRIBUTE, BUILTINS, COMPUTED, FUNCTION, ITEM, Path, Paths, is_hashable
+from .keys import LONG, Same, has_state
+from .native_code import CONTAINERS, READING_METHODS, checks_natively, has_registry, is_plain, is_pure, is_value
+from .paths import (
+    ATTRIBUTE,
+    BUILTINS,
+    COMPUTED,
+    FUNCTION,
+    INPUTS,
+    IS_SUBCLASS,
+    ITEM,
+    NAMES,
+    NAMESPACES,
+    STATE,
+    Path,
+    Paths,
+    is_hashable,
+)
 
 
 class Unrepeatable(Exception):
@@ -73,6 +90,9 @@ class Observer:
         self._noted_checks = 0
         # By the identity of a value, which is kept alive: the value, and the length of `reads` when the program made it.
         self._made: dict[int, tuple[Any, int]] = {}
+        # By the identity of a function or class, the length of `reads` when its state was read last.
+        self._states: dict[int, float] = {}
+        self._marked = 0  # the length of `reads` at the last mark
         self._observed = observed_by(get_interpretercompilectx(), self)
 
     def observe(self) -> Any:
@@ -83,6 +103,7 @@ class Observer:
         """Return the present lengths."""
         context, trace = self.context, self.context.computation_trace
         traced = len(trace.peek_scope()), len(checks_of(context)), len(renames_of(context))
+        self._marked = len(self.reads)
         return Mark(
             *traced, len(context.ad_hoc_executor.opmap), len(self.reads), len(self.effects), self.uses_of_grad_mode
         )
@@ -117,8 +138,14 @@ class Observer:
     def wrap(self, wrap: Callable[[WrappedValue], object], value: WrappedValue) -> None:
         """Note a value that the program makes. The interpreter also wraps attributes that the program does not read."""
         wrap(value)
-        plain = value.value
-        is_display = value.provenance.inst is PseudoInst.CONSTANT and isinstance(plain, CONTAINERS)
+        plain, inst = value.value, value.provenance.inst
+        if (
+            isinstance(plain, _SHARED)
+            and getattr(inst, "opname", None) not in _MAKING
+            and self.paths.of(value.provenance) is None
+        ):
+            self.paths.define(value.provenance, (Same(plain),))  # type(x) and the like find it, but do not make it
+        is_display = inst is PseudoInst.CONSTANT and isinstance(plain, CONTAINERS)
         if is_display or self.paths.of(value.provenance) is None:
             self._made.setdefault(id(plain), (plain, len(self.reads)))
 
@@ -131,6 +158,8 @@ class Observer:
             self.effects.append((f"{name} {inst.argval}", None))
         if name in _NATIVE:
             self._operands(inst, stack)
+        if name == "LOAD_GLOBAL" and inst.argval not in unwrap(state["globals_dict"]):  # a builtin, which it would hide
+            self._access(ITEM, state["globals_dict"], wrap_const(inst.argval), None)
         result = interpret(inst, **state)
         if len(stack):
             self._read(stack.getitem_wrapped(-1))
@@ -142,6 +171,8 @@ class Observer:
             for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
                 self._made.setdefault(id(default), (default, -1))
         lookaside = look_aside(function, *args, **kwargs)
+        if lookaside is None and isinstance(function, FunctionType):  # which the interpreter runs
+            self._read_state(function)
         self._call(function, lookaside, args, kwargs)
         if not callable(lookaside):
             return lookaside
@@ -158,8 +189,21 @@ class Observer:
 
         return observed
 
+    def _read_state(self, value: Any) -> None:
+        """Log that the interpreter uses the state of a function or class; once between two marks."""
+        last = self._states.get(id(value), -1)
+        if last < self._marked:
+            is_thunder = str(getattr(value, "__module__", None)).startswith("thunder.")
+            is_known = is_thunder or not has_state(value) or self._when_made(value) >= 0
+            self._states[id(value)] = math.inf if is_known else len(self.reads)
+            if not is_known:
+                self.reads.append((Same(value), STATE))
+
     def _read(self, value: Any) -> None:
         if isinstance(value, WrappedValue):
+            self._read_state(type(value.value))
+            if isinstance(value.value, type):
+                self._read_state(value.value)
             path = self.paths.of(value.provenance)
             if path is COMPUTED and not isinstance(value.value, Proxy):
                 self.effects.append(("a read under a computed name", None))
@@ -181,6 +225,8 @@ class Observer:
             return
         if is_seen and isinstance(inspect.getattr_static(type(source.value), str(key.value), None), property):
             return
+        if path[0] in INPUTS and not is_value(source.value):
+            self.effects.append((f"a read from an argument, a {type(source.value).__name__},", None))
         path = (*path, (kind, key.value))
         own = self.paths.of(result.provenance) if isinstance(result, WrappedValue) else None
         if own is not None and own != path:
@@ -190,7 +236,11 @@ class Observer:
     def _modify(self, effect: str, value: Any) -> None:
         plain = unwrap(value)
         if not isinstance(plain, Proxy):  # an assignment to elements of a tensor is an operator of the trace
-            self.effects.append((effect, self._made.get(id(plain), (None, -1))[1]))
+            self.effects.append((effect, self._when_made(plain)))
+
+    def _when_made(self, value: Any) -> int:
+        """Return the length of ``reads`` when the program made a value; -1 if it was there before."""
+        return self._made.get(id(value), (None, -1))[1]
 
     def _call(self, function: Any, lookaside: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = getattr(function, "__name__", "")
@@ -201,16 +251,31 @@ class Observer:
         elif isinstance(function, _SETTERS) and function in (setattr, delattr, object.__setattr__, object.__delattr__):
             self._modify(name, args[0])
         elif isinstance(function, BuiltinFunctionType) and function in (isinstance, issubclass):
-            is_seen = checks_natively(unwrap(args[1]))
+            classes, kind = unwrap(args[1]), unwrap(args[0]) if function is issubclass else type(unwrap(args[0]))
+            is_seen = checks_natively(classes)
+            if has_registry(classes):
+                self.reads.append((Same(classes), (IS_SUBCLASS, Same(kind))))
         elif isinstance(owner, type) and issubclass(owner, CONTAINERS) and name not in READING_METHODS:
             self._modify(f"{owner.__name__}.{name}", args[0])
             is_seen = lookaside is not None or all(is_plain(unwrap(arg)) for arg in args[1:])
         elif lookaside is None and is_opaque(function):
             is_seen = is_pure(function, tuple(map(unwrap, args)), {k: unwrap(v) for k, v in kwargs.items()})
+        if is_seen and isinstance(owner, type) and issubclass(owner, CONTAINERS) and name not in _SINGLE:
+            is_seen = self._is_compared(args[0])
+            if not is_seen and name == "__contains__" and issubclass(owner, dict):
+                self._access(ITEM, args[0], args[1], None)
+                is_seen = True
         if is_seen and name in _KEYED and isinstance(owner, type) and len(args) > 1:
             is_seen = is_plain(unwrap(args[1]), identities=issubclass(owner, dict))
         if not (is_seen or _is_called_by_thunder()):
             self.effects.append((f"a call of {getattr(function, '__qualname__', function)}", None))
+
+    def _is_compared(self, container: Any) -> bool:
+        """Return whether a record is compared with the contents of a container."""
+        value, path = unwrap(container), self.paths.of(container.provenance)
+        if path is None or self._when_made(value) >= 0:
+            return True
+        return path[-1] in NAMES or (len(value) <= LONG and path[-1] not in NAMESPACES)
 
     def _operands(self, inst: Any, stack: Any) -> None:
         """Log an instruction whose operands may run Python code that the interpreter does not see."""
@@ -223,6 +288,8 @@ class Observer:
             self.effects.append((f"{name} of objects that may run code", None))
 
 
+_SHARED = (type, ModuleType, FunctionType)
+_MAKING = frozenset({"MAKE_FUNCTION", "SET_FUNCTION_ATTRIBUTE"})
 _SETTERS = (MethodDescriptorType, WrapperDescriptorType, BuiltinFunctionType)
 _STORES = {"STORE_ATTR": -1, "DELETE_ATTR": -1, "STORE_SUBSCR": -2, "DELETE_SUBSCR": -2}
 """Where on the stack the object is that an instruction modifies."""
@@ -238,6 +305,9 @@ _NATIVE: dict[str, Callable[[int], Iterable[int]]] = {
 }
 """Instructions that the interpreter does not interpret further, and where on the stack the values are that they compare
 or take hashes of, by their argument."""
+
+_SINGLE = frozenset({"__getitem__", "__len__", "__setitem__"})
+"""Methods of containers that read no other items than those under their arguments."""
 
 _KEYED = frozenset({"__getitem__", "__setitem__", "__delitem__", "__contains__"})
 """Methods of dictionaries and sequences that look up their first argument."""

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from types import GetSetDescriptorType
+import operator
+from collections.abc import Callable
+from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst
 
-from .keys import Same
+from .keys import Same, state_of
 
 ATTRIBUTE, ITEM = "attribute", "item"
+STATE = ("state", None)
+"""The last step of a read by the interpreter itself: what decides how a function or class behaves (``state_of``)."""
+
+IS_SUBCLASS = "is subclass"
+"""The step ``(IS_SUBCLASS, Same(cls))``: whether ``cls`` is a subclass of the class, or the classes, at the path before."""
+
+ATTRIBUTES = (ATTRIBUTE, "__dict__")
+MEMBERS = tuple((kind, name) for kind in (ATTRIBUTE, ITEM) for name in ("_modules", "_parameters", "_buffers"))
+NAMES = (ATTRIBUTES, *MEMBERS)
+"""Steps to dictionaries all of whose keys are compared, whatever their length."""
+
+NAMESPACES = ((ATTRIBUTE, "__globals__"), (ATTRIBUTE, "__builtins__"))
+"""Steps to dictionaries of which each value that a program reads is compared by itself."""
+
 FUNCTION, INPUTS, BUILTINS = "INPUT_FN", ("INPUT_ARGS", "INPUT_KWARGS"), "BUILTINS"
 
 Path = tuple[Any, ...]
 """A root, and then steps ``(ATTRIBUTE, name)`` or ``(ITEM, key)``. The root is ``FUNCTION``, what Thunder compiles, one of
-its ``INPUTS``, ``BUILTINS``, or :class:`Same` of an object of the program's code: a function, a class, a module."""
+its ``INPUTS``, ``BUILTINS``, or :class:`Same` of an object of the program's code: a function, a class, a module. The last
+step may also be ``STATE`` or ``(IS_SUBCLASS, ...)``."""
 
 COMPUTED: Path = ("computed",)
 """In place of a path: the value was read from an input, but under a name or key that the program computed."""
@@ -33,6 +50,10 @@ class Paths:
             known = self._known[id(provenance)] = provenance, self._find(provenance)
         return known[1]
 
+    def define(self, provenance: ProvenanceRecord, path: Path) -> None:
+        """Let the value with this provenance, which has no path otherwise, have ``path``."""
+        self._known[id(provenance)] = provenance, path
+
     def _find(self, provenance: ProvenanceRecord) -> Path | None:
         inst = provenance.inst
         name = inst.value if isinstance(inst, PseudoInst) else inst.opname
@@ -48,8 +69,8 @@ class Paths:
             if getattr(function, "__name__", None) == "__getitem__" and len(arguments) == 2:
                 key, source = arguments
                 return self._step(ITEM, source, key)
-            if function == GetSetDescriptorType.__get__ and len(arguments) == 3:
-                return self._step(ATTRIBUTE, arguments[1], arguments[2])
+            if function in _GETTERS and len(arguments) in (2, 3):
+                return self._step(ATTRIBUTE, *arguments[-2:])
         return None
 
     def _step(self, kind: str, source: ProvenanceRecord, key: ProvenanceRecord) -> Path | None:
@@ -59,7 +80,11 @@ class Paths:
         value = self.key_of(key)
         if value is COMPUTED:
             return COMPUTED
-        return (*path, (kind, value.__name__ if isinstance(value, GetSetDescriptorType) else value))
+        return (*path, (kind, value.__name__ if isinstance(value, _MEMBERS) else value))
+
+
+_MEMBERS = (GetSetDescriptorType, MemberDescriptorType)
+_GETTERS = tuple(kind.__get__ for kind in _MEMBERS)
 
     def key_of(self, provenance: ProvenanceRecord) -> Any:
         """Return the key of this provenance; ``COMPUTED`` if it is not a constant of the program."""
@@ -93,5 +118,13 @@ def evaluate(path: Path, known: dict[Path, Any]) -> Any:
         return path[0].value
     kind, key = path[-1]
     source = evaluate(path[:-1], known)
-    known[path] = value = getattr(source, key) if kind == ATTRIBUTE else source[key]
+    known[path] = value = _STEPS[kind](source, key)
     return value
+
+
+_STEPS: dict[str, Callable[[Any, Any], Any]] = {
+    ATTRIBUTE: getattr,
+    ITEM: operator.getitem,
+    IS_SUBCLASS: lambda classes, same: issubclass(same.value, classes),
+    STATE[0]: lambda value, _: state_of(value),
+}

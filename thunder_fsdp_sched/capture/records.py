@@ -2,7 +2,10 @@
 
 [Note: Repeated modules]
 The interpretation of a module's ``forward`` depends on what it reads: its arguments, attributes of the module and of its
-submodules, globals, closures. While a module call is traced, an observer logs the paths of all that is read. Another
+submodules, globals, closures. While a module call is traced, an observer logs the paths of all that is read. The
+interpreter itself reads, too, without an instruction of the program: the code and defaults of a function that it runs, and
+the class of an object, where it looks up methods, operators, properties and descriptors. So the state of each function
+that runs and of each class whose instances the program handles is also logged (``state_of`` in ``keys``). Another
 module that has the same values in the same places takes the same way through the same code, so it gets copies of the
 recorded bound symbols, with its own parameters, buffers and inputs. Tensors are the same if their metadata are, since a
 trace has proxies in their place. Tensors and modules that are one object in two places must be so again.
@@ -10,7 +13,8 @@ trace has proxies in their place. Tensors and modules that are one object in two
 A call that does more than read and compute is not repeated, but interpreted each time: if it writes to an object that it
 did not make (a counter, a cache), calls a function that is not known to be pure (random numbers of Python, the time, an
 iterator that it did not make) or one that may call the program back (see [Note: Code that is not seen] in ``native_code``),
-reads under a computed name, defines an operator (``torch.autograd.Function``),
+reads under a computed name, reads an attribute of an object that the caller of the compiled module passes, or as a whole
+a container that is too long or too deep to be compared, defines an operator (``torch.autograd.Function``),
 leaves another grad mode than it found, or reads or returns what comes from elsewhere.
 
 The bound symbols and the checks of the prologue are the same as with full tracing, in the same order, up to names.
@@ -58,7 +62,7 @@ from ..ir.inspection import nested
 from ..private_thunder import checks_of, renames_of
 from .keys import key_of
 from .observer import Mark, Observer, Unrepeatable
-from .paths import ATTRIBUTE, COMPUTED, INPUTS, ITEM, Path, Paths, evaluate
+from .paths import ATTRIBUTE, ATTRIBUTES, COMPUTED, INPUTS, MEMBERS, NAMESPACES, STATE, Path, Paths, evaluate
 
 #
 # Grad modes
@@ -174,7 +178,7 @@ def _flatten(wrapped: WrappedValue, tensors: dict[str, WrappedValue]) -> Any:
     if type(value) is dict:
         wrapped.track_items()
         return dict, tuple((key_of(key), _flatten(wrapped.item_wrappers[key], tensors)) for key in value)
-    return key_of(value, 0)
+    return key_of(value)
 
 
 def _metadata(proxy: TensorProxy) -> Any:
@@ -314,15 +318,17 @@ def _key(path: Path, alias: Path | None, known: dict[Path, Any], objects: dict[i
         return "the object of the alias"
     if path[-1] == (ATTRIBUTE, "__self__") and _is_at(path[:-2], value, known):
         return "the object of the method"
-    if len(path) == 1 or path[-1] in _NAMESPACES:
+    if path[-1] == STATE:
+        return value
+    if len(path) == 1 or path[-1] in NAMESPACES:
         return key_of(value) if isinstance(value, torch.nn.Module) else "namespace"
-    if path[-1] == (ATTRIBUTE, "__dict__"):
+    if path[-1] == ATTRIBUTES:
         return "names", tuple(name for name in value if name != _WRITTEN_BY_WARNINGS)
     if isinstance(value, torch.Tensor | torch.nn.Module):
         return key_of(value), objects.setdefault(id(value), len(objects))
     if isinstance(value, _METHODS) and path[-1][0] == ATTRIBUTE and value.__self__ is evaluate(path[:-1], known):
         return "method of the object before", getattr(value, "__func__", value.__name__)
-    if path[-1] in _MEMBERS and isinstance(value, dict):
+    if path[-1] in MEMBERS and isinstance(value, dict):
         return tuple((key, key_of(member)) for key, member in value.items())
     return key_of(value)
 
@@ -333,10 +339,6 @@ def _is_at(path: Path, value: Any, known: dict[Path, Any]) -> bool:
     except Exception:  # reading may run any code
         return False
 
-
-_MEMBERS = tuple((kind, name) for kind in (ATTRIBUTE, ITEM) for name in ("_modules", "_parameters", "_buffers"))
-_NAMESPACES = ((ATTRIBUTE, "__globals__"), (ATTRIBUTE, "__builtins__"))
-"""Each value that a program reads from these is compared by itself."""
 
 _WRITTEN_BY_WARNINGS = "__warningregistry__"
 """The name under which a module's namespace gets the warnings that were shown; no program reads it."""
