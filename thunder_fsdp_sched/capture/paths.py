@@ -82,14 +82,14 @@ class Paths:
             return COMPUTED
         return (*path, (kind, value.__name__ if isinstance(value, _MEMBERS) else value))
 
-
-_MEMBERS = (GetSetDescriptorType, MemberDescriptorType)
-_GETTERS = tuple(kind.__get__ for kind in _MEMBERS)
-
     def key_of(self, provenance: ProvenanceRecord) -> Any:
         """Return the key of this provenance; ``COMPUTED`` if it is not a constant of the program."""
         value = provenance.value
         return value if provenance.inst is PseudoInst.CONSTANT and is_hashable(value) else COMPUTED
+
+
+_MEMBERS = (GetSetDescriptorType, MemberDescriptorType)
+_GETTERS = tuple(kind.__get__ for kind in _MEMBERS)
 
 
 def is_hashable(value: object) -> bool:
