@@ -95,6 +95,37 @@ def test_a_save_needs_no_end_of_the_connection_that_forked_workers_of_a_data_loa
     assert result.returncode == 0, result.stderr
 
 
+_FAILS = """
+from thunder_fsdp_sched.checkpoint.storage import RunWriter
+
+def fail(*args):
+    raise OSError("No space left on device")
+
+def rank_main(fails):
+    init(f"store-{fails}", 0, 1)
+    model = make()
+    tfs.save_checkpoint(folder / f"first-{fails}", model, wait=False, writer=WRITER).result()
+    if fails:
+        RunWriter.write_data = fail
+    tfs.save_checkpoint(folder / f"last-{fails}", model, wait=False, writer=WRITER)
+    dist.destroy_process_group()
+
+for fails in (False, True):
+    process = mp.get_context("fork").Process(target=rank_main, args=(fails,))
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def test_a_process_of_multiprocessing_whose_last_save_failed_has_another_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_SCRIPT + _FAILS)
+    result = run_python("script.py", "thread", tmp_path, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert result.stdout.split() == ["0", "1"] and result.stderr.count("Error: fsdp: the checkpoint") == 1, (
+        result.stderr
+    )
+
+
 def _in_fork(check: Callable[[], Any]) -> None:
     """Run a function in a process that is forked off this one."""
     if (pid := os.fork()) == 0:

@@ -14,8 +14,10 @@ else at exit. Python waits for the thread before it exits.
 [Note: The exit code of a failed save]
 Python decides on the exit code before it runs exit hooks, and ignores their errors but one: if standard output or standard
 error cannot be flushed at the very end, the exit code is 120 (documented at ``sys.exit``). So after a failed save, flushing
-standard error fails then. All other exit hooks run as usual, which ``os._exit`` would prevent. A process of
-``multiprocessing`` may end without exit hooks, but runs finalizers, in which ``SystemExit`` sets the exit code.
+standard error fails then. All other exit hooks run as usual, which ``os._exit`` would prevent.
+
+A forked process of ``multiprocessing`` ends with ``os._exit``. Before Python 3.13 it runs no exit hooks, but finalizers, in
+which ``SystemExit`` sets the exit code. Since then it runs both after the exit code is decided, finalizers last.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -221,6 +224,9 @@ reset_after_fork(_forget_latest)
 _finalizer: Finalize | None = None
 """That of this process, if ``multiprocessing`` started it. A fork ends it."""
 
+_has_failed = False
+"""Whether the last save of this process has failed, at exit."""
+
 
 def _register_exit_hooks() -> None:
     global _finalizer
@@ -232,10 +238,11 @@ def _register_exit_hooks() -> None:
 
 def _finish_at_exit() -> None:
     """Finish the save in flight; if it failed, print the error and let the exit code be 120."""
+    global _has_failed
     try:
         finish_latest()
     except BaseException:
-        sys.stderr = _FailsAtTheEnd(sys.stderr)
+        sys.stderr, _has_failed = _FailsAtTheEnd(sys.stderr), True
         raise
 
 
@@ -246,6 +253,10 @@ def _finish_in_child() -> None:
     except BaseException as error:
         traceback.print_exc()
         raise SystemExit(1) from error
+    if _has_failed and not isinstance(multiprocessing.current_process(), SpawnProcess):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # in place of Python's own os._exit(0), which would come next
 
 
 class _FailsAtTheEnd:
