@@ -297,3 +297,25 @@ def test_a_later_compilation_repeats_what_an_earlier_one_recorded(monkeypatch: p
     in_full, _ = traces_of(model, (X, 2.0), call_forward)
     texts = [str(history(jitted)[0]) for history in (thunder.last_prologue_traces, thunder.last_traces)]
     assert [with_numbered_names(text) for text in texts] == in_full
+
+
+class Refusing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+
+def test_an_error_of_a_module_that_is_not_registered_is_its_own() -> None:
+    class Catching(Linear):
+        def extra(self) -> Any:
+            try:
+                return Refusing()(self.linear.weight)
+            except ValueError:
+                return 2.0
+
+    check_traces(seeded(lambda: Chain(Catching)), X, checks_more=True)
+    model = thunder.jit(running(lambda self, x: Refusing()(x))(0))
+    trace_module_calls(thunder.compile_data(model), call_forward)
+    with pytest.raises(ValueError, match="no") as raised:
+        model(X)
+    notes = getattr(raised.value, "__notes__", ["while tracing a module that is not registered, Refusing"])
+    assert "while tracing a module that is not registered, Refusing" in notes[0]

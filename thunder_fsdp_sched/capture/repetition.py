@@ -339,10 +339,11 @@ def _name_in_error(module: torch.nn.Module) -> None:
     if getattr(error, "__notes__", None):
         return
     root = get_compile_data().fn
-    name = next(path for path, part in root.named_modules() if part is module) if module is not root else ""
+    names = (f"module {path!r}" if path else "the module" for path, part in root.named_modules() if part is module)
+    name = next(names, "a module that is not registered")
     dtypes = [f"{n} {str(p.dtype).removeprefix('torch.')}" for n, p in module.named_parameters(recurse=False)]
     files = [(line.filename, line.lineno) for line in traceback.extract_tb(error.__traceback__)]
     lines = [f"{file}:{number}" for file, number in files if file != __file__ and not is_library(file)]
-    note = f"fsdp: while tracing {f'module {name!r}' if name else 'the module'}, {type(module).__name__}"
+    note = f"fsdp: while tracing {name}, {type(module).__name__}"
     note += f" ({', '.join(dtypes)})" * bool(dtypes) + "".join(f", at {line}" for line in lines[-1:])
     getattr(error, "add_note", warnings.warn)(note)  # Python 3.10 has no notes

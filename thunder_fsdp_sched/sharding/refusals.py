@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
@@ -154,18 +153,27 @@ def refuse_reparametrized(module: nn.Module) -> None:
             )
 
 
+class _WithoutFSDP2Methods(ThunderModule):
+    """A jitted module that says what to do instead of the methods of FSDP2 that it does not have."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or name not in vars(FSDPModule):
+                raise
+        instead = _INSTEAD_OF_FSDP2.get(name, "see the table of methods under 'From FSDP2' in the documentation")
+        raise AttributeError(
+            f"{name} is a method of FSDP2, and this module is sharded by thunder_fsdp_sched: {instead}", name=name, obj=self
+        )
+
+
+_WithoutFSDP2Methods.__name__ = _WithoutFSDP2Methods.__qualname__ = ThunderModule.__name__
+
+
 def refuse_fsdp2_methods(model: ThunderModule) -> None:
-    """Make each public method of ``FSDPModule`` that the module does not have itself an error of ``model``."""
-    for name in vars(FSDPModule):
-        if not name.startswith("_") and not hasattr(model, name):
-            setattr(model, name, partial(_refuse_fsdp2_method, name))
-
-
-def _refuse_fsdp2_method(name: str, *_: Any, **__: Any) -> NoReturn:
-    instead = _INSTEAD_OF_FSDP2.get(name, "see the table of methods under 'From FSDP2' in the documentation")
-    raise NotImplementedError(
-        f"{name} is a method of FSDP2, and this module is sharded by thunder_fsdp_sched: {instead}"
-    )
+    """Make each public method of ``FSDPModule`` that the module does not have itself an ``AttributeError`` of ``model``."""
+    model.__class__ = _WithoutFSDP2Methods
 
 
 #
