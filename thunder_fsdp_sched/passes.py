@@ -50,9 +50,9 @@ from .transforms.sort_host_copies import sort_host_copies
 from .transforms.write_grads_in_place import write_grads_in_place
 
 Phase = Literal[
-    "prologue", "epilogue", "computation", "autograd", "joint", "bucketed", "fused", "split", "scheduled", "finished"
+    "epilogue", "prologue", "computation", "autograd", "joint", "bucketed", "fused", "split", "scheduled", "finished"
 ]
-"""When a pass runs: on the prologue, the epilogue and the computation that Thunder has traced; to differentiate it; on the
+"""When a pass runs: on the epilogue, the prologue and the computation that Thunder has traced; to differentiate it; on the
 joint trace of forward and backward until its settings are chosen, then until operators are fused, and after that; on the
 forward or backward trace when Thunder has split them; until its schedule is read, and after the ranks have compared it."""
 
@@ -121,9 +121,9 @@ _FUSES: Condition = ("with fusion executors", lambda c: bool(c["fusions"]))
 _OFFLOADS: Condition = ("if `max_memory` offloads values", lambda c: bool(c["offloaded"]))
 
 PIPELINE: tuple[Step, ...] = (
-    Step(shard_prologue, "prologue"),
-    Step(detach_state, "epilogue", (shard_prologue,)),
+    Step(detach_state, "epilogue"),
     Step(guard_outputs, "epilogue", (detach_state,)),
+    Step(shard_prologue, "prologue", (guard_outputs,)),
     Step(draw_once, "computation", (shard_prologue,)),
     Step(recompute_whole_regions, "computation", (draw_once,)),
     Step(insert_unshard, "computation", (recompute_whole_regions,)),

@@ -388,22 +388,34 @@ def uses_grad_mode(function: Any) -> bool:
 
 
 class TraceCache(list[Any]):
-    """A list of Thunder's compiled traces of one module, with a callback when none fits a call, before Thunder traces.
+    """A list of Thunder's compiled traces of one module, with callbacks around a compilation.
 
     Thunder tries its entries in reversed order and stops at the first that fits.
+
+    Args:
+        on_miss: called when none fits a call, before Thunder traces.
+        on_entry: called with a new entry before it can run. If it raises an error, the entry is not kept.
     """
 
-    def __init__(self, entries: Iterable[Any], on_miss: Callable[[], object]) -> None:
+    def __init__(
+        self, entries: Iterable[Any], on_miss: Callable[[], object], on_entry: Callable[[Any], object]
+    ) -> None:
         super().__init__(entries)
-        self._on_miss = on_miss
+        self._on_miss, self._on_entry = on_miss, on_entry
+
+    def append(self, entry: Any) -> None:
+        self._on_entry(entry)
+        super().append(entry)
 
     def __reversed__(self) -> Iterator[Any]:
         yield from super().__reversed__()
         self._on_miss()
 
 
-def watch_cache_misses(model: ThunderModule, on_miss: Callable[[], object]) -> Callable[[], object]:
-    """Call ``on_miss`` before Thunder traces ``model`` for new inputs.
+def watch_compilations(
+    model: ThunderModule, on_miss: Callable[[], object], on_entry: Callable[[Any], object]
+) -> Callable[[], object]:
+    """Call ``on_miss`` before Thunder traces ``model`` for new inputs, and ``on_entry`` before the result runs.
 
     Returns a function to call before each call of ``model``: ``on_miss`` if Thunder's cache option disables look-ups.
 
@@ -425,7 +437,7 @@ def watch_cache_misses(model: ThunderModule, on_miss: Callable[[], object]) -> C
         if not looks_up:
             on_miss()
 
-    stats.interpreter_cache = TraceCache(stats.interpreter_cache, before_trace)
+    stats.interpreter_cache = TraceCache(stats.interpreter_cache, before_trace, on_entry)
     return before_call
 
 

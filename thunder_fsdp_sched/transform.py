@@ -16,6 +16,8 @@ for each new set of shapes and flags
     ``transform_trace_post_optimization``     *split*, *scheduled*, *finished*: first for the forward trace, then for the
                                               backward trace; the first run of the result is audited: see
                                               [Note: The audit] in ``proof.audit``
+    (Thunder: the same hook of transforms after this one)
+    ``FSDPTransform._verify_entry``           what they have changed is verified again, before it can run
 """
 
 from __future__ import annotations
@@ -28,15 +30,24 @@ from pathlib import Path
 from typing import Any
 
 import thunder
+from thunder.core.compile_data import get_cache_option
 from thunder.core.module import ThunderModule
+from thunder.core.options import CACHE_OPTIONS
 from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import Transform
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import Executor, FusionExecutor
 
 from . import passes
 from .capture.input_reads import InputReads
 from .capture.repetition import Repetition, call_forward, trace_module_calls
-from .capture.traced_computation import defers_autograd, fingerprint, needs_backward, without_computation
+from .capture.traced_computation import (
+    defers_autograd,
+    fingerprint,
+    needs_backward,
+    transforms_after,
+    without_computation,
+)
 from .compiled_traces import CompiledTraces
 from .ir.analysis import NO_PENDING_GRADS
 from .ir.computation import Call, computation_of, read_call
@@ -52,6 +63,7 @@ from .plan.plan import Plan
 from .private_thunder import quiet_no_sync
 from .private_torch import refuse_foreign_functions
 from .proof.audit import audited
+from .proof.verify import verify_again
 from .runtime.module_hooks import TracedHooks
 from .runtime.trace_start import TraceStart
 from .sharding.casts import attach_casts, cast_inputs
@@ -69,6 +81,9 @@ WARN_COMPILED = 32
 MAX_COMPILED = 128
 """How many sets of shapes and flags are kept for one module. A new one evicts the oldest, which is compiled again when
 needed. Ranks need not evict the same one, because a program that they have agreed on is not compared again."""
+
+
+_UNCHANGED = Transform.transform_trace_post_optimization
 
 
 class FSDPTransform(ShardingTransform):
@@ -137,7 +152,7 @@ class FSDPTransform(ShardingTransform):
                 "thunder.jit(model, transforms=[fsdp(...)])"
             )
         # Adding a transform to a jitted module creates a new ThunderModule, which gets the same shards.
-        self._sharded.attach(model)
+        self._sharded.attach(model, self._verify_entry)
         install_state_dict(model, self._sharded, to_cpu=self.options.move_state_dict_to_cpu)
         attach_casts(model, self._sharded.mp_policy)
         refuse_foreign_functions(model._model, self._sharded.locations)
@@ -194,6 +209,11 @@ class FSDPTransform(ShardingTransform):
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         return self._current.schedule(computation_trace)
 
+    def _verify_entry(self, entry: Any) -> None:
+        """Prove the traces that run, which other transforms may have changed since."""
+        backward = entry.backward_traces[-1:] if entry.backward_fn is not None else ()
+        self._current.verify_again([entry.computation_traces[-1], *backward])
+
     def finish(self, compiled: CompiledTraces) -> None:
         """Take the traces of a compilation that has finished."""
         self.compiled.append(compiled)
@@ -247,6 +267,14 @@ class Compilation:
         }
         self.context: Context = Context(values, vars(self.traces), vars(self.options))
         self._artifacts = Artifacts()
+        self._returned: list[TraceCtx] = []  # to Thunder: forward, and backward if there is one
+        self._later = transforms_after(transform) or ()
+        changing = [t for t in self._later if type(t).transform_trace_post_optimization is not _UNCHANGED]
+        if changing and get_cache_option() is CACHE_OPTIONS.NO_CACHING:
+            raise ValueError(
+                f"cache='no caching': traces that {type(changing[0]).__name__} changes after fsdp(...) would run unproved. "
+                f"Give it before fsdp(...), or leave out cache="
+            )
         self._pending_grads = NO_PENDING_GRADS
         self._same: CompiledTraces | None = None  # an earlier compilation whose joint trace this one shares
         self._hidden: TraceCtx | None = None  # the computation, if Thunder does not see it
@@ -333,7 +361,18 @@ class Compilation:
         if options.audit:
             memory, stats = self.sharded.pre_shard_storage, self.transform._stats
             trace = audited(trace, forward=forward, pre_shard_storage=memory, stats=stats)
-        return with_caches(trace)
+        self._returned.append(with_caches(trace))
+        return self._returned[-1]
+
+    def verify_again(self, final: Sequence[TraceCtx]) -> None:
+        """Prove the forward and backward traces that Thunder makes a program of, after transforms that follow this one."""
+        with self.sharded.control.announcing_failure("verifying the traces that run"):
+            verify_again(
+                self._returned,
+                final,
+                max_gathers_in_flight=self.options.max_gathers_in_flight,
+                after=", ".join(type(transform).__name__ for transform in self._later) or "something else",
+            )
 
     def _finish(self) -> None:
         traces, limit, compiled = self.traces, self.options.max_memory, self.transform.compiled

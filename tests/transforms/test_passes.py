@@ -3,7 +3,10 @@
 ``tests/test_training.py`` runs compiled traces on real ranks.
 """
 
-from thunder_fsdp_sched import testing
+from typing import Any, get_args
+from unittest import mock
+
+from thunder_fsdp_sched import passes, testing
 from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.inspection import args_of, outs_of
 from thunder_fsdp_sched.ir.schedule import read_schedule
@@ -19,7 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Checkpointed
+from models import Checkpointed, Stack
 from synthetic_traces import SHAPE, FakeProcessGroup, chain, make_buckets, tensor
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
@@ -265,3 +268,17 @@ def test_recomputed_activations_need_no_additional_gathers():
     gathered = [op.bucket for op in compiled.backward_schedule.of("fsdp_all_gather")]
     assert gathered == ["blocks.2", "blocks.1", "blocks.0"]
     testing.assert_gathered_buckets_at_most(compiled, 2)
+
+
+def test_phases_run_in_the_order_of_the_table():
+    ran: list[str] = []
+    run = passes.run
+
+    def recorded(phase: passes.Phase, *args: Any, **kwargs: Any) -> TraceCtx:
+        ran.append(phase)
+        return run(phase, *args, **kwargs)
+
+    with mock.patch.object(passes, "run", recorded):
+        testing.compile_on_fake_ranks(lambda: (Stack(1), (torch.ones(2, 4),)), 2)
+    in_table = list(dict.fromkeys(step.phase for step in passes.PIPELINE))
+    assert list(dict.fromkeys(ran)) == in_table == list(get_args(passes.Phase))

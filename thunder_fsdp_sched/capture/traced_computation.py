@@ -23,7 +23,7 @@ Each set of compiled traces keeps its fingerprint: no tensors, and less memory t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,11 +75,16 @@ def fingerprint(trace: TraceCtx, parameters: Mapping[str, str], transform: Trans
 
 def defers_autograd(transform: Transform) -> bool:
     """Return whether no transform after ``transform`` sees the computation before Thunder differentiates it."""
+    after = transforms_after(transform)
+    return after is not None and not any(map(_sees_computation, after))
+
+
+def transforms_after(transform: Transform) -> Sequence[Transform] | None:
+    """Return the transforms that Thunder applies after ``transform``; ``None`` if it is not called by ``thunder.jit``."""
     data = get_compile_data()
-    if data is None:  # not called by thunder.jit
-        return False
-    position = next((i for i, each in enumerate(data.transforms) if each is transform), None)
-    return position is not None and not any(map(_sees_computation, data.transforms[position + 1 :]))
+    applied = () if data is None else data.transforms
+    position = next((i for i, each in enumerate(applied) if each is transform), None)
+    return None if position is None else applied[position + 1 :]
 
 
 def without_computation(trace: TraceCtx) -> TraceCtx:

@@ -54,8 +54,13 @@ def _is_handle(arg: Any) -> bool:
     return not isinstance(arg, (Proxy, str, int, tuple, list, NoneType))
 
 
+def handles_of(bsym: BoundSymbol) -> list[Any]:
+    """Return the arguments of a symbol of this package that a trace knows by name."""
+    return list(filter(_is_handle, bsym.args))
+
+
 def _bind_handles(bsym: BoundSymbol) -> None:
-    bsym._call_ctx = {**(bsym._call_ctx or {}), **{str(arg): arg for arg in bsym.args if _is_handle(arg)}}
+    bsym._call_ctx = {**(bsym._call_ctx or {}), **{str(arg): arg for arg in handles_of(bsym)}}
 
 
 def _print(

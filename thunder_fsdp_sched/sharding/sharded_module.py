@@ -20,7 +20,7 @@ from ..capture.garbage_collection import CollectsLess
 from ..logs import Progress
 from ..plan.plan import Plan
 from ..plan.specs import BucketSpec
-from ..private_thunder import watch_cache_misses
+from ..private_thunder import watch_compilations
 from ..private_torch import parameters_of_running_ddp, refuse_ddp, set_in_call, state_name, unwrap_fabric
 from ..proof.audit import FormerMemory
 from ..ranks.control import Control
@@ -102,14 +102,19 @@ class ShardedModule:
         for bucket, spec in zip(self.buckets, self.plan, strict=True):
             bucket.spec = spec
 
-    def attach(self, model: ThunderModule) -> None:
-        """Make ``model`` use the shards, in its prologue and in ``parameters()``."""
+    def attach(self, model: ThunderModule, on_entry: Callable[[Any], object]) -> None:
+        """Make ``model`` use the shards, in its prologue and in ``parameters()``.
+
+        Args:
+            on_entry: called with each entry of Thunder's cache before it can run.
+        """
         self._model = weakref.ref(model)
         model._overrides_parameters.update(self.shards)
         for name, tensor in self.replaced.items():
             is_param = isinstance(tensor, torch.nn.Parameter)
             (model._overrides_parameters if is_param else model._overrides_buffers)[name] = tensor
-        install_placeholders_on_miss = watch_cache_misses(model, partial(self.before_trace, weakref.ref(model)))
+        before_trace = partial(self.before_trace, weakref.ref(model))
+        install_placeholders_on_miss = watch_compilations(model, before_trace, on_entry)
 
         def before_call(jitted: torch.nn.Module, *_: Any) -> None:
             if torch.compiler.is_compiling():  # before it looks at the parameters

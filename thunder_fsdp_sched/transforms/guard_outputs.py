@@ -12,7 +12,7 @@ from .differentiate import needing_gradient
 def guard_outputs(epilogue: TraceCtx, *, no_sync: bool) -> TraceCtx:
     """Insert ``fsdp_guard_backward`` into the epilogue, which gets the outputs when they are connected to autograd.
 
-    Runs on the epilogue after ``insert_unshard``. Before::
+    Runs on the epilogue after ``detach_state`` and before ``shard_prologue``. Before::
 
         return {'h': h, 'loss': t52}
 
@@ -31,8 +31,8 @@ def guard_outputs(epilogue: TraceCtx, *, no_sync: bool) -> TraceCtx:
 def detach_state(epilogue: TraceCtx, *, computation: TraceCtx) -> TraceCtx:
     """Detach tensors that forward assigns to attributes of modules, if they do not depend on what requires a gradient.
 
-    Runs on the epilogue before ``guard_outputs``. Thunder connects all results of the computation to autograd. A later
-    call that reads the attribute would then differentiate this call as well. Before::
+    Runs first, on the epilogue. Thunder connects all results of the computation to autograd. A later call that reads the
+    attribute would then differentiate this call as well. Before::
 
         module.mask = t3
 

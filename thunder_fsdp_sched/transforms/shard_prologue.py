@@ -97,9 +97,8 @@ def shard_prologue(
 ) -> TraceCtx:
     """Make the prologue expect shards: give each parameter's proxy the shape of this rank's rows, and check the DTensor.
 
-    Runs first, on the prologue, right after Thunder has traced the module; ``insert_unshard`` then changes the
-    computation. It always runs, and also covers parameters that the prologue checks but the computation does not read.
-    Before::
+    Runs on the prologue after ``guard_outputs``; ``insert_unshard`` then changes the computation. It always runs, and also
+    covers parameters that the prologue checks but the computation does not read. Before::
 
         # kwargs: "Any"
         module: "Any" = thunder.core.module.get_thunder_module(module0)
