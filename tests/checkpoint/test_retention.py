@@ -15,6 +15,7 @@ from thunder_fsdp_sched.checkpoint import retention
 from thunder_fsdp_sched.checkpoint.folder import METADATA
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
 from saving import small, update
@@ -114,3 +115,10 @@ def test_only_complete_checkpoints_of_this_package_are_removed_and_never_the_new
         save_checkpoint(tmp_path / "damaged", model, keep=1)
     names = {path.parent.name for path in tmp_path.glob(f"*/{METADATA}")}
     assert names == {"new", "newest", "theirs", "damaged"}
+
+
+def test_a_checkpoint_that_is_removed_while_a_folder_is_listed_does_not_count(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "kept", no_dist=True)
+    listed = [tmp_path / "removed" / METADATA, tmp_path / "kept" / METADATA]
+    with mock.patch.object(Path, "glob", return_value=listed):
+        assert tfs.latest_checkpoint(tmp_path) == tmp_path / "kept"

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
@@ -85,9 +86,11 @@ def remove_old(path: Path, keep: int) -> None:
 
 def _newest_first(folder: Path) -> list[Path]:
     """Return the complete checkpoints in ``folder``, links to one after the folder itself."""
-    complete = [p.parent for p in folder.glob(f"*/{METADATA}")]
-    order = {p: ((p / METADATA).stat().st_mtime_ns, not p.is_symlink(), p.name) for p in complete}
-    return sorted(complete, key=order.__getitem__, reverse=True)
+    order = {}
+    for file in folder.glob(f"*/{METADATA}"):
+        with contextlib.suppress(FileNotFoundError):  # the first rank removes old ones meanwhile
+            order[file.parent] = file.stat().st_mtime_ns, not file.parent.is_symlink(), file.parent.name
+    return sorted(order, key=order.__getitem__, reverse=True)
 
 
 def _identity(folder: Path) -> tuple[int, int]:

@@ -164,7 +164,9 @@ class _WithoutFSDP2Methods(ThunderModule):
                 raise
         instead = _INSTEAD_OF_FSDP2.get(name, "see the table of methods under 'From FSDP2' in the documentation")
         raise AttributeError(
-            f"{name} is a method of FSDP2, and this module is sharded by thunder_fsdp_sched: {instead}", name=name, obj=self
+            f"{name} is a method of FSDP2, and this module is sharded by thunder_fsdp_sched: {instead}",
+            name=name,
+            obj=self,
         )
 
 
