@@ -59,7 +59,7 @@ def main() -> None:
     shape = Shape(1, 64, 8, 1) if arguments.cpu else Shape(4, 1024, 512, 4, device=str(device))
     if not arguments.cpu:
         torch.cuda.set_device(device)
-    backend = "gloo" if arguments.cpu else "nccl"
+    backend = "gloo" if arguments.cpu else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     emulation, tokens = NoEmulation(shape), shape.tokens()
     systems = {name: make(name, shape, emulation) for name, make in SYSTEMS.items()}

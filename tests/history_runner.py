@@ -83,6 +83,7 @@ class HistoryRunner(Run):
         self.pending_losses = []
         self.expected_losses: list[list[PendingLoss]] = [[] for _ in range(self.world_size)]  # unsharded, by rank
         self.mismatch: str | None = None
+        self.largest_gradient = 0.0
         self.gradients_diverged = self.unnoticed_divergence = False
         self.version, self.scale, self.statistics = 0, 1.0, 0
         self.saved: Any = None
@@ -95,7 +96,9 @@ class HistoryRunner(Run):
         if self.mismatch or (actual.shape == expected.shape and not expected.numel()):
             return
         actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
-        bound = self.tolerance * (1 + expected.abs().max().item())
+        # A gradient may be the small sum of large ones, each of which has been rounded.
+        largest = max(expected.abs().max().item(), self.largest_gradient if what.startswith("gradient of") else 0.0)
+        bound = self.tolerance * (1 + largest)
         try:
             torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
         except AssertionError as error:
@@ -246,6 +249,8 @@ class HistoryRunner(Run):
                 self.unsharded.backward({rank: pending.loss}, retain=bool(other.value))
             except RuntimeError as error:
                 self.fail(f"backward succeeded, but the unsharded model's fails: {error}")
+            added = [0.0, *(g.abs().max().item() for g in self.unsharded.unreduced[rank].values() if g.numel())]
+            self.largest_gradient = max(self.largest_gradient, *added)
             synced += not pending.mode.no_sync
         if actual is not None and mine is not None and done and actual.inputs[0].grad is not None:
             self.close(actual.inputs[0].grad, mine.inputs[0].grad, "gradient of the input")

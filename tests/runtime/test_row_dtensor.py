@@ -261,6 +261,9 @@ def test_changes_reach_the_rows_and_views_of_other_rows_are_refused(even: bool) 
                 tensor.copy_(tensor - tensor.mean(1, keepdim=True))
         assert torch.equal(_whole(x), whole) or torch.allclose(_whole(x), whole)
         assert x._version > version and x.to_local()._version > local_version
+        version, local_version = x._version, x.to_local()._version
+        torch._foreach_mul_([x], 1.0)
+        assert x._version > version and x.to_local()._version > local_version
         x.data.mul_(2)
         x.detach().mul_(2)
         torch.testing.assert_close(_whole(x), whole * 4)

@@ -16,6 +16,7 @@ import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import WholeParameters
 
 import pytest
+import thunder
 import torch
 import torch.distributed as dist
 from models import Model
@@ -325,3 +326,18 @@ def test_an_update_that_fails_on_one_rank_does_not_block_the_others(rank: int) -
             muon.step()
     else:
         muon.step()
+
+
+def test_backward_after_a_step_is_an_error_with_each_implementation_of_the_optimizer(one_rank: None) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    jitted = thunder.jit(layers, transforms=[tfs.fsdp()])
+    for implementation in (
+        {"foreach": False},
+        {"foreach": True},
+        {"fused": True},
+    ):  # a GPU has the second as its default
+        loss = jitted(torch.ones(2, 3)).sum()
+        loss.backward(retain_graph=True)
+        AdamW(jitted.parameters(), **implementation).step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

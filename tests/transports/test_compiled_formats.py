@@ -20,7 +20,7 @@ def test_compiled_functions_give_the_same_bits(name: str) -> None:
 
     def all_bits(*, compiled: bool) -> list[torch.Tensor]:
         def call(function, *tensors):
-            (formats._compiled(function, form, "aot_eager") if compiled else function)(form, *tensors)
+            (formats._compiled(function, form, backend="aot_eager") if compiled else function)(form, *tensors)
 
         codes = torch.zeros(2, 6, block // form.per_code, dtype=form.dtype)
         scales = torch.zeros(2, 6, 1, dtype=form.scale)

@@ -13,7 +13,7 @@ overflow gets lost on its way to a check such as that of ``GradScaler``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ def decode_mean(form: Format, out: torch.Tensor, codes: torch.Tensor, scales: to
 def _each(function: Callable[..., None], form: Format, *tensors: torch.Tensor) -> None:
     """Call a function of blocks: on a GPU compiled and once, on a CPU for chunks."""
     if tensors[0].device.type == "cuda":
-        _compiled(function, form)(form, *tensors)
+        _compiled(function, form, _kind(tensors))(form, *tensors)
         return
     step = max(1, _CHUNK // max(tensor.shape[-1] for tensor in tensors))
     for of_rank in zip(*tensors, strict=True):
@@ -102,10 +102,19 @@ def _each(function: Callable[..., None], form: Format, *tensors: torch.Tensor) -
             function(form, *chunk)
 
 
+def _kind(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Return what torch compiles a function anew for, although sizes are dynamic: dtypes, sizes of 1, and equal sizes."""
+    sizes = [size for tensor in tensors for size in tensor.shape]
+    equal = tuple(0 if size == 1 else sizes.index(size) + 1 for size in sizes)
+    return equal, tuple((tensor.dtype, tensor.is_contiguous()) for tensor in tensors)
+
+
 @functools.cache
-def _compiled(function: Any, form: Format, backend: str = "inductor") -> Callable[..., None]:
-    # Each format has a copy of the code, because torch limits how often one code object is compiled. Beyond that limit, it
-    # would run uncompiled; fullgraph makes that an error.
+def _compiled(
+    function: Any, form: Format, kind: tuple[Any, ...] = (), backend: str = "inductor"
+) -> Callable[..., None]:
+    # Each kind of arguments has a copy of the code, because torch limits how often one code object is compiled. Beyond that
+    # limit, it would run uncompiled; fullgraph makes that an error.
     own = FunctionType(function.__code__.replace(), function.__globals__)
     return torch.compile(own, dynamic=True, fullgraph=True, backend=backend)
 

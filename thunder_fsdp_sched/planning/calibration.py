@@ -52,7 +52,9 @@ def calibrate(spec: ClusterSpec, compiled: CompiledTraces, steps: Sequence[Recor
         for of in (spec, at_any_rate)
     )
     # Latencies stay, unless they alone take longer than the recorded collectives.
-    slower_link = max((busy - latency) / (expected - latency), 0.1 * busy / expected)
+    slower_link = 1.0  # one rank sends nothing
+    if expected > latency:
+        slower_link = max((busy - latency) / (expected - latency), 0.1 * busy / expected)
     return replace(
         spec,
         name=f"{spec.name} as recorded",

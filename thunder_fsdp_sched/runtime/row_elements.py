@@ -64,7 +64,7 @@ def on_elements(func: Any, *args: Any, **kwargs: Any) -> Any:
         return RowDTensor.wrap(result, cast(Rows, rows[0]))
     for place in written:  # below autograd, operators count no versions
         torch.autograd.graph.increment_version(operands[place])
-        if func._schema.name in _FUSED:  # nor does autograd for these
+        if isinstance(values[place], (list, tuple)):  # nor does autograd for those of lists
             torch.autograd.graph.increment_version(values[place])
     return None if result is None else values[written[0]]
 
