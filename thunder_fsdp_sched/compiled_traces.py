@@ -14,16 +14,26 @@ from thunder.core.trace import TraceCtx
 from .capture.traced_computation import TracedComputation
 from .ir.analysis import NO_PENDING_GRADS, PendingGrads, pending_grads_of
 from .ir.computation import NO_CALL, Call
+from .ir.effects import NOTHING, Effects, effects
 from .ir.schedule import Schedule, StepSchedule
 from .ir.step_memory import StepMemory
 from .logs import log_pass
 from .runtime.bucket import Bucket
 from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 
+_TRACES = ("differentiated", "joint", "forward_before", "forward", "backward_before", "backward")
+
+
+def _none() -> None:
+    """Return the value of a trace that there is not; the class has no attribute for it, so that deleting it is noticed."""
+
 
 @dataclass
 class CompiledTraces:
     """The traces and schedules compiled for one set of input shapes and flags.
+
+    A transform keeps the traces of the sets that were compiled last, and those of all sets with ``max_memory``. Of older
+    sets it keeps the schedules and what a prediction of memory needs of ``others``; asking for their traces is an error.
 
     Attributes:
         no_sync: whether it was compiled for ``no_sync``.
@@ -61,16 +71,17 @@ class CompiledTraces:
     parameters: Mapping[str, str] = field(default_factory=dict)
     traced: TracedComputation | None = None
     shares: int | None = None
-    differentiated: TraceCtx | None = None
-    joint: TraceCtx | None = None
-    forward_before: TraceCtx | None = None
-    forward: TraceCtx | None = None
+    differentiated: TraceCtx | None = field(default_factory=_none)
+    joint: TraceCtx | None = field(default_factory=_none)
+    forward_before: TraceCtx | None = field(default_factory=_none)
+    forward: TraceCtx | None = field(default_factory=_none)
     forward_schedule: Schedule | None = None
-    backward_before: TraceCtx | None = None
-    backward: TraceCtx | None = None
+    backward_before: TraceCtx | None = field(default_factory=_none)
+    backward: TraceCtx | None = field(default_factory=_none)
     backward_schedule: Schedule | None = None
     pass_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     buckets: Sequence[Bucket] = ()
+    _effects: list[Effects] | None = field(default=None, repr=False)  # of traces that were forgotten
 
     @cached_property
     def memory(self) -> StepMemory:
@@ -100,13 +111,34 @@ class CompiledTraces:
             self.buckets,
             device=device,
             accumulated=NO_PENDING_GRADS.union(*(one.pending_grads for one in earlier)),
-            others=[other.traces for other in others if other is not self],
+            others=[other.effects for other in others if other is not self],
         )
 
     @property
     def traces(self) -> tuple[TraceCtx, ...]:
         """The traces that run: forward, and backward if there is one."""
         return tuple(trace for trace in (self.forward, self.backward) if trace is not None)
+
+    @property
+    def effects(self) -> list[Effects]:
+        """The effects of the traces that run, by position."""
+        return self._effects or [effects(bsym) for trace in self.traces for bsym in trace.bound_symbols]
+
+    def forget_traces(self) -> None:
+        """Free the traces, which take most of the memory of a compilation, except for what other steps ask for."""
+        if self._effects is None:
+            self._effects = [NOTHING if e.bucket is None and not (e.allocates or e.frees) else e for e in self.effects]
+            self.traced = None
+            for name in _TRACES:
+                delattr(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _TRACES:
+            raise AttributeError(
+                f"the traces that were compiled for {self.call} (number {self.number}) are not kept any more, because "
+                f"others were compiled since; read them before, or save their text"
+            )
+        raise AttributeError(name)
 
     @property
     def pending_grads(self) -> PendingGrads:

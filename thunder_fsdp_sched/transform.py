@@ -40,7 +40,7 @@ from thunder.extend import Executor, FusionExecutor
 
 from . import passes
 from .capture.input_reads import InputReads
-from .capture.repetition import Repetition, call_forward, trace_module_calls
+from .capture.repetition import RECENT, Repetition, call_forward, trace_module_calls
 from .capture.traced_computation import (
     defers_autograd,
     fingerprint,
@@ -217,6 +217,8 @@ class FSDPTransform(ShardingTransform):
     def finish(self, compiled: CompiledTraces) -> None:
         """Take the traces of a compilation that has finished."""
         self.compiled.append(compiled)
+        self._repetition.end()
+        self._forget_traces()
         seconds = sum(compiled.pass_seconds.values())
         self.sharded.progress.end("compiled number %d; the passes took %.1f s", compiled.number, seconds)
         if len(self.compiled) == WARN_COMPILED + 1:
@@ -228,6 +230,20 @@ class FSDPTransform(ShardingTransform):
                 f"{MAX_COMPILED} the oldest are forgotten",
                 stacklevel=2,
             )
+
+    def _forget_traces(self) -> None:
+        """Free the traces of all but the latest compilations, here and in Thunder's cache; their programs stay.
+
+        ``max_memory`` plans with the traces of all steps.
+        """
+        if self.options.max_memory is not None:
+            return
+        for compiled in self.compiled[:-RECENT]:
+            compiled.forget_traces()
+        for stats in self._stats:
+            for entry in stats.interpreter_cache[: 1 - RECENT]:  # the latest is not in the cache yet
+                for traces in (entry.prologue_traces, entry.computation_traces, entry.backward_traces):
+                    traces.clear()
 
     def _forget_oldest(self) -> None:
         """Evict the oldest traces, here and in Thunder's cache, to make room for one more set."""

@@ -10,6 +10,8 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp, transform
+from thunder_fsdp_sched.capture.records import Record
+from thunder_fsdp_sched.capture.repetition import RECENT
 from thunder_fsdp_sched.private_torch import process_groups
 
 import pytest
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from models import Stack
 from pipeline_patches import replacing
 from ranks import on_ranks
+from thunder.core.symbol import BoundSymbol
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
@@ -107,6 +110,33 @@ def test_the_oldest_shapes_are_evicted_after_a_warning(rank: int) -> None:
         # The evicted shape must be compiled again on rank 1, which does not wait for rank 0 although it compiles alone.
         model(torch.ones(6 if rank == 0 else 1, 4)).sum().backward()
         assert thunder.compile_stats(model).cache_misses == misses + rank
+
+
+@on_ranks()
+def test_a_further_shape_keeps_its_program_and_no_traces() -> None:
+    ours = fsdp()
+    model = thunder.jit(Stack(2), transforms=[ours])
+
+    def compile_for(batches: range) -> int:
+        """Compile, and return how many bound symbols and records there are then."""
+        for batch in batches:
+            model(torch.ones(batch, 4)).sum().backward()
+        gc.collect()
+        return sum(isinstance(each, BoundSymbol | Record) for each in gc.get_objects())
+
+    compile_for(range(1, RECENT + 1))
+    first, *_, last = ours.compiled
+    memory = last.predict_memory(others=[first])
+    counts = [compile_for(range(batch, batch + 1)) for batch in range(RECENT + 1, RECENT + 4)]
+    assert counts[2] - counts[1] < 10, counts  # of about 800 that a compilation makes
+    with pytest.raises(AttributeError, match=r"compiled for inputs float32\[1, 4\].* are not kept any more"):
+        _ = first.forward
+    assert (forgotten := last.predict_memory(others=[first])).fixed == memory.fixed
+    assert forgotten.tensors == memory.tensors
+    assert len(ours.schedules) == len(ours.compiled) == RECENT + 3 and all(s.backward for s in ours.schedules)
+    misses = thunder.compile_stats(model).cache_misses
+    model(torch.ones(1, 4)).sum().backward()
+    assert thunder.compile_stats(model).cache_misses == misses
 
 
 @on_ranks(2)

@@ -46,6 +46,7 @@ arguments repeat only records of calls with the same ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from types import BuiltinMethodType, MethodType, MethodWrapperType
 from typing import Any, NamedTuple
 
@@ -207,7 +208,8 @@ class Check(NamedTuple):
     expected: tuple[Any, ...]
 
 
-class Record(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Record:
     """The reads and results of tracing one module call."""
 
     reads: tuple[Read, ...]  # all values that were read, in order

@@ -15,6 +15,7 @@ import logging
 import traceback
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -63,16 +64,20 @@ _DEFAULTS = ("default_dtype", "default_device")
 _MOST = 16
 """How many records are kept for calls with the same arguments of modules of one class."""
 
+RECENT = 4
+"""Of how many compilations the records are kept, and the traces. Both take most of the memory of a compilation."""
+
 
 class Repetition:
     """Traces the module calls of one jitted module, and gives calls that are alike copies of the same bound symbols.
 
-    Records are kept from one compilation to the next, so that calls with other flags profit from earlier ones.
+    Records are kept as long as one of the last compilations has used them, so that calls with other flags profit.
     """
 
     def __init__(self, input_reads: InputReads | None = None) -> None:
         self._input_reads = input_reads or InputReads()
-        self._records: dict[Any, list[Record]] = {}
+        self._records: dict[Any, list[weakref.ref[Record]]] = {}
+        self._used: deque[set[Record]] = deque(maxlen=RECENT)  # in the last compilations
         self._trace: Any = None
         self.recorded = self.repeated = 0  # calls of the present compilation
         self.refused: dict[Path, str] = {}  # why others can be neither, by the path of the module
@@ -100,9 +105,10 @@ class Repetition:
         key = type(unwrap(module)), arguments.key, *map(cache_info().get, _DEFAULTS)
         records, mode = self._records.setdefault(key, []), grad_mode_of(data)
         observer.note_checks()
-        for record in records:
+        for record in (known for known in (ref() for ref in records) if known is not None):
             if record.fits(place, observer.roots, mode, arguments.detached):
                 self.repeated += 1
+                self._used[-1].add(record)
                 observer.uses_of_grad_mode += not record.is_portable
                 read = [read.at(place) for read in record.reads]
                 observer.reads.extend(read)
@@ -122,10 +128,12 @@ class Repetition:
         try:
             if is_known:
                 raise Unrepeatable("the program has read the module before it calls it")
-            records.append(make_record(observer, since, place, arguments, result, mode))
+            record = make_record(observer, since, place, arguments, result, mode)
         except Unrepeatable as reason:
             self._refuse(place, reason)
             return result
+        self._used[-1].add(record)
+        records.append(weakref.ref(record))
         del records[:-_MOST]
         self.recorded += 1
         return result
@@ -133,10 +141,19 @@ class Repetition:
     def _begin(self, trace: Any, module: WrappedValue) -> None:
         """Begin a new compilation, whose first module call is that of the outermost module."""
         self._trace = trace
+        self._used.append(set())
+        alive = ((key, [ref for ref in refs if ref() is not None]) for key, refs in self._records.items())
+        self._records = {key: refs for key, refs in alive if refs}
         self._observer = Observer(module)
         self._places: dict[torch.nn.Module, Path] = {}  # where each module was called first
         self._depth = self.recorded = self.repeated = 0
         self.refused = {}
+
+    def end(self) -> None:
+        """End a compilation: free the log of what the program has read."""
+        self._trace = None
+        self.__dict__.pop("_observer", None)
+        self.__dict__.pop("_places", None)
 
     def _is_shared(self, module: torch.nn.Module, place: Path) -> bool:
         """Return whether a part of the module is known in another place, under which the prologue checks it."""

@@ -16,7 +16,7 @@ from thunder.core.trace import TraceCtx
 from ..runtime.bucket import Bucket
 from ..sizes import round_up
 from .analysis import BEFORE_TRACE, NO_PENDING_GRADS, Analysis, Lifetime, PendingGrads, bytes_at
-from .effects import effects
+from .effects import Effects
 from .inspection import is_statement, source_of, statement, statements
 from .slots import arena_allocations, slots_in_use
 from .unknown_memory import UnknownMemory, unknown_memory
@@ -117,7 +117,7 @@ class StepMemory:
         *,
         device: str | None = None,
         accumulated: PendingGrads = NO_PENDING_GRADS,
-        others: Iterable[Sequence[TraceCtx]] = (),
+        others: Iterable[Sequence[Effects]] = (),
     ) -> StepMemory:
         """Return the memory of a forward trace, or of a forward and a backward trace, over all buckets of a module.
 
@@ -125,7 +125,7 @@ class StepMemory:
             device: the type of device (``"cuda"``, ``"cpu"``) whose allocator and kernels the step uses; by default that
                 of the buckets. A plan on the meta device or on a CPU gives that of the cluster.
             accumulated: the gradients that backwards under ``no_sync`` have left.
-            others: the traces of other steps that have run; what they keep allocated counts.
+            others: the effects of the traces of other steps that have run; what they keep allocated counts.
         """
         buckets = tuple(buckets)
         types = {bucket.spec.device.type for bucket in buckets}
@@ -141,7 +141,7 @@ class StepMemory:
             begin = numbers[first] if first >= 0 else -1
             return TensorMemory(kind, name, round_up(nbytes, unit), begin, numbers[last], source)
 
-        of_others = [[effects(bsym) for trace in other for bsym in trace.bound_symbols] for other in others]
+        of_others = list(others)
         allocations = {
             arena: [(0, end)]
             for step in of_others
