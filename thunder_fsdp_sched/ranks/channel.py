@@ -35,10 +35,10 @@ from ..private_torch import all_gather_on_host, labelled, timeout_of
 from .messages import first_difference, first_different, first_line, named, sides
 from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, exchange_texts, let_belong, new_group
 
-TOKEN = struct.Struct("<4q")
+TOKEN = struct.Struct("<5q")
 """The format of a token: a hash of what all ranks must have in common, one of what they may have in common (inputs), one
-of what ranks must have in common if they have that (the exact computation), and offers: bits that may differ, of which
-those count that all ranks have set."""
+of what ranks must have in common if they have that (the exact computation), offers: bits that may differ, of which those
+count that all ranks have set, and a hash of what the ranks exchange unless it is the same on all of them."""
 
 _PATIENCE = timedelta(seconds=5)
 """How long ranks that disagree wait for each other's descriptions."""
@@ -68,8 +68,12 @@ class RoundAction:
     def cancel(self) -> None:
         """Record that the action will not be performed."""
 
-    def take(self, offers: int) -> None:
-        """Take the bits that all ranks have offered, once the round is settled."""
+    def take(self, offers: int, *, alike: bool) -> None:
+        """Take the bits that all ranks have offered, once the round is settled.
+
+        Args:
+            alike: whether the last hash of all tokens is the same.
+        """
 
 
 class Channel:
@@ -142,14 +146,15 @@ class Channel:
         if self._received != self._sent * self.size:
             tokens = list(TOKEN.iter_unpack(self._received))
             of_ranks = dict(zip(self.group.global_ranks, tokens, strict=True))
-            different = first_different({rank: ((), same) for rank, (same, _, _, _) in of_ranks.items()})
+            different = first_different({rank: ((), same) for rank, (same, *_) in of_ranks.items()})
             different = different or first_different(
-                {rank: (inputs, exact) for rank, (_, inputs, exact, _) in of_ranks.items()}
+                {rank: (inputs, exact) for rank, (_, inputs, exact, *_) in of_ranks.items()}
             )
             if different is not None:
                 raise self._disagreement(action, *different)
         self.last = action
-        action.take(functools.reduce(operator.and_, (offers for *_, offers in tokens)))
+        offered = functools.reduce(operator.and_, (offers for *_, offers, _ in tokens))
+        action.take(offered, alike=len({exchanged for *_, exchanged in tokens}) == 1)
 
     def gather(self, value: Any) -> list[Any]:
         """Exchange a picklable object with every rank, after a round."""

@@ -37,6 +37,7 @@ that such gradients were discarded                 the hash: ``Control.discards`
 whether backward still has a kept bucket           offered (``TraceStart.guarded``): else all gather it again
 whether forward has left a bucket for backward     offered (``TraceStart.reusing``): else all gather it
 whether a window has left a bucket for forward     offered (``TraceStart.reusing``): else all gather it
+which parameters have no gradient                  the last hash; if it differs, names: those that no rank has used
 whether a save beside training has failed          offered: the error is raised once all ranks know of it
 any other call that communicates                   ``rendezvous`` with its name and arguments
 =================================================  ============================================================
@@ -208,7 +209,7 @@ class Control:
             excess = self.issue_counts.excess
             same = hash64("call", self.number, what, details, excess)
             text = f"{' '.join((what, *details))} of {self.title}{after_excess(excess)}"
-            self.channel.post(TOKEN.pack(same, 0, 0, 0), RoundAction(text))
+            self.channel.post(TOKEN.pack(same, 0, 0, 0, 0), RoundAction(text))
 
     def settle(self) -> None:
         """Settle the latest round if it is still pending."""
@@ -231,6 +232,10 @@ class Control:
         with self.doing(f"the reduction of {what}"):
             dist.all_reduce(tensor, op=op, group=self.channel.group.process_group)
         return tensor.tolist()
+
+    def gather_settled(self, what: str, value: Any) -> dict[int, Any]:
+        """Return the objects of all ranks, by global rank, after a round in which all of them learned to exchange them."""
+        return dict(zip(self.group.global_ranks, self._gather(what, value), strict=True))
 
     def _gather(self, what: str, value: Any) -> list[Any]:
         assert self.channel is not None

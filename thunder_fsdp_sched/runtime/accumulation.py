@@ -37,6 +37,8 @@ class Accumulation:
         sharded: this rank's flat rows, reduced within the sharding group but not across replicas, in
             ``spec.accumulate_dtype``.
         params: the indices of the parameters that have gradients in either.
+        used: those of which this rank has added others than zeros for lack of a gradient: see [Note: Outputs without
+            gradient] in ``unused_outputs``.
         is_running: whether a ``no_sync`` backward has added gradients and has not run to its end.
         deferred: sharded gradients of parameters that only earlier ``no_sync`` backwards had; added to ``.grad`` at the end
             of backward.
@@ -52,6 +54,7 @@ class Accumulation:
         self.unsharded: torch.Tensor | None = None
         self.sharded: torch.Tensor | None = None
         self.params: set[int] = set()
+        self.used: set[int] = set()
         self.is_running = False
         self._is_first = False  # whether there is nothing but gradients of the running backward
         self.deferred = {}

@@ -55,6 +55,7 @@ from ..private_torch import (
     running_node,
     set_hooks,
 )
+from .unused_outputs import watch_outputs
 
 _moments = itertools.count(1)
 
@@ -111,7 +112,7 @@ def _is_sharded(leaf: torch.Tensor) -> bool:
     return hasattr(leaf, "rows")
 
 
-def guard_backward(no_sync: bool, *outputs: torch.Tensor) -> None:
+def guard_backward(no_sync: bool, *outputs: torch.Tensor, reached: Sequence[int] | None = None) -> None:
     """Prepare the autograd node of the forward that has just ended.
 
     It learns when that was: see [Note: The backward of the most recent forward]. And its backward raises errors for requests
@@ -120,11 +121,15 @@ def guard_backward(no_sync: bool, *outputs: torch.Tensor) -> None:
     Args:
         no_sync: whether backward accumulates gradients without returning them.
         outputs: the outputs of forward, connected to autograd.
+        reached: for each tensor among the inputs, the outputs that it reaches, as bits; ``None`` if all that reach one reach
+            all. See [Note: Outputs without gradient] in ``unused_outputs``.
     """
     for first, compiled in compiled_nodes_of(outputs):
         if _ENDED not in compiled.metadata:  # otherwise of an earlier forward, whose output this one has returned
             compiled.metadata[_ENDED] = moment()
             first.register_prehook(partial(_check, leaf_nodes(compiled) if no_sync else ()))
+            if reached is not None:
+                watch_outputs(first, compiled, reached)
 
 
 def _check(leaves: Sequence[tuple[Any, Any]], grads: Any) -> None:

@@ -15,6 +15,7 @@ from .bucket import WINDOW_OPEN, Bucket
 from .memory import Arena, InFlight, Slot, address, slot_bytes
 from .names import issue_named
 from .row_dtensor import RowDTensor
+from .unused_outputs import drop_gradients, not_used_here, unused_gradients
 
 T = TypeVar("T")
 
@@ -197,6 +198,8 @@ def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> 
         if ends_window:
             output = bucket.accumulation.with_reduced(output)
     grads = bucket.sharded_grads(output)
+    unused = unused_gradients(bucket, frozenset(flight.missing))
+    drop_gradients(bucket, unused)
     if not ends_window:
         return grads
     accumulated = bucket.accumulation.params
@@ -206,7 +209,8 @@ def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> 
                 f"parameter {bucket.spec.params[index].name!r} was frozen between forward and backward, while gradients of "
                 f"no_sync have accumulated for it. Freeze it before forward"
             )
-    bucket.accumulation.deferred = {index: grads[index] for index in accumulated.intersection(flight.missing)}
+    deferred = accumulated.intersection(flight.missing) - unused
+    bucket.accumulation.deferred = {index: grads[index] for index in deferred}
     return grads
 
 
@@ -214,6 +218,7 @@ def accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
     given = {i: grad for i, grad in enumerate(grads) if grad is not None}
     if added := _accumulated_of(bucket, given):
         bucket.accumulation.add((i, bucket.sum_to_param(i, given[i])) for i in sorted(added))
+        bucket.accumulation.used |= added - not_used_here(bucket)
 
 
 def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:
@@ -227,6 +232,7 @@ def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:
             rows[index].zero_()
     if added:
         bucket.accumulation.add_reduced(flight.output, added)
+        bucket.accumulation.used |= added - not_used_here(bucket)
 
 
 def _accumulated_of(bucket: Bucket, indices: Iterable[int]) -> set[int]:

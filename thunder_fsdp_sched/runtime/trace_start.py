@@ -13,6 +13,7 @@ from ..ranks.process_groups import ProcessGroupRef
 from .bucket import Bucket
 from .memory import Slot
 from .ops import gather_again
+from .unused_outputs import agree_on_unused, unused_gradients
 
 _BITS = 30
 """How many bits of a token's offers stand for kept buckets, and as many for gathers that may be left out. Buckets whose
@@ -71,7 +72,7 @@ class TraceStart(RoundAction):
         self.left_over: list[weakref.ref[Bucket]] = []
         """Buckets whose unreduced gradients from ``no_sync`` the trace reduces if there are any."""
         self.ending: list[tuple[weakref.ref[Bucket], frozenset[int]]] = []
-        """Buckets that the trace reduces, each with the parameters of which it computes no gradient itself."""
+        """Buckets whose gradients the trace returns, each with the parameters of which it computes none itself."""
         self.guarded: list[weakref.ref[Bucket]] = []
         """Kept buckets, which are gathered again if some rank has lost them; in the same order on all ranks."""
         self.reusing: list[MarkedGather] = []
@@ -82,6 +83,7 @@ class TraceStart(RoundAction):
         self._excess, self._begun = 0, 0
         self._reduced: list[str] = []  # a line for each bucket of `left_over` that it reduces
         self._reduced_in: list[tuple[ProcessGroupRef, str]] = []  # the same for buckets that not all ranks have
+        self._unused: dict[Bucket, frozenset[int]] = {}  # the parameters that this rank has not used
         self._deferred = ""  # the parameters whose gradients only earlier micro-batches of the window have
         self._failure: Callable[[], object] | None = None
         self._hashed: tuple[object, int] = None, 0  # the latest state that was hashed, and its hash
@@ -104,7 +106,7 @@ class TraceStart(RoundAction):
         if self._failure is None:
             offers &= ~_FAILURE
         assert control.channel is not None
-        control.channel.post(TOKEN.pack(self._same(), self._inputs, self._exact, offers), self)
+        control.channel.post(TOKEN.pack(self._same(), self._inputs, self._exact, offers, self._find_unused()), self)
         issue_counts.expected += self._begun
         if waits:
             self.settle()
@@ -127,11 +129,11 @@ class TraceStart(RoundAction):
         self.control.issue_counts.expected -= self._begun
         self._begun = 0
 
-    def take(self, offers: int) -> None:
+    def take(self, offers: int, *, alike: bool) -> None:
         """Do what all ranks have offered.
 
         Gathers are left out whose buckets all ranks have. Kept buckets that a rank has lost are gathered again. The error of
-        a save is raised that all ranks know.
+        a save is raised that all ranks know. No gradient is returned for parameters that no rank has used.
         """
         if offers & _FAILURE and self._failure is not None:
             self.cancel()
@@ -141,6 +143,8 @@ class TraceStart(RoundAction):
                 bucket.is_reuse_agreed = bool(offers & bit)
         if not offers & _SHARED:
             self.control.check_same_in_groups("the gradients of no_sync to reduce", self._reduced_in, met=True)
+        if self.ending or not alike:
+            self._agree_on_unused(alike)
         for reference, bit in self._numbered(self.guarded):
             if not offers & bit and (bucket := reference()) is not None:
                 self.control.issue_counts.expected += 2
@@ -194,6 +198,37 @@ class TraceStart(RoundAction):
                     missing |= bit
                     waits = True
         return missing, waits
+
+    def _find_unused(self) -> int:
+        """Find the parameters that this rank has not used, and return a hash; 0 if there are none."""
+        found = ((reference(), missing) for reference, missing in self.ending)
+        self._unused = {b: unused_gradients(b, missing) for b, missing in found if b is not None}
+        names = self._names_of_unused()
+        return hash64(names) if names else 0
+
+    def _names_of_unused(self) -> dict[str, list[str]]:
+        return {
+            bucket.spec.name: [bucket.spec.params[index].name for index in sorted(unused)]
+            for bucket, unused in self._unused.items()
+            if unused
+        }
+
+    def _agree_on_unused(self, alike: bool) -> None:
+        """Let backward return no gradient for parameters that no rank has used; exchange names unless all are the same."""
+        agreed = self._unused
+        if not alike:
+            what = f"names of parameters that the {self.text} of a rank has not used"
+            theirs = self.control.gather_settled(what, self._names_of_unused())
+            agreed = {
+                b: frozenset(
+                    index
+                    for index in unused
+                    if all(b.spec.params[index].name in theirs[r].get(b.spec.name, ()) for r in b.ranks.all_ranks)
+                )
+                for b, unused in self._unused.items()
+            }
+        agree_on_unused(agreed)
+        self._unused = {}  # traces keep no buckets alive
 
     def _numbered(self, references: Sequence[T], first: int = 0) -> Iterator[tuple[T, int]]:
         """Yield each with its bit of the offers."""

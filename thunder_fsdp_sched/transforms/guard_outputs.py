@@ -1,30 +1,41 @@
+"""Guard the backward of a compiled forward, and tell it which outputs each input reaches."""
+
 from __future__ import annotations
 
-from thunder.core import prims
-from thunder.core.proxies import TensorProxy
+from collections import defaultdict
+from functools import reduce
+from operator import or_
+from typing import Any
+
+from thunder.core import dtypes, prims
+from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.pytree import tree_flatten
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.inspection import before_return, return_of, swap_args, with_bound_symbols
+from ..ir.inspection import args_of, before_return, defined_by, names, return_of, swap_args, with_bound_symbols
 from ..ir.symbols import fsdp_detached, fsdp_guard_backward
 from .differentiate import needing_gradient
 
 
-def guard_outputs(epilogue: TraceCtx, *, no_sync: bool) -> TraceCtx:
+def guard_outputs(epilogue: TraceCtx, *, no_sync: bool, computation: TraceCtx) -> TraceCtx:
     """Insert ``fsdp_guard_backward`` into the epilogue, which gets the outputs when they are connected to autograd.
 
     Runs on the epilogue after ``detach_state`` and before ``shard_prologue``. Before::
 
         return {'h': h, 'loss': t52}
 
-    After::
+    After, with three inputs of which the second reaches the first output alone::
 
-        fsdp_guard_backward(False, h, t52)
+        fsdp_guard_backward(False, h, t52, reached=(3, 1, 3))
         return {'h': h, 'loss': t52}
 
-    See [Note: Requested gradients] in ``runtime.autograd``.
+    See [Note: Requested gradients] in ``runtime.autograd`` and [Note: Outputs without gradient] in
+    ``runtime.unused_outputs``.
     """
     outputs = [argument for argument in epilogue.args if isinstance(argument, TensorProxy)]
-    guard = fsdp_guard_backward.bind(no_sync, *outputs, output=None)
+    reached = outputs_reached(computation, epilogue)
+    marks = {} if reached is None else {"reached": reached}
+    guard = fsdp_guard_backward.bind(no_sync, *outputs, **marks, output=None)
     return before_return(epilogue, guard, pass_name="fsdp: guard outputs")
 
 
@@ -61,3 +72,44 @@ def detach_state(epilogue: TraceCtx, *, computation: TraceCtx) -> TraceCtx:
             bsym = swap_args(bsym, detached)
         bsyms.append(bsym)
     return with_bound_symbols(epilogue, bsyms, "fsdp: detach state") if detached else epilogue
+
+
+def outputs_reached(computation: TraceCtx, epilogue: TraceCtx) -> tuple[int, ...] | None:
+    """Return for each tensor among the inputs of a computation the outputs that it reaches, as bits.
+
+    An operator connects all that it reads with all that it returns, as a node of autograd does, except detached values and
+    those whose dtype has no gradients. Outputs that the program neither returns nor assigns to an attribute, such as new
+    values of buffers, do not count. ``None`` if all inputs that require a gradient and reach an output reach the same.
+
+    Args:
+        computation: as Thunder has traced it.
+        epilogue: as Thunder has traced it; its last arguments are the outputs of the computation.
+    """
+    returned = return_of(computation).args[0]
+    outputs, _ = tree_flatten(returned["output"])
+    visible = _visible(outputs, epilogue)
+    bits: dict[str, int] = defaultdict(int)
+    for number, output in enumerate(outputs):
+        if visible[number] and _has_gradient(output):
+            bits[output.name] |= 1 << number
+    for bsym in reversed(computation.bound_symbols[:-1]):
+        reaching = reduce(or_, (bits[out.name] for out in defined_by(bsym) if _has_gradient(out)), 0)
+        if reaching and bsym.sym.name != "detach":
+            for name in args_of(bsym):
+                bits[name] |= reaching
+    inputs = [arg for arg in returned["flat_args"] if isinstance(arg, TensorProxy)]
+    found = {bits[arg.name] for arg in inputs if arg.requires_grad and bits[arg.name]}
+    return tuple(bits[arg.name] for arg in inputs) if len(found) > 1 else None
+
+
+def _visible(outputs: list[Any], epilogue: TraceCtx) -> list[bool]:
+    """Return which outputs of the computation may get a gradient, in this call's backward or in that of a later call."""
+    seen = set(args_of(return_of(epilogue)))
+    seen.update(*(args_of(bsym) for bsym in epilogue.bound_symbols if bsym.sym is prims.pack_attr))
+    given = epilogue.args[len(epilogue.args) - len(outputs) :]
+    return [next(names([argument]), None) in seen for argument in given]
+
+
+def _has_gradient(value: Any) -> bool:
+    is_inexact = isinstance(value, TensorProxy) and dtypes.is_inexact_dtype(value.dtype)
+    return is_inexact and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in value.tags

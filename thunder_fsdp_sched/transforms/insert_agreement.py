@@ -46,10 +46,11 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool) 
             end = position
             break
     start.left_over = [weakref.ref(e.bucket) for e in of_all if e.runs is not None and e.bucket is not None]
+    accumulates = any(e.leaves for e in of_all)  # then it returns no gradients
     start.ending = [
         (weakref.ref(e.bucket), frozenset(e.missing_gradients))
         for e in of_all
-        if e.bucket is not None and e.missing_gradients
+        if e.bucket is not None and (e.collects or e.runs) and not accumulates
     ]
     start.guarded = [weakref.ref(bucket) for bucket in sorted(guarded, key=lambda bucket: bucket.spec.name)]
     issues = [e.issues for e in of_all if e.issues is not None]

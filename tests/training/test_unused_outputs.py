@@ -1,0 +1,174 @@
+"""Outputs without gradient: parameters that no rank has used get none, and the others what the sum over ranks gives."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+from unittest import mock
+
+from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.ranks.control import Control
+from thunder_fsdp_sched.transforms.guard_outputs import outputs_reached
+
+import pytest
+import thunder
+import torch
+from profiles import LONG_ONLY
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+WAYS = [("zero2", "unsharded"), ("zero3", "sharded")]
+MORE_WAYS = [pytest.param(*way, marks=LONG_ONLY) for way in (("zero2", "sharded"), ("zero3", "unsharded"))]
+
+
+class Heads(nn.Module):
+    """Two outputs that share a layer. Their own parameters are in one bucket, and one more layer is in its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.a, self.b = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = torch.tanh(self.trunk(x))
+        return {"a": h @ self.a, "b": self.last(h @ self.b @ self.b.t()) * z, "h": h.detach()}
+
+
+WINDOWS: list[list[tuple[str, str]]] = [
+    [("a", "a")],
+    [("a", "b")],
+    [("b", "b")],
+    [("a", "a"), ("a", "a")],
+    [("b", "a"), ("a", "a")],
+    [("a", "a"), ("a", "b")],
+    [("a", "b"), ("b", "b"), ("ab", "b")],
+    [("b", "a"), ("a", "b")],
+]
+"""Of each window, the micro-batches: which outputs the two ranks use."""
+
+
+def _inputs(*seeds: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(hash(seeds) % 1000)
+    x, z = (torch.randn(5, size, generator=generator, dtype=torch.float64) for size in (3, 2))
+    return x, z.requires_grad_()
+
+
+def _loss(outputs: dict[str, torch.Tensor], used: str) -> torch.Tensor:
+    return sum(outputs[name].square().mean() for name in used)  # type: ignore[return-value]
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _models(**options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    module = Heads().double()
+    return copy.deepcopy(module), thunder.jit(module, transforms=[fsdp(**options)])
+
+
+@pytest.mark.parametrize(("strategy", "accumulate"), [*WAYS, *MORE_WAYS])
+@on_ranks(2)
+def test_what_no_rank_has_used_has_no_gradient(rank: int, world_size: int, strategy: str, accumulate: str) -> None:
+    reference, model = _models(sharding_strategy=strategy, accumulate=accumulate)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.5) for m in (reference, model)]
+    calls: list[str] = []
+    for name, param in model.named_parameters():
+        param.register_hook(lambda grad, name=name: calls.append(name))
+    exchange = Control.gather_settled
+    for number, window in enumerate(WINDOWS):
+        calls.clear()
+        with mock.patch.object(Control, "gather_settled", autospec=True, side_effect=exchange) as exchanged:
+            for micro_batch, used in enumerate(window):
+                for other in range(world_size):
+                    (_loss(reference(*_inputs(number, micro_batch, other)), used[other]) / world_size).backward()
+                x, z = _inputs(number, micro_batch, rank)
+                is_last = micro_batch == len(window) - 1
+                with contextlib.nullcontext() if is_last else model.no_sync():
+                    _loss(model(x, z), used[rank]).backward()
+                assert (z.grad is None) is ("b" not in used[rank])
+        # Ranks exchange names only if they have used different parameters.
+        of_ranks = [set("".join(used[other] for used in window)) for other in range(world_size)]
+        assert exchanged.call_count == (of_ranks[0] != of_ranks[1])
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (ours.grad is None) is (theirs.grad is None), (number, name)
+            if theirs.grad is not None:
+                torch.testing.assert_close(_whole(ours.grad), theirs.grad, rtol=1e-11, atol=1e-11)
+        assert sorted(calls) == sorted(name for name, param in reference.named_parameters() if param.grad is not None)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(_whole(ours), theirs.data, rtol=1e-11, atol=1e-11)
+    steps = [
+        [float(optimizer.state[p]["step"]) for p in optimizer.param_groups[0]["params"]] for optimizer in optimizers
+    ]
+    assert steps[0] == steps[1] and len(set(steps[0])) > 1
+
+
+@on_ranks(2)
+def test_fsdp2_and_requests_of_single_gradients(rank: int) -> None:
+    reference, model = _models()
+    theirs = fully_shard(copy.deepcopy(reference))
+    x, z = _inputs(0, rank)
+    for net in (theirs, model):
+        outputs = net(x, z)
+        _loss(outputs, "a").backward(retain_graph=True)
+        assert [name for name, param in net.named_parameters() if param.grad is None] == [
+            "b",
+            "last.weight",
+            "last.bias",
+        ]
+        if net is model:  # FSDP2 has freed what a second backward needs
+            _loss(outputs, "b").backward()
+            assert all(param.grad is not None for param in net.parameters())
+    params = [model.a, model.b]
+    a, b = torch.autograd.grad(_loss(model(x, z), "a"), params, allow_unused=True)
+    assert a is not None and b is None
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        torch.autograd.grad(_loss(model(x, z), "a"), params)
+
+
+class Reaching(nn.Module):
+    """Outputs of operators that do not pass on all gradients, a buffer that is updated, and a region that recomputes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.ones(3)) for _ in range(3))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * self.first
+        self.mean.mul_(0.5).add_(y.mean(0))
+        mask = y > self.second
+        split = torch.where(mask, y.detach(), x * self.third)
+        return y, y.argmax(), checkpoint(torch.sin, split, use_reentrant=False)
+
+
+@pytest.mark.parametrize("trace_modules_once", [True, False])
+def test_the_outputs_that_each_input_reaches(trace_modules_once: bool, fake_ranks: None) -> None:
+    found = []
+
+    def record(*args: Any) -> Any:
+        found.append(outputs_reached(*args))
+        return found[-1]
+
+    jitted = thunder.jit(Reaching(), transforms=[fsdp(trace_modules_once=trace_modules_once)])
+    with mock.patch("thunder_fsdp_sched.transforms.guard_outputs.outputs_reached", record):
+        jitted(torch.randn(2, 3))
+    assert found == [(0b101, 0b001, 0, 0, 0b100)]  # of x, first, second, mean and third
+
+
+def test_traces_whose_inputs_reach_the_same_outputs_need_no_hooks(fake_ranks: None) -> None:
+    for model in (nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))):
+        jitted = thunder.jit(model, transforms=[fsdp()])
+        jitted(torch.randn(4, 3))
+        [guard] = [
+            bsym
+            for bsym in thunder.compile_stats(jitted).last_epilogue_traces[-1].bound_symbols
+            if bsym.sym.name == "fsdp_guard_backward"
+        ]
+        assert "reached" not in guard.kwargs
