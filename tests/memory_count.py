@@ -150,7 +150,7 @@ def _lasting(buckets: Iterable[Bucket]) -> Iterator[torch.Tensor | None]:
                 yield from buffers
         for one in (bucket, *bucket.aliases.values()):
             yield getattr(one.source, "_cast", None)
-        yield vars(bucket).get("feedback")  # made by the first reduction
+        yield getattr(vars(bucket).get("feedback"), "lost", None)  # made by the first reduction
 
 
 def count_step(

@@ -159,7 +159,7 @@ def test_error_feedback_adds_what_rounding_has_lost(rank: int, world_size: int) 
             for own, shard in results:  # what is between segments is undefined
                 assert all(map(torch.equal, own, shard))
             results.clear()
-            assert lost and all(torch.equal(bucket.feedback, value) for bucket, value in lost.items())
+            assert lost and all(torch.equal(bucket.feedback.lost, value) for bucket, value in lost.items())
             assert all(value.any() for value in lost.values())
             model.zero_grad()
     assert {b for b in transform.sharded.buckets if b.spec.reduce_wire and b.spec.requires_grad} == set(lost)
@@ -184,7 +184,7 @@ def test_a_scaler_skips_an_overflow_on_all_ranks_and_feedback_stays_finite(rank:
             same = [torch.equal(p.to_local(), b.to_local()) for p, b in zip(model.parameters(), before, strict=True)]
             assert all(same) if step == 1 else not all(same)
             assert scaler.get_scale() == (4.0 if step == 0 else 2.0)
-            assert all(b.feedback.isfinite().all() for b in transform.sharded.buckets if b.spec.reduce_wire)
+            assert all(b.feedback.lost.isfinite().all() for b in transform.sharded.buckets if b.spec.reduce_wire)
 
 
 class Called(nn.Sequential):
@@ -243,17 +243,17 @@ def test_error_feedback_is_saved_and_continues_on_as_many_ranks(rank: int, tmp_p
                 tfs.load_checkpoint(tmp_path / name, model)
             messages = [str(warning.message) for warning in caught]
         buckets = [bucket for bucket in transform.sharded.buckets if "feedback" in vars(bucket)]
-        return model, [b.feedback for b in buckets], [m for m in messages if "error feedback" in m] if name else []
+        return model, [b.feedback.lost for b in buckets], [m for m in messages if "error feedback" in m] if name else []
 
     if rank < 2:
         model = load("", 0, process_group=group)[0]
-        tfs.save_checkpoint(tmp_path / "untrained", model)
         _trained(model, range(2), rank)
-        tfs.save_checkpoint(tmp_path / "two", model)
+        tfs.save_checkpoint(tmp_path / "two", model, error_feedback=True)
+        tfs.save_checkpoint(tmp_path / "without", model)
         other, lost, messages = load("two", 0, process_group=group)
         assert not messages and all(one.any() for one in lost)
         assert all(map(torch.equal, _trained(model, range(2, 4), rank), _trained(other, range(2, 4), rank)))
-        _, lost, messages = load("untrained", 1, process_group=group)
+        _, lost, messages = load("without", 1, process_group=group)
         assert not messages and not any(one.any() for one in lost)
         assert len(load("two", 1, process_group=group, bucketing_strategy="none")[2]) == (rank == 0)
     dist.barrier()

@@ -68,6 +68,7 @@ def save_checkpoint(
     keys: tuple[str, str] = ("model", "optim"),
     checksums: bool = True,
     keep: int | None = None,
+    error_feedback: bool = False,
     wait: bool = True,
     writer: Literal["process", "thread"] = "process",
     when_busy: Literal["wait", "raise"] = "wait",
@@ -88,6 +89,9 @@ def save_checkpoint(
         checksums: save checksums of the files as they were written.
         keep: when this checkpoint is complete, remove all but the ``keep`` newest complete ones, this one included, in the
             folder that contains ``folder``. Links, and checkpoints that this package has not written, are left alone.
+        error_feedback: also save the error feedback of ``comm_policy``, which differs between ranks. Each rank saves as much
+            as a whole model in ``reduce_dtype``. Without it, feedback starts from zero after loading, which costs what
+            rounding has lost of one step.
         wait: return when the checkpoint is complete. If not, all values are copied to host memory, and are written
             while training goes on: see [saving beside training](checkpoints.md#saving-beside-training).
         writer: with ``wait=False``, who writes the data: a process of each rank at low priority (on Linux), or a thread.
@@ -125,7 +129,7 @@ def save_checkpoint(
             raise ValueError(f"extra: the name {sorted(taken)[0]!r} is taken by the model or its optimizers (keys)")
         if reserved := {EXTRA, FEEDBACK}.intersection(keys):
             raise ValueError(f"keys: the name {reserved.pop()!r} is taken")
-        if lost := feedback.entries(sharded):
+        if error_feedback and (lost := feedback.entries(sharded)):
             state[FEEDBACK] = lost
         facts = describe_optimizers(model, chosen, values=True)
         if extra:

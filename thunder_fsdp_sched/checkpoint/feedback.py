@@ -17,7 +17,8 @@ FEEDBACK = "error_feedback"
 
 def entries(sharded: ShardedModule) -> dict[str, torch.Tensor]:
     """Return what this rank saves, by name; empty before the first reduction."""
-    return {_name(bucket): bucket.feedback for bucket in _with_feedback(sharded) if "feedback" in vars(bucket)}
+    buckets = (bucket for bucket in _with_feedback(sharded) if "feedback" in vars(bucket))
+    return {_name(bucket): bucket.feedback.in_units_of_loss() for bucket in buckets}
 
 
 class Loading:
@@ -46,9 +47,9 @@ class Loading:
         """Copy what was loaded, and fill the rest with zeros."""
         for bucket, name in self._places:
             if name is not None:
-                bucket.feedback.copy_(self.memory[name])
+                bucket.feedback.load(self.memory[name])
             elif "feedback" in vars(bucket):
-                bucket.feedback.zero_()
+                bucket.feedback.load(None)
 
 
 def _with_feedback(sharded: ShardedModule) -> Iterator[Bucket]:

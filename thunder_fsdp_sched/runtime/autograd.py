@@ -82,25 +82,35 @@ class _Request(NamedTuple):
 
     Attributes:
         number: the number of the backward.
-        added: whether it adds to ``.grad``, for each sharded parameter that forward reads, by its identity.
+        answers: what :func:`accumulates` says of each sharded parameter that forward reads, by its identity.
         adds_all: whether it adds to the ``.grad`` of all of them.
     """
 
     number: int
-    added: dict[int, bool]
+    answers: dict[int, bool | None]
     adds_all: bool
 
 
 def requested(params: Sequence[torch.nn.Parameter]) -> frozenset[int]:
     """Return the indices of the parameters to whose ``.grad`` the running backward adds."""
+    return _indices(params, lambda answer: answer is True)
+
+
+def wanted(params: Sequence[torch.nn.Parameter]) -> frozenset[int]:
+    """Return these indices, and those of parameters whose gradients ``torch.autograd.grad`` returns."""
+    return _indices(params, lambda answer: answer is not False)
+
+
+def _indices(params: Sequence[torch.nn.Parameter], counts: Callable[[bool | None], bool]) -> frozenset[int]:
     node = running_node()
     if node is None:  # a trace that runs outside of autograd
         return frozenset(range(len(params)))
     request = node.metadata.get(_KEY)
     if request is None or request.number != backward_number():
-        added = {id(leaf): accumulates(n) is True for leaf, n in leaf_nodes(node) if _is_sharded(leaf)}
-        node.metadata[_KEY] = request = _Request(backward_number(), added, all(added.values()))
-    return frozenset(i for i, param in enumerate(params) if request.added.get(id(param), request.adds_all))
+        answers = {id(leaf): accumulates(n) for leaf, n in leaf_nodes(node) if _is_sharded(leaf)}
+        request = _Request(backward_number(), answers, all(answer is True for answer in answers.values()))
+        node.metadata[_KEY] = request
+    return frozenset(i for i, param in enumerate(params) if counts(request.answers.get(id(param), request.adds_all)))
 
 
 _KEY = "thunder_fsdp_sched.requested"

@@ -34,8 +34,9 @@ from ..plan.specs import BucketSpec
 from ..ranks.control import Control, IssueCounts
 from ..transports import transport_of
 from ..transports.base import PeerMemory, Views, Work
+from ..transports.feedback import ErrorFeedback
 from .accumulation import Accumulation
-from .autograd import is_of_running_backward, requested
+from .autograd import is_of_running_backward, requested, wanted
 from .memory import Arena, Slot, address, slot_bytes
 from .names import optimizer_steps
 from .row_dtensor import RowDTensor
@@ -191,10 +192,9 @@ class Bucket:
         return self.transport.allocate(*spec.sent_shard, spec.shard_device, self.ranks)
 
     @functools.cached_property
-    def feedback(self) -> torch.Tensor:
-        """The rounding errors of this rank's last gradients, laid out as the unsharded buffer; zeros at first."""
-        with torch.inference_mode(False):
-            return torch.zeros(self.spec.layout.unsharded_numel, dtype=self.spec.reduce_dtype, device=self.spec.device)
+    def feedback(self) -> ErrorFeedback:
+        """The rounding errors of this rank's last gradients."""
+        return ErrorFeedback(self.spec, functools.partial(wanted, self.params))
 
     @property
     def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:

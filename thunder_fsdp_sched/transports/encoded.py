@@ -9,14 +9,13 @@ added. Decoding belongs to the wait: on a GPU it runs on the communication strea
 A gather sends what ``CastShardSource`` has encoded, so backward sends the bytes of its forward. The received bytes, and
 those that a reduction sends, are in idle memory from the issue to the wait: a slot never holds bytes that are not decoded.
 
-With error feedback (1-bit SGD, Seide et al. 2014; LoCo, arXiv:2407.04480) a rank adds the rounding errors of its last
-gradients to the next ones. An error that is not finite is dropped, so a step that
-``GradScaler`` skips leaves no error behind.
+For error feedback, see [Note: Error feedback] in ``feedback``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from ..plan.layout import Layout, Segment
 from ..plan.specs import BucketOptions, BucketSpec, ParamSpec
 from ..ranks.process_groups import Ranks
 from .base import Buffer, Returning, Traffic, Transport, TransportedBucket, Views, Work, issue_then, take_idle
+from .feedback import ErrorFeedback
 from .flat import Flat
 
 
@@ -55,7 +55,7 @@ class Encoded(Transport):
         if (wire := bucket.spec.gather_wire) is None:
             return self._inner.all_gather(bucket, shard, unsharded)
         assert self._on_wire is not None
-        sent = _BytesOf(self._on_wire, bucket.ranks, _slices(self._on_wire, bucket.ranks), bucket.scratch, shard)
+        sent = _BytesOf(self._on_wire, bucket.ranks, _slices(self._on_wire, bucket.ranks), bucket.scratch)
         received = take_idle(bucket.scratch, self._on_wire.layout.unsharded_numel, torch.uint8, shard.device)
 
         def issue() -> Sequence[Work]:
@@ -75,13 +75,11 @@ class Encoded(Transport):
         sent, received = (take_idle(bucket.scratch, numel, torch.uint8, shard.device) for _ in range(2))
         for begin, end in spec.layout.gaps:  # not zero in a slot, and part of a block
             unsharded.flat[begin:end].zero_()
-        if spec.options.comm_policy.error_feedback:
-            unsharded.flat.add_(bucket.feedback)
-        wire.encode(segments, _by_rank(sent, bucket))
-        if spec.options.comm_policy.error_feedback:
-            lost = bucket.feedback
-            wire.decode(_by_rank(sent, bucket), _segments(spec.layout.unsharded_segments(lost), bucket))
-            torch.sub(unsharded.flat, lost, out=lost).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        feeds = spec.options.comm_policy.error_feedback
+        with bucket.feedback.added_to(unsharded.flat) if feeds else nullcontext() as seen:
+            wire.encode(segments, _by_rank(sent, bucket))
+            if seen is not None:
+                wire.decode(_by_rank(sent, bucket), _segments(spec.layout.unsharded_segments(seen), bucket))
 
         def issue() -> Sequence[Work]:
             group = bucket.ranks.reductions.process_group
@@ -146,7 +144,10 @@ class _BytesOf(NamedTuple):
     ranks: Ranks
     local_slices: list[tuple[slice, slice]]
     scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]]
-    feedback: torch.Tensor
+
+    @property
+    def feedback(self) -> ErrorFeedback:
+        raise AssertionError("gathers have no error feedback")
 
 
 def _on_wire(spec: BucketSpec, wire: Wire) -> BucketSpec:
