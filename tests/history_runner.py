@@ -40,6 +40,7 @@ class PendingLoss:
     version: int
     scale: float
     statistics: int
+    backwards: int
     output: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     loss: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -61,6 +62,7 @@ class HistoryRunner(Run):
         version: number of parameter updates that autograd can detect.
         scale: product of the factors by which ``.data`` was multiplied.
         statistics: number of forwards that have updated running statistics.
+        backwards: number of backwards, each of which frees the memory of unsharded parameters if ``release`` says so.
     """
 
     def __init__(self, scenario: Scenario, *, folder: Path, **options: Any) -> None:
@@ -85,7 +87,7 @@ class HistoryRunner(Run):
         self.mismatch: str | None = None
         self.largest_gradient = 0.0
         self.gradients_diverged = self.unnoticed_divergence = False
-        self.version, self.scale, self.statistics = 0, 1.0, 0
+        self.version, self.scale, self.statistics, self.backwards = 0, 1.0, 0, 0
         self.saved: Any = None
 
     def fail(self, text: str) -> None:
@@ -143,7 +145,7 @@ class HistoryRunner(Run):
         inputs = self.make_inputs(torch.Generator().manual_seed(1000 * action.seed + rank), mode.batch)
         inputs = tuple(x.to(DEVICE) for x in inputs)
         inputs[0].requires_grad_(mode.grad)
-        return PendingLoss(mode, inputs, self.version, self.scale, self.statistics)
+        return PendingLoss(mode, inputs, self.version, self.scale, self.statistics, self.backwards)
 
     def _call_unsharded(self, rank: int, pending: PendingLoss) -> torch.Tensor:
         """Return the output of one rank's forward, under the mixed precision policy of the scenario."""
@@ -232,9 +234,11 @@ class HistoryRunner(Run):
             try:
                 actual.loss.backward(retain_graph=bool(action.value))
             except RuntimeError as error:
-                if mine.version == self.version or "modified" not in str(error):
+                is_freed = self.backwards > mine.backwards and "was freed after another backward" in str(error)
+                if not is_freed and (mine.version == self.version or "modified" not in str(error)):
                     raise
                 done = False
+            self.backwards += 1
             if not action.value or not done:
                 self.pending_losses.pop(position)
         synced = 0
@@ -275,6 +279,9 @@ class HistoryRunner(Run):
         expected = self._pick(self.rank, action)
         if expected is None or expected.version != self.version:
             return
+        if self.backwards > expected.backwards and self.scenario.options.get("release", "never") != "never":
+            return  # another error: its memory has been freed
+        self.backwards += 1
         inside, position = action.value >= 0, self.expected_losses[self.rank].index(expected)
         if inside and (expected.mode.no_sync or any(self.unsharded.unreduced.values())):
             return

@@ -148,7 +148,7 @@ class Twins:
                 grad = ours[param.name].grad if param.requires_grad else None
                 if grad is None or not grad.numel():
                     continue
-                error = (grad.full_tensor().double() - mean).abs()
+                error = (grad.full_tensor().double().to(DEVICE) - mean).abs()
                 assert (error <= bound + slack * (1 + mean.abs())).all(), (
                     f"{param.name}: {(error - bound).max()} too much"
                 )
