@@ -25,7 +25,7 @@ _ORDINARY_CASES = (
 )
 
 
-def each_case(*more: str) -> list[Any]:
+def each_case(*more: Any) -> list[Any]:
     """Return the names of ``models.CASES``, some of them for long runs only, and ``more``.
 
     It is for tests that compare two ways to compile a model. ``test_training`` trains all models in ordinary runs.

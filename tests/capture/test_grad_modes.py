@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from thunder_fsdp_sched.capture.bound_symbols import StructuralKeys
 from thunder_fsdp_sched.capture.repetition import Repetition, call_forward, trace_module_calls
 
+import profiles
 import pytest
 import thunder
 import torch
@@ -117,7 +118,7 @@ def test_a_record_holds_in_the_other_grad_mode(name: str) -> None:
     make = ALL[name]
     inputs = make().inputs(torch.Generator().manual_seed(0))
     orders = (GRAD, NO_GRAD, EVAL, EVAL_GRAD), (EVAL, EVAL_GRAD, NO_GRAD, GRAD)
-    for order in counts_in(seeded(make), inputs, *orders):
+    for order in counts_in(seeded(make), inputs, *orders[: 2 if name in ("gpt", "stack") or profiles.LONG else 1]):
         (recorded, _), second, third, last = order
         if name not in REFUSED:
             assert recorded and second == last == (0, 1)
@@ -175,8 +176,8 @@ ORDERS = (GRAD, NO_GRAD, INFERENCE), (INFERENCE, GRAD), (NO_GRAD, GRAD)
 
 @pytest.mark.parametrize("block", [Updating, InPlace, Normalizing, Checkpointing, Dropping, Freezing])
 def test_a_block_that_does_not_use_the_grad_mode_is_repeated_in_both(block: Callable[[int], nn.Module]) -> None:
-    for first, *others in counts_in(seeded(lambda: Chain(block)), (X,), *ORDERS):
-        assert first[0] >= 3 and first[1] == 2
+    for first, *others in counts_in(seeded(lambda: Chain(block, count=2)), (X,), *ORDERS):
+        assert first[0] >= 3 and first[1] == 1
         assert others == [(0, 1)] * len(others)
 
 
@@ -244,7 +245,8 @@ Scaling = running(lambda self, x: SCALED(self.linear(x)))
 )
 def test_a_block_that_may_use_the_grad_mode_is_repeated_in_its_own(block: Callable[[int], nn.Module]) -> None:
     orders = (GRAD, NO_GRAD, INFERENCE, GRAD), (INFERENCE, NO_GRAD, GRAD)
-    for order in counts_in(seeded(lambda: Chain(block)), (X,), *orders, checks_more=block in (Decorated, Registered)):
+    checks_more = block in (Decorated, Registered)
+    for order in counts_in(seeded(lambda: Chain(block, count=2)), (X,), *orders, checks_more=checks_more):
         for recorded, repeated in order[:3]:
             assert recorded >= 2 and repeated  # the model and a block are recorded in each mode
         assert order[3:] in ([], [(0, 1)])

@@ -38,8 +38,15 @@ from virtual_gpu.histories import make_model
 from virtual_gpu.world import Rank, run
 
 
-@pytest.mark.parametrize("writer", ["thread", "process"])
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("strategy", "writer"),
+    [
+        ("zero2", "process"),
+        ("zero3", "thread"),
+        pytest.param("zero2", "thread", marks=pytest.mark.long),
+        pytest.param("zero3", "process", marks=pytest.mark.long),
+    ],
+)
 @on_ranks(2)
 def test_training_is_the_same_bit_for_bit_and_each_save_holds_the_values_at_its_call(
     rank: int, tmp_path: Path, strategy: str, writer: str

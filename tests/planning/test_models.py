@@ -19,6 +19,8 @@ def test_models_by_name_have_the_published_size_and_can_be_planned(name: str, mo
     module, [tokens, _], _ = module_and_inputs(make)
     assert sum(param.numel() for param in module.parameters()) == SIZES[name]
     assert tokens.shape == (2, 16) and {param.device.type for param in module.parameters()} == {"meta"}
+    if name == "Llama-3-70B":  # another size of Llama-3-8B
+        return
     small = MODELS[name]._replace(blocks=2, width=32, heads=4, kv_heads=2, hidden=64, vocabulary=64)
     monkeypatch.setitem(dry_run.MODELS, name, small)
     step = dry_run_step(find_model(name, batch=2, length=16, dtype=torch.float32), world_size=4, on="h100-sxm")
