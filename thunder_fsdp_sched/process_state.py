@@ -25,6 +25,8 @@ compares this table with the code:
 | `sharding.state_entries` | `_checked` optimizers | kept | |
 | `capture.repetition` | `_callers`: jitted modules | kept | |
 | `ir.observation` | `_cache`: facts on operators | kept | |
+| `ir.observation` | `_quiet`: filters of warnings, a logger | restored if another thread had changed them | |
+| `checkpoint.storage` | `_numpy_is_safe`: torch's safe globals | the same | |
 | `logs` | `_compile_ids`, `_followers` | kept: numbers in logs, and open `with` blocks | |
 
 Registries (transports, executors, hooks of torch), and what functions remember of operators and code (``cache``), are kept.
@@ -33,10 +35,47 @@ Registries (transports, executors, hooks of torch), and what functions remember 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 
 def reset_after_fork(reset: Callable[[], object]) -> None:
     """Call ``reset`` in each process that is forked off this one; see [Note: State of the process]."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=reset)
+
+
+class Reentrant:
+    """A context manager that changes state of the process, which may be nested and entered in several threads.
+
+    The first to enter changes the state, and the last to leave restores it.
+
+    Args:
+        make: returns a context manager that changes the state.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._lock, self._depth = threading.Lock(), 0
+        reset_after_fork(self._reset)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._depth == 0:
+                self._changed = self._make()
+                self._changed.__enter__()
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                self._changed.__exit__(None, None, None)
+
+    def _reset(self) -> None:
+        """Restore the state in a forked process, which has no other threads that will."""
+        is_changed, self._lock, self._depth = self._depth > 0, threading.Lock(), 0
+        if is_changed:
+            self._changed.__exit__(None, None, None)

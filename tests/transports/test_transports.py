@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
 from thunder_fsdp_sched.transports import choose_transport
+from thunder_fsdp_sched.transports.symmetric_memory import SymmetricMemory
 
 import pytest
 import shared_memory
@@ -117,6 +123,31 @@ def test_training_works_in_a_group_of_one_rank(rank: int) -> None:
 #
 # Invalid choices
 #
+
+
+@on_ranks(2)
+def test_symmetric_memory_compares_gpus_by_their_ids(rank: int) -> None:
+    """Each process sees one GPU, as ``cuda:0``."""
+    transport, device = SymmetricMemory(), torch.device("cuda", 0)
+
+    def check(uuid: str, host: str = "one") -> None:
+        ranks = Ranks(ProcessGroupRef.of(dist.new_group([0, 1])))
+        properties = SimpleNamespace(uuid=uuid)
+        with (
+            mock.patch.object(torch.cuda, "device_count", lambda: 1),
+            mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
+            mock.patch.object(socket, "gethostname", lambda: host),
+        ):
+            transport.check(device, [torch.float32], ranks)
+
+    with mock.patch.dict(os.environ):
+        os.environ.pop("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", None)
+        with pytest.raises(ValueError, match=r"ranks \[0, 1\] share a GPU"):
+            check("GPU-0")
+        with pytest.raises(ValueError, match="ranks are on host0, host1; shard inside nodes"):
+            check(f"GPU-{rank}", f"host{rank}")
+        check(f"GPU-{rank}")
+        assert os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
+from ..process_state import Reentrant
 from .folder import METADATA, Run, checksum, is_complete
 from .writer_process import WriterProcess
 
@@ -343,9 +344,12 @@ for _made in (np.empty(0), np.float64()):
     _NUMPY += [(_function, f"numpy.{core}.multiarray.{_function.__name__}") for core in ("core", "_core")]
 
 
+_numpy_is_safe = Reentrant(lambda: torch.serialization.safe_globals(_NUMPY))
+
+
 def load_plain(data: Any) -> Any:
     """Load a tensor or plain value; no code in it is run."""
-    with torch.serialization.safe_globals(_NUMPY):
+    with _numpy_is_safe:
         return torch.load(data, map_location="cpu", weights_only=True)
 
 

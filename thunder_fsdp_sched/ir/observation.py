@@ -21,7 +21,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType, NoneType
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..private_thunder import shape_of
 from ..private_torch import schema_of
+from ..process_state import Reentrant
 
 _TRUSTED_NAMESPACES = frozenset({"aten", "prim", "prims"})
 """Namespaces whose operators have the tag ``nondeterministic_seeded`` if they draw random numbers. Others may lack it."""
@@ -239,6 +240,21 @@ def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     return int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
 
 
+@contextlib.contextmanager
+def _ignore_warnings() -> Iterator[None]:
+    """Show no warnings, and no log messages about operators that fail on fake tensors."""
+    was_disabled, _LOGGER.disabled = _LOGGER.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _LOGGER.disabled = was_disabled
+
+
+_quiet = Reentrant(_ignore_warnings)
+
+
 def _try(
     function: Callable[..., Any], arguments: Sequence[Any], spec: Any, layout: torch.memory_format
 ) -> Observed | None:
@@ -246,10 +262,7 @@ def _try(
     for convert in (True, False):
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore")
-                stack.callback(setattr, _LOGGER, "disabled", _LOGGER.disabled)
-                _LOGGER.disabled = True
+                stack.enter_context(_quiet)
                 stack.enter_context(torch.device("cpu"))
                 stack.enter_context(torch.autocast("cpu", enabled=False))
                 stack.enter_context(torch.no_grad())

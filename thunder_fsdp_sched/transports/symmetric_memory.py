@@ -13,11 +13,17 @@ is checked. Its two barriers share one signal pad: they are all issued on one si
 Reductions go through a workspace that torch keeps for each process group. For a larger reduction torch replaces it and frees
 the old one at once, while other ranks may still read that. So the workspace of the largest bucket is reserved when buckets
 are made, when all ranks have finished what used an earlier one.
+
+[Note: Processes that see one GPU each]
+torch compares the devices of ranks by their index, which is 0 on each rank if ``CUDA_VISIBLE_DEVICES`` shows it one GPU. So
+ranks that see fewer GPUs than there are ranks compare hosts and unique ids, and tell torch not to compare indices if all
+are on one host and no two share a GPU.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import weakref
 from collections.abc import Sequence
 from types import ModuleType
@@ -29,12 +35,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..plan.layout import Layout
 from ..plan.specs import BucketSpec
-from ..ranks.process_groups import ProcessGroupRef, Ranks
+from ..private_torch import timeout_of
+from ..ranks.process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, Ranks, exchange_texts
 from ..sizes import round_up
 from .base import Traffic, TransportedBucket, Views, Work, issue_then, segment_bytes
 from .flat import Flat, pairs
 
 _BEFORE, _AFTER = 0, 1  # channels of a handle's barriers
+
+_SHARES_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""The environment variable with which torch does not compare the devices of ranks."""
 
 _ALIGNMENT = 512  # bytes to which each shard's offset in an allocation is aligned
 
@@ -73,13 +83,38 @@ class SymmetricMemory(Flat):
                 f"transport={self.name!r} needs GPUs that can read each other's memory, but the parameters are on "
                 f"{device.type!r}; use 'flat', or move the module to CUDA devices (device='cuda')"
             )
-        shares_devices = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"  # as in tests on one GPU
-        if device.type == "cuda" and ranks.group.size > torch.cuda.device_count() and not shares_devices:
-            raise ValueError(
-                f"transport={self.name!r} works within a node: the process group has {ranks.group.size} ranks, this node "
-                f"shows {torch.cuda.device_count()} GPUs; shard inside nodes with a 2-D mesh, or use 'flat'"
-            )
+        sees_all = device.type != "cuda" or ranks.group.size <= torch.cuda.device_count()
+        if not sees_all and os.environ.get(_SHARES_DEVICES) != "1":  # as in tests on one GPU
+            self._compare_devices(device, ranks.group)
+            os.environ[_SHARES_DEVICES] = "1"
         super().check(device, dtypes, ranks)
+
+    def _compare_devices(self, device: torch.device, group: ProcessGroupRef) -> None:
+        """See [Note: Processes that see one GPU each]. A collective of O(1) messages a rank, at most once in a process.
+
+        Raises:
+            ValueError: ranks are on several hosts, or share a GPU.
+        """
+        fix = "shard inside nodes with a 2-D mesh, or use 'flat'"
+        if group.is_fake:
+            raise ValueError(f"transport={self.name!r} works within a node, which cannot be checked here; {fix}")
+        own = f"{socket.gethostname()} {getattr(torch.cuda.get_device_properties(device), 'uuid', device.index)}"
+        store, patience = group.process_group.get_group_store(), timeout_of(group.process_group)
+        prefix = f"thunder_fsdp_sched/devices/{group.name}"
+        texts = exchange_texts(store, prefix, group.global_ranks, own, min(patience, ARRIVAL_TIMEOUT))
+        if missing := [rank for rank in group.global_ranks if rank not in texts]:
+            raise ValueError(
+                f"transport={self.name!r}: ranks {missing} do not compare their GPUs, which see all; {fix}"
+            )
+        if len(hosts := sorted({text.partition(" ")[0] for text in texts.values()})) > 1:
+            raise ValueError(
+                f"transport={self.name!r} works within a node: the process group's ranks are on {', '.join(hosts)}; {fix}"
+            )
+        if shared := [rank for rank, text in texts.items() if list(texts.values()).count(text) > 1]:
+            raise ValueError(
+                f"transport={self.name!r}: ranks {shared} share a GPU with another rank; give each rank a GPU, or set "
+                f"{_SHARES_DEVICES}=1"
+            )
 
     def allocate_together(
         self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: Ranks, *, workspace: int
