@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from device import BACKEND, IS_CUDA, use_device
+from device_thread import backward_on
 
 _GRACE = 5.0  # seconds that the other ranks have to report after one has failed
 _TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", "240"))  # seconds for one function; on an idle machine it takes a few
@@ -261,7 +262,8 @@ def _work(rank: int, world_size: int, store: Path, stacks: Path, connection: Con
             try:
                 fn, args, kwargs = pickle.loads(job)
                 torch.manual_seed(0)
-                report = pickle.dumps((True, fn(rank, world_size, *args, **kwargs)))
+                with backward_on("alternating"):
+                    report = pickle.dumps((True, fn(rank, world_size, *args, **kwargs)))
                 dist.barrier()  # no rank continues while another is still in this function
                 _destroy_groups()
                 torch.set_default_dtype(torch.float32)

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +41,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from device import DEVICE, RANKS
+from device_thread import Thread, backward_on
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -122,10 +125,28 @@ class Scenario:
 
 
 def each(table: Mapping[str, Scenario]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turn a function with an argument ``name`` into a test that runs on the ranks of each scenario of a table."""
+    """Turn a function with an argument ``name`` into a test that runs on the ranks of each scenario of a table.
+
+    Each scenario runs with backwards on the thread of forward and on another one in turn, in long runs also all on either.
+    """
     names = [pytest.param(name, marks=pytest.mark.long if s.long else ()) for name, s in table.items()]
-    ranks = on_ranks(lambda name, **_: table[name].ranks)
-    return lambda function: pytest.mark.device(pytest.mark.parametrize("name", names)(ranks(function)))
+    threads = ["alternating", *(pytest.param(thread, marks=pytest.mark.long) for thread in ("caller", "device"))]
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def on_rank(thread: Thread, **arguments: Any) -> None:
+            with backward_on(thread):
+                function(**arguments)
+
+        more = inspect.Parameter("thread", inspect.Parameter.KEYWORD_ONLY)
+        own = inspect.signature(function)
+        on_rank.__signature__ = own.replace(parameters=[*own.parameters.values(), more])  # type: ignore[attr-defined]
+        test = on_ranks(lambda name, **_: table[name].ranks)(on_rank)
+        return pytest.mark.device(
+            pytest.mark.parametrize("thread", threads)(pytest.mark.parametrize("name", names)(test))
+        )
+
+    return decorate
 
 
 @dataclass

@@ -18,6 +18,7 @@ from thunder_fsdp_sched.runtime.activation_offload import HostCopy
 import pytest
 import torch
 from offloading import offloading
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from virtual_gpu import guard, histories, tables
 from virtual_gpu.histories import TRANSPORTS, faults_after_interruption, interrupt, make_model, take_three_steps
 from virtual_gpu.log import Entry
@@ -56,6 +57,32 @@ def test_training_has_no_race_no_synchronization_and_the_documented_counts(
     assert_never_synchronizes(result)
     row = tables.count_row(result, transport, strategy, precision)
     assert row == tables.documented()[transport, strategy, precision]
+
+
+def _interleave_once(rank: Rank, **options: Any) -> int:
+    """Train, once with two forwards before their backwards, and return how many collectives a step has by its schedule."""
+    model = make_model(rank, **options)
+    for step in range(4):
+        with rank.phase(f"step {step}"):
+            losses = [model(torch.randn(4, 8, device=rank.device)).sum() for _ in range(1 + (step == 2))]
+            for loss in losses:
+                loss.backward()
+    [compiled] = model._lc_transforms[-1].compiled
+    return sum(op.issues and op.travels for op in (*compiled.forward_schedule, *compiled.backward_schedule))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sharding_strategy": "zero2"}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {"extends": True}],
+    ids=str,
+)
+def test_two_forwards_before_their_backwards_change_no_later_step(options: dict[str, Any]) -> None:
+    result = run(_interleave_once, ranks=[0], **options)
+    result.assert_clean()
+    counts = [result.count(f"step {step}") for step in range(4)]
+    for kind in ("kernel", "copy", "collective"):
+        assert counts[1][kind] == counts[3][kind], kind
+    assert counts[1]["collective"] == result.values[0] < counts[2]["collective"] / 2
 
 
 # Transport, setup, and that every nth mutation is checked with both checkers.

@@ -65,41 +65,44 @@ def test_a_forward_on_another_thread_of_one_rank_changes_no_collective(rank: int
         assert _step(run) == usual
 
 
-def _lose_kept(run: Run, number: int) -> None:
+def _lose_kept(run: Run, number: int = -1) -> None:  # the bucket whose gradients come first
     run.transform.sharded.buckets[number].gathered_at = None
 
 
-def _lose_all(run: Run) -> None:
+def _lose_left(run: Run) -> None:
     run.transform.sharded.buckets[0].arena.release()
 
 
+@pytest.mark.parametrize(
+    ("strategy", "no_sync", "lose"),
+    [("zero2", False, _lose_kept), ("zero2", True, _lose_kept), ("zero3", False, _lose_left)],
+)
 @on_ranks()
-def test_a_bucket_that_one_rank_has_lost_is_gathered_by_all(rank: int) -> None:
-    for strategy, lose in (("zero2", lambda run: _lose_kept(run, 1)), ("zero3", _lose_all)):
-        run = Run(Stack(3, 8).double(), sharding_strategy=strategy)
-        _step(run)
-        usual = _step(run)
-        for loser in (0, 1):
-            run.forward(2)
-            if rank == loser:
-                lose(run)
-            with collectives() as issued:
-                run.backward()
-            run.step()
-            again = [line for line in issued if line.startswith("all-gather")]
-            in_backward = [
-                line for line in usual[len(run.transform.sharded.buckets) :] if line.startswith("all-gather")
-            ]
-            assert len(again) == len(in_backward) + (1 if strategy == "zero2" else run_resident(run)), (
-                strategy,
-                issued,
-            )
-            assert len(set(map(str, everywhere(issued)))) == 1
-            assert _step(run) == usual
+def test_a_bucket_that_one_rank_has_lost_is_gathered_by_all(
+    rank: int, strategy: str, no_sync: bool, lose: Callable[[Run], None]
+) -> None:
+    run = Run(Stack(3, 8).double(), sharding_strategy=strategy)
 
+    def gathered(loser: int) -> list[str]:
+        run.forward(2, no_sync=no_sync)
+        if rank == loser:
+            lose(run)
+        with collectives() as issued:
+            run.backward()
+        if no_sync:
+            run.micro_batch(3, no_sync=False)
+        run.step()
+        assert len(set(map(str, everywhere(issued)))) == 1
+        return [line for line in issued if line.startswith("all-gather")]
 
-def run_resident(run: Run) -> int:
-    return sum(not op.travels for op in run.transform.compiled[-1].backward_schedule)
+    gathered(-1)
+    usual = gathered(-1)
+    lost = 1
+    if strategy == "zero3":
+        lost = sum(not op.travels for op in run.transform.compiled[-1].backward_schedule)
+    for loser in (0, 1):
+        assert len(gathered(loser)) == len(usual) + lost
+        assert gathered(-1) == usual
 
 
 @on_ranks()
@@ -133,3 +136,25 @@ def test_discarding_unreduced_gradients_on_one_rank_raises_on_all(rank: int) -> 
             tfs.discard_unreduced(run.model)
         run.unsharded.discard()
         run.train(1)
+
+
+@on_ranks()
+def test_the_error_of_a_save_that_one_rank_takes_while_a_trace_starts_is_raised_on_all(rank: int) -> None:
+    run = Run(Stack(2, 8).double())
+    run.train(1)
+    control = run.transform.sharded.control
+    post = control.channel.post
+
+    def fail() -> None:
+        control.failure = None
+        raise OSError("disk full")
+
+    def post_and_take(*args: Any) -> None:
+        post(*args)
+        if rank == 1:  # as `result()` of the save does, on another thread
+            control.failure = None
+
+    control.failure = fail
+    with mock.patch.object(control.channel, "post", post_and_take), pytest.raises(OSError, match="disk full"):
+        run.model(*run.inputs(1))
+    run.train(1)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,7 @@ from thunder_fsdp_sched.transports import base
 
 import torch
 import torch.distributed as dist
+from device_thread import backward_on
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -148,14 +150,29 @@ def virtual_rank(rank: int, world_size: int, *, set_device: bool = True, bind_de
         for index in range(DEVICES):
             guard.virtual_gpu_set_stream(index, 0)
             stack.callback(guard.virtual_gpu_set_stream, index, 0)
-        # Fake tensors do not support several threads. Each autograd node still runs on the stream of its forward.
+        # Autograd's own threads have no modes of Python. One of ours has; each node runs on the stream of its forward.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(backward_on("device", partial(_use_current, guard)))
         stack.enter_context(SymmetricMemory(recording).installed())
         stack.enter_context(_process_group(rank, world_size, device if bind_device else None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(recording)
         yield Rank(rank, world_size, device, recording)
         del callbacks
+
+
+def _use_current(guard: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context for another thread with the current device and streams of this one."""
+    device, streams = guard.virtual_gpu_device(), [guard.virtual_gpu_stream(index) for index in range(DEVICES)]
+
+    @contextlib.contextmanager
+    def use() -> Iterator[None]:
+        guard.virtual_gpu_set_device(device)
+        for index, stream in enumerate(streams):
+            guard.virtual_gpu_set_stream(index, stream)
+        yield
+
+    return use()
 
 
 def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[tuple[Any, str, Any]]:

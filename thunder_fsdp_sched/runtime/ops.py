@@ -82,12 +82,13 @@ def _reuses(bucket: Bucket, slot: Slot, issues_before: int | None) -> bool:
     return bucket.is_reuse_agreed
 
 
-def gather_again(bucket: Bucket) -> None:
-    """Gather a kept bucket again, which some rank of it has lost since forward.
+def gather_again(bucket: Bucket, *, lost: bool) -> None:
+    """Gather a kept bucket again, which some rank has lost since forward.
 
-    This rank may have gradients in its private slot already. If it has not lost the bucket, it takes part with other memory.
+    Args:
+        lost: whether this rank has. Otherwise it takes part with other memory: its private slot may hold gradients already.
     """
-    spec, lost = bucket.spec, not bucket.is_kept_for_this_backward()
+    spec = bucket.spec
     slot = bucket.private_slot if lost else Arena(spec.device).slot(0, slot_bytes(spec, spec.param_dtype))
     assert slot is not None
     wait_params(bucket, all_gather(bucket, slot, *[None] * len(spec.params), reuse_cast=True))
@@ -285,7 +286,7 @@ def params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
             f"backwards, or if backward runs twice (retain_graph=True)"
         )
     if not bucket.is_agreed and not bucket.is_kept_for_this_backward():
-        gather_again(bucket)
+        gather_again(bucket, lost=True)
 
 
 def release(*slots: Slot) -> None:

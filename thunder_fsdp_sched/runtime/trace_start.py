@@ -85,6 +85,7 @@ class TraceStart(RoundAction):
         self._reduced_in: list[tuple[ProcessGroupRef, str]] = []  # the same for buckets that not all ranks have
         self._unused: dict[Bucket, frozenset[int]] = {}  # the parameters that this rank has not used
         self._deferred = ""  # the parameters whose gradients only earlier micro-batches of the window have
+        self._lost: set[weakref.ref[Bucket]] = set()  # of `guarded`, those that this rank has lost
         self._failure: Callable[[], object] | None = None
         self._hashed: tuple[object, int] = None, 0  # the latest state that was hashed, and its hash
 
@@ -148,7 +149,7 @@ class TraceStart(RoundAction):
         for reference, bit in self._numbered(self.guarded):
             if not offers & bit and (bucket := reference()) is not None:
                 self.control.issue_counts.expected += 2
-                gather_again(bucket)
+                gather_again(bucket, lost=reference in self._lost)
 
     def _read_left_over(self) -> None:
         """Find out which buckets of :attr:`left_over` it reduces."""
@@ -186,6 +187,7 @@ class TraceStart(RoundAction):
     def _missing(self) -> tuple[int, bool]:
         """Return the bits of the buckets that this rank does not have, and whether it has to know those of all ranks."""
         missing, waits = 0, False
+        self._lost.clear()
         for gather, bit in self._numbered(self.reusing, _BITS):
             if (bucket := gather.bucket()) is not None:
                 has, bucket.is_reuse_agreed = gather.is_in_slot, False
@@ -195,6 +197,7 @@ class TraceStart(RoundAction):
             if (bucket := reference()) is not None:
                 bucket.is_agreed = True
                 if not bucket.is_kept_for_this_backward():
+                    self._lost.add(reference)
                     missing |= bit
                     waits = True
         return missing, waits
