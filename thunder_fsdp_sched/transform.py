@@ -376,7 +376,8 @@ class Compilation:
             self._artifacts.log("fsdp_memory", half, lambda: str(traces.memory), encoding="string")
         if options.audit:
             memory, stats = self.sharded.pre_shard_storage, self.transform._stats
-            trace = audited(trace, forward=forward, pre_shard_storage=memory, stats=stats)
+            control, start = self.sharded.control, self.context["start"]
+            trace = audited(trace, forward=forward, pre_shard_storage=memory, stats=stats, control=control, start=start)
         self._returned.append(with_caches(trace))
         return self._returned[-1]
 

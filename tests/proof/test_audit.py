@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import ScheduleDisagreement, fsdp
 from thunder_fsdp_sched.ir import operator_facts
 from thunder_fsdp_sched.ir.operator_facts import Facts
 from thunder_fsdp_sched.proof import VerificationError, audit
@@ -200,6 +200,55 @@ def test_operators_that_change_parameters_are_an_error_and_failed_runs_are_audit
         assert _audits(model) == (False, False)
     finally:
         change_argument = None
+
+
+@on_ranks()
+def test_an_error_that_the_audit_of_one_rank_finds_is_raised_on_all(rank: int) -> None:
+    global change_argument
+    x = torch.randn(3, 4)
+    alone = torch.randn(3 + rank, 4)  # rank 1 compiles alone, and only its traces are audited
+    model = _jit_with_unknown_operator()
+    model(x).backward()
+    used = [p for p in model.parameters() if p.grad is not None]
+    grads = [p.grad.clone() for p in used]
+    real_after = audit.Auditor.after
+
+    def after(auditor: audit.Auditor, position: int, *outputs: torch.Tensor | None) -> None:
+        real_after(auditor, position, *outputs)
+        if auditor.name == "audit_backward":
+            auditor._fail(position, "fails on purpose")
+
+    def check_raised(run: Callable[[], Any], expected: str) -> None:
+        with pytest.raises(VerificationError if rank else ScheduleDisagreement, match=expected):
+            run()
+
+    try:
+        change_argument = (lambda w: w.data.add_(1)) if rank else None
+        check_raised(
+            lambda: model(alone), r"(rank 1: the audit of a trace of .*which failed: .*)?audit_forward: .*changes par"
+        )
+        change_argument = None
+        with mock.patch.object(audit.Auditor, "after", after):
+            loss = model(alone)
+            check_raised(
+                loss.backward, r"(rank 1: the audit of a trace .*which failed: .*)?audit_backward: .*on purpose"
+            )
+    finally:
+        change_argument = None
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(used, grads, strict=True))
+    # No collective is missing, so the ranks can continue, and without an audit there is no further round.
+    for batch in (alone, x, alone):
+        model(batch).backward()
+    channel = model._lc_transforms[-1].sharded.control.channel
+    rounds = channel.rounds
+    model(alone).backward()
+    assert channel.rounds == rounds + 2
+    # A backward under no_sync does not communicate, so rank 0 learns of the error in its next round.
+    with model.no_sync():
+        model(x).backward()
+        loss = model(alone)
+        with mock.patch.object(audit.Auditor, "after", after):
+            check_raised(loss.backward if rank else lambda: (loss.backward(), model(x)), "on purpose")
 
 
 def pair(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

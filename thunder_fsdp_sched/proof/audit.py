@@ -10,7 +10,11 @@ after each bound symbol. It compares addresses and raises an error in three case
 - An input is in memory where a parameter was stored before it was sharded. That is a view that was created earlier and
   kept in a closure or an object.
 
-All ranks run the same trace and raise together, before the optimizer can step.
+All ranks raise an error together, before backward returns a gradient, also if only one of them audits because it has
+compiled a new shape alone. When a trace starts, each rank says whether it audits this run. If any rank does, errors wait
+until the end of the trace, so that no rank misses a collective. There, in ``fsdp_audit_agreed``, the ranks tell each other
+whether they have found one. Only a trace in which no rank communicates raises its error at once; the others get one in
+their next round.
 
 After a complete first run, Thunder's cache entry receives the trace without the audit, so later steps cost nothing. If
 the run fails for any reason, the next run is audited again. The audit reads addresses and versions on the host and does
@@ -35,7 +39,9 @@ from ..ir.inspection import UNPACKING, args_of, outs_of, statement, with_bound_s
 from ..ir.operator_facts import Aliases, facts_of
 from ..ir.registry import executor, register
 from ..private_thunder import without_calls
+from ..ranks.control import Control
 from ..runtime.memory import Arena, Slot
+from ..runtime.trace_start import TraceStart
 from .machine import VerificationError
 
 
@@ -86,13 +92,24 @@ class Auditor:
         forward: for a backward trace, its forward trace, whose saved tensors may be in private slots.
         pre_shard_storage: the memory in which parameters were stored before sharding.
         stats: see :func:`audited`.
+        control: agrees with the other ranks.
+        start: of the trace on the control channel, if it has one.
     """
 
     def __init__(
-        self, trace: TraceCtx, forward: TraceCtx | None, pre_shard_storage: FormerMemory, stats: Iterable[Any]
+        self,
+        trace: TraceCtx,
+        forward: TraceCtx | None,
+        pre_shard_storage: FormerMemory,
+        stats: Iterable[Any],
+        control: Control,
+        start: TraceStart | None,
     ) -> None:
         self.name = "audit_forward" if forward is None else "audit_backward"
         self.done = False  # whether the trace has run once without an error
+        self._control, self._start = control, start
+        if start is not None:
+            start.audits = True
         self.expected: dict[int, _Expected] = {}
         self.inputs = tuple(p for p in trace.args if isinstance(p, TensorProxy)) if forward is None else ()
         self._pre_shard_storage, self._stats = pre_shard_storage, weakref.WeakSet(stats)
@@ -145,10 +162,12 @@ class Auditor:
         for proxy, tensor in zip(self.inputs, inputs, strict=True):
             name = self._pre_shard_storage.owner_of(tensor)
             if name is not None:
-                raise ValueError(
-                    f"fsdp: forward reads {proxy.name!r}, a view of parameter {name!r} that was created before "
-                    f"thunder.jit(..., transforms=[fsdp(...)]) and keeps the old values. Read the parameter itself "
-                    f"in forward, or clone the view"
+                self._raise(
+                    ValueError(
+                        f"fsdp: forward reads {proxy.name!r}, a view of parameter {name!r} that was created before "
+                        f"thunder.jit(..., transforms=[fsdp(...)]) and keeps the old values. Read the parameter itself "
+                        f"in forward, or clone the view"
+                    )
                 )
 
     def before(self, position: int) -> None:
@@ -193,14 +212,25 @@ class Auditor:
         return f"returns {name!r}, which lies in {where}; {expected}"
 
     def _fail(self, position: int, what: str) -> None:
-        raise VerificationError(
-            f"{self.name}: bound symbol {position} {what}. What this project knows about the operator is wrong; please "
-            f"report it. Nothing was updated with the wrong values.\n    {statement(self.expected[position].bsym)}"
+        self._raise(
+            VerificationError(
+                f"{self.name}: bound symbol {position} {what}. What this project knows about the operator is wrong; please "
+                f"report it. Nothing was updated with the wrong values.\n    {statement(self.expected[position].bsym)}"
+            )
         )
+
+    def _raise(self, error: Exception) -> None:
+        """Raise an error, if there is a start at the end of the trace and on all ranks."""
+        if self._start is None:
+            with self._control.announcing_failure("the audit of a trace"):
+                raise error
+        self._start.audit_error = self._start.audit_error or error
 
     def succeeded(self) -> None:
         """Remove the audit from Thunder's cache entry of its trace, and from the program made of the last trace there."""
         self.done = True
+        if self._start is not None:
+            self._start.audits = False
         kind = "backward" if self.name == "audit_backward" else "computation"
         for stats in self._stats:
             for number, entry in enumerate(stats.interpreter_cache):
@@ -213,7 +243,13 @@ class Auditor:
 
 
 def audited(
-    trace: TraceCtx, *, forward: TraceCtx | None, pre_shard_storage: FormerMemory, stats: Iterable[Any]
+    trace: TraceCtx,
+    *,
+    forward: TraceCtx | None,
+    pre_shard_storage: FormerMemory,
+    stats: Iterable[Any],
+    control: Control,
+    start: TraceStart | None,
 ) -> TraceCtx:
     """Return ``trace``, complete with ``del`` statements, with the audit of its first run.
 
@@ -222,8 +258,10 @@ def audited(
         pre_shard_storage: the memory in which parameters were stored before sharding.
         stats: Thunder's statistics of the jitted modules that may run the trace. After the first run, their cache
             receives the trace without the audit.
+        control: agrees with the other ranks.
+        start: of the trace on the control channel, if it has one.
     """
-    auditor = Auditor(trace, forward, pre_shard_storage, stats)
+    auditor = Auditor(trace, forward, pre_shard_storage, stats, control, start)
     bsyms: list[BoundSymbol] = []
 
     def call(method: Callable[..., None], *arguments: Any) -> None:

@@ -39,6 +39,10 @@ whether forward has left a bucket for backward     offered (``TraceStart.reusing
 whether a window has left a bucket for forward     offered (``TraceStart.reusing``): else all gather it
 which parameters have no gradient                  the last hash; if it differs, names: those that no rank has used
 whether a save beside training has failed          offered: the error is raised once all ranks know of it
+what a search for settings finds                   one rank searches for all: ``deciding.decide_once``
+whether the first run of its trace is audited      offered: then all ranks end the run with ``report``
+that its traces exceed ``max_memory``, or a later
+transform has broken them                          an error here, of which ``announcing_failure`` tells the others
 any other call that communicates                   ``rendezvous`` with its name and arguments
 =================================================  ============================================================
 
@@ -209,7 +213,12 @@ class Control:
             excess = self.issue_counts.excess
             same = hash64("call", self.number, what, details, excess)
             text = f"{' '.join((what, *details))} of {self.title}{after_excess(excess)}"
-            self.channel.post(TOKEN.pack(same, 0, 0, 0, 0), RoundAction(text))
+            self._post(same, text)
+
+    def _post(self, same: int, text: str) -> None:
+        """Start a round in which all ranks must have the same hash."""
+        assert self.channel is not None
+        self.channel.post(TOKEN.pack(same, 0, 0, 0, 0), RoundAction(text))
 
     def settle(self) -> None:
         """Settle the latest round if it is still pending."""
@@ -255,6 +264,25 @@ class Control:
         """Report a failure to the other ranks and return their reports; empty without other ranks."""
         return self.channel.explain(text) if self.channel is not None else ""
 
+    def report(self, what: str, failure: Exception | None) -> None:
+        """Tell the other ranks whether work of this rank has failed, and learn the same of theirs; a collective.
+
+        A rank on which it failed raises that error.
+
+        Raises:
+            ScheduleDisagreement: it failed on another rank, or a rank does something else.
+        """
+        if self.channel is not None:
+            text = f"{what} of {self.title}"
+            if failure is not None:
+                text += f", which failed: {type(failure).__name__}: {first_line(str(failure))}"
+            same = hash64("report", self.number, what, failure is None)
+            with contextlib.nullcontext() if failure is None else contextlib.suppress(RuntimeError):
+                self._post(same, text)
+                self.settle()
+        if failure is not None:
+            raise failure
+
     @contextlib.contextmanager
     def announcing_failure(self, what: str) -> Iterator[None]:
         """Wrap work that may fail on this rank alone, so that then the others raise an error in their next round.
@@ -269,12 +297,7 @@ class Control:
         except ScheduleDisagreement:
             raise  # all ranks have it
         except Exception as error:
-            if self.channel is not None:
-                text = f"{what} of {self.title}, which failed: {type(error).__name__}: {first_line(str(error))}"
-                with contextlib.suppress(RuntimeError):  # this error is the one to raise
-                    self.channel.post(TOKEN.pack(hash64("failure", self.number, what), 0, 0, 0), RoundAction(text))
-                    self.settle()
-            raise
+            self.report(what, error)
 
     #
     # Comparisons

@@ -27,7 +27,11 @@ ranks of each process group compare those of the others."""
 _FAILURE = 1 << 61
 """The bit of a rank that has an error to raise. It is raised when all ranks have it, so that all raise it at once."""
 
-_ALL = (1 << 62) - 1
+_UNAUDITED = 1 << 62
+"""The bit of a rank that does not audit this run. If a rank does, all learn at the end of the trace whether it found an
+error, because a rank that stopped in between would let the others wait in their next collective."""
+
+_ALL = (1 << 63) - 1
 
 T = TypeVar("T")
 
@@ -87,6 +91,9 @@ class TraceStart(RoundAction):
         self._deferred = ""  # the parameters whose gradients only earlier micro-batches of the window have
         self._lost: set[weakref.ref[Bucket]] = set()  # of `guarded`, those that this rank has lost
         self._failure: Callable[[], object] | None = None
+        self.audits = False  # whether this rank audits the next run
+        self.audit_error: Exception | None = None  # the first error that the audit of this run has found
+        self._ends_with_audit = False  # whether a rank audits this run
         self._hashed: tuple[object, int] = None, 0  # the latest state that was hashed, and its hash
 
     def __repr__(self) -> str:
@@ -106,6 +113,9 @@ class TraceStart(RoundAction):
             offers &= ~_SHARED
         if self._failure is None:
             offers &= ~_FAILURE
+        self.audit_error = None
+        if self.audits:
+            offers &= ~_UNAUDITED
         assert control.channel is not None
         control.channel.post(TOKEN.pack(self._same(), self._inputs, self._exact, offers, self._find_unused()), self)
         issue_counts.expected += self._begun
@@ -115,6 +125,12 @@ class TraceStart(RoundAction):
     def settle(self) -> None:
         """Wait until all ranks have announced it."""
         self.control.settle()
+
+    def end_audit(self) -> None:
+        """Raise an error on all ranks if the audit of this run has found one on any rank."""
+        if self._ends_with_audit:
+            self._ends_with_audit = False
+            self.control.report("the audit of a trace", self.audit_error)
 
     def describe(self) -> str:
         reduced = ", which also reduces gradients of no_sync," if self._reduced or self._reduced_in else ""
@@ -136,6 +152,7 @@ class TraceStart(RoundAction):
         Gathers are left out whose buckets all ranks have. Kept buckets that a rank has lost are gathered again. The error of
         a save is raised that all ranks know. No gradient is returned for parameters that no rank has used.
         """
+        self._ends_with_audit = not offers & _UNAUDITED
         if offers & _FAILURE and self._failure is not None:
             self.cancel()
             self._failure()

@@ -15,7 +15,7 @@ from ..runtime.trace_start import MarkedGather, TraceStart
 _FIRST = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT})
 
 
-def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool) -> TraceCtx:
+def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool, audit: bool = True) -> TraceCtx:
     """Insert ``fsdp_agree`` at the start, and ``fsdp_agreed`` before the first collective or before the first wait.
 
     Runs after ``verify`` and before ``end_backward``, on both traces, if the model has several ranks and at least one
@@ -27,6 +27,8 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool) 
     A gather that finds its bucket resident counts as the first collective: it sends unless all ranks have the bucket, which
     the round says. A backward with guards settles before its first issue, because kept buckets that one rank has lost are
     gathered again before that.
+
+    With ``audit``, the trace ends with ``fsdp_audit_agreed(forward_0)`` before what ``end_backward`` inserts.
 
     Args:
         before_issue: settle the round before the first issue (gloo), not just before the first wait (NCCL).
@@ -60,6 +62,8 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool) 
         if issue.bucket is not None and issue.place is not None and issue.place.slot is not None
         if issue.resident or issue.window is not None
     ]
+    if audit:
+        bsyms.insert(len(bsyms) - 1, fsdp_audit_agreed.bind(start, output=None))
     bsyms.insert(end, fsdp_agreed.bind(start, output=None))
     bsyms.insert(head, fsdp_agree.bind(start, output=None))
     return with_bound_symbols(trace, bsyms, "fsdp: insert agreement")
@@ -67,4 +71,5 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool) 
 
 fsdp_agree = register("fsdp_agree", TraceStart.post, lambda bsym: NOTHING)
 fsdp_agreed = register("fsdp_agreed", TraceStart.settle, lambda bsym: NOTHING)
-assert {fsdp_agree.name, fsdp_agreed.name} == AGREEMENT
+fsdp_audit_agreed = register("fsdp_audit_agreed", TraceStart.end_audit, lambda bsym: NOTHING)
+assert {fsdp_agree.name, fsdp_agreed.name, fsdp_audit_agreed.name} == AGREEMENT
