@@ -158,3 +158,15 @@ def test_the_error_of_a_save_that_one_rank_takes_while_a_trace_starts_is_raised_
     with mock.patch.object(control.channel, "post", post_and_take), pytest.raises(OSError, match="disk full"):
         run.model(*run.inputs(1))
     run.train(1)
+
+
+@on_ranks()
+def test_a_backward_that_leaves_gradients_of_no_sync_on_one_rank_raises_on_all(rank: int) -> None:
+    run = Run(Stack(2, 8).double(), sharding_strategy="zero2", oracle=None)
+    run.micro_batch(0)
+    loss = run.model(*run.inputs(1)).sum()
+    inputs = {"inputs": list(run.model.get_submodule("last").parameters())} if rank else {}
+    with pytest.raises(
+        tfs.ScheduleDisagreement, match=r"rank 1: the backward [^\n]*, which leaves gradients of no_sync in "
+    ):
+        loss.backward(**inputs)

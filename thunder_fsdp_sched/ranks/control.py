@@ -33,6 +33,7 @@ its collectives, marks and computation             ``check_program``, when it is
 which compiled trace runs                          the hash: the number of the agreed program
 what an exception has left out                     the hash: ``IssueCounts.excess``
 which gradients of ``no_sync`` are reduced         the hash; by process group if not all ranks share the bucket
+that backward leaves such gradients (``inputs``)   the hash, of buckets that all ranks share
 that such gradients were discarded                 the hash: ``Control.discards``
 whether backward still has a kept bucket           offered (``TraceStart.guarded``): else all gather it again
 whether forward has left a bucket for backward     offered (``TraceStart.reusing``): else all gather it

@@ -89,6 +89,7 @@ class TraceStart(RoundAction):
         self._reduced_in: list[tuple[ProcessGroupRef, str]] = []  # the same for buckets that not all ranks have
         self._unused: dict[Bucket, frozenset[int]] = {}  # the parameters that this rank has not used
         self._deferred = ""  # the parameters whose gradients only earlier micro-batches of the window have
+        self._left = ""  # the buckets whose window it does not end, because it was called for other parameters
         self._lost: set[weakref.ref[Bucket]] = set()  # of `guarded`, those that this rank has lost
         self._failure: Callable[[], object] | None = None
         self.audits = False  # whether this rank audits the next run
@@ -105,7 +106,7 @@ class TraceStart(RoundAction):
         self._excess = issue_counts.excess
         self._begun = self.issues
         self._read_left_over()
-        self._deferred = self._describe_deferred()
+        self._deferred, self._left = self._describe_windows()
         self._failure = control.failure if backward_number() < 0 else None
         missing, waits = self._missing()
         offers = _ALL & ~missing
@@ -135,9 +136,12 @@ class TraceStart(RoundAction):
     def describe(self) -> str:
         reduced = ", which also reduces gradients of no_sync," if self._reduced or self._reduced_in else ""
         deferred = f", with gradients that only no_sync has left for {self._deferred}" if self._deferred else ""
+        left = f", which leaves gradients of no_sync in {self._left}" if self._left else ""
         calls = self.control.discards
         discarded = f", after {calls} calls of discard_unreduced" if calls else ""
-        return f"the {self.text} of {self.control.title}{reduced}{deferred}{discarded}{after_excess(self._excess)}"
+        return (
+            f"the {self.text} of {self.control.title}{reduced}{deferred}{left}{discarded}{after_excess(self._excess)}"
+        )
 
     def details(self) -> Sequence[str]:
         return self._lines
@@ -185,21 +189,24 @@ class TraceStart(RoundAction):
                 elif collectives:
                     self._reduced_in += [(group, line) for group in ranks.groups]
 
-    def _describe_deferred(self) -> str:
+    def _describe_windows(self) -> tuple[str, str]:
         """Return the parameters that get a gradient although neither this backward nor autograd has one for them.
 
-        A rank on which no micro-batch had such a gradient would drop its rows, so the ranks compare them.
+        A rank on which no micro-batch had such a gradient would drop its rows, so the ranks compare them. And return the
+        buckets whose accumulated gradients it leaves, which another rank may add to what both reduce.
         """
-        texts = []
+        texts, left = [], []
         for reference, missing in self.ending:
             bucket = reference()
             if bucket is None or not bucket.accumulation.params or not self.control.is_on_all_ranks(bucket):
                 continue
             bucket.accumulation.check_complete()
-            if (late := bucket.accumulation.params & missing) and bucket.ends_window():
+            if not bucket.ends_window():
+                left.append(bucket.spec.name)
+            elif late := bucket.accumulation.params & missing:
                 names = ", ".join(bucket.spec.params[index].name for index in sorted(late))
                 texts.append(f"{names} of bucket {bucket.spec.name}")
-        return "; ".join(texts)
+        return "; ".join(texts), ", ".join(left)
 
     def _missing(self) -> tuple[int, bool]:
         """Return the bits of the buckets that this rank does not have, and whether it has to know those of all ranks."""
@@ -257,7 +264,7 @@ class TraceStart(RoundAction):
 
     def _same(self) -> int:
         """Return the hash of what all ranks must have in common."""
-        state = self._excess, self.control.discards, tuple(self._reduced), self._deferred
+        state = self._excess, self.control.discards, tuple(self._reduced), self._deferred, self._left
         if state != self._hashed[0]:
             self._hashed = state, hash64("trace", self.control.number, *self._program, *state)
         return self._hashed[1]
