@@ -15,7 +15,7 @@ from profiles import LONG
 REPETITIONS = 10 if LONG else 1
 
 _SCRIPT = """
-import os, sys, threading
+import atexit, os, sys, threading
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.memory import slot_bytes
@@ -33,11 +33,26 @@ def rank_of():
     print(*codes, flush=True)
     return None
 
+def run_last(how, rank):
+    '''An exit handler of the user, registered before this package's, so that it runs afterwards.'''
+    if how == "other group":
+        total = torch.ones(1)
+        dist.all_reduce(total, group=other)
+        is_right = total == 2
+        dist.destroy_process_group()
+    else:
+        is_right = how != "failed" or rank == 1 or sys.last_traceback.tb_frame.f_globals["__name__"] == "__main__"
+    if not is_right:
+        os._exit(9)
+
 def run(rank, store, how):
+    global other
+    atexit.register(run_last, how, rank)
     main = threading.get_native_id()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    other = dist.new_group([0, 1]) if how == "other group" else None
     transform = tfs.fsdp(bucketing_strategy="layer", separate_reduce_scatter_group=how == "twin")
     model = thunder.jit(torch.nn.Sequential(torch.nn.Linear(64, 64)), transforms=[transform])
     for task in os.listdir("/proc/self/task"):
@@ -69,11 +84,12 @@ for name in hows * int(repetitions):
         break
 """
 
-EXPECTED = {"destroyed": "0 0", "left": "0 0", "twin": "0 0", "in flight": "0 0", "failed": "1 3"}
+EXPECTED = {"destroyed": "0 0", "left": "0 0", "other group": "0 0", "twin": "0 0", "in flight": "0 0", "failed": "1 3"}
 """Ways in which a process ends, with the expected exit codes of both ranks.
 
 "destroyed" and "left": with and without ``destroy_process_group``. "twin": with a second process group for reductions.
-"in flight": during a collective. "failed": rank 1 exits with code 3 before a collective.
+"in flight": during a collective. "other group": beside a group of the user, which an exit handler uses and destroys.
+"failed": rank 1 exits with code 3 before a collective.
 """
 
 

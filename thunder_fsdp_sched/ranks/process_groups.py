@@ -7,8 +7,10 @@ traces live until the interpreter shuts down, so they refer to process groups we
 [Note: Gloo threads at exit]
 A gloo thread that releases the tensors of its last collective needs the interpreter's lock. Once the interpreter is
 shutting down, acquiring the lock terminates the thread inside a destructor, and the process aborts (SIGABRT). So at exit
-all remaining gloo groups are aborted and destroyed; after an uncaught error, for example, the traceback still refers to
-them. Groups that also have another backend are not destroyed, because that could wait for other ranks.
+the gloo groups that this package has used are aborted and destroyed; other groups are left alone. The default group cannot
+be destroyed without the others, so it is only aborted then. After an uncaught error, frames of torch and of this package in
+the traceback still refer to the groups; their local variables are cleared, those of the user's frames are not. Groups that
+also have another backend are not destroyed, because that could wait for other ranks.
 
 [Note: Groups created by their members]
 Only the members of an additional group take part in creating it, because all other ranks may be busy with something
@@ -28,6 +30,7 @@ import gc
 import itertools
 import os
 import sys
+import traceback
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,6 +72,7 @@ class ProcessGroupRef:
     def of(cls, group: ProcessGroup) -> ProcessGroupRef:
         """Return the description of ``group``, of which this process is a member."""
         _register_exit_hook()
+        _used.add(group)
         description = getattr(group, "group_desc", "")
         return cls(
             description if description and description != "undefined" else group.group_name,
@@ -399,22 +403,37 @@ def _forget_exit_hook() -> None:
 reset_after_fork(_forget_exit_hook)
 
 
+_used: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""The process groups that this package has used."""
+
+
 def _destroy_at_exit() -> None:
-    for name in ("last_exc", "last_value", "last_traceback"):  # already printed
-        sys.__dict__.pop(name, None)
+    _clear_library_frames()
     if dist.is_available() and dist.is_initialized():
         _destroy_groups()
     gc.collect()  # a reference cycle may keep a destroyed group alive
 
 
+def _clear_library_frames() -> None:
+    """Clear the local variables of frames of torch and of this package in the traceback of an uncaught error."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if str(frame.f_globals.get("__name__")).startswith(("torch.", f"{__package__.partition('.')[0]}.")):
+                with contextlib.suppress(RuntimeError):  # it is still running
+                    frame.clear()
+        error = error.__cause__ or error.__context__
+
+
 def _destroy_groups() -> None:
     groups = process_groups()
-    for group in groups:
+    used = [group for group in groups if group in _used]
+    for group in used:
         with contextlib.suppress(Exception):
             backend = group._get_backend(torch.device("cpu"))
             if backend.name() == "gloo":
                 backend.abort()  # otherwise destruction waits for collectives in flight
-    only_gloo = [group for group in groups if _only_gloo(group)]
+    only_gloo = [group for group in used if _only_gloo(group)]
     is_all = len(only_gloo) == len(groups)
     for group in [None] if is_all else [group for group in only_gloo if group is not dist.group.WORLD]:
         with contextlib.suppress(Exception):  # the process is exiting, nothing can handle an error
