@@ -266,7 +266,7 @@ def test_memory_is_compared_at_equal_peaks(fake_rank: None, tmp_path: Path, caps
     pytest.importorskip("matplotlib")
     only = "overlapped zero3(, every block|, selective)?$"
     sizes = ["--blocks", "1", "--width", "64", "--length", "16", "--batch", "16", "--compute", "0.01", "--rounds", "1"]
-    options = ["--no-limit", "--repeats", "0", "--budgets", "0.8", "--not-equal", "--save", str(tmp_path)]
+    options = ["--no-limit", "--budgets", "0.8", "--not-equal", "--save", str(tmp_path)]
     memory.run(memory.parse([*sizes, *options, "--only", only]))
     printed = capsys.readouterr().out
     saved = json.loads((tmp_path / "memory.json").read_text())
