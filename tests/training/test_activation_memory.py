@@ -155,6 +155,7 @@ def _assert_same_bits(actual: list[torch.Tensor], expected: list[torch.Tensor], 
 #
 
 RELEASING = {"release": "step", "prefetch": 1}
+KEEPING = {**RELEASING, "cluster": "h100-sxm"}  # where compute is fast, gathering again costs time
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ RELEASING = {"release": "step", "prefetch": 1}
         pytest.param("gpt", True, {"sharding_strategy": "zero2"}, {}, 0.75, 2, marks=pytest.mark.long),
         pytest.param("dropping", False, {"prefetch": "auto"}, {}, 0.75, 2, marks=pytest.mark.long),
         ("gpt", False, {"steps": 4, "repeats": False}, RELEASING, 0.8, 9),
-        pytest.param("gpt", False, {"steps": 4, "repeats": False}, RELEASING, 2.0, 9, marks=pytest.mark.long),
+        pytest.param("gpt", False, {"steps": 4, "repeats": False}, KEEPING, 2.0, 9, marks=pytest.mark.long),
     ],
 )
 @on_ranks()
