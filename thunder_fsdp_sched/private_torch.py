@@ -395,20 +395,6 @@ def is_hooked(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None or bool(find_hooks([module]))
 
 
-def running_scaler() -> Any:
-    """Return the ``GradScaler`` that called the operator which is running to unscale gradients; ``None`` if none did."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_unscale_grads_":
-        frame = frame.f_back  # type: ignore[assignment]
-    scaler = None if frame is None else frame.f_locals.get("self")
-    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
-
-
-def loss_scale_of(scaler: Any) -> torch.Tensor | None:
-    """Return the tensor in which a ``GradScaler`` has its scale; ``None`` before it has one."""
-    return scaler._get_scale_async()
-
-
 def has_saved_tensor_hooks() -> bool:
     """Return whether hooks, such as ``torch.autograd.graph.save_on_cpu``, read what this thread saves for backward."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

@@ -18,7 +18,7 @@ FEEDBACK = "error_feedback"
 def entries(sharded: ShardedModule) -> dict[str, torch.Tensor]:
     """Return what this rank saves, by name; empty before the first reduction."""
     buckets = (bucket for bucket in _with_feedback(sharded) if "feedback" in vars(bucket))
-    return {_name(bucket): bucket.feedback.in_units_of_loss() for bucket in buckets}
+    return {_name(bucket): bucket.feedback.lost for bucket in buckets}
 
 
 class Loading:
@@ -47,9 +47,9 @@ class Loading:
         """Copy what was loaded, and fill the rest with zeros."""
         for bucket, name in self._places:
             if name is not None:
-                bucket.feedback.load(self.memory[name])
+                bucket.feedback.lost.copy_(self.memory[name])
             elif "feedback" in vars(bucket):
-                bucket.feedback.load(None)
+                bucket.feedback.lost.zero_()
 
 
 def _with_feedback(sharded: ShardedModule) -> Iterator[Bucket]:

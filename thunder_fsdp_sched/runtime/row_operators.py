@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from ..private_torch import loss_scale_of, running_scaler
 from .row_dtensor import DTENSORS, RowDTensor, local_rows, replicated
 from .row_elements import acts_on_elements, align, on_elements, run_on_single_rank
 from .rows import Rows
@@ -285,9 +284,9 @@ def _draw(func: Any, tensor: RowDTensor, *args: Any, **kwargs: Any) -> Any:
 
 def _check_finite(func: Any, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, scale: torch.Tensor) -> None:
     """Unscale gradients, and tell every rank whether one of them is not finite on any rank (``GradScaler``)."""
+    _refuse_error_feedback(grads)
     locals_ = [local_rows(g) for g in grads]
     func([g for g in locals_ if g.numel()] or locals_, found_inf, scale)
-    _tell_feedback(grads, found_inf)
     of_groups = {id(g.rows.ranks): g.rows for g in grads if isinstance(g, RowDTensor)}.values()
     if not any(rows.is_on_all_ranks for rows in of_groups):
         buckets = [rows.place[0] for rows in of_groups if rows.place is not None]
@@ -301,15 +300,15 @@ def _check_finite(func: Any, grads: Sequence[torch.Tensor], found_inf: torch.Ten
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group.process_group)
 
 
-def _tell_feedback(grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
-    """Tell the error feedback of the buckets of these gradients that a ``GradScaler`` unscales them."""
-    places = [g.rows.place for g in grads if isinstance(g, RowDTensor)]
-    buckets = {id(place[0].base): place[0].base for place in places if place is not None}.values()
-    if feedbacks := [vars(bucket)["feedback"] for bucket in buckets if "feedback" in vars(bucket)]:
-        scale = None if (scaler := running_scaler()) is None else loss_scale_of(scaler)
-        scale = None if scale is None else scale.clone()
-        for feedback in feedbacks:
-            feedback.unscaled(scaler, scale, found_inf)
+def _refuse_error_feedback(grads: Sequence[torch.Tensor]) -> None:
+    """Raise an error for gradients with error feedback: it is in units of the scaled loss, and the scale changes."""
+    for grad in grads:
+        place = grad.rows.place if isinstance(grad, RowDTensor) else None
+        if place is not None and (spec := place[0].base.spec).reduce_wire and spec.options.comm_policy.error_feedback:
+            raise RuntimeError(
+                f"GradScaler: the gradients of bucket {spec.name!r} have error feedback, in units of the scaled loss. Give "
+                f"fsdp(comm_policy=CommPolicy(..., error_feedback=False)), or train in bfloat16, which needs no scaler"
+            )
 
 
 _HANDLERS: dict[Any, Handler] = {
