@@ -6,8 +6,8 @@ arXiv:2407.04480). They stand for gradients that were asked for, in units of the
 for other gradients (``torch.autograd.grad`` of inputs, ``backward(inputs=...)``) neither adds nor changes the errors of a
 parameter whose gradient autograd drops. An error that is not finite counts as zero.
 
-A ``GradScaler`` changes the scale of the loss between two steps and skips steps, and nothing in a backward tells either. So it
-is refused when it unscales such gradients.
+A ``GradScaler`` changes the scale of the loss between two steps and skips steps, and nothing in a backward tells either. So
+it is refused when it unscales such gradients.
 """
 
 from __future__ import annotations
