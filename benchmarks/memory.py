@@ -3,6 +3,7 @@
     sudo python benchmarks/memory.py --save memory                   # 2 ranks, emulated compute
     sudo python benchmarks/memory.py --real --rate 1e9 --save memory # real compute, which shares the cores with gloo
     python benchmarks/memory.py --no-limit --blocks 2 --width 64 --batch 1 --rounds 2      # no root: plain loopback
+    sudo python benchmarks/memory.py --loss-chunks 8 --vocabulary 16384 --blocks 2         # a loss in chunks
 
 The systems train a GPT on gloo ranks whose activations need most of the memory. As in ``overlap.py``, each rank runs with
 one thread, is pinned to a core, and has its own network namespace with a rate-limited interface. All systems take turns in
@@ -47,7 +48,7 @@ import torch
 import torch.distributed as dist
 from harness import in_turns, ratio, say, summary
 from live_memory import LiveMemory
-from memory_systems import PacedKernels, RecomputingShape, executor
+from memory_systems import PacedKernels, RecomputingShape, executor, loss_systems
 from systems import (
     Make,
     System,
@@ -79,8 +80,14 @@ def parse(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = harness.options(__doc__, rate=0.25e9, blocks=4, width=192, length=128, rounds=7)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--budgets", type=float, nargs="*", default=[1.0, 0.8, 0.6, 0.45, 0.35], metavar="SHARE")
+    parser.add_argument("--vocabulary", type=int, default=256)
+    parser.add_argument(
+        "--loss-chunks", type=int, metavar="N", help="compare losses in N chunks, not budgets and blocks"
+    )
     parser.add_argument("--not-equal", action="store_true", help="omit ours with the peaks of the others as budgets")
     arguments = parser.parse_args(command_line)
+    if arguments.loss_chunks:
+        arguments.budgets, arguments.not_equal = [], True
     if len(arguments.compute) != 1:
         parser.error("--compute: budgets are chosen for one speed of compute")
     return arguments
@@ -111,7 +118,8 @@ def _name(system: str, how: str) -> str:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure on the ranks of the default process group; rank 0 prints and saves the results."""
-    shape = RecomputingShape(arguments.blocks, arguments.width, arguments.length, arguments.batch)
+    sizes = arguments.blocks, arguments.width, arguments.length, arguments.batch
+    shape = RecomputingShape(*sizes, vocabulary=arguments.vocabulary)
     kernels = PacedKernels(shape)
     add_default_executor(executor)
     try:
@@ -133,10 +141,10 @@ def _measure(arguments: argparse.Namespace, shape: RecomputingShape, kernels: Pa
     kernels.seconds = 0.0  # until all systems are built and counted
     built: dict[str, System] = {}
 
-    def build(name: str, make: Make, recompute: str = "none") -> bool:
+    def build(name: str, make: Make, **changes: Any) -> bool:
         say(f"building: {name}")
         try:
-            system = make(name, dataclasses.replace(shape, recompute=recompute), kernels)
+            system = make(name, dataclasses.replace(shape, **changes), kernels)
             started = time.perf_counter()
             step(system, tokens)  # compiles
             seconds = time.perf_counter() - started
@@ -150,8 +158,10 @@ def _measure(arguments: argparse.Namespace, shape: RecomputingShape, kernels: Pa
         built[name] = system
         return True
 
-    for name, (make, recompute) in matching(systems(), arguments.only, REFERENCE).items():
-        build(name, make, recompute)
+    chunks = arguments.loss_chunks
+    what, all_systems = ("loss_chunks", loss_systems(chunks)) if chunks else ("recompute", systems())
+    for name, (make, change) in matching(all_systems, arguments.only, REFERENCE).items():
+        build(name, make, **{what: change})
     whole = results.figures[REFERENCE]["peak"]
     budgets = {f"ours, {share:.0%}": round(share * whole) for share in arguments.budgets}
     others = [] if arguments.not_equal else [name for name in built if name.startswith(COMPARED)]
@@ -297,13 +307,15 @@ def finish(arguments: argparse.Namespace, results: Results) -> None:
     for name, of_one in results.figures.items():
         figures[name] = of_one | summary(results.seconds[name])
         figures[name] |= {"share": of_one["peak"] / reference["peak"], "work": of_one["flops"] / reference["flops"]}
+        figures[name]["ratio"] = ratio(results.seconds[name], results.seconds[REFERENCE])
         if "predicted" in of_one:
             figures[name]["predicted / counted"] = of_one["predicted"] / of_one["peak"]
         if "simulated" in of_one:
             figures[name]["simulated / measured"] = of_one["simulated"] / figures[name]["seconds"]
     [emulated] = arguments.compute
     result = {"emulated": emulated, "figures": figures, "seconds": results.seconds}
-    harness.report(arguments, "memory" if emulated else "memory_real", [result], STEPS, results.losses)
+    name = "loss" if arguments.loss_chunks else "memory"
+    harness.report(arguments, name if emulated else f"{name}_real", [result], STEPS, results.losses)
     kinds = list(reference["at_peak"])
     parts = {
         name: of_one["at_peak"] | {"after": of_one["after_forward"][kinds[-1]]} for name, of_one in figures.items()
@@ -312,6 +324,8 @@ def finish(arguments: argparse.Namespace, results: Results) -> None:
         "\nThe peak consists of these bytes, MB; the last column are activations and others when forward has returned.\n"
     )
     print(harness.table(parts, {kind: (kind, _mb) for kind in kinds} | {"after forward": ("after", _mb)}))
+    if arguments.loss_chunks:
+        return
     print("\nThe best of the other systems whose peak is at most the budget:\n")
     print(harness.table({point.ours: _compared(point, figures) for point in points}, POINTS), end="\n\n")
     harness.show_promises(promises(results, points))
@@ -337,6 +351,7 @@ STEPS: harness.Columns = {
     "of ours": ("share", ".0%"),
     "FLOPs": ("work", ".2f"),
     **harness.STEP,
+    "step / ours": ("ratio", ".2f"),
     "predicted / counted peak": ("predicted / counted", ".3f"),
     "simulated / measured step": ("simulated / measured", ".2f"),
     "compile s": ("compile_seconds", ".1f"),

@@ -29,12 +29,13 @@ from thunder_fsdp_sched.demo.model import GPT, Block
 
 import thunder
 import torch
-from systems import Emulation, Shape
+from systems import Emulation, Make, Shape, fsdp2, ours, overlapped_fsdp2
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.core.transforms import get_grad, put_grads
 from thunder.extend import OperatorExecutor, register_executor
+from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
@@ -160,6 +161,40 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+class _ChunkedLoss(GPT):
+    """A model whose logits exist for one chunk of tokens at a time."""
+
+    chunks: int
+
+    def loss_of(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(hidden), targets, reduction="none").sum()
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        parts = zip(self.norm(x).flatten(0, 1).chunk(self.chunks), targets.flatten().chunk(self.chunks), strict=True)
+        losses = [checkpoint(self.loss_of, *part, use_reentrant=False) for part in parts]
+        return torch.stack(losses).sum() / targets.numel()
+
+
+def loss_systems(chunks: int) -> dict[str, tuple[Make, int]]:
+    """Return the systems with which a chunked loss is compared, and the number of chunks, keyed by name."""
+    overlapped = functools.partial(overlapped_fsdp2, reshard=True, ahead=1, max_reductions=1)
+    makes: dict[str, Make] = {
+        "ours zero3": functools.partial(ours, sharding_strategy="zero3"),
+        "ours zero2": functools.partial(ours, sharding_strategy="zero2"),
+        "FSDP2 overlapped zero3": overlapped,
+        "FSDP2 overlapped zero3, own head": functools.partial(overlapped, own_head=True),
+        "FSDP2 zero3": functools.partial(fsdp2, reshard=True),
+    }
+    made: dict[str, tuple[Make, int]] = {}
+    for name, make in makes.items():
+        made[name] = make, 0
+        made[f"{name}, loss in {chunks} chunks"] = make, chunks
+    return made
+
+
 @dataclass(frozen=True)
 class RecomputingShape(Shape):
     """The shape of a GPT that recomputes in backward.
@@ -168,12 +203,17 @@ class RecomputingShape(Shape):
         recompute: ``"none"``; ``"every block"`` and ``"every second block"`` with ``torch.utils.checkpoint``;
             ``"selective"``, which saves the results of matrix multiplications and attention in every block; or the
             budget of ``torch.compile``, the share of a block's activations that is saved, as a string: ``"0.5"``.
+        loss_chunks: the number of chunks of which the loss is the sum; 0 for a loss that is not divided.
     """
 
     recompute: str = "none"
+    loss_chunks: int = 0
 
     def model(self) -> GPT:
         model = super().model()
+        if self.loss_chunks:
+            model.__class__ = _ChunkedLoss
+            model.chunks = self.loss_chunks  # type: ignore[assignment]
         compiled = _compiler(float(self.recompute)) if self.recompute[0].isdigit() else None
         for number, block in enumerate(model.blocks):
             if self.recompute == "every block" or (self.recompute == "every second block" and number % 2 == 0):

@@ -46,6 +46,7 @@ class Shape:
     batch: int = 1
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    vocabulary: int = VOCABULARY
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, **others: Any) -> Shape:
@@ -56,16 +57,21 @@ class Shape:
     def model(self) -> GPT:
         torch.manual_seed(0)
         model = GPT(blocks=self.blocks, width=self.width, heads=max(self.width // 64, 1), length=self.length)
+        if self.vocabulary != VOCABULARY:
+            model.embedding = torch.nn.Embedding(self.vocabulary, self.width)
+            model.head = torch.nn.Linear(self.width, self.vocabulary, bias=False)
+            for layer in (model.embedding, model.head):
+                torch.nn.init.normal_(layer.weight, std=0.02)
         return model.to(self.device, self.dtype)
 
     def tokens(self, rank: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(rank)
-        return torch.randint(VOCABULARY, (self.batch, self.length), generator=generator).to(self.device)
+        return torch.randint(self.vocabulary, (self.batch, self.length), generator=generator).to(self.device)
 
     @property
     def flops(self) -> float:
         """FLOPs of the matrix multiplications with parameters, in forward and backward."""
-        return 6.0 * self.batch * self.length * (12 * self.blocks * self.width + VOCABULARY) * self.width
+        return 6.0 * self.batch * self.length * (12 * self.blocks * self.width + self.vocabulary) * self.width
 
 
 def sleeping(sleep: Callable[[float], object]) -> thunder.Transform:
@@ -210,10 +216,14 @@ def ddp(name: str, shape: Shape, emulation: Emulation) -> System:
 
 
 def _fully_shard(
-    shape: Shape, emulation: Emulation, reshard: bool | int, policy: MixedPrecisionPolicy | None = None
+    shape: Shape,
+    emulation: Emulation,
+    reshard: bool | int,
+    policy: MixedPrecisionPolicy | None = None,
+    own_head: bool = False,
 ) -> Any:
     model = emulation.eager(shape.model())
-    for part in (*model.blocks, model):
+    for part in (*model.blocks, *([model.head] if own_head else []), model):
         fully_shard(part, reshard_after_forward=reshard, mp_policy=policy or MixedPrecisionPolicy())
     return model
 
@@ -233,6 +243,7 @@ def overlapped_fsdp2(
     ahead: int = 2,
     policy: MixedPrecisionPolicy | None = None,
     max_reductions: int | None = None,
+    own_head: bool = False,
 ) -> System:
     """Return FSDP2 with its means to overlap on a CPU: asynchronous custom collectives and explicit prefetching.
 
@@ -242,6 +253,7 @@ def overlapped_fsdp2(
         policy: the precision of parameters and reductions.
         max_reductions: how many reductions may be in flight, each of which keeps its unsharded gradients; ``None`` for
             no limit.
+        own_head: whether the head is sharded by itself, not with the root's other parameters, which stay whole.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
@@ -269,10 +281,10 @@ def overlapped_fsdp2(
                 work.wait()
             self.works.clear()
 
-    model = _fully_shard(shape, emulation, reshard, policy)
+    model = _fully_shard(shape, emulation, reshard, policy, own_head)
     reduce = Reduce()
     parts: list[FSDPModule] = [model, *model.blocks]
-    for part in parts:
+    for part in (*parts, *([model.head] if own_head else [])):
         part.set_custom_all_gather(Gather())
         part.set_custom_reduce_scatter(reduce)
     for index, part in enumerate(parts):

@@ -89,3 +89,15 @@ def test_plan_llama_says_for_each_number_of_ranks_whether_it_fits(capsys: pytest
     output = capsys.readouterr().out
     assert [line.split()[0] for line in output.splitlines() if " ms a step: fits on H100" in line] == ["8", "64", "512"]
     assert "what to change, fastest first" in output
+
+
+@on_ranks()
+def test_a_loss_in_chunks_gathers_the_head_once_and_needs_less_than_half_of_the_memory() -> None:
+    example = load("chunked_loss")
+    (whole, unchunked), (chunked, compiled) = example.main(chunks=1), example.main(chunks=4)
+    assert torch.allclose(torch.tensor(chunked), torch.tensor(whole), rtol=1e-5)
+    gathers = [
+        [b.args[0].spec.name for b in t.bound_symbols if b.sym.name == "fsdp_all_gather"] for t in compiled.traces
+    ]
+    assert [of_trace.count("head") for of_trace in gathers] == [1, 1]
+    assert compiled.memory.peak.nbytes < unchunked.memory.peak.nbytes / 2
