@@ -11,8 +11,10 @@ from thunder_fsdp_sched.runtime import ops
 
 import pytest
 import torch
+from device_thread import backward_on
 from extending import extended
 from models import GPT, Layer, Stack, compile_model
+from ranks import on_ranks
 from scenario import Run, Scenario, do, each
 
 
@@ -163,3 +165,15 @@ def test_the_predicted_peak_is_lower_if_each_bucket_is_freed(strategy: str) -> N
     assert bucket.memory.peak.nbytes <= never.memory.peak.nbytes
     assert never.memory.bytes_at(len(never.memory.statements) - 1)["unsharded buckets"] > 0
     assert bucket.memory.bytes_at(len(bucket.memory.statements) - 1)["unsharded buckets"] == 0
+
+
+@on_ranks()
+def test_modules_release_memory_beside_each_other_with_backward_on_another_thread() -> None:
+    def mixed(name: str, module: Any) -> str:
+        return "zero2" if name.startswith("blocks.0") else "zero3"
+
+    with backward_on("device"):
+        runs = [Run(_stack(), release=release, sharding_strategy=mixed) for release in ("step", "bucket")]
+        for step in range(3):
+            for run in runs:
+                run.train(1, first=step)
