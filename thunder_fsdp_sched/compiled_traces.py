@@ -71,13 +71,13 @@ class CompiledTraces:
     parameters: Mapping[str, str] = field(default_factory=dict)
     traced: TracedComputation | None = None
     shares: int | None = None
-    differentiated: TraceCtx | None = field(default_factory=_none)
-    joint: TraceCtx | None = field(default_factory=_none)
-    forward_before: TraceCtx | None = field(default_factory=_none)
-    forward: TraceCtx | None = field(default_factory=_none)
+    differentiated: TraceCtx | None = field(default_factory=_none, repr=False, compare=False)
+    joint: TraceCtx | None = field(default_factory=_none, repr=False, compare=False)
+    forward_before: TraceCtx | None = field(default_factory=_none, repr=False, compare=False)
+    forward: TraceCtx | None = field(default_factory=_none, repr=False, compare=False)
     forward_schedule: Schedule | None = None
-    backward_before: TraceCtx | None = field(default_factory=_none)
-    backward: TraceCtx | None = field(default_factory=_none)
+    backward_before: TraceCtx | None = field(default_factory=_none, repr=False, compare=False)
+    backward: TraceCtx | None = field(default_factory=_none, repr=False, compare=False)
     backward_schedule: Schedule | None = None
     pass_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     buckets: Sequence[Bucket] = ()
@@ -133,7 +133,7 @@ class CompiledTraces:
                 delattr(self, name)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _TRACES:
+        if name in (*_TRACES, "traces", "memory", "pending_grads"):  # properties whose error this one replaces, too
             raise AttributeError(
                 f"the traces that were compiled for {self.call} (number {self.number}) are not kept any more, because "
                 f"others were compiled since; read them before, or save their text"
