@@ -7,6 +7,7 @@ takes half of the time of tracing. Blocks are called as users call them, so hook
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import testing
@@ -14,6 +15,7 @@ from thunder_fsdp_sched.demo import model as demo
 
 import torch
 import torch.nn.functional as F
+from device import DEVICE, IS_CUDA
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -65,6 +67,10 @@ class FeedForward(nn.Module):
         return x + self.down.forward(F.gelu(self.up.forward(self.ln.forward(x))))
 
 
+# On a CPU without a device, which would be an argument in each trace that ``freeze.json`` has.
+_positions = partial(torch.arange, device=DEVICE) if IS_CUDA else torch.arange
+
+
 class GPT(nn.Module):
     """A language model that returns its loss.
 
@@ -94,7 +100,7 @@ class GPT(nn.Module):
             self.head.weight = self.wte.weight
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.wte.forward(tokens) + self.wpe.forward(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.wte.forward(tokens) + self.wpe.forward(_positions(tokens.shape[1]))
         for block in self.h:
             x = block(x)
         logits = self.head.forward(self.ln_f.forward(x))
