@@ -33,6 +33,7 @@ import thunder
 from thunder.core.compile_data import get_cache_option
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
+from thunder.core.prims import PrimIDs
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 from thunder.distributed import get_skip_data_parallel_grad_sync
@@ -66,6 +67,7 @@ from .proof.audit import audited
 from .proof.verify import verify_again
 from .runtime.module_hooks import TracedHooks
 from .runtime.trace_start import TraceStart
+from .runtime.traced_inputs import MemoryOfInputs
 from .sharding.casts import attach_casts, cast_inputs
 from .sharding.huggingface_models import let_accelerate_prepare, refuse_save_pretrained, transformers_lookasides
 from .sharding.jitted_state import install_state_dict
@@ -74,6 +76,7 @@ from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardingTransform, find_sharding
 from .transforms.offload_activations import offloaded_values
 from .transforms.shard_prologue import refuse_foreign_parameters, unpacked_parameters
+from .transforms.write_out_of_place import write_out_of_place
 
 WARN_COMPILED = 32
 """How many sets of shapes and flags may be compiled for one module before a warning suggests alternatives."""
@@ -189,11 +192,30 @@ class FSDPTransform(ShardingTransform):
         self._sharded.progress.log_phase(
             "traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols), stage="differentiating"
         )
+        unpacked = unpacked_parameters(prologue_trace)
+        computation_trace, memory = write_out_of_place(
+            computation_trace,
+            original=self._without_alias_updates(computation_trace),
+            parameters=frozenset(
+                argument.name
+                for value, argument in zip(prologue_trace.output[0], computation_trace.args, strict=True)
+                if getattr(value, "name", None) in unpacked
+            ),
+        )
         compilation = self.begin_compilation(call, no_sync=no_sync)
+        compilation.context["memory_of_inputs"] = memory
         compilation.context["computation"] = computation_trace
         if epilogue_trace is not None:
             epilogue_trace = compilation.run("epilogue", epilogue_trace)
         return *compilation.shard(prologue_trace, computation_trace), epilogue_trace
+
+    def _without_alias_updates(self, computation: TraceCtx) -> TraceCtx:
+        """Return the computation before Thunder has inserted alias updates, unless a transform has changed it since."""
+        for stats in self._stats:
+            if stats.last_traces and stats.last_traces[-1] is computation:
+                is_updated = any(b.sym.id is PrimIDs.UPDATE_ALIASES for b in computation.bound_symbols)
+                return stats.last_traces[-2] if is_updated else computation
+        return computation
 
     def begin_compilation(self, call: Call, *, no_sync: bool) -> Compilation:
         """Return a new compilation, which the hooks that Thunder calls next go on with."""
@@ -275,6 +297,7 @@ class Compilation:
             "hooks": TracedHooks(self.sharded.module),
             "inputs": transform._reads.take(),
             "accumulate": self.options.accumulate or "unsharded",
+            "memory_of_inputs": MemoryOfInputs(),
             "computation": None,  # as Thunder traced it; a step that is planned again has none
             "has_gradients": None,  # whether `differentiate` finds some; None if Thunder differentiates
             "trains": False,  # whether the step has a backward

@@ -63,7 +63,7 @@ from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import copy_secondary_shard
 from ..runtime.memory import Slot, slot_bytes
 from ..runtime.module_hooks import check_hooks
-from ..runtime.traced_inputs import check_inputs
+from ..runtime.traced_inputs import check_inputs, check_memory
 from ..transports.base import Buffer, Traffic
 from .effects import (
     Effects,
@@ -483,8 +483,28 @@ fsdp_release = register("fsdp_release", ops.release, _release_effects)
 fsdp_check_no_sync = register("fsdp_check_no_sync", ops.check_no_sync)
 fsdp_check_hooks = register("fsdp_check_hooks", check_hooks)
 fsdp_check_inputs = register("fsdp_check_inputs", check_inputs)
+fsdp_check_memory = register("fsdp_check_memory", check_memory)
 fsdp_guard_backward = register("fsdp_guard_backward", guard_backward)
 fsdp_detached = register("fsdp_detached", torch.Tensor.detach, meta=lambda tensor: TensorProxy(like=tensor))
+
+
+def _with_value_effects(bsym: BoundSymbol) -> Effects:
+    aliases = {bsym.output.name: (bsym.args[1].name,)}
+    return Effects(work=Work(), aliases=aliases, views=aliases)
+
+
+fsdp_with_value = register(
+    "fsdp_with_value", lambda old, new: new, _with_value_effects, meta=lambda old, new: TensorProxy(like=new)
+)
+
+
+def _with_value_grad(old: TensorProxy, new: TensorProxy) -> TensorProxy:
+    out = fsdp_with_value(old, new)
+    put_grad(old, get_grad(out))
+    return out
+
+
+executor.register_implementation(fsdp_with_value, fsdp_with_value, grad_transform=_with_value_grad)
 
 
 def _only_in_between(*args: Any) -> None:

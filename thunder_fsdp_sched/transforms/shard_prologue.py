@@ -10,10 +10,10 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import with_bound_symbols
-from ..ir.symbols import fsdp_check_hooks, fsdp_check_inputs, fsdp_check_no_sync
+from ..ir.symbols import fsdp_check_hooks, fsdp_check_inputs, fsdp_check_memory, fsdp_check_no_sync
 from ..runtime.module_hooks import TracedHooks
 from ..runtime.row_dtensor import local_rows
-from ..runtime.traced_inputs import TracedInputs
+from ..runtime.traced_inputs import MemoryOfInputs, TracedInputs
 
 
 def unpacked_parameters(prologue: TraceCtx) -> dict[str, str]:
@@ -94,6 +94,7 @@ def shard_prologue(
     no_sync: bool,
     hooks: TracedHooks,
     inputs: TracedInputs | None,
+    memory_of_inputs: MemoryOfInputs,
 ) -> TraceCtx:
     """Make the prologue expect shards: give each parameter's proxy the shape of this rank's rows, and check the DTensor.
 
@@ -122,6 +123,7 @@ def shard_prologue(
         no_sync: whether the traces are compiled for ``no_sync``. Thunder reuses a cache entry only in the same state.
         hooks: those of the module that was traced. Thunder reuses a cache entry only with the same.
         inputs: what the program has read from its inputs. Thunder reuses a cache entry only for such inputs.
+        memory_of_inputs: what the traces expect of the memory of arguments.
 
     Raises:
         NotImplementedError: the traces unpack more than one module.
@@ -148,6 +150,12 @@ def shard_prologue(
         names = {bsym.output.name: bsym.output for bsym in bsyms if bsym.sym is prims.unpack_trivial}
         check = fsdp_check_inputs.bind(names["args"], names["kwargs"], inputs, output=None)
         bsyms.insert(1 + max(i for i, b in enumerate(bsyms) if b.sym is prims.unpack_trivial), check)
+    of_module = {b.output.name for b in bsyms if b.sym in (prims.unpack_parameter, prims.unpack_buffer)}
+    written, contiguous = (tuple(sorted(names - of_module)) for names in memory_of_inputs)
+    if written or contiguous:
+        tensors = [p for p in prologue.output[0] if isinstance(p, TensorProxy) and p.name not in of_module]
+        check = fsdp_check_memory.bind(written, contiguous, tuple(p.name for p in tensors), *tensors, output=None)
+        bsyms.insert(len(bsyms) - 1, check)
     return with_bound_symbols(prologue, bsyms, "fsdp: shard the prologue")
 
 

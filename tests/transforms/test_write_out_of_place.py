@@ -1,0 +1,229 @@
+"""Writes in place, also through views, have the values and gradients of eager mode, or are refused by name.
+
+In plain Thunder a gradient does not pass between a tensor and a view of it that was changed in place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from thunder_fsdp_sched import fsdp
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "view": lambda y: y.view(-1),
+    "reshape": lambda y: y.reshape(-1),
+    "flatten": lambda y: y.flatten(),
+    "transpose": lambda y: y.transpose(0, 1),
+    "T": lambda y: y.T,
+    "permute": lambda y: y.permute(1, 0),
+    "movedim": lambda y: y.movedim(0, 1),
+    "slice": lambda y: y[:1],
+    "slice of columns": lambda y: y[:, 1:3],
+    "steps": lambda y: y[:, ::2],
+    "index": lambda y: y[1],
+    "ellipsis": lambda y: y[..., None],
+    "select": lambda y: y.select(0, 1),
+    "tensor_split": lambda y: torch.tensor_split(y, 2)[0],
+    "unsqueeze": lambda y: y.unsqueeze(0),
+    "squeeze": lambda y: y[:1].squeeze(),
+    "view_as": lambda y: y.view_as(y),
+    "unflatten": lambda y: y.unflatten(1, (2, 2)),
+    "contiguous": lambda y: y.contiguous(),
+    "copy that reshape makes": lambda y: y.t().reshape(-1),
+    "view of a view": lambda y: y[:, :2].transpose(0, 1)[1].view(-1),
+    "detach": lambda y: y.detach(),
+    "other rows": lambda y: y[torch.tensor([1])],  # a copy
+    "itself": lambda y: y,
+}
+
+
+class Written(nn.Module):
+    """A linear layer, and then a function of the module and its results."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self.norm, self.function = nn.Linear(3, 4), nn.BatchNorm1d(4), function
+        self.register_buffer("total", torch.zeros(2, 4))
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def _through(view: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """Write through a view and read its base, write to the base and read the view, and write to both."""
+
+    def function(self: Any, x: torch.Tensor) -> Any:
+        first = self.linear(x)
+        view(first).mul_(0.5)
+        second = self.linear(x + 1)
+        seen = view(second)
+        second.add_(1).mul_(3)
+        third = self.linear(x - 1)
+        part = view(third)
+        part[...] = part * 2
+        third.mul_(0.7)
+        part.mul_(0.25)
+        return first * first, seen + 0, third, part
+
+    return function
+
+
+def _gradients_and_values(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(2):
+        arguments = [argument.clone() for argument in inputs]
+        outputs = module(*arguments)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        weighted = [(o * torch.arange(1.0, o.numel() + 1).view(o.shape)).sum() for o in outputs if o.requires_grad]
+        sum(weighted).backward()  # type: ignore[union-attr]
+        found += [tensor.detach().clone() for tensor in (*outputs, *arguments)]
+    for param in module.parameters():
+        grad = torch.zeros(param.shape, dtype=param.dtype) if param.grad is None else param.grad
+        found.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
+    return found
+
+
+def check(function: Callable[..., Any], *inputs: torch.Tensor) -> None:
+    """Compare outputs, gradients, inputs and buffers after two steps with those of eager mode."""
+    torch.manual_seed(0)
+    module = Written(function).double()
+    original = copy.deepcopy(module)
+    jitted = thunder.jit(original, transforms=[fsdp()])
+    inputs = inputs or (torch.linspace(-1, 1, 6).double().view(2, 3),)
+    expected = _gradients_and_values(module, inputs)
+    torch.testing.assert_close(_gradients_and_values(jitted, inputs), expected)
+    torch.testing.assert_close(list(original.buffers()), list(module.buffers()))
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_write_through_a_view_changes_the_base_and_its_gradient(name: str) -> None:
+    check(_through(VIEWS[name]))
+
+
+def _column_by_column(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(2, 4, dtype=x.dtype)
+    for column in range(4):
+        y[:, column] = self.linear(x)[:, 3 - column] * (column + 1)
+    y[1:].copy_(y[:1] * 2)
+    return y * y
+
+
+def _without_gradient(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x)
+    with torch.no_grad():
+        y.mul_(0.5)
+        y[0].add_(1)
+    return y * y
+
+
+def _average(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x)
+    with torch.no_grad():
+        self.total.mul_(0.9).add_(y * 0.1)
+    return y * self.total
+
+
+def _cached(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.total[:, 1:3] = self.linear(x).detach()[:, :2]
+    return self.linear(x) + self.total
+
+
+def _masked(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x)
+    y.masked_fill_(y > 0, -1.0)
+    y.view(-1).clamp_(min=-0.5)
+    return y.exp()
+
+
+def _input(self: Any, x: torch.Tensor) -> Any:
+    x[:, :2].zero_()
+    return self.linear(x), x
+
+
+def _saved(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x)
+    z = y * y  # saves y
+    y.add_(1)
+    return z + y.pow(3)
+
+
+WRITES: dict[str, Callable[..., Any]] = {
+    "columns of a new tensor": _column_by_column,
+    "without gradient": _without_gradient,
+    "a buffer without gradient": _average,
+    "a part of a buffer": _cached,
+    "masked": _masked,
+    "an input": _input,
+    "activation": lambda self, x: F.relu(self.linear(x), inplace=True).exp(),
+    "one batch norm twice": lambda self, x: self.norm(self.norm(self.linear(x)) * 2 + x[:, :1]),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_have_the_values_and_gradients_of_eager_mode(name: str) -> None:
+    check(WRITES[name])
+
+
+def test_a_write_to_a_value_that_backward_needs_changes_no_gradient() -> None:
+    # In eager mode this is an error. The values that were saved are those from before the write.
+    torch.manual_seed(0)
+    module = Written(_saved).double()
+    jitted, x = thunder.jit(copy.deepcopy(module), transforms=[fsdp()]), torch.linspace(-1, 1, 6).double().view(2, 3)
+    jitted(x).sum().backward()
+    y = module.linear(x)
+    (y * y + (y + 1).pow(3)).sum().backward()
+    torch.testing.assert_close(jitted.get_parameter("linear.weight").grad.full_tensor(), module.linear.weight.grad)
+
+
+def _overlapping(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return self.linear(x) + y[:, :1]
+
+
+def _clamped(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        self.linear.weight.clamp_(-0.1, 0.1)
+    return self.linear(x)
+
+
+def _diagonal(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x)
+    y.diagonal().add_(1)
+    return y * y
+
+
+def _reshaped(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x.reshape(-1).mul_(2)
+    return self.linear(x)
+
+
+MEMORY = torch.linspace(-1, 1, 12).double()
+REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str]] = {
+    "inputs that overlap": (_overlapping, (MEMORY[:6].view(2, 3), MEMORY[3:9].view(2, 3)), "'x' and 'y' share memory"),
+    "parameter": (_clamped, (MEMORY[:6].view(2, 3),), r"write_out_of_place\.py:\d+ changes the parameter"),
+    "unknown view": (_diagonal, (MEMORY[:6].view(2, 3),), r"'diagonal' \(.*\) has made a view"),
+    "strides": (_reshaped, (MEMORY[:6].view(3, 2).t(),), r"pass x\.contiguous\(\)"),
+    "input with a gradient": (_input, (MEMORY[:6].view(2, 3).clone().requires_grad_(),), "requires a gradient"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_writes_that_cannot_be_right_are_refused_by_name(name: str) -> None:
+    function, inputs, message = REFUSED[name]
+    jitted = thunder.jit(Written(function).double(), transforms=[fsdp()])
+    with pytest.raises((RuntimeError, NotImplementedError), match=message):
+        jitted(*inputs)
+
+
+def test_inputs_that_do_not_overlap_are_written() -> None:
+    check(_overlapping, MEMORY[:6].view(2, 3).clone(), MEMORY[3:9].view(2, 3).clone())

@@ -1,0 +1,358 @@
+"""Turn operators that change tensors in place into ones that do not.
+
+[Note: Writes in place]
+Thunder computes the result of ``y.mul_(2)`` and copies it into the memory of ``y``. Its autograd takes the copy for the
+only new value: a gradient does not pass from ``y`` to a view of it that was written, or back, and a value that backward
+has saved is overwritten. So this pass gives each write a new value instead, before anything is differentiated:
+
+- A tensor that is no view (a *base*) has a value, which each write replaces. Each view keeps the operators that made it.
+- A write to a view computes the new value of its base: ``reshape`` and ``transpose`` are undone, and a slice is set in a
+  copy of the tensor that it was taken from.
+- A view that is read after a write is made again from the base.
+- What autograd must not see (a write under ``torch.no_grad()``, or to the result of ``detach()``) becomes
+  ``fsdp_with_value(old, new)``: the new values, with the gradient of the old ones.
+- At the end, the new values of arguments and buffers are copied into their memory.
+
+Whether ``reshape`` returns a view depends on strides. Those of values are known from what the functions of torch return for
+contiguous arguments, so then the prologue checks that these are.
+
+Refused by name are views that cannot be undone (``diagonal``, ``expand``, other dtypes), writes to parameters and to
+arguments that require gradients, and to an argument whose memory another one shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import thunder.torch as ltorch
+import torch
+from thunder.core import prims
+from thunder.core.compile_data import using_symbolic_values
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.pytree import tree_iter, tree_map
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.extend import TemporaryExecutor
+
+from ..ir.inspection import (
+    args_of,
+    defined_by,
+    names,
+    nested,
+    outs_of,
+    return_of,
+    source_of,
+    swap_args,
+    with_bound_symbols,
+)
+from ..ir.operator_facts import facts_of, observed_call, tensors_read, tensors_returned
+from ..ir.symbols import fsdp_with_value
+from ..runtime.traced_inputs import MemoryOfInputs
+
+
+def write_out_of_place(
+    trace: TraceCtx, *, original: TraceCtx, parameters: Collection[str]
+) -> tuple[TraceCtx, MemoryOfInputs]:
+    """Return the computation without writes to values that it reads, and what the prologue must check.
+
+    Runs first on the computation. Does nothing if all writes are to arguments that nothing else reads, such as the
+    statistics of a batch norm. Before::
+
+        v = ltorch.view(y, -1)
+        t9 = ltorch.mul_(v, 0.5)
+            # t8 = ltorch.mul(v, 0.5)
+            # t9 = prims.copy_(t8, v, grad_enabled=True)
+        return {'output': (y,), 'flat_args': ...}
+
+    After::
+
+        v = ltorch.view(y, -1)
+        t8 = ltorch.mul(v, 0.5)
+        t12 = prims.reshape(t8, (2, 4))
+        return {'output': (t12,), 'flat_args': ...}
+
+    Args:
+        original: the computation before Thunder has inserted ``update_aliases``.
+        parameters: the names of the arguments that are parameters.
+
+    Raises:
+        NotImplementedError: a write cannot be expressed that way; names the line.
+    """
+    copies = [
+        _like(copy, bsym) for bsym in original.bound_symbols for copy in nested([bsym]) if copy.sym.id is PrimIDs.COPY_
+    ]
+    if not copies:
+        return trace, MemoryOfInputs()
+    arguments = {a.name: a for a in original.args if isinstance(a, TensorProxy)}
+    inputs = frozenset(arguments).difference(parameters)
+    written = {b.args[1].name for b in copies}
+    for bsym in copies:
+        _check_argument(arguments.get(bsym.args[1].name), bsym, parameters)
+    readers = [
+        name for b in original.bound_symbols[:-1] if b.sym.id is not PrimIDs.UNPACK_TRIVIAL for name in set(args_of(b))
+    ]
+    if written <= frozenset(arguments) and all(readers.count(name) == 1 for name in written):
+        return trace, MemoryOfInputs(written=frozenset(written))
+    if using_symbolic_values():
+        _refuse(
+            copies[0],
+            "changes a tensor in place that is read elsewhere, which needs fixed sizes. Use an operator that does "
+            "not, or thunder.jit without cache='symbolic values'",
+        )
+    rewriting = _Rewriting(original, parameters)
+    new = rewriting.run()
+    return new, MemoryOfInputs(rewriting.written & inputs, inputs if rewriting.depends_on_strides else frozenset())
+
+
+class _View(NamedTuple):
+    """A view: of which tensor, and the prim that makes it; ``None`` if it is the tensor itself, or its values (detach)."""
+
+    parent: str
+    prim: BoundSymbol | None
+    is_detached: bool = False
+
+
+class _Rewriting:
+    """The values of tensors while a computation is rewritten, by the names that they have in it."""
+
+    def __init__(self, trace: TraceCtx, parameters: Collection[str]) -> None:
+        self._parameters = parameters
+        self._old, self._new = trace, from_trace(trace)
+        self._proxies = {a.name: a for a in trace.args if isinstance(a, TensorProxy)}
+        self._arguments = dict(self._proxies)
+        self._views: dict[str, _View] = {}
+        self._unknown: dict[str, list[BoundSymbol]] = {}  # by base: operators with views that cannot be undone
+        self._ambiguous: set[str] = set()  # bases of which something may be a view or a copy, by its strides
+        self._versions: dict[str, int] = {}  # of bases: how often each was written
+        self._values: dict[str, tuple[int, TensorProxy]] = {}  # the latest values, and of which version of their base
+        self._strides: dict[str, tuple[int, ...]] = {}
+        self._needing = {name for name, a in self._arguments.items() if a.requires_grad}  # a gradient
+        self._last_use = {name: i for i, b in enumerate(trace.bound_symbols) for name in args_of(b)}
+        self._last_use |= dict.fromkeys(names(tree_iter(return_of(trace).args[0])), len(trace.bound_symbols))
+        self._position = 0
+        self._grad_enabled: dict[str, bool] = {}  # by argument that is written
+        self.written: frozenset[str] = frozenset()
+        self.depends_on_strides = False
+
+    def run(self) -> TraceCtx:
+        with tracectx(self._new):
+            for position, bsym in enumerate(self._old.bound_symbols[:-1]):
+                self._position = position
+                self._add(bsym)
+            self._return()
+        return with_bound_symbols(self._new, self._new.bound_symbols, "fsdp: write out of place")
+
+    def _add(self, bsym: BoundSymbol) -> None:
+        self._proxies.update({p.name: p for p in defined_by(bsym) if isinstance(p, TensorProxy)})
+        if bsym.sym.id is PrimIDs.COPY_:
+            self._emit(bsym, lambda: self._write(bsym))
+        elif bsym.sym.id is PrimIDs.UPDATE_ALIASES:
+            pairs = zip(bsym.flat_proxy_outs, bsym.flat_proxy_args, strict=True)
+            self._views.update({new.name: _View(old.name, None) for new, old in pairs})
+        elif any(b.sym.id is PrimIDs.COPY_ for b in nested(bsym.subsymbols)):
+            if bsym.sym.id == ltorch.checkpoint.id or isinstance(bsym.sym.executor, TemporaryExecutor):
+                _refuse(
+                    bsym,
+                    "contains a write in place to a tensor that is read elsewhere. Use an operator that writes nothing",
+                )
+            for sub in bsym.subsymbols:
+                self._add(_like(sub, bsym))
+        else:
+            read = self._emit(bsym, lambda: {name: self._value(name) for name in tensors_read(bsym)})
+            current = swap_args(bsym, {name: value for name, value in read.items() if value.name != name})
+            self._new.bound_symbols.append(current)
+            if not self._needing.isdisjoint(args_of(bsym)):
+                outs = (p for p in defined_by(bsym) if ProxyTag.DETACHED_AUTOGRAD_GRAPH not in p.tags)
+                self._needing.update(p.name for p in outs)
+            if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
+                self._note_views(bsym)
+
+    def _emit(self, bsym: BoundSymbol, make: Callable[[], Any]) -> Any:
+        """Let ``make`` add bound symbols, which get the tags and the line of ``bsym``."""
+        scope: list[BoundSymbol] = []
+        self._new.push_scope(scope)
+        try:
+            result = make()
+        finally:
+            self._new.pop_scope()
+        self._new.bound_symbols += [_like(new, bsym) for new in scope]
+        return result
+
+    def _base(self, name: str) -> str:
+        while name in self._views:
+            name = self._views[name].parent
+        return name
+
+    def _value(self, name: str) -> TensorProxy:
+        """Return the present value of a tensor. A view whose base was written since is made again."""
+        version, known = self._versions.get(self._base(name), 0), self._values.get(name)
+        if known is not None and known[0] == version:
+            return known[1]
+        view = self._views.get(name)
+        if view is None:
+            return self._proxies[name]
+        value = self._value(view.parent)
+        if view.is_detached:
+            value = ltorch.detach(value)
+        elif view.prim is not None:
+            value = view.prim.sym(value, *view.prim.args[1:], **view.prim.kwargs)
+        self._values[name] = version, value
+        return value
+
+    def _write(self, copy: BoundSymbol) -> None:
+        source, target = (p.name for p in copy.args[:2])
+        base, is_seen = self._base(target), bool(copy.kwargs["grad_enabled"])
+        _check_argument(self._arguments.get(base), copy, self._parameters)
+        for unknown in self._unknown.get(base, ()):
+            if any(self._last_use.get(name, -1) >= self._position for name in outs_of(unknown)):
+                _refuse(
+                    copy,
+                    f"changes a tensor in place of which {unknown.sym.name!r} ({source_of(unknown)}) has made a view. Call "
+                    f"clone() on the view, or use an operator that changes nothing in place",
+                )
+        value, name, values = self._value(source), target, dict[str, TensorProxy]()
+        while (view := self._views.get(name)) is not None:
+            values[name] = value
+            is_seen = is_seen and not view.is_detached
+            value = value if view.prim is None else _undo(view.prim, self._value(view.parent), value, copy)
+            name = view.parent
+        if not is_seen and not self._needing.isdisjoint((base, source)):
+            value, values = fsdp_with_value(self._value(base), value), {}
+        elif source in self._needing:
+            self._needing.update(n for n in self._proxies if self._base(n) == base)
+        self._versions[base] = version = self._versions.get(base, 0) + 1
+        self._values.update({each: (version, v) for each, v in {**values, base: value}.items()})
+        self._views[copy.output.name] = _View(target, None)
+        self.depends_on_strides |= base in self._ambiguous
+        if base in self._arguments:
+            self.written |= {base}
+            self._grad_enabled[base] = bool(copy.kwargs["grad_enabled"])
+
+    def _note_views(self, bsym: BoundSymbol) -> None:
+        read, returned = tensors_read(bsym), tensors_returned(bsym)
+        observed = observed_call(bsym, {name: self._strides[name] for name in read if name in self._strides})
+        if observed is not None:
+            pairs = zip(returned, observed.strides, strict=True)
+            self._strides.update({name: strides for name, strides in pairs if strides is not None})
+            pairs_of_aliases = zip(returned, observed.aliases, strict=True)
+            aliases = {name: [read[i] for i in of] for name, of in pairs_of_aliases if of}
+        else:
+            aliases = {name: list(of) for name, of in facts_of(bsym).aliases.items()}
+        if bsym.sym.name in _BY_STRIDES:
+            self._ambiguous.update(map(self._base, read))
+        for name in outs_of(bsym):
+            if name in aliases:
+                views = _derivation(bsym, name, aliases[name])
+                if observed is None and bsym.sym.name in _BY_STRIDES and not self._is_viewable(bsym, name):
+                    continue
+                if views is None:
+                    for parent in aliases[name]:
+                        self._unknown.setdefault(self._base(parent), []).append(bsym)
+                    self._unknown.setdefault(name, []).append(bsym)
+                    continue
+                self._views.update(views)
+                self._values[name] = self._versions.get(self._base(name), 0), self._proxies[name]
+
+    def _is_viewable(self, bsym: BoundSymbol, name: str) -> bool:
+        """Return whether the result of a reshape is a view, by the strides of its argument."""
+        argument, result = bsym.flat_proxy_args[0], self._proxies[name]
+        if argument.name not in self._strides:
+            return True
+        try:
+            strided = torch.empty_strided(tuple(argument.shape), self._strides[argument.name], device="meta")
+            self._strides[name] = strided.view(tuple(result.shape)).stride()
+        except RuntimeError:
+            return False
+        return True
+
+    def _return(self) -> None:
+        returned = return_of(self._old)
+        copied: dict[str, TensorProxy] = {}
+        for name in sorted(self.written):
+            copied[name] = prims.copy_(self._value(name), self._arguments[name], grad_enabled=self._grad_enabled[name])
+
+        given: set[str] = set()
+
+        def current(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorProxy):
+                return leaf
+            whole = leaf.name
+            while whole in self._views and self._views[whole].prim is None and not self._views[whole].is_detached:
+                whole = self._views[whole].parent
+            return copied[whole] if whole in copied else self._value(leaf.name)
+
+        def output(leaf: Any) -> Any:
+            value = current(leaf)
+            if isinstance(value, TensorProxy) and value.name in given:  # each result gets a gradient of its own
+                value = prims.clone(value)
+            given.update(names([value]))
+            return value
+
+        known = returned.args[0]
+        result = {**tree_map(current, known), "output": tree_map(output, known["output"])}
+        self._new.bound_symbols.append(returned.from_bsym(args=(result,)))
+
+
+_BY_STRIDES = frozenset({"reshape", "flatten", "contiguous", "ravel"})
+"""Operators that return a view or a copy, by the strides of their argument."""
+
+_SAME = frozenset({PrimIDs.SHALLOW_COPY, PrimIDs.STRIDE_ORDER, PrimIDs.CONVERT_ELEMENT_TYPE, PrimIDs.DEVICE_PUT})
+"""Prims that return the tensor itself, if they return a view."""
+
+_UNDONE = frozenset({PrimIDs.RESHAPE, PrimIDs.SQUEEZE, PrimIDs.BROADCAST_IN_DIM, PrimIDs.TRANSPOSE, PrimIDs.SLICE})
+
+
+def _derivation(bsym: BoundSymbol, name: str, parents: Sequence[str]) -> dict[str, _View] | None:
+    """Return how an operator makes a view from prims; ``None`` if one of them is not known."""
+    if bsym.sym.name == "detach":
+        return {name: _View(parents[0], None, is_detached=True)}
+    made_by = {out: b for b in nested([bsym]) if isinstance(b.sym.id, PrimIDs) for out in outs_of(b)}
+    views: dict[str, _View] = {}
+    while name not in parents:
+        prim = made_by.get(name)
+        if prim is None or prim.sym.id not in _SAME | _UNDONE:
+            return None
+        parent = prim.args[0].name
+        views[name] = _View(parent, None if prim.sym.id in _SAME else prim)
+        name = parent
+    return views
+
+
+def _undo(prim: BoundSymbol, whole: TensorProxy, part: TensorProxy, copy: BoundSymbol) -> TensorProxy:
+    """Return the tensor ``whole`` after its view, which ``prim`` makes, has become ``part``."""
+    if prim.sym.id is PrimIDs.TRANSPOSE:
+        permutation = tuple(prim.args[1])
+        return prims.transpose(part, tuple(sorted(range(len(permutation)), key=permutation.__getitem__)))
+    if prim.sym.id is PrimIDs.SLICE:
+        _, begin, end, steps = prim.args if len(prim.args) == 4 else (*prim.args, None)
+        steps = steps or [1] * len(begin)
+        return prims.copy_with_setitem(whole, tuple(map(slice, begin, end, steps)), part)
+    if part.numel != whole.numel:
+        _refuse(copy, "changes an expanded tensor in place, whose elements share memory. Call clone() on it first")
+    return prims.reshape(part, tuple(whole.shape))
+
+
+def _check_argument(argument: TensorProxy | None, copy: BoundSymbol, parameters: Collection[str]) -> None:
+    """Raise an error for a write to an argument that a gradient goes to."""
+    if argument is not None and (argument.name in parameters or argument.requires_grad):
+        kind = "parameter" if argument.name in parameters else "argument, which requires a gradient,"
+        _refuse(
+            copy, f"changes the {kind} {argument.name!r} in place. Change a copy of it (clone()), or outside of forward"
+        )
+
+
+def _like(bsym: BoundSymbol, other: BoundSymbol) -> BoundSymbol:
+    """Return ``bsym`` with the line and also the tags of ``other``."""
+    return bsym.from_bsym(
+        tags={*bsym.tags, *other.tags},
+        header=other.header,
+        source_filename=other.source_filename,
+        source_positions=other.source_positions,
+    )
+
+
+def _refuse(bsym: BoundSymbol, reason: str) -> NoReturn:
+    where = f" at {source}" if (source := source_of(bsym)) else ""
+    raise NotImplementedError(f"fsdp: forward{where} {reason}")
