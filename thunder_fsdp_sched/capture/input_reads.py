@@ -31,6 +31,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, Non
 from typing import Any
 
 import torch
+from thunder.core.compile_data import get_cache_option
 from thunder.core.interpreter import (
     INTERPRETER_SIGNALS,
     ProvenanceRecord,
@@ -41,11 +42,13 @@ from thunder.core.interpreter import (
     unwrap,
 )
 from thunder.core.jit_ext import EXT_FLAG_IS_TENSOR_PROXY, get_jit_ctx, should_register_for_prologue
-from thunder.core.proxies import Proxy
+from thunder.core.options import CACHE_OPTIONS
+from thunder.core.proxies import Proxy, TensorProxy
 
 from ..private_thunder import save_attributes_of_root, wraps_observed_by
 from ..runtime.traced_inputs import EQUAL, HAS, IS, KEYS, LENGTH, TYPE, Check, TracedInputs
 from .paths import ATTRIBUTE, COMPUTED, FUNCTION, INPUTS, ITEM, Path, Paths, evaluate
+from .symbolic_sizes import Sizes
 
 
 class InputReads:
@@ -55,6 +58,7 @@ class InputReads:
         self._trace: Any = None
         self._checks: dict[Path, Check] = {}
         self._module: torch.nn.Module | None = None
+        self._sizes: Sizes | None = None  # with symbolic values
 
     def call(self, call: Callable[..., Any], module: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
         """Let ``call`` trace a call of a module, with wrapped values, and note what it reads if it is the outermost one."""
@@ -64,10 +68,13 @@ class InputReads:
         self._trace, self._checks, self._paths = context.computation_trace, {}, _ConcretePaths()
         self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
         self._module = unwrap(module)
+        self._sizes = Sizes() if get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES else None
         for value in (*args, *kwargs.values()):
             self._note(value)
-        with interpretercompilectx(wraps_observed_by(get_interpretercompilectx(), self)):
+        with interpretercompilectx(wraps_observed_by(get_interpretercompilectx(), self, self._sizes)):
             result = call(module, *args, **kwargs)
+        if self._sizes is not None:
+            self._checks.update(self._sizes.checks(context.computation_trace.bound_symbols))
         if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             save_attributes_of_root(context)
         return result
@@ -107,6 +114,8 @@ class InputReads:
     def look_aside(self, look_aside: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Note for which attributes the program asks."""
         found = look_aside(function, *args, **kwargs)
+        if found is None and self._sizes is not None:
+            self._sizes.note_call(function, args)
         if (function is hasattr or (function is getattr and len(args) == 3)) and callable(found):
             return functools.partial(self._ask, found)
         return found
@@ -124,6 +133,10 @@ class InputReads:
         plain, provenance = value.value, value.provenance
         if isinstance(plain, _KEYS) and provenance.value is None:
             self._paths.keys[id(provenance)] = provenance, plain
+        if self._sizes is not None and isinstance(plain, TensorProxy):
+            path = Paths().of(provenance)
+            if path is not None and path is not COMPUTED and path[0] in INPUTS:
+                self._sizes.add(path, plain)
         if isinstance(plain, _IGNORED):
             return
         path = self._paths.of(provenance)

@@ -13,7 +13,7 @@ Path = tuple[Any, ...]
 Check = tuple[str, Any]
 """What is compared of a value, and the expected result."""
 
-IS, EQUAL, LENGTH, KEYS, TYPE = "is", "equal", "length", "keys", "type"
+IS, EQUAL, NOT, LENGTH, KEYS, TYPE = "is", "equal", "not", "length", "keys", "type"
 
 HAS = "has"
 """The last step of a path to whether an object has an attribute."""
@@ -70,6 +70,8 @@ def _agrees(value: Any, check: Check) -> bool:
     kind, expected = check
     if kind == IS:
         return value is expected
+    if kind == NOT:
+        return bool(value != expected)
     if kind == LENGTH:
         return type(value) is expected[0] and len(value) == expected[1]
     if kind == KEYS:

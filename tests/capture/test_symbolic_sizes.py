@@ -1,0 +1,83 @@
+"""With symbolic values, a trace runs for other sizes only if it is right for them, as compared with eager mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+from thunder_fsdp_sched import fsdp
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+LENGTHS = (2, 3, 5, 1, 2)
+
+
+class Sized(nn.Module):
+    """A linear layer, and then a function of the module, its input and its result."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+        self.positions = nn.Parameter(torch.linspace(-1, 1, 64).view(16, 4))
+        self.register_buffer("mask", torch.linspace(-1, 1, 64).view(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x, self.linear(x))
+
+
+def _loop(self: Sized, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    for index in range(x.shape[1]):
+        y = y + index
+    return y
+
+
+def _attention(self: Sized, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    batch, length, width = y.shape
+    heads = [t.view(batch, length, 1, -1).transpose(1, 2) for t in (y, y * 2, y.exp())]
+    return F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+
+
+# With the number of compilations for LENGTHS: 2 if only a length of 1 is compiled by itself, 4 if each length is.
+PROGRAMS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
+    "equal": (lambda self, x, y: y * 2 if x.shape[1] == 2 else y, 4),
+    "greater": (lambda self, x, y: y * 2 if x.shape[1] > 3 else y, 4),
+    "remainder": (lambda self, x, y: y * 2 if x.shape[1] % 2 else y, 4),
+    "tuple": (lambda self, x, y: y * 2 if x.shape == (2, 2, 4) else y, 4),
+    "contained": (lambda self, x, y: y * 2 if x.shape[1] in (2, 5) else y, 4),
+    "int": (lambda self, x, y: y * int(x.shape[1]), 4),
+    "loop": (_loop, 4),
+    "chunk": (lambda self, x, y: y.chunk(2, 1)[0].sum(1), 4),
+    "last": (lambda self, x, y: y[:, -1], 4),
+    "cat": (lambda self, x, y: torch.cat([y, y[:, :1]], 1), 4),
+    "sliced parameter": (lambda self, x, y: y + self.positions[: x.shape[1]], 4),
+    "factor": (lambda self, x, y: y * x.shape[1], 2),
+    "view": (lambda self, x, y: y.view(x.shape[0], x.shape[1], 2, 2).sum(-1).flatten(0, 1), 2),
+    "sliced buffer": (lambda self, x, y: y + self.mask[: x.shape[1]], 2),
+    "positions": (lambda self, x, y: y + torch.arange(x.shape[1])[None, :, None], 2),
+    "attention": (_attention, 2),
+    "normalized": (lambda self, x, y: F.layer_norm(y, (4,)).mean(1), 2),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_traces_with_symbolic_values_are_right_for_all_sizes(name: str) -> None:
+    function, compiled = PROGRAMS[name]
+    torch.manual_seed(0)
+    module = Sized(function)
+    jitted = thunder.jit(copy.deepcopy(module), transforms=[fsdp()], cache="symbolic values")
+    for length in LENGTHS:
+        x, grads = torch.linspace(-1, 1, 8 * length).view(2, length, 4), []
+        for model in (jitted, module):
+            output = model(x)
+            output.sum().backward()
+            grad = model.get_parameter("linear.weight").grad
+            grads.append((output.detach(), grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()))
+            model.zero_grad()
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+    assert thunder.cache_misses(jitted) == compiled
