@@ -363,6 +363,7 @@ def communicate(system: System, compiled: Any = None, *, empty: bool = False) ->
 
 def _issue(bsym: BoundSymbol) -> Any:
     bucket, slot = bsym.args[:2]
+    bucket.is_reuse_agreed = False  # no trace starts here, so ranks have agreed on nothing
     tensors = bucket.params
     if bsym.sym.name != fsdp_all_gather.name:  # the current contents of the slot are reduced
         tensors = slot.grads[bucket].tensors

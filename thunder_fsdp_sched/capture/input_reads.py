@@ -123,7 +123,8 @@ class InputReads:
     def _ask(self, found: Callable[..., Any], source: Any, name: Any, *default: Any) -> Any:
         result = found(source, name, *default)
         path = self._paths.of(source.provenance)
-        if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED and path is not None and path is not COMPUTED:
+        is_input = path is not None and path is not COMPUTED and path[0] in _ROOTS
+        if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED and is_input:
             plain, key = unwrap(source), unwrap(name)
             if not isinstance(plain, Proxy) and isinstance(key, str) and _may_differ((*path, (ATTRIBUTE, key))):
                 self._checks.setdefault((*path, (HAS, key)), (IS, hasattr(plain, key)))

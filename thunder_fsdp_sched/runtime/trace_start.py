@@ -114,7 +114,6 @@ class TraceStart(RoundAction):
             offers &= ~_SHARED
         if self._failure is None:
             offers &= ~_FAILURE
-        self.audit_error = None
         if self.audits:
             offers &= ~_UNAUDITED
         assert control.channel is not None
@@ -131,7 +130,8 @@ class TraceStart(RoundAction):
         """Raise an error on all ranks if the audit of this run has found one on any rank."""
         if self._ends_with_audit:
             self._ends_with_audit = False
-            self.control.report("the audit of a trace", self.audit_error)
+            error, self.audit_error = self.audit_error, None
+            self.control.report("the audit of a trace", error)
 
     def describe(self) -> str:
         reduced = ", which also reduces gradients of no_sync," if self._reduced or self._reduced_in else ""
