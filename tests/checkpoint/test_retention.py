@@ -97,24 +97,28 @@ def _chdir(folder: Path) -> Any:
 def test_only_complete_checkpoints_of_this_package_are_removed_and_never_the_newest(tmp_path: Path) -> None:
     model, _ = small()
     dcp.save({"model": tfs.get_model_state_dict(model)}, checkpoint_id=tmp_path / "theirs")
-    for name in ("old", "newest"):
+    for name in ("old", "newest", "more"):
         save_checkpoint(tmp_path / name, model)
+    (tmp_path / "more" / "meta.pt").touch()  # as Fabric's checkpoints have
     os.utime(tmp_path / "newest" / METADATA, (1 << 33, 1 << 33))  # the clock of another host
     with mock.patch.object(logging.Logger, "warning") as warned:
         save_checkpoint(tmp_path / "new", model, keep=1)
-    assert _complete(tmp_path) == ["new", "newest", "theirs"]
+    assert _complete(tmp_path) == ["more", "new", "newest", "theirs"]
+    for keep in (True, 1.5, "2"):
+        with pytest.raises(tfs.CheckpointError, match="keep: expected a number of checkpoints"):
+            save_checkpoint(tmp_path / "new", model, keep=keep)
     assert any("theirs" in str(call.args) for call in warned.call_args_list)
     # The new one is damaged before old ones are removed: then nothing is.
-    keep = retention.remove_old
+    remove = retention.remove_old
 
     def damage(path: Path, number: int) -> None:
         next(path.glob("*.distcp")).write_bytes(b"")
-        keep(path, number)
+        remove(path, number)
 
     with mock.patch("thunder_fsdp_sched.checkpoint.api.remove_old", damage):
         save_checkpoint(tmp_path / "damaged", model, keep=1)
     names = {path.parent.name for path in tmp_path.glob(f"*/{METADATA}")}
-    assert names == {"new", "newest", "theirs", "damaged"}
+    assert names == {"more", "new", "newest", "theirs", "damaged"}
 
 
 def test_a_checkpoint_that_is_removed_while_a_folder_is_listed_does_not_count(tmp_path: Path) -> None:

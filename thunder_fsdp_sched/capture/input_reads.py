@@ -123,8 +123,9 @@ class InputReads:
     def _ask(self, found: Callable[..., Any], source: Any, name: Any, *default: Any) -> Any:
         result = found(source, name, *default)
         path = self._paths.of(source.provenance)
-        is_input = path is not None and path is not COMPUTED and path[0] in _ROOTS
-        if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED and is_input:
+        if path is None or path is COMPUTED or path[0] not in _ROOTS:
+            return result
+        if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             plain, key = unwrap(source), unwrap(name)
             if not isinstance(plain, Proxy) and isinstance(key, str) and _may_differ((*path, (ATTRIBUTE, key))):
                 self._checks.setdefault((*path, (HAS, key)), (IS, hasattr(plain, key)))

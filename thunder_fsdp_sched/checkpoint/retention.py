@@ -5,7 +5,8 @@
 
 - a folder beside the new one. Links (``latest -> step-3``) are left alone, as is what they point to unless it is beside the
   new one. Folders are compared by device and inode, because one folder may have several names.
-- complete, with the seal of a list that this package wrote, and with the file names of a single run;
+- complete, with the seal of a list that this package wrote, with the file names of a single run, and with no other file: a
+  checkpoint of Fabric, which has more, stays;
 - only when the new checkpoint has been found intact, and never the newest intact one, which is another one if the
   clocks of two hosts differ.
 """
@@ -48,8 +49,10 @@ def check_keep(path: Path, keep: int | None) -> None:
     """Check that old checkpoints beside ``path`` can be told from others.
 
     Raises:
-        ValueError: ``keep`` is not positive, or ``path`` is a link.
+        TypeError, ValueError: ``keep`` is no positive integer, or ``path`` is a link.
     """
+    if keep is not None and type(keep) is not int:
+        raise TypeError(f"keep: expected a number of checkpoints, got {keep!r}")
     if keep is not None and keep < 1:
         raise ValueError(f"keep: expected at least 1 checkpoint, got {keep}")
     if keep is not None and path.is_symlink():
@@ -75,6 +78,8 @@ def remove_old(path: Path, keep: int) -> None:
             names = {info.relative_path for info in chunks}
             if not is_sealed(old) or not are_of_one_run(names):
                 raise ValueError("this package has not written it")
+            if others := {file.name for file in old.iterdir() if file.is_file()} - names - {METADATA}:
+                raise ValueError(f"it has other files: {', '.join(sorted(others)[:3])}")
             (old / METADATA).unlink()  # first, so that it is never half a checkpoint
             for name in names:
                 (old / name).unlink()
