@@ -196,11 +196,11 @@ class FSDPTransform(ShardingTransform):
         computation_trace, memory = write_out_of_place(
             computation_trace,
             original=self._without_alias_updates(computation_trace),
-            parameters=frozenset(
-                argument.name
+            parameters={
+                argument.name: unpacked[value.name]
                 for value, argument in zip(prologue_trace.output[0], computation_trace.args, strict=True)
-                if getattr(value, "name", None) in unpacked
-            ),
+                if unpacked.get(getattr(value, "name", "")) in self._sharded.locations  # not ignored
+            },
         )
         compilation = self.begin_compilation(call, no_sync=no_sync)
         compilation.context["memory_of_inputs"] = memory

@@ -192,6 +192,8 @@ def test_parameters_may_be_copied_to_buffers_but_not_written_in_place() -> None:
         with pytest.raises(NotImplementedError) as raised:
             jitted(torch.ones(3, 4))
         message = r"changes parameter 'a\.weight' in place during forward.*buffer.*ignored_params"
+        if name in ("add_ of a diagonal", "add_ of a broadcast"):  # views that cannot be undone
+            message += r"|test_operators_on_parameters\.py:\d+ changes a.* tensor in place.*clone\(\)"
         assert re.search(message, str(raised.value)), (name, str(raised.value))
     module = Writes(lambda m: m.a.weight.add_(1.0)).requires_grad_(False)
     before = module.a.weight.clone()

@@ -19,6 +19,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from device_thread import backward_on
 from forked import run_python
 from models import Stack
 from ranks import on_ranks
@@ -43,7 +44,7 @@ def test_collectives_have_bucket_phase_and_step_in_profiles(tmp_path: Path) -> N
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _step(model, optimizer)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile() as profile, backward_on("caller"):  # it records this thread
         for _ in range(2):
             _step(model, optimizer)
     path = tmp_path / f"{dist.get_rank()}.json"

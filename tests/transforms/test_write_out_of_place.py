@@ -210,7 +210,7 @@ def _reshaped(self: Any, x: torch.Tensor) -> torch.Tensor:
 MEMORY = torch.linspace(-1, 1, 12).double()
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str]] = {
     "inputs that overlap": (_overlapping, (MEMORY[:6].view(2, 3), MEMORY[3:9].view(2, 3)), "'x' and 'y' share memory"),
-    "parameter": (_clamped, (MEMORY[:6].view(2, 3),), r"write_out_of_place\.py:\d+ changes the parameter"),
+    "parameter": (_clamped, (MEMORY[:6].view(2, 3),), r"write_out_of_place\.py:\d+ changes parameter '"),
     "unknown view": (_diagonal, (MEMORY[:6].view(2, 3),), r"'diagonal' \(.*\) has made a view"),
     "strides": (_reshaped, (MEMORY[:6].view(3, 2).t(),), r"pass x\.contiguous\(\)"),
     "input with a gradient": (_input, (MEMORY[:6].view(2, 3).clone().requires_grad_(),), "requires a gradient"),

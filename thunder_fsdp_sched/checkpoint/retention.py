@@ -5,8 +5,8 @@
 
 - a folder beside the new one. Links (``latest -> step-3``) are left alone, as is what they point to unless it is beside the
   new one. Folders are compared by device and inode, because one folder may have several names.
-- complete, with the seal of a list that this package wrote, with the file names of a single run, and with no other file: a
-  checkpoint of Fabric, which has more, stays;
+- complete, with the seal of a list that this package wrote, with the file names of a single run, and not one of Fabric,
+  which has more files;
 - only when the new checkpoint has been found intact, and never the newest intact one, which is another one if the
   clocks of two hosts differ.
 """
@@ -78,8 +78,8 @@ def remove_old(path: Path, keep: int) -> None:
             names = {info.relative_path for info in chunks}
             if not is_sealed(old) or not are_of_one_run(names):
                 raise ValueError("this package has not written it")
-            if others := {file.name for file in old.iterdir() if file.is_file()} - names - {METADATA}:
-                raise ValueError(f"it has other files: {', '.join(sorted(others)[:3])}")
+            if (old / "meta.pt").exists():
+                raise ValueError("Fabric has written it, and keeps more there")
             (old / METADATA).unlink()  # first, so that it is never half a checkpoint
             for name in names:
                 (old / name).unlink()

@@ -22,7 +22,7 @@ arguments that require gradients, and to an argument whose memory another one sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import thunder.torch as ltorch
@@ -53,7 +53,7 @@ from ..runtime.traced_inputs import MemoryOfInputs
 
 
 def write_out_of_place(
-    trace: TraceCtx, *, original: TraceCtx, parameters: Collection[str]
+    trace: TraceCtx, *, original: TraceCtx, parameters: Mapping[str, str]
 ) -> tuple[TraceCtx, MemoryOfInputs]:
     """Return the computation without writes to values that it reads, and what the prologue must check.
 
@@ -75,7 +75,7 @@ def write_out_of_place(
 
     Args:
         original: the computation before Thunder has inserted ``update_aliases``.
-        parameters: the names of the arguments that are parameters.
+        parameters: for the arguments that are parameters, the name of the parameter.
 
     Raises:
         NotImplementedError: a write cannot be expressed that way; names the line.
@@ -117,7 +117,7 @@ class _View(NamedTuple):
 class _Rewriting:
     """The values of tensors while a computation is rewritten, by the names that they have in it."""
 
-    def __init__(self, trace: TraceCtx, parameters: Collection[str]) -> None:
+    def __init__(self, trace: TraceCtx, parameters: Mapping[str, str]) -> None:
         self._parameters = parameters
         self._old, self._new = trace, from_trace(trace)
         self._proxies = {a.name: a for a in trace.args if isinstance(a, TensorProxy)}
@@ -334,12 +334,19 @@ def _undo(prim: BoundSymbol, whole: TensorProxy, part: TensorProxy, copy: BoundS
     return prims.reshape(part, tuple(whole.shape))
 
 
-def _check_argument(argument: TensorProxy | None, copy: BoundSymbol, parameters: Collection[str]) -> None:
+def _check_argument(argument: TensorProxy | None, copy: BoundSymbol, parameters: Mapping[str, str]) -> None:
     """Raise an error for a write to an argument that a gradient goes to."""
     if argument is not None and (argument.name in parameters or argument.requires_grad):
-        kind = "parameter" if argument.name in parameters else "argument, which requires a gradient,"
+        if argument.name in parameters:
+            _refuse(
+                copy,
+                f"changes parameter {parameters[argument.name]!r} in place during forward. Change a copy of it (clone()), "
+                f"make it a buffer, or list it in ignored_params",
+            )
         _refuse(
-            copy, f"changes the {kind} {argument.name!r} in place. Change a copy of it (clone()), or outside of forward"
+            copy,
+            f"changes the argument {argument.name!r}, which requires a gradient, in place. Change a copy of it (clone()), "
+            f"or outside of forward",
         )
 
 
