@@ -1,4 +1,4 @@
-"""What is changed for the whole process for a moment is restored, also if two threads overlap."""
+"""Temporary process-wide changes are undone, also if two threads overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this package keeps for the whole process, and what happens to it after a fork and at exit.
+"""Process-wide state of this package, and its fate after a fork and at exit.
 
 [Note: State of the process]
 A forked process (a rank that a notebook launches, a worker of a ``DataLoader``) has copies of everything but the threads.

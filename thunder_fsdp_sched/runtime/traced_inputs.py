@@ -1,4 +1,4 @@
-"""What the inputs of a compiled module were like when it was traced; see [Note: Guarded inputs] in ``capture``."""
+"""Checks that inputs of a compiled module are like those it was traced with; see [Note: Guarded inputs] in ``capture``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Path = tuple[Any, ...]
 """A root, and then steps from it: see ``capture.paths``."""
 
 Check = tuple[str, Any]
-"""What is compared of a value, and the expected result."""
+"""The property of a value that is compared, and its expected result."""
 
 IS, EQUAL, NOT, LENGTH, KEYS, TYPE = "is", "equal", "not", "length", "keys", "type"
 
@@ -108,7 +108,7 @@ def check_inputs(args: Any, kwargs: Any, inputs: TracedInputs) -> None:
 
 
 class MemoryOfInputs(NamedTuple):
-    """What traces expect of the memory of tensors among the arguments, by name.
+    """The memory layout that traces expect of tensors among the arguments, by name.
 
     Attributes:
         written: those that are changed in place, which may not share memory with others.

@@ -35,7 +35,7 @@ _KEY = "thunder_fsdp_sched.unused"
 
 
 class _Running:
-    """What is known about the running backward of one compiled forward.
+    """State of the running backward of one compiled forward.
 
     Attributes:
         given: the outputs that have a gradient on this rank, as bits.

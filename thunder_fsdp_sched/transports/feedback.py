@@ -38,7 +38,7 @@ class ErrorFeedback:
 
     @contextmanager
     def added_to(self, flat: torch.Tensor) -> Iterator[torch.Tensor | None]:
-        """Add the errors to gradients, give the memory to fill with what is sent of them, and keep what that has lost.
+        """Add the errors to gradients, yield a buffer for their decoded values, and store the new rounding errors in it.
 
         It gives ``None`` if none of the gradients is wanted.
         """
