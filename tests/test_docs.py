@@ -1,10 +1,8 @@
-"""The documentation: its code runs, and the messages, names and files that it mentions exist. ``make docs`` builds it."""
+"""The documentation: its code runs, and its links and includes exist. ``make docs`` builds it."""
 
 from __future__ import annotations
 
-import ast
 import copy
-import dataclasses
 import inspect
 import re
 from importlib import import_module
@@ -14,9 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder
-from thunder_fsdp_sched import passes, private_thunder, private_torch, transforms
-from thunder_fsdp_sched.ir import host_copies, symbols
-from thunder_fsdp_sched.ir.schedule import CommOp, Schedule, StepSchedule
+from thunder_fsdp_sched import passes, transforms
 
 import pytest
 import thunder
@@ -25,7 +21,6 @@ from models import Stack
 from ranks import on_ranks
 from scenario import Run, loss_of, saved_for_backward
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, _fully_shard
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -43,12 +38,6 @@ def blocks_of(text: str) -> list[str]:
 
 def section(page: str, title: str) -> str:
     return re.split(r"^## ", text_of(page).partition(f"\n## {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
-
-
-def section_of_table(page: str) -> str:
-    """Return the first column of the table of a page."""
-    rows = re.findall(r"^\| (.*?) \|", text_of(page), re.MULTILINE)
-    return "\n".join(rows[1:])
 
 
 def run_blocks(*texts: str) -> dict[str, Any]:
@@ -94,39 +83,6 @@ def test_the_flight_recorder_names_collectives() -> None:
         assert {f"fsdp_all_gather({bucket}) in forward", f"fsdp_reduce_scatter({bucket}) in backward"} <= found
 
 
-def messages_in_the_source() -> list[str]:
-    """Return every string in the package's source, with a NUL for each formatted value."""
-    found = []
-    for path in (ROOT / "thunder_fsdp_sched").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
-                found.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return [text.replace("`", "") for text in found]
-
-
-def test_each_message_under_troubleshooting_is_in_the_source() -> None:
-    text = text_of("troubleshooting.md")
-    quoted = re.findall(r"^### `(.*)`$", text, re.MULTILINE)
-    assert len(quoted) > 5 and len(quoted) == text.count("\n### ")
-    source = messages_in_the_source()
-    for message in quoted:
-        pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("…")), re.DOTALL)
-        assert any(pattern.search(text) for text in source), f"no message of the package reads {message!r}"
-
-
-def test_options_have_the_same_order_in_the_signature_and_in_the_docstring() -> None:
-    parameters = inspect.signature(thunder_fsdp_sched.fsdp).parameters.values()
-    signature = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    assert f"There are {len(signature) - 3} more" in (ROOT / "README.md").read_text()
-    docstring = inspect.getdoc(thunder_fsdp_sched.fsdp)
-    assert docstring is not None
-    arguments = docstring.partition("\nArgs:\n")[2].partition("\n\n")[0]
-    assert re.findall(r"^    (\w+): ", arguments, re.MULTILINE) == signature
-
-
 def functions_of(module: ModuleType) -> set[str]:
     """Return the names of the functions that a module defines for others."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
@@ -148,37 +104,6 @@ def test_passes_stand_after_those_that_they_need() -> None:
         seen.add(step.pass_)
 
 
-def test_every_symbol_of_traces_is_explained() -> None:
-    modules = vars(symbols), vars(host_copies), vars(import_module(f"{transforms.__name__}.insert_agreement"))
-    names = {name for module in modules for name in module if re.fullmatch(r"fsdp_\w+", name)}
-    assert len(names) > 15
-    explained = section("traces.md", "Statements")
-    assert names == set(re.findall(r"\b(fsdp_\w+)[(`]", explained))
-
-
-def test_every_field_of_a_schedule_file_is_explained() -> None:
-    text = section("traces.md", "The schedule")
-    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == [f.name for f in dataclasses.fields(CommOp)]
-    for schedule in (Schedule, StepSchedule):
-        assert all(f'"{f.name}"' in text for f in dataclasses.fields(schedule))
-
-
-def test_the_table_of_rooms_has_every_module() -> None:
-    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text().partition("| room |")[2], re.MULTILINE)
-    rooms = set(re.findall(r"`(\w+)`", "".join(rows[: rows.index("`make lint`, `make format`")])))
-    package = Path(thunder_fsdp_sched.__file__).parent
-    found = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert found - {"__init__"} == rooms
-
-
-def test_every_use_of_a_private_name_is_listed() -> None:
-    listed = set(re.findall(r"`(\w+)`", section_of_table("private_api.md")))
-    modules = (private_torch, private_thunder)
-    private = {name for module in modules for name in functions_of(module)}
-    assert private <= listed
-    assert {name for name in listed if name.islower()} <= private
-
-
 def test_every_example_is_included_in_a_page() -> None:
     included = re.findall(r'^--8<-- "examples/(.+)"$', "\n".join(map(text_of, pages())), re.MULTILINE)
     assert sorted(included) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
@@ -188,27 +113,6 @@ def test_every_public_name_is_in_the_reference() -> None:
     documented = set(re.findall(r"^::: thunder_fsdp_sched\.(\w+)", "\n".join(map(text_of, pages())), re.MULTILINE))
     modules = {"fabric", "huggingface", "planning", "reports", "testing", "transports"}
     assert documented == {*thunder_fsdp_sched.__all__, *modules}
-
-
-def test_the_migration_table_has_every_public_name_of_fsdp2() -> None:
-    page = "from-fsdp2.md"
-    first = section_of_table(page)
-    listed = set(re.findall(r"\w+", "".join(re.findall(r"`[^`]*`", first))))
-    methods = {name for name in vars(_fully_shard.FSDPModule) if not name.startswith("_")}
-    assert len(methods) > 15
-    arguments = set(inspect.signature(_fully_shard.fully_shard).parameters)
-    policies = {f.name for policy in (MixedPrecisionPolicy, CPUOffloadPolicy) for f in dataclasses.fields(policy)}
-    assert methods | arguments | policies | set(_fully_shard.__all__) <= listed
-    if torch.__version__.startswith("2.13"):  # no method that is gone
-        assert set(re.findall(r"`(\w+)\(", section(page, "Methods of `FSDPModule`"))) - {"no"} <= methods
-
-
-def test_the_options_and_functions_in_the_migration_table_exist() -> None:
-    ours = "\n".join(re.findall(r"^\| .*? \| (.*) \|$", text_of("from-fsdp2.md"), re.MULTILINE))
-    options = set(re.findall(r"`(\w+)=", ours))
-    assert len(options) > 10 and options <= set(inspect.signature(thunder_fsdp_sched.fsdp).parameters)
-    functions = set(re.findall(r"\btfs\.(\w+)", text_of("from-fsdp2.md")))
-    assert len(functions) > 5 and functions <= set(thunder_fsdp_sched.__all__)
 
 
 def pages() -> list[str]:
@@ -226,12 +130,10 @@ def test_relative_links_exist(path: str) -> None:
         assert "://" in target or (ROOT / path).parent.joinpath(target).exists(), target
 
 
-def test_the_readme_is_short_and_its_code_is_part_of_the_tested_examples() -> None:
+def test_the_code_of_the_readme_is_part_of_the_tested_examples() -> None:
     readme = (ROOT / "README.md").read_text()
-    assert len(readme.splitlines()) <= 150
     blocks = blocks_of(readme)
     loop = next(block for block in blocks if "init_process_group" in block)
-    assert len(list(filter(str.strip, loop.splitlines()))) <= 20
     for block, example in ((loop, "train"), (next(b for b in blocks if "save_checkpoint" in b), "resume")):
         lines = iter(line.strip() for line in (ROOT / "examples" / f"{example}.py").read_text().splitlines())
         for line in map(str.strip, block.splitlines()):
