@@ -13,7 +13,7 @@ from thunder.core.trace import TraceCtx
 
 from .capture.traced_computation import TracedComputation
 from .ir.analysis import NO_PENDING_GRADS, PendingGrads, pending_grads_of
-from .ir.computation import NO_CALL, Call
+from .ir.computation import NO_CALL, CallSignature
 from .ir.effects import NOTHING, Effects, effects
 from .ir.schedule import Schedule, StepSchedule
 from .ir.step_memory import StepMemory
@@ -61,7 +61,7 @@ class CompiledTraces:
 
     no_sync: bool
     number: int = 0
-    call: Call = NO_CALL
+    call: CallSignature = NO_CALL
     prefetch: int = 0
     reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT
     backward_arena: bool = False

@@ -51,7 +51,7 @@ from .capture.traced_computation import (
 )
 from .compiled_traces import CompiledTraces
 from .ir.analysis import NO_PENDING_GRADS
-from .ir.computation import Call, computation_of, read_call
+from .ir.computation import CallSignature, computation_of, read_call
 from .ir.effects import effects
 from .ir.inspection import is_backward_trace, snapshot, split_joint
 from .ir.registry import executor as own_executor
@@ -217,7 +217,7 @@ class FSDPTransform(ShardingTransform):
                 return stats.last_traces[-2] if is_updated else computation
         return computation
 
-    def begin_compilation(self, call: Call, *, no_sync: bool) -> Compilation:
+    def begin_compilation(self, call: CallSignature, *, no_sync: bool) -> Compilation:
         """Return a new compilation, which the hooks that Thunder calls next go on with."""
         self._compilation = Compilation(self, call, no_sync=no_sync)
         return self._compilation
@@ -284,7 +284,7 @@ class Compilation:
         context: the values from which passes get their arguments.
     """
 
-    def __init__(self, transform: FSDPTransform, call: Call, *, no_sync: bool) -> None:
+    def __init__(self, transform: FSDPTransform, call: CallSignature, *, no_sync: bool) -> None:
         self.transform, self.sharded, self.options = transform, transform.sharded, transform.options
         self.traces = CompiledTraces(no_sync, next(transform._compilations), call, buckets=self.sharded.buckets)
         executors = transform._claiming

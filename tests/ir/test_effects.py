@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import StepMemory, VerificationError
-from thunder_fsdp_sched.ir.effects import Effects, Issue, Place, Wait, Work
+from thunder_fsdp_sched.ir.effects import Effects, Issue, LocalWork, Place, Wait
 from thunder_fsdp_sched.ir.registry import register
 from thunder_fsdp_sched.ir.schedule import read_schedule
 from thunder_fsdp_sched.planning.cost import AnalyticCost, ring_seconds
@@ -43,12 +43,12 @@ def _broadcast(bsym: BoundSymbol) -> Effects:
         transport="broadcast",
         traffic=Traffic((nbytes,), 1),
     )
-    return Effects(issues=issue, work=Work(), bucket=bucket, uses=slot, in_place=(future,))
+    return Effects(issues=issue, work=LocalWork(), bucket=bucket, uses=slot, in_place=(future,))
 
 
 def _wait_for_broadcast(bsym: BoundSymbol) -> Effects:
     wait = Wait(bsym.args[1].name, ("broadcast_bucket",))
-    return Effects(waits=wait, work=Work(), bucket=bsym.args[0], in_place=(bsym.output.name,))
+    return Effects(waits=wait, work=LocalWork(), bucket=bsym.args[0], in_place=(bsym.output.name,))
 
 
 broadcast = register("broadcast_bucket", print, _broadcast, lambda bucket, slot, shard: FutureTensorProxy(like=shard))

@@ -22,7 +22,7 @@ from ..ir.effects import declared
 from ..ir.inspection import args_of, defined_by, outs_of
 from ..private_thunder import CachingBoundSymbol, renamed
 from ..runtime.bucket import Bucket
-from .keys import Same, key_of
+from .keys import IdentityKey, key_of
 
 Parameter = tuple[Bucket, int]
 """A parameter: its bucket, and its index there."""
@@ -101,7 +101,13 @@ class StructuralKeys:
         positions = bsym.source_positions
         line = None if positions is None else positions.lineno
         tags = frozenset(tag for tag in bsym.tags if not isinstance(tag, ModuleCall))
-        self._key += (Same(bsym.sym), bsym.header, bsym.source_filename, line, self._shared.setdefault(tags, tags))
+        self._key += (
+            IdentityKey(bsym.sym),
+            bsym.header,
+            bsym.source_filename,
+            line,
+            self._shared.setdefault(tags, tags),
+        )
         if declared(bsym).single is not None:
             self._add_parameter(*bsym.args)
             self._add(bsym.output)
@@ -190,7 +196,7 @@ class BoundSymbolCopies:
         return value
 
 
-class Region(NamedTuple):
+class RepeatedRegion(NamedTuple):
     """The bound symbols of one module call, of which later bound symbols read one result."""
 
     start: int  # the position of the first bound symbol
@@ -216,7 +222,7 @@ def renew_calls(bsyms: Iterable[BoundSymbol]) -> None:
 
 def find_repeated_regions(
     bsyms: Sequence[BoundSymbol], last_use: Mapping[str, int], may_repeat: Callable[[BoundSymbol], bool]
-) -> Iterator[list[Region]]:
+) -> Iterator[list[RepeatedRegion]]:
     """Yield lists of at least two regions that differ in their proxies and parameters only; no two regions overlap.
 
     Args:
@@ -231,7 +237,7 @@ def find_repeated_regions(
     keys = StructuralKeys()
     # Those that may save the most work come first.
     for length, spans in sorted(of_length.items(), key=lambda found: -found[0] * (len(found[1]) - 1)):
-        alike: dict[Any, list[Region]] = defaultdict(list)
+        alike: dict[Any, list[RepeatedRegion]] = defaultdict(list)
         for start, stop in spans if len(spans) > 1 else ():
             if all(free[start:stop]):
                 key, region = _read_region(bsyms, start, stop, last_use, keys)
@@ -259,7 +265,7 @@ def _spans_of_calls(bsyms: Sequence[BoundSymbol]) -> set[tuple[int, int]]:
 
 def _read_region(
     bsyms: Sequence[BoundSymbol], start: int, stop: int, last_use: Mapping[str, int], keys: StructuralKeys
-) -> tuple[Any, Region | None]:
+) -> tuple[Any, RepeatedRegion | None]:
     """Return the key and the region between two positions; no region if it has another number of results than one."""
     inside = bsyms[start:stop]
     results = [out for bsym in inside for out in defined_by(bsym) if last_use.get(out.name, -1) >= stop]
@@ -274,4 +280,4 @@ def _read_region(
     numbers = {name: number for number, name in enumerate(structure.proxies)}
     key = structure.key, tuple(map(numbers.__getitem__, inputs)), numbers[results[0].name]
     proxies = tuple(map(structure.proxies.__getitem__, inputs))
-    return key, Region(start, stop, structure.parameters, proxies, results[0])
+    return key, RepeatedRegion(start, stop, structure.parameters, proxies, results[0])

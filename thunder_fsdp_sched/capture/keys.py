@@ -36,24 +36,24 @@ def key_of(value: Any, depth: int = DEPTH) -> Any:
     if kind in _BY_VALUE:
         return kind, (value.start, value.stop, value.step) if kind is slice else value
     if depth < DEPTH and isinstance(value, torch.nn.Module | torch.Tensor):
-        return "object", kind, Same(value)  # in a container, from which it may be read unnoticed
+        return "object", kind, IdentityKey(value)  # in a container, from which it may be read unnoticed
     if isinstance(value, torch.nn.Module):
         return "module", kind, is_hooked(value)
     if isinstance(value, torch.Tensor):
         return kind, tuple(value.shape), value.dtype, value.device, value.layout, value.requires_grad
     if kind is MethodType:
-        return "method", value.__func__, Same(value.__self__)
+        return "method", value.__func__, IdentityKey(value.__self__)
     if kind is CellType:
         return "cell"  # its contents are read separately
     if kind is torch.Size:
         return kind, tuple(value)
     if isinstance(value, _CONTAINERS):
         if not depth or len(value) > LONG:
-            return "container", kind, Same(value), len(value)
+            return "container", kind, IdentityKey(value), len(value)
         if isinstance(value, dict):
             return "dict", kind, tuple((key_of(k, 0), key_of(v, depth - 1)) for k, v in value.items())
         return "items", kind, tuple(key_of(item, depth - 1) for item in value)
-    return "object", kind, Same(value)
+    return "object", kind, IdentityKey(value)
 
 
 def has_state(value: Any) -> bool:
@@ -75,16 +75,16 @@ def state_of(value: Any) -> Any:
     members of all classes that it inherits from.
     """
     if isinstance(value, FunctionType):
-        return Same(value.__code__), key_of(value.__defaults__), key_of(value.__kwdefaults__)
+        return IdentityKey(value.__code__), key_of(value.__defaults__), key_of(value.__kwdefaults__)
     return tuple(
-        (Same(base), base.__name__, base.__qualname__)
+        (IdentityKey(base), base.__name__, base.__qualname__)
         + tuple((name, key_of(member)) for name, member in vars(base).items() if name not in _LAZY)
         for base in value.__mro__
         if has_state(base)
     )
 
 
-class Same:
+class IdentityKey:
     """Equal for one object only, which it keeps alive."""
 
     __slots__ = ("value",)
@@ -93,7 +93,7 @@ class Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
+        return isinstance(other, IdentityKey) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)

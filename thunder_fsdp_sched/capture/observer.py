@@ -26,7 +26,7 @@ from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy
 
 from ..private_thunder import checks_of, has_been_modified, observed_by, renames_of, uses_grad_mode
-from .keys import LONG, Same, has_state
+from .keys import LONG, IdentityKey, has_state
 from .native_code import CONTAINERS, READING_METHODS, checks_natively, has_registry, is_plain, is_pure, is_value
 from .paths import (
     ATTRIBUTE,
@@ -144,7 +144,9 @@ class Observer:
             and getattr(inst, "opname", None) not in _MAKING
             and self.paths.of(value.provenance) is None
         ):
-            self.paths.define(value.provenance, (Same(plain),))  # type(x) and the like find it, but do not make it
+            self.paths.define(
+                value.provenance, (IdentityKey(plain),)
+            )  # type(x) and the like find it, but do not make it
         is_display = inst is PseudoInst.CONSTANT and isinstance(plain, CONTAINERS)
         if is_display or self.paths.of(value.provenance) is None:
             self._made.setdefault(id(plain), (plain, len(self.reads)))
@@ -197,7 +199,7 @@ class Observer:
             is_known = is_thunder or not has_state(value) or self._when_made(value) >= 0
             self._states[id(value)] = math.inf if is_known else len(self.reads)
             if not is_known:
-                self.reads.append((Same(value), STATE))
+                self.reads.append((IdentityKey(value), STATE))
 
     def _read(self, value: Any) -> None:
         if isinstance(value, WrappedValue):
@@ -254,7 +256,7 @@ class Observer:
             classes, kind = unwrap(args[1]), unwrap(args[0]) if function is issubclass else type(unwrap(args[0]))
             is_seen = checks_natively(classes)
             if has_registry(classes):
-                self.reads.append((Same(classes), (IS_SUBCLASS, Same(kind))))
+                self.reads.append((IdentityKey(classes), (IS_SUBCLASS, IdentityKey(kind))))
         elif isinstance(owner, type) and issubclass(owner, CONTAINERS) and name not in READING_METHODS:
             self._modify(f"{owner.__name__}.{name}", args[0])
             is_seen = lookaside is not None or all(is_plain(unwrap(arg)) for arg in args[1:])

@@ -9,7 +9,7 @@ from typing import Any
 
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst
 
-from .keys import Same, state_of
+from .keys import IdentityKey, state_of
 
 ATTRIBUTE, ITEM = "attribute", "item"
 STATE = ("state", None)
@@ -30,8 +30,8 @@ FUNCTION, INPUTS, BUILTINS = "INPUT_FN", ("INPUT_ARGS", "INPUT_KWARGS"), "BUILTI
 
 Path = tuple[Any, ...]
 """A root, and then steps ``(ATTRIBUTE, name)`` or ``(ITEM, key)``. The root is ``FUNCTION``, what Thunder compiles, one of
-its ``INPUTS``, ``BUILTINS``, or :class:`Same` of an object of the program's code: a function, a class, a module. The last
-step may also be ``STATE`` or ``(IS_SUBCLASS, ...)``."""
+its ``INPUTS``, ``BUILTINS``, or :class:`IdentityKey` of an object of the program's code: a function, a class, a module.
+The last step may also be ``STATE`` or ``(IS_SUBCLASS, ...)``."""
 
 COMPUTED: Path = ("computed",)
 """In place of a path: the value was read from an input, but under a name or key that the program computed."""
@@ -60,7 +60,7 @@ class Paths:
         if name in (FUNCTION, *INPUTS, BUILTINS):
             return (name,)
         if name == "CONSTANT":
-            return (Same(provenance.value),)
+            return (IdentityKey(provenance.value),)
         if name in ("LOAD_ATTR", "BINARY_SUBSCR") and len(provenance.inputs) == 2:
             source, key = provenance.inputs
             return self._step(ATTRIBUTE if name == "LOAD_ATTR" else ITEM, source, key)
@@ -113,7 +113,7 @@ def evaluate(path: Path, known: dict[Path, Any]) -> Any:
     if path in known:
         return known[path]
     if len(path) == 1:
-        if not isinstance(path[0], Same):
+        if not isinstance(path[0], IdentityKey):
             raise LookupError(path)
         return path[0].value
     kind, key = path[-1]

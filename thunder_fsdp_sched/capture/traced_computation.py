@@ -37,7 +37,7 @@ from thunder.extend import StatefulExecutor
 
 from ..private_thunder import cache_info
 from .bound_symbols import StructuralKeys
-from .keys import Same
+from .keys import IdentityKey
 
 TracedComputation = tuple[Any, ...]
 """The fingerprint of a traced computation; see :func:`fingerprint`."""
@@ -70,7 +70,7 @@ def fingerprint(trace: TraceCtx, parameters: Mapping[str, str], transform: Trans
         *trace.bound_symbols,
         [list(data.executors_list), dict(data.compile_options), cache_info(), _attention_backends()],
     )
-    return None if structure is None else (Same(weakref.ref(data)), *structure.key)
+    return None if structure is None else (IdentityKey(weakref.ref(data)), *structure.key)
 
 
 def defers_autograd(transform: Transform) -> bool:

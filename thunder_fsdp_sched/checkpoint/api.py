@@ -30,7 +30,7 @@ from . import feedback
 from .beside import Rounds, finish_latest, save_in_rounds, write_checkpoint
 from .extra import EXTRA
 from .feedback import FEEDBACK
-from .folder import METADATA, Run, refuse_complete
+from .folder import METADATA, SaveRun, refuse_complete
 from .on_all_ranks import (
     CheckpointError,
     digest_of,
@@ -147,7 +147,7 @@ def save_checkpoint(
             f"or collect them before (all_gather_object)"
         )
 
-    def write(rounds: Rounds, run: Run, state: dict[str, Any]) -> None:
+    def write(rounds: Rounds, run: SaveRun, state: dict[str, Any]) -> None:
         process = host_memory.writer() if writer == "process" and not wait else None
         write_checkpoint(rounds, state, RunWriter(run, checksums=checksums, process=process, is_staged=not wait))
         if keep is not None and rounds.rank == 0:

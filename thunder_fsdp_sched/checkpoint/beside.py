@@ -48,7 +48,7 @@ from ..private_torch import gloo_connections, timeout_of
 from ..process_state import reset_after_fork
 from ..ranks.control import Control, control_of
 from ..ranks.process_groups import ProcessGroupRef
-from .folder import INDEX, Run, saving_into
+from .folder import INDEX, SaveRun, saving_into
 from .on_all_ranks import CheckpointError
 from .staging import Staging
 from .storage import RunWriter
@@ -280,7 +280,7 @@ def save_in_rounds(
     folder: Path,
     last: str,
     state: dict[str, Any] | Staging,
-    write: Callable[[Rounds, Run, dict[str, Any]], None],
+    write: Callable[[Rounds, SaveRun, dict[str, Any]], None],
 ) -> Path | Saving:
     """Write a state dict into a folder, or copy it and write the copy in a thread; a collective.
 

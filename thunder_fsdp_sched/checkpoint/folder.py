@@ -45,7 +45,7 @@ _PIECE = 1 << 22
 _log = logging.getLogger(__name__)
 
 
-class Run:
+class SaveRun:
     """One save into a folder. See [Note: Two runs, one folder].
 
     Attributes:
@@ -118,7 +118,7 @@ class Run:
 
 
 @contextmanager
-def saving_into(group: ProcessGroupRef, folder: Path, last: str, is_ready: bool) -> Iterator[tuple[Run, bool]]:
+def saving_into(group: ProcessGroupRef, folder: Path, last: str, is_ready: bool) -> Iterator[tuple[SaveRun, bool]]:
     """Begin a run on all ranks, and clean up at the end; yield it, and whether all ranks are ready. A collective.
 
     Args:
@@ -129,11 +129,11 @@ def saving_into(group: ProcessGroupRef, folder: Path, last: str, is_ready: bool)
         CheckpointError: on all ranks, if the folder is complete, ranks passed other folders, or saving failed.
     """
     what = "saving into a folder"
-    run = own = Run(folder, last, uuid.uuid4().hex[:12])
+    run = own = SaveRun(folder, last, uuid.uuid4().hex[:12])
     try:
         begin = lambda: (own.begin() if group.rank == 0 else "", is_ready)  # noqa: E731
         everyones = share_on_all_ranks(group, what, begin)
-        run = Run(folder, last, everyones[0][0])
+        run = SaveRun(folder, last, everyones[0][0])
         run_on_all_ranks(group, what, run.check)
         yield run, all(theirs for _, theirs in everyones)
     except Exception as error:
@@ -147,7 +147,7 @@ def saving_into(group: ProcessGroupRef, folder: Path, last: str, is_ready: bool)
 
 
 def are_of_one_run(names: Iterable[str]) -> bool:
-    """Return whether these are names of data files of a single checkpoint that :class:`Run` has saved."""
+    """Return whether these are names of data files of a single checkpoint that :class:`SaveRun` has saved."""
     matches = [_FILES[METADATA].fullmatch(name) for name in names]
     return all(matches) and len({match[1] for match in matches if match}) == 1
 

@@ -38,7 +38,7 @@ from torch.futures import Future
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from ..process_state import Reentrant
-from .folder import METADATA, Run, checksum, is_complete
+from .folder import METADATA, SaveRun, checksum, is_complete
 from .writer_process import WriterProcess
 
 Paths = Mapping[tuple[Any, ...], str]
@@ -272,7 +272,7 @@ class RunWriter(FileSystemWriter):
     """
 
     def __init__(
-        self, run: Run, *, checksums: bool, process: WriterProcess | None = None, is_staged: bool = False
+        self, run: SaveRun, *, checksums: bool, process: WriterProcess | None = None, is_staged: bool = False
     ) -> None:
         super().__init__(run.folder, overwrite=False, per_thread_copy_ahead=0 if is_staged else 10_000_000)
         self._run, self._checksums, self._process = run, checksums, process

@@ -37,7 +37,7 @@ from ..sharding.jitted_state import rows_by_name
 from ..sharding.sharded_module import find_jitted
 from ..sharding.state_entries import refuse_unshared
 from .beside import Rounds, finish_latest, save_in_rounds
-from .folder import INDEX, Run, checksum, refuse_complete
+from .folder import INDEX, SaveRun, checksum, refuse_complete
 from .on_all_ranks import refuse_different, run_on_all_ranks
 from .staging import Staging
 from .state_dict import Cast, compare, tell_casts
@@ -91,7 +91,7 @@ def save_safetensors(
     parts = {f"{n:05d}": [state_name(p.name) for p in b.spec.params] for n, b in enumerate(sharded.buckets, 1)}
     parts["rest"] = [name for name in entries if name not in sharded.locations]
 
-    def write(rounds: Rounds, run: Run, state: dict[str, Any]) -> None:
+    def write(rounds: Rounds, run: SaveRun, state: dict[str, Any]) -> None:
         files = _WholeFiles(run, checksums=checksums)
         for label, names in parts.items():
             rows = {name: state[name] for name in names}
@@ -117,7 +117,7 @@ def _rows_to_send(entries: Mapping[str, torch.Tensor], rank: int) -> dict[str, t
 class _WholeFiles:
     """The files of a whole model, which the first rank writes in a run."""
 
-    def __init__(self, run: Run, *, checksums: bool) -> None:
+    def __init__(self, run: SaveRun, *, checksums: bool) -> None:
         self._run, self._checksums = run, checksums
         self._weight_map: dict[str, str] = {}
         self._crcs: dict[str, str] = {}

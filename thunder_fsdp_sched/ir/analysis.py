@@ -51,7 +51,17 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
-from .effects import KEPT, Effects, Memory, Place, device_of, effects, observed, reduced_gradients, unsharded_gradients
+from .effects import (
+    KEPT,
+    Allocation,
+    Effects,
+    Place,
+    device_of,
+    effects,
+    observed,
+    reduced_gradients,
+    unsharded_gradients,
+)
 from .inspection import UNPACKING, defined_by, is_statement, names, nbytes_of
 
 BEFORE_TRACE = -1
@@ -114,7 +124,7 @@ class Lifetime:
         return self.place.slot
 
 
-PendingGrads = frozenset[Memory]
+PendingGrads = frozenset[Allocation]
 """The memory of the gradients that backwards under ``no_sync`` have left, unsharded or reduced."""
 
 NO_PENDING_GRADS: PendingGrads = frozenset()
@@ -125,7 +135,7 @@ def pending_grads_of(bsyms: Iterable[BoundSymbol]) -> PendingGrads:
 
     Those that it reduces and returns count as unsharded: it would leave them so under ``no_sync``.
     """
-    found: dict[Bucket, Memory] = {}
+    found: dict[Bucket, Allocation] = {}
     for e in map(effects, bsyms):
         if e.bucket is None:
             continue
@@ -352,7 +362,7 @@ class Analysis:
         """
         end = len(self.bsyms) - 1
         everything = [*self.effects, *itertools.chain(*others)]
-        lasting: dict[Hashable, Memory] = {}
+        lasting: dict[Hashable, Allocation] = {}
         for m in (m for e in everything for m in e.allocates if m.scope == "steps"):
             lasting[m.owner] = max(m, lasting.get(m.owner, m), key=lambda m: m.nbytes)
         yield from (_lifetime(m, BEFORE_TRACE, end) for m in lasting.values() if m.nbytes)
@@ -429,26 +439,26 @@ def _receive_buffers(step: Sequence[Effects], kept: Collection[Hashable]) -> lis
     return found
 
 
-def _is_new(m: Memory, before: Collection[Hashable], kept: Collection[Hashable]) -> bool:
+def _is_new(m: Allocation, before: Collection[Hashable], kept: Collection[Hashable]) -> bool:
     """Return whether a symbol allocates this memory, given keys of what exists before the step and before the symbol."""
     if m.if_kept is not None and m.if_kept not in before:
         return False
     return m.scope in ("value", "call") or (m.scope == "kept" and m.owner not in kept)
 
 
-def _own(value: Lifetime, memory: Memory) -> None:
+def _own(value: Lifetime, memory: Allocation) -> None:
     """Let a value own memory."""
     value.owners = (value,)
     value.nbytes, value.device, value.kind, value.on_host = memory.nbytes, memory.device, memory.kind, memory.on_host
 
 
-def _memory_of(value: Lifetime, *, counted: bool) -> Memory:
+def _memory_of(value: Lifetime, *, counted: bool) -> Allocation:
     """Return the memory of a value that no bound symbol of the traces allocates."""
     nbytes = nbytes_of(value.proxy) if counted and isinstance(value.proxy, TensorProxy) else 0
-    return Memory(value.name, nbytes, device_of(value.proxy), kind="values")
+    return Allocation(value.name, nbytes, device_of(value.proxy), kind="values")
 
 
-def _lifetime(m: Memory, first: int, last: int) -> Lifetime:
+def _lifetime(m: Allocation, first: int, last: int) -> Lifetime:
     return Lifetime(m.label, first, first, last, m.nbytes, m.device, m.kind, m.on_host)
 
 

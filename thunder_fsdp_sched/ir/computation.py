@@ -48,7 +48,7 @@ _SHOWN = 8
 """How many inputs, and how many flags, a description lists at most."""
 
 
-class Call(NamedTuple):
+class CallSignature(NamedTuple):
     """A description of the calls for which a set of traces is compiled.
 
     Attributes:
@@ -63,10 +63,10 @@ class Call(NamedTuple):
         return f"inputs {', '.join(_some(self.inputs)) or '(none)'} ({', '.join(self.flags)})"
 
 
-NO_CALL = Call((), ())
+NO_CALL = CallSignature((), ())
 
 
-def read_call(prologue: TraceCtx, *, no_sync: bool) -> Call:
+def read_call(prologue: TraceCtx, *, no_sync: bool) -> CallSignature:
     """Return the properties that a prologue checks: shapes and values of inputs, flags of the module, modes."""
     origins: dict[str, tuple[str, str]] = {}  # for a proxy, what it was read from, and the name of an attribute or mode
     inputs: list[str] = []
@@ -106,7 +106,7 @@ def read_call(prologue: TraceCtx, *, no_sync: bool) -> Call:
     if any(kind == "training" for kind, _ in origins.values()):
         words.append("training" if "training" in enabled else "evaluating")
     words += ["no_sync"] * no_sync + ["autocast"] * ("is_autocast_enabled" in enabled) + [*_some(flags)]
-    return Call(inputs, words)
+    return CallSignature(inputs, words)
 
 
 def _some(texts: Sequence[str]) -> Sequence[str]:

@@ -135,7 +135,7 @@ class Wait(NamedTuple):
     of: str | None = None
 
 
-class Single(NamedTuple):
+class UnbucketedParam(NamedTuple):
     """One parameter of a bucket that a symbol handles on its own, until ``bucket_communication``.
 
     Attributes:
@@ -148,7 +148,7 @@ class Single(NamedTuple):
     reduces: bool
 
 
-class Work(NamedTuple):
+class LocalWork(NamedTuple):
     """Work of a symbol on the host and on the compute stream, besides communication.
 
     Attributes:
@@ -166,7 +166,7 @@ class Work(NamedTuple):
     to_host: int = 0
 
 
-class Memory(NamedTuple):
+class Allocation(NamedTuple):
     """Memory that a symbol allocates.
 
     Attributes:
@@ -198,18 +198,18 @@ KEPT = ("kept", "kept later")
 """The scopes of memory that is left for a later micro-batch."""
 
 
-def unsharded_gradients(bucket: Bucket) -> Memory:
+def unsharded_gradients(bucket: Bucket) -> Allocation:
     """Return the memory of the gradients that ``no_sync`` leaves unsharded."""
     spec = bucket.spec
     label, key = f"unreduced gradients of {spec.name}", ("unsharded gradients", bucket)
-    return Memory(key, spec.grad_bytes, spec.device.type, "kept", "gradients", label)
+    return Allocation(key, spec.grad_bytes, spec.device.type, "kept", "gradients", label)
 
 
-def reduced_gradients(bucket: Bucket) -> Memory:
+def reduced_gradients(bucket: Bucket) -> Allocation:
     """Return the memory of this rank's rows of the gradients that ``no_sync`` reduces and leaves."""
     spec = bucket.spec
     label, key = f"reduced gradients of {spec.name}", ("reduced gradients", bucket)
-    return Memory(key, spec.accumulated_bytes, spec.device.type, "kept", "gradients", label)
+    return Allocation(key, spec.accumulated_bytes, spec.device.type, "kept", "gradients", label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class Effects:
     waits: Wait | None = None
     runs: Issue | None = None
     shards: tuple[str, ...] = ()
-    work: Work | None = None
+    work: LocalWork | None = None
     bucket: Bucket | None = None
     hook: str | None = None
     communicates: bool = False
@@ -273,13 +273,13 @@ class Effects:
     operators: frozenset[str] | None = None
     flops: Mapping[torch.dtype, int] | None = None
     writes: frozenset[str] = frozenset()
-    allocates: tuple[Memory, ...] = ()
+    allocates: tuple[Allocation, ...] = ()
     forgets: tuple[Hashable, ...] = ()
     on_host: tuple[str, ...] = ()
     reads_host: bool = False
     frees_value: str | None = None
     faults: tuple[str, ...] = ()
-    single: Single | None = None
+    single: UnbucketedParam | None = None
     is_fusion_barrier: bool = False
 
     @property
@@ -442,11 +442,11 @@ def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int
             is_new = not (of and facts.known)
         views[out.name] = of
         if is_new:
-            memory.append(Memory(out.name, nbytes, device_of(out), kind="values"))
+            memory.append(Allocation(out.name, nbytes, device_of(out), kind="values"))
     if call is not None and call.temporary_bytes:
         tensors = (p for p in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy))
         device = next(map(device_of, tensors), "cpu")
-        memory.append(Memory(None, call.temporary_bytes, device, "call", "temporaries", bsym.sym.name))
+        memory.append(Allocation(None, call.temporary_bytes, device, "call", "temporaries", bsym.sym.name))
     operators, flops = (None, None) if call is None else (call.operators, call.flops)
     return replace(known, views=views, strides=found, operators=operators, flops=flops, allocates=tuple(memory))
 

@@ -23,7 +23,7 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from ..runtime.activation_offload import copy_to_device, copy_to_host, wait_device_copy, wait_host_copy
-from .effects import Effects, Issue, Memory, Wait, Work
+from .effects import Allocation, Effects, Issue, LocalWork, Wait
 from .inspection import nbytes_of
 from .registry import register
 
@@ -50,7 +50,7 @@ def _wait_device_copy_meta(future: FutureTensorProxy) -> TensorProxy:
 def _copy_to_host_effects(bsym: BoundSymbol) -> Effects:
     source, copy = bsym.args[0], bsym.output
     issue = Issue(bsym.sym.name, copy.name, None, None, nbytes_of(source), None)
-    return Effects(issues=issue, work=Work(), views={copy.name: ()}, layouts={copy.name: source.name})
+    return Effects(issues=issue, work=LocalWork(), views={copy.name: ()}, layouts={copy.name: source.name})
 
 
 fsdp_copy_to_host = register("fsdp_copy_to_host", copy_to_host, _copy_to_host_effects, _copy_to_host_meta)
@@ -60,7 +60,7 @@ def _wait_host_copy_effects(bsym: BoundSymbol) -> Effects:
     (future, source, *_), host = bsym.args, bsym.flat_proxy_outs[0]
     return Effects(
         waits=Wait(future.name, (fsdp_copy_to_host.name,), source.name),
-        work=Work(),
+        work=LocalWork(),
         on_host=(host.name,),
         gives={host.name: ("activation", source.shape, source.dtype, source.device)},
         views={host.name: ()},
@@ -76,10 +76,10 @@ def _copy_to_device_effects(bsym: BoundSymbol) -> Effects:
     (host, device), copy = bsym.args, bsym.output.name
     return Effects(
         issues=Issue(bsym.sym.name, copy, None, None, nbytes_of(host), None),
-        work=Work(),
+        work=LocalWork(),
         layouts={copy: host.name},
         reads_host=True,
-        allocates=(Memory(copy, nbytes_of(host), str(device).partition(":")[0], kind="values"),),
+        allocates=(Allocation(copy, nbytes_of(host), str(device).partition(":")[0], kind="values"),),
     )
 
 
@@ -90,7 +90,7 @@ def _wait_device_copy_effects(bsym: BoundSymbol) -> Effects:
     future, copy = bsym.args[0].name, bsym.output
     return Effects(
         waits=Wait(future, (fsdp_copy_to_device.name,)),
-        work=Work(),
+        work=LocalWork(),
         views={copy.name: (future,)},
         layouts={copy.name: future},
         gives={copy.name: ("activation", copy.shape, copy.dtype, copy.device)},

@@ -13,7 +13,7 @@ from thunder.core.trace import TraceCtx
 from thunder.extend import OperatorExecutor, register_executor
 
 from ..private_thunder import CachingBoundSymbol
-from .effects import DECLARED, Effects, Work, effects
+from .effects import DECLARED, Effects, LocalWork, effects
 
 executor = OperatorExecutor("fsdp_sched", version="0.1")
 register_executor(executor)
@@ -26,7 +26,7 @@ def _returns_nothing(*args: Any, **kwargs: Any) -> None:
 def register(
     name: str,
     function: Callable[..., Any],
-    declared: Callable[[BoundSymbol], Effects] = lambda bsym: Effects(work=Work()),
+    declared: Callable[[BoundSymbol], Effects] = lambda bsym: Effects(work=LocalWork()),
     meta: Callable[..., Any] = _returns_nothing,
 ) -> Symbol:
     """Register a symbol.

@@ -213,7 +213,7 @@ def compute_digest(bsyms: Iterable[BoundSymbol]) -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
-class _File(NamedTuple):
+class _ScheduleFile(NamedTuple):
     """The content of a file of schedules."""
 
     steps: tuple[StepSchedule, ...]
@@ -230,4 +230,4 @@ def load_schedules(path: str | Path) -> list[StepSchedule]:
     Raises:
         ValueError: the file is not one; the message names the file and the first fault.
     """
-    return list(read_json(path, "schedule", "schedule", _FORMAT, _File).steps)
+    return list(read_json(path, "schedule", "schedule", _FORMAT, _ScheduleFile).steps)

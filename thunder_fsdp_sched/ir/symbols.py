@@ -66,13 +66,13 @@ from ..runtime.module_hooks import check_hooks
 from ..runtime.traced_inputs import check_inputs, check_memory
 from ..transports.base import Buffer, Traffic
 from .effects import (
+    Allocation,
     Effects,
     Issue,
-    Memory,
+    LocalWork,
     Place,
-    Single,
+    UnbucketedParam,
     Wait,
-    Work,
     bucket_of,
     reduced_gradients,
     unsharded_gradients,
@@ -147,13 +147,13 @@ def _all_gather_effects(bsym: BoundSymbol) -> Effects:
     spec, issue = bucket.spec, gather_of(bucket, slot, bsym.output.name, **marks)
     secondary = next(names([marks.get("secondary")]), None)
     offload, casts, nbytes = spec.comm.offload, spec.sends_copy, spec.sent_bytes
-    memory, work = [], Work()
+    memory, work = [], LocalWork()
     if offload and not issue.resident:
-        memory.append(Memory(issue.future, nbytes, spec.device.type))
+        memory.append(Allocation(issue.future, nbytes, spec.device.type))
         if spec.gather_wire is not None:
             memory += _call(bucket, "copy of the shard on the device", _loaded_bytes(bucket))
     if casts and not offload:
-        memory.append(Memory(("cast", bucket), nbytes, spec.device.type, "steps", label=f"cast of {spec.name}"))
+        memory.append(Allocation(("cast", bucket), nbytes, spec.device.type, "steps", label=f"cast of {spec.name}"))
     if not issue.resident:
         memory += _pooled(bucket, bucket.transport.gather_buffers(spec))
         memory += _afterwards(bucket, "decoding", bucket.transport.gather_temporary(spec))
@@ -162,7 +162,7 @@ def _all_gather_effects(bsym: BoundSymbol) -> Effects:
     if not issue.resident and issue.traffic is not None:
         copied, casts_now = issue.traffic.copied_before, casts and not marks.get("reuse_cast")
         at_once = copied + (spec.shard_bytes + nbytes if casts_now or offload else 0)
-        work = Work(issue.traffic.launches, copied if offload else at_once, at_once)
+        work = LocalWork(issue.traffic.launches, copied if offload else at_once, at_once)
     return Effects(
         issues=issue,
         work=work,
@@ -189,7 +189,7 @@ def _wait_params_meta(
 def _wait_params_effects(bsym: BoundSymbol) -> Effects:
     params = tuple(p.name for p in bsym.output)
     bucket, wait = bucket_of(bsym), Wait(bsym.args[1].name, (fsdp_all_gather.name,))
-    work = Work(moved_at_once=bucket.transport.gather_traffic(bucket.spec).copied_after)
+    work = LocalWork(moved_at_once=bucket.transport.gather_traffic(bucket.spec).copied_after)
     return Effects(waits=wait, work=work, bucket=bucket, in_place=params)
 
 
@@ -219,10 +219,10 @@ def _copy_secondary_shard_effects(bsym: BoundSymbol) -> Effects:
     read += [(param.name, ("params", bucket.primary, index)) for index, param in enumerate(params)]
     return Effects(
         bucket=bucket,
-        work=Work(0, 2 * nbytes_of(copy), 2 * nbytes_of(copy)),
+        work=LocalWork(0, 2 * nbytes_of(copy), 2 * nbytes_of(copy)),
         requires=tuple(read),
         gives={copy.name: ("secondary", bucket)},
-        allocates=(Memory(copy.name, nbytes_of(copy), bucket.spec.device.type, kind="values"),),
+        allocates=(Allocation(copy.name, nbytes_of(copy), bucket.spec.device.type, kind="values"),),
     )
 
 
@@ -233,7 +233,7 @@ fsdp_copy_secondary_shard = register(
 
 def _params_unchanged_effects(bsym: BoundSymbol) -> Effects:
     bucket = bucket_of(bsym)
-    return Effects(work=Work(), bucket=bucket, ensures=Place(bucket, bucket.private_slot, bucket.spec.param_dtype))
+    return Effects(work=LocalWork(), bucket=bucket, ensures=Place(bucket, bucket.private_slot, bucket.spec.param_dtype))
 
 
 fsdp_params_unchanged = register("fsdp_params_unchanged", ops.params_unchanged, _params_unchanged_effects)
@@ -243,15 +243,15 @@ fsdp_params_unchanged = register("fsdp_params_unchanged", ops.params_unchanged, 
 #
 
 
-def _call(bucket: Bucket, label: str, nbytes: int, if_kept: Hashable = None) -> tuple[Memory, ...]:
+def _call(bucket: Bucket, label: str, nbytes: int, if_kept: Hashable = None) -> tuple[Allocation, ...]:
     """Return memory that exists only during a call."""
-    memory = Memory(
+    memory = Allocation(
         None, nbytes, bucket.spec.device.type, "call", label=f"{label} ({bucket.spec.name})", if_kept=if_kept
     )
     return (memory,) if nbytes else ()
 
 
-def _broadcast(bucket: Bucket, grads: Sequence[TensorProxy | None]) -> tuple[Memory, ...]:
+def _broadcast(bucket: Bucket, grads: Sequence[TensorProxy | None]) -> tuple[Allocation, ...]:
     """Return the memory of the sums of gradients that do not have the shape of their parameters."""
     pairs = zip(bucket.spec.params, grads, strict=False)
     sums = (
@@ -262,30 +262,30 @@ def _broadcast(bucket: Bucket, grads: Sequence[TensorProxy | None]) -> tuple[Mem
     return _call(bucket, "sum of broadcast gradients", sum(sums))
 
 
-def _afterwards(bucket: Bucket, what: str, nbytes: int) -> tuple[Memory, ...]:
+def _afterwards(bucket: Bucket, what: str, nbytes: int) -> tuple[Allocation, ...]:
     """Return memory that a transport needs after its collective: on a GPU in the issue, elsewhere in the wait."""
     spec = bucket.spec
     scope: Literal["call", "wait"] = "call" if spec.device.type == "cuda" else "wait"
-    return (Memory(None, nbytes, spec.device.type, scope, label=f"{what} ({spec.name})"),) if nbytes else ()
+    return (Allocation(None, nbytes, spec.device.type, scope, label=f"{what} ({spec.name})"),) if nbytes else ()
 
 
-def _pooled(bucket: Bucket, buffers: Sequence[Buffer], if_kept: Hashable = None) -> list[Memory]:
+def _pooled(bucket: Bucket, buffers: Sequence[Buffer], if_kept: Hashable = None) -> list[Allocation]:
     device = bucket.spec.device.type
-    return [Memory(b, b.nbytes, device, "pool", label="buffer of a transport", if_kept=if_kept) for b in buffers]
+    return [Allocation(b, b.nbytes, device, "pool", label="buffer of a transport", if_kept=if_kept) for b in buffers]
 
 
-def _transport_memory(bucket: Bucket, if_kept: Hashable = None) -> tuple[Memory, ...]:
+def _transport_memory(bucket: Bucket, if_kept: Hashable = None) -> tuple[Allocation, ...]:
     """Return the receive buffers and the workspace of a reduction."""
     spec, transport = bucket.spec, bucket.transport
     device, key = spec.device.type, ("workspace", spec.comm.transport, bucket.ranks.reductions.description)
     buffers = _pooled(bucket, transport.reduce_buffers(spec), if_kept)
     if spec.options.comm_policy.error_feedback and spec.reduce_wire is not None:
         label = f"error feedback of {spec.name}"
-        buffers.append(Memory(("feedback", bucket), spec.grad_bytes, device, "steps", "gradients", label))
+        buffers.append(Allocation(("feedback", bucket), spec.grad_bytes, device, "steps", "gradients", label))
     workspace = transport.reduce_workspace(spec)
     if workspace and spec.requires_grad:
         label = f"workspace of {spec.comm.transport}"
-        return (*buffers, Memory(key, workspace, device, "steps", label=label))
+        return (*buffers, Allocation(key, workspace, device, "steps", label=label))
     return tuple(buffers)
 
 
@@ -317,12 +317,12 @@ def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
     traffic, temporary = bucket.transport.reduce_traffic(spec), bucket.transport.reduce_temporary(spec)
     return Effects(
         issues=reduction_of(bucket, slot, future),
-        work=Work(traffic.launches, traffic.copied_before, traffic.copied_before, touches=2),
+        work=LocalWork(traffic.launches, traffic.copied_before, traffic.copied_before, touches=2),
         bucket=bucket,
         uses=slot,
         collects={grad.name: Place(bucket, slot, dtype, i) for i, grad in enumerate(grads) if grad is not None},
         allocates=(
-            Memory(future, _shard_bytes(bucket, dtype), spec.device.type, kind="gradients"),
+            Allocation(future, _shard_bytes(bucket, dtype), spec.device.type, kind="gradients"),
             *_broadcast(bucket, grads),
             *_afterwards(bucket, f"temporary memory of {spec.comm.transport}", temporary),
             *_call(bucket, "encoding", bucket.transport.sending_temporary(spec)),
@@ -357,7 +357,7 @@ def _all_reduce_effects(bsym: BoundSymbol) -> Effects:
     return Effects(
         waits=Wait(future.name, (fsdp_reduce_scatter.name,)),
         issues=Issue(bsym.sym.name, result, bucket, group, nbytes, dtype, transport="all_reduce", traffic=traffic),
-        work=Work(),
+        work=LocalWork(),
         bucket=bucket,
         views={result: (future.name,)},
         allocates=_call(bucket, "sum of sharded gradients", added, reduced_gradients(bucket).owner),
@@ -376,10 +376,10 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
     bucket, (_, future), hook = bucket_of(bsym), bsym.args, bsym.kwargs.get("hook")
     spec, (first, *rest) = bucket.spec, [p.name for p in bsym.output]
     casts, offload, flat = spec.reduce_dtype != spec.dtype, spec.comm.offload, spec.shard_bytes
-    memory: list[Memory] = []
+    memory: list[Allocation] = []
     views: dict[str, tuple[str, ...]] = dict.fromkeys((first, *rest), (future.name,))
     if casts or offload:
-        memory.append(Memory(first, flat, spec.shard_device.type, kind="gradients", on_host=offload))
+        memory.append(Allocation(first, flat, spec.shard_device.type, kind="gradients", on_host=offload))
         views = {first: (), **dict.fromkeys(rest, (first,))}
     if bucket.ranks.replicas is None and spec.accumulate_dtype not in (spec.reduce_dtype, spec.dtype):
         memory += _call(bucket, "sum of sharded gradients", spec.accumulated_bytes, reduced_gradients(bucket).owner)
@@ -388,7 +388,7 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
     expected, own = bucket.hook_name, _shard_bytes(bucket, spec.reduce_dtype)
     divides = spec.options.gradient_divide_factor not in (None, spec.layout.world_size * spec.replicas)
     moved = (2 * own if divides else 0) + (own + flat if casts else 0)
-    work = Work(
+    work = LocalWork(
         moved=moved,
         moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after,
         to_host=flat if offload else 0,
@@ -410,7 +410,7 @@ fsdp_wait_grads = register("fsdp_wait_grads", ops.wait_grads, _wait_grads_effect
 def _accumulate_grads_effects(bsym: BoundSymbol) -> Effects:
     bucket, grads = bucket_of(bsym), bsym.args[1:]
     memory = (unsharded_gradients(bucket), *_broadcast(bucket, grads))
-    return Effects(work=Work(touches=3), bucket=bucket, allocates=memory)
+    return Effects(work=LocalWork(touches=3), bucket=bucket, allocates=memory)
 
 
 fsdp_accumulate_grads = register("fsdp_accumulate_grads", ops.accumulate_grads, _accumulate_grads_effects)
@@ -422,7 +422,7 @@ def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
     if spec.accumulate_dtype == spec.reduce_dtype:  # the first ones stay where the reduction has put them
         kept = kept._replace(scope="kept later")
     moved = _shard_bytes(bucket, spec.reduce_dtype) + 2 * spec.accumulated_bytes
-    work = Work(moved=moved, moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after)
+    work = LocalWork(moved=moved, moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after)
     return Effects(waits=wait, work=work, bucket=bucket, allocates=(kept,))
 
 
@@ -444,7 +444,7 @@ def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
     grads = f"sharded gradients of {spec.name}"
     return Effects(
         runs=reduction_of(bucket),
-        work=Work(),
+        work=LocalWork(),
         bucket=bucket,
         hook=bsym.kwargs.get("hook"),
         allocates=(
@@ -452,7 +452,9 @@ def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
             *_call(bucket, label, own + (result if widened else 0), reduced),
             *_transport_memory(bucket, unsharded),
             *(
-                Memory(("sharded gradients", bucket), flat, device, "kept", "gradients", grads, key, spec.comm.offload)
+                Allocation(
+                    ("sharded gradients", bucket), flat, device, "kept", "gradients", grads, key, spec.comm.offload
+                )
                 for key in (unsharded, reduced)
             ),
         ),
@@ -465,7 +467,7 @@ fsdp_reduce_unreduced = register("fsdp_reduce_unreduced", ops.reduce_unreduced, 
 def _backward_done_effects(bsym: BoundSymbol) -> Effects:
     no_sync, *buckets = bsym.args
     left = [kept(bucket).owner for bucket in buckets for kept in (unsharded_gradients, reduced_gradients)]
-    return Effects(work=Work(), forgets=() if no_sync else tuple(left))
+    return Effects(work=LocalWork(), forgets=() if no_sync else tuple(left))
 
 
 fsdp_backward_done = register("fsdp_backward_done", ops.backward_done, _backward_done_effects)
@@ -476,7 +478,7 @@ fsdp_backward_done = register("fsdp_backward_done", ops.backward_done, _backward
 
 
 def _release_effects(bsym: BoundSymbol) -> Effects:
-    return Effects(work=Work(), frees=tuple(dict.fromkeys(slot.arena for slot in bsym.args)))
+    return Effects(work=LocalWork(), frees=tuple(dict.fromkeys(slot.arena for slot in bsym.args)))
 
 
 fsdp_release = register("fsdp_release", ops.release, _release_effects)
@@ -490,7 +492,7 @@ fsdp_detached = register("fsdp_detached", torch.Tensor.detach, meta=lambda tenso
 
 def _with_value_effects(bsym: BoundSymbol) -> Effects:
     aliases = {bsym.output.name: (bsym.args[1].name,)}
-    return Effects(work=Work(), aliases=aliases, views=aliases)
+    return Effects(work=LocalWork(), aliases=aliases, views=aliases)
 
 
 fsdp_with_value = register(
@@ -535,8 +537,8 @@ def _reduce_meta(bucket: Bucket, index: int, grad: TensorProxy) -> TensorProxy:
 
 def _single_effects(bsym: BoundSymbol) -> Effects:
     (bucket, index, _), out = bsym.args, bsym.output
-    single = Single(bucket, index, reduces=bsym.sym.name == "fsdp_reduce")
-    return Effects(allocates=(Memory(out.name, nbytes_of(out), out.device.type, kind="values"),), single=single)
+    single = UnbucketedParam(bucket, index, reduces=bsym.sym.name == "fsdp_reduce")
+    return Effects(allocates=(Allocation(out.name, nbytes_of(out), out.device.type, kind="values"),), single=single)
 
 
 fsdp_unshard = register("fsdp_unshard", _only_in_between, _single_effects, _unshard_meta)

@@ -18,7 +18,7 @@ from .layout import Layout
 ShardingStrategy = Literal["zero2", "zero3"]
 
 
-class Strided(NamedTuple):
+class StridedView(NamedTuple):
     """The place of a parameter in its storage, in elements."""
 
     strides: tuple[int, ...]
@@ -41,7 +41,7 @@ class ParamSpec:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    strided: Strided | None = None
+    strided: StridedView | None = None
 
     @property
     def name(self) -> str:

@@ -24,7 +24,7 @@ from thunder.core.trace import TraceCtx
 from ..ir.analysis import Lifetime
 from ..ir.effects import effects
 from .cost import CostModel
-from .recomputation import SavedValues, Segment, Span, choices_of, timeline
+from .recomputation import ForwardSegment, SavedValues, Span, choices_of, timeline
 
 _HIDDEN_SHARE = 0.7
 """Share of forward's compute time that copies to host memory may take and still count as hidden."""
@@ -180,7 +180,7 @@ class ActivationPlans:
     def _copy_cost(self, copying: float) -> float:
         return _HIDDEN_COST * copying + 2 * max(copying - self._hidden_seconds, 0.0)
 
-    def _options_of(self, segment: Segment) -> Iterator[_Option]:
+    def _options_of(self, segment: ForwardSegment) -> Iterator[_Option]:
         saved = self._saved
         for choice in choices_of(saved, segment):
             again = {out for index in choice.again for out in segment.operators[index].outputs}
@@ -203,7 +203,7 @@ class ActivationPlans:
 
 
 def _uses(
-    saved: SavedValues, segment: Segment, again: frozenset[int]
+    saved: SavedValues, segment: ForwardSegment, again: frozenset[int]
 ) -> tuple[list[Span], dict[Lifetime, tuple[int, int]]]:
     """Return what backward needs if some operators of a segment, given by index, run again.
 

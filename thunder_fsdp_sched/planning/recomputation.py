@@ -63,7 +63,7 @@ class Operator(NamedTuple):
 
 
 @dataclass(eq=False)
-class Segment:
+class ForwardSegment:
     """Operators of forward between two gaps; see [Note: Segments].
 
     Attributes:
@@ -134,11 +134,11 @@ class SavedValues:
         """Return whether a value is in memory that forward allocates and that backward does not find for free."""
         return value not in self.free and value in self.owner and self.owner[value].first >= 0
 
-    def segments(self, number: int) -> list[Segment]:
+    def segments(self, number: int) -> list[ForwardSegment]:
         """Return at most ``number`` segments that save about the same bytes; see [Note: Segments]."""
         gaps = self._gaps(number - 1)
-        segments = [Segment() for _ in range(len(gaps) + 1)]
-        of_value: dict[Lifetime, Segment] = {}
+        segments = [ForwardSegment() for _ in range(len(gaps) + 1)]
+        of_value: dict[Lifetime, ForwardSegment] = {}
         for operator in self.operators:
             segment = segments[bisect_right(gaps, operator.position)]
             segment.operators.append(operator)
@@ -193,7 +193,7 @@ class _Edge(NamedTuple):
     nbytes: int = 0
 
 
-def choices_of(saved: SavedValues, segment: Segment) -> tuple[SegmentChoice, ...]:
+def choices_of(saved: SavedValues, segment: ForwardSegment) -> tuple[SegmentChoice, ...]:
     """Return the choices for a segment, each with more time and fewer bytes than the one before.
 
     Segments of equal structure have equal choices, which are found once.
@@ -201,7 +201,7 @@ def choices_of(saved: SavedValues, segment: Segment) -> tuple[SegmentChoice, ...
     return _hull(tuple(_edges(saved, segment)))
 
 
-def _edges(saved: SavedValues, segment: Segment) -> Iterator[_Edge]:
+def _edges(saved: SavedValues, segment: ForwardSegment) -> Iterator[_Edge]:
     """Return the graph of a segment; see [Note: Cheapest recomputation]."""
     numbers = {value: n for n, value in enumerate(v for o in segment.operators for v in o.outputs)}
     available = {value for value in numbers if value in saved.free}

@@ -110,7 +110,7 @@ class _Event(NamedTuple):
         return self.start, self.end
 
 
-class _Issue(NamedTuple):
+class _RecordedIssue(NamedTuple):
     """Something that the host issued: when, in which phase, for which bucket, and the kind of range that says so."""
 
     time: float
@@ -120,13 +120,13 @@ class _Issue(NamedTuple):
     by: str
 
 
-class _Run(NamedTuple):
+class _RecordedInterval(NamedTuple):
     """Something that ran on a device or in a thread of gloo, or the host's wait for it."""
 
     start: float
     end: float
     lane: str
-    issue: _Issue
+    issue: _RecordedIssue
 
 
 def _read(path: Path, position: int) -> list[RecordedStep]:
@@ -175,9 +175,9 @@ class _Recording:
     def __init__(self, events: Sequence[_Event]) -> None:
         self.steps = [(*e.span, e.name) for e in events if e.name.startswith("ProfilerStep")]
         self.backward = [e.end for e in events if _BACKWARD.search(e.name)]
-        self.issues: list[tuple[str, _Issue]] = []
-        self.launches: dict[Any, _Issue] = {}
-        self.waits: list[_Run] = []
+        self.issues: list[tuple[str, _RecordedIssue]] = []
+        self.launches: dict[Any, _RecordedIssue] = {}
+        self.waits: list[_RecordedInterval] = []
         threads: dict[Any, list[_Event]] = defaultdict(list)
         for event in events:
             if event.category in _BY_HOST and not event.name.startswith(("gloo:", "ProfilerStep")):
@@ -186,8 +186,8 @@ class _Recording:
         self.issues.sort(key=lambda of: of[1].time)
         self.waits.sort()
         on_device = [e for e in events if e.category in _ON_DEVICE]
-        self.communication: list[_Run] = []
-        self.compute: list[_Run] | None = [] if on_device else None
+        self.communication: list[_RecordedInterval] = []
+        self.compute: list[_RecordedInterval] | None = [] if on_device else None
         if self.compute is None:
             self._match([e for e in events if e.name.startswith("gloo:")])
         else:
@@ -203,7 +203,7 @@ class _Recording:
                 self.launches[event.args.get("correlation")] = _issue(enclosing)
                 continue
             if event.name.startswith(_WAIT):
-                self.waits.append(_Run(*event.span, "", _issue(enclosing)))
+                self.waits.append(_RecordedInterval(*event.span, "", _issue(enclosing)))
             elif event.name.startswith("c10d::") or event.name == "fsdp_agreement":
                 operation = "all_gather" if event.name == "fsdp_agreement" else _kind_of(event.name)
                 self.issues.append((operation, _issue(enclosing)))
@@ -218,15 +218,17 @@ class _Recording:
         has_ours = any(issue.by == _OURS for _, issue in pending)
         for event in events:
             kind = _kind_of(event.name)
-            issue = _Issue(event.start, kind, "", FORWARD, _OURS if has_ours else "")
+            issue = _RecordedIssue(event.start, kind, "", FORWARD, _OURS if has_ours else "")
             for of in pending:
                 if of[0] in (kind, "reduce_scatter" if kind == "all_reduce" else kind) and of[1].time <= event.start:
                     pending.remove(of)
                     issue = of[1]
                     break
-            self.communication.append(_Run(*event.span, f"gloo thread {threads.index(event.thread) + 1}", issue))
+            self.communication.append(
+                _RecordedInterval(*event.span, f"gloo thread {threads.index(event.thread) + 1}", issue)
+            )
 
-    def _sort_out(self, events: Sequence[_Event], compute: list[_Run]) -> None:
+    def _sort_out(self, events: Sequence[_Event], compute: list[_RecordedInterval]) -> None:
         """Tell communication from compute on a GPU."""
         busy: dict[Any, float] = defaultdict(float)
         for event in events:
@@ -235,11 +237,13 @@ class _Recording:
         compute_stream = max(busy, key=busy.__getitem__, default=None)
         for event in events:
             stream = event.args.get("stream")
-            issue = self.launches.get(event.args.get("correlation")) or _Issue(event.start, "", "", FORWARD, "")
+            issue = self.launches.get(event.args.get("correlation")) or _RecordedIssue(event.start, "", "", FORWARD, "")
             moves = event.category != "kernel" or issue.by
             communicates = _KERNEL.search(event.name) or (stream != compute_stream and moves)
             issue = issue if issue.by else issue._replace(kind=_kind_of(event.name))
-            (self.communication if communicates else compute).append(_Run(*event.span, f"stream {stream}", issue))
+            (self.communication if communicates else compute).append(
+                _RecordedInterval(*event.span, f"stream {stream}", issue)
+            )
 
     def _ran(self, launched: Span) -> Span:
         """Return when the device began and ended what the host launched in this time; on a CPU the time itself."""
@@ -266,10 +270,10 @@ class _Recording:
         blamed = [*overlaps(exposed, waits), *overlaps(unknown, _first_come(collectives))]
         computing = gaps(exposed, *window) if self.compute is None else _spans(self.compute, window)
 
-        def interval(start: float, end: float, stream: str, kind: str, of: _Issue) -> Interval:
+        def interval(start: float, end: float, stream: str, kind: str, of: _RecordedIssue) -> Interval:
             return Interval(stream, kind, of.kind, of.bucket, start - since, end - since, of.phase, 0)
 
-        work = _Issue(since, COMPUTE, "", FORWARD, "")
+        work = _RecordedIssue(since, COMPUTE, "", FORWARD, "")
         intervals = [interval(begin, stop, COMPUTE, COMPUTE, work) for begin, stop in computing]
         intervals += [interval(begin, stop, COMPUTE, "wait", run.issue) for begin, stop, run in sorted(blamed)]
         intervals += [interval(r.start, r.end, r.lane, f"fsdp_{r.issue.kind}", r.issue) for r in collectives]
@@ -282,7 +286,7 @@ class _Recording:
         return RecordedStep(str(path), rank, name, (passes[0] - since, passes[1] - since), timeline)
 
 
-def _issue(enclosing: Sequence[_Event]) -> _Issue:
+def _issue(enclosing: Sequence[_Event]) -> _RecordedIssue:
     """Return what the last of the events issues, by the ranges among those that enclose it."""
     event = enclosing[-1]
     phase = BACKWARD if any(_BACKWARD.search(e.name) for e in enclosing) else FORWARD
@@ -292,9 +296,9 @@ def _issue(enclosing: Sequence[_Event]) -> _Issue:
         if match := _RANGE.fullmatch(outer.name):
             by, kind, bucket = match.groups()
             bucket = bucket or ("" if by == _OURS else "(root)")
-            return _Issue(event.start, _kind_of(kind.removeprefix("wait_")), bucket, phase, by)
+            return _RecordedIssue(event.start, _kind_of(kind.removeprefix("wait_")), bucket, phase, by)
     annotations = [e.name for e in enclosing if e.category == "user_annotation"]
-    return _Issue(event.start, _kind_of(event.name), annotations[-1] if annotations else "", phase, "")
+    return _RecordedIssue(event.start, _kind_of(event.name), annotations[-1] if annotations else "", phase, "")
 
 
 def _kind_of(name: str) -> str:
@@ -303,14 +307,14 @@ def _kind_of(name: str) -> str:
     return next((kind for kind in _KINDS if kind.replace("_", "") in plain), name)
 
 
-def _clipped(runs: Iterable[_Run], window: Span) -> list[_Run]:
+def _clipped(runs: Iterable[_RecordedInterval], window: Span) -> list[_RecordedInterval]:
     """Return the runs in a window, cut to it."""
     since, until = window
     cut = (run._replace(start=max(run.start, since), end=min(run.end, until)) for run in runs)
     return [run for run in cut if run.end > run.start]
 
 
-def _spans(runs: Iterable[_Run], window: Span) -> list[Span]:
+def _spans(runs: Iterable[_RecordedInterval], window: Span) -> list[Span]:
     """Return when any of the runs ran in a window."""
     return union((run.start, run.end) for run in _clipped(runs, window))
 
@@ -320,7 +324,7 @@ def _both(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     return [(start, end) for start, end, _ in overlaps(spans, others)]
 
 
-def _first_come(runs: Iterable[_Run]) -> list[_Run]:
+def _first_come(runs: Iterable[_RecordedInterval]) -> list[_RecordedInterval]:
     """Return the runs, ascending, without the time in which an earlier one runs, so that they are disjoint."""
     covered, disjoint = float("-inf"), []
     for run in runs:

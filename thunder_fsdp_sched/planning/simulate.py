@@ -69,7 +69,7 @@ def simulate(
 
 
 @dataclass(eq=False)
-class _Flight:
+class _SimulatedTransfer:
     """A collective or a copy in flight; ``remaining`` is its remaining work in seconds, if it were alone on the link."""
 
     interval: Interval
@@ -94,14 +94,14 @@ class _Link:
         self.intervals = intervals
         self.now = 0.0
         self.dedicated_seconds = 0.0
-        self.waiting: deque[_Flight] = deque()
-        self.active: list[_Flight] = []
+        self.waiting: deque[_SimulatedTransfer] = deque()
+        self.active: list[_SimulatedTransfer] = []
         self.load = 0.0
         """The share of compute speed that is lost to the active collectives."""
         self.next_change = float("inf")
         """The time at which the next one starts or finishes."""
 
-    def issue(self, flight: _Flight) -> None:
+    def issue(self, flight: _SimulatedTransfer) -> None:
         self.dedicated_seconds += flight.remaining
         self.advance(flight.arrival)
         self.waiting.append(flight)
@@ -116,7 +116,7 @@ class _Link:
         if until > self.now:
             self._move(until)
 
-    def finish(self, flight: _Flight) -> float:
+    def finish(self, flight: _SimulatedTransfer) -> float:
         """Advance the link to the end of ``flight``, and return that time."""
         while flight.end < 0:
             self.advance(self.next_change)
@@ -127,7 +127,7 @@ class _Link:
             flight.remaining -= (until - self.now) * share
         self.now = until
 
-    def _end(self, flight: _Flight) -> None:
+    def _end(self, flight: _SimulatedTransfer) -> None:
         flight.end = self.now
         self.active.remove(flight)
         self.intervals.append(flight.interval._replace(start=flight.start, end=flight.end))
@@ -171,7 +171,7 @@ class _Simulator:
         self.host = 0.0
         self.compute = 0.0
         self.links: dict[str, _Link] = {}
-        self.flights: dict[str, tuple[_Link, _Flight]] = {}
+        self.flights: dict[str, tuple[_Link, _SimulatedTransfer]] = {}
         self.times: list[tuple[float, float]] = []
         """For each bound symbol, when it begins to use slots and when it has used them."""
         self.resident: set[str] = set()  # gathers whose buckets are resident, so there is nothing to wait for
@@ -237,7 +237,7 @@ class _Simulator:
         if self.cost.synchronous:
             self.host = self.compute
 
-    def _issue(self, e: Effects, issue: Issue, trace: int, position: int) -> _Flight:
+    def _issue(self, e: Effects, issue: Issue, trace: int, position: int) -> _SimulatedTransfer:
         """Issue a collective, or a copy of an offloaded activation; see [Note: Simulated host copies]."""
         if issue.group is None:
             name, seconds = TO_DEVICE if e.reads_host else TO_HOST, self.cost.host_copy_seconds(issue.nbytes)
@@ -248,7 +248,7 @@ class _Simulator:
         label = name if issue.bucket is None else issue.bucket.spec.name
         arrival = max(self.host, self.compute)
         interval = Interval(name, issue.kind, issue.kind, label, arrival, arrival, trace, position)
-        flight = _Flight(interval, issue.gathers, arrival, seconds)
+        flight = _SimulatedTransfer(interval, issue.gathers, arrival, seconds)
         self.links[name].issue(flight)
         self.flights[issue.future] = self.links[name], flight
         return flight

@@ -45,7 +45,7 @@ from ..runtime.trace_start import TraceStart
 from .machine import VerificationError
 
 
-class FormerMemory:
+class PreShardStorages:
     """The storages of parameters before sharding. A view that outlives sharding keeps the values of that time.
 
     The references are weak. While one exists, no other storage has the same identity.
@@ -100,7 +100,7 @@ class Auditor:
         self,
         trace: TraceCtx,
         forward: TraceCtx | None,
-        pre_shard_storage: FormerMemory,
+        pre_shard_storage: PreShardStorages,
         stats: Iterable[Any],
         control: Control,
         start: TraceStart | None,
@@ -246,7 +246,7 @@ def audited(
     trace: TraceCtx,
     *,
     forward: TraceCtx | None,
-    pre_shard_storage: FormerMemory,
+    pre_shard_storage: PreShardStorages,
     stats: Iterable[Any],
     control: Control,
     start: TraceStart | None,

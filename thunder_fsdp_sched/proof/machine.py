@@ -61,7 +61,7 @@ class _Range(NamedTuple):
         return slot is not None and slot.arena is arena and self.start < end and start < self.end
 
 
-class _Flight(NamedTuple):
+class _Pending(NamedTuple):
     """An operation that was issued at ``position``, and reads values and sends their contents until its wait."""
 
     issue: Issue
@@ -103,14 +103,14 @@ class Machine:
         self.name = "backward" if is_backward_trace(trace) else "forward"
         self.defined_at = dict.fromkeys(names(tree_iter((trace.args, trace.kwargs))), -1)
         self.freed_at: dict[str, int] = {}
-        self.flights: dict[str, _Flight] = {}
+        self.flights: dict[str, _Pending] = {}
         self.waited: set[str] = set()
         self.filling: dict[str, tuple[Place, int]] = {}
         self.guarded: set[Bucket] = set()
         self.ahead: dict[str, Issue] = {}
         self.future_of: dict[str, str] = {}
         self.issued: dict[Arena, int] = defaultdict(int)
-        self.marked: list[tuple[_Flight, int]] = []
+        self.marked: list[tuple[_Pending, int]] = []
         self.foreign = -1
         seen: set[int] = set()
         for self.position, bsym in enumerate(trace.bound_symbols):
@@ -163,7 +163,7 @@ class Machine:
         if bsym.sym.id not in UNPACKING:
             self._put_results(bsym, effect, flight)
 
-    def _put_results(self, bsym: BoundSymbol, effect: Effects, flight: _Flight | None) -> None:
+    def _put_results(self, bsym: BoundSymbol, effect: Effects, flight: _Pending | None) -> None:
         """Record where results are in memory, and what they hold."""
         for out in outs_of(bsym):
             for known in (self.needs, self.roots, self.contents):
@@ -290,10 +290,10 @@ class Machine:
             if place is not None and _Range(*place.span, None, place).overlaps(arena, start, end):
                 self.fail(f"{verb} {place.slot} before the wait for bucket {_name(place)}")
 
-    def _issue(self, issue: Issue, bsym: BoundSymbol, effect: Effects) -> _Flight:
+    def _issue(self, issue: Issue, bsym: BoundSymbol, effect: Effects) -> _Pending:
         reads = frozenset(args_of(bsym)).difference(effect.collects)
         sent = frozenset(self.contents[name] for name in reads if name in self.contents)
-        flight = _Flight(issue, self.position, reads, sent)
+        flight = _Pending(issue, self.position, reads, sent)
         if issue.place is not None:
             arena = self._slot(issue.place).arena
             if issue.gathers:
@@ -328,7 +328,7 @@ class Machine:
             stated = f"{mark}={issue.marks[mark]}"
             self.fail(f"states {stated} for bucket {_name(issue)}, but the trace has {actual}", position)
 
-    def _wait(self, effect: Effects) -> _Flight:
+    def _wait(self, effect: Effects) -> _Pending:
         assert effect.waits is not None
         future, kinds, of = effect.waits
         flight = self.flights.pop(future, None)

@@ -29,7 +29,7 @@ def save_memory(memory: StepMemory, path: str | Path) -> None:
     write_json(path, _FORMAT, content)
 
 
-class _File(NamedTuple):
+class _MemoryFile(NamedTuple):
     """The content of a file: the fields of a :class:`~thunder_fsdp_sched.StepMemory`."""
 
     fixed: Mapping[str, int]
@@ -46,14 +46,14 @@ def load_memory(path: str | Path) -> StepMemory:
     Raises:
         ValueError: the file is not one; the message names the file and the first fault.
     """
-    file = read_json(path, "memory", "memory of a step", _FORMAT, _File)
+    file = read_json(path, "memory", "memory of a step", _FORMAT, _MemoryFile)
     if fault := _fault(file):
         raise ValueError(f"memory: {path} holds no memory of a step: {fault}")
     details = Details(file.unknowns, file.wasted)
     return StepMemory(file.fixed, file.tensors, file.backward, file.statements, lambda: details)
 
 
-def _fault(file: _File) -> str:
+def _fault(file: _MemoryFile) -> str:
     length = len(file.statements)
     for number, tensor in enumerate(file.tensors):
         if tensor.kind not in KINDS:

@@ -38,7 +38,7 @@ else:
     _Base = dtensor_base()
 
 
-class _Entry:
+class _StateEntry:
     """An entry of a state dict that holds some rows of a tensor: what distributed checkpoints (DCP) ask of it."""
 
     shape: torch.Size
@@ -66,7 +66,7 @@ class _Entry:
         return rows if self.shape else rows.reshape(())
 
 
-class RowDTensor(_Entry, _Base):
+class RowDTensor(_StateEntry, _Base):
     """This rank's rows of a tensor that is sharded along its first dimension; see [Note: Uneven DTensors].
 
     It has the shape of the whole tensor. :meth:`to_local` returns the rows, :meth:`full_tensor` gathers all of them.
@@ -275,7 +275,7 @@ class WholeNumber(torch.Tensor):
         return self
 
 
-class RowPiece(_Entry, torch.Tensor):
+class RowPiece(_StateEntry, torch.Tensor):
     """Rows ``[start, start + len(local))`` of a whole tensor, whose other rows are on other ranks.
 
     It has the whole tensor's shape but only these rows. It can be saved, loaded, copied, moved and cast, and

@@ -22,9 +22,9 @@ from ..compat import __version__
 from ..options import Options, check_transport
 from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
-from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Strided
+from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, StridedView
 from ..private_torch import replace_data, state_name
-from ..proof.audit import FormerMemory
+from ..proof.audit import PreShardStorages
 from ..ranks.assignment import GroupAssignment, broadcast, find_world_group
 from ..ranks.control import Control
 from ..ranks.process_groups import Ranks
@@ -215,7 +215,7 @@ class _Sharding:
             own = getattr(param, "_thunder_device", self.source.device_of(names[0], param))
             device = self.options.device or resolve_device(torch.device(own))
             is_plain = param.is_contiguous() and param.storage_offset() == 0
-            strided = None if is_plain else Strided(param.stride(), int(param.storage_offset()))
+            strided = None if is_plain else StridedView(param.stride(), int(param.storage_offset()))
             spec = ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad, strided)
             specs.append((spec, param))
         return specs
@@ -324,7 +324,7 @@ class _Sharding:
         self.locations = {n: (b, i) for b in buckets.values() for i, p in enumerate(b.spec.params) for n in p.names}
         return list(buckets.values())
 
-    def fill(self) -> FormerMemory:
+    def fill(self) -> PreShardStorages:
         """Fill shards, ignored parameters and buffers: with the module's values, those of one rank, or initialized ones.
 
         Free the memory of the module's parameters, and return which memory it was.
@@ -347,7 +347,7 @@ class _Sharding:
             if source.has_value(name):
                 self._broadcast(tensor, self.assignment.default_ranks, first)
         buffers = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in received.items()}
-        pre_shard_storage = FormerMemory()
+        pre_shard_storage = PreShardStorages()
         for spec, param, own, ranks in self.params:
             if source.has_value(spec.name):
                 whole: torch.Tensor = param

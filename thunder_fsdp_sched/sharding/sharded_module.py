@@ -22,7 +22,7 @@ from ..plan.plan import Plan
 from ..plan.specs import BucketSpec
 from ..private_thunder import watch_compilations
 from ..private_torch import parameters_of_running_ddp, refuse_ddp, set_in_call, state_name, unwrap_fabric
-from ..proof.audit import FormerMemory
+from ..proof.audit import PreShardStorages
 from ..ranks.control import Control
 from ..runtime.bucket import Bucket
 from ..runtime.row_dtensor import RowDTensor
@@ -65,7 +65,7 @@ class ShardedModule:
     locations: dict[str, tuple[Bucket, int]]
     control: Control
     mp_policy: MixedPrecisionPolicy
-    pre_shard_storage: FormerMemory
+    pre_shard_storage: PreShardStorages
     former_params: FormerParameters
     replaced: dict[str, torch.Tensor]
     began_on_meta: set[str]

@@ -27,7 +27,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch import nn
 
-from ..plan.specs import Strided
+from ..plan.specs import StridedView
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, InFlight, slot_bytes
 from ..runtime.ops import all_gather, wait_params
@@ -146,7 +146,7 @@ class _Unsharded:
             entry.owner._parameters[entry.leaf] = entry.placeholder
 
 
-def in_former_place(whole: torch.Tensor, strided: Strided | None) -> torch.Tensor:
+def in_former_place(whole: torch.Tensor, strided: StridedView | None) -> torch.Tensor:
     """Return an unsharded parameter with the strides and the storage offset that it had before sharding."""
     if strided is None or not whole.numel() or 0 in strided.strides:  # an expanded one has less memory than elements
         return whole

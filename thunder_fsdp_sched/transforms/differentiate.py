@@ -38,7 +38,7 @@ from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import Executor, FusionExecutor, OperatorExecutor, StatefulExecutor
 from thunder.transforms.autodiff import grad_transform_on_trace
 
-from ..capture.bound_symbols import BoundSymbolCopies, Region, find_repeated_regions
+from ..capture.bound_symbols import BoundSymbolCopies, RepeatedRegion, find_repeated_regions
 from ..ir.inspection import args_of, defined_by, forward_part, names, nested, outs_of, return_of
 from ..ir.operator_facts import share_facts
 from ..ir.registry import executor
@@ -194,7 +194,7 @@ _Part = Literal["all", "forward", "backward"]
 
 
 def _program(
-    bsyms: Sequence[BoundSymbol], region: Region, trace: TraceCtx, transform: Callable[[TraceCtx], TraceCtx]
+    bsyms: Sequence[BoundSymbol], region: RepeatedRegion, trace: TraceCtx, transform: Callable[[TraceCtx], TraceCtx]
 ) -> _Program | None:
     """Return the program of a region; ``None`` if its backward is not a function of the result's gradient alone."""
     single = from_trace(trace)
@@ -247,7 +247,9 @@ class _Call:
         needed: for each input, whether its gradient is needed.
     """
 
-    def __init__(self, program: _Program, first: Region, region: Region, needing: Collection[str]) -> None:
+    def __init__(
+        self, program: _Program, first: RepeatedRegion, region: RepeatedRegion, needing: Collection[str]
+    ) -> None:
         self.program = program
         self.region = region
         self.parameters = dict(zip(first.parameters, region.parameters, strict=True))

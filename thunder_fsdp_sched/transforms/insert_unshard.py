@@ -16,7 +16,7 @@ from thunder.core.trace import TraceCtx, tracectx
 from ..ir.inspection import args_of, outs_of, return_of, with_bound_symbols
 from ..ir.operator_facts import Aliases, facts_of, is_pure
 from ..ir.symbols import fsdp_unshard
-from ..plan.specs import Strided
+from ..plan.specs import StridedView
 from ..runtime.bucket import Bucket
 from .shard_prologue import become_shard
 
@@ -67,7 +67,7 @@ def insert_unshard(
 
     unsharded: dict[str, TensorProxy] = {}  # by the name of any argument that is this parameter
     names: dict[str, str] = {}  # of each unsharded value, by its name
-    strided: dict[str, Strided] = {}  # those whose place in their storage has changed
+    strided: dict[str, StridedView] = {}  # those whose place in their storage has changed
     from_params: set[str] = set()  # values that derive from parameters alone
     copies: dict[Any, TensorProxy] = {}  # clones of views that backward could not recompute
     copied: dict[str, str] = {}  # values that may share memory with such a view, with the operator's name
@@ -150,7 +150,7 @@ def _refuse_by_position(
     bsym: BoundSymbol,
     aliases: Aliases,
     parameters: Mapping[str, str],
-    strided: Mapping[str, Strided],
+    strided: Mapping[str, StridedView],
     copied_by: Mapping[str, str],
 ) -> None:
     for root in sorted(aliases.roots(*facts_of(bsym).by_position)):

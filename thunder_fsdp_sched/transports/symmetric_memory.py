@@ -131,7 +131,7 @@ class SymmetricMemory(Flat):
         for offset, (numel, dtype) in zip(offsets, sizes, strict=False):
             # `.data` has a version of its own: a write to one shard is no change of the others.
             shard = memory[offset : offset + numel * dtype.itemsize].view(dtype).data
-            self._shared[shard] = _Shared(handle, ranks.group, offset // dtype.itemsize, dtype)
+            self._shared[shard] = _ReadableShard(handle, ranks.group, offset // dtype.itemsize, dtype)
             shards.append(shard)
         return shards
 
@@ -202,7 +202,7 @@ class SymmetricMemory(Flat):
         return max((s.shard_numel for s in spec.layout.segments), default=0) * spec.reduce_dtype.itemsize
 
 
-class _Shared:
+class _ReadableShard:
     """A shard that all ranks of its bucket can read, as a part of an allocation. It does not keep their group alive."""
 
     def __init__(self, handle: Any, group: ProcessGroupRef, offset: int, dtype: torch.dtype) -> None:
