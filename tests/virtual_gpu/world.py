@@ -216,7 +216,7 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
     yield torch.accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda")
     yield base, "_side_streams", {}
     yield base.Transport, "refuses_encoded", lambda transport, device: ""  # there is no triton
-    yield formats, "_compiled", lambda function, form: function  # operators in turn, on the same stream
+    yield formats, "_compiled", lambda function, *_: function  # operators in turn, on the same stream
     yield shard_module, "type", _type_of
     yield shard_module, "replace_data", _replace_data
     for module in (shard_module, unsharded):
