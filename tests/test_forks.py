@@ -101,17 +101,21 @@ from thunder_fsdp_sched.checkpoint.storage import RunWriter
 def fail(*args):
     raise OSError("No space left on device")
 
-def rank_main(fails):
-    init(f"store-{fails}", 0, 1)
+def rank_main(case):
+    init(f"store-{case}", 0, 1)
     model = make()
-    tfs.save_checkpoint(folder / f"first-{fails}", model, wait=False, writer=WRITER).result()
-    if fails:
+    tfs.save_checkpoint(folder / f"first-{case}", model, wait=False, writer=WRITER).result()
+    if case != "works":
         RunWriter.write_data = fail
-    tfs.save_checkpoint(folder / f"last-{fails}", model, wait=False, writer=WRITER)
+    if case == "closed":
+        sys.stderr.close()
+    if case == "none":
+        sys.stderr = None
+    tfs.save_checkpoint(folder / f"last-{case}", model, wait=False, writer=WRITER)
     dist.destroy_process_group()
 
-for fails in (False, True):
-    process = mp.get_context("fork").Process(target=rank_main, args=(fails,))
+for case in ("works", "fails", "closed", "none"):
+    process = mp.get_context("fork").Process(target=rank_main, args=(case,))
     process.start()
     process.join()
     print(process.exitcode)
@@ -119,11 +123,11 @@ for fails in (False, True):
 
 
 def test_a_process_of_multiprocessing_whose_last_save_failed_has_another_exit_code(tmp_path: Path) -> None:
+    """Also if its standard error is closed or ``None``."""
     (tmp_path / "script.py").write_text(_SCRIPT + _FAILS)
     result = run_python("script.py", "thread", tmp_path, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
-    assert result.stdout.split() == ["0", "1"] and result.stderr.count("Error: fsdp: the checkpoint") == 1, (
-        result.stderr
-    )
+    assert result.stdout.split() == ["0", "1", "1", "1"], (result.stdout, result.stderr)
+    assert result.stderr.count("Error: fsdp: the checkpoint") == 1, result.stderr
 
 
 def _in_fork(check: Callable[[], Any]) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import logging
 import multiprocessing
 import os
@@ -227,6 +228,9 @@ _finalizer: Finalize | None = None
 _has_failed = False
 """Whether the last save of this process has failed, at exit."""
 
+_UNUSABLE_STREAM = contextlib.suppress(AttributeError, OSError, ValueError)
+"""Ignores that a standard stream is ``None``, cannot be written, or is closed."""
+
 
 def _register_exit_hooks() -> None:
     global _finalizer
@@ -251,26 +255,33 @@ def _finish_in_child() -> None:
     try:
         finish_latest()
     except BaseException as error:
-        traceback.print_exc()
+        with _UNUSABLE_STREAM:
+            sys.stderr.write(traceback.format_exc())
         raise SystemExit(1) from error
     if _has_failed and not isinstance(multiprocessing.current_process(), SpawnProcess):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with _UNUSABLE_STREAM:
+                stream.flush()
         os._exit(1)  # in place of Python's own os._exit(0), which would come next
 
 
 class _FailsAtTheEnd:
-    """A stream that Python cannot flush when it has run all exit hooks; see [Note: The exit code of a failed save]."""
+    """A stream that Python cannot flush when it has run all exit hooks; see [Note: The exit code of a failed save].
+
+    Args:
+        stream: the stream in its place, which may be closed or ``None``.
+    """
+
+    closed = False  # Python flushes no other
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self._stream = io.StringIO() if stream is None else stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        if self._stream is not None:
-            self._stream.flush()
+        self._stream.flush()
         if sys.is_finalizing():
             raise OSError("a checkpoint was not saved")
 
