@@ -247,7 +247,7 @@ def plan(
     ] = None,
     headroom: Annotated[
         str | None,
-        typer.Option(help="Memory of the device that shall stay free, such as 2GB; by default 5 % of it."),
+        typer.Option(help="Memory of the device to leave free, such as 2GB; by default 5 % of it."),
     ] = None,
     profile: Annotated[
         list[Path] | None,

@@ -154,7 +154,7 @@ _PLAIN = (NoneType, bool, int, float, str)
 
 
 class CachingBoundSymbol(BoundSymbol):
-    """A bound symbol whose copies keep what was found out about it.
+    """A bound symbol that caches derived facts, which its copies share.
 
     Most passes of Thunder copy every bound symbol, flatten the arguments and results of each copy anew, and print them
     seven times to compile a trace. A copy has the same arguments and results unless others are given, so it keeps the

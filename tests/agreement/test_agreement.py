@@ -349,8 +349,8 @@ def test_ranks_that_an_exception_stopped_at_different_collectives_raise(rank: in
     _disagree(
         rank,
         [lambda: model(torch.ones(2, 4))] * 2,
-        r"rank 0: .*, after an exception or the like 2 collectives short",
-        r"rank 1: .*, after an exception or the like 1 collectives short",
+        r"rank 0: .* .this rank has issued 2 collectives fewer than planned, for example after an exception.",
+        r"rank 1: .* .this rank has issued 1 collectives fewer than planned, for example after an exception.",
     )
 
 

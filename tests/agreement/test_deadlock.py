@@ -49,18 +49,18 @@ FAULTS: dict[str, tuple[list[tuple[str, ...]], tuple[str, ...]]] = {
     "groups that wait for each other": (
         [AB, BA],
         (
-            "would never end",
+            "deadlocks",
             "rank 0 is held up at op on A, in op on A with ranks (0, 1)",
             "rank 1 is held up at op on B, in op on B with ranks (0, 1)",
         ),
     ),
     # No rank waits before it has issued both, so these finish if collectives of two groups run concurrently. NCCL does
     # not guarantee that.
-    "groups that have to run concurrently": ([("A:01", "B:01"), ("B:01", "A:01")], ("would never end",)),
+    "groups that have to run concurrently": ([("A:01", "B:01"), ("B:01", "A:01")], ("deadlocks",)),
     "a missing rank": ([("A:01",)], ("line 1:\n    rank 0: op on A\n    rank 1: (nothing)",)),
     "a missing collective": ([("A:01", "A:01"), ("A:01",)], ("line 2:\n    rank 0: op on A\n    rank 1: (nothing)",)),
     "no member": ([("A:01",)] * 2 + [("A:01", "A:01")], ("line 2:",)),
-    "other members": ([("A:01",), ("A:012",), ()], ("would never end",)),
+    "other members": ([("A:01",), ("A:012",), ()], ("deadlocks",)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Bound symbols that keep what was found out about them behave like Thunder's."""
+"""Bound symbols that cache derived facts behave like Thunder's."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Observer:
         return interpretercompilectx(self._observed)
 
     def mark(self) -> Mark:
-        """Return the present lengths."""
+        """Return a checkpoint: the current length of each recorded list."""
         context, trace = self.context, self.context.computation_trace
         traced = len(trace.peek_scope()), len(checks_of(context)), len(renames_of(context))
         self._marked = len(self.reads)

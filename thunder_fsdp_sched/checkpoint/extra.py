@@ -118,7 +118,7 @@ def fit(
 
     Args:
         wanted: the structure that the caller expects; memory for tensors is like its tensors. DCP converts all keys to text
-            and all dictionaries to one class, so for values that ``dcp.save`` saved, ``wanted`` tells both.
+            and all dictionaries to one class, so for its values both are taken from ``wanted``.
         paths: those of the value, if ``dcp.save`` saved it.
         own: the values that :func:`save_checkpoint` saved.
 

@@ -1,4 +1,4 @@
-"""Error feedback in a checkpoint: what rounding each rank's gradients has lost, which differs between ranks."""
+"""Error feedback in a checkpoint: the quantization residual of each bucket, which differs between ranks."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def share_on_all_ranks(group: ProcessGroupRef, what: str, do: Callable[[], Resul
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of an error, to be part of another one."""
+    """Format an error for inclusion in another error's message."""
     return str(error).removeprefix("fsdp: ")
 
 

@@ -150,8 +150,8 @@ def _check_state(name: str, state: dict[str, Any]) -> None:
         if isinstance(value, torch.Tensor) and value.ndim and not isinstance(value, (*DTENSORS, RowPiece)):
             raise ValueError(
                 f"optimizers: state {key!r} of parameter {name!r} is a plain tensor of shape {tuple(value.shape)}, "
-                f"and which part of a whole tensor it is cannot be told: make it from the parameter or its gradient, as "
-                f"torch.zeros_like(p) does. Optimizers that need whole parameters have to be made by "
+                f"and the shard that it corresponds to is unknown. Create it from the parameter or its gradient, for "
+                f"example with torch.zeros_like(p). Optimizers that need whole parameters have to be made by "
                 f"WholeParameters(optimizer_class, model, params)"
             )
 

@@ -351,7 +351,7 @@ class Analysis:
     def allocated(
         self, pending_grads: PendingGrads = NO_PENDING_GRADS, others: Sequence[Sequence[Effects]] = ()
     ) -> Iterator[Lifetime]:
-        """Return what this package's symbols allocate, besides values and slots, in this step or in earlier ones.
+        """Return the memory outside the slots (casts, workspaces, receive buffers) that is alive in this step.
 
         Casts and workspaces that any step allocates stay for all steps. Receive buffers that steps without a release have
         left stay until the first release of this one.

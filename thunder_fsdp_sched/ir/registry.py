@@ -1,4 +1,4 @@
-"""Registration of this package's symbols, and bound symbols whose copies keep what was found out about them."""
+"""Registration of this package's symbols, and bound symbols that cache derived facts."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def _print(
 
 
 def caching(bsym: BoundSymbol) -> CachingBoundSymbol:
-    """Return a bound symbol whose copies keep what was found out about it; the same if it is one."""
+    """Return a bound symbol that caches derived facts, also for its copies; the same if it is one."""
     return CachingBoundSymbol.of(bsym, prints_itself=bsym.sym.executor is executor)
 
 
 def with_caches(trace: TraceCtx) -> TraceCtx:
-    """Replace the bound symbols of a trace by equal ones whose copies keep what was found out about them; return it."""
+    """Replace the bound symbols of a trace by equal ones that cache derived facts, also for their copies; return it."""
     trace.bound_symbols = list(map(caching, trace.bound_symbols))
     return trace

@@ -114,7 +114,7 @@ class Schedule:
 
 
 def read_program(trace: TraceCtx) -> list[Action]:
-    """Return what a rank that runs ``trace`` issues and waits for, for ``deadlock.find_fault``.
+    """Return the sequence of issues and waits of a trace, the input of ``deadlock.find_fault``.
 
     The line of a reduction names the parameters of the bucket that have no gradient in this trace. A rank that lacks a
     gradient returns none to autograd, whatever the others send for its rows, so ranks must lack the same.
@@ -228,6 +228,6 @@ def load_schedules(path: str | Path) -> list[StepSchedule]:
     """Read a file written by :func:`save_schedules`.
 
     Raises:
-        ValueError: the file is not one; the message names the file and the first fault.
+        ValueError: the file was not written by :func:`save_schedules`, or is damaged; the message names the first fault.
     """
     return list(read_json(path, "schedule", "schedule", _FORMAT, _ScheduleFile).steps)

@@ -87,7 +87,7 @@ class BucketOptions:
 
 @dataclass(frozen=True)
 class CommSpec:
-    """The way in which a bucket is sent."""
+    """How a bucket is communicated."""
 
     transport: str = "flat"
     reason: str = "default"  # why this transport was chosen

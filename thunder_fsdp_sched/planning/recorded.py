@@ -287,7 +287,7 @@ class _Recording:
 
 
 def _issue(enclosing: Sequence[_Event]) -> _RecordedIssue:
-    """Return what the last of the events issues, by the ranges among those that enclose it."""
+    """Identify the collective that the last event issues from the profiler ranges around it."""
     event = enclosing[-1]
     phase = BACKWARD if any(_BACKWARD.search(e.name) for e in enclosing) else FORWARD
     if any(e.name.startswith("Optimizer.") for e in enclosing):

@@ -9,11 +9,10 @@ shortest time.
 
 With ``max_memory``, a candidate whose step exceeds it computes values again in backward: those that cost the least time
 (``activation_plan``). Their effect on memory is estimated first. The passes then give the real peak, and the estimate is
-corrected by the difference. That takes several runs of the passes, so once something fits it is left out for a candidate
-that would not win even if recomputation took no time, and for a larger distance that is not faster than the fastest one even
-with what that recomputes, which is less than it would need. Distance 1 comes first then, because it is usually the fastest.
-Values also move to host memory if recomputation alone does not suffice or makes the step slower by more than 1 %, which is
-then what there is to gain.
+corrected by the difference. That takes several runs of the passes. Once a candidate fits, memory is predicted only for
+candidates that would be faster: if recomputation took no time, or, for a larger distance, if it recomputed only what the
+fastest one does, which is less than it would need. Distance 1 comes first then, because it is usually the fastest.
+Values also move to host memory if recomputation alone does not suffice or makes the step slower by more than 1 %.
 
 If nothing fits, all distances are tried again with settings that need less memory (``_THRIFT``): one large reduction in
 flight instead of two and an extension, see [Note: Memory that only backward needs] in ``transforms.release_slots``; then

@@ -29,7 +29,7 @@ from .fit import describe_origins, optimizer_state_bytes, origins_of
 from .search import MemoryLimitError
 
 HEADROOM = 0.05
-"""The share of a device's memory that shall stay free, for what no trace shows: workspaces of kernels, the allocator."""
+"""The share of a device's memory to leave free for what no trace shows: workspaces of kernels, the allocator."""
 
 _ROUNDS = 3
 """How many changes are tried together."""
@@ -104,7 +104,7 @@ class Suggestions:
     Attributes:
         plan: the plan without a change.
         ranked: the suggestions. Those that do not fit come last, by their memory.
-        headroom: bytes of the device's memory that shall stay free.
+        headroom: bytes of the device's memory to leave free.
         dry_runs: how many dry runs were made.
         untried: changes that were not tried or are impossible, each with the reason.
         least: the least bytes that a step needs with any of the changes, and these changes.
@@ -133,7 +133,7 @@ class Suggestions:
     def __str__(self) -> str:
         cluster = self.plan.step.cluster
         lines = [
-            f"what to change, fastest first; {human_bytes(self.headroom, 4)} shall stay free, the plan takes "
+            f"what to change, fastest first; {human_bytes(self.headroom, 4)} are left free, the plan takes "
             f"{1e3 * self.plan.step_seconds:,.2f} ms:"
         ]
         for number, suggestion in enumerate(self.ranked, start=1):
@@ -229,7 +229,7 @@ def suggest(
     Args:
         step: a dry run, or a step that was planned again.
         optimizer_bytes: bytes of optimizer state for each element that trains; by default those of AdamW.
-        headroom: bytes of the device's memory that shall stay free; by default :data:`HEADROOM` of them.
+        headroom: bytes of the device's memory to leave free; by default :data:`HEADROOM` of them.
         dry_runs: how many further dry runs may be made, for changes that need a trace of their own.
         progress: called with a line of text before each plan.
 

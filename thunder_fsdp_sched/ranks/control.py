@@ -435,7 +435,8 @@ def after_excess(excess: int) -> str:
     """Return what a description of an action ends with if an exception interrupted a trace before it."""
     if not excess:
         return ""
-    return f", after an exception or the like {abs(excess) / 2:g} collectives {'short' if excess < 0 else 'ahead'}"
+    number, compared = f"{abs(excess) / 2:g}", "fewer" if excess < 0 else "more"
+    return f" (this rank has issued {number} collectives {compared} than planned, for example after an exception)"
 
 
 def hash64(*parts: object) -> int:

@@ -86,7 +86,7 @@ def _find_stuck(programs: Mapping[int, Sequence[Action]]) -> str:
     stuck = [rank for rank in programs if position[rank] < len(programs[rank]) or queue[rank]]
     if not stuck:
         return ""
-    lines = ["the collectives would never end:"]
+    lines = ["this order of collectives deadlocks:"]
     for rank in stuck:
         program = programs[rank]
         at = program[position[rank]].line if position[rank] < len(program) else "its end"

@@ -44,7 +44,7 @@ def load_memory(path: str | Path) -> StepMemory:
     """Read a file written by :func:`save_memory`.
 
     Raises:
-        ValueError: the file is not one; the message names the file and the first fault.
+        ValueError: the file was not written by :func:`save_memory`, or is damaged; the message names the first fault.
     """
     file = read_json(path, "memory", "memory of a step", _FORMAT, _MemoryFile)
     if fault := _fault(file):

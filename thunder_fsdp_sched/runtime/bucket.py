@@ -244,7 +244,7 @@ class Bucket:
         return (slot.arena.times_released, *self.version())
 
     def ends_window(self) -> bool:
-        """Return whether the running backward returns what backwards under ``no_sync`` have accumulated.
+        """Return whether the running backward ends a ``no_sync`` window: whether it returns the accumulated gradients.
 
         It does not if it was called for other parameters: see [Note: Requested gradients] in ``autograd``.
 

@@ -34,7 +34,7 @@ class TracedHooks:
         )
         if not is_same:
             raise RuntimeError(
-                f"these traces contain {len(self._hooks)} hooks of modules, and now there are other hooks"
+                f"module hooks changed after compilation: compiled with {len(self._hooks)} hooks, now {len(now)}"
             )
 
 
