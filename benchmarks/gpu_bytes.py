@@ -31,7 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
     "prefetch=0": {"prefetch": 0},
     "prefetch=2": {"prefetch": 2},
     "release=step": {"release": "step"},
-    "release=bucket": {"release": "bucket"},
     "parameters offloaded": {"offload_policy": OFFLOAD},
     "bfloat16": {"mp_policy": BFLOAT16},
 }

@@ -130,7 +130,7 @@ def systems(*, bucketing: bool = False, formats: bool = False) -> dict[str, Make
     }
     variants |= {f" prefetch {prefetch}": {"prefetch": prefetch} for prefetch in (0, 2)}
     variants |= {f" {transport}": {"transport": transport} for transport in ("staged", "coalesced", "all_reduce")}
-    variants |= {f" release {when}": {"release": when} for when in ("step", "bucket")}
+    variants |= {" release step": {"release": "step"}}
     if bucketing:
         variants = {f" {name}": {"bucketing_strategy": strategy} for name, strategy in BUCKETINGS.items()}
     if formats:

@@ -81,8 +81,7 @@ OPTIONS: dict[str, Frozen] = {
         for strategy in ("zero2", "zero3")
     },
     **{
-        f"release_{when}_{strategy}": Frozen(_deep, {"release": when, "sharding_strategy": strategy}, windows=True)
-        for when in ("step", "bucket")
+        f"release_{strategy}": Frozen(_deep, {"release": "step", "sharding_strategy": strategy}, windows=True)
         for strategy in ("zero2", "zero3")
     },
     **{
@@ -145,7 +144,6 @@ SMALL = (
     "option_strategy_zero2",
     "option_prefetch_auto",
     "option_transport_all_to_all_zero3",
-    "option_release_bucket_zero3",
     "option_accumulate_sharded_zero3",
     "option_secondary",
     "option_hybrid",

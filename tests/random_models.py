@@ -298,7 +298,7 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
     if draw(st.integers(0, 2)) == 0:
         options["accumulate"] = "sharded"
     if draw(st.integers(0, 2)) == 0:
-        options["release"] = draw(st.sampled_from(["step", "step" if "max_unsharded_bytes" in options else "bucket"]))
+        options["release"] = "step"
     secondary = draw(st.sampled_from([None, 2, 2, 4])) if strategy == "zero3" else None
     options["trace_modules_once"] = draw(st.booleans())
     return Case(model, options, groups, kept, low, secondary)

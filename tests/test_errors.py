@@ -52,7 +52,7 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
     ("accumulate", "both", ValueError, "expected 'unsharded', 'sharded' or None, got 'both'"),
     ("reshard_after_backward", 1, TypeError, "expected a bool, got 1 of type int"),
     ("move_state_dict_to_cpu", "yes", TypeError, "expected a bool, got 'yes' of type str"),
-    ("release", "now", ValueError, "expected 'never', 'step' or 'bucket', got 'now'"),
+    ("release", "now", ValueError, "expected 'never' or 'step', got 'now'"),
     ("reshard_after_forward", True, TypeError, ".*use sharding_strategy='zero3'"),
     ("reshard_after_forward", False, TypeError, ".*use sharding_strategy='zero2'"),
     ("reshard_after_forward", "8", TypeError, "expected a number of ranks or None, got '8'"),
@@ -75,8 +75,6 @@ def test_errors_name_an_invalid_option(option: str, value: Any, error: type[Exce
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"release": "bucket", "max_memory": "1GiB"}, "max_memory: cannot be combined with release='bucket'"),
-        ({"release": "bucket", "max_unsharded_bytes": 9}, "max_unsharded_bytes: cannot be combined with release="),
         ({"reshard_after_forward": 2, "sharding_strategy": "zero2"}, "sharding_strategy='zero2' keeps whole"),
     ],
 )

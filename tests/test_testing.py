@@ -41,14 +41,6 @@ def test_a_real_model_passes_all_assertions_on_64_fake_ranks(strategy, prefetch)
             testing.assert_bytes_in_flight_at_most(compiled, largest)
 
 
-def test_memory_may_be_released_between_the_last_gradient_and_its_reduction():
-    [compiled] = testing.compile_on_fake_ranks(make, 4, bucketing_strategy="none", release="bucket")
-    names = [bsym.sym.name for bsym in compiled.backward.bound_symbols]
-    between = [set(names[r.last_gradient + 1 : r.issue]) for r in testing.reductions(compiled.backward)]
-    assert any("fsdp_release" in found for found in between)
-    testing.assert_reductions_right_after_last_gradient(compiled)
-
-
 def test_all_ranks_have_the_same_schedule_although_their_shards_differ():
     compiled = testing.compile_on_fake_ranks(lambda: make(1), 3, ranks=range(3))
     testing.assert_same_schedule_on_all_ranks(compiled)

@@ -155,30 +155,19 @@ def work(result: Result, *kinds: str) -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_step_takes_its_memory_again_and_runs_the_same_kernels(strategy: str) -> None:
-    never, step, bucket = (three_steps(r, sharding_strategy=strategy) for r in ("never", "step", "bucket"))
+    never, step = (three_steps(r, sharding_strategy=strategy) for r in ("never", "step"))
     assert {alloc.phase for alloc, freed in lifetimes(never) if freed is None} == {"forward 0"}
-    for result in (step, bucket):
-        for alloc, freed in lifetimes(result):
-            assert freed is not None and alloc.stream == freed.stream
-            assert alloc.phase.split()[1] == freed.phase.split()[1], "it is kept from step to step"
-        taken = [[alloc for alloc, _ in lifetimes(result) if alloc.phase.endswith(str(n))] for n in range(3)]
-        assert len(taken[0]) == len(taken[1]) == len(taken[2]) > 0
+    for alloc, freed in lifetimes(step):
+        assert freed is not None and alloc.stream == freed.stream
+        assert alloc.phase.split()[1] == freed.phase.split()[1], "it is kept from step to step"
+    taken = [[alloc for alloc, _ in lifetimes(step) if alloc.phase.endswith(str(n))] for n in range(3)]
+    assert len(taken[0]) == len(taken[1]) == len(taken[2]) > 0
     assert work(step, "kernel", "copy", "collective") == work(never, "kernel", "copy", "collective")
-    # No bucket is resident from forward to backward, so there are more collectives.
-    assert work(bucket, "kernel", "copy") == work(never, "kernel", "copy")
 
 
-@pytest.mark.parametrize(
-    ("release", "transport"),
-    [
-        ("step", "all_to_all"),
-        ("bucket", "staged"),
-        pytest.param("step", "staged", marks=pytest.mark.long),
-        pytest.param("bucket", "all_to_all", marks=pytest.mark.long),
-    ],
-)
-def test_memory_is_given_back_only_after_the_wait_for_its_last_use(release: str, transport: str) -> None:
-    result = three_steps(release, transport)
+@pytest.mark.parametrize("transport", ["all_to_all", pytest.param("staged", marks=pytest.mark.long)])
+def test_memory_is_given_back_only_after_the_wait_for_its_last_use(transport: str) -> None:
+    result = three_steps("step", transport)
     order = Order(result.logs)
     of_backward = [v for v in order.verdicts(lambda e: e.phase == "backward 1") if v.mutation.kind == "wait"]
     flagged = [mutation for mutation, is_flagged in of_backward if is_flagged]

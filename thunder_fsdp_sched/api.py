@@ -55,7 +55,7 @@ def fsdp(
     prefetch: int | Literal["auto"] | None = None,
     max_memory: int | str | None = None,
     max_unsharded_bytes: int | str | None = None,
-    release: Literal["never", "step", "bucket"] = "never",
+    release: Literal["never", "step"] = "never",
     reshard_after_forward: int | Callable[[str, torch.nn.Module], int | None] | None = None,
     reshard_after_backward: bool = False,
     accumulate: Literal["unsharded", "sharded"] | None = None,
@@ -124,11 +124,9 @@ def fsdp(
             candidates. Requires ``sharding_strategy="zero3"``. The default is no limit.
         release: when the memory of unsharded buckets is given back to the allocator. ``"never"``: slots are allocated
             while traces are compiled, and a step allocates none. ``"step"``: at the end of backward, so that the
-            optimizer or another model can use the memory. ``"bucket"``: each bucket has memory of its own, from its
-            gather to its last reader or the wait for its reduction. That lowers the peak of a step, but every gather
-            allocates memory, and backward gathers also the buckets that ZeRO-3 would find resident from forward. The
-            trace shows each release. A forward without gradients frees everything at its end, too. Not for several
-            forwards before their backwards or ``retain_graph=True`` with ``"zero2"``: backward then raises an error.
+            optimizer or another model can use the memory. A forward without gradients frees everything at its end, too.
+            Not for several forwards before their backwards or ``retain_graph=True`` with ``"zero2"``: backward then
+            raises an error.
         reshard_after_forward: a number of ranks, as FSDP2's option of this name: with ``"zero3"``, ranks keep a part of
             each bucket from forward to backward (a secondary shard), such that so many successive ranks together have
             the whole bucket, and backward gathers only among them. If these ranks are one node, no gather of backward

@@ -263,7 +263,7 @@ class Options:
     )
     max_memory: int | None = _option(_bytes)
     max_unsharded_bytes: int | None = _option(_bytes)
-    release: Literal["never", "step", "bucket"] = _option(_one_of("never", "step", "bucket"))
+    release: Literal["never", "step"] = _option(_one_of("never", "step"))
     reshard_after_forward: int | ByModule | None = _option(_secondary_size)
     reshard_after_backward: bool = _option(_flag)
     accumulate: AccumulationMode | None = _option(_one_of(*get_args(AccumulationMode), None))
@@ -324,12 +324,6 @@ class Options:
                 "max_unsharded_bytes: sharding_strategy='zero2' keeps every bucket unsharded, so there is nothing to "
                 "choose; use 'zero3', which keeps buckets that fit"
             )
-        for name in ("max_memory", "max_unsharded_bytes") if self.release == "bucket" else ():
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}: cannot be combined with release='bucket', because it plans slots that share memory; use "
-                    f"release='step' or 'never'"
-                )
 
     @property
     def needs_search(self) -> bool:

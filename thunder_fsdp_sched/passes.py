@@ -100,7 +100,7 @@ def _is_backward(c: Context) -> bool:
 
 def _retains(c: Context) -> bool:
     """Return whether backward may find what forward has left in slots."""
-    return c["release"] == "never" or (c["release"] == "step" and bool(c["trains"]))
+    return c["release"] == "never" or bool(c["trains"])
 
 
 def _pinned(c: Context, trace: TraceCtx) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def assert_peak_memory_at_most(subject: Subject, limit: int | str, *, optimizer_
 
 @_on_every_trace
 def assert_reductions_right_after_last_gradient(trace: TraceCtx) -> None:
-    """Assert that only communication and its memory's release are between a bucket's last gradient and reduce-scatter."""
+    """Assert that only communication is between a bucket's last gradient and its reduce-scatter."""
     bsyms = statements(trace)
     for reduction in reductions(trace):
         for position in range(reduction.last_gradient + 1, reduction.issue):
@@ -268,9 +268,9 @@ def assert_reductions_right_after_last_gradient(trace: TraceCtx) -> None:
 
 
 def _communicates(bsym: BoundSymbol) -> bool:
-    """Return whether a bound symbol is communication of a bucket, or the release of its memory."""
+    """Return whether a bound symbol is communication of a bucket."""
     e = effects(bsym)
-    return (e.in_schedule and (e.issues is not None or e.waits is not None)) or bool(e.frees)
+    return e.in_schedule and (e.issues is not None or e.waits is not None)
 
 
 _COPIES = frozenset(

@@ -49,8 +49,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zero3": {"prefetch": 2},
     "zero2": {"sharding_strategy": "zero2"},
     "offload": {},
-    "released": {"release": "bucket"},
-    "kept+released": {"sharding_strategy": "zero2", "release": "bucket"},
+    "released": {"release": "step", "prefetch": 0},
+    "kept+released": {"sharding_strategy": "zero2", "release": "step"},
     "secondary": {"reshard_after_forward": 2, "bucketing_strategy": "layer"},
     "hook": {"all_reduce_hook": lambda name, gradients: None},
 }
@@ -206,12 +206,12 @@ def gather_over_a_gradient(step: Step) -> None:
 def free_early(step: Step, *, before: bool) -> None:
     """Free the slot of a reduction before its wait, or before the reduction itself."""
     reduction = step.at(REDUCE)
-    release = next(i for i in step.all(RELEASE) if i > reduction and step.bsyms[i].args[0] is step.slot(REDUCE))
-    step.move(release, reduction if before else reduction + 1)
+    step.move(step.at(RELEASE), reduction if before else reduction + 1)
 
 
-def free_kept(step: Step) -> None:
-    step.bsyms.insert(-1, next(b for b in compiled("kept+released").backward.bound_symbols if b.sym.name == RELEASE))
+def free_in_forward(step: Step, options: str, position: int) -> None:
+    release = next(b for b in compiled(options).backward.bound_symbols if b.sym.name == RELEASE)
+    step.bsyms.insert(position, release)
 
 
 def return_unreduced(step: Step) -> None:
@@ -401,11 +401,16 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
     },
     ("released forward",): {
         "parameters are freed before they are read": (
-            lambda s: s.move(s.at(RELEASE), s.at(PARAMS) + 1),
+            lambda s: free_in_forward(s, "released", s.at(PARAMS) + 1),
             r"of bucket '?\S+'? in \S+, which bound symbol \d+ of \w+ has freed",
         )
     },
-    ("kept+released forward",): {"a kept bucket is freed": (free_kept, r"frees own_\S+, which backward reads")},
+    ("kept+released forward",): {
+        "a kept bucket is freed": (
+            lambda s: free_in_forward(s, "kept+released", -1),
+            r"frees own_\S+, which backward reads",
+        )
+    },
     SHARDS[:1]: {
         "a shard is copied out of another gather": (
             lambda s: s.change(s.at(SECONDARY, 1), {0: s.get(SECONDARY).args[0]}),

@@ -83,7 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all_reduce": {"transport": "all_reduce"},
     "bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "offload": {"offload_policy": CPUOffloadPolicy()},
-    "release": {"release": "bucket"},
+    "release": {"release": "step"},
     "sharded": {"accumulate": "sharded"},
 }
 CASES = [("layers", "sharded"), ("staged", "offload"), ("all_reduce", "release")]

@@ -107,7 +107,6 @@ class Bucket:
         self.arena = arena
         self.handle = handle
         self.private_slot: Slot | None = None
-        self._separate_slots: dict[tuple[str, torch.dtype], Slot] = {}
         self.issue_counts = IssueCounts() if base is None else base.issue_counts
         self.peer_memory = peer_memory
         self.gathered_at: int | None = None
@@ -203,21 +202,11 @@ class Bucket:
 
     def ensure_private_slot(self) -> Slot:
         """Return the bucket's private slot, where it stays from forward to backward (ZeRO-2); created on first use."""
-        self.private_slot = self.separate_slot("own", self.spec.param_dtype)
-        return self.private_slot
-
-    def separate_slot(self, purpose: str, dtype: torch.dtype) -> Slot:
-        """Return a slot that shares no memory with other buckets, the same for the same purpose and dtype.
-
-        Args:
-            purpose: the start of its name.
-        """
-        key = purpose, dtype
-        if key not in self._separate_slots:
-            name = self.handle.replace("bucket", purpose, 1)
+        if self.private_slot is None:
+            name = self.handle.replace("bucket", "own", 1)
             arena = Arena(self.spec.device, self.arena.scratch)
-            self._separate_slots[key] = arena.slot(0, slot_bytes(self.spec, dtype), name)
-        return self._separate_slots[key]
+            self.private_slot = arena.slot(0, slot_bytes(self.spec, self.spec.param_dtype), name)
+        return self.private_slot
 
     def gather_into(self, unsharded: Views, sent: torch.Tensor) -> Sequence[Work]:
         """Issue a gather of ``sent``, which ``source.shard`` has just returned, and return its works.

@@ -41,7 +41,7 @@ def assign_slots(
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena,
     forward: TraceCtx | None = None,
     max_unsharded_bytes: int | None = None,
-    release: Literal["never", "step", "bucket"] = "never",
+    release: Literal["never", "step"] = "never",
     trains: bool = True,
     backward_arena: bool = False,
 ) -> TraceCtx:
@@ -71,7 +71,7 @@ def assign_slots(
         forward: for a backward trace, its forward trace after ``mark_retained_by_forward``. See
             [Note: Buckets left by forward] in ``reuse_from_forward``.
         max_unsharded_bytes: limit (bytes) on all slots, up to which the arena may grow to keep forward's buckets resident.
-        release: with ``"bucket"``, each bucket gets memory of its own instead of a range of an arena.
+        release: with ``"step"``, a step without a backward gathers kept buckets like the others.
         trains: whether the step has a backward.
         backward_arena: whether slots of backward beyond the memory that forward needs get memory that only backward
             allocates. See [Note: Memory that only backward needs] in ``release_slots``.
@@ -85,15 +85,11 @@ def assign_slots(
     arena_split = _bytes_of_forward(forward, arena_of) if backward_arena and forward is not None else None
     plan = _Plan([live for issue, live in ranges.items() if issue not in private], arena_split)
     room = None if max_unsharded_bytes is None else max_unsharded_bytes - private_bytes(trace, kept)
-    offsets = {} if release == "bucket" else _offsets(trace, plan, forward, room)
+    offsets = _offsets(trace, plan, forward, room)
     bsyms = list(trace.bound_symbols)
     for issue, live in ranges.items():
-        assert live.place is not None
         if issue in private:
             slot = live.bucket.ensure_private_slot()
-        elif release == "bucket":
-            use = "slot_of" if live.is_gather or issue in plan.gather_of else "grads_of"
-            slot = live.bucket.separate_slot(use, live.place.dtype)
         elif arena_split is None or offsets[issue] < arena_split:
             slot = arena_of(live.bucket).slot(offsets[issue], live.nbytes)
         else:

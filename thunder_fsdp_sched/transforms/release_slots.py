@@ -5,10 +5,9 @@
 stream, so the allocator may hand it out on that stream at once. The next issue allocates it again and makes the views of
 the slot anew, which is the cost.
 
-``"step"``: at the end of backward, so the optimizer or another model can use the memory. ``"bucket"``: each bucket has
-memory of its own, from its gather to its last reader or the wait for its reduction; nothing stays resident from forward
-to backward except kept buckets. A forward without backward frees everything, and gathers kept buckets like the others: a
-forward that waits for its backward may have kept buckets in their private slots.
+With ``release="step"`` this happens at the end of backward, so the optimizer or another model can use the memory. A
+forward without backward frees everything at its end, and gathers kept buckets like the others: a forward that waits for
+its backward may have kept buckets in their private slots.
 
 A forward that is never followed by its backward frees nothing; the next backward does. After an exception, the next step
 uses the memory again and frees it.
@@ -29,9 +28,7 @@ Nothing in the extension survives a backward, and buckets that forward leaves fo
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from thunder.core.prims import PrimIDs
 from thunder.core.trace import TraceCtx
@@ -40,20 +37,14 @@ from ..ir.analysis import Analysis
 from ..ir.inspection import has_backward, with_bound_symbols
 from ..ir.symbols import fsdp_release
 from ..runtime.bucket import Bucket
-from ..runtime.memory import Arena, Slot
+from ..runtime.memory import Arena
 
 
-def release_slots(
-    trace: TraceCtx,
-    *,
-    release: Literal["step", "bucket"],
-    forward: TraceCtx | None = None,
-    trains: bool = True,
-) -> TraceCtx:
-    """Insert ``fsdp_release`` for each slot of forward and backward.
+def release_slots(trace: TraceCtx, *, forward: TraceCtx | None = None, trains: bool = True) -> TraceCtx:
+    """Insert ``fsdp_release`` for the arenas of the slots of forward and backward.
 
-    Runs after ``reuse_from_forward`` and before ``verify``. Does nothing with ``"step"`` in a forward trace that has a
-    backward. After, at the end of backward (``"step"``)::
+    Runs after ``reuse_from_forward`` and before ``verify``. Does nothing in a forward trace that has a backward. After, at
+    the end of backward::
 
         (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
         fsdp_release(slot_0, own_blocks_2)
@@ -65,28 +56,13 @@ def release_slots(
         forward: for a backward trace, its forward trace with slots.
         trains: whether the step has a backward.
     """
-    waits_for_backward = trains and forward is None
-    if release == "step" and waits_for_backward:
+    if trains and forward is None:
         return trace
     before = list(forward.bound_symbols) if forward is not None else []
     bsyms = list(trace.bound_symbols)
-    ends: dict[Arena, tuple[int, Slot]] = {}
-    analysis = Analysis(before, bsyms)
-    for live in analysis.slots.values():
-        assert live.place is not None and live.slot is not None
-        if waits_for_backward and live.place.is_private:
-            continue
-        if live.last < len(before) and release == "bucket" and not live.place.is_private:
-            continue  # forward frees it
-        end = max(live.last, ends.get(live.slot.arena, (-1, None))[0])
-        ends[live.slot.arena] = end, live.slot
-    guards = {e.ensures.slot: i for i, e in enumerate(analysis.effects) if e.ensures is not None and i >= len(before)}
-    released: dict[int, list[Slot]] = defaultdict(list)
-    for end, slot in ends.values():
-        last = len(bsyms) - 2 if release == "step" else max(end, guards.get(slot, -1)) - len(before)
-        released[min(last, len(bsyms) - 2)].append(slot)
-    for position in sorted(released, reverse=True):
-        bsyms.insert(position + 1, fsdp_release.bind(*released[position], output=None))
+    slots = [live.slot for live in Analysis(before, bsyms).slots.values() if live.slot is not None]
+    if one_of_each_arena := {slot.arena: slot for slot in slots}:
+        bsyms.insert(len(bsyms) - 1, fsdp_release.bind(*one_of_each_arena.values(), output=None))
     return with_bound_symbols(trace, bsyms, "fsdp: release slots")
 
 
