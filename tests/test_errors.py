@@ -51,7 +51,7 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
     ("process_group_for", dist, TypeError, "expected a callable"),
     ("accumulate", "both", ValueError, "expected 'unsharded', 'sharded' or None, got 'both'"),
     ("reshard_after_backward", 1, TypeError, "expected a bool, got 1 of type int"),
-    ("move_state_dict_to_cpu", "yes", TypeError, "expected a bool, got 'yes' of type str"),
+    ("audit", "yes", TypeError, "expected a bool, got 'yes' of type str"),
     ("release", "now", ValueError, "expected 'never' or 'step', got 'now'"),
     ("reshard_after_forward", True, TypeError, ".*use sharding_strategy='zero3'"),
     ("reshard_after_forward", False, TypeError, ".*use sharding_strategy='zero2'"),

@@ -80,7 +80,6 @@ def fsdp(
     allow_different_initialization: bool = False,
     audit: bool = True,
     trace_modules_once: bool = True,
-    move_state_dict_to_cpu: bool = False,
 ) -> FSDPTransform:
     """Return a transform that shards a module: ``thunder.jit(model, transforms=[fsdp(...)])``.
 
@@ -221,7 +220,6 @@ def fsdp(
         trace_modules_once: trace a module by copying the trace of one that is alike: of the same class, with the same values
             wherever its forward reads any. The result is the same up to names. Likewise, modes that compute the same, such
             as ``no_sync``, share a joint trace. ``False`` traces each module by itself and differentiates in each mode.
-        move_state_dict_to_cpu: ``original_state_dict`` moves each parameter to the CPU as soon as it is gathered.
 
     Returns:
         A transform for one module. After ``thunder.jit``, ``.plan`` shows the buckets; after a call, ``.compiled``

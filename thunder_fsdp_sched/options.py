@@ -305,7 +305,6 @@ class Options:
     allow_different_initialization: bool = _option(_flag)
     audit: bool = _option(_flag)
     trace_modules_once: bool = _option(_flag)
-    move_state_dict_to_cpu: bool = _option(_flag)
 
     def __post_init__(self) -> None:
         if self.mesh is not None and self.process_group is not None:

@@ -156,7 +156,7 @@ class FSDPTransform(ShardingTransform):
             )
         # Adding a transform to a jitted module creates a new ThunderModule, which gets the same shards.
         self._sharded.attach(model, self._verify_entry)
-        install_state_dict(model, self._sharded, to_cpu=self.options.move_state_dict_to_cpu)
+        install_state_dict(model, self._sharded)
         attach_casts(model, self._sharded.mp_policy)
         refuse_foreign_functions(model._model, self._sharded.locations)
         refuse_save_pretrained(model._model)

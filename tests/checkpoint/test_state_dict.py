@@ -58,7 +58,7 @@ def test_training_continues_from_a_loaded_sharded_state_dict(tmp_path: Path, by_
 
 @on_ranks(2)
 def test_full_state_dict_loads_into_the_unsharded_module() -> None:
-    run = _run(move_state_dict_to_cpu=True)
+    run = _run()
     before = copy.deepcopy(run.reference.state_dict())
     unsharded = full_state_dict(run.model)
     assert_equal(unsharded, before)

@@ -30,13 +30,9 @@ _ORIGINAL = "_model."
 """The prefix of the original module's names in a jitted module."""
 
 
-def install_state_dict(model: ThunderModule, sharded: ShardedModule, *, to_cpu: bool) -> None:
-    """Make ``model`` have the state dict of its original module.
-
-    Args:
-        to_cpu: whether ``original_state_dict`` moves each parameter to the CPU as soon as it is gathered.
-    """
-    state = _JittedState(model, sharded, to_cpu)
+def install_state_dict(model: ThunderModule, sharded: ShardedModule) -> None:
+    """Make ``model`` have the state dict of its original module."""
+    state = _JittedState(model, sharded)
     model.state_dict = state.state_dict
     model.original_state_dict = state.original_state_dict
     model.load_state_dict = state.load_state_dict
@@ -84,10 +80,9 @@ def gather_entries(
 class _JittedState:
     """The replacements for methods of a jitted module's class. They do not keep the module alive."""
 
-    def __init__(self, model: ThunderModule, sharded: ShardedModule, to_cpu: bool) -> None:
+    def __init__(self, model: ThunderModule, sharded: ShardedModule) -> None:
         self._reference = weakref.ref(model)
         self._sharded = sharded
-        self._to_cpu = to_cpu
         self._prefix = ""
 
     def state_dict(self, **kwargs: Any) -> dict[str, Any]:
@@ -110,7 +105,7 @@ class _JittedState:
         finally:
             params.is_gathering = False
         self._sharded.check_initialized()
-        whole = gather_entries(entries, self._sharded, to_cpu=self._to_cpu)
+        whole = gather_entries(entries, self._sharded, to_cpu=False)
         destination = OrderedDict() if destination is None else destination
         destination.update({prefix + name: value for name, value in whole.items()})
         return destination
