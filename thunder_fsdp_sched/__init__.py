@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from .api import FSDPSched, fsdp
 from .compat import __version__ as __version__
 from .compiled_traces import CompiledTraces
-from .encoding.policy import CommPolicy
 from .ir.schedule import CommOp, Schedule, StepSchedule
 from .ir.step_memory import StepMemory
 from .plan.plan import Plan
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         save_safetensors,
     )
+    from .encoding.policy import CommPolicy
     from .reports.exposed import exposed_communication
     from .training.eager import eager
     from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
@@ -87,6 +87,7 @@ _LOADED_WHEN_USED = (
     "training.weight_stream",
     "training.whole_parameters",
     "checkpoint",
+    "encoding.policy",
     "reports.exposed",
 )
 """Modules that a training step does not need, in the order in which they are searched for a public name."""

@@ -20,10 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from .encoding.policy import CommPolicy
 from .ir.schedule import StepSchedule
 from .options import check_options
-from .plan.specs import ParamSpec
+from .plan.specs import Encoding, ParamSpec
 from .transform import FSDPTransform
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def fsdp(
     schedule: str | Path | StepSchedule | None = None,
     transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = "auto",
     mp_policy: MixedPrecisionPolicy | Callable[[str, torch.nn.Module], MixedPrecisionPolicy | None] | None = None,
-    comm_policy: CommPolicy | Callable[[str, torch.nn.Module], CommPolicy | None] | None = None,
+    comm_policy: Encoding | Callable[[str, torch.nn.Module], Encoding | None] | None = None,
     gradient_divide_factor: float | Callable[[str, torch.nn.Module], float | None] | None = None,
     all_reduce_hook: Callable[[str, torch.Tensor], None] | None = None,
     offload_policy: OffloadPolicy | None = None,

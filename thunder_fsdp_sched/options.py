@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from .callables import describe
-from .encoding.policy import CommPolicy
+from .extensions import load
 from .ir.schedule import StepSchedule, load_schedules
 from .plan.bucketing import BucketingStrategy, BucketRule
-from .plan.specs import BucketOptions, ParamSpec, ShardingStrategy
+from .plan.specs import BucketOptions, Encoding, ParamSpec, ShardingStrategy
 from .ranks.process_groups import ProcessGroupRef
 from .runtime.accumulation import AccumulationMode
 from .sizes import parse_bytes
@@ -135,6 +135,13 @@ def _mixed_precision(name: str, policy: MixedPrecisionPolicy | None) -> MixedPre
             f"{name}: param_dtype_override_fn: expected a callable (parameter) -> dtype or None, or None, got {override!r}"
         )
     return policy
+
+
+def _encoding(name: str, policy: Any) -> Encoding | None:
+    if policy is None:
+        return None
+    checked: Encoding = _is(load("encoding.policy:CommPolicy"), "a CommPolicy or None")(name, policy)
+    return checked
 
 
 def override_of(policy: MixedPrecisionPolicy) -> Callable[[torch.nn.Parameter], torch.dtype | None] | None:
@@ -276,9 +283,7 @@ class Options:
     mp_policy: MixedPrecisionPolicy | ByModule = _option(
         _is(MixedPrecisionPolicy, "a MixedPrecisionPolicy or None", _mixed_precision)
     )
-    comm_policy: CommPolicy | ByModule = _option(
-        _is(CommPolicy, "a CommPolicy or None", lambda _, p: p or CommPolicy())
-    )
+    comm_policy: Encoding | ByModule | None = _option(_encoding)
     gradient_divide_factor: float | ByModule | None = _option(check_factor)
     all_reduce_hook: Callable[[str, torch.Tensor], None] | None = _option(
         _is(Callable, "a callable (bucket name, gradients) -> None, or None"), captured=True

@@ -93,8 +93,7 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exceptio
 
 
 def _formats(compiled: Any) -> dict[str, tuple[str | None, str | None]]:
-    policies = {bucket.spec.name: bucket.spec.options.comm_policy for bucket in compiled.buckets}
-    return {name: (policy.gather, policy.reduce) for name, policy in policies.items()}
+    return {bucket.spec.name: bucket.spec.options.formats for bucket in compiled.buckets}
 
 
 def test_exempt_parameters_have_segments_of_their_own_and_buckets_of_them_are_exact() -> None:

@@ -27,7 +27,7 @@ from thunder_fsdp_sched.planning.clusters import (
 from thunder_fsdp_sched.planning.cost import AnalyticCost, bytes_of, ring_seconds
 from thunder_fsdp_sched.planning.flops import flops_of
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
-from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
+from thunder_fsdp_sched.transports import TRANSPORTS, Traffic, find_transport
 from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest
@@ -312,7 +312,7 @@ def test_gathers_cost_the_bytes_that_the_transport_and_precision_move_locally():
         small_bucket.spec = dataclasses.replace(small_bucket.spec, comm=CommSpec(**comm))
         if mp_policy is not None:
             small_bucket.spec = small_bucket.spec.with_options(mp_policy=mp_policy)
-        small_bucket.transport = TRANSPORTS[small_bucket.spec.comm.transport]
+        small_bucket.transport = find_transport(small_bucket.spec.comm.transport)
 
         def write():
             fsdp_wait_params(small_bucket, fsdp_all_gather(small_bucket, None, tensor(2, 4)))

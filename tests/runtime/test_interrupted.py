@@ -16,7 +16,7 @@ from thunder_fsdp_sched.runtime.accumulation import Accumulation
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.bucket_aliases import alias_in_dtype
 from thunder_fsdp_sched.runtime.memory import Arena, slot_bytes
-from thunder_fsdp_sched.transports import TRANSPORTS
+from thunder_fsdp_sched.transports import find_transport
 from thunder_fsdp_sched.transports.base import issue_each
 
 import pytest
@@ -57,7 +57,7 @@ class _FaultInjector:
             def ticking(*args: Any, **kwargs: Any) -> Any:
                 if before:
                     self.before_or_after_call()
-                if owner is TRANSPORTS[transport] and self.delays_rank_1 and self.rank == 1:
+                if owner is find_transport(transport) and self.delays_rank_1 and self.rank == 1:
                     time.sleep(0.002)
                 result = call(*args, **kwargs)
                 if after:
@@ -69,7 +69,7 @@ class _FaultInjector:
         with contextlib.ExitStack() as stack:
             for name in ("all_gather", "reduce_scatter"):
                 # Not after the call: between a transport's return and Arena.track only an interrupt could raise.
-                stack.enter_context(around(TRANSPORTS[transport], name, after=False))
+                stack.enter_context(around(find_transport(transport), name, after=False))
             stack.enter_context(around(Arena, "track", before=False))
             for owner, names in (
                 (Arena, ("acquire", "finish", "prepare_for_gradient")),
@@ -225,7 +225,7 @@ def test_memory_of_an_interrupted_collective_is_never_reused() -> None:
         first.arena.slot(*offset_and_size) for offset_and_size in ((0, nbytes), (0, 2 * nbytes), (8 * nbytes, nbytes))
     )
     with (
-        mock.patch.object(TRANSPORTS["flat"], "all_gather", side_effect=KeyboardInterrupt),
+        mock.patch.object(find_transport("flat"), "all_gather", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         ops.all_gather(first, slot, *first.params)

@@ -53,7 +53,7 @@ class Loading:
 
 
 def _with_feedback(sharded: ShardedModule) -> Iterator[Bucket]:
-    return (b for b in sharded.buckets if b.spec.options.comm_policy.error_feedback and b.spec.reduce_wire is not None)
+    return (b for b in sharded.buckets if b.spec.has_error_feedback)
 
 
 def _name(bucket: Bucket) -> str:

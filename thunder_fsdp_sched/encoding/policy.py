@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .formats import GATHER_FORMATS, REDUCE_FORMATS
+import torch
+
+from ..plan.specs import BucketSpec
+from .formats import FORMATS, GATHER_FORMATS, REDUCE_FORMATS, Format
+from .wire import Wire
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,50 @@ class CommPolicy:
     def exempts(self, names: Iterable[str], ndim: int) -> bool:
         """Return whether a parameter with these names and so many dimensions travels exactly."""
         return ndim < self.min_ndim or any(matches(pattern, name) for pattern in self.exempt for name in names)
+
+    def check_exempt(self, names: Sequence[str]) -> None:
+        """Check that each name in ``exempt`` is one of a parameter or a module.
+
+        Args:
+            names: of all parameters.
+
+        Raises:
+            ValueError: it is not.
+        """
+        for pattern in self.exempt:
+            if not any(matches(pattern, name) for name in names):
+                raise ValueError(
+                    f"comm_policy: exempt: {pattern!r} matches no parameter; give the name of a parameter or a module, or "
+                    f"a pattern such as '*.bias'. Parameters are {', '.join(map(repr, names[:3]))}, ..."
+                )
+
+    def in_dtype(self, computed: torch.dtype) -> CommPolicy | None:
+        """Return the policy of parameters that are unsharded in this dtype; ``None`` if it encodes none of them."""
+        if not computed.is_floating_point or not self.encodes:
+            return None
+        if self.gather == "bfloat16" and computed.itemsize <= 2:  # no longer exactly
+            return replace(self, gather=None).in_dtype(computed)
+        return self
+
+    def gather_wire(self, spec: BucketSpec) -> Wire | None:
+        """Return the layout of what each rank sends to gather a bucket; ``None`` if it sends exact values."""
+        return self._wire(spec, self.gather, spec.param_dtype)
+
+    def reduce_wire(self, spec: BucketSpec) -> Wire | None:
+        """Return the layout of what ranks exchange to reduce a bucket; ``None`` if the transport reduces gradients.
+
+        If only gathers are encoded, ``all_to_all`` also has one, so that all segments travel, exactly, in one exchange.
+        """
+        if self.reduce is None and self.gather is not None and spec.comm.transport == "all_to_all":
+            return self._wire_of(spec, Format(spec.reduce_dtype), spec.reduce_dtype)
+        return self._wire(spec, self.reduce, spec.reduce_dtype)
+
+    def _wire(self, spec: BucketSpec, encoding: str | None, exact: torch.dtype) -> Wire | None:
+        return None if encoding is None else self._wire_of(spec, FORMATS[encoding], exact)
+
+    def _wire_of(self, spec: BucketSpec, encoded: Format, exact: torch.dtype) -> Wire:
+        segments = [(s.shard_numel, Format(exact) if s.exempt else encoded) for s in spec.layout.segments]
+        return Wire.of([segment for segment in segments if segment[0]], self.block)
 
     def __str__(self) -> str:
         default = CommPolicy()

@@ -135,7 +135,7 @@ def gather_of(bucket: Bucket, slot: Slot | None = None, future: str = "", **mark
         place,
         gathers=True,
         transport=spec.comm.transport,
-        encoding=spec.options.comm_policy.gather,
+        encoding=spec.options.formats[0],
         **{mark: marks.get(mark) for mark in ("issues_after", "issues_before", "window")},
         traffic=bucket.transport.gather_traffic(spec),
         from_host=_loaded_bytes(bucket) if spec.comm.offload else 0,
@@ -279,7 +279,7 @@ def _transport_memory(bucket: Bucket, if_kept: Hashable = None) -> tuple[Allocat
     spec, transport = bucket.spec, bucket.transport
     device, key = spec.device.type, ("workspace", spec.comm.transport, bucket.ranks.reductions.description)
     buffers = _pooled(bucket, transport.reduce_buffers(spec), if_kept)
-    if spec.options.comm_policy.error_feedback and spec.reduce_wire is not None:
+    if spec.has_error_feedback:
         label = f"error feedback of {spec.name}"
         buffers.append(Allocation(("feedback", bucket), spec.grad_bytes, device, "steps", "gradients", label))
     workspace = transport.reduce_workspace(spec)
@@ -306,7 +306,7 @@ def reduction_of(bucket: Bucket, slot: Slot | None = None, future: str = "") -> 
         dtype,
         place,
         transport=spec.comm.transport,
-        encoding=spec.options.comm_policy.reduce,
+        encoding=spec.options.formats[1],
         traffic=bucket.transport.reduce_traffic(spec),
     )
 

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..encoding.policy import CommPolicy
 from .layout import make_layout
 from .plan import Plan
 from .specs import BucketOptions, BucketSpec, CommSpec, GroupKey, ParamSpec
@@ -77,9 +76,9 @@ def make_plan(
             unique = unique.rstrip(".")
         taken.add(unique)
         policy, sending = kind.options.mp_policy, kind.options.comm_policy
-        exempt = {i for i, spec in enumerate(specs) if sending.encodes and sending.exempts(spec.names, len(spec.shape))}
+        exempt = {i for i, spec in enumerate(specs) if sending and sending.exempts(spec.names, len(spec.shape))}
         if all(i in exempt or not spec.numel for i, spec in enumerate(specs)):  # nothing to encode
-            kind, exempt = kind._replace(options=replace(kind.options, comm_policy=CommPolicy())), set()
+            kind, exempt = kind._replace(options=replace(kind.options, comm_policy=None)), set()
         comm = comm_spec(unique, tuple(specs), ranks, kind.options)
         narrowest = min((d or dtype).itemsize for d in (dtype, policy.param_dtype, policy.reduce_dtype))
         shapes = [spec.shape for spec in specs]
@@ -132,7 +131,7 @@ class _Kind(NamedTuple):
             "" if own.sharding_strategy == other.sharding_strategy else own.sharding_strategy,
             "" if policy.param_dtype == others.param_dtype else _named(param_dtype),
             "" if policy.reduce_dtype == others.reduce_dtype else f"reduced_{_named(reduce_dtype)}",
-            "" if own.comm_policy == other.comm_policy else _sent_as(own.comm_policy),
+            "" if own.comm_policy == other.comm_policy else _sent_as(*own.formats),
             "" if factor == other.gradient_divide_factor else f"divided_by_{factor or 'ranks'}",
             "" if size == other.reshard_after_forward else f"secondary_{size or 'none'}",
             _named(self.dtype),
@@ -144,8 +143,8 @@ def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _sent_as(policy: CommPolicy) -> str:
-    return f"sent_as_{policy.gather or 'exact'}_{policy.reduce or 'exact'}"
+def _sent_as(gather: str | None, reduce: str | None) -> str:
+    return f"sent_as_{gather or 'exact'}_{reduce or 'exact'}"
 
 
 _Rule = Callable[[ParamSpec, torch.nn.Parameter, _Kind], str]

@@ -89,7 +89,9 @@ def _table_of(plan: Sequence[BucketSpec], title: str) -> PlanTable:
         of = f": {names}" if len(sizes) > 1 else ""
         notes += [f"backward gathers among {size} ranks, from secondary shards{of}"] * (size is not None)
     for policy, names in _names_by(plan, lambda b: b.options.comm_policy).items():
-        notes += [f"sent by {policy}" + (f": {names}" if len(plan) > names.count(",") + 1 else "")] * policy.encodes
+        notes += [f"sent by {policy}" + (f": {names}" if len(plan) > names.count(",") + 1 else "")] * (
+            policy is not None
+        )
     for factor, names in _names_by(plan, lambda b: b.options.gradient_divide_factor).items():
         notes += [] if factor is None else [f"sum of gradients divided by {factor:g}: {names}"]
     columns += ["dtype"] * shows_dtypes + ["ranks"] * shows_ranks

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..encoding.formats import FORMATS, Format
-from ..encoding.policy import CommPolicy
-from ..encoding.wire import Wire
 from .layout import Layout
 
 ShardingStrategy = Literal["zero2", "zero3"]
@@ -57,6 +55,44 @@ class ParamSpec:
         return f"{' = '.join(self.names)}: {dtype}{list(self.shape)} on {self.device.type}{trained}"
 
 
+class Wire(Protocol):
+    """The layout of the encoded bytes that each rank sends: ``encoding.wire.Wire``, which documents the methods."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def encode(self, segments: Sequence[torch.Tensor], wire: torch.Tensor) -> None: ...
+
+    def decode(self, wire: torch.Tensor, segments: Sequence[torch.Tensor]) -> None: ...
+
+    def decode_mean(self, wire: torch.Tensor, segments: Sequence[torch.Tensor]) -> None: ...
+
+    def temporary_bytes(self, ranks: int, dtype: torch.dtype, *, decodes: bool = ..., adds: bool = ...) -> int: ...
+
+
+class Encoding(Protocol):
+    """The formats in which a bucket travels: a :class:`~thunder_fsdp_sched.CommPolicy`, which documents the methods."""
+
+    @property
+    def gather(self) -> str | None: ...
+
+    @property
+    def reduce(self) -> str | None: ...
+
+    @property
+    def error_feedback(self) -> bool: ...
+
+    def exempts(self, names: Iterable[str], ndim: int) -> bool: ...
+
+    def check_exempt(self, names: Sequence[str]) -> None: ...
+
+    def in_dtype(self, computed: torch.dtype) -> Encoding | None: ...
+
+    def gather_wire(self, spec: BucketSpec) -> Wire | None: ...
+
+    def reduce_wire(self, spec: BucketSpec) -> Wire | None: ...
+
+
 class GroupKey(NamedTuple):
     """The process group over which parameters are sharded, by description, its size, and the number of replicas."""
 
@@ -72,7 +108,7 @@ class BucketOptions:
     Attributes:
         sharding_strategy: ``"zero3"`` if gathered again for backward, ``"zero2"`` if unsharded until then.
         mp_policy: of a bucket, only the dtypes that differ from that of the shards.
-        comm_policy: the formats in which parameters and gradients travel.
+        comm_policy: the formats in which parameters and gradients travel; ``None`` if they travel exactly.
         gradient_divide_factor: what the sum of gradients over ranks is divided by; ``None`` for the number of ranks.
         reshard_after_forward: the number of ranks among which backward gathers from secondary shards; ``None`` for all.
             See [Note: Secondary shards] in ``runtime.bucket_aliases``.
@@ -80,9 +116,15 @@ class BucketOptions:
 
     sharding_strategy: ShardingStrategy = "zero3"
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    comm_policy: CommPolicy = field(default_factory=CommPolicy)
+    comm_policy: Encoding | None = None
     gradient_divide_factor: float | None = None
     reshard_after_forward: int | None = None
+
+    @property
+    def formats(self) -> tuple[str | None, str | None]:
+        """The formats of gathers and of reductions; ``None`` for exact values."""
+        policy = self.comm_policy
+        return (None, None) if policy is None else (policy.gather, policy.reduce)
 
 
 @dataclass(frozen=True)
@@ -150,25 +192,20 @@ class BucketSpec:
     @functools.cached_property
     def gather_wire(self) -> Wire | None:
         """The layout of the encoded bytes that each rank sends to gather the bucket; ``None`` if it sends exact values."""
-        return self._wire(self.options.comm_policy.gather, self.param_dtype)
+        policy = self.options.comm_policy
+        return None if policy is None else policy.gather_wire(self)
 
     @functools.cached_property
     def reduce_wire(self) -> Wire | None:
-        """The layout of the bytes that ranks exchange to reduce gradients; ``None`` if the transport reduces them.
-
-        If only gathers are encoded, ``all_to_all`` also has one, so that all segments travel, exactly, in one exchange.
-        """
+        """The layout of the bytes that ranks exchange to reduce gradients; ``None`` if the transport reduces them."""
         policy = self.options.comm_policy
-        if policy.reduce is None and policy.gather is not None and self.comm.transport == "all_to_all":
-            return self._wire_of(Format(self.reduce_dtype), self.reduce_dtype)
-        return self._wire(policy.reduce, self.reduce_dtype)
+        return None if policy is None else policy.reduce_wire(self)
 
-    def _wire(self, encoding: str | None, exact: torch.dtype) -> Wire | None:
-        return None if encoding is None else self._wire_of(FORMATS[encoding], exact)
-
-    def _wire_of(self, encoded: Format, exact: torch.dtype) -> Wire:
-        segments = [(s.shard_numel, Format(exact) if s.exempt else encoded) for s in self.layout.segments]
-        return Wire.of([segment for segment in segments if segment[0]], self.options.comm_policy.block)
+    @property
+    def has_error_feedback(self) -> bool:
+        """Whether what rounding its gradients has lost is added to the next ones."""
+        policy = self.options.comm_policy
+        return policy is not None and policy.error_feedback and self.reduce_wire is not None
 
     @property
     def sends_copy(self) -> bool:

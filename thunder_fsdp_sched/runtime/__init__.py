@@ -1,3 +1,3 @@
 """The run-time side of a step: memory, buckets, the shards to send, and the functions that traces call."""
 
-from . import row_operators as row_operators  # tells `RowDTensor` how to run operators
+from . import row_elements as row_elements  # tells `RowDTensor` how to run operators

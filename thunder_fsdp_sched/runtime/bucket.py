@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..extensions import load
 from ..plan.specs import BucketSpec
 from ..ranks.control import Control, IssueCounts
 from ..transports import transport_of
 from ..transports.base import PeerMemory, Views, Work
-from ..transports.feedback import ErrorFeedback
 from .accumulation import Accumulation
 from .autograd import is_of_running_backward, requested, wanted
 from .memory import Arena, Slot, address, slot_bytes
@@ -191,9 +191,9 @@ class Bucket:
         return self.transport.allocate(*spec.sent_shard, spec.shard_device, self.ranks)
 
     @functools.cached_property
-    def feedback(self) -> ErrorFeedback:
-        """The rounding errors of this rank's last gradients."""
-        return ErrorFeedback(self.spec, functools.partial(wanted, self.params))
+    def feedback(self) -> Any:
+        """The rounding errors of this rank's last gradients, an ``ErrorFeedback``."""
+        return load("transports.feedback:ErrorFeedback")(self.spec, functools.partial(wanted, self.params))
 
     @property
     def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:

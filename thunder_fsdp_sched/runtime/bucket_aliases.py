@@ -28,11 +28,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..encoding.policy import CommPolicy
 from ..plan.layout import ALIGNMENT, Layout, Placement
 from ..plan.specs import BucketSpec
 from ..sizes import round_up
-from ..transports import TRANSPORTS
+from ..transports import find_transport
 from .bucket import Bucket, handle_name
 from .memory import InFlight
 
@@ -52,8 +51,8 @@ def _alias(base: Bucket, spec: BucketSpec, *, ranks: Ranks | None = None, primar
         ranks: the ranks that gather it, if they are not those of ``base``.
         primary: see :attr:`Bucket.primary`.
     """
-    spec = spec.with_options(comm_policy=CommPolicy())
-    transport = TRANSPORTS[spec.comm.transport]
+    spec = spec.with_options(comm_policy=None)
+    transport = find_transport(spec.comm.transport)
     memory = base.peer_memory if transport.peers_read_shards else None
     if memory is not None:
         memory.announce(spec.name, *spec.sent_shard, workspace=transport.reduce_workspace(spec))
@@ -76,7 +75,7 @@ def temporary_alias_in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:
     collective to allocate; such buckets are sent by ``flat``, which has the same layout.
     """
     transport = bucket.spec.comm.transport
-    return _alias_in_dtype(bucket, dtype, "flat" if TRANSPORTS[transport].peers_read_shards else transport)
+    return _alias_in_dtype(bucket, dtype, "flat" if find_transport(transport).peers_read_shards else transport)
 
 
 def _alias_in_dtype(bucket: Bucket, dtype: torch.dtype, transport: str) -> Bucket:
@@ -137,7 +136,7 @@ def secondary_of(primary: Bucket) -> Bucket | None:
         return None
     if "secondary" not in primary.aliases:
         # Peers read shards only in memory that was allocated for it.
-        transport = "flat" if TRANSPORTS[spec.comm.transport].peers_read_shards else spec.comm.transport
+        transport = "flat" if find_transport(spec.comm.transport).peers_read_shards else spec.comm.transport
         comm = replace(
             spec.comm,
             transport=transport,

@@ -76,7 +76,7 @@ class RowDTensor(_StateEntry, _Base):
     """
 
     run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
-    """Runs an operator; ``row_operators`` sets it."""
+    """Runs an operator; ``row_elements`` sets it."""
 
     of_spec: ClassVar[Callable[[torch.Tensor, Any], RowDTensor]]
     """Does the same as :meth:`wrap`, with the result of ``rows.spec(...)``; without a Python frame for each gradient."""

@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from .row_dtensor import DTENSORS, RowDTensor, local_rows, replicated
-from .row_elements import acts_on_elements, align, on_elements, run_on_single_rank
+from .row_elements import on_elements
+from .row_operands import align, run_on_single_rank
 from .rows import Rows
 
 aten = torch.ops.aten
@@ -67,22 +68,10 @@ _DRAWING = frozenset(
 """Functions that fill a tensor with random numbers, whatever it held before."""
 
 
-def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator with at least one :class:`RowDTensor` among its operands; see [Note: Operators on rows].
-
-    Raises:
-        NotImplementedError: it needs rows of other ranks.
-        RuntimeError: an operand is a plain tensor, or has other rows.
-    """
-    return _handler_of(func)(func, *args, **kwargs)
-
-
-@functools.cache
-def _handler_of(func: Any) -> Handler:
+def rule_for(func: Any) -> Handler:
+    """Return what runs an operator that does not act on elements."""
     if func in _HANDLERS:
         return _HANDLERS[func]
-    if acts_on_elements(func):
-        return on_elements
     if func in _REDUCTIONS or func in _WITHIN_ROWS:
         return _reduce
     schema = func._schema
@@ -304,7 +293,7 @@ def _refuse_error_feedback(grads: Sequence[torch.Tensor]) -> None:
     """Raise an error for gradients with error feedback: it is in units of the scaled loss, and the scale changes."""
     for grad in grads:
         place = grad.rows.place if isinstance(grad, RowDTensor) else None
-        if place is not None and (spec := place[0].base.spec).reduce_wire and spec.options.comm_policy.error_feedback:
+        if place is not None and (spec := place[0].base.spec).has_error_feedback:
             raise RuntimeError(
                 f"GradScaler: the gradients of bucket {spec.name!r} have error feedback, in units of the scaled loss. Give "
                 f"fsdp(comm_policy=CommPolicy(..., error_feedback=False)), or train in bfloat16, which needs no scaler"
@@ -330,5 +319,3 @@ _HANDLERS: dict[Any, Handler] = {
     aten.is_pinned.default: lambda func, tensor, *args: tensor._local_tensor.is_pinned(),
     aten.detach_.default: lambda func, tensor: tensor,
 }
-
-RowDTensor.run_operator = staticmethod(run_operator)

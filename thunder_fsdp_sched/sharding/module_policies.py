@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..encoding.policy import CommPolicy, matches
 from ..options import BY_MODULE, CHECKS, Options, override_of
 from ..plan.specs import BucketOptions, ParamSpec
 from ..private_torch import default_reduce_dtype
@@ -31,16 +30,13 @@ from .casts import attach_casts
 def _for_bucket(decision: BucketOptions, spec: ParamSpec) -> BucketOptions:
     """Return what the bucket of a parameter needs, given what was decided for the parameter."""
     if not spec.dtype.is_floating_point:
-        exact = {"mp_policy": MixedPrecisionPolicy(), "comm_policy": CommPolicy()}
-        return replace(decision, **exact, gradient_divide_factor=None)  # type: ignore[arg-type]
+        return replace(decision, mp_policy=MixedPrecisionPolicy(), comm_policy=None, gradient_divide_factor=None)
     computed = decision.mp_policy.param_dtype or spec.dtype
     reduced = decision.mp_policy.reduce_dtype or default_reduce_dtype(spec.dtype, computed)
     param_dtype = None if computed == spec.dtype else computed
     reduce_dtype = None if computed == reduced == spec.dtype else reduced
-    decision = replace(decision, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
-    if decision.comm_policy.gather == "bfloat16" and computed.itemsize <= 2:  # no longer exactly
-        return replace(decision, comm_policy=replace(decision.comm_policy, gather=None))
-    return decision
+    sent = decision.comm_policy and decision.comm_policy.in_dtype(computed)
+    return replace(decision, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype), comm_policy=sent)
 
 
 def _for_param(decision: BucketOptions, spec: ParamSpec, param: torch.nn.Parameter) -> BucketOptions:
@@ -119,18 +115,11 @@ class ModulePolicies:
         return _for_bucket(first, spec)
 
     def check_exempt(self, specs: Iterable[ParamSpec]) -> None:
-        """Check that each name in ``CommPolicy.exempt`` is one of a parameter or a module.
-
-        Raises:
-            ValueError: it is not.
-        """
+        """Raise ValueError for a name in ``comm_policy`` that is none of a parameter or a module."""
         names = [name for spec in specs for name in spec.names]
-        for pattern in dict.fromkeys(p for decision in self._of.values() for p in decision.comm_policy.exempt):
-            if not any(matches(pattern, name) for name in names):
-                raise ValueError(
-                    f"comm_policy: exempt: {pattern!r} matches no parameter; give the name of a parameter or a module, or "
-                    f"a pattern such as '*.bias'. Parameters are {', '.join(map(repr, names[:3]))}, ..."
-                )
+        for policy in dict.fromkeys(decision.comm_policy for decision in self._of.values()):
+            if policy is not None:
+                policy.check_exempt(names)
 
     def line(self, spec: ParamSpec) -> str:
         """Return what functions have decided for a parameter, for ranks to compare; empty if there are none."""

@@ -31,7 +31,7 @@ from ..ranks.process_groups import Ranks
 from ..runtime.autograd import take_hooks
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
-from ..transports import TRANSPORTS, choose_transport, transport_of
+from ..transports import choose_transport, find_transport, transport_of
 from ..transports.base import PeerMemory
 from .former_parameters import retire
 from .initial_values import ValueSource, check_initial_values, make_blank, resolve_device
@@ -250,10 +250,10 @@ class _Sharding:
             itemsize = min(d.itemsize for d in (first.dtype, *dtypes))
             backend = ranks.group.backend_for(first.device)
             asked, reason = choose_transport([p.shape for p in params], group_key.size, itemsize, backend)
-        transport = TRANSPORTS[asked]
+        transport = find_transport(asked)
         try:
             transport.check(first.device, dtypes, ranks)
-            if own.comm_policy.encodes and (why := transport.refuses_encoded(first.device)):
+            if own.comm_policy is not None and (why := transport.refuses_encoded(first.device)):
                 raise ValueError(f"comm_policy: {own.comm_policy} cannot be sent by transport={asked!r}: {why}")
         except ValueError as error:
             raise ValueError(f"{error} (bucket {name!r})") from error
@@ -303,7 +303,7 @@ class _Sharding:
         shared: dict[tuple[str, torch.device, Ranks], PeerMemory] = {}
         peer_memory = {}
         for spec in self.plan:
-            transport, ranks = TRANSPORTS[spec.comm.transport], assignment.ranks_of(spec)
+            transport, ranks = find_transport(spec.comm.transport), assignment.ranks_of(spec)
             if transport.peers_read_shards:
                 key = spec.comm.transport, spec.device, ranks
                 peer_memory[spec.name] = memory = shared.setdefault(key, PeerMemory(transport, spec.device, ranks))

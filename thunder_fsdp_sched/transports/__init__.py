@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..extensions import load
 from ..plan.layout import make_layout
 from ..plan.specs import BucketSpec
-from .all_reduce import AllReduce
-from .all_to_all import AllToAll
 from .base import Traffic, Transport, Work
-from .coalesced import Coalesced
-from .encoded import Encoded
-from .flat import Flat
-from .staged import Staged
-from .symmetric_memory import SymmetricMemory
 
-__all__ = ["TRANSPORTS", "Traffic", "Transport", "Work", "choose_transport", "register_transport", "transport_of"]
+__all__ = [
+    "TRANSPORTS",
+    "Traffic",
+    "Transport",
+    "Work",
+    "choose_transport",
+    "find_transport",
+    "register_transport",
+    "transport_of",
+]
 
-TRANSPORTS: dict[str, Transport] = {}
-"""All transports, keyed by name."""
+TRANSPORTS: dict[str, Transport | str] = {
+    "flat": "transports.flat:Flat",
+    "all_to_all": "transports.all_to_all:AllToAll",
+    "coalesced": "transports.coalesced:Coalesced",
+    "all_reduce": "transports.all_reduce:AllReduce",
+    "symmetric_memory": "transports.symmetric_memory:SymmetricMemory",
+    "staged": "transports.staged:Staged",
+}
+"""All transports, keyed by name: the class until it is asked for, and then the transport."""
 
 
 def register_transport(transport: Transport) -> None:
@@ -26,14 +36,21 @@ def register_transport(transport: Transport) -> None:
     TRANSPORTS[transport.name] = transport
 
 
-for _transport in (Flat(), AllToAll(), Coalesced(), AllReduce(), SymmetricMemory(), Staged()):
-    register_transport(_transport)
+def find_transport(name: str) -> Transport:
+    """Return the transport with this name."""
+    transport = TRANSPORTS[name]
+    if isinstance(transport, str):
+        transport = TRANSPORTS[name] = load(transport)()
+    return transport
 
 
 def transport_of(spec: BucketSpec) -> Transport:
     """Return the transport of a bucket."""
-    transport = TRANSPORTS[spec.comm.transport]
-    return transport if spec.gather_wire is spec.reduce_wire is None else Encoded(transport, spec)
+    transport = find_transport(spec.comm.transport)
+    if spec.gather_wire is spec.reduce_wire is None:
+        return transport
+    encoded: Transport = load("transports.encoded:Encoded")(transport, spec)
+    return encoded
 
 
 def choose_transport(

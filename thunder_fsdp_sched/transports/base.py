@@ -12,7 +12,6 @@ import torch
 
 from ..plan.specs import BucketSpec
 from ..ranks.process_groups import Ranks
-from .feedback import ErrorFeedback
 
 _GLOO = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -57,8 +56,8 @@ class TransportedBucket(Protocol):
         """The elements of this rank's shard, and their elements in the unsharded buffer, as pairs of slices."""
 
     @property
-    def feedback(self) -> ErrorFeedback:
-        """The rounding errors of this rank's last gradients."""
+    def feedback(self) -> Any:
+        """The rounding errors of this rank's last gradients, an ``ErrorFeedback``."""
 
     @property
     def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:

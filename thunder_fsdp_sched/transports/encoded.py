@@ -17,17 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..encoding.wire import Wire
 from ..plan.layout import Layout, Segment
-from ..plan.specs import BucketOptions, BucketSpec, ParamSpec
+from ..plan.specs import BucketOptions, BucketSpec, ParamSpec, Wire
 from ..ranks.process_groups import Ranks
 from .base import Buffer, Returning, Traffic, Transport, TransportedBucket, Views, Work, issue_then, take_idle
-from .feedback import ErrorFeedback
 from .flat import Flat
 
 
@@ -75,8 +73,7 @@ class Encoded(Transport):
         sent, received = (take_idle(bucket.scratch, numel, torch.uint8, shard.device) for _ in range(2))
         for begin, end in spec.layout.gaps:  # not zero in a slot, and part of a block
             unsharded.flat[begin:end].zero_()
-        feeds = spec.options.comm_policy.error_feedback
-        with bucket.feedback.added_to(unsharded.flat) if feeds else nullcontext() as seen:
+        with bucket.feedback.added_to(unsharded.flat) if spec.has_error_feedback else nullcontext() as seen:
             wire.encode(segments, _by_rank(sent, bucket))
             if seen is not None:
                 wire.decode(_by_rank(sent, bucket), _segments(spec.layout.unsharded_segments(seen), bucket))
@@ -103,7 +100,7 @@ class Encoded(Transport):
         if (wire := spec.reduce_wire) is None:
             return self._inner.reduce_traffic(spec)
         moved = _moved(wire, spec, spec.grad_bytes)
-        feedback = 5 * spec.grad_bytes if spec.options.comm_policy.error_feedback else 0
+        feedback = 5 * spec.grad_bytes if spec.has_error_feedback else 0
         return Traffic((wire.nbytes * spec.layout.world_size,), 1, copied_before=moved + feedback, copied_after=moved)
 
     def gather_buffers(self, spec: BucketSpec) -> tuple[Buffer, ...]:
@@ -127,9 +124,10 @@ class Encoded(Transport):
     def sending_temporary(self, spec: BucketSpec) -> int:
         if (wire := spec.reduce_wire) is None:
             return self._inner.sending_temporary(spec)
-        feeds = spec.options.comm_policy.error_feedback
         world_size, dtype = spec.layout.world_size, spec.reduce_dtype
-        return _on_host(spec, max(wire.temporary_bytes(world_size, dtype, decodes=d) for d in {False, feeds}))
+        return _on_host(
+            spec, max(wire.temporary_bytes(world_size, dtype, decodes=d) for d in {False, spec.has_error_feedback})
+        )
 
     def reduce_temporary(self, spec: BucketSpec) -> int:
         if (wire := spec.reduce_wire) is None:
@@ -146,7 +144,7 @@ class _BytesOf(NamedTuple):
     scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]]
 
     @property
-    def feedback(self) -> ErrorFeedback:
+    def feedback(self) -> Any:
         raise AssertionError("gathers have no error feedback")
 
 

@@ -1,0 +1,18 @@
+"""The module of each extra, loaded when it is asked for.
+
+[Note: Core and extras]
+The core is what a default training step can run. An extra is what an option, a function or a command asks for. The core
+imports no extra: where one plugs in, the core names it by a path, in a table (of transports, of rules for operators) or at
+the place itself, and loads it when its turn comes. Without an extra's files everything else works.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def load(path: str) -> Any:
+    """Return what a path such as ``"transports.staged:Staged"`` names, and load its module if it is not loaded yet."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), name)
