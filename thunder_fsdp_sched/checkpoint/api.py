@@ -30,7 +30,7 @@ from . import feedback
 from .beside import Rounds, finish_latest, save_in_rounds, write_checkpoint
 from .extra import EXTRA
 from .feedback import FEEDBACK
-from .folder import METADATA, SaveRun, refuse_complete
+from .folder import METADATA, SaveRun, path_of, refuse_complete
 from .on_all_ranks import (
     CheckpointError,
     digest_of,
@@ -106,16 +106,16 @@ def save_checkpoint(
             differ between ranks; ``extra`` has values that cannot be read without running code; or an earlier save with
             ``wait=False`` failed. The folder is then not a checkpoint, and other checkpoints are unchanged.
     """
-    path, chosen = Path(folder).absolute(), listed(optimizers)
     model, sharded = find_jitted(model)
-    sharded.check_initialized()
     group = sharded.world_group
 
     collected: list[Any] = []
 
     def collect() -> str:
-        """Collect what is saved, and what must be equal on all ranks; return a digest of the latter."""
+        """Collect where and what is saved, and what must be equal on all ranks; return a digest of the latter."""
+        sharded.check_initialized()
         finish_latest(when_busy)
+        path, chosen = path_of(folder, "folder"), listed(optimizers)
         _check_extra(extra)
         check_keep(path, keep)
         if writer not in ("process", "thread"):
@@ -135,11 +135,11 @@ def save_checkpoint(
         if extra:
             state[EXTRA] = extras.encode(extra)
             facts |= extras.facts_of(extra)
-        collected[:] = state if wait else Staging(state), facts
+        collected[:] = path, state if wait else Staging(state), facts
         return digest_of(facts)
 
     digests = share_on_all_ranks(group, "save_checkpoint", collect)
-    values, facts = collected
+    path, values, facts = collected
     if len(set(digests)) > 1:
         difference = find_difference(group, "save_checkpoint, what one rank saves for all", facts)
         raise CheckpointError(
@@ -190,10 +190,14 @@ def load_checkpoint(
             has the names and shapes); if it has the state of another kind of optimizer; if ranks passed different
             checkpoints; or if a file cannot be read or is damaged. Nothing is changed then.
     """
-    path, chosen = Path(folder), listed(optimizers)
     model, sharded = find_jitted(model)
     group = sharded.world_group
-    run_on_all_ranks(group, "load_checkpoint", finish_latest)
+
+    def begin() -> tuple[Path, list[torch.optim.Optimizer]]:
+        finish_latest()
+        return path_of(folder, "folder"), listed(optimizers)
+
+    path, chosen = run_on_all_ranks(group, "load_checkpoint", begin)
     metadata, digest = run_on_all_ranks(group, "load_checkpoint", lambda: read_metadata(path))
     refuse_different(group, path, digest)
     reader = CheckedReader(path, metadata, verify=verify_checksums)

@@ -45,6 +45,25 @@ _PIECE = 1 << 22
 _log = logging.getLogger(__name__)
 
 
+def path_of(value: str | os.PathLike[str], option: str) -> Path:
+    """Return the absolute path of a folder or file that the user names.
+
+    Raises:
+        ValueError: it is not a path, or the working folder was deleted, or a link in the path has lost its target.
+    """
+    try:
+        path = Path(value).absolute()
+    except (OSError, TypeError) as error:
+        raise ValueError(f"{option}: {value!r} is not usable as a path: {error}") from error
+    for part in (path, *path.parents):
+        if part.is_symlink() and not part.exists():
+            target = os.readlink(part)
+            raise ValueError(
+                f"{option}: {part} is a link to {target}, which does not exist: remove the link, or create its target"
+            )
+    return path
+
+
 class SaveRun:
     """One save into a folder. See [Note: Two runs, one folder].
 

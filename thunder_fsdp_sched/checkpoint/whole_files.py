@@ -37,7 +37,7 @@ from ..sharding.jitted_state import rows_by_name
 from ..sharding.sharded_module import find_jitted
 from ..sharding.state_entries import refuse_unshared
 from .beside import Rounds, finish_latest, save_in_rounds
-from .folder import INDEX, SaveRun, checksum, refuse_complete
+from .folder import INDEX, SaveRun, checksum, path_of, refuse_complete
 from .on_all_ranks import refuse_different, run_on_all_ranks
 from .staging import Staging
 from .state_dict import Cast, compare, tell_casts
@@ -69,25 +69,24 @@ def save_safetensors(
         The folder's index file, ``model.safetensors.index.json``; with ``wait=False`` a :class:`Saving`.
 
     Raises:
-        ImportError: safetensors is not installed.
         CheckpointError: on all ranks, if the folder has an index already, or another run saves into it, or if it cannot
-            be written, or an earlier save with ``wait=False`` failed.
+            be written, or an earlier save with ``wait=False`` failed, or safetensors is not installed.
     """
-    _import("safetensors.torch")
     model, sharded = find_jitted(model)
-    for bucket in sharded.buckets:
-        refuse_unshared(bucket)
-    sharded.check_initialized()
-    path, group = Path(folder).absolute(), sharded.world_group
+    group = sharded.world_group
 
-    entries = rows_by_name(model)
-
-    def check() -> dict[str, Any] | Staging:
+    def check() -> tuple[Path, dict[str, torch.Tensor], dict[str, Any] | Staging]:
+        """Return where and what is saved, and its values, now or copied."""
+        _import("safetensors.torch")
+        for bucket in sharded.buckets:
+            refuse_unshared(bucket)
+        sharded.check_initialized()
         finish_latest(when_busy)
+        path, entries = path_of(folder, "folder"), rows_by_name(model)
         refuse_complete(path, INDEX)
-        return entries if wait else Staging(entries)
+        return path, entries, entries if wait else Staging(entries)
 
-    values = run_on_all_ranks(group, "save_safetensors", check)
+    path, entries, values = run_on_all_ranks(group, "save_safetensors", check)
     parts = {f"{n:05d}": [state_name(p.name) for p in b.spec.params] for n, b in enumerate(sharded.buckets, 1)}
     parts["rest"] = [name for name in entries if name not in sharded.locations]
 
@@ -162,16 +161,20 @@ def load_safetensors(
             is changed.
 
     Raises:
-        ImportError: safetensors is not installed.
-        CheckpointError: on all ranks, if names or shapes do not fit, a file is damaged, or ranks were given different
-            files. Nothing is changed then. Also if a file that was opened cannot be read to its end; then the message says
-            that some values are loaded.
+        CheckpointError: on all ranks, if safetensors is not installed, names or shapes do not fit, a file is damaged, or
+            ranks were given different files. Nothing is changed then. Also if a file that was opened cannot be read to its
+            end; then the message says that some values are loaded.
     """
-    _import("safetensors")
     model, sharded = find_jitted(model)
-    group, path = sharded.world_group, Path(source)
-    run_on_all_ranks(group, "load_safetensors", finish_latest)
-    files, crcs = run_on_all_ranks(group, "load_safetensors", lambda: _files(path))
+    group = sharded.world_group
+
+    def find() -> tuple[Path, list[Path], dict[str, str]]:
+        _import("safetensors")
+        finish_latest()
+        path = path_of(source, "source")
+        return path, *_files(path)
+
+    path, files, crcs = run_on_all_ranks(group, "load_safetensors", find)
     _verify(group, path, files, crcs, verify=verify_checksums)
     casts: list[Cast] = []
 

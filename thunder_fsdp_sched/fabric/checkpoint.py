@@ -90,7 +90,8 @@ def save(path: Path, state: Mapping[str, Any], *, whole: bool, keep: Filter | No
         CheckpointError: on all ranks, if it could not be saved.
     """
     parts = _State.of(state, "fabric.save")
-    others = {key: value.state_dict() if _has_state(value) else value for key, value in parts.others.items()}
+    states = lambda: {key: v.state_dict() if _has_state(v) else v for key, v in parts.others.items()}  # noqa: E731
+    others = run_on_all_ranks(parts.sharded.world_group, "fabric.save", states)
     if whole:
         _save_file(path, parts, others, keep or {})
     elif keep:
@@ -102,31 +103,33 @@ def save(path: Path, state: Mapping[str, Any], *, whole: bool, keep: Filter | No
 
 
 def _save_folder(path: Path, parts: _State, others: dict[str, Any]) -> None:
-    group, path = parts.sharded.world_group, path.resolve()
-    new = new_beside(path)
+    group = parts.sharded.world_group
 
-    def begin() -> bool:
-        if group.rank:
-            return False
-        clean_up(path)
-        replaces = is_checkpoint(path)
-        folder = new if replaces else path
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(others, folder / OTHERS)
-        return replaces
+    def begin() -> tuple[Path, Path]:
+        """Return the folder of the checkpoint, and that to save into."""
+        own = path.resolve()
+        clean_up(own)
+        new = new_beside(own) if is_checkpoint(own) else own
+        new.mkdir(parents=True, exist_ok=True)
+        _write(others, new / OTHERS)
+        return own, new
 
-    replaces = share_on_all_ranks(group, "fabric.save", begin)[0]
-    save_checkpoint(new if replaces else path, parts.model, parts.optimizers.values(), keys=parts.keys)
-    if replaces:
-        run_on_all_ranks(group, "fabric.save", lambda: replace(path, new) if group.rank == 0 else None)
+    own, new = share_on_all_ranks(group, "fabric.save", lambda: (path, path) if group.rank else begin())[0]
+    save_checkpoint(new, parts.model, parts.optimizers.values(), keys=parts.keys)
+    if new != own:
+        run_on_all_ranks(group, "fabric.save", lambda: replace(own, new) if group.rank == 0 else None)
 
 
 def _save_file(path: Path, parts: _State, others: dict[str, Any], keep: Filter) -> None:
     group = parts.sharded.world_group
-    if path.is_dir() and not is_checkpoint(path):
-        raise IsADirectoryError(f"fabric.save: {path} is a folder; give the name of a file")
-    parts.sharded.check_initialized()
     writes = group.rank == 0
+
+    def check() -> None:
+        parts.sharded.check_initialized()
+        if writes and path.is_dir() and not is_checkpoint(path):
+            raise ValueError(f"fabric.save: {path} is a folder; give the name of a file")
+
+    run_on_all_ranks(group, "fabric.save", check)
     content: dict[str, Any] = {
         parts.module_key: gather_entries(get_model_state_dict(parts.model), parts.sharded, keeps=writes)
     }

@@ -1,0 +1,121 @@
+"""Folders that one rank cannot use raise an error on every rank, which names the rank and the folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+
+import pytest
+import torch.distributed as dist
+from ranks import on_ranks
+from saving import on_first, refused, small
+
+
+@contextlib.contextmanager
+def _deleted_working_folder(folder: Path) -> Iterator[None]:
+    before = os.open(".", os.O_RDONLY)
+    folder.mkdir()
+    os.chdir(folder)
+    folder.rmdir()
+    try:
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)
+
+
+def _save(folder: Any, model: Any) -> Any:
+    return tfs.save_checkpoint(folder, model)
+
+
+def _save_beside(folder: Any, model: Any) -> Any:
+    return tfs.save_checkpoint(folder, model, wait=False).result()
+
+
+def _load(folder: Any, model: Any) -> Any:
+    return tfs.load_checkpoint(folder, model)
+
+
+def _save_whole(folder: Any, model: Any) -> Any:
+    return tfs.save_safetensors(model, folder)
+
+
+def _load_whole(folder: Any, model: Any) -> Any:
+    return tfs.load_safetensors(model, folder)
+
+
+CALLS: list[Callable[[Any, Any], Any]] = [_save, _save_beside, _load, _save_whole, _load_whole]
+
+
+@on_ranks(2)
+def test_a_folder_that_one_rank_cannot_use_is_refused_on_all(rank: int, tmp_path: Path) -> None:
+    model, optimizer = small()
+    for number, call in enumerate(CALLS):
+        folder = tmp_path / str(number)
+        refused(r"None is not usable as a path.* \(on ranks \[1\]\)", model, call, None if rank else folder, model)
+        with _deleted_working_folder(tmp_path / f"deleted-{rank}") if rank else contextlib.nullcontext():
+            relative = os.path.relpath(folder) if rank == 0 else "relative"
+            refused(r"'relative' is not usable as a path.* \(on ranks \[1\]\)", model, call, relative, model)
+    on_first((tmp_path / "file").write_text, "")
+    for culprit in range(2):
+        folder = tmp_path / ("file" if rank == culprit else "folder") / "step-1"
+        for call in CALLS:
+            text = refused(str(tmp_path / "file" / "step-1"), model, call, folder, model)
+            assert f"(on ranks [{culprit}])" in text
+    for chosen in (5, [5]):
+        optimizers = chosen if rank else optimizer
+        refused(r"\(on ranks \[1\]\)", model, tfs.save_checkpoint, tmp_path / "new", model, optimizers)
+    refused(r"\(on ranks \[1\]\)", model, tfs.load_checkpoint, tmp_path / "new", model, 5 if rank else optimizer)
+    assert tfs.latest_checkpoint(tmp_path) is None
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_link_to_nothing_is_refused_with_its_target(rank: int, tmp_path: Path) -> None:
+    model, _ = small()
+    on_first((tmp_path / "latest").symlink_to, "step-3")
+    for folder in (tmp_path / "latest", tmp_path / "latest" / "below"):
+        for call in CALLS:
+            text = refused(f"{tmp_path}/latest is a link to step-3, which does not exist", model, call, folder, model)
+            assert "remove the link" in text
+    on_first((tmp_path / "step-3").mkdir)
+    _save(tmp_path / "latest", model)
+    _load(tmp_path / "step-3", model)
+
+
+fabric = pytest.importorskip("thunder_fsdp_sched.fabric", exc_type=ImportError)
+
+
+@on_ranks(2)
+def test_fabric_saves_where_the_first_rank_says_and_raises_on_all(rank: int, tmp_path: Path) -> None:
+    from thunder_fsdp_sched.fabric.checkpoint import save
+
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            if rank:
+                raise ValueError("this loader has no state")
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    model, _ = small()
+    for whole in (False, True):
+        path = tmp_path / f"whole-{whole}"
+        refused(
+            r"this loader has no state \(on ranks \[1\]\)",
+            model,
+            save,
+            path,
+            {"m": model, "l": Broken()},
+            whole=whole,
+            keep=None,
+        )
+        with _deleted_working_folder(tmp_path / f"gone-{whole}") if rank else contextlib.nullcontext():
+            relative = Path(os.path.relpath(path)) if rank == 0 else Path("relative")
+            save(relative, {"m": model}, whole=whole, keep=None)
+        assert path.exists()
