@@ -29,6 +29,9 @@ from .on_all_ranks import CheckpointError, reason_of, run_on_all_ranks, share_on
 METADATA = ".metadata"
 """The file that completes a checkpoint: the list of its contents."""
 
+OTHERS = "meta.pt"
+"""The file of Fabric in the folder of a checkpoint: everything besides the module and its optimizers."""
+
 INDEX = "model.safetensors.index.json"
 """The file that completes a whole model."""
 

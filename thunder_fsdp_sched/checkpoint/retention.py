@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .beside import wait_for_latest
-from .folder import METADATA, are_of_one_run
+from .folder import METADATA, OTHERS, are_of_one_run
 from .storage import check_lengths, is_sealed, read_metadata
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def remove_old(path: Path, keep: int) -> None:
             names = {info.relative_path for info in chunks}
             if not is_sealed(old) or not are_of_one_run(names):
                 raise ValueError("this package has not written it")
-            if (old / "meta.pt").exists():
+            if (old / OTHERS).exists():
                 raise ValueError("Fabric has written it, and keeps more there")
             (old / METADATA).unlink()  # first, so that it is never half a checkpoint
             for name in names:

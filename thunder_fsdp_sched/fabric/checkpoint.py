@@ -24,6 +24,7 @@ from thunder.core.module import ThunderModule
 from torch.utils.data import DataLoader
 
 from ..checkpoint import load_checkpoint, save_checkpoint
+from ..checkpoint.folder import OTHERS
 from ..checkpoint.on_all_ranks import run_on_all_ranks, share_on_all_ranks
 from ..checkpoint.state_dict import (
     get_model_state_dict,
@@ -35,7 +36,7 @@ from ..runtime.row_dtensor import RowDTensor
 from ..sharding.jitted_state import gather_entries
 from ..sharding.sharded_module import ShardedModule, find_jitted
 from ..sharding.state_entries import rows_from
-from .replacing import OTHERS, clean_up, find, is_checkpoint, new_beside, others_in, replace
+from .replacing import clean_up, find, is_checkpoint, new_beside, others_in, replace
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 

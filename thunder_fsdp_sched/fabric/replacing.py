@@ -16,11 +16,8 @@ import os
 import shutil
 from pathlib import Path
 
-from ..checkpoint.folder import METADATA
+from ..checkpoint.folder import METADATA, OTHERS
 from ..checkpoint.storage import read_metadata
-
-OTHERS = "meta.pt"
-"""The file of a folder that has everything besides the module and its optimizers."""
 
 
 def is_checkpoint(path: Path) -> bool:
