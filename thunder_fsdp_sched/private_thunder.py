@@ -313,6 +313,7 @@ def observed_by(context: Any, observer: Any) -> Any:
         fn_lookaside=partial(observer.look_aside, context._fn_lookaside),
         callbacks={**context._callbacks, INTERPRETER_CALLBACKS.WRAP_CALLBACK: partial(observer.wrap, wrap)},
         with_provenance_tracking=True,
+        uncacheable_classes=context._uncacheable_classes,
     )
 
 
@@ -331,6 +332,7 @@ def wraps_observed_by(context: Any, observer: Any, instructions: Any = None) -> 
         fn_lookaside=partial(observer.look_aside, context._fn_lookaside),
         callbacks={**context._callbacks, INTERPRETER_CALLBACKS.WRAP_CALLBACK: partial(observer.wrap, wrap)},
         with_provenance_tracking=True,
+        uncacheable_classes=context._uncacheable_classes,
     )
 
 

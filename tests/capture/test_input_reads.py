@@ -13,11 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.private_thunder import observed_by, wraps_observed_by
 
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from thunder.core.interpreter import INTERPRETER_CALLBACKS, InterpreterCompileCtx
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -223,3 +225,20 @@ def test_state_in_a_list_or_dictionary_is_refused_by_name() -> None:
     jitted = thunder.jit(Stateful(collect, history=[]), transforms=[fsdp()])
     with pytest.raises(RuntimeError, match=r"forward read self\.history .* has\s+changed it while it was traced"):
         jitted(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("observe", [observed_by, wraps_observed_by])
+def test_observed_contexts_cache_no_values_that_the_observed_one_does_not_cache(observe: Any) -> None:
+    class Uncacheable: ...
+
+    def nothing(*args: object) -> None: ...
+
+    context = InterpreterCompileCtx(
+        opcode_interpreter=nothing,
+        fn_lookaside=nothing,
+        callbacks={INTERPRETER_CALLBACKS.WRAP_CALLBACK: nothing},
+        with_provenance_tracking=True,
+        uncacheable_classes=[Uncacheable],
+    )
+    observer = SimpleNamespace(interpret=nothing, look_aside=nothing, wrap=nothing)
+    assert Uncacheable in observe(context, observer)._uncacheable_classes
