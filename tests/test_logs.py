@@ -15,8 +15,9 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.logs import describe_change, following_stages
+from thunder_fsdp_sched.logs import following_stages
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.reports import trace_changes
 
 import pytest
 import thunder
@@ -73,7 +74,7 @@ def test_the_first_rank_shows_one_progress_line_in_a_terminal(monkeypatch: pytes
 def test_the_first_rank_logs_the_phases_of_compilation_and_describes_no_changes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("thunder_fsdp_sched.logs.describe_change")
+    monkeypatch.delattr(trace_changes, "describe_change")
     with caplog.at_level(logging.INFO, logger=NAME):
         compile_as_rank(_make, fsdp(), rank=0, world_size=4)
     texts = _messages(caplog, logging.INFO)
@@ -116,7 +117,7 @@ def test_other_ranks_log_what_each_pass_changed(caplog: pytest.LogCaptureFixture
     assert re.search(r"\d+ slots? of [\d,]+ bytes in all", changes["assign_slots"])
     assert re.match(r"\d+ bound symbols \(0 new", changes["verify"]) or "no change" in changes["verify"]
     trace = transform.compiled[0].forward
-    assert re.fullmatch(r"\d+ bound symbols, no change", describe_change(trace, trace))
+    assert re.fullmatch(r"\d+ bound symbols, no change", trace_changes.describe_change(trace, trace))
 
 
 def test_a_choice_is_logged_with_its_candidates(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,6 @@ from .api import FSDPSched, fsdp
 from .compat import __version__ as __version__
 from .compiled_traces import CompiledTraces
 from .ir.schedule import CommOp, Schedule, StepSchedule
-from .ir.step_memory import StepMemory
 from .plan.plan import Plan
 from .plan.specs import BucketSpec, ParamSpec
 from .proof import VerificationError
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
         save_safetensors,
     )
     from .encoding.policy import CommPolicy
+    from .ir.step_memory import StepMemory
     from .reports.exposed import exposed_communication
     from .training.eager import eager
     from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
@@ -88,6 +88,7 @@ _LOADED_WHEN_USED = (
     "training.whole_parameters",
     "checkpoint",
     "encoding.policy",
+    "ir.step_memory",
     "reports.exposed",
 )
 """Modules that a training step does not need, in the order in which they are searched for a public name."""

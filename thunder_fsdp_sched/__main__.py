@@ -18,7 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .demo.runs import DemoOptions, Sharding, run_demo, strategies_of
-from .ir.schedule import load_schedules
+from .ir.schedule_files import load_schedules
 from .ir.step_memory import StepMemory
 from .logs import following_stages
 from .planning.calibration import calibrate

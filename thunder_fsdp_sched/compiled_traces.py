@@ -12,11 +12,11 @@ from typing import Any
 from thunder.core.trace import TraceCtx
 
 from .capture.traced_computation import TracedComputation
-from .ir.analysis import NO_PENDING_GRADS, PendingGrads, pending_grads_of
+from .extensions import load
+from .ir.analysis import NO_PENDING_GRADS, PendingGrads
 from .ir.computation import NO_CALL, CallSignature
 from .ir.effects import NOTHING, Effects, effects
 from .ir.schedule import Schedule, StepSchedule
-from .ir.step_memory import StepMemory
 from .logs import log_pass
 from .runtime.bucket import Bucket
 from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
@@ -84,8 +84,8 @@ class CompiledTraces:
     _effects: list[Effects] | None = field(default=None, repr=False)  # of traces that were forgotten
 
     @cached_property
-    def memory(self) -> StepMemory:
-        """The memory of a step on this rank, predicted from the traces; computed when it is first asked for."""
+    def memory(self) -> Any:
+        """The :class:`~thunder_fsdp_sched.StepMemory` of a step on this rank, computed when it is first asked for."""
         return self.predict_memory()
 
     def predict_memory(
@@ -94,8 +94,8 @@ class CompiledTraces:
         device: str | None = None,
         accumulated: bool | Iterable[CompiledTraces] = False,
         others: Iterable[CompiledTraces] = (),
-    ) -> StepMemory:
-        """Return the memory of a step on this rank; see :meth:`StepMemory.of`.
+    ) -> Any:
+        """Return the :class:`~thunder_fsdp_sched.StepMemory` of a step on this rank; see :meth:`StepMemory.of`.
 
         Args:
             device: the type of device, such as ``"cuda"``; by default that of the buckets.
@@ -106,7 +106,7 @@ class CompiledTraces:
                 casts of shards, receive buffers.
         """
         earlier = ([self] if accumulated else []) if isinstance(accumulated, bool) else accumulated
-        return StepMemory.of(
+        return load("ir.step_memory:StepMemory").of(
             self.traces,
             self.buckets,
             device=device,
@@ -143,7 +143,10 @@ class CompiledTraces:
     @property
     def pending_grads(self) -> PendingGrads:
         """The gradients that backward leaves under ``no_sync``; or would leave unsharded, if it reduces them."""
-        return NO_PENDING_GRADS if self.backward is None else pending_grads_of(self.backward.bound_symbols)
+        if self.backward is None:
+            return NO_PENDING_GRADS
+        found: PendingGrads = load("ir.value_memory:pending_grads_of")(self.backward.bound_symbols)
+        return found
 
     @property
     def schedule(self) -> StepSchedule:

@@ -12,6 +12,20 @@ import importlib
 from typing import Any
 
 
+class Answer:
+    """A truth value that a function of an extra computes when it is asked for.
+
+    Args:
+        path: of the function.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __bool__(self) -> bool:
+        return bool(load(self._path)())
+
+
 def load(path: str) -> Any:
     """Return what a path such as ``"transports.staged:Staged"`` names, and load its module if it is not loaded yet."""
     module, _, name = path.partition(":")

@@ -21,9 +21,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from .callables import describe
 from .extensions import load
-from .ir.schedule import StepSchedule, load_schedules
+from .ir.schedule import StepSchedule
 from .plan.bucketing import BucketingStrategy, BucketRule
 from .plan.specs import BucketOptions, Encoding, ParamSpec, ShardingStrategy
 from .ranks.process_groups import ProcessGroupRef
@@ -216,7 +215,7 @@ def _load(name: str, schedule: Any) -> tuple[StepSchedule, ...] | None:
         return (schedule,)
     if not Path(schedule).is_file():
         raise ValueError(f"{name}: there is no file {str(schedule)!r}; transform.save_schedules(path) writes one")
-    return tuple(load_schedules(schedule))
+    return tuple(load("ir.schedule_files:load_schedules")(schedule))
 
 
 def _ignored(name: str, params: Any) -> tuple[torch.nn.Parameter | str, ...]:
@@ -368,7 +367,11 @@ def _comparable(value: Any, captured: bool) -> str:
     if isinstance(value, (MixedPrecisionPolicy, OffloadPolicy)):
         of_fields = [f"{f.name}={_comparable(getattr(value, f.name), captured)}" for f in fields(value)]
         return f"{type(value).__name__}({', '.join(of_fields)})"
-    return describe(value, captured=captured) if callable(value) else str(value)
+    if not callable(value):
+        return str(value)
+    from .callables import describe  # here, because most options are no functions
+
+    return describe(value, captured=captured)
 
 
 def check_options(*positional: Any, **arguments: Any) -> Options:

@@ -23,7 +23,7 @@ compares this table with the code:
 | `runtime.names` | `_optimizer_steps` | kept: a number in labels of profiles | |
 | `runtime.shard_source` | `_last_copies`: events of CUDA | kept: torch refuses CUDA in a forked process | |
 | `transports.base` | `_side_streams` of CUDA | kept: the same | |
-| `sharding.state_entries` | `_checked` optimizers | kept | |
+| `sharding.optimizer_steps` | `_checked` optimizers | kept | |
 | `capture.repetition` | `_callers`: jitted modules | kept | |
 | `ir.observation` | `_cache`: facts on operators | kept | |
 | `ir.observation` | `_quiet`: filters of warnings, a logger | restored if another thread had changed them | |

@@ -23,6 +23,7 @@ for each new set of shapes and flags
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -50,13 +51,14 @@ from .capture.traced_computation import (
     without_computation,
 )
 from .compiled_traces import CompiledTraces
+from .extensions import Answer, load
 from .ir.analysis import NO_PENDING_GRADS
 from .ir.computation import CallSignature, computation_of, read_call
 from .ir.effects import effects
-from .ir.inspection import is_backward_trace, snapshot, split_joint
+from .ir.inspection import is_backward_trace, nested, snapshot, split_joint
 from .ir.registry import executor as own_executor
 from .ir.registry import with_caches
-from .ir.schedule import Schedule, StepSchedule, read_program, read_schedule, save_schedules
+from .ir.schedule import Schedule, StepSchedule, read_program, read_schedule
 from .logs import Artifacts
 from .options import Options
 from .passes import Context, PassExecutor
@@ -69,14 +71,12 @@ from .runtime.module_hooks import TracedHooks
 from .runtime.trace_start import TraceStart
 from .runtime.traced_inputs import MemoryOfInputs
 from .sharding.casts import attach_casts, cast_inputs
-from .sharding.huggingface_models import let_accelerate_prepare, refuse_save_pretrained, transformers_lookasides
 from .sharding.jitted_state import install_state_dict
 from .sharding.refusals import refuse_fsdp2_methods
 from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardingTransform, find_sharding
 from .transforms.offload_activations import offloaded_values
 from .transforms.shard_prologue import refuse_foreign_parameters, unpacked_parameters
-from .transforms.write_out_of_place import write_out_of_place
 
 WARN_COMPILED = 32
 """How many sets of shapes and flags may be compiled for one module before a warning suggests alternatives."""
@@ -139,7 +139,7 @@ class FSDPTransform(ShardingTransform):
 
     def save_schedules(self, path: str | Path) -> None:
         """Write :attr:`schedules` to a file that ``fsdp(schedule=path)`` replays."""
-        save_schedules(self.schedules, path)
+        load("ir.schedule_files:save_schedules")(self.schedules, path)
 
     def transform_module(self, model: ThunderModule) -> None:
         if any(isinstance(transform, FSDPTransform) for transform in model._lc_transforms):
@@ -159,13 +159,11 @@ class FSDPTransform(ShardingTransform):
         install_state_dict(model, self._sharded)
         attach_casts(model, self._sharded.mp_policy)
         refuse_foreign_functions(model._model, self._sharded.locations)
-        refuse_save_pretrained(model._model)
-        let_accelerate_prepare(model)
+        compile_data = thunder.compile_data(model)
+        self._let_libraries_use(model, compile_data)
         refuse_fsdp2_methods(model)
         quiet_no_sync(model)
         self._stats.add(thunder.compile_stats(model))
-        compile_data = thunder.compile_data(model)
-        compile_data.executor_lookasides |= transformers_lookasides()
         trace_module_calls(
             compile_data, self._repetition if self.options.trace_modules_once else call_forward, self._reads
         )
@@ -173,6 +171,15 @@ class FSDPTransform(ShardingTransform):
         others = (e for e in compile_data.executors_list if e not in (own_executor, first, last))
         self._claiming = (own_executor, *others)
         compile_data.executors_list = (first, *self._claiming, last)
+
+    @staticmethod
+    def _let_libraries_use(model: ThunderModule, compile_data: Any) -> None:
+        """Prepare for the libraries of Hugging Face. accelerate may be imported later, and asks each model."""
+        model.__dict__["_is_accelerate_prepared"] = Answer("sharding.huggingface_models:is_prepared_for_accelerate")
+        if "transformers" in sys.modules or any(
+            hasattr(module, "save_pretrained") for module in model._model.modules()
+        ):
+            load("sharding.huggingface_models:prepare")(model._model, compile_data)
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -192,16 +199,20 @@ class FSDPTransform(ShardingTransform):
         self._sharded.progress.log_phase(
             "traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols), stage="differentiating"
         )
-        unpacked = unpacked_parameters(prologue_trace)
-        computation_trace, memory = write_out_of_place(
-            computation_trace,
-            original=self._without_alias_updates(computation_trace),
-            parameters={
-                argument.name: unpacked[value.name]
-                for value, argument in zip(prologue_trace.output[0], computation_trace.args, strict=True)
-                if unpacked.get(getattr(value, "name", "")) in self._sharded.locations  # not ignored
-            },
-        )
+        original, memory = self._without_alias_updates(computation_trace), MemoryOfInputs()
+        if any(bsym.sym.id is PrimIDs.COPY_ for bsym in nested(original.bound_symbols)):
+            from .transforms.write_out_of_place import write_out_of_place  # here, because most programs write nothing
+
+            unpacked = unpacked_parameters(prologue_trace)
+            computation_trace, memory = write_out_of_place(
+                computation_trace,
+                original=original,
+                parameters={
+                    argument.name: unpacked[value.name]
+                    for value, argument in zip(prologue_trace.output[0], computation_trace.args, strict=True)
+                    if unpacked.get(getattr(value, "name", "")) in self._sharded.locations  # not ignored
+                },
+            )
         compilation = self.begin_compilation(call, no_sync=no_sync)
         compilation.context["memory_of_inputs"] = memory
         compilation.context["computation"] = computation_trace

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.ir.schedule import read_program
 from thunder_fsdp_sched.proof import verify
-from thunder_fsdp_sched.ranks.deadlock import Action, find_fault
+from thunder_fsdp_sched.ranks.deadlock import find_fault
+from thunder_fsdp_sched.ranks.messages import Action
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from thunder_fsdp_sched import CommPolicy, StepMemory, fsdp, set_gradient_divide_factor
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
-from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS, Analysis
+from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS
 from thunder_fsdp_sched.ir.step_memory import KINDS, TensorMemory
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.ir.unknown_memory import unknown_memory
+from thunder_fsdp_sched.ir.value_memory import MemoryAnalysis
 from thunder_fsdp_sched.planning.choosing import check_memory
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
@@ -399,7 +400,7 @@ def test_a_fusion_allocates_at_most_what_it_computes_inside() -> None:
         b, c = prims.exp(a), prims.sin(a)
         d = prims.add(b, c)
     fusion = Symbol("fusion0", lambda a: None, is_fusion=True).bind(a, output=d, subsymbols=tuple(trace.bound_symbols))
-    [unknown] = unknown_memory(Analysis([fusion]), "cpu")
+    [unknown] = unknown_memory(MemoryAnalysis([fusion]), "cpu")
     assert (unknown.name, unknown.nbytes, unknown.positions) == ("fusion0", 2 * 32, (0,))
 
 

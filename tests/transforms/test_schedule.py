@@ -5,7 +5,8 @@ import functools
 import json
 import operator
 
-from thunder_fsdp_sched.ir.schedule import StepSchedule, load_schedules, read_schedule, save_schedules
+from thunder_fsdp_sched.ir.schedule import StepSchedule, read_schedule
+from thunder_fsdp_sched.ir.schedule_files import load_schedules, save_schedules
 from thunder_fsdp_sched.proof import verify
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.replay_schedule import ScheduleMismatch, replay_schedule

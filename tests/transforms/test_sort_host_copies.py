@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.effects import declared
 from thunder_fsdp_sched.ir.host_copies import (
     fsdp_copy_to_device,
@@ -15,7 +14,8 @@ from thunder_fsdp_sched.ir.host_copies import (
     fsdp_wait_host_copy,
 )
 from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, statements
-from thunder_fsdp_sched.ir.schedule import save_schedules
+from thunder_fsdp_sched.ir.schedule_files import save_schedules
+from thunder_fsdp_sched.ir.value_memory import MemoryAnalysis
 from thunder_fsdp_sched.transforms.sort_host_copies import MAX_HOST_COPIES_IN_FLIGHT, sort_host_copies
 
 import pytest
@@ -95,7 +95,7 @@ def test_offloading_frees_device_memory_from_the_wait_to_the_issue_of_the_copy_b
     compiled, plain = _compiled(), _compiled(False)
     traces = compiled.forward, compiled.backward
     bsyms = [b for trace in traces for b in trace.bound_symbols]
-    intervals = {i.name: i for i in Analysis(*traces).memory}
+    intervals = {i.name: i for i in MemoryAnalysis(*traces).memory}
     for position, bsym in enumerate(bsyms):
         if bsym.sym is fsdp_wait_host_copy:
             assert intervals[bsym.args[1].name].last == position
@@ -106,7 +106,7 @@ def test_offloading_frees_device_memory_from_the_wait_to_the_issue_of_the_copy_b
             reads = [i for i, b in enumerate(bsyms) if wait.output.name in args_of(b) and b.sym.name != "python_del"]
             assert (back.first, back.nbytes) == (position, nbytes_of(wait.output)) and back.last >= reads[-1]
     # Backward's trace on its own also counts nothing for what it finds in host memory.
-    alone = {i.name for i in Analysis(compiled.backward).memory}
+    alone = {i.name for i in MemoryAnalysis(compiled.backward).memory}
     assert not any(name.startswith("host_") for name in alone)
     saved = [c.memory.bytes_at(c.memory.backward)["saved for backward"] for c in (plain, compiled)]
     freed = sum(nbytes_of(b.output) for b in bsyms if b.sym is fsdp_wait_host_copy)

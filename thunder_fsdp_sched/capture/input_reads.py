@@ -45,10 +45,10 @@ from thunder.core.jit_ext import EXT_FLAG_IS_TENSOR_PROXY, get_jit_ctx, should_r
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import Proxy, TensorProxy
 
+from ..extensions import load
 from ..private_thunder import save_attributes_of_root, wraps_observed_by
 from ..runtime.traced_inputs import EQUAL, HAS, IS, KEYS, LENGTH, TYPE, Check, TracedInputs
 from .paths import ATTRIBUTE, COMPUTED, FUNCTION, INPUTS, ITEM, Path, Paths, evaluate
-from .symbolic_sizes import Sizes
 
 
 class InputReads:
@@ -58,7 +58,7 @@ class InputReads:
         self._trace: Any = None
         self._checks: dict[Path, Check] = {}
         self._module: torch.nn.Module | None = None
-        self._sizes: Sizes | None = None  # with symbolic values
+        self._sizes: Any = None  # the `Sizes`, with symbolic values
 
     def call(self, call: Callable[..., Any], module: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
         """Let ``call`` trace a call of a module, with wrapped values, and note what it reads if it is the outermost one."""
@@ -68,7 +68,8 @@ class InputReads:
         self._trace, self._checks, self._paths = context.computation_trace, {}, _ConcretePaths()
         self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
         self._module = unwrap(module)
-        self._sizes = Sizes() if get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES else None
+        is_symbolic = get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES
+        self._sizes = load("capture.symbolic_sizes:Sizes")() if is_symbolic else None
         for value in (*args, *kwargs.values()):
             self._note(value)
         with interpretercompilectx(wraps_observed_by(get_interpretercompilectx(), self, self._sizes)):

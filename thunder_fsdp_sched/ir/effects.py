@@ -6,30 +6,28 @@ sorts, allocates, predicts, simulates, prints or proves reads them through :func
 new kind of communication is one declaration and one function that runs.
 
 The effects of all other operators follow from the facts about them (``operator_facts``): they read and write values, some
-results are views, and the others are new memory. A result's memory may depend on strides (a reshape copies a transposed
-tensor), so an operator is observed with the strides that earlier operators have returned.
+results are views, and the others are new memory.
 
 A bound symbol keeps its effects, as it keeps its facts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, cast
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, cast
 
 import torch
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 
-from ..private_thunder import EFFECTS, OBSERVED_EFFECTS
+from ..private_thunder import EFFECTS
 from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot, slot_bytes
 from ..transports.base import Traffic
-from .inspection import UNPACKING, args_of, communicates, defined_by, nbytes_of
-from .operator_facts import facts_of, observed_call, tensors_read, tensors_returned
+from .inspection import UNPACKING, args_of, communicates
+from .operator_facts import facts_of
 
 
 class Place(NamedTuple):
@@ -338,13 +336,11 @@ def declared(bsym: BoundSymbol) -> Effects:
     return effects(bsym) if is_declared(bsym.sym) else NOTHING
 
 
-def effects(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]] | None = None) -> Effects:
+def effects(bsym: BoundSymbol) -> Effects:
     """Return the effects of a bound symbol; see [Note: Effects].
 
-    Args:
-        strides: strides by name, of inputs that are not contiguous. They change the effects of operators that are not ours
-            only. Without them it is not observed which results are views, so ``views``, ``strides`` and ``allocates`` are
-            empty.
+    It is not observed which results of operators that are not ours are views, so their ``views``, ``strides`` and
+    ``allocates`` are empty: see ``observed_effects``.
     """
     known = vars(bsym)
     kept: Effects | None = known.get(EFFECTS)
@@ -358,30 +354,7 @@ def effects(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]] | None = N
         facts = facts_of(bsym)
         writes = facts.writes if facts.known else frozenset(args_of(bsym))
         kept = known[EFFECTS] = Effects(aliases=facts.aliases, writes=writes, communicates=communicates(bsym))
-    if strides is None:
-        return kept
-    observed: dict[Any, Effects] = known.setdefault(OBSERVED_EFFECTS, {})
-    key = tuple([strides.get(name) for name in args_of(bsym)])
-    if key not in observed:
-        observed[key] = _observed(bsym, kept, strides)
-    return observed[key]
-
-
-def observed(bsyms: Iterable[BoundSymbol]) -> Iterator[tuple[Effects, dict[str, tuple[int, ...]]]]:
-    """Yield the effects of each bound symbol on inputs with the strides that they have, and the strides of these inputs.
-
-    Strides are those that the bound symbols before it have returned, by name. Values without are contiguous.
-    """
-    strides: dict[str, tuple[int, ...]] = {}
-    for bsym in bsyms:
-        e = effects(bsym, strides)
-        yield e, strides
-        for out in () if bsym.sym.id in UNPACKING else defined_by(bsym):  # perhaps saved by an earlier trace
-            known = e.strides.get(out.name) or strides.get(e.layouts.get(out.name, ""))
-            if known is None:
-                strides.pop(out.name, None)
-            else:
-                strides[out.name] = known
+    return kept
 
 
 def sends(bsym: BoundSymbol) -> Issue | None:
@@ -419,47 +392,3 @@ def operations(bsyms: Iterable[BoundSymbol], *, of_buckets: bool) -> tuple[list[
 def is_declared(symbol: Symbol) -> bool:
     """Return whether a symbol declares its effects."""
     return symbol in DECLARED
-
-
-def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int, ...]]) -> Effects:
-    """Return the effects of an operator that is not ours, on inputs with these strides."""
-    facts, call = facts_of(bsym), observed_call(bsym, strides)
-    inputs, outs, by_name = tensors_read(bsym), tensors_returned(bsym), {p.name: p for p in bsym.flat_proxy_args}
-    views: dict[str, tuple[str, ...]] = {}
-    found: dict[str, tuple[int, ...]] = {}
-    memory = []
-    for out in defined_by(bsym):
-        nbytes = nbytes_of(out) if isinstance(out, TensorProxy) else 0
-        if call is not None and out.name in outs:
-            index = outs.index(out.name)
-            first, nbytes = call.storages[index]
-            if (of_out := call.strides[index]) is not None:
-                found[out.name] = of_out
-            of = tuple(inputs[i] for i in sorted(call.aliases[index])) or (outs[first],) * (first != index)
-            is_new = not of
-        else:
-            of = tuple(name for name in facts.aliases.get(out.name, ()) if _may_be_view(out, by_name[name]))
-            is_new = not (of and facts.known)
-        views[out.name] = of
-        if is_new:
-            memory.append(Allocation(out.name, nbytes, device_of(out), kind="values"))
-    if call is not None and call.temporary_bytes:
-        tensors = (p for p in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy))
-        device = next(map(device_of, tensors), "cpu")
-        memory.append(Allocation(None, call.temporary_bytes, device, "call", "temporaries", bsym.sym.name))
-    operators, flops = (None, None) if call is None else (call.operators, call.flops)
-    return replace(known, views=views, strides=found, operators=operators, flops=flops, allocates=tuple(memory))
-
-
-def device_of(proxy: object) -> str:
-    """Return the type of the device of a value."""
-    return proxy.device.type if isinstance(proxy, (TensorProxy, FutureTensorProxy)) else "cpu"
-
-
-def _may_be_view(value: object, of: object) -> bool:
-    """Return whether dtype and device allow that a value, whose operator may return a view, is one."""
-    return (
-        isinstance(value, TensorProxy)
-        and isinstance(of, TensorProxy)
-        and (value.dtype, value.device) == (of.dtype, of.device)
-    )

@@ -1,28 +1,21 @@
-"""The schedule of a compiled trace as a value: printed, compared, saved, loaded, replayed."""
+"""The schedule of a compiled trace as a value: printed and compared; ``schedule_files`` saves and loads it."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ranks.deadlock import Action
+from ..ranks.messages import Action
 from .analysis import Analysis
 from .effects import Issue, effects
 from .inspection import outs_of, statements
-from .json_files import read_json, write_json
 from .symbols import GATHER_WAITS, GATHERS, ISSUES, reduction_of
-
-_FORMAT = 2
-"""The version of the files of schedules."""
 
 THEN_HOOK = "; then all_reduce_hook "
 """The prefix of a hook's name in the reason of a wait that calls the hook."""
@@ -211,23 +204,3 @@ def compute_digest(bsyms: Iterable[BoundSymbol]) -> str:
     """Return a digest of the names, in order, of all bound symbols that are not communication."""
     names = [b.sym.name for b in bsyms if not is_communication(b)]
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
-
-
-class _ScheduleFile(NamedTuple):
-    """The content of a file of schedules."""
-
-    steps: tuple[StepSchedule, ...]
-
-
-def save_schedules(schedules: Iterable[StepSchedule], path: str | Path) -> None:
-    """Write schedules, oldest first, as JSON that ``fsdp(schedule=path)`` replays."""
-    write_json(path, _FORMAT, {"steps": [dataclasses.asdict(s) for s in schedules]})
-
-
-def load_schedules(path: str | Path) -> list[StepSchedule]:
-    """Read a file written by :func:`save_schedules`.
-
-    Raises:
-        ValueError: the file was not written by :func:`save_schedules`, or is damaged; the message names the first fault.
-    """
-    return list(read_json(path, "schedule", "schedule", _FORMAT, _ScheduleFile).steps)

@@ -15,11 +15,12 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..sizes import round_up
-from .analysis import BEFORE_TRACE, NO_PENDING_GRADS, Analysis, Lifetime, PendingGrads, bytes_at
+from .analysis import BEFORE_TRACE, NO_PENDING_GRADS, Lifetime, PendingGrads, bytes_at
 from .effects import Effects
 from .inspection import is_statement, source_of, statement, statements
 from .slots import arena_allocations, slots_in_use
 from .unknown_memory import UnknownMemory, unknown_memory
+from .value_memory import MemoryAnalysis
 
 KINDS = (
     "shards",
@@ -132,7 +133,7 @@ class StepMemory:
         device = device or ("cuda" if "cuda" in types else min(types, default="cpu"))
         unit = _CUDA_BLOCK if device == "cuda" else 1
         plans_device = device != "cpu"  # on a CPU that plans for a GPU, devices do not tell what is in host memory
-        analysis = Analysis(*traces)
+        analysis = MemoryAnalysis(*traces)
         bsyms, backward = analysis.bsyms, len(traces[0].bound_symbols)
         counted, numbers = list(filter(is_statement, bsyms)), analysis.schedule_positions
         end = len(bsyms) - 1

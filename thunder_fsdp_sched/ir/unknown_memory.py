@@ -19,10 +19,10 @@ import torch
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from .analysis import Analysis
 from .effects import Effects, Issue, is_declared
 from .inspection import nbytes_of, nested, outs_of, runs_nothing
 from .operator_facts import facts_of, tensors_returned
+from .value_memory import MemoryAnalysis
 
 _CUBLAS_BYTES = 4096 * 8 * 1024
 """Bytes of torch's largest default workspace of cuBLAS, that for Hopper; see ``CUBLAS_WORKSPACE_CONFIG``."""
@@ -72,7 +72,7 @@ class UnknownMemory(NamedTuple):
         return f"{self.name}: {bound}{at}, {self.reason}"
 
 
-def unknown_memory(analysis: Analysis, device_type: str) -> tuple[UnknownMemory, ...]:
+def unknown_memory(analysis: MemoryAnalysis, device_type: str) -> tuple[UnknownMemory, ...]:
     """Return the memory that is unknown, grouped by name and reason; see [Note: Unknown memory].
 
     Args:

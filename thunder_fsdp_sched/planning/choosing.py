@@ -35,11 +35,12 @@ from thunder.core.trace import TraceCtx
 
 from .. import passes
 from ..compiled_traces import CompiledTraces
-from ..ir.analysis import NO_PENDING_GRADS, PendingGrads, pending_grads_of
+from ..ir.analysis import NO_PENDING_GRADS, PendingGrads
 from ..ir.computation import computation_of
 from ..ir.effects import effects
 from ..ir.inspection import names, nbytes_of, split_joint
 from ..ir.step_memory import StepMemory
+from ..ir.value_memory import pending_grads_of
 from ..logs import LOGGER
 from ..options import Options
 from ..passes import Context

@@ -7,7 +7,7 @@ one, else for its subsymbols. Bytes are those of its inputs and outputs, so a fu
 leaves it.
 
 A view runs no kernel and costs only host time. Whether an operator returns a view depends on the strides of its input,
-which are observed (see [Note: Effects] in ``ir.effects``). An expanded value does not occupy the bytes of its shape.
+which are observed (see ``ir.observed_effects``). An expanded value does not occupy the bytes of its shape.
 
 [Note: Time of a collective]
 A ring of W ranks sends W-1 of W pieces through every link, one after the other. That takes W-1 hops of latency, plus
@@ -28,8 +28,9 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.effects import Effects, Issue, effects, is_declared, observed
+from ..ir.effects import Effects, Issue, is_declared
 from ..ir.inspection import defined_by, nbytes_of, runs_nothing
+from ..ir.observed_effects import observed, observed_effects
 from .clusters import ClusterSpec, cluster
 from .flops import flops_of
 
@@ -189,7 +190,7 @@ def bytes_of(bsym: BoundSymbol, strides: Strides | None = None) -> int:
     tensors = [p for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
     inputs = {p.name: _occupied(p, strides.get(p.name)) for p in tensors}
     written = sum(nbytes_of(p) for p in defined_by(bsym) if isinstance(p, TensorProxy))
-    if not _SELECTING.isdisjoint(effects(bsym, strides).operators or ()):
+    if not _SELECTING.isdisjoint(observed_effects(bsym, strides).operators or ()):
         return sum(min(size, written) for size in inputs.values()) + written
     return sum(inputs.values()) + written
 

@@ -12,8 +12,9 @@ from thunder.core.dtypes import to_torch_dtype
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 
-from ..ir.effects import Effects, effects
+from ..ir.effects import Effects
 from ..ir.observation import observe_call
+from ..ir.observed_effects import observed_effects
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     PrimIDs.LINEAR: torch.nn.functional.linear,
@@ -48,7 +49,7 @@ def flops_of(bsym: BoundSymbol, known: Effects | None = None) -> Mapping[torch.d
     """
     if bsym.sym.name in _ATTENTION:
         return _of_attention(bsym)
-    observed = (known or effects(bsym, {})).flops
+    observed = (known or observed_effects(bsym, {})).flops
     if observed is not None:
         return observed
     if bsym.sym.id in _FUNCTIONS and (calls := observe_call(bsym, _FUNCTIONS[bsym.sym.id], {})):

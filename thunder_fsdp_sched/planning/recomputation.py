@@ -29,9 +29,10 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 
-from ..ir.analysis import BEFORE_TRACE, Analysis, Lifetime, bytes_at
+from ..ir.analysis import BEFORE_TRACE, Lifetime, bytes_at
 from ..ir.effects import is_declared
 from ..ir.operator_facts import is_pure
+from ..ir.value_memory import MemoryAnalysis
 
 _UNIT = 1e15
 """Units of a capacity in one second. Capacities are integers, because a cut of rounded floats may not be minimal."""
@@ -95,7 +96,7 @@ class SavedValues:
     """
 
     def __init__(self, halves: Sequence[TraceCtx], seconds: Sequence[float]) -> None:
-        live = Analysis(*halves)
+        live = MemoryAnalysis(*halves)
         self.begin, self.length = len(halves[0].bound_symbols), len(live.bsyms)
         self.memory = live.memory
         self.owner = {v: max(v.owners, key=lambda owner: owner.nbytes) for v in live.values if v.owners}

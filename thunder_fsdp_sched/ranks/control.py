@@ -73,8 +73,7 @@ import torch.distributed as dist
 
 from ..process_state import reset_after_fork
 from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
-from .deadlock import Action, find_fault
-from .messages import first_difference, first_different, first_line
+from .messages import Action, first_difference, first_different, first_line
 from .process_groups import ProcessGroupRef, Ranks
 
 
@@ -381,6 +380,8 @@ class Control:
         groups_match = _groups_match({rank: groups for rank, (_, groups, _, _) in everyones.items()})
         if not (alike and groups_match):
             programs = self._gather(f"the collectives of {what}", list(program))
+            from .deadlock import find_fault  # here, because ranks that run the same need no proof
+
             fault = find_fault(dict(zip(everyones, programs, strict=True)))
             if fault:
                 raise self.disagreement(f"{what}, {fault}")

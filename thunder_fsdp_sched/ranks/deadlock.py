@@ -20,19 +20,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
-from .messages import first_difference
-
-
-class Action(NamedTuple):
-    """One action of a program: issuing a collective, or waiting for one."""
-
-    line: str  # a readable description of the collective, the same on all ranks
-    group: str  # the name of its process group, the same on all members
-    ranks: tuple[int, ...]  # the members, by global rank
-    waits: bool  # whether the action is the wait for a collective that was issued earlier
-    number: int  # of the collective in this program
+from .messages import Action, first_difference
 
 
 def find_fault(programs: Mapping[int, Sequence[Action]]) -> str:

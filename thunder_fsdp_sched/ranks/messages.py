@@ -1,9 +1,20 @@
-"""Messages about several ranks: what each of them does, and where their texts differ."""
+"""What each of several ranks does, and where that differs."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Action(NamedTuple):
+    """One action of a program: issuing a collective, or waiting for one."""
+
+    line: str  # a readable description of the collective, the same on all ranks
+    group: str  # the name of its process group, the same on all members
+    ranks: tuple[int, ...]  # the members, by global rank
+    waits: bool  # whether the action is the wait for a collective that was issued earlier
+    number: int  # of the collective in this program
 
 
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:

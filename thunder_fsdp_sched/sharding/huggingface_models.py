@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from thunder.core.module import ThunderModule
 
 from ..runtime.row_dtensor import DTENSORS
 
@@ -71,7 +70,13 @@ def _refuse_cache(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def refuse_save_pretrained(module: torch.nn.Module) -> None:
+def prepare(module: torch.nn.Module, compile_data: Any) -> None:
+    """Let Thunder trace a module that transformers has made, or parts of it, and refuse to save its rows."""
+    compile_data.executor_lookasides |= transformers_lookasides()
+    _refuse_save_pretrained(module)
+
+
+def _refuse_save_pretrained(module: torch.nn.Module) -> None:
     """Make ``save_pretrained`` of ``module`` and its submodules an error, unless it is given whole values.
 
     Their own method would save what ``state_dict`` returns, of which each rank has some rows. The attributes of these
@@ -92,37 +97,33 @@ def _save_whole_values(reference: weakref.ref[Any], *args: Any, state_dict: Any 
     return type(module).save_pretrained(module, *args, state_dict=state_dict, **options)
 
 
-def let_accelerate_prepare(model: ThunderModule) -> None:
-    """Make ``Accelerator.prepare`` return the jitted ``model`` as it is, or raise an error if it would have to change it.
+def is_prepared_for_accelerate() -> bool:
+    """Return true, or raise an error if ``Accelerator.prepare`` would have to change the jitted model.
 
     accelerate would move the model, and wrap it in ``DistributedDataParallel``. It does nothing to models whose attribute
     ``_is_accelerate_prepared`` is true.
+
+    Raises:
+        ValueError: accelerate has options that would be lost.
     """
-    model.__dict__["_is_accelerate_prepared"] = _Prepared()
-
-
-class _Prepared:
-    """The value of ``_is_accelerate_prepared``: true, and an error if accelerate has options that would be lost."""
-
-    def __bool__(self) -> bool:
-        accelerate: Any = sys.modules.get("accelerate.state")
-        if accelerate is None or not accelerate.is_initialized():
-            return True
-        state = accelerate.AcceleratorState()
-        kind = state.distributed_type.value
-        if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
-            raise ValueError(
-                f"accelerate: the model is sharded by fsdp(...) already, and the accelerator is configured for {kind}. Use "
-                f"a configuration without it (MULTI_GPU, or MULTI_CPU)"
-            )
-        if state.mixed_precision != "no":
-            raise ValueError(
-                "accelerate: mixed_precision would wrap the compiled model's forward in autocast. Use "
-                "Accelerator(mixed_precision='no') and fsdp(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) (in "
-                "TrainingArguments leave out bf16 and fp16)"
-            )
-        if state.dynamo_plugin is not None and state.dynamo_plugin.backend.value != "NO":
-            raise ValueError(
-                "accelerate: the model is compiled by Thunder already; use an Accelerator without dynamo_backend"
-            )
+    accelerate: Any = sys.modules.get("accelerate.state")
+    if accelerate is None or not accelerate.is_initialized():
         return True
+    state = accelerate.AcceleratorState()
+    kind = state.distributed_type.value
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
+        raise ValueError(
+            f"accelerate: the model is sharded by fsdp(...) already, and the accelerator is configured for {kind}. Use "
+            f"a configuration without it (MULTI_GPU, or MULTI_CPU)"
+        )
+    if state.mixed_precision != "no":
+        raise ValueError(
+            "accelerate: mixed_precision would wrap the compiled model's forward in autocast. Use "
+            "Accelerator(mixed_precision='no') and fsdp(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) (in "
+            "TrainingArguments leave out bf16 and fp16)"
+        )
+    if state.dynamo_plugin is not None and state.dynamo_plugin.backend.value != "NO":
+        raise ValueError(
+            "accelerate: the model is compiled by Thunder already; use an Accelerator without dynamo_backend"
+        )
+    return True

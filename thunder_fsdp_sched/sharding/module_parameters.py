@@ -31,12 +31,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..extensions import load
 from ..private_torch import state_name
 from ..runtime.bucket import Bucket
 from ..runtime.memory import address
 from ..runtime.module_hooks import UntracedHook
 from ..runtime.row_dtensor import RowDTensor, local_rows
-from .state_entries import refuse_unshared, rows_from
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _DEPTH = 3
@@ -255,7 +255,7 @@ class _Guard(UntracedHook):
                 if entry.param is not entry.shard:
                     self._params.check()
                 if not self._params.is_gathering:
-                    refuse_unshared(bucket)
+                    load("sharding.state_entries:refuse_unshared")(bucket)
                 state_dict[prefix + leaf] = RowDTensor.entry(bucket.shard_views[index], bucket.rows[index])
 
     def shard_loaded_entries(
@@ -274,7 +274,9 @@ class _Guard(UntracedHook):
             try:
                 if isinstance(value, torch.Tensor) and not self._params.is_whole(entry):
                     rows = entry.bucket.rows[entry.index]
-                    state_dict[prefix + name] = RowDTensor.wrap(rows_from(rows, value), rows)
+                    state_dict[prefix + name] = RowDTensor.wrap(
+                        load("sharding.state_entries:rows_from")(rows, value), rows
+                    )
             except ValueError as error:
                 errors.append(f"size mismatch for {prefix + name}: {error}")
         if errors:

@@ -37,6 +37,7 @@ from .former_parameters import retire
 from .initial_values import ValueSource, check_initial_values, make_blank, resolve_device
 from .module_parameters import find_owner, replace_in_containers
 from .module_policies import ModulePolicies
+from .optimizer_steps import check_before_step
 from .refusals import (
     refuse_compiled,
     refuse_grad_dtypes,
@@ -46,7 +47,6 @@ from .refusals import (
     refuse_views,
 )
 from .sharded_module import ShardedModule
-from .state_entries import check_before_step
 
 register_optimizer_step_pre_hook(check_before_step)
 

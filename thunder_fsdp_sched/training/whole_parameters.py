@@ -3,7 +3,7 @@
 [Note: One owner for each parameter]
 A rank has some rows of each parameter. That is enough for optimizers that treat each element separately, such as AdamW
 and SGD. But Muon orthogonalizes whole matrices, and Adafactor computes means over rows, over columns and over the whole
-matrix. On some of the rows, both would compute something else, and are refused (``sharding.state_entries``).
+matrix. On some of the rows, both would compute something else, and are refused (``sharding.optimizer_steps``).
 
 So each parameter has an *owner* among the ranks over which it is sharded. A step sends the rows of gradients and
 parameters to their owners with one all-to-all. Each owner updates its parameters, and a second all-to-all returns the

@@ -20,11 +20,12 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.analysis import Analysis, Lifetime
+from ..ir.analysis import Lifetime
 from ..ir.effects import effects, is_declared
 from ..ir.host_copies import fsdp_copy_to_device, fsdp_copy_to_host, fsdp_wait_device_copy, fsdp_wait_host_copy
 from ..ir.inspection import UNPACKING, forward_part, names, return_of, unused_name, with_bound_symbols
 from ..ir.operator_facts import facts_of
+from ..ir.value_memory import MemoryAnalysis
 from .gather_from_secondary import first_tensor
 from .regather_for_backward import BackwardCopies, reads_memory
 
@@ -110,7 +111,7 @@ class _Activation:
 
 def _find(trace: TraceCtx) -> dict[str, _Activation]:
     """Return the offloadable memory of a joint trace, by the owner's name."""
-    forward, live = forward_part(trace), Analysis(trace)
+    forward, live = forward_part(trace), MemoryAnalysis(trace)
     refused = _refused(trace, live)
     of_owner: dict[Lifetime, list[Lifetime]] = defaultdict(list)
     for value in live.values:
@@ -130,7 +131,7 @@ def _find(trace: TraceCtx) -> dict[str, _Activation]:
     return found
 
 
-def _refused(trace: TraceCtx, live: Analysis) -> set[Lifetime]:
+def _refused(trace: TraceCtx, live: MemoryAnalysis) -> set[Lifetime]:
     """Return the owners of memory that must stay where it is."""
     kept: list[Lifetime] = []
     params: set[str] = set()
@@ -155,7 +156,7 @@ def _refused(trace: TraceCtx, live: Analysis) -> set[Lifetime]:
     return {owner for value in kept for owner in live.owners_of(value)}
 
 
-def _derivation(value: Lifetime, owner: Lifetime, live: Analysis) -> list[BoundSymbol] | None:
+def _derivation(value: Lifetime, owner: Lifetime, live: MemoryAnalysis) -> list[BoundSymbol] | None:
     """Return the bound symbols that compute ``value`` from ``owner`` alone, in order; ``None`` if there are none such."""
     chain: dict[int, BoundSymbol] = {}
     pending = [value]

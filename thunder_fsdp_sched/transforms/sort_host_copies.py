@@ -11,10 +11,10 @@ from itertools import accumulate
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.analysis import Analysis
 from ..ir.effects import effects, operations
 from ..ir.host_copies import without_token
 from ..ir.inspection import UNPACKING, nbytes_of, outs_of, short_form, statements, with_bound_symbols
+from ..ir.value_memory import MemoryAnalysis
 
 MAX_HOST_COPIES_IN_FLIGHT = 4
 """How many copies of the largest size may be in flight in each direction, because each occupies device memory. One block
@@ -112,7 +112,7 @@ class _Sorter:
     def __init__(self, others: Sequence[BoundSymbol], copies: Sequence[_Copy], begins: Sequence[float]) -> None:
         self.others, self.copies, self.begins = others, copies, begins
         self.limit = sum(sorted(copy.nbytes for copy in copies)[-MAX_HOST_COPIES_IN_FLIGHT:])
-        self.live = Analysis(others)
+        self.live = MemoryAnalysis(others)
         self.in_flight: deque[_Copy] = deque()
         self.out: list[BoundSymbol] = []
 
