@@ -11,7 +11,7 @@ compares this table with the code:
 | `checkpoint.beside` | `_rounds`: gloo connections | kept: freeing them would wait for the parent's threads | |
 | `checkpoint.beside` | `_finalizer`, `_has_failed` | none; the next save makes another | finishes the save |
 | `checkpoint.staging` | `host_memory`: shared memory, writer process | none; copies are closed | the writer ends itself |
-| `checkpoint.folder` | each `Run`: files of an unfinished save | the parent's: none is deleted | |
+| `checkpoint.folder` | each `SaveRun`: files of an unfinished save | the parent's: none is deleted | |
 | `ranks.process_groups` | each `ProcessGroupRef` | raises an error, but for fake groups | gloo groups end (hook) |
 | `ranks.process_groups` | `_companions` | kept, and replaced: their groups are unusable | |
 | `ranks.process_groups` | `_used` groups | kept: they are unusable | |
