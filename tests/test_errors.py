@@ -243,11 +243,6 @@ REFUSED: dict[str, tuple[Callable[[Any], list[FSDPTransform]], type[Exception], 
         ValueError,
         r"'first\.bias' has a gradient.*zero_grad.*create optimizers after it",
     ),
-    "compiled by torch": (
-        lambda m: setattr(m, "last", torch.compile(m.last)) or [fsdp()],
-        TypeError,
-        r"module 'last' was compiled by torch\.compile.*without torch\.compile",
-    ),
     "sharded twice": (lambda m: [fsdp(), fsdp()], ValueError, r"sharded already; pass one fsdp"),
     "used for another module": (
         _used_already,

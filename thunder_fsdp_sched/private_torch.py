@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torch._logging._internal import trace_structured
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as torch_modules
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
@@ -238,76 +237,6 @@ def process_groups() -> list[Any]:
     return list(c10d._world.pg_names)
 
 
-def refuse_foreign_functions(module: Any, names: Collection[str]) -> None:
-    """Make functions of other libraries raise an error on a module that is sharded here.
-
-    They are unaware of these shards, and would mistake each rank's rows for whole parameters. No function is replaced.
-    Instead, the module gets attributes that only these functions read, before they access parameters:
-
-    - ``DistributedDataParallel``, which would copy rank 0's rows to all ranks, reads the names of parameters to ignore.
-    - Thunder's ``thunder.distributed.checkpoint`` reads ``use_fsdp`` of each module.
-
-    Args:
-        module: the original module.
-        names: its sharded parameters.
-    """
-    module._ddp_params_and_buffers_to_ignore = _Refused(_BY_DDP)
-    owners = {""}
-    for name in names:
-        path = name.rpartition(".")[0]
-        while path:
-            owners.add(path)
-            path = path.rpartition(".")[0]
-    for path, submodule in module.named_modules(remove_duplicate=False):
-        if path in owners:
-            submodule.use_fsdp = _Refused(_BY_CHECKPOINTS)
-
-
-def set_in_call(module: Any, is_in_call: bool) -> None:
-    """Let Thunder itself ask for ``use_fsdp`` of the original module, as it does in each call of the jitted one."""
-    module.__dict__.pop("use_fsdp", None)
-    if not is_in_call:
-        module.use_fsdp = _Refused(_BY_CHECKPOINTS)
-    elif isinstance(getattr(module, "use_fsdp", None), _Refused):  # PEFT's modules look it up in what they wrap
-        module.use_fsdp = False
-
-
-_BY_CHECKPOINTS = (
-    "the module's parameters are sharded by thunder_fsdp_sched: this function would take the rows that this rank holds "
-    "for whole parameters. Call thunder_fsdp_sched's full_state_dict, get_model_state_dict or get_optimizer_state_dict "
-    "with the jitted module to save it, and load_checkpoint or the jitted module's load_original_state_dict to load it"
-)
-
-_BY_DDP = (
-    "the module's parameters are sharded by thunder_fsdp_sched, which reduces their gradients: DistributedDataParallel "
-    "would copy the rows of one rank to all others. Leave it out; for replicas of shards there is fsdp(mesh=...)"
-)
-
-
-class _Refused:
-    """The value of an attribute that only functions of other libraries read. Reading it is an error."""
-
-    def __init__(self, message: str) -> None:
-        self._message = message
-
-    def __iter__(self) -> NoReturn:
-        raise RuntimeError(self._message)
-
-    def __bool__(self) -> NoReturn:
-        raise RuntimeError(self._message)
-
-
-def refuse_ddp() -> NoReturn:
-    """Raise an error because a sharded module was passed to ``DistributedDataParallel``."""
-    raise RuntimeError(_BY_DDP)
-
-
-def parameters_of_running_ddp() -> list[Any]:
-    """Return the parameters of the ``DistributedDataParallel`` whose forward is running."""
-    running = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    return [] if running is None else running._module_parameters
-
-
 def unwrap_fabric(wrapped: Any) -> Any:
     """Return what Lightning Fabric's wrapper of a module calls, or the optimizer that it wraps; anything else itself."""
     for package in ("lightning.fabric", "lightning_fabric"):
@@ -324,12 +253,6 @@ def unwrap_fabric(wrapped: Any) -> Any:
 def control_fabric_sync(strategy: Any, control: Any) -> None:
     """Make ``fabric.no_backward_sync`` call ``control.no_backward_sync(module, enabled)``, for a strategy of Fabric."""
     strategy._backward_sync_control = control
-
-
-def runs_under_torch_compile() -> bool:
-    """Return whether ``torch.compile`` compiles the functions that this thread calls."""
-    current = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    return current is not None and current() not in (None, False)
 
 
 def schema_of(op: Any) -> Any:

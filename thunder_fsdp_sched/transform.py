@@ -64,7 +64,6 @@ from .options import Options
 from .passes import Context, PassExecutor
 from .plan.plan import Plan
 from .private_thunder import quiet_no_sync
-from .private_torch import refuse_foreign_functions
 from .proof.audit import audited
 from .proof.verify import verify_again
 from .runtime.module_hooks import TracedHooks
@@ -72,7 +71,6 @@ from .runtime.trace_start import TraceStart
 from .runtime.traced_inputs import MemoryOfInputs
 from .sharding.casts import attach_casts, cast_inputs
 from .sharding.jitted_state import install_state_dict
-from .sharding.refusals import refuse_fsdp2_methods
 from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardingTransform, find_sharding
 from .transforms.offload_activations import offloaded_values
@@ -158,10 +156,8 @@ class FSDPTransform(ShardingTransform):
         self._sharded.attach(model, self._verify_entry)
         install_state_dict(model, self._sharded)
         attach_casts(model, self._sharded.mp_policy)
-        refuse_foreign_functions(model._model, self._sharded.locations)
         compile_data = thunder.compile_data(model)
         self._let_libraries_use(model, compile_data)
-        refuse_fsdp2_methods(model)
         quiet_no_sync(model)
         self._stats.add(thunder.compile_stats(model))
         trace_module_calls(

@@ -383,28 +383,6 @@ def test_extra_values_survive_saving_and_loading(tmp_path: Path) -> None:
         assert "optimizer" not in refused(message, model, load_checkpoint, tmp_path / "rows", model, extra=wrong)
 
 
-@on_ranks(2)
-def test_extra_values_that_earlier_versions_saved_as_json_are_read(tmp_path: Path) -> None:
-    def of_type(kind: str, **fields: Any) -> dict[str, Any]:
-        return {"$type": kind, **fields}
-
-    saved = {
-        "step": 2,
-        "loss": of_type("float", value="inf"),
-        "state": {"rng": of_type("tensor", name="state.rng"), "pair": of_type("tuple", items=[1, [2]])},
-        "keys": of_type("Counter", items=[[3, 1]]),
-        "data": [of_type("bytes", value="AP8="), of_type("ndarray", dtype="<i2", shape=[1, 2], value="AQACAA==")],
-    }
-    text = torch.tensor(list(json.dumps(saved).encode()), dtype=torch.uint8)
-    model, optimizer = small()
-    with mock.patch.object(extras, "encode", lambda _: {"json": text, "tensors": {"state.rng": torch.arange(3)}}):
-        save_checkpoint(tmp_path / "rows", model, optimizer, extra={"step": 2})
-    loaded = load_checkpoint(tmp_path / "rows", model, optimizer, extra=dict.fromkeys(saved))
-    assert torch.equal(loaded["state"].pop("rng"), torch.arange(3))
-    assert loaded.pop("data")[1].tolist() == [[1, 2]]
-    assert loaded == {"step": 2, "loss": float("inf"), "state": {"pair": (1, [2])}, "keys": Counter({3: 1})}
-
-
 _ITSELF: list[Any] = []
 _ITSELF.append(_ITSELF)
 

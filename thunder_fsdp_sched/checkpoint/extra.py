@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import itertools
-import json
 import zlib
-from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,10 +49,6 @@ def decode(paths: Paths, reader: CheckedReader) -> dict[str, Any]:
     Args:
         paths: those below :data:`EXTRA`. If :func:`encode` did not make them, there are no such values.
     """
-    if (name := paths.get(("json",))) is not None:
-        found: Any = reader.contents[name]
-        text = reader.load({name: torch.empty(found.size, dtype=torch.uint8)})[name]
-        return decode_json(bytes(text.tolist()).decode(), paths)
     if (name := paths.get(("values",))) is None:
         return {}
     [values] = reader.load({name: None})[name]
@@ -64,32 +57,6 @@ def decode(paths: Paths, reader: CheckedReader) -> dict[str, Any]:
     if not isinstance(made, dict):
         raise ValueError(f"extra: it is a {type(made).__name__}")
     return made
-
-
-def decode_json(text: str, names: Paths) -> dict[str, Any]:
-    """Decode what save_checkpoint wrote until November 2026: JSON, with objects for values of types that JSON lacks."""
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, list):
-            return [walk(v) for v in value]
-        kind = value.get("$type") if isinstance(value, dict) else None
-        if kind is None:
-            return {k: walk(v) for k, v in value.items()} if isinstance(value, dict) else value
-        if kind == "tensor":
-            return Saved(names["tensors", value["name"]])
-        if kind in ("dict", "OrderedDict", "Counter"):
-            made: dict[Any, Any] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind]()
-            made.update({k: walk(v) for k, v in value["items"]})
-            return made
-        content = value.get("value", "")
-        if kind == "ndarray":
-            return np.frombuffer(bytearray(base64.b64decode(content)), value["dtype"]).reshape(value["shape"])
-        if kind == "tuple":
-            return tuple(walk(value["items"]))
-        return base64.b64decode(content) if kind == "bytes" else float(content)
-
-    decoded: dict[str, Any] = walk(json.loads(text))
-    return decoded
 
 
 def facts_of(extra: dict[str, Any]) -> dict[str, str]:

@@ -42,7 +42,6 @@ from .refusals import (
     refuse_compiled,
     refuse_grad_dtypes,
     refuse_renamed,
-    refuse_reparametrized,
     refuse_shards_and_grads,
     refuse_views,
 )
@@ -151,7 +150,6 @@ class _Sharding:
         default_key = assignment.key(assignment.default_ranks)
         refuse_renamed(module)
         refuse_shards_and_grads(named)
-        refuse_reparametrized(module)
         ignored = self._ignored_names(named)
         to_shard = {n: p for n, p in named.items() if n not in ignored}
         refuse_grad_dtypes(to_shard)

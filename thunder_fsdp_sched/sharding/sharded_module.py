@@ -21,22 +21,15 @@ from ..logs import Progress
 from ..plan.plan import Plan
 from ..plan.specs import BucketSpec
 from ..private_thunder import watch_compilations
-from ..private_torch import parameters_of_running_ddp, refuse_ddp, set_in_call, state_name, unwrap_fabric
+from ..private_torch import state_name, unwrap_fabric
 from ..proof.audit import PreShardStorages
 from ..ranks.control import Control
 from ..runtime.bucket import Bucket
-from ..runtime.row_dtensor import RowDTensor
 from ..runtime.shard_source import finish_copies
 from .former_parameters import FormerParameters, check_gradients
 from .initial_values import is_blank
 from .module_parameters import ModuleParameters
-from .refusals import (
-    refuse_backward_hooks,
-    refuse_conflicts,
-    refuse_normalizations,
-    refuse_old_backward_hooks,
-    refuse_torch_compile,
-)
+from .refusals import refuse_backward_hooks, refuse_conflicts, refuse_old_backward_hooks
 
 
 @dataclass(eq=False)
@@ -117,22 +110,16 @@ class ShardedModule:
         install_placeholders_on_miss = watch_compilations(model, before_trace, on_entry)
 
         def before_call(jitted: torch.nn.Module, *_: Any) -> None:
-            if torch.compiler.is_compiling():  # before it looks at the parameters
-                refuse_torch_compile()
             self._collects_less.end()  # compiling without a call may have failed
-            set_in_call(self.module, True)
             if not self.running_eagerly:
                 refuse_old_backward_hooks(jitted)
                 # Compiling without a call may have failed and left placeholders in the module.
                 self.module_params.remove_placeholders()
                 self.module_params.check()
                 self.former_params = check_gradients(self.former_params)
-                if any(isinstance(param, RowDTensor) for param in parameters_of_running_ddp()):
-                    refuse_ddp()
                 install_placeholders_on_miss()
 
         def after_call(*_: Any) -> None:
-            set_in_call(self.module, False)
             self._collects_less.end()
             finish_copies()
             if not self.running_eagerly and self.module_params.has_placeholders:  # tracing failed
@@ -151,7 +138,6 @@ class ShardedModule:
         """Check the module and replace its parameters with placeholders of whole shape, before Thunder traces ``model``."""
         if (jitted := model()) is not None:
             refuse_conflicts(jitted)
-            refuse_normalizations(self.module, {n: b.spec.param_dtype for n, (b, _) in self.locations.items()})
         refuse_backward_hooks(self.module)
         self.check_ready()
         self.progress.begin("tracing the module for new inputs", stage="tracing")
@@ -160,11 +146,9 @@ class ShardedModule:
 
     def compile(self, model: ThunderModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Compile ``model`` for a call without running it; return Thunder's cache entry, and the inputs of its traces."""
-        set_in_call(self.module, True)
         try:
             entry, inputs, _ = thunder.compile_data(model).get_computation_and_inputs(*args, **kwargs)
         finally:
-            set_in_call(self.module, False)
             self._collects_less.end()
         return entry, inputs
 
