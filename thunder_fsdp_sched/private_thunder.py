@@ -26,7 +26,9 @@ from thunder.core.interpreter import (
     InterpreterCompileCtx,
     ProvenanceRecord,
     PseudoInst,
+    WrappedValue,
     _interpret_call,
+    get_interpreterruntimectx,
 )
 from thunder.core.jit_ext import _general_jit_lookaside_map, register_general_jit_lookaside
 from thunder.core.module import ThunderModule
@@ -334,6 +336,16 @@ def wraps_observed_by(context: Any, observer: Any, instructions: Any = None) -> 
         with_provenance_tracking=True,
         uncacheable_classes=context._uncacheable_classes,
     )
+
+
+def find_attributes(source: WrappedValue) -> None:
+    """Let Thunder find the dictionary of an object's attributes when the program assigns one.
+
+    At the first assignment Thunder replaces the dictionary by a copy, does not find the copy at the next one, and drops it.
+    """
+    attributes = source.attribute_wrappers.get("__dict__")
+    if attributes is not None:
+        get_interpreterruntimectx().cache_wrapper(attributes)
 
 
 def save_attributes_of_root(context: Any) -> None:

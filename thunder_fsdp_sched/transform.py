@@ -55,6 +55,7 @@ from .extensions import Answer, load
 from .ir.analysis import NO_PENDING_GRADS
 from .ir.computation import CallSignature, computation_of, read_call
 from .ir.effects import effects
+from .ir.gradients import mark_constants
 from .ir.inspection import is_backward_trace, nested, snapshot, split_joint
 from .ir.registry import executor as own_executor
 from .ir.registry import with_caches
@@ -211,7 +212,7 @@ class FSDPTransform(ShardingTransform):
             )
         compilation = self.begin_compilation(call, no_sync=no_sync)
         compilation.context["memory_of_inputs"] = memory
-        compilation.context["computation"] = computation_trace
+        compilation.context["computation"] = computation_trace = mark_constants(computation_trace)
         if epilogue_trace is not None:
             epilogue_trace = compilation.run("epilogue", epilogue_trace)
         return *compilation.shard(prologue_trace, computation_trace), epilogue_trace

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from thunder.core.interpreter import INTERPRETER_CALLBACKS, InterpreterCompileCtx
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -30,7 +31,7 @@ class Kind(enum.Enum):
 
 
 Pair = namedtuple("Pair", "a b")
-ONES = torch.ones(2)
+ONES, ZEROS = torch.ones(2), torch.zeros(2)
 
 
 class Applied(nn.Module):
@@ -176,6 +177,21 @@ def _keep_loss(self: Any, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def _keep_several(self: Any, y: torch.Tensor) -> torch.Tensor:
+    y = y * self.a + self.b + self.c
+    self.a, self.b = torch.full((2, 2), 3.0), self.a + self.b
+    for name in ("b", "c"):
+        setattr(self, name, getattr(self, name) + self.a)
+    return y
+
+
+def _keep_constants(self: Any, y: torch.Tensor) -> torch.Tensor:
+    output = y * self.ones + self.previous + self.rounded + self.recomputed
+    self.previous, self.ones, self.rounded = y.detach(), y.new_ones(2, 2), y.long().to(y.dtype)
+    self.recomputed = checkpoint(lambda y: torch.sin(y.detach()), y, use_reentrant=False)
+    return output
+
+
 STATE: dict[str, Callable[[], nn.Module]] = {
     "a buffer that is made": lambda: Stateful(_draw_buffer),
     "an attribute that is made": lambda: Stateful(_draw_attribute, noise=None),
@@ -187,6 +203,10 @@ STATE: dict[str, Callable[[], nn.Module]] = {
     "a flag": lambda: Stateful(_first, is_first=True),
     "a cache that grows": lambda: Stateful(_grow, count=0),
     "a loss beside the output": lambda: Stateful(_keep_loss, loss=None),
+    "several attributes": lambda: Stateful(_keep_several, a=ONES, b=ZEROS, c=ONES + 1),
+    "values without gradient": lambda: Stateful(
+        _keep_constants, previous=ZEROS, ones=ONES, rounded=ZEROS, recomputed=ZEROS
+    ),
 }
 
 

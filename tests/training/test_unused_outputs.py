@@ -132,6 +132,46 @@ def test_fsdp2_and_requests_of_single_gradients(rank: int) -> None:
         torch.autograd.grad(_loss(model(x, z), "a"), params)
 
 
+class Target(nn.Module):
+    """A network whose target network is read through ``detach`` alone, and a scale that only a buffer depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        online, target = self.online(x), self.target(x)
+        self.mean.copy_((online.detach() * self.scale).mean(0))
+        return (online - target.detach()).square().mean()
+
+
+@pytest.mark.parametrize("bucketing", ["none", "layer"])
+@on_ranks(2)
+def test_what_reaches_no_output_has_no_gradient(rank: int, world_size: int, bucketing: str) -> None:
+    torch.manual_seed(0)
+    reference = Target().double()
+    model = thunder.jit(copy.deepcopy(reference), transforms=[fsdp(bucketing_strategy=bucketing)])
+    inputs = torch.linspace(-1, 1, 2 * world_size * 3, dtype=torch.float64).view(world_size, 2, 3)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.5) for m in (reference, model)]
+    for micro_batches in (1, 2):
+        for micro_batch in range(micro_batches):
+            for of_rank in inputs:
+                reference.mean = torch.zeros_like(reference.mean)  # eager mode would keep its graph
+                (reference(of_rank) / world_size).backward()
+            with model.no_sync() if micro_batch < micro_batches - 1 else contextlib.nullcontext():
+                model(inputs[rank]).backward()
+        without = [name for name, param in model.named_parameters() if param.grad is None]
+        assert without == [name for name, param in reference.named_parameters() if param.grad is None]
+        assert without == ["scale", "target.weight", "target.bias"]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(_whole(ours), theirs.data, rtol=1e-11, atol=1e-11)
+
+
 class Reaching(nn.Module):
     """Outputs of operators that do not pass on all gradients, a buffer that is updated, and a region that recomputes."""
 

@@ -37,7 +37,7 @@ def attention(y: torch.Tensor) -> torch.Tensor:
 SAME_SAMPLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rand_like": lambda y: y * torch.rand_like(y),
     "randn_like": lambda y: y * torch.randn_like(y),
-    "randint_like": lambda y: y * torch.randint_like(y.detach(), 9),
+    "randint_like": lambda y: y * torch.randint_like(y, 9),
     "rand": lambda y: y * torch.rand(y.shape, dtype=y.dtype),
     "randn": lambda y: y * torch.randn(y.shape, dtype=y.dtype),
     "randint": lambda y: y * torch.randint(0, 9, y.shape),
@@ -51,7 +51,6 @@ SAME_SAMPLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 REDRAWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "randint_like": lambda y: y * torch.randint_like(y, 9),
     "poisson": lambda y: y * torch.poisson(torch.exp(y)),
     "gumbel_softmax": lambda y: F.gumbel_softmax(y, 1.0),
     "dropout1d": lambda y: F.dropout1d(y, 0.5),

@@ -46,7 +46,7 @@ from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import Proxy, TensorProxy
 
 from ..extensions import load
-from ..private_thunder import save_attributes_of_root, wraps_observed_by
+from ..private_thunder import find_attributes, save_attributes_of_root, wraps_observed_by
 from ..runtime.traced_inputs import EQUAL, HAS, IS, KEYS, LENGTH, TYPE, Check, TracedInputs
 from .paths import ATTRIBUTE, COMPUTED, FUNCTION, INPUTS, ITEM, Path, Paths, evaluate
 
@@ -113,10 +113,12 @@ class InputReads:
         self._note(value)
 
     def look_aside(self, look_aside: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Note for which attributes the program asks."""
+        """Note for which attributes the program asks, and let it assign several."""
         found = look_aside(function, *args, **kwargs)
         if found is None and self._sizes is not None:
             self._sizes.note_call(function, args)
+        if function is object.__setattr__:
+            find_attributes(args[0])
         if (function is hasattr or (function is getattr and len(args) == 3)) and callable(found):
             return functools.partial(self._ask, found)
         return found

@@ -15,7 +15,7 @@ gradient it gets zeros. So:
    parameter that some rank has used has a gradient on all ranks, and one that none has used has none on any.
 4. A hook of the compiled node, after it has run, replaces what nobody has used by ``None``.
 
-Traces in which every parameter reaches every output, such as those with a loss alone, need neither hook.
+Traces in which every parameter reaches every output, such as most of those with a loss alone, need neither hook.
 """
 
 from __future__ import annotations
@@ -81,14 +81,12 @@ _Inputs = Sequence[tuple[int | None, int]]
 
 def _see_given(running: _Running, inputs: _Inputs, grads: Sequence[torch.Tensor | None]) -> None:
     running.given = sum(1 << number for number, grad in enumerate(grads) if grad is not None)
-    running.unused = frozenset(
-        param for param, bits in inputs if param is not None and bits and not bits & running.given
-    )
+    running.unused = frozenset(param for param, bits in inputs if param is not None and not bits & running.given)
 
 
 def _drop_unused(running: _Running, inputs: _Inputs, grads: Sequence[torch.Tensor | None], _: Any) -> Any:
     return tuple(
-        None if (param in running.dropped if param is not None else bits and not bits & running.given) else grad
+        None if (param in running.dropped if param is not None else not bits & running.given) else grad
         for grad, (param, bits) in zip(grads, inputs, strict=True)
     )
 

@@ -39,6 +39,7 @@ from thunder.extend import Executor, FusionExecutor, OperatorExecutor, StatefulE
 from thunder.transforms.autodiff import grad_transform_on_trace
 
 from ..capture.bound_symbols import BoundSymbolCopies, RepeatedRegion, find_repeated_regions
+from ..ir.gradients import needing_gradient
 from ..ir.inspection import args_of, defined_by, forward_part, names, nested, outs_of, return_of
 from ..ir.operator_facts import share_facts
 from ..ir.registry import executor
@@ -91,15 +92,6 @@ def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradien
 def _transform(trace: TraceCtx, *, executors: Sequence[Executor], has_gradients: bool) -> TraceCtx:
     joint = grad_transform_on_trace(trace) if has_gradients else trace
     return claim_operators(joint, executors=executors)
-
-
-def needing_gradient(trace: TraceCtx) -> frozenset[str]:
-    """Return the names of values that derive, through operators with gradients, from arguments that require them."""
-    needing = {arg.name for arg in trace.args if isinstance(arg, TensorProxy) and arg.requires_grad}
-    for bsym in trace.bound_symbols:
-        if not needing.isdisjoint(args_of(bsym)):
-            needing.update(out.name for out in defined_by(bsym) if ProxyTag.DETACHED_AUTOGRAD_GRAPH not in out.tags)
-    return frozenset(needing)
 
 
 #

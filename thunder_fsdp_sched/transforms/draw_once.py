@@ -97,11 +97,11 @@ def reject_resampled_random_grads(trace: TraceCtx, *, forward: TraceCtx, computa
         NotImplementedError: names the operator.
     """
     has_own_backward = any(isinstance(b.sym.executor, TemporaryExecutor) for b in nested(computation.bound_symbols))
-    needed: set[str] = set()  # by gradients that are returned: that of a detached value is zero for any input
+    needed: set[str] = set()  # by gradients that are returned
     in_forward = frozenset(out for part in _parts(forward) for out in outs_of(part))
     for part in reversed(list(_parts(trace))):
         outs = set(outs_of(part))
-        if (outs and outs.isdisjoint(needed)) or part.sym.name == "detach_vjp" or part.sym.id in _NO_OPERATORS:
+        if (outs and outs.isdisjoint(needed)) or part.sym.id in _NO_OPERATORS:
             continue
         needed.update(args_of(part))
         if is_pure(part) or part.sym.executor is executor:

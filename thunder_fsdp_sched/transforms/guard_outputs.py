@@ -7,14 +7,14 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from thunder.core import dtypes, prims
-from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core import prims
+from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_flatten
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.inspection import args_of, before_return, defined_by, names, return_of, swap_args, with_bound_symbols
+from ..ir.gradients import needing_gradient, with_gradient
+from ..ir.inspection import args_of, before_return, names, return_of, swap_args, with_bound_symbols
 from ..ir.symbols import fsdp_detached, fsdp_guard_backward
-from .differentiate import needing_gradient
 
 
 def guard_outputs(epilogue: TraceCtx, *, no_sync: bool, computation: TraceCtx) -> TraceCtx:
@@ -77,9 +77,9 @@ def detach_state(epilogue: TraceCtx, *, computation: TraceCtx) -> TraceCtx:
 def outputs_reached(computation: TraceCtx, epilogue: TraceCtx) -> tuple[int, ...] | None:
     """Return for each tensor among the inputs of a computation the outputs that it reaches, as bits.
 
-    An operator connects all that it reads with all that it returns, as a node of autograd does, except detached values and
-    those whose dtype has no gradients. Outputs that the program neither returns nor assigns to an attribute, such as new
-    values of buffers, do not count. ``None`` if all inputs that require a gradient and reach an output reach the same.
+    An operator connects all that it reads with all that it returns and that has a gradient, as a node of autograd does.
+    Outputs that the program neither returns nor assigns to an attribute, such as new values of buffers, do not count.
+    ``None`` if all inputs that require a gradient reach the same outputs.
 
     Args:
         computation: as Thunder has traced it.
@@ -90,15 +90,14 @@ def outputs_reached(computation: TraceCtx, epilogue: TraceCtx) -> tuple[int, ...
     visible = _visible(outputs, epilogue)
     bits: dict[str, int] = defaultdict(int)
     for number, output in enumerate(outputs):
-        if visible[number] and _has_gradient(output):
+        if visible[number]:
             bits[output.name] |= 1 << number
     for bsym in reversed(computation.bound_symbols[:-1]):
-        reaching = reduce(or_, (bits[out.name] for out in defined_by(bsym) if _has_gradient(out)), 0)
-        if reaching and bsym.sym.name != "detach":
-            for name in args_of(bsym):
-                bits[name] |= reaching
+        reaching = reduce(or_, (bits[name] for name in with_gradient(bsym)), 0)
+        for name in args_of(bsym) if reaching else ():
+            bits[name] |= reaching
     inputs = [arg for arg in returned["flat_args"] if isinstance(arg, TensorProxy)]
-    found = {bits[arg.name] for arg in inputs if arg.requires_grad and bits[arg.name]}
+    found = {bits[arg.name] for arg in inputs if arg.requires_grad}
     return tuple(bits[arg.name] for arg in inputs) if len(found) > 1 else None
 
 
@@ -108,8 +107,3 @@ def _visible(outputs: list[Any], epilogue: TraceCtx) -> list[bool]:
     seen.update(*(args_of(bsym) for bsym in epilogue.bound_symbols if bsym.sym is prims.pack_attr))
     given = epilogue.args[len(epilogue.args) - len(outputs) :]
     return [next(names([argument]), None) in seen for argument in given]
-
-
-def _has_gradient(value: Any) -> bool:
-    is_inexact = isinstance(value, TensorProxy) and dtypes.is_inexact_dtype(value.dtype)
-    return is_inexact and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in value.tags

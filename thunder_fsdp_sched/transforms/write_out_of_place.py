@@ -30,12 +30,13 @@ import torch
 from thunder.core import prims
 from thunder.core.compile_data import using_symbolic_values
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_iter, tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.extend import TemporaryExecutor
 
+from ..ir.gradients import with_gradient
 from ..ir.inspection import (
     args_of,
     defined_by,
@@ -164,8 +165,7 @@ class _Rewriting:
             current = swap_args(bsym, {name: value for name, value in read.items() if value.name != name})
             self._new.bound_symbols.append(current)
             if not self._needing.isdisjoint(args_of(bsym)):
-                outs = (p for p in defined_by(bsym) if ProxyTag.DETACHED_AUTOGRAD_GRAPH not in p.tags)
-                self._needing.update(p.name for p in outs)
+                self._needing.update(with_gradient(bsym))
             if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
                 self._note_views(bsym)
 

@@ -1,0 +1,47 @@
+"""The values of a computation that gradients pass through, as autograd would connect them.
+
+[Note: Constants]
+In torch, the result of ``y.detach()`` or ``torch.zeros_like(y)`` requires no gradient. Thunder passes zeros on through such
+an operator, so what is upstream of it alone gets zeros in place of no gradient: they are reduced, and optimizers do not skip
+them. So ``mark_constants`` gives these results the tag that Thunder gives to those under ``torch.no_grad()``, and Thunder's
+autograd takes the operator for a constant. Later passes go by tags and dtypes alone.
+"""
+
+from __future__ import annotations
+
+from thunder.core import dtypes
+from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from .inspection import args_of, defined_by
+
+_RETURNING_CONSTANTS = frozenset({
+    "detach", "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros",
+    "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
+})  # fmt: skip
+"""Names of operators whose results require no gradient in torch, whatever they read."""
+
+
+def mark_constants(trace: TraceCtx) -> TraceCtx:
+    """Tag what operators such as ``detach`` return as constants. Adds nothing but tags; see [Note: Constants]."""
+    for bsym in trace.bound_symbols:
+        if bsym.sym.name in _RETURNING_CONSTANTS:
+            for out in defined_by(bsym):
+                out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+    return trace
+
+
+def with_gradient(bsym: BoundSymbol) -> list[str]:
+    """Return the names of the values that an operator defines and that pass gradients to what it reads."""
+    tensors = (out for out in defined_by(bsym) if isinstance(out, TensorProxy) and dtypes.is_inexact_dtype(out.dtype))
+    return [out.name for out in tensors if ProxyTag.DETACHED_AUTOGRAD_GRAPH not in out.tags]
+
+
+def needing_gradient(trace: TraceCtx) -> frozenset[str]:
+    """Return the names of values that derive, through operators with gradients, from arguments that require them."""
+    needing = {arg.name for arg in trace.args if isinstance(arg, TensorProxy) and arg.requires_grad}
+    for bsym in trace.bound_symbols:
+        if not needing.isdisjoint(args_of(bsym)):
+            needing.update(with_gradient(bsym))
+    return frozenset(needing)
