@@ -89,7 +89,7 @@ def _measure(reference: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]
         "peak": peak,
         "predicted": predicted,
         "over": peak - predicted,
-        "recomputed": len(compiled.recomputed),
+        "recomputed": len(compiled.settings.recomputed),
         "loss": float((losses - reference).abs().max()),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from thunder_fsdp_sched import FSDPTransform
@@ -17,7 +18,8 @@ def extended(transform: FSDPTransform, *, no_sync: bool = True) -> FSDPTransform
 
     def begin_extended(call: Any, **flags: bool) -> Any:
         compilation = begin(call, **flags)
-        compilation.traces.backward_arena = no_sync or not flags["no_sync"]
+        settings = replace(compilation.context.settings, backward_arena=no_sync or not flags["no_sync"])
+        compilation.context.settings = settings
         return compilation
 
     transform.begin_compilation = begin_extended  # type: ignore[method-assign]

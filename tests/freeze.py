@@ -185,7 +185,8 @@ def _dump(case: Frozen) -> str:
 
 
 def _lines(compiled: Any) -> Iterator[str]:
-    yield f"== no_sync={compiled.no_sync} prefetch={compiled.prefetch} reductions={compiled.reductions_in_flight}"
+    settings = compiled.settings
+    yield f"== no_sync={compiled.no_sync} prefetch={settings.prefetch} reductions={settings.reductions_in_flight}"
     for which, trace in (("forward", compiled.forward), ("backward", compiled.backward)):
         if trace is not None:
             yield f"-- {which}"
@@ -205,7 +206,7 @@ def _lines(compiled: Any) -> Iterator[str]:
         yield f"{name} fixed {sorted(memory.fixed.items())}"
         yield f"{name} totals {' '.join(map(str, memory.totals))}"
         yield f"{name} wasted {' '.join(map(str, memory.wasted))}"
-    yield f"-- plan recomputed={len(compiled.recomputed)} offloaded={len(compiled.offloaded)}"
+    yield f"-- plan recomputed={len(settings.recomputed)} offloaded={len(settings.offloaded)}"
     timeline = simulate(compiled.forward, compiled.backward, AnalyticCost(cluster("h100-sxm")))
     yield f"{timeline.step_seconds:.9g} {timeline.exposed_seconds:.9g}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from unittest import mock
 
 from thunder_fsdp_sched.planning.clusters import cluster_of_this_process
@@ -25,9 +26,10 @@ def offloading(choose: Callable[[dict[str, int]], Iterable[str]] = lambda found:
 
     def after_fusion(self: Compilation, joint: TraceCtx) -> TraceCtx:
         joint = original(self, joint)
-        self.context.update(TIMES)
-        self.traces.offloaded = frozenset(choose(offloadable(joint, min_bytes=0)))
-        return self.traces.run(joint, offload_activations, offloaded=self.traces.offloaded)
+        offloaded = frozenset(choose(offloadable(joint, min_bytes=0)))
+        self.context.copy_times = TIMES
+        self.context.settings = replace(self.context.settings, offloaded=offloaded)
+        return offload_activations(joint, offloaded=offloaded)
 
     with mock.patch.object(Compilation, "after_fusion", after_fusion):
         yield

@@ -8,16 +8,23 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import passes
+from thunder_fsdp_sched import passes, pipeline
+
+from thunder.core.trace import TraceCtx
 
 
-def replacing(name: str, pass_: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
+def replacing(
+    name: str, pass_: Callable[[TraceCtx, passes.Context], TraceCtx]
+) -> contextlib.AbstractContextManager[Any]:
     """Let another pass stand where the table has the one of this name."""
-    table = tuple(dataclasses.replace(s, pass_=pass_) if s.name == name else s for s in passes.PIPELINE)
-    assert any(new is not old for new, old in zip(table, passes.PIPELINE, strict=True)), name
-    return mock.patch.object(passes, "PIPELINE", table)
+    assert any(step.name == name for phase in pipeline.PIPELINE for step in phase.steps), name
+    table = [
+        passes.Phase(p.name, p.before, *(dataclasses.replace(s, bind=pass_) if s.name == name else s for s in p.steps))
+        for p in pipeline.PIPELINE
+    ]
+    return mock.patch.object(pipeline, "PIPELINE", table)
 
 
 def without(name: str) -> contextlib.AbstractContextManager[Any]:
     """Leave a pass out."""
-    return replacing(name, lambda trace, **arguments: trace)
+    return replacing(name, lambda trace, context: trace)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder
-from thunder_fsdp_sched import passes, transforms
+from thunder_fsdp_sched import pipeline, transforms
 
 import pytest
 import thunder
@@ -90,18 +90,11 @@ def functions_of(module: ModuleType) -> set[str]:
 
 
 def test_the_table_of_passes_is_that_of_the_code_and_has_all_of_them() -> None:
-    assert passes.table() in text_of("how-it-works.md")
+    assert pipeline.table() in text_of("how-it-works.md")
     modules = [import_module(info.name) for info in iter_modules(transforms.__path__, f"{transforms.__name__}.")]
     functions = [getattr(module, name) for module in modules for name in functions_of(module)]
     found = {f.__name__ for f in functions if inspect.signature(f).return_annotation == "TraceCtx"}
-    assert found == {step.name for step in passes.PIPELINE} - {"verify", "del_last_used"}
-
-
-def test_passes_stand_after_those_that_they_need() -> None:
-    seen = set()
-    for step in passes.PIPELINE:
-        assert all(needed in seen for needed in step.after), step.name
-        seen.add(step.pass_)
+    assert found == {step.name for phase in pipeline.PIPELINE for step in phase.steps} - {"verify", "del_last_used"}
 
 
 def test_every_example_is_included_in_a_page() -> None:

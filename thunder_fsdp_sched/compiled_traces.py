@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,9 +16,34 @@ from .ir.analysis import NO_PENDING_GRADS, PendingGrads
 from .ir.computation import NO_CALL, CallSignature
 from .ir.effects import NOTHING, Effects, effects
 from .ir.schedule import Schedule, StepSchedule
-from .logs import log_pass
+from .runtime.accumulation import AccumulationMode
 from .runtime.bucket import Bucket
 from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The settings of one compilation: those of the options, or what the search has chosen.
+
+    Attributes:
+        prefetch: how many prefetch steps ahead gathers are issued.
+        accumulate: how gradients accumulate under ``no_sync``.
+        kept: the buckets that stay unsharded from forward to backward.
+        reductions_in_flight: how many equally large reductions of one process group may be in flight; ``max_memory``
+            chooses fewer than usual if that fits and costs less than recomputation.
+        backward_arena: whether ``max_memory`` makes backward allocate the memory of slots that only backward needs.
+        recomputed: names of the values of forward that ``max_memory`` makes backward compute again.
+        offloaded: names of the values that wait in host memory between forward and backward.
+    """
+
+    prefetch: int = 0
+    accumulate: AccumulationMode = "unsharded"
+    kept: frozenset[Bucket] = frozenset()
+    reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT
+    backward_arena: bool = False
+    recomputed: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+
 
 _TRACES = ("differentiated", "joint", "forward_before", "forward", "backward_before", "backward")
 
@@ -39,14 +63,9 @@ class CompiledTraces:
         no_sync: whether it was compiled for ``no_sync``.
         number: how many sets were compiled earlier.
         call: the inputs and flags.
-        prefetch: how many prefetch steps ahead gathers are issued.
-        reductions_in_flight: how many equally large reductions of one process group may be in flight; ``max_memory``
-            chooses fewer than usual if that fits and costs less than recomputation.
-        backward_arena: whether ``max_memory`` makes backward allocate the memory of slots that only backward needs.
+        settings: those with which it was compiled.
         choice: the outcome of ``prefetch="auto"``, ``max_memory`` or ``max_unsharded_bytes``, a
             :class:`~thunder_fsdp_sched.planning.search.Choice`; ``None`` without them.
-        offloaded: names of the values that wait in host memory between forward and backward.
-        recomputed: names of the values of forward that ``max_memory`` makes backward compute again.
         parameters: the parameter name of each argument that is a parameter, keyed by the argument's name.
         traced: what Thunder has traced, to find later compilations that can share ``differentiated``; ``None`` if none can.
         shares: the number of the earlier compilation whose joint trace was used again; ``None`` if Thunder differentiated.
@@ -62,12 +81,8 @@ class CompiledTraces:
     no_sync: bool
     number: int = 0
     call: CallSignature = NO_CALL
-    prefetch: int = 0
-    reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT
-    backward_arena: bool = False
+    settings: StepSettings = StepSettings()
     choice: Any = None
-    offloaded: frozenset[str] = frozenset()
-    recomputed: frozenset[str] = frozenset()
     parameters: Mapping[str, str] = field(default_factory=dict)
     traced: TracedComputation | None = None
     shares: int | None = None
@@ -153,12 +168,3 @@ class CompiledTraces:
         """The schedules of forward and backward together."""
         assert self.forward_schedule is not None
         return StepSchedule(self.forward_schedule, self.backward_schedule, self.no_sync)
-
-    def run(self, trace: TraceCtx, pass_: Callable[..., TraceCtx], **arguments: Any) -> TraceCtx:
-        """Run a pass, record its processor time, and log what it changed."""
-        started = time.process_time()
-        changed = pass_(trace, **arguments)
-        seconds = time.process_time() - started
-        self.pass_seconds[pass_.__name__] += seconds
-        log_pass(pass_.__name__, seconds, trace, changed)
-        return changed

@@ -1,23 +1,16 @@
 """The transform: what Thunder calls when, and the module whose parameters are sharded.
 
 [Note: The pipeline]
-``thunder.jit`` calls, in this order (the phases are those of the table in ``passes``):
+``thunder.jit`` calls ``transform_module`` once, with the module: it plans buckets, allocates shard buffers and turns
+parameters into views of them. For each new set of shapes and flags it then calls, one after the other,
+``transform_traces_pre_prologue``, the two ``PassExecutor`` around the fusion executors, and
+``transform_trace_post_optimization``, with the forward trace and then with the backward trace. They go through the phases of
+the table in ``pipeline``, which also says what happens in between. At last Thunder calls the same hook of later transforms.
+``FSDPTransform._verify_entry`` proves again what they have changed, and the first run of a trace is audited: see
+[Note: The audit] in ``proof.audit``.
 
-once, with the module
-    ``transform_module``                      plan buckets, allocate shard buffers, turn parameters into views of them
-for each new set of shapes and flags
-    ``transform_traces_pre_prologue``         refuse_foreign_parameters, *epilogue*, *prologue*, *computation*
-    (Thunder goes on with an empty computation: see [Note: Blocks are differentiated once] in ``transforms.differentiate``
-    and [Note: Modes share a joint trace] in ``capture.traced_computation``)
-    ``PassExecutor`` before the fusions        *autograd*, *joint*, the choice of settings, *bucketed*
-    (Thunder: fusion executors)
-    ``PassExecutor`` after the fusions         *fused*
-    (Thunder: the joint trace is split)
-    ``transform_trace_post_optimization``     *split*, *scheduled*, *finished*: first for the forward trace, then for the
-                                              backward trace; the first run of the result is audited: see
-                                              [Note: The audit] in ``proof.audit``
-    (Thunder: the same hook of transforms after this one)
-    ``FSDPTransform._verify_entry``           what they have changed is verified again, before it can run
+Thunder itself may see an empty computation: see [Note: Blocks are differentiated once] in ``transforms.differentiate``
+and [Note: Modes share a joint trace] in ``capture.traced_computation``.
 """
 
 from __future__ import annotations
@@ -27,6 +20,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +34,7 @@ from thunder.core.transform_common import Transform
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import Executor, FusionExecutor
 
-from . import passes
+from . import pipeline
 from .capture.input_reads import InputReads
 from .capture.repetition import RECENT, Repetition, call_forward, trace_module_calls
 from .capture.traced_computation import (
@@ -50,7 +44,7 @@ from .capture.traced_computation import (
     transforms_after,
     without_computation,
 )
-from .compiled_traces import CompiledTraces
+from .compiled_traces import CompiledTraces, StepSettings
 from .extensions import Answer, load
 from .ir.analysis import NO_PENDING_GRADS
 from .ir.computation import CallSignature, computation_of, read_call
@@ -62,7 +56,7 @@ from .ir.registry import with_caches
 from .ir.schedule import Schedule, StepSchedule, read_program, read_schedule
 from .logs import Artifacts
 from .options import Options
-from .passes import Context, PassExecutor
+from .passes import Context, PassExecutor, PhaseName
 from .plan.plan import Plan
 from .private_thunder import quiet_no_sync
 from .proof.audit import audited
@@ -211,8 +205,8 @@ class FSDPTransform(ShardingTransform):
                 },
             )
         compilation = self.begin_compilation(call, no_sync=no_sync)
-        compilation.context["memory_of_inputs"] = memory
-        compilation.context["computation"] = computation_trace = mark_constants(computation_trace)
+        compilation.context.memory_of_inputs = memory
+        compilation.context.computation = computation_trace = mark_constants(computation_trace)
         if epilogue_trace is not None:
             epilogue_trace = compilation.run("epilogue", epilogue_trace)
         return *compilation.shard(prologue_trace, computation_trace), epilogue_trace
@@ -289,30 +283,30 @@ class Compilation:
 
     Attributes:
         traces: the results.
-        context: the values from which passes get their arguments.
+        context: what the passes read besides traces.
     """
 
     def __init__(self, transform: FSDPTransform, call: CallSignature, *, no_sync: bool) -> None:
         self.transform, self.sharded, self.options = transform, transform.sharded, transform.options
         self.traces = CompiledTraces(no_sync, next(transform._compilations), call, buckets=self.sharded.buckets)
         executors = transform._claiming
-        values = {
-            "kept": self.sharded.kept,
-            "locations": self.sharded.locations,
-            "shards": self.sharded.shards,
-            "executors": executors,
-            "fusions": [e for e in executors if isinstance(e, FusionExecutor) and not isinstance(e, PassExecutor)],
-            "hooks": TracedHooks(self.sharded.module),
-            "inputs": transform._reads.take(),
-            "accumulate": self.options.accumulate or "unsharded",
-            "memory_of_inputs": MemoryOfInputs(),
-            "computation": None,  # as Thunder traced it; a step that is planned again has none
-            "has_gradients": None,  # whether `differentiate` finds some; None if Thunder differentiates
-            "trains": False,  # whether the step has a backward
-            "start": None,  # of a trace on the control channel, if the ranks agree before each run
-            "before_issue": any(b.ranks.group.backend_for(b.spec.device) != "nccl" for b in self.sharded.buckets),
-        }
-        self.context: Context = Context(values, vars(self.traces), vars(self.options))
+        self.context = Context(
+            self.sharded.buckets,
+            self.sharded.locations,
+            self.sharded.shards,
+            self.options,
+            self.traces,
+            StepSettings(
+                prefetch=0 if self.options.prefetch == "auto" else self.options.prefetch,
+                accumulate=self.options.accumulate or "unsharded",
+                kept=frozenset(self.sharded.kept),
+            ),
+            no_sync,
+            TracedHooks(self.sharded.module),
+            transform._reads.take(),
+            executors=executors,
+            fusions=[e for e in executors if isinstance(e, FusionExecutor) and not isinstance(e, PassExecutor)],
+        )
         self._artifacts = Artifacts()
         self._returned: list[TraceCtx] = []  # to Thunder: forward, and backward if there is one
         self._later = transforms_after(transform) or ()
@@ -326,9 +320,9 @@ class Compilation:
         self._same: CompiledTraces | None = None  # an earlier compilation whose joint trace this one shares
         self._hidden: TraceCtx | None = None  # the computation, if Thunder does not see it
 
-    def run(self, phase: passes.Phase, trace: TraceCtx) -> TraceCtx:
+    def run(self, phase: PhaseName, trace: TraceCtx) -> TraceCtx:
         """Run the passes of a phase."""
-        return passes.run(phase, trace, self.context, record=self.traces.run)
+        return pipeline.run(phase, trace, self.context)
 
     def shard(self, prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
         """Let the prologue unpack shards, and unshard each parameter at its first use.
@@ -344,7 +338,7 @@ class Compilation:
             for value, argument in zip(prologue.output[0], computation.args, strict=True)
             if getattr(value, "name", None) in unpacked
         }
-        self.context["computation"] = computation
+        self.context.computation = computation
         if self.options.trace_modules_once:
             traces.traced = fingerprint(computation, traces.parameters, transform)
             equal = (e for e in transform.compiled if e.traced is not None and e.traced == traces.traced)
@@ -369,21 +363,21 @@ class Compilation:
         else:
             if self._hidden is not None:
                 joint = self._hidden
-                self.context["has_gradients"] = needs_backward(joint)
+                self.context.has_gradients = needs_backward(joint)
             joint = self.run("autograd", joint)
         traces.differentiated = snapshot(joint)
         self.sharded.progress.log_phase(
             f"{done}, %d bound symbols in the joint trace", len(joint.bound_symbols), stage="bucketing and fusing"
         )
         traces.joint = self.run("bucketed", self._choose(snapshot(joint)))
-        self.context["trains"] = len(split_joint(traces.joint)) == 2
+        self.context.trains = len(split_joint(traces.joint)) == 2
         return traces.joint
 
     def after_fusion(self, joint: TraceCtx) -> TraceCtx:
         """Remove from the joint trace what only kept fusions apart, and offload the chosen activations."""
         joint = self.run("fused", joint)
-        if self.traces.offloaded:  # a fusion may have taken in a value that was to be offloaded
-            self.traces.offloaded = frozenset(offloaded_values(joint))
+        if self.context.settings.offloaded:  # a fusion may have taken in a value that was to be offloaded
+            self.context.settings = replace(self.context.settings, offloaded=frozenset(offloaded_values(joint)))
         return joint
 
     def schedule(self, unscheduled: TraceCtx) -> TraceCtx:
@@ -396,18 +390,19 @@ class Compilation:
         schedule = read_schedule(sorted_trace)
         self._artifacts.log_schedule(half, unscheduled, schedule)
         self._agree(sorted_trace, schedule, half)
-        forward, trace = traces.forward, self.run("finished", sorted_trace)
+        forward, trace = self.context.forward, self.run("finished", sorted_trace)
         self._artifacts.log(f"fsdp_{half}_after", half, lambda: str(trace), encoding="string")
         if half == "backward":
             traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
         else:
             traces.forward_before, traces.forward, traces.forward_schedule = unscheduled, trace, schedule
-        if half == "backward" or not self.context["trains"]:
+            self.context.forward = trace
+        if half == "backward" or not self.context.trains:
             self._finish()
             self._artifacts.log("fsdp_memory", half, lambda: str(traces.memory), encoding="string")
         if options.audit:
             memory, stats = self.sharded.pre_shard_storage, self.transform._stats
-            control, start = self.sharded.control, self.context["start"]
+            control, start = self.sharded.control, self.context.start
             trace = audited(trace, forward=forward, pre_shard_storage=memory, stats=stats, control=control, start=start)
         self._returned.append(with_caches(trace))
         return self._returned[-1]
@@ -424,6 +419,7 @@ class Compilation:
 
     def _finish(self) -> None:
         traces, limit, compiled = self.traces, self.options.max_memory, self.transform.compiled
+        traces.settings = self.context.settings
         if limit is not None:
             with self.sharded.control.announcing_failure("the check of max_memory"):
                 self.transform._planner.check_memory(
@@ -434,35 +430,24 @@ class Compilation:
 
     def _choose(self, joint: TraceCtx) -> TraceCtx:
         """Return the joint trace with bucketed communication, with the settings for it chosen."""
-        options, sharded, traces = self.options, self.sharded, self.traces
-        if not options.needs_search:
-            assert options.prefetch != "auto"
-            traces.prefetch = options.prefetch
+        sharded, context = self.sharded, self.context
+        if not self.options.needs_search:
             return self.run("joint", joint)
-        transform = self.transform
-        settings = transform._planner.Chooser(
-            joint, traces, self.context, sharded=sharded, options=options, compiled=transform.compiled
+        found = self.transform._planner.Chooser(
+            joint, context, sharded=sharded, compiled=self.transform.compiled
         ).choose()
-        self._pending_grads = settings.pending_grads
-        self.context.update(settings.copy_times)
-        traces.choice, chosen = settings.choice, settings.choice.chosen
-        traces.prefetch, traces.reductions_in_flight = chosen.prefetch, chosen.reductions
-        traces.backward_arena, traces.recomputed, traces.offloaded = (
-            chosen.backward_arena,
-            chosen.recomputed,
-            chosen.offloaded,
-        )
-        if settings.kept is not None:
-            sharded.set_kept_buckets(settings.kept)
+        if found.kept is not None:
+            sharded.set_kept_buckets(found.kept)
             sharded.kept_is_final = True
-            self.context["kept"] = sharded.kept
-        bucketed: TraceCtx = settings.bucketed
+        self._pending_grads, self.traces.choice = found.pending_grads, found.choice
+        context.copy_times, context.settings = found.copy_times, found.settings(sharded.kept)
+        bucketed: TraceCtx = found.bucketed
         return bucketed
 
     def _agree(self, trace: TraceCtx, schedule: Schedule, half: str) -> None:
         """Compare what the ranks have compiled, and settle how they agree at run time, if they have to."""
         traces, control = self.traces, self.sharded.control
-        self.context["start"] = None
+        self.context.start = None
         if control.is_single_rank:
             return
         computation = computation_of(trace, traces.call.inputs)
@@ -472,7 +457,7 @@ class Compilation:
         if agreed.communicates and self.transform._agrees:
             name, text = f"{half}_{traces.number}", f"{half} for {traces.call}"
             issues = sum(op.issues for op in schedule)
-            self.context["start"] = TraceStart(control, name, agreed, text, computation, issues)
+            self.context.start = TraceStart(control, name, agreed, text, computation, issues)
 
 
 def find_transform(model: object) -> FSDPTransform:

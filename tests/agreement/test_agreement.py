@@ -384,7 +384,7 @@ def test_traces_agree_before_their_first_collective(rank: int) -> None:
     assert "fsdp_agree(forward_0)\n" in str(compiled.forward)
     # As with NCCL, where the round of agreement overlaps with the first gather.
     with pipeline_patches.replacing(
-        "insert_agreement", lambda trace, *, start: insert_agreement(trace, start=start, before_issue=False)
+        "insert_agreement", lambda trace, c: insert_agreement(trace, start=c.start, before_issue=False)
     ):
         model = _jit(TwoBranches())
         for left in (True, False):

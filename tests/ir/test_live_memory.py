@@ -166,7 +166,7 @@ def test_every_position_has_the_bytes_that_a_run_with_a_limit_allocates(release:
     check_positions(found)
     [(compiled, memory, _)] = found.values()
     assert memory.peak.nbytes <= limit
-    assert compiled.recomputed and compiled.backward_arena
+    assert compiled.settings.recomputed and compiled.settings.backward_arena
 
 
 def _drop_every_third(name: str, grads: torch.Tensor) -> None:

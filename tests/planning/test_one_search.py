@@ -116,7 +116,7 @@ def _train_one_step(rank: int, world_size: int, options: dict[str, Any]) -> Choi
     [compiled] = transform.compiled
     assert _everyones(searched) == [[MACHINES[0].name], []]
     kept = [bucket.name for bucket in transform.plan if bucket.options.sharding_strategy == "zero2"]
-    _all_equal([str(compiled.schedule), str(compiled.choice), sorted(compiled.recomputed), kept])
+    _all_equal([str(compiled.schedule), str(compiled.choice), sorted(compiled.settings.recomputed), kept])
     for other in range(world_size):
         (reference(_batch(other, 64)) / world_size).backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
@@ -132,7 +132,9 @@ def test_a_window_is_planned_by_one_rank(rank: int) -> None:
             model(_batch(rank, 64)).backward()
         model(_batch(rank, 64)).backward()
     assert _everyones(searched) == [[MACHINES[0].name] * 2, []]
-    _all_equal([[str(c.schedule), str(c.choice), sorted(c.recomputed)] for c in model._lc_transforms[-1].compiled])
+    _all_equal(
+        [[str(c.schedule), str(c.choice), sorted(c.settings.recomputed)] for c in model._lc_transforms[-1].compiled]
+    )
 
 
 @on_ranks()

@@ -7,7 +7,7 @@ import functools
 import re
 
 from thunder_fsdp_sched import fsdp, testing
-from thunder_fsdp_sched.compiled_traces import CompiledTraces
+from thunder_fsdp_sched.compiled_traces import CompiledTraces, StepSettings
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.inspection import split_joint
 from thunder_fsdp_sched.passes import Context
@@ -122,7 +122,8 @@ def test_the_error_of_a_memory_limit_has_the_least_bytes_of_all_distances():
     assert (needed, *setting) == least(prefetch=0)
     assert least(prefetch=1) > (needed, 1, 0), "a distance that the user gives stays fixed"
     traces = compiled(max_memory=needed)
-    assert [traces.prefetch, traces.reductions_in_flight] == setting == [0, 0] and traces.recomputed
+    chosen = traces.settings
+    assert [chosen.prefetch, chosen.reductions_in_flight] == setting == [0, 0] and chosen.recomputed
     testing.assert_peak_memory_at_most(traces, needed)
 
 
@@ -133,7 +134,7 @@ def test_fewer_reductions_in_flight_are_tried_before_values_are_computed_again()
     testing.assert_peak_memory_at_most(traces, limit)
     chosen = traces.choice.chosen
     [with_two] = [c for c in traces.choice.considered if c.reductions == 2 and not c.backward_arena]
-    assert traces.reductions_in_flight == chosen.reductions == 1
+    assert traces.settings.reductions_in_flight == chosen.reductions == 1
     assert chosen.step_seconds < with_two.step_seconds
 
     def most_at_once(of) -> int:
@@ -160,7 +161,7 @@ def test_a_later_call_does_not_let_an_earlier_step_exceed_the_limit():
         model(torch.randn(32, 16))
         model(torch.randn(1, 16))  # has room for more slots, but the first step would have to share them
     first, second = transform.compiled
-    assert first.recomputed and not second.recomputed
+    assert first.settings.recomputed and not second.settings.recomputed
     for traces in (first, second):
         testing.assert_peak_memory_at_most(traces, limit)
 
@@ -168,14 +169,14 @@ def test_a_later_call_does_not_let_an_earlier_step_exceed_the_limit():
 def test_automatic_prefetch_minimizes_the_simulated_step_time():
     traces = compiled(prefetch="auto")
     times = {c.prefetch: c.step_seconds for c in traces.choice.considered}
-    assert times[traces.prefetch] <= min(times.values()) * 1.001
+    assert times[traces.settings.prefetch] <= min(times.values()) * 1.001
     assert times[0] > times[1], "prefetch must reduce the simulated step time"
-    testing.assert_prefetch_distance(traces, traces.prefetch)
+    testing.assert_prefetch_distance(traces, traces.settings.prefetch)
 
 
 def test_without_a_cluster_the_local_device_is_used():
     [traces] = testing.compile_on_fake_ranks(lambda: (Stack(2), (torch.ones(2, 4),)), 8, prefetch="auto")
-    assert traces.choice is not None and traces.prefetch == traces.choice.chosen.prefetch
+    assert traces.choice is not None and traces.settings.prefetch == traces.choice.chosen.prefetch
 
 
 def test_a_budget_is_refused_under_zero2():
@@ -208,10 +209,9 @@ def step_of_default(joint, cost):
     return arena.nbytes, simulate(halves, None, cost).step_seconds
 
 
-def context(**values) -> Context:
-    """Return the context of a compilation with the default options and these values."""
-    of_module = {"kept": frozenset(), "buckets": (), "fusions": ()}
-    return Context(values, of_module, vars(CompiledTraces(no_sync=False)), vars(fsdp().options))
+def context(**options) -> Context:
+    """Return the context of a compilation without a module, with these options."""
+    return Context((), {}, {}, fsdp(**options).options, CompiledTraces(no_sync=False), StepSettings(), False, None)
 
 
 @settings(max_examples=max(10, settings().max_examples // 10), deadline=None)

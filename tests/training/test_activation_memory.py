@@ -190,9 +190,9 @@ def test_recomputation_changes_no_bit_of_a_step(
     _assert_same_bits(found, expected, name)
     assert all(compiled.memory.peak.nbytes <= limit for compiled in limited.compiled)
     # Memory is saved by computing values again, or time by buckets that stay unsharded.
-    assert any(compiled.recomputed for compiled in limited.compiled) if share < 1 else limited.sharded.kept
+    assert any(compiled.settings.recomputed for compiled in limited.compiled) if share < 1 else limited.sharded.kept
     assert not within or all(bucket.arena._memory is None for bucket in limited.sharded.buckets)
-    assert min(compiled.reductions_in_flight for compiled in limited.compiled) <= most
+    assert min(compiled.settings.reductions_in_flight for compiled in limited.compiled) <= most
 
 
 # A GPU that computes so slowly that copies to host memory are hidden.
@@ -208,12 +208,12 @@ def _compile(model: str = "gpt", machine: ClusterSpec | str = "h100-sxm", **opti
 def test_random_operators_and_what_they_read_in_place_never_run_again() -> None:
     free = _compile("dropping").compiled[-1]
     limited = _compile("dropping", max_memory=int(0.7 * free.memory.peak.nbytes)).compiled[-1]
-    assert limited.recomputed
+    assert limited.settings.recomputed
     for compiled in (free, limited):
         random = [b for b in compiled.backward.bound_symbols if "uniform" in b.sym.name or "rand" in b.sym.name]
         assert not random
     made = {p.name: b for b in limited.joint.bound_symbols for p in b.flat_proxy_outs}
-    assert all(is_pure(made[name]) for name in limited.recomputed)
+    assert all(is_pure(made[name]) for name in limited.settings.recomputed)
     # The buffer is written in forward, so nothing may read it again.
     assert not any("mean" in str(b) for b in limited.backward.bound_symbols)
 
@@ -222,9 +222,9 @@ def test_activations_move_to_host_memory_if_that_costs_less() -> None:
     free = _compile("large", SLOW)
     peak = free.compiled[-1].memory.peak.nbytes
     [compiled] = _compile("large", SLOW, max_memory=int(0.6 * peak)).compiled
-    assert compiled.offloaded and compiled.offloaded == compiled.choice.chosen.offloaded
+    assert compiled.settings.offloaded and compiled.settings.offloaded == compiled.choice.chosen.offloaded
     copies = [b for b in compiled.forward.bound_symbols if b.sym.name == "fsdp_copy_to_host"]
-    assert {b.args[0].name for b in copies} == compiled.offloaded
+    assert {b.args[0].name for b in copies} == compiled.settings.offloaded
     assert compiled.memory.peak.nbytes <= 0.6 * peak
 
 
@@ -297,9 +297,9 @@ def _assert_split(traces: Any) -> int:
     hosts = {outs_of(b)[0]: b.args[1].name for b in forward.bound_symbols if b.sym is fsdp_wait_host_copy}
     back = {b.args[0].name for b in backward.bound_symbols if b.sym is fsdp_copy_to_device}
     read = {a for b in backward.bound_symbols for a in args_of(b)}
-    assert set(hosts.values()) == traces.offloaded
+    assert set(hosts.values()) == traces.settings.offloaded
     assert hosts.keys() <= saved and hosts.keys() == back
-    assert not saved & traces.offloaded and not read & traces.offloaded
+    assert not saved & traces.settings.offloaded and not read & traces.settings.offloaded
     return len(hosts)
 
 

@@ -124,7 +124,7 @@ def test_backward_has_the_sample_of_forward(checkpoints: bool, window: bool, sha
         if abs(actual - expected) > 1e-5 * max(1, abs(expected)):
             wrong.append(f"{name} ({key}): {actual}, expected {expected}")
     assert not wrong, wrong
-    assert bool(transform.compiled[-1].recomputed) == bool(share)
+    assert bool(transform.compiled[-1].settings.recomputed) == bool(share)
 
 
 def _compile(operator: Callable[[torch.Tensor], torch.Tensor], checkpoints: bool = False) -> Any:

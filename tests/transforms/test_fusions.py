@@ -335,8 +335,8 @@ def test_activations_that_regions_save_are_offloaded_with_the_same_bits(rank: in
             jitted(*model.inputs(torch.Generator().manual_seed(rank))).backward()
         [traces] = transform.compiled
         assert any(b.sym.is_fusion for b in traces.forward.bound_symbols)
-        assert sum(b.sym is fsdp_copy_to_host for b in traces.forward.bound_symbols) == len(traces.offloaded)
-        assert offloads == (len(traces.offloaded) > 3)
+        assert sum(b.sym is fsdp_copy_to_host for b in traces.forward.bound_symbols) == len(traces.settings.offloaded)
+        assert offloads == (len(traces.settings.offloaded) > 3)
         results.append([p.grad for p in jitted.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -6,7 +6,7 @@
 from typing import Any, get_args
 from unittest import mock
 
-from thunder_fsdp_sched import passes, testing
+from thunder_fsdp_sched import passes, pipeline, testing
 from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.inspection import args_of, outs_of
 from thunder_fsdp_sched.ir.schedule import read_schedule
@@ -272,13 +272,26 @@ def test_recomputed_activations_need_no_additional_gathers():
 
 def test_phases_run_in_the_order_of_the_table():
     ran: list[str] = []
-    run = passes.run
+    run = pipeline.run
 
-    def recorded(phase: passes.Phase, *args: Any, **kwargs: Any) -> TraceCtx:
+    def recorded(phase: passes.PhaseName, *args: Any, **kwargs: Any) -> TraceCtx:
         ran.append(phase)
         return run(phase, *args, **kwargs)
 
-    with mock.patch.object(passes, "run", recorded):
+    with mock.patch.object(pipeline, "run", recorded):
         testing.compile_on_fake_ranks(lambda: (Stack(1), (torch.ones(2, 4),)), 2)
-    in_table = list(dict.fromkeys(step.phase for step in passes.PIPELINE))
-    assert list(dict.fromkeys(ran)) == in_table == list(get_args(passes.Phase))
+    assert list(dict.fromkeys(ran)) == [phase.name for phase in pipeline.PIPELINE] == list(get_args(passes.PhaseName))
+
+
+def test_each_row_of_the_table_runs_its_pass():
+    bound = [step for phase in pipeline.PIPELINE for step in phase.steps if step.bind is not None]
+    assert len(bound) > 20
+    assert [step.name for step in bound if step.name not in step.bind.__code__.co_names] == []
+
+
+def test_a_pass_that_stands_after_one_that_it_must_precede_is_refused():
+    first, then, why = pipeline.ORDER[0]
+    passes.check_order([passes.Phase("joint", "", passes.Step(first), passes.Step(then))], [(first, then, why)])
+    wrong = [passes.Phase("joint", "", passes.Step(then)), passes.Phase("fused", "", passes.Step(first))]
+    with pytest.raises(ValueError, match=f"{first.__name__} must stand before {then.__name__}, because {why}"):
+        passes.check_order(wrong, [(first, then, why)])

@@ -16,7 +16,7 @@ from thunder_fsdp_sched.ir.host_copies import (
 from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, statements
 from thunder_fsdp_sched.ir.schedule_files import save_schedules
 from thunder_fsdp_sched.ir.value_memory import MemoryAnalysis
-from thunder_fsdp_sched.transforms.sort_host_copies import MAX_HOST_COPIES_IN_FLIGHT, sort_host_copies
+from thunder_fsdp_sched.transforms.sort_host_copies import MAX_HOST_COPIES_IN_FLIGHT, CopyTimes, sort_host_copies
 
 import pytest
 from models import Stack, compile_model
@@ -33,9 +33,8 @@ def _compiled(offloads: bool = True) -> testing.CompiledTraces:
 
 def _sort(trace: TraceCtx, copy: float) -> list[BoundSymbol]:
     """Return a trace in which each copy takes as long as ``copy`` other bound symbols."""
-    sorted_trace = sort_host_copies(
-        trace, seconds=lambda t: [1.0] * len(t.bound_symbols), copy_seconds=lambda nbytes: copy
-    )
+    times = CopyTimes(lambda t: [1.0] * len(t.bound_symbols), lambda nbytes: copy)
+    sorted_trace = sort_host_copies(trace, times=times)
     assert [b for b in sorted_trace.bound_symbols if not declared(b).copies_activation] == [
         b for b in statements(trace) if not declared(b).copies_activation
     ]

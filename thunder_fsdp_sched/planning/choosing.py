@@ -28,13 +28,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from dataclasses import replace
+from typing import NamedTuple, get_args
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 
-from .. import passes
-from ..compiled_traces import CompiledTraces
+from .. import pipeline
+from ..compiled_traces import CompiledTraces, StepSettings
 from ..ir.analysis import NO_PENDING_GRADS, PendingGrads
 from ..ir.computation import computation_of
 from ..ir.effects import effects
@@ -42,13 +43,13 @@ from ..ir.inspection import names, nbytes_of, split_joint
 from ..ir.step_memory import StepMemory
 from ..ir.value_memory import pending_grads_of
 from ..logs import LOGGER
-from ..options import Options
 from ..passes import Context
 from ..ranks.control import hash64
 from ..ranks.deciding import decide_once
 from ..runtime.accumulation import AccumulationMode
 from ..runtime.bucket import Bucket
 from ..sharding.sharded_module import ShardedModule
+from ..transforms.sort_host_copies import CopyTimes
 from .clusters import ClusterSpec, cluster_of_this_process
 from .cost import AnalyticCost
 from .search import Choice, Limits, MemoryLimitError, Search, copy_times
@@ -79,15 +80,15 @@ class Decision(NamedTuple):
     cluster: ClusterSpec
 
 
-class Settings(NamedTuple):
-    """The settings that one compilation uses.
+class Chosen(NamedTuple):
+    """What was chosen for one compilation.
 
     Attributes:
         accumulate: how gradients accumulate.
         bucketed: the joint trace with bucketed communication.
         pending_grads: the gradients of earlier micro-batches that the step finds in memory.
         choice: the outcome of the search.
-        copy_times: the times by which copies of offloaded values are placed: the arguments of ``sort_host_copies``.
+        copy_times: the times by which copies of offloaded values are placed.
         kept: names of the buckets that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
         seconds: the simulated time by which the two ways to accumulate are compared.
     """
@@ -96,9 +97,13 @@ class Settings(NamedTuple):
     bucketed: TraceCtx
     pending_grads: PendingGrads
     choice: Choice
-    copy_times: Mapping[str, Any]
+    copy_times: CopyTimes
     kept: Sequence[str] | None
     seconds: float
+
+    def settings(self, kept: Iterable[Bucket]) -> StepSettings:
+        """Return the settings of the step, with the buckets that the module keeps now."""
+        return self.choice.chosen.settings(frozenset(kept), self.accumulate)
 
 
 def check_memory(
@@ -141,8 +146,7 @@ class Chooser:
 
     Args:
         joint: the joint trace with one ``fsdp_unshard`` for each parameter.
-        traces: those to be compiled; gets the time of passes and of the search.
-        context: that of the passes that come next.
+        context: that of the passes that come next; its traces get the time of passes and of the search.
         compiled: the traces of the module that were compiled before.
 
     Attributes:
@@ -152,28 +156,22 @@ class Chooser:
     """
 
     def __init__(
-        self,
-        joint: TraceCtx,
-        traces: CompiledTraces,
-        context: Context,
-        *,
-        sharded: ShardedModule,
-        options: Options,
-        compiled: Sequence[CompiledTraces],
+        self, joint: TraceCtx, context: Context, *, sharded: ShardedModule, compiled: Sequence[CompiledTraces]
     ) -> None:
-        self.joint, self.traces, self.sharded, self.options, self.compiled = joint, traces, sharded, options, compiled
-        self.context = context.new_child({"fusions": (), "schedule": None, "release": "never"})
+        self.joint, self.sharded, self.compiled = joint, sharded, compiled
+        self.traces, self.options = traces, options = context.traces, context.options
+        self.context = replace(context, fusions=(), options=replace(options, schedule=None, release="never"))
         self.limits = Limits(
             options.max_unsharded_bytes,
             options.max_memory,
             largest_peak=max((one.choice.chosen.largest_peak for one in compiled if one.choice), default=0),
         )
-        self._own: Settings | None = None
+        self._own: Chosen | None = None
         has_choice = self.limits.any_bytes and len(split_joint(joint)) == 2
         self.plans_window = has_choice and traces.no_sync
         self.decides_kept = has_choice and not sharded.kept_is_final
 
-    def choose(self) -> Settings:
+    def choose(self) -> Chosen:
         """Return the settings; a collective unless they are known, see [Note: One rank searches].
 
         Raises:
@@ -207,7 +205,7 @@ class Chooser:
         positions = {name: at for at, name in enumerate(_values(own.bucketed)) if name in named}
         return Decision(own.accumulate, own.choice, own.kept, positions, self._cluster)
 
-    def _taken(self, decision: Decision) -> Settings:
+    def _taken(self, decision: Decision) -> Chosen:
         """Return the settings for this rank's trace that another rank has decided on."""
         self._simulate(decision.cluster)
         bucketed = self._bucketed(decision.accumulate, no_sync=self.traces.no_sync)
@@ -216,7 +214,7 @@ class Chooser:
         chosen, considered = decision.choice
         choice = Choice(chosen.renamed(names), tuple(candidate.renamed(names) for candidate in considered))
         pending_grads = self._pending_grads(bucketed)
-        return Settings(decision.accumulate, bucketed, pending_grads, choice, self.copy_times, decision.kept, 0.0)
+        return Chosen(decision.accumulate, bucketed, pending_grads, choice, self.copy_times, decision.kept, 0.0)
 
     def _allows(self, decision: Decision) -> bool:
         """Return whether the limits allow a known decision for this trace, too. Without ``max_memory`` they do."""
@@ -233,9 +231,9 @@ class Chooser:
         """Take the times of a machine from now on."""
         self._cluster, self.cost = cluster, AnalyticCost(cluster)
         self.copy_times = copy_times(self.cost)
-        self.context = self.context.new_child(dict(self.copy_times))
+        self.context = replace(self.context, copy_times=self.copy_times)
 
-    def _search_all(self) -> Settings:
+    def _search_all(self) -> Chosen:
         self._simulate(self.options.cluster or cluster_of_this_process())
         if not self.plans_window:
             return self.for_step()
@@ -250,7 +248,7 @@ class Chooser:
             raise min(errors, key=lambda error: error.least_bytes)
         return min(found, key=lambda settings: settings.seconds)
 
-    def for_step(self) -> Settings:
+    def for_step(self) -> Chosen:
         """Return the settings of a step that ends a window of those compiled so far, or of one without limits."""
         way = self.options.accumulate or "unsharded"
         bucketed = self._bucketed(way, no_sync=self.traces.no_sync)
@@ -258,7 +256,7 @@ class Chooser:
         choice = self._search(bucketed, pending_grads, self.limits)
         return self._settings(way, bucketed, pending_grads, choice, choice)
 
-    def for_window(self, way: AccumulationMode) -> Settings:
+    def for_window(self, way: AccumulationMode) -> Chosen:
         """Return the settings of a micro-batch under ``no_sync``; see [Note: Planning for the end of a window]."""
         bucketed, ending = (self._bucketed(way, no_sync=no_sync) for no_sync in (True, False))
         pending_grads, limits = self._pending_grads(bucketed), self.limits
@@ -286,14 +284,14 @@ class Chooser:
 
     def _settings(
         self, way: AccumulationMode, bucketed: TraceCtx, pending_grads: PendingGrads, choice: Choice, last: Choice
-    ) -> Settings:
+    ) -> Chosen:
         kept = last.chosen.kept if self.decides_kept else None
         seconds = last.chosen.step_seconds + choice.chosen.step_seconds
-        return Settings(way, bucketed, pending_grads, choice, self.copy_times, kept, seconds)
+        return Chosen(way, bucketed, pending_grads, choice, self.copy_times, kept, seconds)
 
     def _bucketed(self, way: AccumulationMode, *, no_sync: bool) -> TraceCtx:
-        context = self.context.new_child({"no_sync": no_sync, "accumulate": way})
-        return passes.run("joint", self.joint, context, record=self.traces.run)
+        settings = replace(self.context.settings, accumulate=way)
+        return pipeline.run("joint", self.joint, replace(self.context, no_sync=no_sync, settings=settings))
 
     def _search(
         self, bucketed: TraceCtx, pending_grads: PendingGrads, limits: Limits, *, kept: Collection[str] | None = None
@@ -313,7 +311,8 @@ class Chooser:
         self, bucketed: TraceCtx, pending_grads: PendingGrads, limits: Limits, always_kept: Iterable[Bucket]
     ) -> Search:
         no_sync = any(effects(bsym).leaves for bsym in bucketed.bound_symbols)
-        context = self.context.new_child({"kept": frozenset(always_kept), "no_sync": no_sync})
+        settings = replace(self.context.settings, kept=frozenset(always_kept))
+        context = replace(self.context, no_sync=no_sync, settings=settings)
         return Search(bucketed, self.cost, limits, context, pending_grads)
 
 

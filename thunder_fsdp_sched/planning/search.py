@@ -31,23 +31,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from thunder.core.trace import TraceCtx
 
-from .. import passes
+from .. import pipeline
+from ..compiled_traces import StepSettings
 from ..ir.analysis import NO_PENDING_GRADS, PendingGrads
 from ..ir.effects import bucket_of, effects
 from ..ir.inspection import snapshot, split_joint
 from ..ir.step_memory import StepMemory
 from ..passes import Context
+from ..runtime.accumulation import AccumulationMode
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
 from ..transforms.assign_slots import private_bytes
 from ..transforms.offload_activations import offloadable
 from ..transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, sort_communication
+from ..transforms.sort_host_copies import CopyTimes
 from .activation_plan import ActivationPlans
 from .cost import CostModel, compute_seconds
 from .simulate import simulate
@@ -160,6 +163,18 @@ class Candidate(NamedTuple):
             text += f"  {self.peak_bytes:>17,} bytes in all{', extended in backward' if self.backward_arena else ''}"
         return f"{text}  {self.step_seconds * 1e3:10.3f} ms"
 
+    def settings(self, kept: frozenset[Bucket], accumulate: AccumulationMode) -> StepSettings:
+        """Return the settings of a step that keeps ``kept``, the buckets that are named here."""
+        return StepSettings(
+            prefetch=self.prefetch,
+            accumulate=accumulate,
+            kept=kept,
+            reductions_in_flight=self.reductions,
+            backward_arena=self.backward_arena,
+            recomputed=self.recomputed,
+            offloaded=self.offloaded,
+        )
+
     def renamed(self, names: Mapping[str, str]) -> Candidate:
         """Return the same settings for a trace whose values have other names."""
         recomputed, offloaded = (frozenset(names[v] for v in values) for values in (self.recomputed, self.offloaded))
@@ -185,9 +200,9 @@ class Choice(NamedTuple):
         return "\n".join(f"{'>' if c == self.chosen else ' '} {c}" for c in self.considered)
 
 
-def copy_times(cost: CostModel) -> Mapping[str, Any]:
-    """Return the arguments of ``sort_host_copies``: the times of compute and of copies."""
-    return {"seconds": partial(compute_seconds, cost), "copy_seconds": cost.host_copy_seconds}
+def copy_times(cost: CostModel) -> CopyTimes:
+    """Return the times of compute and of copies."""
+    return CopyTimes(partial(compute_seconds, cost), cost.host_copy_seconds)
 
 
 @dataclass(eq=False)
@@ -276,7 +291,7 @@ class Search:
         number = high = len(self._regathered)
         low = 0  # fits
         while low < high:
-            kept = _names_of((*self.context["kept"], *self._regathered[:number]))
+            kept = _names_of((*self.context.settings.kept, *self._regathered[:number]))
             fits = self._fits(self.run(fastest._replace(kept=kept)))
             low, high = (number, high) if fits else (low, number - 1)
             number = (low + high + 1) // 2
@@ -361,7 +376,7 @@ class Search:
 
     @cached_property
     def _always_kept(self) -> tuple[str, ...]:
-        return _names_of(self.context["kept"])
+        return _names_of(self.context.settings.kept)
 
     @cached_property
     def _offloadable(self) -> frozenset[str]:
@@ -393,12 +408,12 @@ class Search:
             return scratch.setdefault(bucket.arena, Arena(bucket.arena.device))
 
         unsorted = self._split(candidate)
-        context = self._context(candidate).new_child({"arena_of": arena_of, "trains": len(unsorted) == 2})
+        context = replace(self._context(candidate), arena_of=arena_of, trains=len(unsorted) == 2)
         halves: list[TraceCtx] = []
         for half in unsorted:
-            forward = halves[0] if halves else None
-            halves.append(passes.run("scheduled", half, context.new_child({"forward": forward}), search=True))
-        lasting = private_bytes(halves[0], context["kept"]) + sum(arena.nbytes for arena in scratch.values())
+            context.forward = halves[0] if halves else None
+            halves.append(pipeline.run("scheduled", half, context, search=True))
+        lasting = private_bytes(halves[0], context.settings.kept) + sum(arena.nbytes for arena in scratch.values())
         nbytes = lasting + sum(arena.extension.nbytes for arena in scratch.values())
         seconds = simulate(halves, None, self.cost).step_seconds
         found = candidate._replace(unsharded_bytes=nbytes, persistent_bytes=lasting, step_seconds=seconds)
@@ -407,29 +422,24 @@ class Search:
             pairs = list(scratch.items())
             pairs += [(arena.extension, new.extension) for arena, new in pairs if new.extension.nbytes]
             larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in pairs)
-            peak = StepMemory.of(halves, self.context["buckets"], accumulated=self.pending_grads).peak.nbytes + larger
+            peak = StepMemory.of(halves, self.context.buckets, accumulated=self.pending_grads).peak.nbytes + larger
             growth = sum(max(new.nbytes - arena.nbytes, 0) for arena, new in pairs)
             found = found._replace(peak_bytes=peak, largest_peak=max(peak, self.limits.largest_peak + growth))
         return found
 
     def _context(self, candidate: Candidate) -> Context:
         further = [] if candidate.kept == self._always_kept else self._regathered
-        kept = frozenset(b for b in (*self.context["kept"], *further) if b.spec.name in candidate.kept)
-        settings = {
-            "kept": kept,
-            "reductions_in_flight": candidate.reductions,
-            "backward_arena": candidate.backward_arena,
-        }
-        return self.context.new_child({**candidate._asdict(), **settings})
+        kept = frozenset(b for b in (*self.context.settings.kept, *further) if b.spec.name in candidate.kept)
+        return replace(self.context, settings=candidate.settings(kept, self.context.settings.accumulate))
 
     @cached_property
     def _joint_with_gathers(self) -> TraceCtx:
         """The joint trace with backward's gathers if no further bucket is kept and nothing is recomputed."""
-        return self._with_gathers(self.context.new_child({"recomputed": frozenset(), "offloaded": frozenset()}))
+        return self._with_gathers(self.context)
 
     def _with_gathers(self, context: Context) -> TraceCtx:
         joint = snapshot(self.joint)  # rejected candidates must not reserve names
-        return passes.run("fused", passes.run("bucketed", joint, context, search=True), context, search=True)
+        return pipeline.run("fused", pipeline.run("bucketed", joint, context, search=True), context, search=True)
 
     def _split(self, candidate: Candidate) -> list[TraceCtx]:
         """Return forward and backward; those of candidates that keep the same and change no values are made once."""
@@ -437,7 +447,9 @@ class Search:
         if not changes_values and candidate.kept in self._halves:
             return self._halves[candidate.kept]
         context = self._context(candidate)
-        halves = [passes.run("split", half, context, search=True) for half in split_joint(self._with_gathers(context))]
+        halves = [
+            pipeline.run("split", half, context, search=True) for half in split_joint(self._with_gathers(context))
+        ]
         if not changes_values:
             self._halves[candidate.kept] = halves
         return halves

@@ -281,7 +281,7 @@ def smaller_changes(step: DryRun, max_memory: int) -> Iterator[Change]:
     if step.micro_batches > 1 and (options.get("accumulate"), options.get("max_memory")) == (None, None):
         yield _option("accumulate", "sharded")
     if options.get("schedule") is None:
-        yield from (_option("prefetch", distance) for distance in (1, 0) if distance < step.compiled.prefetch)
+        yield from (_option("prefetch", distance) for distance in (1, 0) if distance < step.compiled.settings.prefetch)
         if step.compiled.backward is not None and max_memory > 0 and options.get("max_memory") is None:
             yield _option("max_memory", max_memory, f"{max_memory:_}")
     if not isinstance(options.get("offload_policy"), CPUOffloadPolicy) and not step.cluster.synchronous:
@@ -343,13 +343,13 @@ def _detail(step: DryRun) -> str:
             "shards, their gradients and optimizer state are in host memory; the optimizer there is not simulated"
         )
     if step.transform.options.prefetch == "auto":
-        parts.append(f"chooses prefetch={compiled.prefetch}")
-    if compiled.recomputed:
-        parts.append(f"recompute {describe_origins(compiled.recomputed, compiled.forward)}")
-    if compiled.offloaded:
+        parts.append(f"chooses prefetch={compiled.settings.prefetch}")
+    if compiled.settings.recomputed:
+        parts.append(f"recompute {describe_origins(compiled.settings.recomputed, compiled.forward)}")
+    if compiled.settings.offloaded:
         origins = origins_of(compiled.forward)
-        moved = sum(origins[name].nbytes for name in compiled.offloaded if name in origins)
-        named = describe_origins(compiled.offloaded, compiled.forward)
+        moved = sum(origins[name].nbytes for name in compiled.settings.offloaded if name in origins)
+        named = describe_origins(compiled.settings.offloaded, compiled.forward)
         parts.append(f"move {human_bytes(moved, 4)} to host memory and back: {named}")
     if compiled.choice is not None and compiled.choice.chosen.kept:
         parts.append(f"keep {len(compiled.choice.chosen.kept)} buckets unsharded until backward")

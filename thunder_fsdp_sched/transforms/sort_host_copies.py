@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -28,9 +29,19 @@ _MARGIN = 1.25
 _LIMIT = f"in-flight limit: the bytes of the {MAX_HOST_COPIES_IN_FLIGHT} largest copies"
 
 
-def sort_host_copies(
-    trace: TraceCtx, *, seconds: Callable[[TraceCtx], Sequence[float]], copy_seconds: Callable[[int], float]
-) -> TraceCtx:
+class CopyTimes(NamedTuple):
+    """The times by which copies are placed.
+
+    Attributes:
+        seconds: returns the time of each bound symbol of a trace on the compute stream.
+        copy_seconds: returns the time of a copy of so many bytes.
+    """
+
+    seconds: Callable[[TraceCtx], Sequence[float]]
+    copy_seconds: Callable[[int], float]
+
+
+def sort_host_copies(trace: TraceCtx, *, times: CopyTimes) -> TraceCtx:
     """Reorder the copies of offloaded activations in a forward or backward execution trace.
 
     Runs after ``guard_first`` and before ``sort_communication`` or ``replay_schedule``, to which the copies are compute
@@ -63,15 +74,14 @@ def sort_host_copies(
     The reason for each position is the header of the bound symbol, which the trace prints.
 
     Args:
-        seconds: returns the time of each bound symbol of a trace on the compute stream.
-        copy_seconds: returns the time of a copy of so many bytes.
+        times: those of compute and of copies.
     """
     others, found = operations(statements(trace), of_buckets=False)
     if not found:
         return trace
-    begins = accumulate(seconds(with_bound_symbols(trace, others, "fsdp: without host copies")), initial=0.0)
+    begins = accumulate(times.seconds(with_bound_symbols(trace, others, "fsdp: without host copies")), initial=0.0)
     copies = [
-        _Copy(issue, without_token(wait), nbytes := nbytes_of(issue.args[0]), copy_seconds(nbytes) * _MARGIN)
+        _Copy(issue, without_token(wait), nbytes := nbytes_of(issue.args[0]), times.copy_seconds(nbytes) * _MARGIN)
         for issue, wait in found
     ]
     sorter = _Sorter(others, copies, list(begins))

@@ -1,0 +1,347 @@
+"""The pipeline as a table: every pass, in order, what it runs on, when, with which arguments, and why there.
+
+[Note: The table of passes]
+:data:`PIPELINE` is the only place where passes are put in order. :func:`run` runs the rows of one phase: in a compilation,
+in one that plans a traced step again, and, for the rows with ``searched``, for each candidate of the search. A candidate
+has no fusions, and nothing of it runs, so it needs no guards, cuts, checks or releases; everything that decides order,
+slots, bytes or time is the same.
+
+A row names the arguments of its pass, which it takes from the :class:`Context` of the compilation. Passes return traces and
+store nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from thunder.core.trace import TraceCtx
+from thunder.executors.passes import del_last_used
+
+from .ir.inspection import statements
+from .ir.schedule import Schedule, compute_digest
+from .passes import Condition, Context, Order, Phase, PhaseName, Step, check_order, given
+from .proof import verify
+from .transforms.assign_slots import assign_slots
+from .transforms.bucket_communication import bucket_communication
+from .transforms.check_params_unchanged import check_params_unchanged, guard_first
+from .transforms.claim_operators import claim_operators
+from .transforms.differentiate import differentiate
+from .transforms.draw_once import draw_once, mark_draws, refuse_merged_draws, reject_resampled_random_grads
+from .transforms.end_backward import end_backward
+from .transforms.fuse_downcast import fuse_downcast
+from .transforms.gather_from_secondary import gather_from_secondary
+from .transforms.guard_outputs import detach_state, guard_outputs
+from .transforms.insert_agreement import insert_agreement
+from .transforms.insert_unshard import insert_unshard
+from .transforms.keep_fusions_apart import keep_fusions_apart, remove_cuts
+from .transforms.offload_activations import offload_activations
+from .transforms.recompute_whole_regions import recompute_whole_regions
+from .transforms.regather_for_backward import regather_for_backward
+from .transforms.release_slots import release_extension, release_slots
+from .transforms.replay_schedule import ScheduleMismatch, replay_schedule
+from .transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward, reuse_in_window
+from .transforms.shard_prologue import shard_prologue
+from .transforms.sort_communication import sort_communication
+from .transforms.sort_host_copies import sort_host_copies
+from .transforms.write_grads_in_place import write_grads_in_place
+
+
+def _retains(c: Context) -> bool:
+    """Return whether backward may find what forward has left in slots."""
+    return c.options.release == "never" or c.trains
+
+
+def _pinned(trace: TraceCtx, c: Context) -> Schedule:
+    """Return the pinned schedule of a trace: the one for the same compute, or else the first of the same mode."""
+    forward = c.traces.forward_schedule
+    digest = forward.compute if forward is not None else compute_digest(statements(trace))
+    pinned = [s for s in given(c.options.schedule) if s.no_sync is c.no_sync]
+    fitting = [s for s in pinned if s.forward.compute == digest] or pinned
+    if not fitting:
+        raise ScheduleMismatch(f"schedule: the file has no schedule for no_sync={c.no_sync}")
+    schedule = fitting[0].backward if forward is not None else fitting[0].forward
+    if schedule is None:
+        raise ScheduleMismatch("schedule: it has no backward schedule, but this model has a backward trace")
+    return schedule
+
+
+_FUSES: Condition = ("with fusion executors", lambda c: bool(c.fusions))
+_OFFLOADS: Condition = ("if `max_memory` offloads values", lambda c: bool(c.settings.offloaded))
+
+PIPELINE: tuple[Phase, ...] = (
+    Phase(
+        "epilogue",
+        "Thunder has traced the module, and what the computation changes in place is written out of place.",
+        Step(detach_state, lambda trace, c: detach_state(trace, computation=c.computation)),
+        Step(guard_outputs, lambda trace, c: guard_outputs(trace, no_sync=c.no_sync, computation=c.computation)),
+    ),
+    Phase(
+        "prologue",
+        "",
+        Step(
+            shard_prologue,
+            lambda trace, c: shard_prologue(
+                trace,
+                shards=c.shards,
+                no_sync=c.no_sync,
+                hooks=c.hooks,
+                inputs=c.inputs,
+                memory_of_inputs=c.memory_of_inputs,
+            ),
+        ),
+    ),
+    Phase(
+        "computation",
+        "",
+        Step(draw_once),
+        Step(recompute_whole_regions),
+        Step(
+            insert_unshard,
+            lambda trace, c: insert_unshard(
+                trace, parameters=c.traces.parameters, locations=c.locations, shards=c.shards
+            ),
+        ),
+    ),
+    Phase(
+        "autograd",
+        "Thunder differentiates the computation, unless `differentiate` does, and calls this package's first executor.",
+        Step(
+            differentiate,
+            lambda trace, c: differentiate(trace, executors=c.executors, has_gradients=given(c.has_gradients)),
+            when=("in place of Thunder's autograd (`trace_modules_once`)", lambda c: c.has_gradients is not None),
+        ),
+        Step(
+            claim_operators,
+            lambda trace, c: claim_operators(trace, executors=c.executors),
+            when=("after Thunder's autograd", lambda c: c.has_gradients is None),
+        ),
+    ),
+    Phase(
+        "joint",
+        "",
+        Step(
+            bucket_communication,
+            lambda trace, c: bucket_communication(
+                trace, buckets=c.buckets, no_sync=c.no_sync, accumulate=c.settings.accumulate
+            ),
+        ),
+        Step(fuse_downcast),
+    ),
+    Phase(
+        "bucketed",
+        "The settings are chosen, by the search if an option asks for it.",
+        Step(
+            regather_for_backward,
+            lambda trace, c: regather_for_backward(trace, kept=c.settings.kept, recomputed=c.settings.recomputed),
+            searched=True,
+        ),
+        Step(check_params_unchanged, lambda trace, c: check_params_unchanged(trace, kept=c.settings.kept)),
+        Step(keep_fusions_apart, lambda trace, c: keep_fusions_apart(trace, fusions=c.fusions), when=_FUSES),
+        Step(mark_draws, when=_FUSES),
+    ),
+    Phase(
+        "fused",
+        "Thunder's fusion executors fuse operators, and Thunder calls this package's second executor.",
+        Step(refuse_merged_draws, lambda trace, c: refuse_merged_draws(trace, joint=c.traces.joint), when=_FUSES),
+        Step(remove_cuts, when=_FUSES),
+        Step(
+            regather_for_backward,
+            lambda trace, c: regather_for_backward(trace, kept=c.settings.kept),
+            when=("with fusion executors, which can make backward read parameters of forward", _FUSES[1]),
+        ),
+        Step(gather_from_secondary, searched=True),
+        Step(
+            offload_activations,
+            lambda trace, c: offload_activations(trace, offloaded=c.settings.offloaded),
+            when=_OFFLOADS,
+            searched=True,
+        ),
+    ),
+    Phase(
+        "split",
+        "Thunder splits the joint trace; what follows runs on forward first, then on backward.",
+        Step(
+            reject_resampled_random_grads,
+            lambda trace, c: reject_resampled_random_grads(trace, forward=c.forward, computation=c.computation),
+            when=("backward of a traced step", lambda c: c.forward is not None and c.computation is not None),
+        ),
+        Step(write_grads_in_place, searched=True),
+        Step(guard_first),
+    ),
+    Phase(
+        "scheduled",
+        "",
+        Step(
+            sort_host_copies,
+            lambda trace, c: sort_host_copies(trace, times=given(c.copy_times)),
+            when=_OFFLOADS,
+            searched=True,
+        ),
+        Step(
+            sort_communication,
+            lambda trace, c: sort_communication(
+                trace,
+                prefetch=c.settings.prefetch,
+                max_unsharded_bytes=c.options.max_unsharded_bytes,
+                max_gathers_in_flight=c.options.max_gathers_in_flight,
+                reductions_in_flight=c.settings.reductions_in_flight,
+                kept=c.settings.kept,
+                forward=c.forward,
+            ),
+            when=("unless a schedule is pinned", lambda c: c.options.schedule is None),
+            searched=True,
+        ),
+        Step(
+            replay_schedule,
+            lambda trace, c: replay_schedule(trace, schedule=_pinned(trace, c)),
+            when=("in its place with `schedule`", lambda c: c.options.schedule is not None),
+        ),
+        Step(
+            assign_slots,
+            lambda trace, c: assign_slots(
+                trace,
+                kept=c.settings.kept,
+                arena_of=c.arena_of,
+                forward=c.forward,
+                max_unsharded_bytes=c.options.max_unsharded_bytes,
+                release=c.options.release,
+                trains=c.trains,
+                backward_arena=c.settings.backward_arena,
+            ),
+            searched=True,
+        ),
+        Step(
+            mark_retained_by_forward,
+            when=("forward, unless `release` frees what it leaves", lambda c: _retains(c) and c.forward is None),
+            searched=True,
+        ),
+        Step(
+            reuse_from_forward,
+            lambda trace, c: reuse_from_forward(trace, forward=c.forward),
+            when=(
+                "backward, unless `release` frees what forward leaves",
+                lambda c: _retains(c) and c.forward is not None,
+            ),
+            searched=True,
+        ),
+        Step(
+            release_slots,
+            lambda trace, c: release_slots(trace, forward=c.forward, trains=c.trains),
+            when=("with `release`", lambda c: c.options.release != "never"),
+        ),
+        Step(
+            release_extension,
+            lambda trace, c: release_extension(trace, buckets=c.buckets, arena_of=c.arena_of),
+            when=(
+                "if `max_memory` extends the arena for backward",
+                lambda c: c.options.release == "never" and c.settings.backward_arena,
+            ),
+            searched=True,
+        ),
+        Step(
+            reuse_in_window,
+            lambda trace, c: reuse_in_window(trace, no_sync=c.no_sync),
+            when=(
+                "forward, unless `reshard_after_backward`",
+                lambda c: c.trains and c.forward is None and not c.options.reshard_after_backward,
+            ),
+            searched=True,
+        ),
+        Step(
+            verify,
+            lambda trace, c: verify(trace, forward=c.forward, max_gathers_in_flight=c.options.max_gathers_in_flight),
+        ),
+    ),
+    Phase(
+        "finished",
+        "The schedule is read, and the ranks compare it.",
+        Step(
+            insert_agreement,
+            lambda trace, c: insert_agreement(
+                trace, start=given(c.start), before_issue=c.agrees_before_issue, audit=c.options.audit
+            ),
+            when=("with several ranks", lambda c: c.start is not None),
+        ),
+        Step(
+            end_backward,
+            lambda trace, c: end_backward(trace, no_sync=c.no_sync),
+            when=("backward", lambda c: c.forward is not None),
+        ),
+        Step(del_last_used, lambda trace, c: del_last_used(trace, clear_mutable_collections=c.forward is not None)),
+    ),
+)
+"""All passes from the computation that Thunder has traced to the traces that run, in order."""
+
+ORDER: tuple[Order, ...] = (
+    (detach_state, guard_outputs, "no input reaches an output through a value that is detached"),
+    (
+        guard_outputs,
+        shard_prologue,
+        "the epilogue's passes read the proxies of parameters, which become those of shards",
+    ),
+    (shard_prologue, insert_unshard, "the computation takes the shards that the prologue unpacks"),
+    (draw_once, recompute_whole_regions, "only pure operators may stay in regions that are recomputed"),
+    (recompute_whole_regions, differentiate, "autograd reads the tags of what is recomputed"),
+    (recompute_whole_regions, claim_operators, "Thunder's autograd, right before claim_operators, reads the tags, too"),
+    (insert_unshard, differentiate, "the derivative of fsdp_unshard is fsdp_reduce"),
+    (insert_unshard, claim_operators, "Thunder's autograd, right before claim_operators, differentiates fsdp_unshard"),
+    (differentiate, bucket_communication, "a bucket is reduced after the last of its gradients"),
+    (claim_operators, bucket_communication, "dead code is gone by then, and with it parameters that nothing needs"),
+    (bucket_communication, fuse_downcast, "a bucket has one gather by then, whose dtype may change"),
+    (fuse_downcast, regather_for_backward, "backward gathers a bucket in the dtype in which forward does"),
+    (check_params_unchanged, guard_first, "the guards have to exist before they move"),
+    (keep_fusions_apart, remove_cuts, "the cuts have to exist before they are removed"),
+    (remove_cuts, regather_for_backward, "a cut hides which values derive from parameters alone"),
+    (regather_for_backward, gather_from_secondary, "backward's gathers have to exist before they change"),
+    (regather_for_backward, offload_activations, "what backward computes again is not saved, so it is not offloaded"),
+    (gather_from_secondary, offload_activations, "the values that forward saves are settled by then"),
+    (
+        reject_resampled_random_grads,
+        write_grads_in_place,
+        "some operators become symbols of this package, which count as pure",
+    ),
+    (write_grads_in_place, sort_communication, "a gradient in place needs its slot earlier, which may delay a gather"),
+    (write_grads_in_place, assign_slots, "the writes of gradients get a slot, too"),
+    (guard_first, sort_communication, "the guards stay where they are then, and have to be first"),
+    (guard_first, replay_schedule, "the guards stay where they are then, and have to be first"),
+    (offload_activations, sort_host_copies, "the copies have to exist before they move"),
+    (sort_host_copies, sort_communication, "communication is placed between copies as between compute"),
+    (sort_host_copies, replay_schedule, "communication is placed between copies as between compute"),
+    (sort_communication, assign_slots, "the order decides how long a slot is in use"),
+    (replay_schedule, assign_slots, "the order decides how long a slot is in use"),
+    (assign_slots, mark_retained_by_forward, "slots can only be compared once they are assigned"),
+    (mark_retained_by_forward, reuse_from_forward, "backward reuses what forward has marked"),
+    (assign_slots, reuse_from_forward, "slots can only be compared once they are assigned"),
+    (assign_slots, release_slots, "only slots that are known can be freed"),
+    (assign_slots, reuse_in_window, "only gathers into private slots are marked"),
+    (mark_retained_by_forward, verify, "the marks are proved"),
+    (reuse_from_forward, verify, "the marks are proved"),
+    (reuse_in_window, verify, "the marks are proved"),
+    (release_slots, verify, "it is proved that nothing is freed too early"),
+    (release_extension, verify, "it is proved that nothing is freed too early"),
+    (verify, insert_agreement, "the ranks agree on a trace that is proved"),
+    (insert_agreement, end_backward, "nothing that can fail may follow the end of backward"),
+    (end_backward, del_last_used, "values are deleted after the last statement that reads them"),
+)
+"""Which pass stands before which other one, because of what. Rows may move as long as these pairs hold."""
+
+
+check_order(PIPELINE, ORDER)
+
+
+def run(name: PhaseName, trace: TraceCtx, context: Context, *, search: bool = False) -> TraceCtx:
+    """Run the passes of a phase; see :meth:`Phase.run`."""
+    [phase] = [phase for phase in PIPELINE if phase.name == name]
+    return phase.run(trace, context, search=search)
+
+
+def table() -> str:
+    """Return the table of passes in Markdown, as docs/how-it-works.md has it."""
+    lines = ["| pass | phase | when | what it does | in the search |", "|---|---|---|---|---|"]
+    for phase in PIPELINE:
+        lines += [f"| | | | *{phase.before}* | |"] if phase.before else []
+        for step in phase.steps:
+            sentences = " ".join((inspect.getdoc(step.pass_) or "").replace("``", "`").split())
+            does = sentences.partition(". ")[0].removesuffix(".") + "."
+            lines.append(f"| `{step.name}` | {phase.name} | {step.when[0]} | {does} | {'yes' * step.searched} |")
+    return "\n".join(lines)
