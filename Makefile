@@ -41,7 +41,7 @@ help:
 	@echo "make clean      remove what was built         make distclean    $(VENV) too"
 
 demo: $(BASE)
-	$(PY) -m thunder_fsdp_sched demo $(DEMO_ARGS)
+	$(PY) examples/demo.py $(DEMO_ARGS)
 
 test: $(DEV)
 	$(PY) -m pytest -q -n 2 --dist worksteal $(PYTEST_ARGS)

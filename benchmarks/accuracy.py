@@ -32,13 +32,13 @@ from statistics import fmean
 from typing import Any
 
 from thunder_fsdp_sched import CommPolicy, eager, fsdp, full_state_dict
-from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
 from thunder_fsdp_sched.encoding.formats import GATHER_FORMATS, REDUCE_FORMATS
 
 import harness
 import thunder
 import torch
 import torch.distributed as dist
+from byte_gpt import GPT, VOCABULARY
 from torch.optim.lr_scheduler import OneCycleLR
 
 BLOCKS, WIDTH, LENGTH, BATCH, VALIDATION = 2, 64, 64, 16, 64

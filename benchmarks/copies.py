@@ -9,7 +9,7 @@ The figures are those of forward and backward of a GPT on rank 0, after two step
 do nothing and everything else runs, so any number of ranks can be examined. Nothing is timed.
 
 * Copied: bytes of parameters and of gradients that operators copy, concatenate, cast or scale, as counted by
-  ``thunder_fsdp_sched.reports.step_counter``, which defines whose bytes they are; and the bytes that gloo itself copies
+  ``examples/step_counter.py``, which defines whose bytes they are; and the bytes that gloo itself copies
   into its results.
 * Operators: the number of copies, concatenations and casts of parameters or gradients.
 * Wire: the bytes that a rank sends, by the formulas of ring collectives. With N bytes in the unsharded tensor, these are
@@ -36,7 +36,6 @@ from typing import Any
 
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.symbols import fsdp_reduce_scatter
-from thunder_fsdp_sched.reports.step_counter import StepCounter
 from thunder_fsdp_sched.sizes import human_bytes
 
 import harness
@@ -44,9 +43,10 @@ import overlap
 import torch
 import torch.distributed as dist
 from harness import say, show_nbytes
+from systems import Emulation, Shape, System, arenas, local, matching, step, wire_bytes
 from live_memory import Held, LiveMemory
 from netns import sent_bytes
-from systems import Emulation, Shape, System, arenas, local, matching, step, wire_bytes
+from step_counter import StepCounter
 
 # Limit on the peak of unsharded bytes with ZeRO-3, as a share of the bytes of all parameters; for 8 blocks and more than 2
 # ranks.

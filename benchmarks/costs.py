@@ -38,7 +38,6 @@ from unittest import mock
 import thunder_fsdp_sched as tfs  # before thunder
 from thunder_fsdp_sched import CommPolicy
 from thunder_fsdp_sched import transform as transforms
-from thunder_fsdp_sched.demo.model import GPT
 from thunder_fsdp_sched.encoding.formats import FORMATS
 from thunder_fsdp_sched.encoding.wire import Wire
 from thunder_fsdp_sched.ir import operator_facts
@@ -50,6 +49,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from harness import ratio, table
+from byte_gpt import GPT
 from torch.distributed.tensor import DTensor, Shard
 
 MEGABYTES = 200  # of the parameters in checkpoints

@@ -46,10 +46,10 @@ from thunder_fsdp_sched.transports import TRANSPORTS
 import thunder
 import torch
 import torch.distributed as dist
-from gpu_trace import PARTS, measured, simulated
 from harness import Columns, show_nbytes, table
-from shared_gpu import share_gpu
 from systems import Shape
+from gpu_trace import PARTS, measured, simulated
+from shared_gpu import share_gpu
 from thunder.extend import FusionExecutor, get_default_executors
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.collect_env import get_pretty_env_info

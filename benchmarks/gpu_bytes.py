@@ -18,9 +18,9 @@ import thunder_fsdp_sched
 import thunder
 import torch
 import torch.distributed as dist
-from gpu import BFLOAT16, NO_GPU, OFFLOAD, make_repeatable, take_steps
 from harness import show_nbytes, table
 from systems import Shape
+from gpu import BFLOAT16, NO_GPU, OFFLOAD, make_repeatable, take_steps
 
 SHAPE = Shape(blocks=6, width=1024, length=512, batch=8, device="cuda")
 

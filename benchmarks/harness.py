@@ -20,6 +20,8 @@ import torch.distributed as dist
 from netns import Links, Loopback, why_not
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # the model and the counter of the demo
+
 # Titles of columns, each with the key of a figure and its format: a format string, or a function.
 Columns = Mapping[str, tuple[str, str | Callable[[Any], str]]]
 

@@ -25,9 +25,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before torch's modules that Thunder misses
-from thunder_fsdp_sched.reports.step_counter import _COPIES, _SCALINGS, _extent, _tensors, _written
 
 import torch
+from step_counter import _COPIES, _SCALINGS, _extent, _tensors, _written
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 

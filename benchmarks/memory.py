@@ -47,8 +47,6 @@ import harness
 import torch
 import torch.distributed as dist
 from harness import in_turns, ratio, say, summary
-from live_memory import LiveMemory
-from memory_systems import PacedKernels, RecomputingShape, executor, loss_systems
 from systems import (
     Make,
     System,
@@ -62,6 +60,8 @@ from systems import (
     these_ranks,
     thunders_fsdp,
 )
+from live_memory import LiveMemory
+from memory_systems import PacedKernels, RecomputingShape, executor, loss_systems
 from thunder.extend import add_default_executor, remove_default_executor
 
 # The system whose peak is 100 %.

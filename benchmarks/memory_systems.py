@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before thunder
-from thunder_fsdp_sched.demo.model import GPT, Block
 
 import thunder
 import torch
 from systems import Emulation, Make, Shape, fsdp2, ours, overlapped_fsdp2
+from byte_gpt import GPT, Block
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol

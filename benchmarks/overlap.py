@@ -52,7 +52,6 @@ from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.reports.exposed import ExposedCommunication
-from thunder_fsdp_sched.reports.step_counter import StepCounter
 
 import harness
 import torch
@@ -78,6 +77,7 @@ from systems import (
     unsharded_eager,
     wire_bytes,
 )
+from step_counter import StepCounter
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 NEEDED = ("compute", *(f"ours {strategy}{flat}" for strategy in ("zero2", "zero3") for flat in ("", " flat")))

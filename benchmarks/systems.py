@@ -18,7 +18,6 @@ from typing import Any
 
 import thunder_fsdp_sched
 from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before thunder
-from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
 from thunder_fsdp_sched.ir.effects import sends
 from thunder_fsdp_sched.ir.symbols import ISSUES, WAITS, fsdp_all_gather
 from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
@@ -29,6 +28,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from harness import in_turns, say
+from byte_gpt import GPT, VOCABULARY
 from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace

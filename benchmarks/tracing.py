@@ -35,13 +35,13 @@ from unittest import mock
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched.capture import garbage_collection
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
-from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.planning.search import Search
 
 import thunder
 import torch
 from harness import Columns, join_fake_ranks, table
+from byte_gpt import GPT, VOCABULARY
 
 KINDS = ("plain", "forward", "once")
 WORLD_SIZE = 8

@@ -10,7 +10,7 @@ backward on the slowest rank, without the optimizer. All other figures are those
 * Wire by formula: the bytes that a rank sends according to the transports, for each collective in the traces.
 * As gloo reduces: the same, with reduce-scatters as all-reduces, which send twice the bytes.
 * Sent: the bytes that the operating system's kernel counted on the interface, including headers.
-* Copies, calls and memory are counted in untimed steps, by ``thunder_fsdp_sched.reports.step_counter``.
+* Copies, calls and memory are counted in untimed steps, by ``examples/step_counter.py``.
 * Casts: casts into memory that collectives read, and casts of the results of reductions. They also count as copies. Casts
   by the model do not count, but are in the JSON file: on a CPU, Thunder's layer norms convert bfloat16 weights that they
   have broadcast.
@@ -26,15 +26,15 @@ from typing import Any
 
 from thunder_fsdp_sched import CommPolicy
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
-from thunder_fsdp_sched.reports.step_counter import StepCounter
 from thunder_fsdp_sched.transports import transport_of
 
 import harness
 import torch
 import torch.distributed as dist
 from harness import ratio, show_nbytes, summary
-from netns import sent_bytes
 from systems import Emulation, Shape, System, build, measure, ours, step
+from netns import sent_bytes
+from step_counter import StepCounter
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter

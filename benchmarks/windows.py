@@ -34,13 +34,11 @@ from typing import Any
 
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.reports.step_counter import StepCounter
 
 import harness
 import torch
 import torch.distributed as dist
 from harness import ratio, summary
-from netns import sent_bytes
 from systems import (
     Emulation,
     Make,
@@ -56,6 +54,8 @@ from systems import (
     these_ranks,
     unsharded,
 )
+from netns import sent_bytes
+from step_counter import StepCounter
 from torch.distributed.fsdp import FSDPModule
 
 MICRO_BATCHES, RANKS_PER_NODE = 4, 2

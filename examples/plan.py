@@ -4,10 +4,10 @@ One process traces the model on the meta device as rank 0 of 64 would, and simul
 """
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.demo.model import GPT
 from thunder_fsdp_sched.planning.dry_run import dry_run_step
 
 import torch
+from byte_gpt import GPT
 
 
 def make():

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.demo import model as demo
 
 import torch
 import torch.nn.functional as F
+from byte_gpt import GPT as ByteGPT
 from device import DEVICE, IS_CUDA
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -424,11 +424,11 @@ class ExpandedParameters(Model):
         return torch.where(x > 0, x, x * torch.stack([self.gate.weight[0], self.experts[1, 0]]).sum(0))
 
 
-def byte_gpt(shape: Any, device: torch.device | str = "cpu") -> demo.GPT:
+def linear_gpt(shape: Any, device: torch.device | str = "cpu") -> ByteGPT:
     """Return the demo's GPT with a linear layer for each block: attention takes most of the time of compiling one."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = demo.GPT(blocks=0, width=shape.width, heads=1, length=shape.length)
+        model = ByteGPT(blocks=0, width=shape.width, heads=1, length=shape.length)
         model.blocks.extend(nn.Linear(shape.width, shape.width) for _ in range(shape.blocks))
     return model
 

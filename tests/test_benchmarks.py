@@ -17,11 +17,11 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 
+import systems
 import accuracy
 import gpu
 import memory
 import pytest
-import systems
 import torch
 import torch.distributed as dist
 import windows
@@ -30,7 +30,7 @@ from gpu import REFERENCE, Setup, Worker, merge, verdict
 from gpu_trace import measured
 from live_memory import LiveMemory
 from memory_systems import PacedKernels, RecomputingShape
-from models import byte_gpt
+from models import linear_gpt
 from profiles import LONG_ONLY
 from ranks import on_ranks
 from thunder import extend
@@ -139,7 +139,7 @@ def test_the_stand_in_run_on_cpus_trains_and_is_profiled(tmp_path: Path) -> None
 
 
 def _without_attention(shape: systems.Shape) -> torch.nn.Module:
-    return byte_gpt(shape, shape.device)
+    return linear_gpt(shape, shape.device)
 
 
 def _train_on_virtual_gpus(rank: Rank, folder: Path, cases: tuple[str, ...]) -> dict[str, Any]:

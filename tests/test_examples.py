@@ -18,7 +18,7 @@ from thunder_fsdp_sched.planning.dry_run import DryRun
 
 import pytest
 import torch
-from models import byte_gpt
+from models import linear_gpt
 from ranks import on_ranks
 from scenario import everywhere
 
@@ -76,7 +76,7 @@ def test_the_inference_process_has_the_logits_of_the_trained_model() -> None:
 def test_plan_compares_strategies_on_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     example = load("plan")
     # Attention takes long to compile.
-    example.GPT = lambda *, blocks, heads, **shape: byte_gpt(SimpleNamespace(blocks=4 * blocks, **shape), "meta")
+    example.GPT = lambda *, blocks, heads, **shape: linear_gpt(SimpleNamespace(blocks=4 * blocks, **shape), "meta")
     steps: dict[str, DryRun] = example.main()
     assert capsys.readouterr().out.count("of communication exposed") == 2
     assert steps["zero3"].after.peak_unsharded_bytes < steps["zero2"].after.peak_unsharded_bytes

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, full_state_dict
-from thunder_fsdp_sched.reports.step_counter import StepCounter
 from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import pytest
@@ -31,6 +30,7 @@ from models import (
 )
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each, fsdp2, loss_of, train_and_check_what_is_saved
+from step_counter import StepCounter
 from thunder.core import prims
 from thunder.core.trace import from_trace
 from thunder.transforms.materialization import MaterializationTransform

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .demo.runs import DemoOptions, Sharding, run_demo, strategies_of
 from .ir.schedule_files import load_schedules
 from .ir.step_memory import StepMemory
 from .logs import following_stages
@@ -49,6 +48,13 @@ PRESETS = f"Clusters: {', '.join(CLUSTERS)}."
 UNITS = "Units: sizes are bytes, as 8GiB, 25MB or 8589934592; bandwidths are bytes/s; times are seconds."
 
 Spinner = Callable[[str], None]
+
+Sharding = Literal["zero2", "zero3", "both"]
+
+
+def strategies_of(sharding: Sharding) -> tuple[str, ...]:
+    """Return the sharding strategies that a command runs."""
+    return ("zero2", "zero3") if sharding == "both" else (sharding,)
 
 
 @contextmanager
@@ -189,18 +195,6 @@ def _takes(options: type, **defaults: Any) -> Callable[[Callable[..., None]], Ca
         return run
 
     return decorate
-
-
-@app.command(
-    epilog="Example: python -m thunder_fsdp_sched demo --world-size 4 --sharding zero3 --prefetch 2. Times are seconds."
-)
-@_takes(DemoOptions)
-def demo(options: DemoOptions) -> None:
-    """Train a byte-level GPT on real text with 2 ranks, show its traces before and after sorting, and check it.
-
-    The exit status is 1 if any check fails.
-    """
-    raise typer.Exit(1 if run_demo(options) else 0)
 
 
 @app.command(

@@ -9,7 +9,6 @@ from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.inspection import has_backward, return_of
 from thunder_fsdp_sched.ir.slots import shared_slots
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
-from thunder_fsdp_sched.reports.step_counter import StepCounter
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 from models import Stack, compile_model
 from ranks import on_ranks
 from scenario import Run, do
+from step_counter import StepCounter
 from thunder.core.trace import TraceCtx, from_trace
 
 WIDTH = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -111,27 +111,6 @@ def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
     table.caption = "\n".join(cells.notes)
     table.caption_justify = "left"
     return table
-
-
-def summarize_thunder(trace: TraceCtx) -> list[str]:
-    """Return the communication of a trace of Thunder's own ``fsdp``, one line for each run of the same operation.
-
-    A line has the positions of the run and the number of bound symbols of compute within it.
-    """
-    found = []
-    for position, bsym in enumerate(statements(trace)):
-        match = re.search(r"all_gather|reduce_scatter|wait", bsym.sym.name)
-        if match is not None:
-            found.append((match.group(), position))
-    lines = []
-    for operation, run in groupby(found, key=lambda entry: entry[0]):
-        positions = [position for _, position in run]
-        compute = positions[-1] - positions[0] + 1 - len(positions)
-        lines.append(
-            f"{positions[0]:5d} to {positions[-1]:5d}  {len(positions):4d} x {operation}"
-            + (f", {_count(compute, 'other operation')} in between" if compute else "")
-        )
-    return lines
 
 
 def _count(number: int, what: str) -> str:

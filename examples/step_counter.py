@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from thunder_fsdp_sched.ir.analysis import peak_bytes
+from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, local_rows
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-
-from ..ir.analysis import peak_bytes
-from ..runtime.row_dtensor import DTENSORS, local_rows
 
 # fmt: off
 _COPIES = frozenset({

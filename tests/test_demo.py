@@ -8,25 +8,24 @@ import re
 from pathlib import Path
 from unittest import mock
 
-from thunder_fsdp_sched import __main__, fsdp
-from thunder_fsdp_sched.demo import runs
-from thunder_fsdp_sched.demo.runs import DemoOptions, Run, read_text, sample
+from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.reports.report import before_and_after, communication_lines, plan_table, summarize_thunder
-from thunder_fsdp_sched.reports.step_counter import StepCounter, StepCounts
+from thunder_fsdp_sched.reports.report import before_and_after, communication_lines, plan_table
 from thunder_fsdp_sched.sizes import human_bytes
 
+import demo
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from demo import DemoOptions, Run, read_text, sample
 from forked import run_python
-from models import byte_gpt
+from models import linear_gpt
 from rich.console import Console
 from safetensors.torch import load_file
-from typer.testing import CliRunner
+from step_counter import StepCounter, StepCounts
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # With edge blocks large enough to be divided.
 TINY = ["--steps", "3", "--blocks", "2", "--width", "192", "--length", "16", "--dtype", "float64"]
@@ -39,7 +38,7 @@ TINY = ["--steps", "3", "--blocks", "2", "--width", "192", "--length", "16", "--
 
 def test_demo_shows_traces_and_table_and_all_checks_pass(tmp_path: Path) -> None:
     environment = {"NO_COLOR": "1", "COLUMNS": "132"}
-    result = run_python("-W", "ignore", "-m", "thunder_fsdp_sched", "demo", *TINY, cwd=tmp_path, env=environment)
+    result = run_python("-W", "ignore", EXAMPLES / "demo.py", *TINY, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"all \d+ checks passed", result.stdout)
     assert "FAIL" not in result.stdout
@@ -269,7 +268,7 @@ def tiny_run() -> Run:
     """A ZeRO-3 run of a tiny model, with the counts that it should have."""
     tokens = torch.zeros(1, 8, dtype=torch.long)
     shape = DemoOptions(blocks=2, width=16, length=8)
-    transform = compile_as_rank(lambda: (byte_gpt(shape), (tokens, tokens)), fsdp(), rank=0, world_size=2)
+    transform = compile_as_rank(lambda: (linear_gpt(shape), (tokens, tokens)), fsdp(), rank=0, world_size=2)
     traces = transform.compiled[-1]
     assert traces.forward_schedule is not None and traces.backward_schedule is not None
     with StepCounter([]) as counter:
@@ -282,7 +281,7 @@ def tiny_run() -> Run:
 
 
 def failed_promises(run: Run, reference: Run) -> list[str]:
-    checks = runs.check_run(run, reference, reference, DemoOptions(steps=3))
+    checks = demo.check_run(run, reference, reference, DemoOptions(steps=3))
     return [promise for promise, passed, _ in checks if not passed]
 
 
@@ -322,15 +321,15 @@ def test_failed_checks_are_shown_and_counted(tiny_run: Run) -> None:
     stock = dataclasses.replace(tiny_run, thunder_traces=tiny_run.traces.traces)
     console = Console(width=90, no_color=True)
     with console.capture() as capture:  # no difference is within a negative tolerance
-        failed = runs._report(console, DemoOptions(steps=3, tolerance=-1), tiny_run, stock, tiny_run)
+        failed = demo._report(console, DemoOptions(steps=3, tolerance=-1), tiny_run, stock, tiny_run)
     assert failed == 2
     assert re.search(r"2 of \d+ checks FAILED", capture.get()) and capture.get().count("FAIL ") == 2
 
 
 @pytest.mark.parametrize("failed", [0, 2])
 def test_the_exit_status_is_1_if_checks_failed(failed: int) -> None:
-    with mock.patch.object(__main__, "run_demo", return_value=failed):
-        assert CliRunner().invoke(__main__.app, ["demo"]).exit_code == bool(failed)
+    with mock.patch.object(demo, "run_demo", return_value=failed):
+        assert demo.main(["--steps", "3"]) == bool(failed)
 
 
 #
@@ -377,8 +376,10 @@ def test_tables_show_every_bucket_and_op(tiny_run: Run) -> None:
 def test_thunders_own_communication_is_summarized_in_runs(fake_ranks: None) -> None:
     jitted = thunder.distributed.fsdp(thunder.jit(torch.nn.Linear(4, 4)), device=torch.device("cpu"))
     jitted(torch.randn(2, 4))
-    assert [line.split(" x ")[1] for line in summarize_thunder(thunder.last_traces(jitted)[-1])][-1].startswith("wait")
-    assert "2 x reduce_scatter" in "\n".join(summarize_thunder(thunder.last_backward_traces(jitted)[-1]))
+    assert [line.split(" x ")[1] for line in demo.summarize_thunder(thunder.last_traces(jitted)[-1])][-1].startswith(
+        "wait"
+    )
+    assert "2 x reduce_scatter" in "\n".join(demo.summarize_thunder(thunder.last_backward_traces(jitted)[-1]))
 
 
 def test_human_bytes_have_three_digits_and_a_unit() -> None:

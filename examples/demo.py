@@ -1,10 +1,18 @@
-"""The demo: train one model in different ways on the same batches; print traces, a comparison of the runs, and checks."""
+"""Train a small GPT unsharded, with Thunder's fsdp and with this package, and compare the runs: python examples/demo.py
+
+Processes on this machine are the ranks. Each run trains on the same batches of real text. Traces before and after sorting, a
+table of the runs and checks are printed; the exit status is 1 if a check fails. ``--help`` lists the options.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import os
+import re
 import statistics
+import sys
 import sysconfig
 import time
 import warnings
@@ -12,56 +20,52 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
+
+from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched.ir.effects import sends
+from thunder_fsdp_sched.ir.inspection import statements
+from thunder_fsdp_sched.reports.report import make_console, plan_table, step_before_and_after
+from thunder_fsdp_sched.sizes import human_bytes
 
 import thunder
 import torch
 import torch.distributed as dist
-import typer
+from byte_gpt import GPT
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from step_counter import StepCounter, StepCounts
 from thunder.core.trace import TraceCtx
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from .. import testing
-from ..api import fsdp
-from ..ir.effects import sends
-from ..reports.report import make_console, plan_table, step_before_and_after, summarize_thunder
-from ..reports.step_counter import StepCounter, StepCounts
-from ..sizes import human_bytes
-from .model import GPT
-
 _TOLERANCES = {"float32": (2e-5, 2e-4), "float64": (1e-12, 1e-9)}
 
 
-Sharding = Literal["zero2", "zero3", "both"]
-
-
-def strategies_of(sharding: Sharding) -> tuple[str, ...]:
-    """Return the sharding strategies that a command runs."""
-    return ("zero2", "zero3") if sharding == "both" else (sharding,)
+def _option(default: Any, help: str, **more: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, "type": type(default), **more})
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Options of one demo. The first step of a run compiles, the last is counted and not timed."""
+    """Options of the demo. The first step of a run compiles, the last is counted and not timed."""
 
-    steps: Annotated[int, typer.Option(min=3, help="AdamW steps of each run.")] = 5
-    blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = 8
-    width: Annotated[int, typer.Option(min=8, help="Width of the model.")] = 320
-    length: Annotated[int, typer.Option(min=2, help="Bytes of a sequence.")] = 64
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = 4
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks: processes on this machine.")] = 2
-    sharding: Annotated[Sharding, typer.Option(help="What to run.")] = "both"
-    prefetch: Annotated[int, typer.Option(min=0, help="Buckets that an all-gather is issued ahead of its wait.")] = 1
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the batches.")] = 0
-    dtype: Annotated[Literal["float32", "float64"], typer.Option(help="Of the parameters.")] = "float32"
-    tolerance: Annotated[float | None, typer.Option(help="Largest accepted difference from the unsharded run.")] = None
+    steps: int = _option(5, "AdamW steps of each run, at least 3")
+    blocks: int = _option(8, "transformer blocks")
+    width: int = _option(320, "width of the model")
+    length: int = _option(64, "bytes of a sequence")
+    batch: int = _option(4, "sequences per rank and step")
+    world_size: int = _option(2, "ranks: processes on this machine")
+    sharding: str = _option("both", "what to run", choices=("zero2", "zero3", "both"))
+    prefetch: int = _option(1, "buckets that an all-gather is issued ahead of its wait")
+    seed: int = _option(0, "seed of the weights and the batches")
+    dtype: str = _option("float32", "of the parameters", choices=("float32", "float64"))
+    tolerance: float | None = _option(None, "largest accepted difference from the unsharded run", type=float)
 
     @property
     def tolerances(self) -> tuple[float, float]:
@@ -228,7 +232,8 @@ def run_rank(options: DemoOptions) -> int:
     )
     # While the first rank trains unsharded, the others wait in the first collective of the next run.
     runs = []
-    ours = [strategy.replace("zero", "ZeRO-") for strategy in strategies_of(options.sharding)]
+    strategies = ("zero2", "zero3") if options.sharding == "both" else (options.sharding,)
+    ours = [strategy.replace("zero", "ZeRO-") for strategy in strategies]
     for name in [UNSHARDED, STOCK, *ours] if is_first else [STOCK, *ours]:
         with console.status(f"{name}: compiling and training"):
             run = train(name, options, text)
@@ -295,6 +300,27 @@ def _figures(run: Run, unsharded: Run) -> dict[str, str]:
     }
 
 
+def summarize_thunder(trace: TraceCtx) -> list[str]:
+    """Return the communication of a trace of Thunder's own ``fsdp``, one line for each run of the same operation.
+
+    A line has the positions of the run and the number of bound symbols of compute within it.
+    """
+    found = []
+    for position, bsym in enumerate(statements(trace)):
+        match = re.search(r"all_gather|reduce_scatter|wait", bsym.sym.name)
+        if match is not None:
+            found.append((match.group(), position))
+    lines = []
+    for operation, run in groupby(found, key=lambda entry: entry[0]):
+        positions = [position for _, position in run]
+        compute = positions[-1] - positions[0] + 1 - len(positions)
+        lines.append(
+            f"{positions[0]:5d} to {positions[-1]:5d}  {len(positions):4d} x {operation}"
+            + (f", {compute} other operations in between" if compute else "")
+        )
+    return lines
+
+
 def check_run(run: Run, unsharded: Run, stock: Run, options: DemoOptions) -> Iterator[tuple[str, bool, str]]:
     """Yield the promises of a run of this package, each with whether it was kept, and the evidence.
 
@@ -351,3 +377,20 @@ def _check_traces(traces: Any, promise: str, assertion: Callable[..., None], **o
     except AssertionError as error:
         return promise, False, str(error)
     return promise, True, "forward and backward"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo with options of the command line, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        description=str(__doc__).partition(":")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    for field in dataclasses.fields(DemoOptions):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **field.metadata)
+    options = DemoOptions(**vars(parser.parse_args(arguments)))
+    if options.steps < 3:
+        parser.error("--steps: at least 3, because the first and the last are not timed")
+    return int(run_demo(options) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
