@@ -14,8 +14,8 @@ What is compared depends on the type of a value:
 - of any other object its type;
 - whether an object has an attribute, if the program asks.
 
-Not compared are parameters, submodules and hooks, which must not change or are checked elsewhere, what belongs to a class
-rather than to an object, and what libraries read from their own modules.
+Not compared are parameters, submodules and hooks, which must not change or are checked elsewhere, methods of objects other
+than modules, and what libraries read from their own modules.
 
 The same check finds state that a program changes in a list or dictionary, such as ``self.losses.append(loss)``: it changes
 when the program is traced, but would not when the trace runs. The prologue that has just been made then does not fit the
@@ -152,7 +152,8 @@ class InputReads:
         self._add(path, plain)
 
     def _add(self, path: Path, value: Any) -> None:
-        is_method = path[-1][0] == ATTRIBUTE and getattr(value, "__self__", None) is not None
+        owner = getattr(value, "__self__", None) if path[-1][0] == ATTRIBUTE else None
+        is_method = owner is not None and not isinstance(owner, torch.nn.Module)
         if not (is_method or isinstance(value, _IGNORED)) and _may_differ(path):
             self._checks.setdefault(path, _check_of(value))
 

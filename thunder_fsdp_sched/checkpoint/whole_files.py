@@ -77,10 +77,11 @@ def save_safetensors(
 
     def check() -> tuple[Path, dict[str, torch.Tensor], dict[str, Any] | Staging]:
         """Return where and what is saved, and its values, now or copied."""
+        sharded.check_initialized()  # a collective
+        sharded.take_attributes()
         _import("safetensors.torch")
         for bucket in sharded.buckets:
             refuse_unshared(bucket)
-        sharded.check_initialized()
         finish_latest(when_busy)
         path, entries = path_of(folder, "folder"), rows_by_name(model)
         refuse_complete(path, INDEX)

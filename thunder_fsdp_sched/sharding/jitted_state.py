@@ -161,6 +161,7 @@ class _JittedState:
     def _module(self) -> torch.nn.Module:
         """Return the original module, whose state dict is complete."""
         self._sharded.module_params.check()
+        self._sharded.take_attributes()
         model, module = self._model, self._sharded.module
         named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
         own = {name for name, _ in itertools.chain(*named)}

@@ -30,6 +30,7 @@ from .former_parameters import FormerParameters, check_gradients
 from .initial_values import is_blank
 from .module_parameters import ModuleParameters
 from .refusals import refuse_backward_hooks, refuse_conflicts, refuse_old_backward_hooks
+from .set_attributes import SetAttributes
 
 
 @dataclass(eq=False)
@@ -106,11 +107,13 @@ class ShardedModule:
         for name, tensor in self.replaced.items():
             is_param = isinstance(tensor, torch.nn.Parameter)
             (model._overrides_parameters if is_param else model._overrides_buffers)[name] = tensor
+        self._attributes = SetAttributes(model)
         before_trace = partial(self.before_trace, weakref.ref(model))
         install_placeholders_on_miss = watch_compilations(model, before_trace, on_entry)
 
         def before_call(jitted: torch.nn.Module, *_: Any) -> None:
             self._collects_less.end()  # compiling without a call may have failed
+            self.take_attributes()
             if not self.running_eagerly:
                 refuse_old_backward_hooks(jitted)
                 # Compiling without a call may have failed and left placeholders in the module.
@@ -169,6 +172,10 @@ class ShardedModule:
         bucket, index = self.locations[name]
         return tuple(map(state_name, bucket.spec.params[index].names))
 
+    def take_attributes(self) -> None:
+        """Let the module have what was set on the jitted one; see [Note: Set attributes] in ``set_attributes``."""
+        self._attributes.move(self._jitted)
+
     def check_ready(self) -> None:
         """Raise an error unless the parameters in the module are the shards, and have values.
 
@@ -176,6 +183,7 @@ class ShardedModule:
             RuntimeError: names those that are not.
         """
         self.module_params.remove_placeholders()  # a failed compilation may have left placeholders
+        self.take_attributes()
         self.module_params.check()
         self.module_params.check_shards()
         self.check_initialized()

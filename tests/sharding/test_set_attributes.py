@@ -1,0 +1,142 @@
+"""Attributes set after ``thunder.jit``, on the jitted or on the original module, have the effect of eager mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from thunder_fsdp_sched import eager, fsdp
+
+import pytest
+import thunder
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class _Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.kind = nn.Linear(4, 4), 1.0, "plain"
+        self.function: Any = torch.relu
+        self.register_buffer("offset", torch.ones(4))
+
+    def helper(self, y: torch.Tensor) -> torch.Tensor:
+        return y
+
+    @property
+    def temperature(self) -> float:
+        return self.scale
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self.scale = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.helper(self.function(self.linear(x)) * self.scale + self.offset)
+        if getattr(self, "extra", None) is not None:
+            y = y * self.extra
+        return y.neg() if self.kind == "other" else y
+
+
+def _double(y: torch.Tensor) -> torch.Tensor:
+    return y * 2
+
+
+SET: dict[str, Any] = {
+    "kind": "other",
+    "scale": 2.0,
+    "function": torch.tanh,
+    "offset": torch.zeros(4),
+    "helper": _double,
+    "temperature": 3.0,
+    "extra": 5.0,
+    "forward of a submodule": _double,
+}
+
+
+def _make() -> tuple[Any, nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    module, expected = _Module(), _Module()
+    expected.load_state_dict(module.state_dict())
+    return thunder.jit(module, transforms=[fsdp()]), module, expected
+
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+@pytest.mark.parametrize("on", ["jitted", "original"])
+def test_attributes_have_the_effect_of_eager_mode(on: str) -> None:
+    jitted, module, expected = _make()
+    jitted(X)
+    for name, value in SET.items():
+        for each in (jitted if on == "jitted" else module, expected):
+            setattr(each.linear if "submodule" in name else each, name.split()[0], value)
+        torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0, msg=name)
+        if "submodule" not in name:
+            assert getattr(jitted, name) is getattr(module, name) is value
+    if on == "jitted":
+        jitted.offset, jitted.scale = torch.full((4,), 3.0), 7.0
+        expected.offset, expected.scale = jitted.offset, 7.0
+        assert torch.equal(jitted.state_dict()["offset"], expected.offset)
+        jitted.scale = expected.scale = 8.0
+        with eager(jitted) as original:
+            torch.testing.assert_close(original(X), expected(X), rtol=0, atol=0)
+    for each in (jitted, expected):  # also with modes, and the other one last
+        each.train()
+        each.eval()
+    module.kind = expected.kind = "plain"
+    torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
+
+
+def test_before_the_first_call_attributes_reach_the_trace() -> None:
+    jitted, _, expected = _make()
+    for each in (jitted, expected):
+        each.extra, each.function = 3.0, torch.tanh
+    torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
+
+
+def _set_submodule(jitted: Any) -> None:
+    jitted.linear = nn.Linear(4, 4)
+
+
+def _set_parameter(jitted: Any) -> None:
+    jitted.late = nn.Parameter(torch.ones(4))
+
+
+def _set_buffer(jitted: Any) -> None:
+    jitted.register_buffer("late", torch.ones(4))
+
+
+def _set_mode(jitted: Any) -> None:
+    jitted.training = False
+
+
+REFUSED: dict[Callable[[Any], None], str] = {
+    _set_submodule: r"submodule 'linear' was set on the jitted module.* before thunder\.jit",
+    _set_parameter: r"parameter 'late' was set on the jitted module.* before thunder\.jit",
+    _set_buffer: r"buffer 'late' was set on the jitted module.* before thunder\.jit",
+    _set_mode: r"training .*call train\(\) or eval\(\)",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_cannot_reach_the_module_is_refused_by_name(change: Callable[[Any], None]) -> None:
+    jitted, _, _ = _make()
+    change(jitted)
+    with pytest.raises(RuntimeError, match=REFUSED[change]):
+        jitted(X)
+
+
+def test_methods_of_the_jitted_module_and_notes_of_libraries_stay_its_own() -> None:
+    jitted, module, expected = _make()
+    forward, calls = jitted.forward, []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return forward(*args)
+
+    jitted.forward, jitted._note = counted, "of a library"
+    torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
+    assert len(calls) == 1 and "forward" not in vars(module) and not hasattr(module, "_note")

@@ -1,0 +1,70 @@
+"""Attributes that are set after ``thunder.jit``: forward reads them, as in eager mode.
+
+[Note: Set attributes]
+Forward reads attributes of the original module, but users set them on the jitted one. Thunder would read a number or a
+string of the jitted module in the prologue, but of the original one in the trace, which also has all functions and buffers.
+So at the start of a call, what was set on the jitted module moves to the original one, whose attributes the jitted module
+shows as well. What the class of jitted modules has (``forward``, ``state_dict``) stays there, and so do private names that
+the original module does not have: libraries store things under them, and delete them again.
+
+A buffer that was replaced in the original module also replaces Thunder's reference to the former one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from thunder.core.module import ThunderModule
+
+
+class SetAttributes:
+    """The attributes of a jitted module and the buffers of its original one, as the latest call has found them."""
+
+    def __init__(self, model: ThunderModule) -> None:
+        self._own = vars(model).keys() | set()
+        places = [
+            (submodule._buffers, leaf, f"{path}.{leaf}".lstrip("."))
+            for path, submodule in model._model.named_modules(remove_duplicate=False)
+            for leaf in submodule._buffers
+        ]
+        self._dicts, self._keys, self._names = ([place[i] for place in places] for i in range(3))
+        self._buffers = list(map(dict.get, self._dicts, self._keys))
+
+    def move(self, model: ThunderModule) -> None:
+        """Let forward read what was set since the latest call; cheap enough for every call.
+
+        Raises:
+            RuntimeError: names a parameter, buffer or submodule, for which the module would have to be sharded again.
+        """
+        module = model._model
+        for kind, name in _registered(model):
+            raise RuntimeError(
+                f"{kind} {name!r} was set on the jitted module, where forward does not find it: set it on the module before "
+                f"thunder.jit, and make another jitted module"
+            )
+        for name in vars(model).keys() - self._own:
+            if hasattr(type(model), name) or (name.startswith("_") and not hasattr(module, name)):
+                continue
+            value = vars(model)[name]
+            if name == "training" and value != module.training:
+                raise RuntimeError(
+                    f"training is {value} on the jitted module and {module.training} on the original one: call train() or "
+                    f"eval() of the jitted module, which set both"
+                )
+            setattr(module, name, value)
+            delattr(model, name)
+        buffers = list(map(dict.get, self._dicts, self._keys))
+        if not all(map(operator.is_, buffers, self._buffers)):
+            for name, former, buffer in zip(self._names, self._buffers, buffers, strict=True):
+                if buffer is not former:
+                    ThunderModule.set_buffer(model, name, buffer)
+            self._buffers = buffers
+
+
+def _registered(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield what was registered in the jitted module itself, which has only the original one."""
+    yield from (("submodule", name) for name in model._modules if name != "_model")
+    yield from (("parameter", name) for name in model._parameters)
+    yield from (("buffer", name) for name in model._buffers)
