@@ -5,17 +5,17 @@ One process traces the model on the meta device as rank 0 of 64 would, and simul
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.planning.dry_run import dry_run_step
+from thunder_fsdp_sched.planning.models import Decoder, Shape
 
 import torch
-from byte_gpt import GPT
 
 
 def make():
     """Return a module and the inputs of a call."""
     with torch.device("meta"):
-        model = GPT(blocks=2, width=1024, heads=8, length=512).to(torch.bfloat16)
-        tokens = torch.zeros((8, 512), dtype=torch.int64)
-        return model, (tokens, tokens)
+        shape = Shape(blocks=2, width=1024, heads=8, kv_heads=8, hidden=4096, vocabulary=256)
+        model = Decoder(shape, 512).to(torch.bfloat16)
+        return model, (torch.zeros((8, 512), dtype=torch.int64),)
 
 
 def main():
