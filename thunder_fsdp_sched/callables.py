@@ -2,7 +2,7 @@
 
 [Note: Comparing functions]
 Two functions are alike if their module, their qualified name and their code are. Two lambdas of one function have one name,
-so the code counts: instructions, names and constants, without the file and the lines. Where ranks compare the answers of a
+so the code counts: instructions, names and constants, without the file and the lines, which only messages show. Where ranks compare the answers of a
 function (``mp_policy``, ``bucketing_strategy`` and others), nothing else counts: ranks may know different things, such as
 their rank, and decide alike. Elsewhere (``all_reduce_hook``) what a function captures counts, too: in its closure, its
 defaults, and the arguments of ``functools.partial``. Values that cannot change are compared, others by their type.
@@ -29,6 +29,14 @@ def describe(function: Callable[..., Any], *, captured: bool) -> str:
         captured: whether the values that it captures count.
     """
     return _describe(function, captured, ())
+
+
+def place_of(function: Any) -> str:
+    """Return the file and line of a function, or of the class of a callable object, for messages; empty if it has none."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
 
 
 def _describe(function: Any, captured: bool, inside: tuple[Any, ...]) -> str:

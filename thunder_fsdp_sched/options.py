@@ -25,6 +25,7 @@ from .extensions import load
 from .ir.schedule import StepSchedule
 from .plan.bucketing import BucketingStrategy, BucketRule
 from .plan.specs import BucketOptions, Encoding, ParamSpec, ShardingStrategy
+from .ranks.messages import remark
 from .ranks.process_groups import ProcessGroupRef
 from .runtime.accumulation import AccumulationMode
 from .sizes import parse_bytes
@@ -369,9 +370,9 @@ def _comparable(value: Any, captured: bool) -> str:
         return f"{type(value).__name__}({', '.join(of_fields)})"
     if not callable(value):
         return str(value)
-    from .callables import describe  # here, because most options are no functions
+    from .callables import describe, place_of  # here, because most options are no functions
 
-    return describe(value, captured=captured)
+    return describe(value, captured=captured) + remark(place_of(value))
 
 
 def check_options(*positional: Any, **arguments: Any) -> Options:

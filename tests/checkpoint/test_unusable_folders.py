@@ -119,3 +119,8 @@ def test_fabric_saves_where_the_first_rank_says_and_raises_on_all(rank: int, tmp
             relative = Path(os.path.relpath(path)) if rank == 0 else Path("relative")
             save(relative, {"m": model}, whole=whole, keep=None)
         assert path.exists()
+        unpicklable = {"m": model, "step": 1, "rule": lambda step: step}
+        text = refused(
+            r"state\['rule'\] cannot be pickled: .*lambda", model, save, path, unpicklable, whole=whole, keep=None
+        )
+        assert "Leave it out" in text and "(on ranks [0])" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -183,11 +184,20 @@ def test_ranks_compare_functions_by_what_they_are(rank: int) -> None:
     def jit(**options: Any) -> None:
         thunder.jit(Stack(1), transforms=[fsdp(**options)])
 
-    lambdas = [(lambda name, module: "zero3"), (lambda name, module: "zero3" if name else None)]
-    jit(sharding_strategy=lambda name, module: ("zero2", "zero2")[rank], all_reduce_hook=_made(2))
-    with pytest.raises(
-        ScheduleDisagreement, match=r"(?s)fsdp\(sharding_strategy=.*<lambda> with code .*<lambda> with code"
-    ):
-        jit(sharding_strategy=lambdas[rank])
-    with pytest.raises(ScheduleDisagreement, match=r"(?s)fsdp\(all_reduce_hook=.*\(factor=0\).*\(factor=1\)"):
+    def first(name: str, module: nn.Module) -> str:
+        return "zero3"
+
+    def second(name: str, module: nn.Module) -> str | None:
+        return "zero3" if name else None
+
+    alike = [
+        lambda name, module: "zero2",  # on two lines, which messages name, but ranks do not compare
+        lambda name, module: "zero2",
+    ]
+    jit(sharding_strategy=alike[rank], all_reduce_hook=_made(2))
+    second.__qualname__ = first.__qualname__
+    lines = [f"first with code \\w+ at {re.escape(__file__)}:{f.__code__.co_firstlineno}\\)" for f in (first, second)]
+    with pytest.raises(ScheduleDisagreement, match=rf"(?s)fsdp\(sharding_strategy=.*{lines[0]}.*{lines[1]}"):
+        jit(sharding_strategy=(first, second)[rank])
+    with pytest.raises(ScheduleDisagreement, match=r"(?s)fsdp\(all_reduce_hook=.*\(factor=0\) at .*\(factor=1\) at "):
         jit(all_reduce_hook=_made(rank))

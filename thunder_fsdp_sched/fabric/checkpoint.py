@@ -12,6 +12,7 @@ then takes its place: see [Note: Replacing a checkpoint] in ``replacing``.
 
 from __future__ import annotations
 
+import io
 import pickle
 import uuid
 from collections.abc import Callable, Mapping
@@ -259,9 +260,20 @@ def _rows_of(whole: Mapping[str, Any], parts: _State, optimizer: torch.optim.Opt
     return loaded
 
 
-def _write(content: Any, path: Path) -> None:
-    with path.open("wb") as file:  # torch itself would not say why it cannot write
-        torch.save(content, file)
+def _write(content: Mapping[str, Any], path: Path) -> None:
+    try:
+        with path.open("wb") as file:  # torch itself would not say why it cannot write
+            torch.save(content, file)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        for key, value in content.items():
+            try:
+                torch.save(value, io.BytesIO())
+            except (AttributeError, TypeError, pickle.PicklingError) as reason:
+                raise ValueError(
+                    f"fabric.save: state[{key!r}] cannot be pickled: {reason}. Leave it out, or pass its data, or an object "
+                    f"with state_dict and load_state_dict"
+                ) from error
+        raise
 
 
 def _read(path: Path, weights_only: bool | None) -> dict[str, Any]:

@@ -73,7 +73,7 @@ import torch.distributed as dist
 
 from ..process_state import reset_after_fork
 from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
-from .messages import Action, first_difference, first_different, first_line
+from .messages import Action, first_difference, first_different, first_line, without_remarks
 from .process_groups import ProcessGroupRef, Ranks
 
 
@@ -333,7 +333,7 @@ class Control:
             own[group.name].append(line)
             ranks_of[group.name] = group.global_ranks
         exchange = self._gather if met else self.exchange
-        digests = {name: (ranks, hash64(*own[name])) for name, ranks in ranks_of.items()}
+        digests = {name: (ranks, hash64(*map(without_remarks, own[name]))) for name, ranks in ranks_of.items()}
         by_rank = dict(zip(self.group.global_ranks, exchange(f"comparing {what}", digests), strict=True))
         compared: set[str] = set()
         for first, theirs in by_rank.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -41,9 +42,23 @@ def first_line(text: str) -> str:
 def first_difference(first: int, ours: Sequence[str], other: int, theirs: Sequence[str], where: str = "") -> str:
     """Return the first line that differs between the texts of the ranks ``first`` and ``other``; empty if none does."""
     for number, (a, b) in enumerate(itertools.zip_longest(ours, theirs, fillvalue="(nothing)"), 1):
-        if a != b:
+        if without_remarks(a) != without_remarks(b):
+            a, b = (_REMARK.sub(r"\1", line) for line in (a, b))
             return f"line {number}{where}:\n    rank {first}: {a}\n    rank {other}: {b}"
     return ""
+
+
+def remark(text: str) -> str:
+    """Return a part of a line that messages show and ranks do not compare."""
+    return f"\x02{text}\x03"
+
+
+def without_remarks(line: str) -> str:
+    """Return what ranks compare of a line."""
+    return _REMARK.sub("", line)
+
+
+_REMARK = re.compile("\x02(.*?)\x03")
 
 
 def first_different(parts: Mapping[int, tuple[Hashable, Hashable]]) -> tuple[int, int] | None:
