@@ -2,10 +2,11 @@
 
 [Note: Comparing functions]
 Two functions are alike if their module, their qualified name and their code are. Two lambdas of one function have one name,
-so the code counts: instructions, names and constants, without the file and the lines, which only messages show. Where ranks compare the answers of a
-function (``mp_policy``, ``bucketing_strategy`` and others), nothing else counts: ranks may know different things, such as
-their rank, and decide alike. Elsewhere (``all_reduce_hook``) what a function captures counts, too: in its closure, its
-defaults, and the arguments of ``functools.partial``. Values that cannot change are compared, others by their type.
+so the code counts: instructions, names and constants, without the file and the lines, which only messages show. Where
+ranks compare the answers of a function (``mp_policy``, ``bucketing_strategy`` and others), nothing else counts: ranks may
+know different things, such as their rank, and decide alike. Elsewhere (``all_reduce_hook``) what a function captures
+counts, too: in its closure, its defaults, and the arguments of ``functools.partial``. Values that cannot change are
+compared, others by their type.
 """
 
 from __future__ import annotations
