@@ -328,7 +328,7 @@ def arenas(system: System) -> list[torch.Tensor]:
     if system.transform is None:
         return []
     buckets = system.transform.sharded.buckets
-    found = {b.arena for b in buckets} | {b.private_slot.arena for b in buckets if b.private_slot is not None}
+    found = {b.arena for b in buckets} | {b.private_slot.arena for b in buckets}
     return [arena._memory for arena in found if arena._memory is not None]
 
 

@@ -189,8 +189,9 @@ def train(name: str, options: DemoOptions, text: torch.Tensor) -> Run:
         run.thunder_traces = (thunder.last_traces(model)[-1], thunder.last_backward_traces(model)[-1])
     if transform is not None:
         run.plan, run.traces = transform.plan, transform.compiled[-1]
-        slots = [slot for b in transform.sharded.buckets for slot in (b, b.private_slot) if slot is not None]
-        run.kept_bytes = sum(arena.nbytes for arena in {slot.arena for slot in slots})
+        sharded = transform.sharded
+        arenas = {*(b.arena for b in sharded.buckets), *(b.private_slot.arena for b in sharded.kept)}
+        run.kept_bytes = sum(arena.nbytes for arena in arenas)
     return run
 
 

@@ -140,7 +140,7 @@ def _tracked(trace: TraceCtx, tracker: Tracker, begin: int, agrees: bool) -> Cal
 def _lasting(buckets: Iterable[Bucket]) -> Iterator[torch.Tensor | None]:
     """Return what buckets keep between steps."""
     for bucket in buckets:
-        arenas: list[Arena] = [bucket.arena, *([bucket.private_slot.arena] if bucket.private_slot else [])]
+        arenas: list[Arena] = [bucket.arena, bucket.private_slot.arena]
         yield bucket.shard
         yield bucket.accumulation.unsharded
         yield bucket.accumulation.sharded

@@ -457,7 +457,7 @@ def test_a_step_copies_no_parameters_and_allocates_no_unsharded_ones(strategy: s
     buckets = run.transform.sharded.buckets
 
     def memory() -> dict[Any, tuple[int, int]]:
-        arenas = {a for b in buckets for a in (b.arena, b.private_slot and b.private_slot.arena) if a}
+        arenas = {a for b in buckets for a in (b.arena, b.private_slot.arena)}
         return {a: _addresses(a._memory) for a in arenas if a._memory is not None}
 
     run.train(steps=2)

@@ -166,6 +166,25 @@ def test_a_later_call_does_not_let_an_earlier_step_exceed_the_limit():
         testing.assert_peak_memory_at_most(traces, limit)
 
 
+def test_a_candidate_of_the_search_changes_no_bucket(monkeypatch):
+    run, candidates = Search._run, []
+
+    def state(search):
+        arenas = {bucket.arena: (bucket.arena.nbytes, *bucket.arena._slots) for bucket in search.context.buckets}
+        return arenas, [dict(vars(bucket)) for bucket in search.context.buckets]
+
+    def checked(search, candidate):
+        before = state(search)
+        found = run(search, candidate)
+        assert state(search) == before, candidate
+        candidates.append(found)
+        return found
+
+    monkeypatch.setattr(Search, "_run", checked)
+    chosen = compiled(max_memory=int(0.8 * compiled().memory.peak.nbytes)).choice.chosen
+    assert any(candidate.kept and candidate != chosen for candidate in candidates)
+
+
 def test_automatic_prefetch_minimizes_the_simulated_step_time():
     traces = compiled(prefetch="auto")
     times = {c.prefetch: c.step_seconds for c in traces.choice.considered}

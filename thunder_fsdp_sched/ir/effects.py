@@ -53,7 +53,7 @@ class Place(NamedTuple):
     @property
     def is_private(self) -> bool:
         """Whether this is in the slot in which the bucket stays from forward to backward."""
-        return self.slot is not None and self.slot is self.bucket.private_slot
+        return self.slot is self.bucket.private_slot
 
     @property
     def span(self) -> tuple[int, int]:

@@ -106,7 +106,9 @@ class Bucket:
         self.transport = transport_of(spec)
         self.arena = arena
         self.handle = handle
-        self.private_slot: Slot | None = None
+        own = Arena(spec.device, arena.scratch)
+        self.private_slot = own.slot(0, slot_bytes(spec, spec.param_dtype), handle.replace("bucket", "own", 1))
+        """Where the bucket stays from forward to backward, if it is kept (ZeRO-2); allocated by the first gather into it."""
         self.issue_counts = IssueCounts() if base is None else base.issue_counts
         self.peer_memory = peer_memory
         self.gathered_at: int | None = None
@@ -199,14 +201,6 @@ class Bucket:
     def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:
         """Idle temporary memory of transports, keyed by dtype and number of elements."""
         return self.arena.scratch
-
-    def ensure_private_slot(self) -> Slot:
-        """Return the bucket's private slot, where it stays from forward to backward (ZeRO-2); created on first use."""
-        if self.private_slot is None:
-            name = self.handle.replace("bucket", "own", 1)
-            arena = Arena(self.spec.device, self.arena.scratch)
-            self.private_slot = arena.slot(0, slot_bytes(self.spec, self.spec.param_dtype), name)
-        return self.private_slot
 
     def gather_into(self, unsharded: Views, sent: torch.Tensor) -> Sequence[Work]:
         """Issue a gather of ``sent``, which ``source.shard`` has just returned, and return its works.

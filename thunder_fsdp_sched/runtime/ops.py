@@ -90,7 +90,6 @@ def gather_again(bucket: Bucket, *, lost: bool) -> None:
     """
     spec = bucket.spec
     slot = bucket.private_slot if lost else Arena(spec.device).slot(0, slot_bytes(spec, spec.param_dtype))
-    assert slot is not None
     wait_params(bucket, all_gather(bucket, slot, *[None] * len(spec.params), reuse_cast=True))
     if not lost:
         slot.arena.release()
@@ -277,7 +276,6 @@ def params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
     # Backward receives the shards as saved tensors, and autograd compares their versions when it unpacks them.
     _check_shards(bucket, shards)
     slot = bucket.private_slot
-    assert slot is not None
     slot.arena.finish_stale(slot)
     if not slot.arena.is_memory_of_running_backward():
         raise RuntimeError(

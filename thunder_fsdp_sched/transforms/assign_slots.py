@@ -89,7 +89,7 @@ def assign_slots(
     bsyms = list(trace.bound_symbols)
     for issue, live in ranges.items():
         if issue in private:
-            slot = live.bucket.ensure_private_slot()
+            slot = live.bucket.private_slot
         elif arena_split is None or offsets[issue] < arena_split:
             slot = arena_of(live.bucket).slot(offsets[issue], live.nbytes)
         else:
