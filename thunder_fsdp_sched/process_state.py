@@ -30,7 +30,22 @@ compares this table with the code:
 | `checkpoint.storage` | `_numpy_is_safe`: torch's safe globals | the same | |
 | `logs` | `_compile_ids`, `_followers` | kept: numbers in logs, and open `with` blocks | |
 
-Registries (transports, executors, hooks of torch), and what functions remember of operators and code (``cache``), are kept.
+What the package changes in Python, torch and Thunder (docs/how-it-works.md says when):
+
+| module | change | after a fork | at exit |
+|---|---|---|---|
+| `compat` | methods that torch has removed and Thunder needs; a filter of warnings during an import | kept | |
+| `private_torch` | torch's lists of types for `foreach` | kept | |
+| `private_thunder` | Thunder's table of functions that its interpreter calls in place of others | kept | |
+| `ir.registry` | `executor` in Thunder's registry | kept | |
+| `runtime.names`, `sharding.shard_module` | torch's hooks after and before steps of any optimizer | kept | |
+| `capture.garbage_collection` | thresholds of the collector while a model compiles | kept | |
+| `checkpoint.beside` | exit hook, thread of a save | the hook finds no save | `sys.stderr` is wrapped if it failed |
+| `checkpoint.writer_process` | a process that writes | the parent's | it ends when its connection does |
+| `transports.symmetric_memory` | a variable of the environment | inherited | |
+| `__main__` | `sys.path`, of the process of the command line | | |
+
+Registries (transports, formats), and what functions remember of operators and code (``cache``), are kept.
 """
 
 from __future__ import annotations
