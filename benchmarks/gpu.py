@@ -264,7 +264,7 @@ class Worker:
         executors = [e for e in get_default_executors() if self.setup.fuse or not isinstance(e, FusionExecutor)]
         if self.case == REFERENCE:
             return thunder.jit(self.shape.model(), executors=executors), None
-        transform = thunder_fsdp_sched.fsdp(device=self.device, **OURS[self.case])
+        transform = thunder_fsdp_sched.fsdp(init=thunder_fsdp_sched.Init(device=self.device), **OURS[self.case])
         return thunder.jit(self.shape.model(), transforms=[transform], executors=executors), transform
 
     def train(self) -> dict[str, Any]:

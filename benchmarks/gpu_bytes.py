@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero2": {"sharding_strategy": "zero2"},
     "prefetch=0": {"prefetch": 0},
     "prefetch=2": {"prefetch": 2},
-    "release=step": {"release": "step"},
+    "release=step": {"sharding_strategy": thunder_fsdp_sched.Sharding(release=True)},
     "parameters offloaded": {"offload_policy": OFFLOAD},
     "bfloat16": {"mp_policy": BFLOAT16},
 }
@@ -74,7 +74,7 @@ def _train(module: Any) -> torch.Tensor:
 
 def _measure(reference: torch.Tensor, options: dict[str, Any]) -> dict[str, Any]:
     before = _allocated()
-    transform = thunder_fsdp_sched.fsdp(device=SHAPE.device, **options)
+    transform = thunder_fsdp_sched.fsdp(init=thunder_fsdp_sched.Init(device=SHAPE.device), **options)
     module = thunder.jit(SHAPE.model(), transforms=[transform])
     losses, tokens = _train(module), SHAPE.tokens()
     between = _allocated() - before

@@ -46,7 +46,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched import CommPolicy, exposed_communication
+from thunder_fsdp_sched import CommPolicy, Sharding, exposed_communication
 from thunder_fsdp_sched.planning.calibration import calibrate
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
@@ -130,7 +130,6 @@ def systems(*, bucketing: bool = False, formats: bool = False) -> dict[str, Make
     }
     variants |= {f" prefetch {prefetch}": {"prefetch": prefetch} for prefetch in (0, 2)}
     variants |= {f" {transport}": {"transport": transport} for transport in ("staged", "coalesced", "all_reduce")}
-    variants |= {" release step": {"release": "step"}}
     if bucketing:
         variants = {f" {name}": {"bucketing_strategy": strategy} for name, strategy in BUCKETINGS.items()}
     if formats:
@@ -138,6 +137,8 @@ def systems(*, bucketing: bool = False, formats: bool = False) -> dict[str, Make
     for strategy in ("zero2", "zero3"):
         for variant, options in variants.items():
             made[f"ours {strategy}{variant}"] = partial(ours, sharding_strategy=strategy, **options)
+        if not (bucketing or formats):
+            made[f"ours {strategy} release"] = partial(ours, sharding_strategy=Sharding(strategy, release=True))
         for name in ("none", "layer", "block"):
             made[f"Thunder fsdp {strategy} {name}"] = partial(thunders_fsdp, strategy=strategy, bucketing=name)
         made[f"FSDP2 {strategy}"] = partial(fsdp2, reshard=strategy == "zero3")

@@ -8,7 +8,7 @@
 Each measurement runs in a new process, as rank 0 of 8 of torch's fake process group:
 
 * plain: ``thunder.jit(model)``, without sharding;
-* forward: ``fsdp(trace_modules_once=False)``, which traces module calls as calls of ``forward``;
+* forward: ``Debug(trace_modules_once=False)``, which traces module calls as calls of ``forward``;
 * once: ``fsdp()``, which copies what it traced to modules that are alike.
 
 The demo's GPT is compiled with gradients. "Differentiating" is the pass that differentiates and lets executors claim
@@ -33,6 +33,7 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched  # before thunder
+from thunder_fsdp_sched import Debug, Sharding
 from thunder_fsdp_sched.capture import garbage_collection
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
@@ -111,7 +112,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, float]:
     tokens = torch.randint(0, VOCABULARY, (2, 16))
     transforms: list[Any] = []
     if kind != "plain":
-        transforms.append(thunder_fsdp_sched.fsdp(trace_modules_once=kind == "once"))
+        transforms.append(thunder_fsdp_sched.fsdp(debug=Debug(trace_modules_once=kind == "once")))
     jitted = thunder.jit(model, transforms=transforms)
     if arguments.no_gc:
         gc.disable()
@@ -147,7 +148,10 @@ def measure_searches(blocks: int) -> None:
     peak = plain.memory.peak.nbytes
     searches: dict[str, dict[str, Any]] = {
         'prefetch="auto"': {"prefetch": "auto"},
-        'max_unsharded_bytes, prefetch="auto"': {"max_unsharded_bytes": unsharded // 2, "prefetch": "auto"},
+        'max_unsharded_bytes, prefetch="auto"': {
+            "sharding_strategy": Sharding(max_unsharded_bytes=unsharded // 2),
+            "prefetch": "auto",
+        },
         "max_memory, twice the peak": {"max_memory": 2 * peak},
         "max_memory, 0.8 of the peak": {"max_memory": peak * 4 // 5},
         "max_memory, 0.8 of the peak, prefetch=1": {"max_memory": peak * 4 // 5, "prefetch": 1},

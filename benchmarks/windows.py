@@ -9,7 +9,8 @@ but the last run under ``no_sync``. FSDP2 does the same with ``set_requires_grad
 ``set_reshard_after_backward(False)`` for them, which keeps parameters unsharded until the next micro-batch.
 
 With ``--nodes``, a step has one batch, and two ranks of a node share a network namespace and reach each other without a
-limit. "Within nodes" is ``reshard_after_forward=2``, ours and FSDP2's: backward gathers within a node.
+limit. "Within nodes" is ``Sharding(secondary_ranks=2)``, and FSDP2's ``reshard_after_forward=2``: backward gathers within a
+node.
 
 * Seconds: forward and backward of all micro-batches on the slowest rank, without the optimizer. Medians over rounds.
 * Of ours: the ratio to the first of ours. Of FSDP2: the ratio to the fastest FSDP2.
@@ -32,6 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from thunder_fsdp_sched import Sharding
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.simulate import simulate
 
@@ -74,7 +76,7 @@ COLUMNS = harness.STEP | {
 def window_systems() -> dict[str, Make]:
     """Return the function that builds each system of windows, keyed by the system's name."""
     return {
-        REFERENCE: partial(ours, sharding_strategy="zero2", reshard_after_backward=True),
+        REFERENCE: partial(ours, sharding_strategy=Sharding("zero2", reshard_after_backward=True)),
         "ours zero2": partial(ours, sharding_strategy="zero2"),
         "ours zero2, sharded": partial(ours, sharding_strategy="zero2", accumulate="sharded"),
         "ours zero3": partial(ours, sharding_strategy="zero3"),
@@ -90,7 +92,7 @@ def node_systems() -> dict[str, Make]:
     """Return the function that builds each system of steps on nodes, keyed by the system's name."""
     return {
         "ours zero3": partial(ours, sharding_strategy="zero3"),
-        "ours zero3, within nodes": partial(ours, sharding_strategy="zero3", reshard_after_forward=RANKS_PER_NODE),
+        "ours zero3, within nodes": partial(ours, sharding_strategy=Sharding("zero3", secondary_ranks=RANKS_PER_NODE)),
         "FSDP2 zero3": partial(overlapped_fsdp2, reshard=True),
         "FSDP2 zero3, within nodes": partial(overlapped_fsdp2, reshard=RANKS_PER_NODE),
     }

@@ -21,7 +21,8 @@ torch.manual_seed(0)
 with torch.device("meta"):  # uses no memory; param_init_fn initializes one submodule at a time
     blocks = [Sequential(Linear(64, 256), GELU(), Linear(256, 64)) for _ in range(2)]
     model = Sequential(Embedding(256, 64), *blocks, Linear(64, 256))
-model = thunder.jit(model, transforms=[tfs.fsdp(device=device, param_init_fn=lambda module: module.reset_parameters())])
+init = tfs.Init(device=device, param_init_fn=lambda module: module.reset_parameters())
+model = thunder.jit(model, transforms=[tfs.fsdp(init=init)])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
 

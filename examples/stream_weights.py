@@ -41,7 +41,7 @@ def main():
         receive(model, engine)
         with torch.no_grad():
             return model(prompt)
-    model = thunder.jit(model, transforms=[tfs.fsdp(process_group=training)])
+    model = thunder.jit(model, transforms=[tfs.fsdp(ranks=training)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(3):
         model(prompt).logsumexp(-1).mean().backward()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import GELU, Embedding, Linear, Sequential
 
 dist.init_process_group("gloo")  # on GPUs "nccl"; then model and batches belong on this rank's device
-torch.manual_seed(0)  # every rank makes the same model; or pass broadcast_from=0
+torch.manual_seed(0)  # every rank makes the same model; or pass init=tfs.Init(broadcast_from=0)
 blocks = [Sequential(Linear(64, 256), GELU(), Linear(256, 64)) for _ in range(2)]
 model = Sequential(Embedding(256, 64), *blocks, Linear(64, 256))
 transform = tfs.fsdp(sharding_strategy="zero3", bucketing_strategy="block", prefetch=1)

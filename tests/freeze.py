@@ -81,7 +81,7 @@ OPTIONS: dict[str, Frozen] = {
         for strategy in ("zero2", "zero3")
     },
     **{
-        f"release_{strategy}": Frozen(_deep, {"release": "step", "sharding_strategy": strategy}, windows=True)
+        f"release_{strategy}": Frozen(_deep, {"sharding_strategy": fs.Sharding(strategy, release=True)}, windows=True)
         for strategy in ("zero2", "zero3")
     },
     **{
@@ -93,17 +93,17 @@ OPTIONS: dict[str, Frozen] = {
     },
     "low": Frozen(_gpt, {"mp_policy": LOW}, double=False),
     "offload": Frozen(Stack, {"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": LOW}, double=False),
-    "secondary": Frozen(_deep, {"reshard_after_forward": 2}, world=4, windows=True),
+    "secondary": Frozen(_deep, {"sharding_strategy": fs.Sharding(secondary_ranks=2)}, world=4, windows=True),
     "reshard_after_backward": Frozen(
-        _deep, {"reshard_after_backward": True, "sharding_strategy": "zero2"}, windows=True
+        _deep, {"sharding_strategy": fs.Sharding("zero2", reshard_after_backward=True)}, windows=True
     ),
     "gathers_in_flight": Frozen(_deep, {"max_gathers_in_flight": 1, "prefetch": 3}),
-    "unsharded_bytes": Frozen(_deep, {"max_unsharded_bytes": 1 << 15}),
-    "separate_group": Frozen(Stack, {"separate_reduce_scatter_group": True}),
+    "unsharded_bytes": Frozen(_deep, {"sharding_strategy": fs.Sharding(max_unsharded_bytes=1 << 15)}),
+    "separate_group": Frozen(Stack, {"ranks": fs.Ranks(separate_reduce_scatter_group=True)}),
     "divide_factor": Frozen(Stack, {"gradient_divide_factor": 3.0}),
-    "hybrid": Frozen(Stack, lambda: {"mesh": _mesh(2, 2)}, world=4, windows=True),
-    "no_audit": Frozen(Stack, {"audit": False}),
-    "no_repetition": Frozen(_gpt, {"trace_modules_once": False}),
+    "hybrid": Frozen(Stack, lambda: {"ranks": _mesh(2, 2)}, world=4, windows=True),
+    "no_audit": Frozen(Stack, {"debug": fs.Debug(audit=False)}),
+    "no_repetition": Frozen(_gpt, {"debug": fs.Debug(trace_modules_once=False)}),
     **{
         f"max_memory_{limit}": Frozen(_deep, {"max_memory": limit, "cluster": "h100-sxm"}, windows=True)
         for limit in (60_000, 86_000, 92_000, 110_000)

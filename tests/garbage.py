@@ -23,7 +23,7 @@ def drop_in_a_cycle(value: Any) -> None:
 def leave_a_group(timeout: timedelta) -> None:
     """Leave to the garbage collector a process group that has been destroyed, and a model sharded over it."""
     group = dist.new_group(timeout=timeout)
-    transform = tfs.fsdp(process_group=group, separate_reduce_scatter_group=True)
+    transform = tfs.fsdp(ranks=tfs.Ranks(process_group=group, separate_reduce_scatter_group=True))
     drop_in_a_cycle([group, thunder.jit(torch.nn.Linear(2, 2), transforms=[transform])])
     dist.destroy_process_group(group)
 

@@ -279,7 +279,7 @@ class HistoryRunner(Run):
         expected = self._pick(self.rank, action)
         if expected is None or expected.version != self.version:
             return
-        if self.backwards > expected.backwards and self.scenario.options.get("release", "never") != "never":
+        if self.backwards > expected.backwards and self.scenario.options["sharding_strategy"].release:
             return  # another error: its memory has been freed
         self.backwards += 1
         inside, position = action.value >= 0, self.expected_losses[self.rank].index(expected)

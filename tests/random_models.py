@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from thunder_fsdp_sched import Debug, Ranks, Sharding
+
 import profiles
 import pytest
 import torch
@@ -268,16 +270,15 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
     """Draw a case. ``numeric`` excludes options that change results by more than rounding (lower precision)."""
     model = draw(models())
     strategy = draw(st.sampled_from(["zero2", "zero3", "zero3"]))
+    sharding = Sharding(strategy)
     options: dict[str, Any] = {
-        "sharding_strategy": strategy,
         "bucketing_strategy": draw(st.sampled_from(["block", "block", "layer", "none", 64, 300])),
         "prefetch": draw(st.sampled_from([0, 1, 1, 2, 5, "auto"])),
         "transport": draw(st.sampled_from(["auto", "flat", "all_to_all", "coalesced", "all_reduce", "staged"])),
     }
     if strategy == "zero3" and draw(st.integers(0, 4)) == 0:
-        options["max_unsharded_bytes"] = draw(
-            st.sampled_from([1 << 14, 1 << 20] if numeric else [1 << 12, 1 << 13, 1 << 14])
-        )
+        limit = draw(st.sampled_from([1 << 14, 1 << 20] if numeric else [1 << 12, 1 << 13, 1 << 14]))
+        sharding = replace(sharding, max_unsharded_bytes=limit)
     if not numeric and draw(st.integers(0, 3)) == 0:
         policy = draw(st.sampled_from([(torch.bfloat16, torch.float32), (torch.float32, None), (None, torch.float32)]))
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=policy[0], reduce_dtype=policy[1])
@@ -287,7 +288,7 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
         else ()
     )
     if draw(st.integers(0, 4)) == 0:
-        options["separate_reduce_scatter_group"] = True
+        options["ranks"] = Ranks(separate_reduce_scatter_group=True)
     if draw(st.integers(0, 2)) == 0:
         options["max_gathers_in_flight"] = draw(st.integers(1, 3))
     some_blocks = st.sets(st.integers(0, len(model.blocks) - 1), max_size=2)
@@ -298,20 +299,21 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
     if draw(st.integers(0, 2)) == 0:
         options["accumulate"] = "sharded"
     if draw(st.integers(0, 2)) == 0:
-        options["release"] = "step"
+        sharding = replace(sharding, release=True)
     secondary = draw(st.sampled_from([None, 2, 2, 4])) if strategy == "zero3" else None
-    options["trace_modules_once"] = draw(st.booleans())
-    return Case(model, options, groups, kept, low, secondary)
+    options["debug"] = Debug(trace_modules_once=draw(st.booleans()))
+    return Case(model, {"sharding_strategy": sharding, **options}, groups, kept, low, secondary)
 
 
 def options_of(case: Case, new_group: Callable[[], Any], world_size: int) -> dict[str, Any]:
     """Return the options of a case. ``new_group`` creates the process group of the blocks in ``case.groups``."""
     options = dict(case.options)
+    sharding, ranks = options["sharding_strategy"], options.pop("ranks", Ranks())
     if case.kept:
         kept = {f"blocks.{number}" for number in case.kept}
-        options["sharding_strategy"] = lambda name, module: "zero2" if name in kept else None
+        sharding = replace(sharding, strategy=lambda name, module: "zero2" if name in kept else None)
     if case.secondary and world_size % case.secondary == 0:
-        options["reshard_after_forward"] = case.secondary
+        sharding = replace(sharding, secondary_ranks=case.secondary)
     if case.low:
         low, policy = {f"blocks.{number}" for number in case.low}, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         options["mp_policy"] = lambda name, module: policy if name in low else None
@@ -320,8 +322,8 @@ def options_of(case: Case, new_group: Callable[[], Any], world_size: int) -> dic
         prefixes = tuple(f"blocks.{number}." for number in case.groups)
         tied = {n for pair in case.model.tied for n in pair}
         if not tied & set(case.groups):  # a tied parameter has one group
-            options["process_group_for"] = lambda name, param: group if name.startswith(prefixes) else None
-    return options
+            ranks = replace(ranks, process_group_for=lambda name, param: group if name.startswith(prefixes) else None)
+    return {**options, "sharding_strategy": sharding, "ranks": ranks}
 
 
 class CallingModel(RandomModel):

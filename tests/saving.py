@@ -60,8 +60,8 @@ def make(
     torch.manual_seed(seed)
     module = Everything().double()
     change(module)
-    if isinstance(options.get("mesh"), tuple):
-        options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))
+    if isinstance(options.get("ranks"), tuple):
+        options["ranks"] = init_device_mesh("cpu", options["ranks"], mesh_dim_names=("replicate", "shard"))
     model = thunder.jit(module, transforms=[tfs.fsdp(**options)])
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [[p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]]

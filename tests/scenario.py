@@ -223,7 +223,7 @@ class Run:
         optimizer: makes an optimizer of a list of parameters.
         before, after: transforms around ``fsdp``'s.
         dtype: of floating-point inputs, if not the one that the model makes.
-        options: of ``fsdp``. A tuple as ``mesh`` becomes a mesh of that shape.
+        options: of ``fsdp``. A tuple as ``ranks`` becomes a mesh of that shape.
 
     Attributes:
         model, transform: the first sharded model, and the ``fsdp(...)`` in use.
@@ -248,10 +248,11 @@ class Run:
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(options.get("mesh"), tuple):
-            options["mesh"] = init_device_mesh(DEVICE.type, options["mesh"], mesh_dim_names=("replicate", "shard"))
+        if isinstance(options.get("ranks"), tuple):
+            options["ranks"] = init_device_mesh(DEVICE.type, options["ranks"], mesh_dim_names=("replicate", "shard"))
         self.rank, self.dtype = dist.get_rank(), dtype
-        self.ranks = _ranks_of(options)
+        self.transform = tfs.fsdp(**options)
+        self.ranks = _ranks_of(self.transform.options.ranks)
         self.tolerance = getattr(model, "tolerance", 1e-11) if tolerance is None else tolerance
         self.others_tolerance = others_tolerance
         model = model.to(DEVICE)
@@ -262,7 +263,6 @@ class Run:
             jit = lambda module: thunder.jit(module, transforms=[*before, *after], **(jit_options or {}))  # noqa: E731
             self.unsharded = Unsharded(self.ranks, copy.deepcopy(model), jit if oracle == "compiled" else None)
         copies = [copy.deepcopy(model) for _ in others]
-        self.transform = tfs.fsdp(**options)
         self.model = thunder.jit(model, transforms=[*before, self.transform, *after], **(jit_options or {}))
         self.models = [self.model]
         for other, module in zip(others, copies, strict=True):
@@ -477,11 +477,13 @@ class Run:
         return [op.bucket for op in schedule.of(symbol)]
 
 
-def _ranks_of(options: Mapping[str, Any]) -> list[int]:
+def _ranks_of(ranks: tfs.Ranks) -> list[int]:
     """Return the ranks over which gradients are averaged."""
-    if options.get("mesh") is not None:
-        return options["mesh"].mesh.flatten().tolist()
-    return dist.get_process_group_ranks(options.get("process_group") or dist.group.WORLD)
+    if ranks.mesh is not None:
+        return ranks.mesh.mesh.flatten().tolist()
+    if ranks.process_group is not None:
+        return list(ranks.process_group.global_ranks)
+    return list(range(dist.get_world_size()))
 
 
 def _jit(module: nn.Module, **options: Any) -> nn.Module:

@@ -12,7 +12,7 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketOptions, BucketSpec, ParamSpec
-from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
+from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
 
@@ -41,9 +41,9 @@ def make_bucket(
 
 
 @functools.cache
-def _ranks(world_size: int) -> Ranks:
+def _ranks(world_size: int) -> BucketRanks:
     """Return the ranks of all buckets for this many, whose collectives share a limit."""
-    return Ranks(ProcessGroupRef("none", 0, range(world_size)))
+    return BucketRanks(ProcessGroupRef("none", 0, range(world_size)))
 
 
 def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import FSDPTransform, ScheduleDisagreement, fsdp, full_state_dict
+from thunder_fsdp_sched import Debug, FSDPTransform, Init, Ranks, ScheduleDisagreement, Sharding, fsdp, full_state_dict
 
 import pytest
 import thunder
@@ -40,23 +40,10 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
     ("prefetch", True, TypeError, "expected a number of buckets.*got True"),
     ("max_gathers_in_flight", "1", TypeError, "expected a number of gathers.*got '1'"),
     ("max_gathers_in_flight", 0, ValueError, "expected 1 or more gathers, got 0"),
-    ("device", 1.5, TypeError, "expected a torch.device.*got 1.5 of type float"),
-    ("mesh", 2, TypeError, "expected a 1-D .*DeviceMesh.*got 2 of type int"),
-    ("process_group", "world", TypeError, "expected a .*ProcessGroup.*got 'world' of type str"),
-    ("broadcast_from", "0", TypeError, "expected a global rank.*got '0'"),
-    ("broadcast_from", False, TypeError, "expected a global rank.*got False"),
-    ("ignored_params", "wte.weight", TypeError, "expected parameters or their names, got str"),
-    ("ignored_params", nn.Parameter(torch.zeros(2, 2)), TypeError, ".* got tensor"),
-    ("ignored_params", [torch.zeros(1)], TypeError, "expected parameters or their names, got tensor"),
-    ("process_group_for", dist, TypeError, "expected a callable"),
+    ("ranks", "world", TypeError, "expected a .*ProcessGroup, a 1-D or 2-D DeviceMesh, .*got 'world' of type str"),
+    ("init", {"device": "cpu"}, TypeError, r"expected Init\(...\), got .* of type dict"),
+    ("debug", None, TypeError, r"expected Debug\(...\), got None"),
     ("accumulate", "both", ValueError, "expected 'unsharded', 'sharded' or None, got 'both'"),
-    ("reshard_after_backward", 1, TypeError, "expected a bool, got 1 of type int"),
-    ("audit", "yes", TypeError, "expected a bool, got 'yes' of type str"),
-    ("release", "now", ValueError, "expected 'never' or 'step', got 'now'"),
-    ("reshard_after_forward", True, TypeError, ".*use sharding_strategy='zero3'"),
-    ("reshard_after_forward", False, TypeError, ".*use sharding_strategy='zero2'"),
-    ("reshard_after_forward", "8", TypeError, "expected a number of ranks or None, got '8'"),
-    ("reshard_after_forward", 1, ValueError, ".*sharding_strategy='zero2' keeps whole parameters"),
     ("all_reduce_hook", "average", TypeError, r"expected a callable \(bucket name, gradients\)"),
     *(
         ("gradient_divide_factor", factor, error, "expected a positive number or None")
@@ -72,20 +59,49 @@ def test_errors_name_an_invalid_option(option: str, value: Any, error: type[Exce
         fsdp(**{option: value})
 
 
+# A group of options, a field, a value, the error, and what it says after the field's name.
+WRONG_FIELDS: list[tuple[type, str, Any, type[Exception], str]] = [
+    (Sharding, "strategy", "zero4", ValueError, "expected 'zero2', 'zero3'.*got 'zero4'"),
+    (Sharding, "max_unsharded_bytes", "much", ValueError, "expected bytes .*got 'much'"),
+    (Sharding, "reshard_after_backward", 1, TypeError, "expected a bool, got 1 of type int"),
+    (Sharding, "release", "step", TypeError, "expected a bool, got 'step' of type str"),
+    (Sharding, "secondary_ranks", True, TypeError, "expected a number of ranks or None, got True"),
+    (Sharding, "secondary_ranks", "8", TypeError, "expected a number of ranks or None, got '8'"),
+    (Sharding, "secondary_ranks", 1, ValueError, ".*the strategy 'zero2' keeps whole parameters"),
+    (Ranks, "mesh", 2, TypeError, "expected a 1-D .*DeviceMesh.*got 2 of type int"),
+    (Ranks, "process_group", "world", TypeError, "expected a .*ProcessGroup.*got 'world' of type str"),
+    (Ranks, "process_group_for", dist, TypeError, "expected a callable"),
+    (Init, "device", 1.5, TypeError, "expected a torch.device.*got 1.5 of type float"),
+    (Init, "broadcast_from", "0", TypeError, "expected a global rank.*got '0'"),
+    (Init, "broadcast_from", False, TypeError, "expected a global rank.*got False"),
+    (Init, "ignored_params", "wte.weight", TypeError, "expected parameters or their names, got str"),
+    (Init, "ignored_params", nn.Parameter(torch.zeros(2, 2)), TypeError, ".* got tensor"),
+    (Init, "ignored_params", [torch.zeros(1)], TypeError, "expected parameters or their names, got tensor"),
+    (Debug, "audit", "no", TypeError, "expected a bool, got 'no' of type str"),
+]
+
+
+@pytest.mark.parametrize(("group", "name", "value", "error", "message"), WRONG_FIELDS)
+def test_errors_name_an_invalid_field(group: type, name: str, value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"{group.__name__}: {name}: {message}"):
+        group(**{name: value})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reshard_after_forward": 2, "sharding_strategy": "zero2"}, "sharding_strategy='zero2' keeps whole"),
+        ({"secondary_ranks": 2}, "Sharding: secondary_ranks: the strategy 'zero2' keeps whole parameters"),
+        ({"max_unsharded_bytes": "1GiB"}, "Sharding: max_unsharded_bytes: the strategy 'zero2' keeps every bucket"),
     ],
 )
 def test_errors_name_options_that_exclude_each_other(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fsdp(**options)
+        Sharding("zero2", **options)
 
 
 def test_the_error_names_an_unknown_device() -> None:
     with pytest.raises((RuntimeError, ValueError), match="nonsense"):
-        fsdp(device="nonsense")
+        fsdp(init=Init(device="nonsense"))
 
 
 def test_options_must_be_known_keywords() -> None:
@@ -96,6 +112,18 @@ def test_options_must_be_known_keywords() -> None:
             fsdp(**{name: 1})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"no option 'zzz'$"):
         fsdp(zzz=1)  # type: ignore[call-arg]
+
+
+def test_former_names_of_options_raise_an_error_with_the_new_spelling() -> None:
+    for name, spelling in (
+        ("mesh", "ranks=mesh"),
+        ("device", "init=Init(device=...)"),
+        ("release", "sharding_strategy=Sharding(release=True)"),
+        ("reshard_after_forward", 'sharding_strategy="zero3" for True'),
+        ("audit", "debug=Debug(audit=...)"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: now {re.escape(spelling)}"):
+            fsdp(**{name: 1})  # type: ignore[arg-type]
 
 
 def test_the_error_of_a_model_given_to_fsdp_says_where_it_belongs() -> None:
@@ -199,12 +227,12 @@ REFUSED: dict[str, tuple[Callable[[Any], list[FSDPTransform]], type[Exception], 
         r"'last\.weight'.*torch\.sparse_coo.*ignored_params",
     ),
     "unknown ignored name": (
-        lambda m: [fsdp(ignored_params=["first.weight", "blocks.7.up.weight"])],
+        lambda m: [fsdp(init=Init(ignored_params=["first.weight", "blocks.7.up.weight"]))],
         ValueError,
         r"ignored_params: 'blocks\.7\.up\.weight' is not a parameter of the module",
     ),
     "foreign ignored parameter": (
-        lambda m: [fsdp(ignored_params=[nn.Parameter(torch.zeros(4, 9))])],
+        lambda m: [fsdp(init=Init(ignored_params=[nn.Parameter(torch.zeros(4, 9))]))],
         ValueError,
         r"ignored_params: a parameter of shape \(4, 9\) is not a parameter of the module",
     ),
@@ -214,29 +242,29 @@ REFUSED: dict[str, tuple[Callable[[Any], list[FSDPTransform]], type[Exception], 
         r"bucketing_strategy: the callable must return a bucket's name.*None for 'last\.bias'",
     ),
     "broadcast from outside": (
-        lambda m: [fsdp(broadcast_from=2)],
+        lambda m: [fsdp(init=Init(broadcast_from=2))],
         ValueError,
         "broadcast_from: rank 2 is not in the process group",
     ),
     "broadcast of meta": (
-        lambda m: m.to("meta") and [fsdp(broadcast_from=0)],
+        lambda m: m.to("meta") and [fsdp(init=Init(broadcast_from=0))],
         ValueError,
         "broadcast_from: the module is on the meta device",
     ),
     "three-dimensional mesh": (
-        lambda m: [fsdp(mesh=_mesh(1, 1, 2))],
+        lambda m: [fsdp(ranks=_mesh(1, 1, 2))],
         ValueError,
-        r"mesh: expected one dimension .* or two .*, got 3; pass only those",
+        r"ranks: expected one dimension .* or two .*, got 3; pass only those",
     ),
     "mesh and process group": (
-        lambda m: [fsdp(mesh=_mesh(2), process_group=dist.group.WORLD)],
+        lambda m: [fsdp(ranks=Ranks(process_group=dist.group.WORLD, mesh=_mesh(2)))],
         ValueError,
-        "mesh and process_group: pass one of them, not both",
+        "Ranks: mesh and process_group: pass one of them, not both",
     ),
     "GPU without CUDA": (
-        lambda m: [fsdp(device="cuda:1")],
+        lambda m: [fsdp(init=Init(device="cuda:1"))],
         ValueError,
-        "device: 'cuda:1' is not available: .*Pass device='cpu', or leave device out",
+        r"device: 'cuda:1' is not available: .*Pass Init\(device='cpu'\), or leave device out",
     ),
     "a gradient, and an optimizer's state": (
         lambda m: m.first.bias.sum().backward() or [fsdp()],
@@ -295,10 +323,10 @@ def test_errors_of_tracing_name_the_module_its_dtypes_and_the_line() -> None:
 def test_a_rank_outside_of_the_process_group_raises(rank: int) -> None:
     group = dist.new_group([0])
     if rank == 0:
-        thunder.jit(Stack(1), transforms=[fsdp(process_group=group)])
+        thunder.jit(Stack(1), transforms=[fsdp(ranks=group)])
     else:
-        with pytest.raises((TypeError, ValueError), match="process_group: "):
-            thunder.jit(Stack(1), transforms=[fsdp(process_group=group)])
+        with pytest.raises((TypeError, ValueError), match="ranks: "):
+            thunder.jit(Stack(1), transforms=[fsdp(ranks=group)])
 
 
 class _Layouts(Model):
@@ -336,14 +364,14 @@ def test_the_error_of_different_initial_values_names_the_parameter(rank: int, wo
     )
     with pytest.raises(ScheduleDisagreement, match=message):
         thunder.jit(stack("last.weight"), transforms=[fsdp()])
-    for options in ({"allow_different_initialization": True}, {"broadcast_from": 0}):
+    for options in ({"init": Init(allow_different_values=True)}, {"init": Init(broadcast_from=0)}):
         thunder.jit(stack("last.weight"), transforms=[fsdp(**options)])
-    thunder.jit(stack().to("meta"), transforms=[fsdp(device="cpu")])
+    thunder.jit(stack().to("meta"), transforms=[fsdp(init=Init(device="cpu"))])
     thunder.jit(stack(), transforms=[fsdp()])
     if world_size == 4:  # the last rank is in the second replica
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         with pytest.raises(ScheduleDisagreement, match=message):
-            thunder.jit(stack("last.weight"), transforms=[fsdp(mesh=mesh)])
+            thunder.jit(stack("last.weight"), transforms=[fsdp(ranks=mesh)])
         return
     thunder.jit(_Layouts(), transforms=[fsdp()])
     for name in ("unaligned", "brief", "long", "complex", "flag"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as tfs  # before thunder
+from thunder_fsdp_sched import Init
 from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS
 from thunder_fsdp_sched.testing import step_schedule
 
@@ -379,10 +380,10 @@ def test_modules_are_initialized_from_meta_and_converted_to_a_precision(rank: in
         with pytest.raises(RuntimeError, match=r"no values yet: 1\.weight"):
             blank(torch.zeros(2, 4))
     for mesh, size in (((2, 1), 1), ((1, 2), 2)):
-        with launched(rank, world_size, mesh=mesh) as fabric:
+        with launched(rank, world_size, ranks=mesh) as fabric:
             bucket = fabric.setup(nn.Linear(2, 2))._forward_module._lc_transforms[0].plan.buckets[0]
             assert (bucket.replicas, bucket.layout.world_size) == (world_size // size, size)
-    with launched(rank, world_size, mesh=(2, 2)) as fabric, pytest.raises(ValueError, match=r"\(2, 2\) has 4 ranks"):
+    with launched(rank, world_size, ranks=(2, 2)) as fabric, pytest.raises(ValueError, match=r"\(2, 2\) has 4 ranks"):
         fabric.setup(nn.Linear(2, 2))
     for precision, stored, computed in (
         ("bf16-mixed", torch.float32, torch.bfloat16),
@@ -445,8 +446,8 @@ def test_invalid_options_raise_errors_before_the_launch() -> None:
     package = importlib.import_module(PACKAGE)
     for options, error, text in (
         ({"state_dict_type": "whole"}, ValueError, "state_dict_type: expected 'sharded' or 'full'"),
-        ({"device": "cpu"}, TypeError, "device: Fabric chooses"),
-        ({"mesh": (2, 0)}, TypeError, "mesh: expected a DeviceMesh or the sizes"),
+        ({"init": Init(device="cpu")}, TypeError, "device: Fabric chooses"),
+        ({"ranks": (2, 0)}, TypeError, "ranks: expected a DeviceMesh or the sizes"),
         ({"prefetch": -1}, ValueError, "prefetch"),
     ):
         with pytest.raises(error, match=text):

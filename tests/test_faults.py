@@ -133,7 +133,7 @@ def test_the_other_rank_raises_soon_and_training_resumes_from_the_checkpoint(
 
 def _exceed_the_timeout(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=5))
-    model, _ = _model(process_group=group)
+    model, _ = _model(ranks=group)
     loss_of(model(_batch(rank, 0))).backward()
     if rank == 1:
         dist.barrier()  # fails when rank 0 has raised

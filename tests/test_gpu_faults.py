@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import clip_grad_norm_, fsdp, get_model_state_dict, get_optimizer_state_dict
+from thunder_fsdp_sched import Init, Ranks, clip_grad_norm_, fsdp, get_model_state_dict, get_optimizer_state_dict
 from thunder_fsdp_sched.private_torch import timeout_of
 from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, local_rows
 
@@ -44,7 +44,7 @@ def _one_of_two(transport: str, rank: int) -> list[int] | None:
 
 def _without_an_index(rank: Rank) -> None:
     for device in ("cuda", torch.device("cuda")):
-        model = thunder.jit(Stack(1, width=32), transforms=[ours := fsdp(device=device)])
+        model = thunder.jit(Stack(1, width=32), transforms=[ours := fsdp(init=Init(device=device))])
         assert {bucket.device for bucket in ours.plan} == {rank.device}
         assert {p.device for p in model.parameters()} == {rank.device}
         model(torch.ones(4, 32, device=rank.device)).sum().backward()
@@ -130,7 +130,7 @@ def _broadcast_module(rank: Rank) -> None:
     module = Stack(1, width=32)
     module.register_buffer("counter", torch.zeros(3))
     with rank.phase("jit"):
-        thunder.jit(module, transforms=[fsdp(device="cuda", broadcast_from=1)])
+        thunder.jit(module, transforms=[fsdp(init=Init(device="cuda", broadcast_from=1))])
 
 
 def test_a_module_on_the_cpu_is_broadcast_through_the_gpu_if_there_is_only_nccl() -> None:
@@ -144,7 +144,7 @@ def _shard_on_the_cpu(rank: Rank, broadcast_from: int | None) -> None:
     with pytest.raises(
         ValueError, match=r"parameter 'first\.weight' would be sent from the CPU.*'cuda:nccl' only.*device="
     ):
-        thunder.jit(Stack(1, width=32), transforms=[fsdp(broadcast_from=broadcast_from)])
+        thunder.jit(Stack(1, width=32), transforms=[fsdp(init=Init(broadcast_from=broadcast_from))])
 
 
 @pytest.mark.parametrize("broadcast_from", [None, 0])
@@ -158,7 +158,7 @@ def _shard_with_backend(rank: Rank, backend: str) -> None:
     group = dist.new_group(list(range(rank.world_size)), backend=backend)
     with rank.device:
         module = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 7, bias=False))
-    thunder.jit(module, transforms=[ours := fsdp(process_group=group, bucketing_strategy=lambda *_: "all")])
+    thunder.jit(module, transforms=[ours := fsdp(ranks=group, bucketing_strategy=lambda *_: "all")])
     assert {bucket.comm.transport for bucket in ours.plan} == {"coalesced"}
 
 
@@ -175,7 +175,9 @@ def _train_with_twin_group(rank: Rank) -> Any:
         return None
     with rank.device:
         module = Stack(2, width=32)
-    model = thunder.jit(module, transforms=[ours := fsdp(process_group=pair, separate_reduce_scatter_group=True)])
+    model = thunder.jit(
+        module, transforms=[ours := fsdp(ranks=Ranks(process_group=pair, separate_reduce_scatter_group=True))]
+    )
     model(torch.ones(4, 32, device=rank.device)).sum().backward()
     return pair, ours.sharded.buckets[0].ranks.reductions.process_group
 
@@ -277,7 +279,7 @@ def test_all_buckets_of_a_group_share_one_allocation(
 def shard_over_a_mesh(rank: Rank) -> int:
     with rank.outside():
         mesh = init_device_mesh("cuda", (2, 2))
-    evaluate(rank, make_model(rank, transport="symmetric_memory", mesh=mesh))
+    evaluate(rank, make_model(rank, transport="symmetric_memory", ranks=mesh))
     return number_of_rendezvous(rank)
 
 

@@ -60,7 +60,8 @@ def run_scenario(rank: int, world_size: int, scenario: Scenario, folder: Path) -
     runners = []
     for number, variant in enumerate(variants):
         options = options_of(scenario.case, lambda: dist.new_group(timeout=TIMEOUT), world_size)
-        runners.append(HistoryRunner(variant, folder=folder / str(number), process_group=group, **options))
+        options["ranks"] = replace(options["ranks"], process_group=group)
+        runners.append(HistoryRunner(variant, folder=folder / str(number), **options))
     for number, history in enumerate(scenario.histories):
         (folder / f"at-{rank}").write_text(f"history {number}")
         leave_a_group(TIMEOUT)
@@ -122,13 +123,14 @@ def deviate(rank: int, world_size: int, scenario: Scenario, deviation: Deviation
     skips = deviation.instead is None and not deviation.ends
     group = dist.new_group(timeout=SHORT)
     options = options_of(scenario.case, lambda: dist.new_group(timeout=SHORT), world_size)
+    options["ranks"] = replace(options["ranks"], process_group=group)
     [history] = scenario.histories
     closing = (Action("forward", seed=999), Action("backward", loss_index=-1), Action("step"))
     actions = [deviation.history_of(r, (*history, *closing)) for r in range(world_size)]
     at = "at thunder.jit"
     try:
         leave_a_group(SHORT)
-        runner = HistoryRunner(scenario, folder=folder, process_group=group, **options)
+        runner = HistoryRunner(scenario, folder=folder, **options)
         for number, at_once in enumerate(zip(*actions, strict=True)):
             if deviation.ends and rank == deviation.rank and number >= deviation.position:
                 break

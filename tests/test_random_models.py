@@ -52,7 +52,7 @@ def test_every_promise_holds_on_fake_ranks(number: int) -> None:
     prefetch = case.options["prefetch"]
     if "max_gathers_in_flight" in case.options:
         testing.assert_buckets_in_flight_at_most(transform, case.options["max_gathers_in_flight"])
-    elif isinstance(prefetch, int) and "max_unsharded_bytes" not in case.options:
+    elif isinstance(prefetch, int) and case.options["sharding_strategy"].max_unsharded_bytes is None:
         testing.assert_prefetch_distance(transform, prefetch)
 
 

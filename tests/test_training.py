@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from thunder_fsdp_sched import fsdp, full_state_dict
+from thunder_fsdp_sched import Init, fsdp, full_state_dict
 from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import pytest
@@ -296,8 +296,8 @@ SCENARIOS = {
         _double(Stack, 1),
         [do.train(1)],
         lambda: {
-            "mesh": init_device_mesh(DEVICE.type, (1, 2), mesh_dim_names=("replicate", "shard"))["shard"],
-            "device": DEVICE,
+            "ranks": init_device_mesh(DEVICE.type, (1, 2), mesh_dim_names=("replicate", "shard"))["shard"],
+            "init": Init(device=DEVICE),
         },
         ranks=2,
     ),
@@ -396,7 +396,7 @@ def test_two_groups_of_ranks_train_separate_models(rank: int) -> None:
     pair = pairs[rank % 2]
     # Ranks 0 and 1 start with other parameters and take those of ranks 2 and 3.
     torch.manual_seed(rank)
-    run = Run(TinyParameters().double(), process_group=pair, broadcast_from=2 + rank % 2)
+    run = Run(TinyParameters().double(), ranks=pair, init=Init(broadcast_from=2 + rank % 2))
     for tensor in run.reference.parameters():
         dist.broadcast(tensor.detach(), src=2 + rank % 2, group=pair)
     run.train(steps=2)
@@ -523,7 +523,7 @@ def test_module_on_the_meta_device_is_materialized(order: str) -> None:
     materialize = MaterializationTransform(
         "cpu", init=MaterializationTransform.init_from_original_state_dict(model.state_dict())
     )
-    transforms = [fsdp(device="cpu"), materialize]
+    transforms = [fsdp(init=Init(device="cpu")), materialize]
     sharded = thunder.jit(model.to("meta"), transforms=transforms if order == "after" else transforms[::-1])
     (x,) = model.inputs(torch.Generator().manual_seed(1))
     torch.testing.assert_close(sharded(x), reference(x), rtol=1e-11, atol=1e-11)
@@ -536,7 +536,7 @@ def test_ignored_parameters_are_neither_sharded_nor_reduced(rank: int) -> None:
     model = Stack(2).double()
     reference = copy.deepcopy(model)
     ignored = [model.blocks[0].up.weight, "last.bias"]
-    sharded = thunder.jit(model, transforms=[transform := fsdp(ignored_params=ignored)])
+    sharded = thunder.jit(model, transforms=[transform := fsdp(init=Init(ignored_params=ignored))])
     names = {"blocks.0.up.weight", "last.bias"}
     assert not names & {n for bucket in transform.plan for p in bucket.params for n in p.names}
     (x,) = model.inputs(torch.Generator().manual_seed(rank))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from thunder_fsdp_sched import Sharding
 from thunder_fsdp_sched.runtime.activation_offload import HostCopy
 
 import pytest
@@ -121,15 +122,15 @@ def test_every_mutation_is_flagged_by_both_checkers_or_redundant(transport: str,
 
 
 def test_an_extension_exists_in_backward_only() -> None:
-    never, result = three_steps("never"), three_steps("never", extends=True)
+    never, result = three_steps(), three_steps(extends=True)
     kept, *extensions = lifetimes(result)
     assert kept[0].phase == "forward 0" and kept[1] is None
     assert [(a.phase, f.phase) for a, f in extensions if f is not None] == [(f"backward {n}",) * 2 for n in range(3)]
     assert work(result, "kernel", "copy", "collective") == work(never, "kernel", "copy", "collective")
 
 
-def three_steps(release: str, transport: str = "all_to_all", **options: Any) -> Result:
-    result = run(take_three_steps, "fp32", ranks=[0], release=release, transport=transport, **options)
+def three_steps(transport: str = "all_to_all", sharding: Sharding = Sharding(), **options: Any) -> Result:  # noqa: B008
+    result = run(take_three_steps, "fp32", ranks=[0], sharding_strategy=sharding, transport=transport, **options)
     result.assert_clean()
     assert_never_synchronizes(result)
     return result
@@ -155,7 +156,7 @@ def work(result: Result, *kinds: str) -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_step_takes_its_memory_again_and_runs_the_same_kernels(strategy: str) -> None:
-    never, step = (three_steps(r, sharding_strategy=strategy) for r in ("never", "step"))
+    never, step = (three_steps(sharding=Sharding(strategy, release=release)) for release in (False, True))
     assert {alloc.phase for alloc, freed in lifetimes(never) if freed is None} == {"forward 0"}
     for alloc, freed in lifetimes(step):
         assert freed is not None and alloc.stream == freed.stream
@@ -167,7 +168,7 @@ def test_a_step_takes_its_memory_again_and_runs_the_same_kernels(strategy: str) 
 
 @pytest.mark.parametrize("transport", ["all_to_all", pytest.param("staged", marks=pytest.mark.long)])
 def test_memory_is_given_back_only_after_the_wait_for_its_last_use(transport: str) -> None:
-    result = three_steps("step", transport)
+    result = three_steps(transport, Sharding(release=True))
     order = Order(result.logs)
     of_backward = [v for v in order.verdicts(lambda e: e.phase == "backward 1") if v.mutation.kind == "wait"]
     flagged = [mutation for mutation, is_flagged in of_backward if is_flagged]

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched
-from thunder_fsdp_sched import CommPolicy, fsdp
+from thunder_fsdp_sched import CommPolicy, Init, Ranks, Sharding, fsdp
 
 import pytest
 import thunder
@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "prefetch 0": {"prefetch": 0},
     "prefetch 1": {"prefetch": 1},
     "prefetch 3": {"prefetch": 3},
-    "two groups": {"separate_reduce_scatter_group": True},
+    "two groups": {"ranks": Ranks(separate_reduce_scatter_group=True)},
     "offload": {"offload_policy": CPUOffloadPolicy()},
     "zero2 offload": {"sharding_strategy": "zero2", "offload_policy": CPUOffloadPolicy()},
     "offload bf16": {
@@ -174,7 +174,7 @@ def initialize_from_meta(rank: Rank, **options: Any) -> None:
         if hasattr(part, "reset_parameters"):
             part.reset_parameters()
 
-    model = thunder.jit(module, transforms=[fsdp(device=rank.device, param_init_fn=init, **options)])
+    model = thunder.jit(module, transforms=[fsdp(init=Init(device=rank.device, param_init_fn=init), **options)])
     for _ in range(2):
         step(model, rank)
 
@@ -233,7 +233,7 @@ def use_another_stream(rank: Rank, **options: Any) -> None:
 def use_a_mesh(rank: Rank, **options: Any) -> None:
     with rank.outside():
         mesh = init_device_mesh("cuda", (2, 2))
-    train(rank, mesh=mesh, **options)
+    train(rank, ranks=mesh, **options)
 
 
 _FUNCTIONS = (accumulate, interleave, raise_exceptions, clip, run_eagerly, initialize_from_meta, save_and_load)
@@ -279,7 +279,13 @@ ORDINARY = [
     ("raise_exceptions", "all_to_all", "zero3, extended"),
 ]
 SOME = ("zero3", "zero2", "bf16 reduced in fp32", "offload", "encoded")
-OPTIONS |= {f"{name}, released": {**OPTIONS[name], "release": "step"} for name in SOME}
+OPTIONS |= {
+    f"{name}, released": {
+        **OPTIONS[name],
+        "sharding_strategy": Sharding(OPTIONS[name].get("sharding_strategy", "zero3"), release=True),
+    }
+    for name in SOME
+}
 _RELEASED = [name for name in OPTIONS if "released" in name]
 _NOT_RELEASED = ("initialize_from_meta", "change_weights", "use_autocast")  # add no code path to the others
 MORE = [
@@ -331,7 +337,12 @@ def test_uses_while_another_device_is_current_have_no_fault(use: str, transport:
 @pytest.mark.parametrize(("transport", "bind_device"), [("flat", True), ("coalesced", False)])
 def test_gathering_from_secondary_shards_has_no_fault(transport: str, bind_device: bool) -> None:
     """Two of four ranks in one of two subgroups, which are split from the communicator of all ranks if it is bound."""
-    options = {"transport": transport, "reshard_after_forward": 2, "world_size": 4, "bind_device": bind_device}
+    options = {
+        "transport": transport,
+        "sharding_strategy": Sharding(secondary_ranks=2),
+        "world_size": 4,
+        "bind_device": bind_device,
+    }
     result = run(train, ranks=[0, 1], **options)
     result.assert_clean()
     whole = run(train, transport=transport, world_size=4, ranks=[0])

@@ -15,6 +15,7 @@ from .api import FSDPSched, fsdp
 from .compat import __version__ as __version__
 from .compiled_traces import CompiledTraces
 from .ir.schedule import CommOp, Schedule, StepSchedule
+from .option_groups import Debug, Init, Ranks, Sharding
 from .plan.plan import Plan
 from .plan.specs import BucketSpec, ParamSpec
 from .proof import VerificationError
@@ -50,14 +51,18 @@ __all__ = [
     "CommOp",
     "CommPolicy",
     "CompiledTraces",
+    "Debug",
     "FSDPSched",
     "FSDPTransform",
+    "Init",
     "ParamSpec",
     "Plan",
+    "Ranks",
     "Saving",
     "Schedule",
     "ScheduleDisagreement",
     "ScheduleMismatch",
+    "Sharding",
     "StepMemory",
     "StepSchedule",
     "VerificationError",

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .ir.schedule_files import load_schedules
 from .ir.step_memory import StepMemory
 from .logs import following_stages
+from .option_groups import Sharding
 from .planning.calibration import calibrate
 from .planning.clusters import CLUSTERS, read_cluster
 from .planning.dry_run import DryRun, dry_run_step, find_model, replan
@@ -49,10 +50,10 @@ UNITS = "Units: sizes are bytes, as 8GiB, 25MB or 8589934592; bandwidths are byt
 
 Spinner = Callable[[str], None]
 
-Sharding = Literal["zero2", "zero3", "both"]
+StrategyChoice = Literal["zero2", "zero3", "both"]
 
 
-def strategies_of(sharding: Sharding) -> tuple[str, ...]:
+def strategies_of(sharding: StrategyChoice) -> tuple[str, ...]:
     """Return the sharding strategies that a command runs."""
     return ("zero2", "zero3") if sharding == "both" else (sharding,)
 
@@ -90,7 +91,7 @@ class StepOptions:
             help="Change an attribute of the machine, such as inter_node_bandwidth=25GB; may be repeated.",
         ),
     ] = None
-    sharding: Annotated[Sharding, typer.Option(help="What to compile.")] = "zero3"
+    sharding: Annotated[StrategyChoice, typer.Option(help="What to compile.")] = "zero3"
     bucketing: Annotated[str, typer.Option(help="block, layer, none, or the size of a bucket, such as 25MB.")] = "block"
     prefetch: Annotated[
         str | None,
@@ -111,7 +112,7 @@ class StepOptions:
         int | None,
         typer.Option(min=1, help="Limit on the all-gathers in flight, whatever their size."),
     ] = None
-    reshard_after_forward: Annotated[
+    secondary_ranks: Annotated[
         int | None,
         typer.Option(min=2, help="ZeRO-3: among how many ranks backward gathers; all by default."),
     ] = None
@@ -149,13 +150,15 @@ class StepOptions:
                         make,
                         on=spec,
                         world_size=self.world_size,
-                        sharding_strategy=strategy,
+                        sharding_strategy=Sharding(
+                            strategy,
+                            max_unsharded_bytes=self.max_unsharded,
+                            secondary_ranks=self.secondary_ranks if strategy == "zero3" else None,
+                        ),
                         bucketing_strategy=self.bucketing,
                         prefetch=int(self.prefetch) if self.prefetch and self.prefetch.isdigit() else self.prefetch,
                         max_memory=self.max_memory,
-                        max_unsharded_bytes=self.max_unsharded,
                         max_gathers_in_flight=self.max_gathers_in_flight,
-                        reshard_after_forward=self.reshard_after_forward if strategy == "zero3" else None,
                         replicas=self.replicas,
                         micro_batches=micro_batches,
                         transport=self.transport,

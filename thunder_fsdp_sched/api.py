@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from typing import ParamSpec as Arguments
 
 import thunder
@@ -21,7 +21,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .ir.schedule import StepSchedule
-from .options import check_options
+from .option_checks import (
+    check_accumulate,
+    check_bucketing,
+    check_bytes,
+    check_cluster,
+    check_comm_policy,
+    check_factor,
+    check_gathers,
+    check_hook,
+    check_mp_policy,
+    check_offload_policy,
+    check_prefetch,
+    check_schedule,
+    check_transport,
+    is_a,
+    or_by_module,
+)
+from .option_groups import Debug, Init, Ranks, Sharding
+from .options import Options
 from .plan.specs import Encoding, ParamSpec
 from .transform import FSDPTransform
 
@@ -31,14 +49,42 @@ if TYPE_CHECKING:
 P = Arguments("P")
 R = TypeVar("R")
 
+_FORMER = {
+    **{name: f"sharding_strategy=Sharding({name}=...)" for name in ("max_unsharded_bytes", "reshard_after_backward")},
+    "reshard_after_forward": (
+        'sharding_strategy="zero3" for True, "zero2" for False, and Sharding(secondary_ranks=8) for a number'
+    ),
+    "release": 'sharding_strategy=Sharding(release=True) for "step"',
+    "process_group": "ranks=process_group",
+    "mesh": "ranks=mesh",
+    **{name: f"ranks=Ranks({name}=...)" for name in ("process_group_for", "separate_reduce_scatter_group")},
+    **{name: f"init=Init({name}=...)" for name in ("device", "param_init_fn", "broadcast_from", "ignored_params")},
+    "allow_different_initialization": "init=Init(allow_different_values=True)",
+    "move_state_dict_to_cpu": "stream_full_parameters(model) or save_safetensors(path, model)",
+    **{name: f"debug=Debug({name}=...)" for name in ("audit", "trace_modules_once", "allow_different_computation")},
+}
+"""How options of earlier releases, or of FSDP2, are spelled now."""
 
-def _suggests_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Make the error for an unknown option name the one with the most similar name, as Python 3.13 does."""
+
+def _explains_misuse(function: Callable[P, R]) -> Callable[P, R]:
+    """Let positional arguments and unknown options raise errors that say what to write instead."""
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
+        if args and isinstance(args[0], torch.nn.Module):
+            raise TypeError(
+                "fsdp: the model is not an argument of fsdp(...), which only makes a transform. Pass the model to "
+                "thunder.jit: model = thunder.jit(model, transforms=[fsdp(...)])"
+            )
+        if args:
+            raise TypeError(
+                f"fsdp: takes no positional arguments, got {args[0]!r}; give each option by its name, such as "
+                f"fsdp(sharding_strategy='zero2')"
+            )
         for name in options.keys() - names:
+            if name in _FORMER:
+                raise TypeError(f"{name}: now {_FORMER[name]}")
             close = "".join(f"; did you mean {known!r}?" for known in difflib.get_close_matches(name, names, n=1))
             raise TypeError(f"fsdp: there is no option {name!r}{close}")
         return function(*args, **options)
@@ -46,17 +92,13 @@ def _suggests_options(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-@_suggests_options
+@_explains_misuse
 def fsdp(
-    *positional: NoReturn,
-    sharding_strategy: str | FSDPType | Callable[[str, torch.nn.Module], str | FSDPType | None] = "zero3",
+    *,
+    sharding_strategy: str | FSDPType | Callable[[str, torch.nn.Module], str | FSDPType | None] | Sharding = "zero3",
     bucketing_strategy: str | FSDPBucketingStrategy | int | Callable[[str, torch.nn.Parameter], str] = "block",
     prefetch: int | Literal["auto"] | None = None,
     max_memory: int | str | None = None,
-    max_unsharded_bytes: int | str | None = None,
-    release: Literal["never", "step"] = "never",
-    reshard_after_forward: int | Callable[[str, torch.nn.Module], int | None] | None = None,
-    reshard_after_backward: bool = False,
     accumulate: Literal["unsharded", "sharded"] | None = None,
     max_gathers_in_flight: int | None = None,
     cluster: ClusterSpec | str | None = None,
@@ -67,18 +109,9 @@ def fsdp(
     gradient_divide_factor: float | Callable[[str, torch.nn.Module], float | None] | None = None,
     all_reduce_hook: Callable[[str, torch.Tensor], None] | None = None,
     offload_policy: OffloadPolicy | None = None,
-    process_group: ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
-    process_group_for: Callable[[str, torch.nn.Parameter], ProcessGroup | DeviceMesh | None] | None = None,
-    separate_reduce_scatter_group: bool = False,
-    device: torch.device | str | None = None,
-    param_init_fn: Callable[[torch.nn.Module], object] | None = None,
-    broadcast_from: int | None = None,
-    ignored_params: Iterable[torch.nn.Parameter | str] | None = None,
-    allow_different_computation: bool = False,
-    allow_different_initialization: bool = False,
-    audit: bool = True,
-    trace_modules_once: bool = True,
+    ranks: ProcessGroup | DeviceMesh | Ranks | None = None,
+    init: Init = Init(),  # noqa: B008  # frozen
+    debug: Debug = Debug(),  # noqa: B008
 ) -> FSDPTransform:
     """Return a transform that shards a module: ``thunder.jit(model, transforms=[fsdp(...)])``.
 
@@ -92,7 +125,8 @@ def fsdp(
             still resident when backward starts are not gathered again. ``"zero2"`` keeps all parameters unsharded until
             backward has used them. A callable ``(module name, module) -> strategy`` decides for each module and the
             parameters that it owns directly; ``None`` means as for the module that contains it (for the root
-            ``"zero3"``). Parameters with different strategies are in different buckets.
+            ``"zero3"``). Parameters with different strategies are in different buckets. :class:`Sharding` takes one of
+            these and more: limits on unsharded memory, secondary shards, and when memory is freed.
         bucketing_strategy: which parameters travel in one collective. ``"block"``: those of one block of the module
             tree (a child of a ModuleList or Sequential), and those of each module outside any block. The first and the
             last block are cut into several buckets if they have 3 MiB or more, because no compute hides their
@@ -115,26 +149,6 @@ def fsdp(
             ``.compiled[-1].choice`` shows the candidates, and ``.compiled[-1].memory`` the memory. Each trace is proved
             to keep the limit. A limit that no candidate keeps is an error with the bytes of the smallest. The default is
             no limit.
-        max_unsharded_bytes: limit on all unsharded memory (gathered buckets and unsharded gradients) in bytes, as an
-            int or a string such as ``"40GiB"``. Buckets stay unsharded until backward if they fit and do not slow the
-            simulated step down. With ``prefetch="auto"`` both are chosen together for the shortest simulated step; if
-            ``prefetch=1`` with nothing kept fits, nothing slower is chosen. ``.compiled[-1].choice`` shows the
-            candidates. Requires ``sharding_strategy="zero3"``. The default is no limit.
-        release: when the memory of unsharded buckets is given back to the allocator. ``"never"``: slots are allocated
-            while traces are compiled, and a step allocates none. ``"step"``: at the end of backward, so that the
-            optimizer or another model can use the memory. A forward without gradients frees everything at its end, too.
-            Not for several forwards before their backwards or ``retain_graph=True`` with ``"zero2"``: backward then
-            raises an error.
-        reshard_after_forward: a number of ranks, as FSDP2's option of this name: with ``"zero3"``, ranks keep a part of
-            each bucket from forward to backward (a secondary shard), such that so many successive ranks together have
-            the whole bucket, and backward gathers only among them. If these ranks are one node, no gather of backward
-            leaves it. Each rank needs the bytes of all parameters in the dtype of gathers, divided by this number, until
-            backward has gathered them. The number divides the ranks that share a bucket. A callable ``(module name,
-            module) -> number`` decides for each module; ``None``, also the default, means all ranks that share it.
-        reshard_after_backward: whether each micro-batch of an accumulation window (``no_sync``) gathers again the
-            buckets that stay unsharded until backward. By default only the first one gathers them: later ones reuse what
-            is there, as long as no rank has changed a parameter or run something else with the model. ``True`` is needed
-            only if kernels of others change parameters within a window, which torch cannot see.
         accumulate: how gradients accumulate under ``no_sync``. ``"unsharded"``: whole, without communication; the backward
             that ends the window reduces the sum, so the fewest bytes are sent. ``"sharded"``: each backward reduces its
             own, and this rank's rows accumulate in the parameters' dtype, which needs the least memory. Across replicas
@@ -176,7 +190,7 @@ def fsdp(
             replicas included, so gradients are the mean. :func:`set_gradient_divide_factor` changes it later, and tells
             the cost.
         all_reduce_hook: a callable ``(bucket name, gradients) -> None`` that modifies this rank's reduced gradients in
-            place, for reductions over ranks that ``mesh`` does not have, as FSDP2's ``set_all_reduce_hook``. It runs on
+            place, for reductions over ranks that ``ranks`` does not have, as FSDP2's ``set_all_reduce_hook``. It runs on
             the current stream in the wait for each reduction, which the trace marks with its name, so what it sends
             overlaps no compute of backward unless the in-flight limit moves the wait forward. ``gradients`` is one flat
             vector in ``reduce_dtype`` (without replicas, sums of ``accumulate="sharded"`` are in the parameters' dtype
@@ -189,36 +203,11 @@ def fsdp(
             is a GPU. A gather first copies the shard to ``device`` on a separate stream. The host waits for these
             copies and for each sharded gradient, so shards may be modified as soon as a forward or a backward has
             returned. If ``device`` is the CPU, the copies are still made, and no memory is saved.
-        process_group: the ranks to shard over. The default is the default process group.
-        mesh: a device mesh to shard over, instead of ``process_group``. With two dimensions, parameters are replicated
-            across the first and sharded over the second, as in FSDP2 (hybrid sharding).
-        process_group_for: a callable ``(parameter name, parameter) -> process group``, 1-D or 2-D mesh, or ``None`` for
-            the usual ranks. Use it for parameters, such as experts, that are sharded over a subset of the ranks of
-            ``mesh`` or ``process_group``. Their gradients are averaged over that subset.
-        separate_reduce_scatter_group: use separate communicators for reductions, so that no gather queues after one.
-        device: the device of shards and unsharded parameters. The default is each parameter's own. ``"cuda"`` without
-            an index is the GPU that is current when ``thunder.jit`` is called.
-        param_init_fn: initializes a module on the meta device: ``lambda module: module.reset_parameters()``. It is
-            called once for each submodule and sets the parameters and buffers that this submodule owns directly. They
-            are materialized on ``device`` one at a time, so the whole module is never in memory. Without it, parameters
-            on the meta device must be loaded (:func:`load_checkpoint`, :func:`load_safetensors`) before the first call.
-        broadcast_from: global rank whose parameters and buffers all ranks copy. The others may have made the module on the
-            meta device; a rank then receives one parameter at a time, and keeps its rows. What that rank has on the meta
-            device, too, ``param_init_fn`` initializes. By default every rank must initialize the same values.
-        ignored_params: parameters, or their names, that stay whole on every rank. Their gradients are not reduced.
-        allow_different_computation: let ranks compute different things, as long as their collectives agree and the same
-            parameters of each bucket have gradients. By default :class:`ScheduleDisagreement` is raised if the traces
-            of ranks differ in an operator, an argument or the flow of data. Ranks whose inputs have other shapes, or
-            other numbers as arguments, may also differ in numbers in their traces that may stem from a size.
-        allow_different_initialization: let ranks begin with different values of a parameter, of which each shard then
-            keeps this rank's rows; for values that are all loaded later. By default :class:`ScheduleDisagreement` names
-            the first parameter that differs. The check reads every parameter once (6 GB/s for each CPU thread) and is
-            skipped on the meta device and with ``broadcast_from``.
-        audit: check during the first run of each compiled trace that no operator returns memory of a slot or modifies
-            an unsharded parameter, unless the plan expects it. Later runs cost nothing.
-        trace_modules_once: trace a module by copying the trace of one that is alike: of the same class, with the same values
-            wherever its forward reads any. The result is the same up to names. Likewise, modes that compute the same, such
-            as ``no_sync``, share a joint trace. ``False`` traces each module by itself and differentiates in each mode.
+        ranks: the ranks to shard over: a process group, a device mesh, or :class:`Ranks` for more. With two dimensions of a
+            mesh, parameters are replicated across the first and sharded over the second, as in FSDP2 (hybrid sharding).
+            The default is the default process group.
+        init: where parameters are, and which values they begin with: see :class:`Init`.
+        debug: which checks run, and what may be left out to find a fault: see :class:`Debug`.
 
     Returns:
         A transform for one module. After ``thunder.jit``, ``.plan`` shows the buckets; after a call, ``.compiled``
@@ -228,8 +217,27 @@ def fsdp(
         TypeError, ValueError: an option is invalid; the message names it. ``thunder.jit`` later raises RuntimeError if
             there is no process group, and TypeError or ValueError for a parameter that cannot be sharded.
     """
-    arguments: dict[str, Any] = dict(locals())
-    options = check_options(*arguments.pop("positional"), **arguments)
+    if prefetch is None:
+        prefetch = 1 if max_memory is None else "auto"
+    options = Options(
+        sharding_strategy=Sharding.of(sharding_strategy),
+        bucketing_strategy=check_bucketing("bucketing_strategy", bucketing_strategy),
+        prefetch=check_prefetch("prefetch", prefetch),
+        max_memory=check_bytes("max_memory", max_memory),
+        accumulate=check_accumulate("accumulate", accumulate),
+        max_gathers_in_flight=check_gathers("max_gathers_in_flight", max_gathers_in_flight),
+        cluster=check_cluster("cluster", cluster),
+        schedule=check_schedule("schedule", schedule),
+        transport=check_transport("transport", transport),
+        mp_policy=or_by_module(check_mp_policy)("mp_policy", mp_policy),
+        comm_policy=or_by_module(check_comm_policy)("comm_policy", comm_policy),
+        gradient_divide_factor=or_by_module(check_factor)("gradient_divide_factor", gradient_divide_factor),
+        all_reduce_hook=check_hook("all_reduce_hook", all_reduce_hook),
+        offload_policy=check_offload_policy("offload_policy", offload_policy),
+        ranks=Ranks.of(ranks),
+        init=is_a(Init, "Init(...)")("init", init),
+        debug=is_a(Debug, "Debug(...)")("debug", debug),
+    )
     if not options.needs_search:
         return FSDPTransform(options)
     from .planning import choosing  # here, because a default step needs no planner

@@ -48,7 +48,7 @@ from .transforms.write_grads_in_place import write_grads_in_place
 
 def _retains(c: Context) -> bool:
     """Return whether backward may find what forward has left in slots."""
-    return c.options.release == "never" or c.trains
+    return not c.options.sharding_strategy.release or c.trains
 
 
 def _pinned(trace: TraceCtx, c: Context) -> Schedule:
@@ -182,7 +182,7 @@ PIPELINE: tuple[Phase, ...] = (
             lambda trace, c: sort_communication(
                 trace,
                 prefetch=c.settings.prefetch,
-                max_unsharded_bytes=c.options.max_unsharded_bytes,
+                max_unsharded_bytes=c.options.sharding_strategy.max_unsharded_bytes,
                 max_gathers_in_flight=c.options.max_gathers_in_flight,
                 reductions_in_flight=c.settings.reductions_in_flight,
                 kept=c.settings.kept,
@@ -203,8 +203,8 @@ PIPELINE: tuple[Phase, ...] = (
                 kept=c.settings.kept,
                 arena_of=c.arena_of,
                 forward=c.forward,
-                max_unsharded_bytes=c.options.max_unsharded_bytes,
-                release=c.options.release,
+                max_unsharded_bytes=c.options.sharding_strategy.max_unsharded_bytes,
+                release=c.options.sharding_strategy.release,
                 trains=c.trains,
                 backward_arena=c.settings.backward_arena,
             ),
@@ -227,14 +227,14 @@ PIPELINE: tuple[Phase, ...] = (
         Step(
             release_slots,
             lambda trace, c: release_slots(trace, forward=c.forward, trains=c.trains),
-            when=("with `release`", lambda c: c.options.release != "never"),
+            when=("with `release`", lambda c: c.options.sharding_strategy.release),
         ),
         Step(
             release_extension,
             lambda trace, c: release_extension(trace, buckets=c.buckets, arena_of=c.arena_of),
             when=(
                 "if `max_memory` extends the arena for backward",
-                lambda c: c.options.release == "never" and c.settings.backward_arena,
+                lambda c: not c.options.sharding_strategy.release and c.settings.backward_arena,
             ),
             searched=True,
         ),
@@ -243,7 +243,7 @@ PIPELINE: tuple[Phase, ...] = (
             lambda trace, c: reuse_in_window(trace, no_sync=c.no_sync),
             when=(
                 "forward, unless `reshard_after_backward`",
-                lambda c: c.trains and c.forward is None and not c.options.reshard_after_backward,
+                lambda c: c.trains and c.forward is None and not c.options.sharding_strategy.reshard_after_backward,
             ),
             searched=True,
         ),
@@ -258,7 +258,7 @@ PIPELINE: tuple[Phase, ...] = (
         Step(
             insert_agreement,
             lambda trace, c: insert_agreement(
-                trace, start=given(c.start), before_issue=c.agrees_before_issue, audit=c.options.audit
+                trace, start=given(c.start), before_issue=c.agrees_before_issue, audit=c.options.debug.audit
             ),
             when=("with several ranks", lambda c: c.start is not None),
         ),

@@ -156,7 +156,7 @@ class FSDPTransform(ShardingTransform):
         quiet_no_sync(model)
         self._stats.add(thunder.compile_stats(model))
         trace_module_calls(
-            compile_data, self._repetition if self.options.trace_modules_once else call_forward, self._reads
+            compile_data, self._repetition if self.options.debug.trace_modules_once else call_forward, self._reads
         )
         first, last = self._executors
         others = (e for e in compile_data.executors_list if e not in (own_executor, first, last))
@@ -339,7 +339,7 @@ class Compilation:
             if getattr(value, "name", None) in unpacked
         }
         self.context.computation = computation
-        if self.options.trace_modules_once:
+        if self.options.debug.trace_modules_once:
             traces.traced = fingerprint(computation, traces.parameters, transform)
             equal = (e for e in transform.compiled if e.traced is not None and e.traced == traces.traced)
             self._same = next(equal, None)
@@ -349,7 +349,7 @@ class Compilation:
             traces.shares = self._same.number
             return prologue, without_computation(computation)
         computation = self.run("computation", with_caches(computation))
-        if self.options.trace_modules_once and defers_autograd(transform):
+        if self.options.debug.trace_modules_once and defers_autograd(transform):
             self._hidden = computation
             computation = without_computation(computation)
         return prologue, computation
@@ -400,7 +400,7 @@ class Compilation:
         if half == "backward" or not self.context.trains:
             self._finish()
             self._artifacts.log("fsdp_memory", half, lambda: str(traces.memory), encoding="string")
-        if options.audit:
+        if options.debug.audit:
             memory, stats = self.sharded.pre_shard_storage, self.transform._stats
             control, start = self.sharded.control, self.context.start
             trace = audited(trace, forward=forward, pre_shard_storage=memory, stats=stats, control=control, start=start)

@@ -7,6 +7,7 @@ import dataclasses
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -49,9 +50,10 @@ class TwoBranches(nn.Module):
 
 def _jit(module: nn.Module, seconds: float = 60, **options: Any) -> Any:
     """Shard over a new process group; ``seconds`` is how long a rank waits for the others."""
-    if "mesh" not in options:
-        options["process_group"] = dist.new_group(timeout=timedelta(seconds=seconds))
-    return thunder.jit(module, transforms=[fsdp(**options)])
+    ranks = options.pop("ranks", tfs.Ranks())
+    if isinstance(ranks, tfs.Ranks):
+        ranks = replace(ranks, process_group=dist.new_group(timeout=timedelta(seconds=seconds)))
+    return thunder.jit(module, transforms=[fsdp(ranks=ranks, **options)])
 
 
 def _disagree(rank: int, per_rank: list[Callable[[], Any]], *expected: str) -> None:
@@ -78,8 +80,8 @@ SHARDED: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], dict[str, A
     ),
     "communicators on rank 1 alone": (
         lambda rank: TwoBranches(),
-        lambda rank: {"separate_reduce_scatter_group": rank == 1},
-        r"rank 0: fsdp\(separate_reduce_scatter_group=False\)\n    rank 1: fsdp\(separate_reduce_scatter_group=True\)",
+        lambda rank: {"ranks": tfs.Ranks(separate_reduce_scatter_group=rank == 1)},
+        r"rank 0: fsdp\(ranks=.*separate_reduce_scatter_group=False\)\)\n    rank 1: .*separate_reduce_scatter_group=True\)",
     ),
     "another size": (
         lambda rank: TwoBranches(4 + 4 * rank),
@@ -111,7 +113,7 @@ def test_the_error_names_a_rank_that_does_not_shard(rank: int) -> None:
         with pytest.raises(
             ScheduleDisagreement, match=r"rank 1 did not come to thunder.jit\(.*\) within 2 s of rank 0"
         ):
-            thunder.jit(nn.Linear(4, 4), transforms=[fsdp(process_group=group)])
+            thunder.jit(nn.Linear(4, 4), transforms=[fsdp(ranks=group)])
     dist.barrier()
 
 
@@ -153,11 +155,11 @@ def test_different_computations_of_replicas_raise_on_all_ranks_unless_they_are_a
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _disagree(
         rank,
-        [lambda: _jit(Stack(1, activation=activation), mesh=mesh)(x)] * 4,
+        [lambda: _jit(Stack(1, activation=activation), ranks=mesh)(x)] * 4,
         "forward of a trace: the collectives agree but the computations differ",
         r"line \d+:\n    rank 0: tanh\(%\d+\) -> %\d+: float32\n    rank 1: gt",
     )
-    allowed = _jit(Stack(1, activation=activation), mesh=mesh, allow_different_computation=True)
+    allowed = _jit(Stack(1, activation=activation), ranks=mesh, debug=tfs.Debug(allow_different_computation=True))
     allowed(x).sum().backward()
     allowed(x).sum().backward()
 
@@ -178,7 +180,11 @@ class _OneBucket(nn.Module):
 def test_ranks_whose_gradients_differ_within_a_bucket_raise_although_other_computations_are_allowed(rank: int) -> None:
     x = torch.ones(3, 4) + rank
     for strategy in ("zero2", "zero3"):
-        options = {"sharding_strategy": strategy, "bucketing_strategy": 10**6, "allow_different_computation": True}
+        options = {
+            "sharding_strategy": strategy,
+            "bucketing_strategy": 10**6,
+            "debug": tfs.Debug(allow_different_computation=True),
+        }
         model = _jit(_OneBucket(), **options)
         _disagree(
             rank,
@@ -198,7 +204,12 @@ def test_ranks_whose_gradients_differ_within_a_bucket_raise_although_other_compu
 def test_windows_whose_gradients_differ_between_ranks_raise_where_one_rank_would_drop_them(rank: int) -> None:
     x = torch.ones(3, 4) + rank
     for accumulate in ("unsharded", "sharded"):
-        model = _jit(_OneBucket(), bucketing_strategy=10**6, accumulate=accumulate, allow_different_computation=True)
+        model = _jit(
+            _OneBucket(),
+            bucketing_strategy=10**6,
+            accumulate=accumulate,
+            debug=tfs.Debug(allow_different_computation=True),
+        )
         reference = _OneBucket()
         for branch in ("left", "right", "left right"):
             with model.no_sync():
@@ -359,7 +370,7 @@ def test_models_share_a_channel_and_do_not_accumulate_keys_in_the_store() -> Non
     group = dist.new_group(timeout=timedelta(seconds=60))
     counts = []
     for _ in range(3):
-        model = thunder.jit(TwoBranches(), transforms=[fsdp(process_group=group)])
+        model = thunder.jit(TwoBranches(), transforms=[fsdp(ranks=group)])
         with tfs.eager(model) as module:
             module(torch.ones(2, 4), True)
         del model, module

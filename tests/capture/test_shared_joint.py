@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import Debug, fsdp
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
 
 import thunder
@@ -34,7 +34,7 @@ def _train(in_full: bool) -> tuple[list[CompiledTraces], list[list[str]], list[t
     global OFFSET
     torch.manual_seed(0)
     model = Program().double()
-    transform = fsdp(trace_modules_once=not in_full)
+    transform = fsdp(debug=Debug(trace_modules_once=not in_full))
     jitted = thunder.jit(model, transforms=[transform])
     found: list[torch.Tensor] = []
     texts: list[list[str]] = []

@@ -30,7 +30,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, Optimizer, R
     "saved_with, loaded_with, sizes",
     [
         pytest.param({}, {}, (2, 1, 3), id="flat"),
-        pytest.param({"mesh": (2, 2), "sharding_strategy": "zero2"}, {"transport": "coalesced"}, (3,), id="hybrid"),
+        pytest.param({"ranks": (2, 2), "sharding_strategy": "zero2"}, {"transport": "coalesced"}, (3,), id="hybrid"),
         pytest.param(
             {"transport": "coalesced", "sharding_strategy": "zero2"},
             {"bucketing_strategy": "none"},
@@ -54,12 +54,12 @@ def test_other_numbers_of_ranks_load_the_same_bits(
     for size in sizes:
         group = dist.new_group(list(range(size)))
         if rank < size:
-            other, second = make(7, process_group=group, **loaded_with)
+            other, second = make(7, ranks=group, **loaded_with)
             rest = load_checkpoint(tmp_path / "rows", other, second, extra={"step": 0, "rng": None})
             assert rest["step"] == 2 and rest["rng"].tolist() == [0, 1, 2]
             assert_equal(contents(other, second), expected, size)
             assert all(param.grad is None for param in other.parameters())
-            other, _ = make(8, process_group=group, **loaded_with)
+            other, _ = make(8, ranks=group, **loaded_with)
             tfs.load_safetensors(other, tmp_path / "whole")
             assert_equal(contents(other), {name: expected[name] for name in contents(other)}, size)
         dist.barrier()
@@ -204,7 +204,9 @@ def test_invalid_saves_are_refused_on_every_rank(rank: int, tmp_path: Path) -> N
 @on_ranks(4)
 def test_different_parameters_with_one_name_cannot_be_saved(rank: int, tmp_path: Path) -> None:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model, _ = make(process_group_for=lambda name, param: pairs[rank % 2] if name.startswith("blocks.0") else None)
+    model, _ = make(
+        ranks=tfs.Ranks(process_group_for=lambda name, param: pairs[rank % 2] if name.startswith("blocks.0") else None)
+    )
     with pytest.raises(tfs.CheckpointError, match=r"'blocks\.0\.\S+' is sharded over ranks \[\d, \d\] alone"):
         save_checkpoint(tmp_path / "checkpoint", model)
 

@@ -413,7 +413,7 @@ def test_unsupported_extra_values_are_refused_with_their_path(value: Any, messag
 def test_at_most_one_of_two_runs_saves_into_a_folder(rank: int, tmp_path: Path) -> None:
     """Ranks 0 and 1 and ranks 2 and 3 save into the same folders at once."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model, _ = small(1.0 + rank // 2, process_group=pairs[rank // 2])
+    model, _ = small(1.0 + rank // 2, ranks=pairs[rank // 2])
     reader, _ = small(5.0)
     saved = 0
     for number in range(6):

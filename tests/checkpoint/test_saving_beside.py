@@ -81,7 +81,7 @@ def test_training_is_the_same_bit_for_bit_and_each_save_holds_the_values_at_its_
     "options",
     [
         pytest.param({}, marks=pytest.mark.long),
-        pytest.param({"mesh": (2, 2), "transport": "coalesced"}),
+        pytest.param({"ranks": (2, 2), "transport": "coalesced"}),
         pytest.param({"offload_policy": CPUOffloadPolicy()}, marks=pytest.mark.long),
     ],
 )

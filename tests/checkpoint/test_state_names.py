@@ -98,7 +98,7 @@ def test_missing_and_unexpected_keys_are_those_of_the_unsharded_module() -> None
     for net in (other, plain, module):
         net.blocks[0] = getattr(net.blocks[0], WRAPPED)  # blocks with and without a wrapper
         net.blocks[1].up.bias = net.blocks[0].up.bias
-    jitted = thunder.jit(module, transforms=[fsdp(ignored_params=["blocks.1.up.bias"])])
+    jitted = thunder.jit(module, transforms=[fsdp(init=tfs.Init(ignored_params=["blocks.1.up.bias"]))])
     pairs = {
         "jitted": (jitted, plain, other),
         "original": (module, plain, other),
@@ -181,7 +181,7 @@ def test_checkpoints_of_wrapped_models_are_exchanged_with_fsdp2(world_size: int,
         return net, torch.optim.AdamW(net.parameters(), lr=0.1)
 
     def make_ours(seed: int) -> tuple[Any, torch.optim.Optimizer]:
-        model = thunder.jit(_make(seed), transforms=[fsdp(mesh=mesh)])
+        model = thunder.jit(_make(seed), transforms=[fsdp(ranks=mesh)])
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def check(first: Any, second: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict, testing
+from thunder_fsdp_sched import Init, Ranks, ScheduleDisagreement, fsdp, full_state_dict, testing
 from thunder_fsdp_sched.ir.inspection import args_of
 from thunder_fsdp_sched.ir.symbols import fsdp_all_reduce
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
@@ -45,7 +45,7 @@ def test_hybrid_sharding_trains_like_the_unsharded_model(rank: int, strategy: st
     model = Stack(2).double()
     state = [model.state_dict()]
     dist.broadcast_object_list(state, src=3)
-    run = Run(model, sharding_strategy=strategy, mesh=_mesh(), broadcast_from=3)
+    run = Run(model, sharding_strategy=strategy, ranks=_mesh(), init=Init(broadcast_from=3))
     run.reference.load_state_dict(state[0])
     run.compare_parameters()
     run.train(2)
@@ -74,7 +74,7 @@ def test_hybrid_sharding_trains_like_the_unsharded_model(rank: int, strategy: st
 @on_ranks(4)
 def test_replicas_reduce_in_the_dtype_of_the_policy(rank: int) -> None:
     mesh, policy = _mesh(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    sharded = thunder.jit(Stack(1), transforms=[transform := fsdp(mesh=mesh, mp_policy=policy)])
+    sharded = thunder.jit(Stack(1), transforms=[transform := fsdp(ranks=mesh, mp_policy=policy)])
     (x,) = Stack(1).inputs(torch.Generator().manual_seed(rank))
     sharded(x.float()).sum().backward()
     dtypes = {op.kind: op.dtype for op in transform.compiled[-1].schedule.backward}
@@ -145,8 +145,10 @@ def test_experts_are_sharded_over_the_ranks_that_share_them(rank: int, strategy:
     expert_group, reference = _expert_group(rank), Experts(rank).double()
     transform = fsdp(
         sharding_strategy=strategy,
-        process_group_for=lambda name, param: expert_group if _is_expert(name) else None,
-        separate_reduce_scatter_group=separate,
+        ranks=Ranks(
+            process_group_for=lambda name, param: expert_group if _is_expert(name) else None,
+            separate_reduce_scatter_group=separate,
+        ),
     )
     sharded = thunder.jit(copy.deepcopy(reference), transforms=[transform])
     sizes = {b.name: b.layout.world_size for b in transform.plan}
@@ -182,19 +184,19 @@ def test_ranks_that_have_created_different_numbers_of_groups_can_shard_together(
     for member in (0, 0, 1):
         dist.new_group([member])
     for steps in (1, 2):
-        Run(Stack(1).double(), separate_reduce_scatter_group=True).train(steps)
+        Run(Stack(1).double(), ranks=Ranks(separate_reduce_scatter_group=True)).train(steps)
 
 
 @on_ranks()
 def test_the_backend_is_recognized_however_the_process_group_was_created() -> None:
     for backend in ("undefined", "cpu:gloo"):  # init_process_group() without arguments sets the first
         group = dist.new_group(backend=backend)
-        run = Run(Stack(1).double(), process_group=group, separate_reduce_scatter_group=True)
+        run = Run(Stack(1).double(), ranks=Ranks(process_group=group, separate_reduce_scatter_group=True))
         assert {bucket.comm.transport for bucket in run.transform.plan} == {"all_to_all"}, backend
         run.train(1)
         with pytest.raises(ValueError, match="gloo cannot send"):
             policy = MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)
-            thunder.jit(Stack(1), transforms=[fsdp(process_group=group, mp_policy=policy)])
+            thunder.jit(Stack(1), transforms=[fsdp(ranks=group, mp_policy=policy)])
         dist.destroy_process_group(group)
 
 
@@ -206,18 +208,18 @@ _NOT_A_MEMBER = r"process_group_for: rank 0 is not in the process group for para
 
 REFUSED: dict[str, tuple[Callable[[dist.ProcessGroup], dict[str, Any]], type[Exception], str]] = {
     "not a group": (
-        lambda experts: {"process_group_for": lambda name, param: 3 if name == "last.bias" else None},
+        lambda experts: {"ranks": Ranks(process_group_for=lambda name, param: 3 if name == "last.bias" else None)},
         TypeError,
         r"process_group_for: expected a process group.*'last\.bias', got 3",
     ),
     "outside": (
-        lambda experts: {"process_group": experts, "process_group_for": lambda name, param: dist.group.WORLD},
+        lambda experts: {"ranks": Ranks(process_group=experts, process_group_for=lambda name, param: dist.group.WORLD)},
         ValueError,
         r"process_group_for: the group for parameter 'first\.weight' holds ranks \[\d, \d\]",
     ),
     "bucket across groups": (
         lambda experts: {
-            "process_group_for": lambda name, param: experts if name == "first.bias" else None,
+            "ranks": Ranks(process_group_for=lambda name, param: experts if name == "first.bias" else None),
             "bucketing_strategy": lambda name, param: "everything",
         },
         ValueError,
@@ -244,14 +246,16 @@ def test_a_group_of_other_ranks_is_refused_on_every_rank(rank: int) -> None:
     with pytest.raises(error, match=message):
         thunder.jit(
             Stack(1).double(),
-            transforms=[fsdp(process_group_for=lambda name, param: others if name == "last.bias" else None)],
+            transforms=[
+                fsdp(ranks=Ranks(process_group_for=lambda name, param: others if name == "last.bias" else None))
+            ],
         )
 
 
 def _on_fake_mesh(make: Callable[[], Any], shape: tuple[int, int], rank: int = 0) -> Any:
     transform = compile_as_rank(
         make,
-        lambda: fsdp(mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))),
+        lambda: fsdp(ranks=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))),
         rank=rank,
         world_size=shape[0] * shape[1],
     )
@@ -312,7 +316,10 @@ def test_an_all_reduce_is_not_issued_after_a_reduce_scatter_too_small_to_hide_it
 def _shard_in_a_cycle() -> list[Any]:
     """Shard a model over a new group, and return both in a reference cycle."""
     group = dist.new_group([0, 1])
-    cycle = [group, thunder.jit(Stack(1), transforms=[fsdp(process_group=group, separate_reduce_scatter_group=True)])]
+    cycle = [
+        group,
+        thunder.jit(Stack(1), transforms=[fsdp(ranks=Ranks(process_group=group, separate_reduce_scatter_group=True))]),
+    ]
     cycle.append(cycle)
     return cycle
 
@@ -320,7 +327,7 @@ def _shard_in_a_cycle() -> list[Any]:
 @on_ranks(2)
 def test_models_of_the_same_ranks_continue_when_the_group_of_the_first_is_collected(rank: int) -> None:
     first = _shard_in_a_cycle()
-    run = Run(Stack(1).double(), process_group=dist.new_group([0, 1]))
+    run = Run(Stack(1).double(), ranks=dist.new_group([0, 1]))
     run.train(1)
     dist.destroy_process_group(first[0])
     del first
@@ -344,5 +351,7 @@ def test_a_group_that_is_collected_while_another_is_created_changes_no_name(rank
     dist.destroy_process_group(dropped[0][0])
 
     with mock.patch.object(process_groups, "_level_group_counts", collect_after):
-        run = Run(Stack(1).double(), process_group=dist.new_group([0, 1]), separate_reduce_scatter_group=True)
+        run = Run(
+            Stack(1).double(), ranks=Ranks(process_group=dist.new_group([0, 1]), separate_reduce_scatter_group=True)
+        )
     run.train(2)

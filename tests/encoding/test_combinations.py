@@ -34,12 +34,12 @@ FEEDBACK = P(gather="int8", reduce="int4", block=8, error_feedback=True)
 
 
 def _mesh() -> dict[str, Any]:
-    return {"mesh": init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replicate", "shard"))}
+    return {"ranks": init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replicate", "shard"))}
 
 
 def _groups() -> dict[str, Any]:
     group = dist.new_group([0, 1])
-    return {"process_group_for": lambda name, param: group if name.startswith("blocks.0") else None}
+    return {"ranks": tfs.Ranks(process_group_for=lambda name, param: group if name.startswith("blocks.0") else None)}
 
 
 # The number of ranks, the options, and the dtype of parameters.
@@ -49,10 +49,14 @@ COMBINATIONS: dict[str, tuple[int, Options, torch.dtype]] = {
     "autocast": (2, {"sharding_strategy": "zero2"}, torch.float32),
     "offload": (2, {"offload_policy": CPUOffloadPolicy()}, torch.float64),
     "hybrid": (4, _mesh, torch.float64),
-    "secondary": (4, {"reshard_after_forward": 2}, torch.float64),
+    "secondary": (4, {"sharding_strategy": tfs.Sharding(secondary_ranks=2)}, torch.float64),
     "groups": (2, _groups, torch.float64),
     "windows": (2, {"accumulate": "sharded", "sharding_strategy": "zero2"}, torch.float64),
-    "released windows": (2, {"accumulate": "unsharded", "release": "step", "prefetch": "auto"}, torch.float64),
+    "released windows": (
+        2,
+        {"accumulate": "unsharded", "sharding_strategy": tfs.Sharding(release=True), "prefetch": "auto"},
+        torch.float64,
+    ),
 }
 _LONG = ("autocast", "groups", "released windows", "secondary", "windows")
 
@@ -89,9 +93,9 @@ def _train(run: Run) -> Run:
 def test_other_ways_to_run_the_same_step_give_the_same_bits(tmp_path: Path) -> None:
     others: list[dict[str, Any]] = [
         {"sharding_strategy": "zero2", "transport": "all_to_all"},
-        {"prefetch": 0, "release": "step"},
+        {"prefetch": 0, "sharding_strategy": tfs.Sharding(release=True)},
         {"max_memory": "1MB", "cluster": "h100-sxm"},
-        {"separate_reduce_scatter_group": True, "prefetch": "auto"},
+        {"ranks": tfs.Ranks(separate_reduce_scatter_group=True), "prefetch": "auto"},
         {"offload_policy": CPUOffloadPolicy(), "accumulate": "sharded"},
     ]
     options = {"oracle": None, "comm_policy": FEEDBACK, "transport": "flat"}

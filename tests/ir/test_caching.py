@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from thunder_fsdp_sched import Debug
 from thunder_fsdp_sched.ir.registry import caching, with_caches
 from thunder_fsdp_sched.private_thunder import CachingBoundSymbol, renamed
 
@@ -19,7 +20,7 @@ FLAT = ("flat_args", "flat_proxy_args", "flat_outs", "flat_proxy_outs")
 
 
 def traces_of(make: Callable[[], Any]) -> list[TraceCtx]:
-    compiled = compile_model(lambda: make().double(), trace_modules_once=False)
+    compiled = compile_model(lambda: make().double(), debug=Debug(trace_modules_once=False))
     assert compiled.differentiated is not None
     return [compiled.differentiated, *compiled.traces]
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched import CommPolicy, StepMemory, fsdp, set_gradient_divide_factor
+from thunder_fsdp_sched import CommPolicy, Sharding, StepMemory, fsdp, set_gradient_divide_factor
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
 from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS
 from thunder_fsdp_sched.ir.step_memory import KINDS, TensorMemory
@@ -74,7 +74,7 @@ Counted = dict[str, tuple[CompiledTraces, StepMemory, Tracker]]
 
 def counted(make: Callable[[], nn.Module], *, window: bool = False, **options: Any) -> Counted:
     torch.manual_seed(0)
-    size = 4 if "reshard_after_forward" in options else 2
+    size = 4 if "secondary_ranks" in str(options.get("sharding_strategy")) else 2
     return count_on_fake_ranks(make().double(), lambda: fsdp(**options), world_size=size, window=window)
 
 
@@ -87,7 +87,7 @@ def check_positions(found: Counted) -> None:
 
 
 RELEASE_CASES: dict[str, dict[str, Any]] = {
-    strategy: {"transport": "all_to_all", "sharding_strategy": strategy, "release": "step"}
+    strategy: {"transport": "all_to_all", "sharding_strategy": Sharding(strategy, release=True)}
     for strategy in ("zero2", "zero3")
 }
 """``release``, with a transport that has buffers of its own."""
@@ -95,8 +95,8 @@ RELEASE_CASES: dict[str, dict[str, Any]] = {
 WINDOW_CASES: dict[str, dict[str, Any]] = {
     "sharded, zero2": {"accumulate": "sharded", "sharding_strategy": "zero2"},
     "sharded, zero3": {"accumulate": "sharded", "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
-    "secondary": {"reshard_after_forward": 2, "mp_policy": MixedPrecisionPolicy(torch.float32)},
-    "secondary, released": {"reshard_after_forward": 2, "release": "step"},
+    "secondary": {"sharding_strategy": Sharding(secondary_ranks=2), "mp_policy": MixedPrecisionPolicy(torch.float32)},
+    "secondary, released": {"sharding_strategy": Sharding(secondary_ranks=2, release=True)},
 }
 """Gradients that are reduced in each micro-batch, and secondary shards."""
 
@@ -156,9 +156,9 @@ def test_every_position_has_the_bytes_that_a_run_with_an_extension_allocates(str
     assert max(memory.totals) <= max(plain[1].totals)
 
 
-@pytest.mark.parametrize("release", ["never", pytest.param("step", marks=LONG_ONLY)])
-def test_every_position_has_the_bytes_that_a_run_with_a_limit_allocates(release: str) -> None:
-    options = {"transport": "all_to_all", "release": release, "cluster": "h100-sxm"}
+@pytest.mark.parametrize("release", [False, pytest.param(True, marks=LONG_ONLY)])
+def test_every_position_has_the_bytes_that_a_run_with_a_limit_allocates(release: bool) -> None:
+    options = {"transport": "all_to_all", "sharding_strategy": Sharding(release=release), "cluster": "h100-sxm"}
     make = partial(GPT, blocks=1, length=32)
     [(_, free, _)] = counted(make, **options).values()
     limit = int(0.8 * free.peak.nbytes)
@@ -195,7 +195,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "accumulate": "sharded",
     },
     "offloaded": {"comm_policy": CommPolicy("int8", "int8"), "offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "secondary": {"comm_policy": CommPolicy("int8", "bfloat16"), "reshard_after_forward": 2},
+    "secondary": {"comm_policy": CommPolicy("int8", "bfloat16"), "sharding_strategy": Sharding(secondary_ranks=2)},
 }
 """Encoded buckets, with every transport that sends them."""
 
@@ -233,7 +233,7 @@ MESH_CASES: dict[str, dict[str, Any]] = {
 def test_hybrid_sharding_hooks_and_divide_factors_have_the_bytes_that_a_run_allocates(name: str) -> None:
     def ask() -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        return fsdp(mesh=mesh, **MESH_CASES[name])
+        return fsdp(ranks=mesh, **MESH_CASES[name])
 
     model = Stack(1).double()
     model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))

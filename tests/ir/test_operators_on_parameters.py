@@ -188,7 +188,7 @@ def test_parameters_may_be_copied_to_buffers_but_not_written_in_place() -> None:
     run = Run(Writes(lambda m: m.buf.copy_(m.a.weight.detach())).double())
     run.train(2)
     for name, write in REFUSED.items():
-        jitted = thunder.jit(Writes(write), transforms=[fsdp(broadcast_from=0)])
+        jitted = thunder.jit(Writes(write), transforms=[fsdp(init=tfs.Init(broadcast_from=0))])
         with pytest.raises(NotImplementedError) as raised:
             jitted(torch.ones(3, 4))
         message = r"changes parameter 'a\.weight' in place during forward.*buffer.*ignored_params"
@@ -197,7 +197,7 @@ def test_parameters_may_be_copied_to_buffers_but_not_written_in_place() -> None:
         assert re.search(message, str(raised.value)), (name, str(raised.value))
     module = Writes(lambda m: m.a.weight.add_(1.0)).requires_grad_(False)
     before = module.a.weight.clone()
-    jitted = thunder.jit(module, transforms=[fsdp(broadcast_from=0, ignored_params=["a.weight"])])
+    jitted = thunder.jit(module, transforms=[fsdp(init=tfs.Init(broadcast_from=0, ignored_params=["a.weight"]))])
     for calls in (1, 2):
         jitted(torch.ones(3, 4))
         torch.testing.assert_close(module.a.weight, before + calls)
@@ -279,13 +279,13 @@ STRIDED: dict[str, Callable[[], torch.Tensor]] = {
 def test_operators_by_position_are_refused_if_sharding_has_changed_the_positions() -> None:
     for make in STRIDED.values():
         for read in (READS["as_strided"], READS["as_strided of rows without offset"]):
-            jitted = thunder.jit(Positions(read, make=make), transforms=[fsdp(broadcast_from=0)])
+            jitted = thunder.jit(Positions(read, make=make), transforms=[fsdp(init=tfs.Init(broadcast_from=0))])
             with pytest.raises(ValueError, match=r"as_strided addresses parameter 'blocks\.0\.second' by position"):
                 jitted(torch.ones(3, 4, dtype=torch.float64))
         Run(Positions(lambda p, q, x: p[1:].t(), make=make)).train(2)
 
     copied = Positions(lambda p, q, x: torch.broadcast_tensors(p[1, :4], x[:1])[0].as_strided((3,), (1,), 2))
-    jitted = thunder.jit(copied, transforms=[fsdp(broadcast_from=0)])
+    jitted = thunder.jit(copied, transforms=[fsdp(init=tfs.Init(broadcast_from=0))])
     with pytest.raises(NotImplementedError, match="that broadcast_tensors may have returned as a view of a parameter"):
         jitted(torch.ones(3, 4, dtype=torch.float64))
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import ScheduleDisagreement, fsdp, testing
+from thunder_fsdp_sched import ScheduleDisagreement, Sharding, fsdp, testing
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
 from thunder_fsdp_sched.planning import choosing
 from thunder_fsdp_sched.planning.choosing import Chooser
@@ -24,7 +24,7 @@ from models import Layer
 from ranks import on_ranks
 from torch import nn
 
-ZERO3 = {"sharding_strategy": "zero3", "bucketing_strategy": "layer"}
+LAYERS = {"bucketing_strategy": "layer"}
 CPU = cluster("cpu-2core")
 MACHINES = (  # of ranks 0 and 1; their best settings differ
     dataclasses.replace(cluster("h100-sxm"), name="slow links", intra_node_bandwidth=1e6, launch_overhead=1e-4),
@@ -69,7 +69,7 @@ def _searching(rank: int) -> Iterator[list[str]]:
 
 def _jit(**options: Any) -> Any:
     group = dist.new_group(timeout=timedelta(seconds=60))
-    return thunder.jit(Model().double(), transforms=[fsdp(process_group=group, **ZERO3, **options)])
+    return thunder.jit(Model().double(), transforms=[fsdp(ranks=group, **LAYERS, **options)])
 
 
 def _everyones(value: Any) -> list[Any]:
@@ -85,14 +85,14 @@ def _all_equal(value: Any) -> None:
 
 LIMITS: dict[str, dict[str, Any]] = {
     "prefetch": {"prefetch": "auto"},
-    "max_unsharded_bytes": {"prefetch": "auto", "max_unsharded_bytes": 24_000},
+    "max_unsharded_bytes": {"prefetch": "auto", "sharding_strategy": Sharding(max_unsharded_bytes=24_000)},
     "max_memory": {"max_memory": 160_000},
 }
 
 
 def _found_alone(spec: ClusterSpec, options: dict[str, Any]) -> Choice:
     [traces] = testing.compile_on_fake_ranks(
-        lambda: (Model().double(), (_batch(0, 64),)), 2, ranks=[0], cluster=spec, **ZERO3, **options
+        lambda: (Model().double(), (_batch(0, 64),)), 2, ranks=[0], cluster=spec, **LAYERS, **options
     )
     return traces.choice
 

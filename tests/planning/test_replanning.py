@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import Init, Sharding, fsdp
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.dry_run import DryRun, dry_run_step, replan
 from thunder_fsdp_sched.planning.fake_ranks import fake_rank, jit
@@ -64,7 +64,7 @@ def plan_of(step: DryRun) -> Any:
         {"prefetch": 0, "max_gathers_in_flight": 1},
         {"sharding_strategy": "zero2", "world_size": 3},
         {"world_size": 64, "replicas": 8, "bucketing_strategy": "layer"},
-        {"prefetch": "auto", "max_unsharded_bytes": "50kB", "on": "a100-sxm"},
+        {"prefetch": "auto", "sharding_strategy": Sharding(max_unsharded_bytes="50kB"), "on": "a100-sxm"},
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), "transport": "coalesced"},
     ],
     ids=lambda change: " ".join(change) or "nothing",
@@ -78,7 +78,7 @@ def test_a_step_that_is_planned_again_equals_a_dry_run_with_these_options(traced
 
 def traced_value(traced: DryRun, key: str) -> Any:
     defaults = {"world_size": 8, "replicas": 1, "on": "h100-sxm", "sharding_strategy": "zero3", "transport": "auto"}
-    defaults |= {"bucketing_strategy": "block", "max_unsharded_bytes": None, "max_gathers_in_flight": None}
+    defaults |= {"bucketing_strategy": "block", "max_gathers_in_flight": None}
     return {**defaults, "mp_policy": None, **traced.options}[key]
 
 
@@ -86,7 +86,7 @@ def traced_value(traced: DryRun, key: str) -> Any:
     ("change", "message"),
     [
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, "mp_policy: .*trace the model again"),
-        ({"ignored_params": ["unused.weight"]}, "ignored_params: .*trace the model again"),
+        ({"init": Init(ignored_params=["unused.weight"])}, "ignored_params: .*trace the model again"),
         ({"on": "cpu-2core"}, "'cpu-2core' and 'h100-sxm' run other kernels"),
     ],
 )

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 
-from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched import Sharding, fsdp, testing
 from thunder_fsdp_sched.compiled_traces import CompiledTraces, StepSettings
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.inspection import split_joint
@@ -77,14 +77,14 @@ ISSUES = ("fsdp_all_gather", "fsdp_reduce_scatter")
 
 
 def test_a_budget_keeps_the_buckets_that_fit_and_gathers_the_others_again():
-    frugal = compiled(5, max_unsharded_bytes="1GB", prefetch=1)
+    frugal = compiled(5, sharding_strategy=Sharding(max_unsharded_bytes="1GB"), prefetch=1)
     bytes_of_everything = slot_bytes(frugal)  # gradients take the place of their parameters
     places = [e.slot_issue.place for e in map(effects, frugal.forward.bound_symbols) if e.slot_issue is not None]
     assert bytes_of_everything == sum(place.nbytes for place in places)
     assert set(frugal.choice.chosen.kept) == {g.bucket for g in testing.gathers(frugal.forward)}
     assert not testing.gathers(frugal.backward)
 
-    tight = compiled(5, max_unsharded_bytes=bytes_of_everything - 1, prefetch=1)
+    tight = compiled(5, sharding_strategy=Sharding(max_unsharded_bytes=bytes_of_everything - 1), prefetch=1)
     assert slot_bytes(tight) <= bytes_of_everything - 1
     kept = set(tight.choice.chosen.kept)
     assert kept
@@ -100,9 +100,9 @@ def test_the_error_of_a_budget_that_is_too_small_says_how_much_is_needed():
     with pytest.raises(
         ValueError, match=r"max_unsharded_bytes: 1,000 bytes are too few: .* need ([\d,]+) bytes"
     ) as error:
-        compiled(max_unsharded_bytes=1000, prefetch=1)
+        compiled(sharding_strategy=Sharding(max_unsharded_bytes=1000), prefetch=1)
     needed = int(str(error.value).split("need ")[1].split(" bytes")[0].replace(",", ""))
-    traces = compiled(max_unsharded_bytes=needed, prefetch=1)
+    traces = compiled(sharding_strategy=Sharding(max_unsharded_bytes=needed), prefetch=1)
     assert slot_bytes(traces) <= needed
     assert traces.choice.chosen.kept == ()
 
@@ -200,7 +200,7 @@ def test_without_a_cluster_the_local_device_is_used():
 
 def test_a_budget_is_refused_under_zero2():
     with pytest.raises(ValueError, match=r"max_unsharded_bytes.*zero2"):
-        fsdp(sharding_strategy="zero2", max_unsharded_bytes="1GB")
+        fsdp(sharding_strategy=Sharding("zero2", max_unsharded_bytes="1GB"))
 
 
 @st.composite
@@ -243,7 +243,7 @@ def test_a_search_that_may_use_the_memory_of_the_default_is_never_slower(search)
     everything = sum(b.nbytes for b in testing.gathers(joint))
     budget = nbytes + int(share * everything)
     for prefetch in (None, 1):
-        limited = Search(joint, cost, Limits(budget), context(max_unsharded_bytes=budget))
+        limited = Search(joint, cost, Limits(budget), context(sharding_strategy=Sharding(max_unsharded_bytes=budget)))
         chosen = limited.choose(prefetch=prefetch, may_keep=True).chosen
         assert chosen.step_seconds <= seconds
         assert chosen.unsharded_bytes <= budget

@@ -21,7 +21,7 @@ from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, 
 from thunder_fsdp_sched.planning.cost import Seconds
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.planning.timeline import COMPUTE, Timeline
-from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
+from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 
@@ -210,7 +210,7 @@ def test_a_collective_starts_after_all_compute_issued_before_it(synchronous):
 def test_collectives_queue_within_a_group_but_not_across_groups():
     def trace_in(group: str) -> TraceCtx:
         builder = TraceBuilder()
-        builder.buckets[1].ranks = Ranks(ProcessGroupRef(group, 0, range(2)))
+        builder.buckets[1].ranks = BucketRanks(ProcessGroupRef(group, 0, range(2)))
         return builder.do("reduce 0", "gather 1", "wait 1", "compute 1", "wait_grads 0").finish_trace()
 
     cost = ConstantCost({"matmul": 1.0}, gather=2.0, reduction=4.0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import ScheduleDisagreement, fsdp
+from thunder_fsdp_sched import Debug, ScheduleDisagreement, fsdp
 from thunder_fsdp_sched.ir import operator_facts
 from thunder_fsdp_sched.ir.operator_facts import Facts
 from thunder_fsdp_sched.proof import VerificationError, audit
@@ -81,7 +81,7 @@ def test_the_audit_is_removed_from_each_trace_after_its_first_run() -> None:
         [compiled] = transform.compiled
         for trace in (compiled.forward, compiled.backward):
             assert not any(b.sym is fsdp_audit for b in trace.bound_symbols)
-    model, _ = _jit(audit=False)
+    model, _ = _jit(debug=Debug(audit=False))
     model(x).backward()
     assert _audits(model) == (False, False)
 

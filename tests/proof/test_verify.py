@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from thunder_fsdp_sched import testing
+from thunder_fsdp_sched import Sharding, testing
 from thunder_fsdp_sched.ir.effects import Issue, Place, effects, is_declared
 from thunder_fsdp_sched.ir.inspection import args_of, has_backward, names, outs_of
 from thunder_fsdp_sched.ir.operator_facts import Aliases
@@ -49,9 +49,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zero3": {"prefetch": 2},
     "zero2": {"sharding_strategy": "zero2"},
     "offload": {},
-    "released": {"release": "step", "prefetch": 0},
-    "kept+released": {"sharding_strategy": "zero2", "release": "step"},
-    "secondary": {"reshard_after_forward": 2, "bucketing_strategy": "layer"},
+    "released": {"sharding_strategy": Sharding(release=True), "prefetch": 0},
+    "kept+released": {"sharding_strategy": Sharding("zero2", release=True)},
+    "secondary": {"sharding_strategy": Sharding(secondary_ranks=2), "bucketing_strategy": "layer"},
     "hook": {"all_reduce_hook": lambda name, gradients: None},
 }
 

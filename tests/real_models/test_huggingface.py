@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import CheckpointError, eager, fsdp, full_state_dict, load_checkpoint, save_checkpoint
+from thunder_fsdp_sched import CheckpointError, Init, eager, fsdp, full_state_dict, load_checkpoint, save_checkpoint
 from thunder_fsdp_sched.huggingface import save_pretrained
 from thunder_fsdp_sched.planning.dry_run import dry_run_step
 from thunder_fsdp_sched.runtime.rows import Rows
@@ -100,7 +100,7 @@ def test_a_model_that_one_rank_has_is_broadcast_to_models_on_meta(rank: int) -> 
     if rank != 0:
         with torch.device("meta"):
             model = _llama(tie_word_embeddings=True, use_cache=False)
-    sharded = thunder.jit(model, transforms=[fsdp(broadcast_from=0)])
+    sharded = thunder.jit(model, transforms=[fsdp(init=Init(broadcast_from=0))])
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for ours, theirs in (
         (full_state_dict(sharded), reference.state_dict()),

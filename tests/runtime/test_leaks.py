@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import fsdp, transform
+from thunder_fsdp_sched import Ranks, fsdp, transform
 from thunder_fsdp_sched.capture.records import Record
 from thunder_fsdp_sched.capture.repetition import RECENT
 from thunder_fsdp_sched.private_torch import process_groups
@@ -41,7 +41,7 @@ def _resources() -> dict[str, Any]:
 def test_dropped_models_release_all_resources() -> None:
     pair = dist.new_group([0, 1])
     for options in (
-        {"separate_reduce_scatter_group": True, "process_group": pair},
+        {"ranks": Ranks(process_group=pair, separate_reduce_scatter_group=True)},
         {"transport": "all_to_all", "sharding_strategy": "zero2"},
     ):
         seen, refs = [], []
@@ -71,7 +71,7 @@ def test_groups_created_to_level_group_counts_are_destroyed(rank: int) -> None:
     known = len(process_groups())
     if rank == 0:
         mine = [dist.new_group([0], use_local_synchronization=True) for _ in range(2)]
-    model = thunder.jit(Stack(1), transforms=[fsdp(separate_reduce_scatter_group=True)])
+    model = thunder.jit(Stack(1), transforms=[fsdp(ranks=Ranks(separate_reduce_scatter_group=True))])
     del model
     # Only the default group's companion and control channel, and none of the groups created to level the counts.
     made = [g.group_desc for g in process_groups()][known:]
@@ -83,13 +83,13 @@ def test_groups_created_to_level_group_counts_are_destroyed(rank: int) -> None:
     # destroyed, because the addresses of its ranks stay in the store.
     for _ in range(3):
         passing = dist.new_group([0, 1])
-        thunder.jit(Stack(1), transforms=[fsdp(process_group=passing)])
+        thunder.jit(Stack(1), transforms=[fsdp(ranks=passing)])
         dist.destroy_process_group(passing)
     other = dist.new_group([0, 1])
-    thunder.jit(Stack(1), transforms=[fsdp(process_group=other)])
+    thunder.jit(Stack(1), transforms=[fsdp(ranks=other)])
     another = dist.new_group([0, 1])
     dist.destroy_process_group(other)
-    thunder.jit(Stack(1), transforms=[fsdp(process_group=another, separate_reduce_scatter_group=True)])
+    thunder.jit(Stack(1), transforms=[fsdp(ranks=Ranks(process_group=another, separate_reduce_scatter_group=True))])
     dist.destroy_process_group(another)
 
 
@@ -172,7 +172,7 @@ def test_shared_memory_is_unmapped_with_its_buckets_and_group() -> None:
     pair = dist.new_group([0, 1])
 
     def make(group: dist.ProcessGroup, **options: Any) -> torch.nn.Module:
-        ours = fsdp(transport="shared_files", process_group=group, **options)
+        ours = fsdp(transport="shared_files", ranks=group, **options)
         return thunder.jit(Stack(1).double(), transforms=[ours])
 
     def step(model: torch.nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from unittest import mock
 
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import Init, fsdp
 from thunder_fsdp_sched.runtime import shard_source
 from thunder_fsdp_sched.transports.symmetric_memory import SymmetricMemory
 
@@ -43,7 +43,7 @@ def _check_offloaded(run: Run) -> None:
 
 
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-OFFLOADED = {"offload_policy": CPUOffloadPolicy(), "device": DEVICE, "dtype": torch.float32}
+OFFLOADED = {"offload_policy": CPUOffloadPolicy(), "init": Init(device=DEVICE), "dtype": torch.float32}
 # A GPU and the CPU, where the optimizer of offloaded shards runs, round differently.
 _with_adamw = partial(
     Scenario,

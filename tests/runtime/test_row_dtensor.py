@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched.plan.layout import make_layout
-from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef
-from thunder_fsdp_sched.ranks.process_groups import Ranks as ShardingRanks
+from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
 from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, RowDTensor, replicated
 from thunder_fsdp_sched.runtime.rows import Rows
 
@@ -30,7 +29,7 @@ def _pairs(*, even: bool, seed: int = 0, scale: float = 1.0) -> list[tuple[RowDT
     torch.manual_seed(seed)
     pairs = []
     for number, placement in enumerate(layout.placements):
-        rows = Rows(torch.Size(placement.shape), placement.row_starts, ShardingRanks(group), f"tensor {number}")
+        rows = Rows(torch.Size(placement.shape), placement.row_starts, BucketRanks(group), f"tensor {number}")
         assert rows.is_even or not even or not placement.shape
         whole = torch.randn(placement.shape) * scale
         pairs.append((RowDTensor.wrap(rows.of(whole).clone(), rows), whole))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,32 +97,33 @@ def _check_values(model: Any, expected: nn.Module, **tolerance: float) -> None:
     assert not model.get_parameter("blocks.0.0.bias").requires_grad
 
 
-IGNORING = {"device": "cpu", "ignored_params": ["blocks.1.0.bias", "scale"], "transport": "coalesced"}
-INITIALIZING = {"device": "cpu", "param_init_fn": _reset}
+IGNORING = tfs.Init(device="cpu", ignored_params=["blocks.1.0.bias", "scale"])
+INITIALIZING = tfs.Init(device="cpu", param_init_fn=_reset)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"broadcast_from": 0},
-        {"broadcast_from": 0, **IGNORING},
-        {"broadcast_from": 0, **INITIALIZING},
-        {**INITIALIZING, **IGNORING},
+        {"init": tfs.Init(broadcast_from=0)},
+        {"init": replace(IGNORING, broadcast_from=0), "transport": "coalesced"},
+        {"init": replace(INITIALIZING, broadcast_from=0)},
+        {"init": replace(IGNORING, param_init_fn=_reset), "transport": "coalesced"},
     ],
     ids=["one rank has them", "and ignored parameters", "initialized on one rank", "initialized on all ranks"],
 )
 @on_ranks()
 def test_values_equal_those_of_the_unsharded_module_and_train(rank: int, options: dict[str, Any]) -> None:
-    initializes = "param_init_fn" in options
+    init = options["init"]
+    initializes = init.param_init_fn is not None
     module, expected = _make(meta=rank != 0 or initializes), _make(meta=False)
     if initializes:
         weight = expected.blocks[1][0].weight
         weight.data = weight.data.contiguous()  # random values fill memory in its order
         _reset_all(expected, 5)
-        torch.manual_seed(5 + (rank if "broadcast_from" in options else 0))
+        torch.manual_seed(5 + (rank if init.broadcast_from is not None else 0))
     ignored = module.scale
     model = thunder.jit(module, transforms=[fsdp(**options)])
-    assert (model.get_parameter("scale") is ignored) == ("ignored_params" in options)
+    assert (model.get_parameter("scale") is ignored) == bool(init.ignored_params)
     _check_values(model, expected, rtol=0, atol=0)
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
     outputs = model(x), expected(x)
@@ -145,7 +147,7 @@ def test_param_init_fn_initializes_what_no_rank_has(rank: int) -> None:
         initialized.append(type(submodule).__name__)
         submodule.reset_parameters()
 
-    model = thunder.jit(module, transforms=[fsdp(broadcast_from=0, device="cpu", param_init_fn=init)])
+    model = thunder.jit(module, transforms=[fsdp(init=tfs.Init(device="cpu", param_init_fn=init, broadcast_from=0))])
     assert initialized == ["Linear", "Linear", "BatchNorm1d"]
     expected = _make(meta=False)
     torch.manual_seed(7)
@@ -154,16 +156,16 @@ def test_param_init_fn_initializes_what_no_rank_has(rank: int) -> None:
     _check_values(model, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [{"broadcast_from": 0}, INITIALIZING], ids=["broadcast", "initialized"])
+@pytest.mark.parametrize("init", [tfs.Init(broadcast_from=0), INITIALIZING], ids=["broadcast", "initialized"])
 @on_ranks()
-def test_a_rank_without_values_allocates_one_layer_more_than_its_shards(rank: int, options: dict[str, Any]) -> None:
-    is_on_meta = rank != 0 or "param_init_fn" in options
+def test_a_rank_without_values_allocates_one_layer_more_than_its_shards(rank: int, init: tfs.Init) -> None:
+    is_on_meta = rank != 0 or init.param_init_fn is not None
     with torch.device("meta" if is_on_meta else "cpu"):
         module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     total = sum(p.numel() for p in module.parameters()) * 4
     gc.collect()
     with Tracker() as tracker:
-        model = thunder.jit(module, transforms=[fsdp(**options)])
+        model = thunder.jit(module, transforms=[fsdp(init=init)])
     shards = sum(b.shard.untyped_storage().nbytes() for b in model._lc_transforms[-1].sharded.buckets)
     assert total / 2 <= shards < total * 0.6
     if is_on_meta:
@@ -173,23 +175,23 @@ def test_a_rank_without_values_allocates_one_layer_more_than_its_shards(rank: in
 ON_META = r"the module is on the meta device on rank"
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no values": ({"broadcast_from": 0}, rf"{ON_META} 0 \('scale'\)"),
-    "values elsewhere": ({"broadcast_from": 1}, rf"{ON_META} 1"),
+    "no values": ({"init": tfs.Init(broadcast_from=0)}, rf"{ON_META} 0 \('scale'\)"),
+    "values elsewhere": ({"init": tfs.Init(broadcast_from=1)}, rf"{ON_META} 1"),
     "values elsewhere, initialized": (
-        {"broadcast_from": 1, "param_init_fn": nn.Module.apply, "device": "cpu"},
+        {"init": tfs.Init(device="cpu", param_init_fn=nn.Module.apply, broadcast_from=1)},
         r"'scale' is on cpu, but on meta on rank 1, which broadcasts it",
     ),
-    "buffer has values elsewhere": ({"broadcast_from": 0}, r"'offset' is on cpu, but on meta on rank 0"),
+    "buffer has values elsewhere": ({"init": tfs.Init(broadcast_from=0)}, r"'offset' is on cpu, but on meta on rank 0"),
     "not tied": (
-        {"broadcast_from": 0},
+        {"init": tfs.Init(broadcast_from=0)},
         r"rank 0: embedding\.weight = head\.weight: .*\n    rank 1: embedding\.weight: ",
     ),
     "other buffer": (
-        {"broadcast_from": 0},
+        {"init": tfs.Init(broadcast_from=0)},
         r"rank 0: offset: torch\.float32\[8\] on cpu\n    rank 1: offset: torch\.float64\[8\]",
     ),
     "attribute": (
-        {"broadcast_from": 0},
+        {"init": tfs.Init(broadcast_from=0)},
         r"attribute 'rotary\.plain' is a tensor on meta, and on cpu on rank 0\. .*register_buffer",
     ),
     "no source": ({}, r"rank 0: scale.* on cpu, .*\n    rank 1: .* on meta"),
@@ -226,7 +228,7 @@ def test_parameters_and_buffers_without_values_are_refused() -> None:
     def shard(**options: Any) -> Any:
         return thunder.jit(_make(True, _two_layers), transforms=[fsdp(**options)])
 
-    model = shard(device="cpu")
+    model = shard(init=tfs.Init(device="cpu"))
     nn.init.normal_(model.get_submodule("0").weight)
     model.get_submodule("2").bias.data.zero_()
     for use in (
@@ -243,21 +245,21 @@ def test_parameters_and_buffers_without_values_are_refused() -> None:
     model(x)
 
     # An initialization that omits a parameter, buffers that were never created, and nothing at all.
-    model = shard(device="cpu", param_init_fn=lambda module: nn.init.ones_(module.weight))
+    model = shard(init=tfs.Init(device="cpu", param_init_fn=lambda module: nn.init.ones_(module.weight)))
     with pytest.raises(RuntimeError, match=r"have no values yet: 0\.bias, 2\.bias\. Give"):
         model(x)
     module = _make(True, _two_layers)
     module.register_buffer("mask", torch.empty(4, device="meta"))
-    model = thunder.jit(module, transforms=[fsdp(device="cpu")])
+    model = thunder.jit(module, transforms=[fsdp(init=tfs.Init(device="cpu"))])
     model.load_original_state_dict(_make(False, _two_layers).state_dict())
     with pytest.raises(RuntimeError, match=r"have no values yet: mask\. Give"):
         model(x)
     with pytest.raises(RuntimeError, match=r"have no values yet: 0\.weight, 0\.bias, 2\.weight and 1 more\. Give"):
         shard()(x)
     with pytest.raises(ValueError, match="param_init_fn: also pass device="):
-        fsdp(param_init_fn=_reset)
+        fsdp(init=tfs.Init(param_init_fn=_reset))
     with pytest.raises(TypeError, match="param_init_fn: expected a callable"):
-        fsdp(param_init_fn="reset", device="cpu")
+        fsdp(init=tfs.Init(device="cpu", param_init_fn="reset"))
 
 
 @on_ranks()
@@ -269,7 +271,7 @@ def test_a_module_on_the_meta_device_can_be_loaded(tmp_path: Path) -> None:
         lambda model: tfs.load_safetensors(model, tmp_path / "whole"),
         lambda model: tfs.load_checkpoint(tmp_path / "checkpoint", model),
     ):
-        model = thunder.jit(_make(True, _two_layers), transforms=[fsdp(device="cpu")])
+        model = thunder.jit(_make(True, _two_layers), transforms=[fsdp(init=tfs.Init(device="cpu"))])
         load(model)
         x = torch.randn(3, 4)
         torch.testing.assert_close(model(x), trained(x), rtol=0, atol=0)

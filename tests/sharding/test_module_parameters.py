@@ -101,7 +101,9 @@ def test_parameters_from_the_meta_device_keep_attributes_and_hooks() -> None:
     module.first.weight.register_hook(lambda grad: hook_calls.append("grad"))
     module.last.bias.register_post_accumulate_grad_hook(lambda p: hook_calls.append("accumulated"))
     names, ignored = [name for name, _ in module.named_parameters()], module.last.weight
-    options = {"device": "cpu", "param_init_fn": lambda m: m.reset_parameters(), "ignored_params": ["last.weight"]}
+    options = {
+        "init": tfs.Init(device="cpu", param_init_fn=lambda m: m.reset_parameters(), ignored_params=["last.weight"])
+    }
     model = thunder.jit(module, transforms=[fsdp(**options)])
     assert all(module.get_parameter(name) is model.get_parameter(name) for name in names)
     assert not any(param.is_meta for param in module.parameters()) and module.last.weight is ignored
@@ -144,7 +146,9 @@ def test_parameters_from_before_sharding_are_refused_wherever_they_are_used(meta
     former = module.last.bias
     early = torch.optim.AdamW(module.parameters(), lr=0.1)
     hidden = _HidesParameters(module.last.parameters())
-    model = thunder.jit(module, transforms=[fsdp(device="cpu", param_init_fn=lambda m: m.reset_parameters())])
+    model = thunder.jit(
+        module, transforms=[fsdp(init=tfs.Init(device="cpu", param_init_fn=lambda m: m.reset_parameters()))]
+    )
     loss_of(model(torch.ones(2, 4))).backward()
     before = full_state_dict(model)
     for use in FORMER.values():
@@ -299,7 +303,7 @@ REFUSED_AT_JIT: list[tuple[Callable[[Any], object], dict[str, Any], str]] = [
     ),
     (
         lambda m: setattr(m.last, "bias", nn.Parameter(m.first.bias.data[:3])),
-        {"ignored_params": ["last.bias"]},
+        {"init": tfs.Init(ignored_params=["last.bias"])},
         rf"ignored parameter 'last\.bias' {SHARES} 'first\.bias'",
     ),
 ]

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import ScheduleDisagreement, fsdp
+from thunder_fsdp_sched import Init, ScheduleDisagreement, Sharding, fsdp
 from thunder_fsdp_sched.ir.effects import declared
 from thunder_fsdp_sched.ir.host_copies import fsdp_copy_to_device, fsdp_wait_host_copy
 from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, return_of, split_joint
@@ -154,7 +154,7 @@ def _assert_same_bits(actual: list[torch.Tensor], expected: list[torch.Tensor], 
 # Recomputed
 #
 
-RELEASING = {"release": "step", "prefetch": 1}
+RELEASING = {"sharding_strategy": Sharding(release=True), "prefetch": 1}
 KEEPING = {**RELEASING, "cluster": "h100-sxm"}  # where compute is fast, gathering again costs time
 
 
@@ -313,7 +313,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @on_ranks(2)
 def test_training_with_offloaded_activations_gives_the_same_bits(rank: int) -> None:
     for name, option in (("varied", "zero3"), ("attention", "zero2"), ("stack", "bf16")):
-        options = {"device": "cpu", "no_sync": name == "varied", **OPTIONS[option]}
+        options = {"init": Init(device="cpu"), "no_sync": name == "varied", **OPTIONS[option]}
         plain, expected = _train(name, rank, **options)
         assert not any(declared(b).copies_activation for b in plain.compiled[0].forward.bound_symbols)
         with offloading():
@@ -327,7 +327,7 @@ def test_training_with_offloaded_activations_gives_the_same_bits(rank: int) -> N
 def test_ranks_must_offload_the_same_values_but_may_copy_them_at_other_positions(rank: int) -> None:
     def run(rows: int) -> None:
         model = Stack().double()
-        jitted = thunder.jit(model, transforms=[fsdp(device="cpu")])
+        jitted = thunder.jit(model, transforms=[fsdp(init=Init(device="cpu"))])
         jitted(torch.ones(rows, 4, dtype=torch.float64)).sum().backward()
 
     # Times of copies, and so their positions, depend on the inputs' sizes.

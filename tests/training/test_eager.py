@@ -94,7 +94,7 @@ def _number_of_hooks(model: Any) -> int:
     [
         ({}, False, None),
         ({"bucketing_strategy": "layer"}, True, torch.bfloat16),
-        ({"mesh": "hybrid", "transport": "staged", "ignored_params": ["norm.weight"]}, True, None),
+        ({"ranks": "hybrid", "transport": "staged", "init": tfs.Init(ignored_params=["norm.weight"])}, True, None),
     ],
     ids=["blocks", "tied-layers-bfloat16", "tied-hybrid-staged-ignored"],
 )
@@ -102,8 +102,8 @@ def _number_of_hooks(model: Any) -> int:
 def test_generation_is_bit_equal_to_the_unsharded_module(
     rank: int, world_size: int, options: dict[str, Any], tied: bool, dtype: torch.dtype | None
 ) -> None:
-    if "mesh" in options:
-        options["mesh"] = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    if "ranks" in options:
+        options["ranks"] = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
     plain = LM(tied).eval()

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from thunder_fsdp_sched import ScheduleDisagreement, clip_grad_norm_, fsdp
+from thunder_fsdp_sched import Init, Ranks, ScheduleDisagreement, clip_grad_norm_, fsdp
 from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import pytest
@@ -54,7 +54,7 @@ SCENARIOS = {
     "everything": Scenario(lambda: Everything().double(), [_clip], ranks=2),
     "frozen": Scenario(lambda: FrozenParameters().double(), [_clip], ranks=2),
     "ranks without rows": Scenario(lambda: Everything().double(), [_clip], ranks=4),
-    "replicas": Scenario(lambda: Everything().double(), [_clip], {"mesh": (2, 2)}, ranks=4),
+    "replicas": Scenario(lambda: Everything().double(), [_clip], {"ranks": (2, 2)}, ranks=4),
 }
 
 
@@ -71,7 +71,9 @@ def test_the_norm_counts_parameters_of_several_groups_once(rank: int, world_size
     model = Stack(2).double()
     last = [name for name, _ in model.named_parameters() if name.startswith("last")]
     run = Run(
-        model, process_group_for=lambda name, param: pair if name.startswith("blocks.0") else None, ignored_params=last
+        model,
+        ranks=Ranks(process_group_for=lambda name, param: pair if name.startswith("blocks.0") else None),
+        init=Init(ignored_params=last),
     )
     run.forward()
     run.backward()
@@ -115,7 +117,9 @@ def test_nonfinite_gradients_raise_on_every_rank(rank: int) -> None:
 def test_overflow_on_one_rank_makes_every_rank_skip_the_step(rank: int) -> None:
     # No rank shares a parameter with the ranks of the other pair, so only a scaler that asks all ranks can be right.
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = thunder.jit(Stack(1), transforms=[fsdp(process_group_for=lambda name, param: pairs[rank // 2])])
+    model = thunder.jit(
+        Stack(1), transforms=[fsdp(ranks=Ranks(process_group_for=lambda name, param: pairs[rank // 2]))]
+    )
     params = list(model.parameters())
     for fused in (False, True):
         for scaler in (torch.amp.GradScaler("cpu", init_scale=4.0), ShardedGradScaler("cpu", init_scale=4.0)):
@@ -165,7 +169,7 @@ def test_different_gradients_on_the_ranks_are_an_error(rank: int) -> None:
 @on_ranks(2)
 def test_clipping_over_several_meshes_names_the_function_that_can(rank: int, world_size: int) -> None:
     alone = [dist.new_group([r]) for r in range(world_size)]
-    pick = {"process_group_for": lambda name, param: alone[rank] if name.endswith("bias") else None}
+    pick = {"ranks": Ranks(process_group_for=lambda name, param: alone[rank] if name.endswith("bias") else None)}
     model = thunder.jit(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), transforms=[fsdp(**pick)])
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -183,7 +187,7 @@ def test_gradients_on_a_device_that_the_process_group_lacks_are_clipped_through_
         norms = []
         for backends in ("cpu:gloo", "cuda:nccl"):
             torch.manual_seed(0)
-            model = thunder.jit(Stack(1).double(), transforms=[ours := fsdp(ignored_params=names)])
+            model = thunder.jit(Stack(1).double(), transforms=[ours := fsdp(init=Init(ignored_params=names))])
             model(torch.full((2, 4), 1.0 + rank, dtype=torch.float64)).sum().backward()
             ours.sharded.world_group = dataclasses.replace(ours.sharded.world_group, backends=backends)
             with _RecordCollectives() as issued:

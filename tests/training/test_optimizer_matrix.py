@@ -248,7 +248,7 @@ SAVED: dict[str, Make] = {
 
 
 def _run_to_save(name: str, *, steps: int, group: Any = None) -> Run:
-    run = _run(SAVED[name], exact=name not in OWN, process_group=group)
+    run = _run(SAVED[name], exact=name not in OWN, ranks=group)
     for step in range(steps):
         # torch's functions make state of each parameter, whether it has a gradient or not.
         _step(run, step, without=())

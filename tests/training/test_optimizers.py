@@ -87,10 +87,14 @@ def test_optimizers_schedulers_and_layouts_are_bit_equal_to_the_unsharded_model(
     alone = [dist.new_group([r]) for r in range(world_size)]
     layouts: list[dict[str, Any]] = [
         {"transport": "coalesced"},
-        {"bucketing_strategy": "none", "process_group": alone[rank]},
-        {"process_group_for": lambda name, param: pairs[rank % 2] if name.startswith("blocks") else None},
+        {"bucketing_strategy": "none", "ranks": alone[rank]},
+        {
+            "ranks": tfs.Ranks(
+                process_group_for=lambda name, param: pairs[rank % 2] if name.startswith("blocks") else None
+            )
+        },
     ]
-    run = run_of_matrices(mesh=(2, 2), transport="coalesced")
+    run = run_of_matrices(ranks=(2, 2), transport="coalesced")
     add_optimizer(run, _is_matrix, Muon, lr=0.05, weight_decay=0.1)
     add_optimizer(run, _is_not_matrix, AdamW, whole=False, lr=0.01)
     schedulers = [torch.optim.lr_scheduler.OneCycleLR(muon, 0.1, total_steps=6) for muon in run.optimizers[:2]]
@@ -105,7 +109,7 @@ def test_optimizers_schedulers_and_layouts_are_bit_equal_to_the_unsharded_model(
         add_optimizer(run, _is_matrix, Adafactor, lr=0.05)
         add_optimizer(run, _is_not_matrix, Adafactor, lr=0.02, weight_decay=0.1)  # not elementwise, even for vectors
         train(run, range(3))
-    run = run_of_matrices(process_group=alone[rank])
+    run = run_of_matrices(ranks=alone[rank])
     add_optimizer(run, _is_matrix, Muon, whole=False)  # on one rank the shard has all rows
     train(run, range(1))
     run = run_of_matrices()
@@ -263,8 +267,8 @@ def test_training_on_another_number_of_ranks_continues_bit_equal(rank: int, tmp_
         group = dist.new_group(list(range(size)))
         pairs = [("three", "three"), *itertools.product(("whole", "rows"), repeat=2)]
         for saved, loaded in pairs if rank < size else ():
-            expected = _trained(loaded, 3, process_group=group)  # trained without saving and loading
-            run = _trained(loaded, 0, process_group=group)
+            expected = _trained(loaded, 3, ranks=group)  # trained without saving and loading
+            run = _trained(loaded, 0, ranks=group)
             with torch.no_grad():
                 for param in run.model.parameters():
                     param.zero_()
@@ -283,7 +287,7 @@ def test_training_on_another_number_of_ranks_continues_bit_equal(rank: int, tmp_
 
 @on_ranks(2)
 def test_errors_name_the_invalid_argument(rank: int) -> None:
-    run = run_of_matrices(ignored_params=["row"])
+    run = run_of_matrices(init=tfs.Init(ignored_params=["row"]))
     matrices = [p for p in run.model.parameters() if p.ndim == 2 and p is not run.model.get_parameter("row")]
     with pytest.raises(TypeError, match=r"optimizer_class: expected a class of torch\.optim.*, got AdamW"):
         WholeParameters(AdamW(matrices), run.model, matrices)

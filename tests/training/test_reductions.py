@@ -45,7 +45,7 @@ def _wrapped(module: nn.Module) -> Iterator[FSDPModule]:
 def _with_fsdp2(mesh: Any = None, **options: Any) -> Run:
     others = [partial(_fsdp2_that_sums, mesh=mesh)]
     model = Stack(2, width=8, activation=torch.relu)
-    return Run(model, others=others, oracle=None, dtype=torch.float32, mesh=mesh, **options)
+    return Run(model, others=others, oracle=None, dtype=torch.float32, ranks=mesh, **options)
 
 
 def _set_theirs(run: Run, factor: float, below: str = "") -> None:
@@ -107,7 +107,11 @@ def test_gradients_of_experts_are_divided_by_a_factor_of_their_own(rank: int) ->
     for factor in (None, 4.0):
         torch.manual_seed(0)
         model = Stack(2)
-        options = {"process_group_for": lambda name, param: of_experts if name.startswith("blocks.1.") else None}
+        options = {
+            "ranks": tfs.Ranks(
+                process_group_for=lambda name, param: of_experts if name.startswith("blocks.1.") else None
+            )
+        }
         transform = fsdp(gradient_divide_factor=_below("blocks.1", factor) if factor else None, **options)
         sharded = thunder.jit(model, transforms=[transform])
         (x,) = model.inputs(torch.Generator().manual_seed(rank))
@@ -162,10 +166,10 @@ def test_a_hook_that_averages_over_replicas_gives_the_gradients_of_fsdp2_and_of_
 
     run = Run(
         Stack(2, width=8, activation=torch.relu),
-        others=[with_fsdp2, {"mesh": mesh, "all_reduce_hook": None}],
+        others=[with_fsdp2, {"ranks": mesh, "all_reduce_hook": None}],
         oracle=None,
         dtype=torch.float32,
-        mesh=mesh["shard"],
+        ranks=mesh["shard"],
         all_reduce_hook=average,
     )
     run.train(2, batch=4)

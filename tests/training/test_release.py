@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+from thunder_fsdp_sched import Sharding
 from thunder_fsdp_sched.runtime import ops
 
 import pytest
@@ -126,13 +127,13 @@ def _extended(strategy: str, no_sync: bool, *, long: bool = False) -> Scenario:
 
 SCENARIOS = {
     **{
-        f"step, {strategy}": Scenario(_stack, FREED, {"sharding_strategy": strategy, "release": "step"})
+        f"step, {strategy}": Scenario(_stack, FREED, {"sharding_strategy": Sharding(strategy, release=True)})
         for strategy in ("zero2", "zero3")
     },
     "bits": Scenario(
         partial(GPT, blocks=1, block=Layer),
         BITS,
-        {"release": "step"},
+        {"sharding_strategy": Sharding(release=True)},
         oracle="compiled",
         tolerance=0,
         optimizer=partial(torch.optim.AdamW, lr=1e-2),
@@ -155,7 +156,7 @@ def test_training_gives_the_same_numbers_and_frees_memory(name: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_predicted_memory_shows_that_buckets_are_freed(strategy: str) -> None:
-    never, step = (compile_model(_stack, sharding_strategy=strategy, release=when) for when in ("never", "step"))
+    never, step = (compile_model(_stack, sharding_strategy=Sharding(strategy, release=when)) for when in (False, True))
     assert step.memory.peak.nbytes <= never.memory.peak.nbytes
     assert never.memory.bytes_at(len(never.memory.statements) - 1)["unsharded buckets"] > 0
     assert step.memory.bytes_at(len(step.memory.statements) - 1)["unsharded buckets"] == 0
@@ -167,7 +168,7 @@ def test_modules_release_memory_beside_each_other_with_backward_on_another_threa
         return "zero2" if name.startswith("blocks.0") else "zero3"
 
     with backward_on("device"):
-        runs = [Run(_stack(), release="step", sharding_strategy=mixed) for _ in range(2)]
+        runs = [Run(_stack(), sharding_strategy=Sharding(mixed, release=True)) for _ in range(2)]
         for step in range(3):
             for run in runs:
                 run.train(1, first=step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched import Sharding, fsdp, testing
 from thunder_fsdp_sched.ir.effects import bucket_of, effects, sends
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard
 from thunder_fsdp_sched.plan.layout import make_layout
@@ -73,7 +73,7 @@ def _change_under_a_live_graph(run: Run) -> None:
 
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
-AMONG_ALL = [{"reshard_after_forward": None}]
+AMONG_ALL = [{"sharding_strategy": "zero3"}]
 """A model whose backward gathers among all ranks: the oracle of those whose backward gathers among two."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -83,7 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all_reduce": {"transport": "all_reduce"},
     "bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "offload": {"offload_policy": CPUOffloadPolicy()},
-    "release": {"release": "step"},
+    "release": {"sharding_strategy": Sharding(secondary_ranks=2, release=True)},
     "sharded": {"accumulate": "sharded"},
 }
 CASES = [("layers", "sharded"), ("staged", "offload"), ("all_reduce", "release")]
@@ -106,7 +106,7 @@ _scenario = partial(Scenario, others=AMONG_ALL, oracle=None, optimizer=ADAMW, ra
 
 def _options(*names: str) -> dict[str, Any]:
     chosen = {key: value for name in names for key, value in OPTIONS[name].items()}
-    return {"reshard_after_forward": 2, "dtype": torch.float32, **chosen}
+    return {"sharding_strategy": Sharding(secondary_ranks=2), "dtype": torch.float32, **chosen}
 
 
 def _of_one_block(name: str, module: nn.Module) -> int | None:
@@ -126,9 +126,14 @@ SCENARIOS = {
     **{name: _scenario(_small, STEPS, _options(name), long=True) for name in OPTIONS},
     "tied weights": _scenario(_tied, STEPS, _options(), long=True),
     "history": _scenario(_small, HISTORY, _options() | {"bucketing_strategy": "layer"}),
-    "unsharded": Scenario(lambda: _tied().double(), [do.train(2)], {"reshard_after_forward": 2}, ranks=4),
+    "unsharded": Scenario(
+        lambda: _tied().double(), [do.train(2)], {"sharding_strategy": Sharding(secondary_ranks=2)}, ranks=4
+    ),
     "one module": Scenario(
-        lambda: _small().double(), [do.train(2), _check_one_module], {"reshard_after_forward": _of_one_block}, ranks=4
+        lambda: _small().double(),
+        [do.train(2), _check_one_module],
+        {"sharding_strategy": Sharding(secondary_ranks=_of_one_block)},
+        ranks=4,
     ),
     "FSDP2": Scenario(
         partial(Stack, 2, width=8, activation=torch.relu),
@@ -161,7 +166,7 @@ def _make() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 def test_hybrid_sharding_divides_each_replica() -> None:
     def transform() -> Any:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicas", "shards"))
-        return fsdp(mesh=mesh, reshard_after_forward=2)
+        return fsdp(ranks=mesh, sharding_strategy=Sharding(secondary_ranks=2))
 
     compiled = compile_as_rank(_make, transform, rank=6, world_size=8).compiled[-1]
     assert {bucket_of(b).ranks.group.global_ranks for b in _gathers(compiled.backward)} == {(6, 7)}
@@ -172,7 +177,7 @@ def test_simulated_backward_leaves_the_node_only_to_reduce() -> None:
     cost = AnalyticCost("h100-sxm")  # 8 ranks in a node
     found = {}
     for size in (None, 8):
-        [compiled] = testing.compile_on_fake_ranks(_make, 16, reshard_after_forward=size)
+        [compiled] = testing.compile_on_fake_ranks(_make, 16, sharding_strategy=Sharding(secondary_ranks=size))
         gathers = [b for b in _gathers(compiled.backward) if sends(b) is not None]
         found[size] = [cost.collective_seconds(effects(b).issues) for b in gathers]
         step = simulate(compiled.traces, None, cost)
@@ -217,11 +222,11 @@ def test_fewer_ranks_own_the_same_rows_together(
 
 
 def test_a_number_that_does_not_divide_the_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"reshard_after_forward: 3 ranks cannot hold bucket '\S+' for backward"):
-        testing.compile_on_fake_ranks(_make, 4, reshard_after_forward=3)
+    with pytest.raises(ValueError, match=r"secondary_ranks: 3 ranks cannot hold bucket '\S+' for backward"):
+        testing.compile_on_fake_ranks(_make, 4, sharding_strategy=Sharding(secondary_ranks=3))
 
 
 def test_as_many_ranks_as_there_are_need_no_secondary_shards() -> None:
-    [compiled] = testing.compile_on_fake_ranks(_make, 4, reshard_after_forward=4)
+    [compiled] = testing.compile_on_fake_ranks(_make, 4, sharding_strategy=Sharding(secondary_ranks=4))
     assert not any(bsym.sym is fsdp_copy_secondary_shard for bsym in compiled.forward.bound_symbols)
     assert all(isinstance(b.primary, Bucket) and b.secondary_ranks is None for b in compiled.buckets)

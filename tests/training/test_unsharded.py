@@ -68,7 +68,7 @@ def test_a_change_of_one_ranks_rows_counts_as_a_change_on_all_ranks() -> None:
 def test_training_after_surgery_is_bit_equal_to_the_unsharded_model(options: dict[str, Any]) -> None:
     model = GPT(width=4, blocks=1, vocab=7, length=5, tied=True, block=Layer).double()
     model.ln_f.bias.requires_grad_(False)
-    run = TiedRun(model, tolerance=0, oracle="compiled", ignored_params=["ln_f.bias"], **options)
+    run = TiedRun(model, tolerance=0, oracle="compiled", init=tfs.Init(ignored_params=["ln_f.bias"]), **options)
     run.train(steps=1)
     shards = dict(model.named_parameters())
     with tfs.unsharded(run.model) as module:
@@ -248,7 +248,7 @@ def test_parameters_of_several_groups_are_changed_by_their_ranks(rank: int) -> N
     plain = Experts(rank % 2)
     model = thunder.jit(
         copy.deepcopy(plain),
-        transforms=[fsdp(process_group_for=lambda name, param: group if "expert" in name else None)],
+        transforms=[fsdp(ranks=tfs.Ranks(process_group_for=lambda name, param: group if "expert" in name else None))],
     )
     with tfs.unsharded(model) as module:  # changes of one group are none of the other
         module.expert.weight[1:] += rank % 2 + 1
@@ -263,7 +263,9 @@ def test_parameters_of_several_groups_are_changed_by_their_ranks(rank: int) -> N
         with tfs.unsharded(model, from_rank=0):
             pass
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    replicated = thunder.jit(copy.deepcopy(plain).requires_grad_(False), transforms=[fsdp(mesh=mesh, broadcast_from=0)])
+    replicated = thunder.jit(
+        copy.deepcopy(plain).requires_grad_(False), transforms=[fsdp(ranks=mesh, init=tfs.Init(broadcast_from=0))]
+    )
     with tfs.unsharded(replicated, from_rank=3) as module:
         module.first.weight.fill_(rank)
     with pytest.raises(tfs.ScheduleDisagreement, match=r"rank 0: first\.bias: .*\n +rank 2: first\.bias"):

@@ -7,7 +7,7 @@ import copy
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import Debug, fsdp
 from thunder_fsdp_sched.ranks.control import Control
 from thunder_fsdp_sched.transforms.guard_outputs import outputs_reached
 
@@ -196,7 +196,7 @@ def test_the_outputs_that_each_input_reaches(trace_modules_once: bool, fake_rank
         found.append(outputs_reached(*args))
         return found[-1]
 
-    jitted = thunder.jit(Reaching(), transforms=[fsdp(trace_modules_once=trace_modules_once)])
+    jitted = thunder.jit(Reaching(), transforms=[fsdp(debug=Debug(trace_modules_once=trace_modules_once))])
     with mock.patch("thunder_fsdp_sched.transforms.guard_outputs.outputs_reached", record):
         jitted(torch.randn(2, 3))
     assert found == [(0b101, 0b001, 0, 0, 0b100)]  # of x, first, second, mean and third

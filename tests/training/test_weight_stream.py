@@ -43,12 +43,12 @@ class MoreKinds(Everything):
 DTYPES = (None, torch.bfloat16, torch.float64, torch.float8_e4m3fn)
 
 OPTIONS: list[dict[str, Any]] = [
-    {"ignored_params": ["experts", "embedding.weight"]},
+    {"init": tfs.Init(ignored_params=["experts", "embedding.weight"])},
     {"transport": "coalesced", "bucketing_strategy": "layer"},
     {"transport": "staged"},
     {"transport": "all_reduce", "sharding_strategy": "zero2"},
     {"transport": "shared_files", "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-    {"mesh": "hybrid", "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    {"ranks": "hybrid", "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
     {"offload_policy": CPUOffloadPolicy(pin_memory=False), "bucketing_strategy": "none"},
 ]
 
@@ -62,8 +62,8 @@ def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 def test_every_parameter_is_given_once_and_bit_equal(world_size: int) -> None:
     shared_memory.register()
     for options in OPTIONS:
-        if options.get("mesh") == "hybrid":
-            options["mesh"] = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+        if options.get("ranks") == "hybrid":
+            options["ranks"] = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
         torch.manual_seed(1)
         plain = MoreKinds()
         model = thunder.jit(copy.deepcopy(plain), transforms=[fsdp(**options)])
@@ -91,7 +91,9 @@ def test_parameters_of_several_groups_and_of_replicas_are_given(rank: int) -> No
         def group_for(name: str, param: Any) -> Any:
             return members[rank % 2] if name.startswith("expert") else None
 
-        model = thunder.jit(copy.deepcopy(plain), transforms=[fsdp(process_group_for=group_for, mesh=mesh)])
+        model = thunder.jit(
+            copy.deepcopy(plain), transforms=[fsdp(ranks=tfs.Ranks(mesh=mesh, process_group_for=group_for))]
+        )
         given = {name: tensor.clone() for name, tensor in tfs.stream_full_parameters(model, torch.bfloat16)}
         assert list(given)[-2:] == ["expert.weight", "expert.bias"], "buckets of some ranks only must come last"
         for name, param in plain.named_parameters():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import discard_unreduced, fsdp, unsharded
+from thunder_fsdp_sched import Sharding, discard_unreduced, fsdp, unsharded
 from thunder_fsdp_sched.planning.search import MemoryLimitError
 from thunder_fsdp_sched.runtime.accumulation import Accumulation
 from thunder_fsdp_sched.runtime.bucket import Bucket
@@ -24,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 WEIGHT = "blocks.0.up.weight"
-AGAIN = [{"reshard_after_backward": True}]
+AGAIN = [{"sharding_strategy": Sharding("zero2", reshard_after_backward=True)}]
 """A model that gathers in each micro-batch: the oracle of those whose later micro-batches reuse gathered buckets."""
 
 
@@ -62,9 +63,12 @@ def _reuse(run: Run, *, all_kept: bool = True) -> None:
     assert kept == set(_each(run)) or not all_kept
 
 
-def _zero2(model: Callable[[], nn.Module] = _stack, ranks: int = 2, **options: Any) -> Scenario:
-    actions = [partial(_reuse, all_kept="max_unsharded_bytes" not in options)]
-    return Scenario(model, actions, {"sharding_strategy": "zero2", **options}, AGAIN, oracle=None, ranks=ranks)
+def _zero2(model: Callable[[], nn.Module] = _stack, world_size: int = 2, **options: Any) -> Scenario:
+    actions, others = [_reuse], AGAIN
+    if sharding := options.get("sharding_strategy"):  # with a limit
+        actions = [partial(_reuse, all_kept=False)]
+        others = [{"sharding_strategy": replace(sharding, reshard_after_backward=True)}]
+    return Scenario(model, actions, {"sharding_strategy": "zero2", **options}, others, oracle=None, ranks=world_size)
 
 
 SCENARIOS = {
@@ -73,8 +77,8 @@ SCENARIOS = {
     ),
     "offload": _zero2(offload_policy=CPUOffloadPolicy()),
     "sharded": _zero2(accumulate="sharded", transport="flat"),
-    "limit": _zero2(max_unsharded_bytes=1 << 24, sharding_strategy="zero3"),
-    "replicas": _zero2(mesh=(2, 2), ranks=4),
+    "limit": _zero2(sharding_strategy=Sharding("zero3", max_unsharded_bytes=1 << 24)),
+    "replicas": _zero2(world_size=4, ranks=(2, 2)),
 }
 
 
@@ -207,7 +211,7 @@ def test_a_window_reduces_across_replicas_once() -> None:
     calls: list[str] = []
     run = Run(
         Stack(1).double(),
-        mesh=(2, 2),
+        ranks=(2, 2),
         accumulate="sharded",
         gradient_divide_factor=8.0,
         all_reduce_hook=lambda name, grads: calls.append(name),

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import Debug, fsdp
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
 from thunder_fsdp_sched.ir.operator_facts import Facts, facts_of
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
@@ -61,7 +61,7 @@ class Comparison:
         self.regions.append(0)
         texts = []
         for once in (True, False):
-            compiled = compile_one(make, inputs, executors, gradients, trace_modules_once=once, **options)
+            compiled = compile_one(make, inputs, executors, gradients, debug=Debug(trace_modules_once=once), **options)
             assert compiled.joint is not None
             traces = (compiled.differentiated, compiled.joint, *compiled.traces)
             texts.append([with_numbered_names(str(trace)) for trace in traces])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import Debug, fsdp
 
 import pytest
 import thunder
@@ -119,7 +119,7 @@ class Nested(nn.Module):
 @pytest.mark.parametrize("trace_modules_once", [True, False])
 def test_nested_regions_and_layers_outside_of_them(trace_modules_once: bool, fake_ranks: None) -> None:
     """Backward computes each GELU of a region again, and none of a layer like it outside of the region."""
-    jitted = thunder.jit(Nested(), transforms=[transform := fsdp(trace_modules_once=trace_modules_once)])
+    jitted = thunder.jit(Nested(), transforms=[transform := fsdp(debug=Debug(trace_modules_once=trace_modules_once))])
     jitted(torch.randn(3, 4))
     [compiled] = transform.compiled
     gelus = [[b.sym.name for b in trace.bound_symbols].count("erf") for trace in compiled.traces]

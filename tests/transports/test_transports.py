@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
+from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
 from thunder_fsdp_sched.transports import choose_transport
 from thunder_fsdp_sched.transports.symmetric_memory import SymmetricMemory
 
@@ -114,7 +114,7 @@ def test_training_is_the_same_with_every_transport(name: str) -> None:
 def test_training_works_in_a_group_of_one_rank(rank: int) -> None:
     for transport in ("all_to_all", "flat"):
         group = dist.new_group([rank], use_local_synchronization=True)
-        options = {"process_group": group, "transport": transport, "bucketing_strategy": "layer"}
+        options = {"ranks": group, "transport": transport, "bucketing_strategy": "layer"}
         run = Run(Stack(1).double(), **options)
         run.train(steps=2)
         assert all(param.to_local().shape == param.shape for param in run.model.parameters())
@@ -131,7 +131,7 @@ def test_symmetric_memory_compares_gpus_by_their_ids(rank: int) -> None:
     transport, device = SymmetricMemory(), torch.device("cuda", 0)
 
     def check(uuid: str, host: str = "one") -> None:
-        ranks = Ranks(ProcessGroupRef.of(dist.new_group([0, 1])))
+        ranks = BucketRanks(ProcessGroupRef.of(dist.new_group([0, 1])))
         properties = SimpleNamespace(uuid=uuid)
         with (
             mock.patch.object(torch.cuda, "device_count", lambda: 1),

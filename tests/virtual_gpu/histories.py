@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import CommPolicy, fsdp
+from thunder_fsdp_sched import CommPolicy, Debug, fsdp
 from thunder_fsdp_sched.runtime.memory import InFlight
 
 import pytest
@@ -119,7 +119,7 @@ def interrupt(rank: Rank, at: int, wait: tuple[Any, str] = (InFlight, "wait"), *
     Args:
         wait: the class and the name of the method that waits.
     """
-    model = make_model(rank, width=32, audit=False, **options)
+    model = make_model(rank, width=32, debug=Debug(audit=False), **options)
     x = torch.ones(4, 32, device=rank.device)
     with rank.phase("step"):
         model(x).sum().backward()

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,11 @@ from typing import Any, Literal
 import thunder
 import torch
 from thunder.core.module import ThunderModule
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..api import fsdp
+from ..option_groups import Init, Ranks
 from ..private_torch import control_fabric_sync
 from ..runtime.row_dtensor import DTENSORS
 from ..sharding.former_parameters import refuse_former
@@ -42,7 +45,9 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         state_dict_type: ``fabric.save`` writes ``"sharded"`` a folder, to which each rank writes its rows, or ``"full"``
             one file with whole parameters and optimizer state. ``fabric.load`` reads both.
         jit_options: other arguments of ``thunder.jit``, such as ``executors``. ``transforms`` run after sharding.
-        mesh: as for ``fsdp``, or the sizes ``(replicas, shards)``, because no mesh exists before Fabric launches.
+        ranks: as for ``fsdp``, or the sizes ``(replicas, shards)``, because no mesh exists before Fabric launches.
+        init: as for ``fsdp``, without ``device``, which is Fabric's. For a module with parameters on the meta device, the
+            default of ``param_init_fn`` calls ``reset_parameters`` of each submodule.
         process_group_backend: as for ``DDPStrategy``: the default is NCCL on GPUs, else gloo.
         timeout: of collectives.
         start_method: how Fabric starts processes, unless torchrun does.
@@ -50,9 +55,8 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         parallel_devices: the devices of this node.
         cluster_environment: tells ranks and addresses.
         precision: one of Fabric's precision plugins.
-        **options: all other options of :func:`thunder_fsdp_sched.fsdp`, except ``device``, which is Fabric's. With
-            ``precision="bf16-mixed"`` or ``"16-mixed"``, the strategy passes ``mp_policy``. For a module with parameters
-            on the meta device, the default of ``param_init_fn`` calls ``reset_parameters`` of each submodule.
+        **options: all other options of :func:`thunder_fsdp_sched.fsdp`. With ``precision="bf16-mixed"`` or
+            ``"16-mixed"``, the strategy passes ``mp_policy``.
 
     Raises:
         TypeError, ValueError: an option is invalid; the message names it.
@@ -67,7 +71,8 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         *,
         state_dict_type: Literal["sharded", "full"] = "sharded",
         jit_options: Mapping[str, Any] | None = None,
-        mesh: DeviceMesh | tuple[int, int] | None = None,
+        ranks: ProcessGroup | DeviceMesh | Ranks | tuple[int, int] | None = None,
+        init: Init = Init(),  # noqa: B008  # frozen
         process_group_backend: str | None = None,
         timeout: timedelta = _TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -79,13 +84,15 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     ) -> None:
         if state_dict_type not in ("sharded", "full"):
             raise ValueError(f"state_dict_type: expected 'sharded' or 'full', got {state_dict_type!r}")
-        if "device" in options:
-            raise TypeError("device: Fabric chooses the device; pass Fabric(accelerator=..., devices=...)")
-        if mesh is not None and not isinstance(mesh, DeviceMesh):
-            _check_sizes(mesh)
-        fsdp(**options, device="cpu")  # raises an error now rather than after the launch
-        self._options = options
-        self._mesh = mesh
+        if init.device is not None:
+            raise TypeError("Init: device: Fabric chooses the device; pass Fabric(accelerator=..., devices=...)")
+        if isinstance(ranks, tuple):
+            _check_sizes(ranks)
+        # This raises an error now rather than after the launch.
+        fsdp(
+            **options, init=replace(init, device=torch.device("cpu")), ranks=None if isinstance(ranks, tuple) else ranks
+        )
+        self._options, self._ranks, self._init = options, ranks, init
         self._jit_options = dict(jit_options or {})
         self.state_dict_type = state_dict_type
         super().__init__(
@@ -130,17 +137,18 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         return jitted
 
     def _new_transform(self, module: torch.nn.Module) -> FSDPTransform:
-        options = {"device": self.root_device, **self._options}
-        if self._mesh is not None and not isinstance(self._mesh, DeviceMesh):
-            if math.prod(self._mesh) != self.world_size:
-                raise ValueError(f"mesh: {self._mesh} has {math.prod(self._mesh)} ranks, Fabric has {self.world_size}")
-            self._mesh = init_device_mesh(self.root_device.type, self._mesh, mesh_dim_names=("replicate", "shard"))
-        options["mesh"] = self._mesh
+        options, init = dict(self._options), replace(self._init, device=self.root_device)
+        if isinstance(self._ranks, tuple):
+            if math.prod(self._ranks) != self.world_size:
+                raise ValueError(
+                    f"ranks: {self._ranks} has {math.prod(self._ranks)} ranks, Fabric has {self.world_size}"
+                )
+            self._ranks = init_device_mesh(self.root_device.type, self._ranks, mesh_dim_names=("replicate", "shard"))
         if isinstance(self.precision, ShardedMixedPrecision):
             options["mp_policy"] = self.precision.mp_policy
         if any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers())):
-            options.setdefault("param_init_fn", _reset_parameters)
-        return fsdp(**options)
+            init = replace(init, param_init_fn=init.param_init_fn or _reset_parameters)
+        return fsdp(**options, ranks=self._ranks, init=init)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer.
@@ -238,9 +246,9 @@ class _NoSync:
         return module.no_sync() if enabled else contextlib.nullcontext()
 
 
-def _check_sizes(mesh: Any) -> None:
-    if not isinstance(mesh, tuple) or len(mesh) != 2 or not all(isinstance(n, int) and n > 0 for n in mesh):
-        raise TypeError(f"mesh: expected a DeviceMesh or the sizes (replicas, shards), got {mesh!r}")
+def _check_sizes(sizes: tuple[int, ...]) -> None:
+    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise TypeError(f"ranks: expected a DeviceMesh or the sizes (replicas, shards), got {sizes!r}")
 
 
 def _reset_parameters(module: torch.nn.Module) -> None:

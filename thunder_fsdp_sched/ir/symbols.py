@@ -17,7 +17,7 @@ in its private slot: see [Note: Gathered once in a window] in ``runtime.bucket``
 Some gradients are written directly into the slot of the reduction: ``dw = fsdp_matmul_into(bucket_h_0, slot_1, 0, x,
 y)`` and ``fsdp_sum_into`` compute the gradient of parameter 0 of the bucket there. The reduction copies the others.
 
-With ``reshard_after_forward=2``, forward copies a part of the bucket, and backward gathers from these copies within a
+With ``Sharding(secondary_ranks=2)``, forward copies a part of the bucket, and backward gathers from these copies within a
 subgroup of ranks: see [Note: Secondary shards] in ``runtime.bucket_aliases``. ``x`` is a token, as in
 [Note: Tokens of host copies]::
 

@@ -88,7 +88,7 @@ def make_plan(
                 unique,
                 tuple(specs),
                 layout,
-                replace(kind.options, reshard_after_forward=_secondary_size(unique, kind.options, ranks.size)),
+                replace(kind.options, secondary_ranks=_secondary_size(unique, kind.options, ranks.size)),
                 comm,
                 ranks.group,
                 ranks.replicas,
@@ -98,12 +98,12 @@ def make_plan(
 
 
 def _secondary_size(name: str, options: BucketOptions, ranks: int) -> int | None:
-    size = options.reshard_after_forward
+    size = options.secondary_ranks
     if size is None or options.sharding_strategy == "zero2" or size == ranks:
         return None
     if ranks % size:
         raise ValueError(
-            f"reshard_after_forward: {size} ranks cannot hold bucket {name!r} for backward, because it is sharded over "
+            f"secondary_ranks: {size} ranks cannot hold bucket {name!r} for backward, because it is sharded over "
             f"{ranks} ranks; choose a number that divides {ranks}"
         )
     return size
@@ -124,7 +124,7 @@ class _Kind(NamedTuple):
         policy, others = own.mp_policy, other.mp_policy
         param_dtype = policy.param_dtype or self.dtype
         reduce_dtype = policy.reduce_dtype or param_dtype
-        factor, size = own.gradient_divide_factor, own.reshard_after_forward
+        factor, size = own.gradient_divide_factor, own.secondary_ranks
         return [
             "" if self.ranks == first.ranks else self.ranks.group,
             "" if self.requires_grad else "frozen",
@@ -133,7 +133,7 @@ class _Kind(NamedTuple):
             "" if policy.reduce_dtype == others.reduce_dtype else f"reduced_{_named(reduce_dtype)}",
             "" if own.comm_policy == other.comm_policy else _sent_as(*own.formats),
             "" if factor == other.gradient_divide_factor else f"divided_by_{factor or 'ranks'}",
-            "" if size == other.reshard_after_forward else f"secondary_{size or 'none'}",
+            "" if size == other.secondary_ranks else f"secondary_{size or 'none'}",
             _named(self.dtype),
             str(self.device),
         ]

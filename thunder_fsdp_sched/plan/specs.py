@@ -103,14 +103,14 @@ class GroupKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketOptions:
-    """Options that functions may decide for each module, with the names of the arguments of ``fsdp``.
+    """Options that functions may decide for each module, with the names of ``fsdp`` and :class:`Sharding`.
 
     Attributes:
         sharding_strategy: ``"zero3"`` if gathered again for backward, ``"zero2"`` if unsharded until then.
         mp_policy: of a bucket, only the dtypes that differ from that of the shards.
         comm_policy: the formats in which parameters and gradients travel; ``None`` if they travel exactly.
         gradient_divide_factor: what the sum of gradients over ranks is divided by; ``None`` for the number of ranks.
-        reshard_after_forward: the number of ranks among which backward gathers from secondary shards; ``None`` for all.
+        secondary_ranks: the number of ranks among which backward gathers from secondary shards; ``None`` for all.
             See [Note: Secondary shards] in ``runtime.bucket_aliases``.
     """
 
@@ -118,7 +118,7 @@ class BucketOptions:
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     comm_policy: Encoding | None = None
     gradient_divide_factor: float | None = None
-    reshard_after_forward: int | None = None
+    secondary_ranks: int | None = None
 
     @property
     def formats(self) -> tuple[str | None, str | None]:

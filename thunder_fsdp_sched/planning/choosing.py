@@ -160,9 +160,11 @@ class Chooser:
     ) -> None:
         self.joint, self.sharded, self.compiled = joint, sharded, compiled
         self.traces, self.options = traces, options = context.traces, context.options
-        self.context = replace(context, fusions=(), options=replace(options, schedule=None, release="never"))
+        kept_allocated = replace(options.sharding_strategy, release=False)
+        searched = replace(options, schedule=None, sharding_strategy=kept_allocated)
+        self.context = replace(context, fusions=(), options=searched)
         self.limits = Limits(
-            options.max_unsharded_bytes,
+            options.sharding_strategy.max_unsharded_bytes,
             options.max_memory,
             largest_peak=max((one.choice.chosen.largest_peak for one in compiled if one.choice), default=0),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from ..api import fsdp
 from ..compiled_traces import CompiledTraces
 from ..ir.step_memory import StepMemory
+from ..option_groups import Ranks, Sharding
 from ..transform import FSDPTransform
 from . import gpu_attention
 from .clusters import ClusterSpec, cluster
@@ -216,7 +217,8 @@ def _plan(
     def transform(**more: Any) -> FSDPTransform:  # over the process group of the ranks
         if replicas > 1:
             shape = replicas, world_size // replicas
-            more["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+            more["ranks"] = replace(Ranks.of(options.get("ranks")), mesh=mesh)
         return fsdp(cluster=spec, **{**options, **more})
 
     def planned(transform: FSDPTransform, is_traced: bool) -> DryRun:
@@ -224,7 +226,10 @@ def _plan(
 
     is_traced = traced is None
     if traced is None:
-        chosen_later = partial(transform, **_NOTHING_TO_CHOOSE) if micro_batches > 1 else transform
+        # A window is planned from the trace of a step that never runs, so nothing needs to be chosen for it.
+        sharding = replace(Sharding.of(options.get("sharding_strategy", "zero3")), max_unsharded_bytes=None)
+        no_choice = partial(transform, prefetch=1, max_memory=None, sharding_strategy=sharding)
+        chosen_later = no_choice if micro_batches > 1 else transform
         made = partial(module_and_inputs, make)
         traced = compile_as_rank(made, chosen_later, rank=0, world_size=world_size, executors=executors)
         if micro_batches == 1:
@@ -235,10 +240,6 @@ def _plan(
         for no_sync in (True, False) if micro_batches > 1 else (False,):
             plan_again(traced, new, jitted, no_sync=no_sync)
     return planned(new, is_traced)
-
-
-_NOTHING_TO_CHOOSE: Mapping[str, Any] = {"prefetch": 1, "max_memory": None, "max_unsharded_bytes": None}
-"""Options with which the passes run once. A window is planned from the trace of a step that never runs."""
 
 
 def module_and_inputs(make: Callable[[], Made]) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import thunder
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..compiled_traces import CompiledTraces
 from ..ir.effects import declared
 from ..ir.inspection import snapshot
+from ..options import Options
 from ..runtime.bucket import Bucket
 from ..transform import FSDPTransform
 from ..transforms.shard_prologue import become_shard
@@ -96,25 +98,28 @@ def _with_shards(traced: FSDPTransform, transform: FSDPTransform) -> TraceCtx:
 
 def _refuse_other_values(traced: FSDPTransform, transform: FSDPTransform) -> None:
     """Raise an error if options of ``transform`` change a value that the trace of ``traced`` computes."""
-    for name in _OF_VALUES:
-        before, now = getattr(traced.options, name), getattr(transform.options, name)
+    old, new = _of_values(traced.options), _of_values(transform.options)
+    for name, before in old.items():
+        now = new[name]
         if isinstance(before, MixedPrecisionPolicy) and isinstance(now, MixedPrecisionPolicy):
             before = replace(before, reduce_dtype=now.reduce_dtype)
         if before != now:
             raise NeedsTrace(
                 f"{name}: {now!r} instead of {before!r} changes what is computed, so trace the model again"
             )
-    old, new = traced.sharded.locations, transform.sharded.locations
-    if old.keys() != new.keys():
-        raise NeedsTrace(f"the module has other parameters: {', '.join(sorted(old.keys() ^ new.keys())[:3])}")
-    for name, (bucket, index) in new.items():
-        before, now = _value(*old[name]), _value(bucket, index)
+    locations, new_locations = traced.sharded.locations, transform.sharded.locations
+    if different := locations.keys() ^ new_locations.keys():
+        raise NeedsTrace(f"the module has other parameters: {', '.join(sorted(different)[:3])}")
+    for name, (bucket, index) in new_locations.items():
+        before, now = _value(*locations[name]), _value(bucket, index)
         if before != now:
             raise NeedsTrace(f"parameter {name!r} is {now} instead of {before}, so trace the model again")
 
 
-_OF_VALUES = ("mp_policy", "ignored_params", "device")
-"""Options on which values of the trace depend."""
+def _of_values(options: Options) -> dict[str, Any]:
+    """Return the options on which values of the trace depend."""
+    init = options.init
+    return {"mp_policy": options.mp_policy, "ignored_params": init.ignored_params, "device": init.device}
 
 
 def _value(bucket: Bucket, index: int) -> str:

@@ -22,6 +22,8 @@ from thunder.core.pytree import tree_flatten, tree_map
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..encoding.policy import CommPolicy
+from ..option_groups import Sharding
+from ..plan.specs import ShardingStrategy
 from ..sizes import human_bytes
 from .dry_run import DryRun, dry_run_step, module_and_inputs, replan
 from .fake_ranks import Made
@@ -274,8 +276,9 @@ def smaller_changes(step: DryRun, max_memory: int) -> Iterator[Change]:
         max_memory: bytes that the step may need, without optimizer state.
     """
     options = step.options
-    if options.get("sharding_strategy") == "zero2":
-        yield _option("sharding_strategy", "zero3")
+    sharding = step.transform.options.sharding_strategy
+    if sharding.strategy == "zero2":
+        yield _strategy(sharding, "zero3")
     if step.replicas > 1:
         yield _option("replicas", 1)
     if step.micro_batches > 1 and (options.get("accumulate"), options.get("max_memory")) == (None, None):
@@ -309,8 +312,9 @@ def faster_changes(step: DryRun) -> Iterator[Change]:
     """Yield changes that may lower the time of a step, at the cost of memory or of precision."""
     if step.options.get("schedule") is not None:
         return
-    if step.options.get("sharding_strategy", "zero3") == "zero3" and step.options.get("max_unsharded_bytes") is None:
-        yield _option("sharding_strategy", "zero2")
+    sharding = step.transform.options.sharding_strategy
+    if (sharding.strategy, sharding.max_unsharded_bytes) == ("zero3", None):
+        yield _strategy(replace(sharding, secondary_ranks=None), "zero2")
     if step.transform.options.prefetch != "auto":
         yield _option("prefetch", "auto")
     if step.options.get("comm_policy") is None and step.options.get("transport") != "all_reduce":
@@ -332,6 +336,12 @@ def _has_long_dtypes(step: DryRun) -> bool:
 def _option(name: str, value: Any, text: str | None = None) -> Change:
     text = text or (f'"{value}"' if isinstance(value, str) else str(value))
     return Change(f"{name}={text}", name, {name: value})
+
+
+def _strategy(sharding: Sharding, strategy: ShardingStrategy) -> Change:
+    changed = replace(sharding, strategy=strategy)
+    is_plain = changed == Sharding(strategy)
+    return _option("sharding_strategy", strategy if is_plain else changed)
 
 
 def _detail(step: DryRun) -> str:

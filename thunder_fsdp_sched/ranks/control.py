@@ -74,7 +74,7 @@ import torch.distributed as dist
 from ..process_state import reset_after_fork
 from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
 from .messages import Action, first_difference, first_different, first_line, without_remarks
-from .process_groups import ProcessGroupRef, Ranks
+from .process_groups import BucketRanks, ProcessGroupRef
 
 
 class IssueCounts:
@@ -122,7 +122,7 @@ class AgreedProgram(NamedTuple):
 
 class _Shared(Protocol):
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> BucketRanks:
         """The ranks that share the object."""
 
 
@@ -393,7 +393,7 @@ class Control:
                 if (different := first_different(parts)) is not None:
                     raise self.disagreement(
                         f"{what}: the collectives agree but the computations differ (if they are meant to, give "
-                        f"fsdp(allow_different_computation=True)), {self._difference(*different, own_lines)}"
+                        f"fsdp(debug=Debug(allow_different_computation=True))), {self._difference(*different, own_lines)}"
                     )
         communicates = any(groups or may_gather for _, groups, _, may_gather in everyones.values())
         number = hash64(what, *(theirs[0] for theirs in everyones.values()))

@@ -122,8 +122,9 @@ class ProcessGroupRef:
         if device.type != "meta" and not self.backend_for(device):
             raise ValueError(
                 f"{what} would be sent from the {device.type.upper()}, but process group {self.description!r} has backends "
-                f"for {self.backends!r} only. Move the module to {' or '.join(self._by_type)} or pass fsdp(device=...), or "
-                f"create the process group with a backend for both: init_process_group('cpu:gloo,cuda:nccl')"
+                f"for {self.backends!r} only. Move the module to {' or '.join(self._by_type)} or pass "
+                f"fsdp(init=Init(device=...)), or create the process group with a backend for both: "
+                f"init_process_group('cpu:gloo,cuda:nccl')"
             )
 
     @property
@@ -162,7 +163,7 @@ class ProcessGroupRef:
         return self._process != os.getpid() and not self.is_fake
 
 
-class Ranks:
+class BucketRanks:
     """The ranks that share a bucket."""
 
     def __init__(

@@ -35,7 +35,8 @@ def answer(step: DryRun, model: str, verdict: str, found: Suggestions | None) ->
         f"{largest.name} {largest.shape}",
         *(precision.replace("torch.", "") for precision in dtypes),
         f"{step.compiled.call}" + f", {step.micro_batches} micro-batches" * (step.micro_batches > 1),
-        f"{options.sharding_strategy}, {step.world_size} ranks of {step.cluster.name}: {1e3 * step.seconds:,.2f} ms a step",
+        f"{options.sharding_strategy.strategy}, {step.world_size} ranks of {step.cluster.name}: "
+        f"{1e3 * step.seconds:,.2f} ms a step",
         verdict,
     ]
     for change in found.ranked[:3] if found is not None else ():

@@ -52,7 +52,7 @@ def table_of(plan: Sequence[BucketSpec], title: str) -> PlanTable:
     kept = [bucket.name for bucket in plan if bucket.options.sharding_strategy == "zero2"]
     if 0 < len(kept) < len(plan):
         notes.append(f"unsharded until backward: {', '.join(kept)}")
-    sizes = _names_by(plan, lambda b: b.options.reshard_after_forward)
+    sizes = _names_by(plan, lambda b: b.options.secondary_ranks)
     for size, names in sizes.items():
         of = f": {names}" if len(sizes) > 1 else ""
         notes += [f"backward gathers among {size} ranks, from secondary shards{of}"] * (size is not None)

@@ -13,7 +13,7 @@ micro-batches, too: its private slot belongs to no other bucket. So the forward 
 * the memory has not been freed since (``release``, ``lend``);
 * no parameter of the bucket has changed since. Every write through a parameter or its ``.data`` counts, as does each step
   of an optimizer in this process. Writes that torch cannot see, by kernels of others or through ``to_local().data``, do
-  not: no window may contain them, unless ``fsdp(reshard_after_backward=True)`` gathers in each micro-batch;
+  not: no window may contain them, unless ``Sharding(reshard_after_backward=True)`` gathers in each micro-batch;
 * all of that holds on every rank. Each rank offers what it could reuse in the round of agreement at the start of forward,
   and only what all of them offer is reused. So a rank that has changed its own rows never skips a gather alone, and
   others do not skip it either.
@@ -44,7 +44,7 @@ from .rows import Rows
 from .shard_source import CastShardSource, OffloadedShardSource, ShardSource
 
 if TYPE_CHECKING:
-    from ..ranks.process_groups import Ranks
+    from ..ranks.process_groups import BucketRanks
 
 
 WINDOW_OPEN = "open"
@@ -88,13 +88,13 @@ class Bucket:
     def __init__(
         self,
         spec: BucketSpec,
-        ranks: Ranks,
+        ranks: BucketRanks,
         arena: Arena,
         handle: str,
         *,
         base: Bucket | None = None,
         primary: Bucket | None = None,
-        secondary_ranks: Ranks | None = None,
+        secondary_ranks: BucketRanks | None = None,
         peer_memory: PeerMemory | None = None,
     ) -> None:
         self.spec = spec

@@ -3,7 +3,7 @@
 An alias uses the shards of its bucket and allocates none. Gradients are reduced under the bucket itself.
 
 [Note: Secondary shards]
-With ``reshard_after_forward=N``, the ranks that share a bucket form subgroups of N successive ranks. After its gather in
+With ``Sharding(secondary_ranks=N)``, the ranks that share a bucket form subgroups of N successive ranks. After its gather in
 forward each rank copies its part of the unsharded bucket, the secondary shard, so that each subgroup has the whole
 bucket. Backward gathers it within the subgroup. If that is a node, only forward's gather and the reduction use the links
 between nodes. ZeRO++ calls this hierarchical partitioning (hpZ, arXiv:2306.10209), and FSDP2 has it under the name of the
@@ -36,13 +36,15 @@ from .bucket import Bucket, handle_name
 from .memory import InFlight
 
 if TYPE_CHECKING:
-    from ..ranks.process_groups import Ranks
+    from ..ranks.process_groups import BucketRanks
 
 
 _Token = TypeVar("_Token")
 
 
-def _alias(base: Bucket, spec: BucketSpec, *, ranks: Ranks | None = None, primary: Bucket | None = None) -> Bucket:
+def _alias(
+    base: Bucket, spec: BucketSpec, *, ranks: BucketRanks | None = None, primary: Bucket | None = None
+) -> Bucket:
     """Return a bucket that uses the shards of another one. Whatever the bucket's formats are, it is sent exactly.
 
     Args:

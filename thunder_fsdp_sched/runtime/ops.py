@@ -280,7 +280,7 @@ def params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
     if not slot.arena.is_memory_of_running_backward():
         raise RuntimeError(
             f"release: the memory of bucket {bucket.spec.name!r}, which this backward reads, was freed after another "
-            f"backward that ran since the forward. Use fsdp(release='never') if several forwards run before their "
+            f"backward that ran since the forward. Use Sharding(release=False) if several forwards run before their "
             f"backwards, or if backward runs twice (retain_graph=True)"
         )
     if not bucket.is_agreed and not bucket.is_kept_for_this_backward():

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ..private_torch import new_spec
 
 if TYPE_CHECKING:
-    from ..ranks.process_groups import Ranks
+    from ..ranks.process_groups import BucketRanks
 
 
 class RowShard(Shard):
@@ -105,7 +105,7 @@ class Rows:
 
     shape: torch.Size
     starts: Sequence[int]
-    ranks: Ranks
+    ranks: BucketRanks
     label: str
     _place: tuple[weakref.ref[Any], int] | None = None
     is_reshaped: bool = False

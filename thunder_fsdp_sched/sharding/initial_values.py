@@ -37,8 +37,8 @@ from .module_parameters import tensors_in_containers
 
 _WHAT = (
     "the values of the parameters. Initialize them alike on all ranks (torch.manual_seed with one seed), or pass "
-    "fsdp(broadcast_from=0); if a checkpoint is loaded into all of them later, pass "
-    "fsdp(allow_different_initialization=True)"
+    "fsdp(init=Init(broadcast_from=0)); if a checkpoint is loaded into all of them later, pass "
+    "fsdp(init=Init(allow_different_values=True))"
 )
 
 
@@ -60,7 +60,7 @@ class ValueSource:
         self._attributes = {path for path, _ in attributes}
         self._own = {name: tensor.device.type for name, tensor in (*registered, *attributes)}
         self._theirs = self._own
-        self.rank = options.broadcast_from
+        self.rank = options.init.broadcast_from
         if self.rank is not None:
             is_source = control.is_single_rank or control.global_rank == self.rank
             devices = control.exchange("broadcast_from", self._own if is_source else None)
@@ -121,11 +121,13 @@ def resolve_device(device: torch.device) -> torch.device:
         return torch.device("cpu") if device.type == "cpu" else device
     if not torch.cuda.is_available():
         built = "torch sees no GPU" if torch.backends.cuda.is_built() else "this build of torch has no CUDA support"
-        raise ValueError(f"device: {str(device)!r} is not available: {built}. Pass device='cpu', or leave device out")
+        raise ValueError(
+            f"device: {str(device)!r} is not available: {built}. Pass Init(device='cpu'), or leave device out"
+        )
     if device.index is not None and device.index >= torch.cuda.device_count():
         raise ValueError(
             f"device: {str(device)!r} is not available: this process sees {torch.cuda.device_count()} GPUs. Pass "
-            f"device='cuda' after torch.cuda.set_device(local_rank)"
+            f"Init(device='cuda') after torch.cuda.set_device(local_rank)"
         )
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 

@@ -151,7 +151,7 @@ class ModuleParameters:
                 if shard.device != bucket.shard.device:
                     raise RuntimeError(
                         f"parameter {spec.name!r} was sharded on {bucket.shard.device}, but the module was moved to "
-                        f"{shard.device} afterwards: move it {before}, or pass fsdp(device=...)"
+                        f"{shard.device} afterwards: move it {before}, or pass fsdp(init=Init(device=...))"
                     )
                 if address(local_rows(shard)) != pointer:
                     raise RuntimeError(

@@ -1,7 +1,7 @@
 """The options of each module, if functions of the module decide them.
 
 [Note: Options of single modules]
-``sharding_strategy``, ``reshard_after_forward``, ``mp_policy``, ``comm_policy`` and ``gradient_divide_factor`` may be
+``Sharding``'s ``strategy`` and ``secondary_ranks``, ``mp_policy``, ``comm_policy`` and ``gradient_divide_factor`` may be
 functions of (module name, module). They are asked once for each module, from the root down. A module for which they return
 ``None`` is treated as the module that contains it. What is decided for a module applies to the parameters that it owns
 directly. So a function may decide by blocks or by single layers, and ``mp_policy`` decides as nested calls of FSDP2's
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..options import BY_MODULE, CHECKS, Options, override_of
+from ..option_checks import BY_MODULE, override_of
+from ..options import Options
 from ..plan.specs import BucketOptions, ParamSpec
 from ..private_torch import default_reduce_dtype
 from .casts import attach_casts
@@ -69,7 +70,7 @@ class ModulePolicies:
     """
 
     def __init__(self, module: torch.nn.Module, options: Options) -> None:
-        given = {option: getattr(options, option) for option in BY_MODULE}
+        given = options.by_module()
         functions: dict[str, Any] = {option: value for option, value in given.items() if callable(value)}
         fixed = BucketOptions(**{option: value for option, value in given.items() if option not in functions})
         self._of: dict[str, BucketOptions] = {}
@@ -82,7 +83,7 @@ class ModulePolicies:
                 for option, function in functions.items():
                     if (answer := function(path, child)) is not None:
                         name = f"{option}, returned by the callable for {_shown(path)}"
-                        decision = replace(decision, **{option: CHECKS[option](name, answer)})
+                        decision = replace(decision, **{option: BY_MODULE[option](name, answer)})
                         if option == "mp_policy" and path:
                             self._casts.append((child, decision.mp_policy))
                 decided[child] = decision

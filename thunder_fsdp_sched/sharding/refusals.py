@@ -7,7 +7,6 @@ from thunder.core.module import ThunderModule
 from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
 
-from ..options import Options
 from ..private_torch import find_backward_hooks, has_old_backward_hooks
 from ..runtime.row_dtensor import RowDTensor
 from .former_parameters import refuse_former
@@ -65,7 +64,9 @@ def refuse_grad_dtypes(named: dict[str, nn.Parameter]) -> None:
             )
 
 
-def refuse_views(model: ThunderModule, named: dict[str, nn.Parameter], ignored: set[str], options: Options) -> None:
+def refuse_views(
+    model: ThunderModule, named: dict[str, nn.Parameter], ignored: set[str], device: torch.device | None
+) -> None:
     """Raise an error for tensors that share memory with a parameter, because sharding moves the parameter away."""
 
     def storage_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
@@ -74,7 +75,7 @@ def refuse_views(model: ThunderModule, named: dict[str, nn.Parameter], ignored: 
     leaves = {
         storage_of(p): n
         for n, p in named.items()
-        if p.numel() and not p.is_meta and (n not in ignored or options.device not in (None, p.device))
+        if p.numel() and not p.is_meta and (n not in ignored or device not in (None, p.device))
     }
     module_param_ids = {id(param) for param in model._model.parameters()}
     others = [

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..compat import __version__
-from ..options import Options, check_transport
+from ..option_checks import check_transport
+from ..options import Options
 from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, StridedView
@@ -27,7 +28,7 @@ from ..private_torch import replace_data, state_name
 from ..proof.audit import PreShardStorages
 from ..ranks.assignment import GroupAssignment, broadcast, find_world_group
 from ..ranks.control import Control
-from ..ranks.process_groups import Ranks
+from ..ranks.process_groups import BucketRanks
 from ..runtime.autograd import take_hooks
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
@@ -67,8 +68,8 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
             parameters or their values.
     """
     refuse_compiled(model._model)
-    if options.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
-        options = replace(options, device=resolve_device(options.device))
+    if options.init.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
+        options = replace(options, init=replace(options.init, device=resolve_device(options.init.device)))
     sharding = _Sharding(model, options)
     control = sharding.control
     with control.all_or_none("whether the module can be sharded"):
@@ -103,7 +104,7 @@ class _Param(NamedTuple):
     spec: ParamSpec
     param: nn.Parameter
     own: nn.Parameter
-    ranks: Ranks
+    ranks: BucketRanks
 
 
 class _Sharding:
@@ -123,9 +124,9 @@ class _Sharding:
     def __init__(self, model: ThunderModule, options: Options) -> None:
         self.model, self.module, self.options = model, model._model, options
         self.control = Control.of_module(
-            find_world_group(options.mesh, options.process_group),
+            find_world_group(options.ranks.mesh, options.ranks.process_group),
             type(self.module).__name__,
-            compares_computation=not options.allow_different_computation,
+            compares_computation=not options.debug.allow_different_computation,
         )
         # This precedes everything else that ranks do together.
         versions = [f"{package} {importlib.metadata.version(package)}" for package in ("lightning-thunder", "torch")]
@@ -134,9 +135,9 @@ class _Sharding:
         self.source = ValueSource(model, options, self.control)
         self.assignment = GroupAssignment(
             self.control.group,
-            mesh=options.mesh,
-            process_group_for=options.process_group_for,
-            separate_reductions=options.separate_reduce_scatter_group,
+            mesh=options.ranks.mesh,
+            process_group_for=options.ranks.process_group_for,
+            separate_reductions=options.ranks.separate_reduce_scatter_group,
         )
 
     #
@@ -154,8 +155,8 @@ class _Sharding:
         to_shard = {n: p for n, p in named.items() if n not in ignored}
         refuse_grad_dtypes(to_shard)
         specs = self._param_specs(to_shard)
-        source.check({spec.name for spec, _ in specs}, initializes=options.param_init_fn is not None)
-        refuse_views(self.model, named, ignored, options)
+        source.check({spec.name for spec, _ in specs}, initializes=options.init.param_init_fn is not None)
+        refuse_views(self.model, named, ignored, options.init.device)
         self.moved = self._move_unsharded(ignored)
         self.params = [
             _Param(spec, param, _own_param(module, spec.name, param), assignment.of(spec.name, param))
@@ -180,7 +181,7 @@ class _Sharding:
 
     def _ignored_names(self, named: dict[str, nn.Parameter]) -> set[str]:
         ignored = set()
-        for wanted in self.options.ignored_params:
+        for wanted in self.options.init.ignored_params:
             is_name = isinstance(wanted, str)
             matches = [p for n, p in named.items() if (wanted in (n, state_name(n)) if is_name else p is wanted)]
             if not matches:
@@ -211,7 +212,7 @@ class _Sharding:
                         f"to both names), or clone one"
                     )
             own = getattr(param, "_thunder_device", self.source.device_of(names[0], param))
-            device = self.options.device or resolve_device(torch.device(own))
+            device = self.options.init.device or resolve_device(torch.device(own))
             is_plain = param.is_contiguous() and param.storage_offset() == 0
             strided = None if is_plain else StridedView(param.stride(), int(param.storage_offset()))
             spec = ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad, strided)
@@ -223,7 +224,7 @@ class _Sharding:
         copies: dict[torch.Tensor, torch.Tensor] = {}  # a tensor with several names stays one tensor
 
         def move(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            device = self.options.device or self.source.device_of(name, tensor)
+            device = self.options.init.device or self.source.device_of(name, tensor)
             if tensor.device == device or not self.source.has_value(name):
                 return tensor
             if tensor not in copies:
@@ -285,9 +286,9 @@ class _Sharding:
         if source.rank is not None:
             moved = [f"{n}: {t.dtype}{list(t.shape)} on {t.device.type}" for n, t in self.moved.items()]
             control.check_same("the buffers and ignored parameters to broadcast", moved)
-        elif not options.allow_different_initialization and not control.is_single_rank:
+        elif not options.init.allow_different_values and not control.is_single_rank:
             # With replicas all of them at once, unless some parameters have other ranks.
-            every = None if options.process_group_for is not None else (control.group,)
+            every = None if options.ranks.process_group_for is not None else (control.group,)
             check_initial_values(control, ((p.spec.name, p.param, every or p.ranks.groups) for p in self.params))
 
     #
@@ -298,7 +299,7 @@ class _Sharding:
         assignment = self.assignment
         arenas: dict[torch.device, Arena] = {}
         buckets: dict[str, Bucket] = {}  # by handle
-        shared: dict[tuple[str, torch.device, Ranks], PeerMemory] = {}
+        shared: dict[tuple[str, torch.device, BucketRanks], PeerMemory] = {}
         peer_memory = {}
         for spec in self.plan:
             transport, ranks = find_transport(spec.comm.transport), assignment.ranks_of(spec)
@@ -338,9 +339,9 @@ class _Sharding:
             elif param.is_meta:
                 device = source.device_of(spec.name, param)
                 received[device] = max(received[device], param.nbytes)
-        if self.options.param_init_fn is not None:
-            self._initialize(self.options.param_init_fn)
-        first = self.params[0].spec.device if self.params else self.options.device
+        if self.options.init.param_init_fn is not None:
+            self._initialize(self.options.init.param_init_fn)
+        first = self.params[0].spec.device if self.params else self.options.init.device
         for name, tensor in self.moved.items():
             if source.has_value(name):
                 self._broadcast(tensor, self.assignment.default_ranks, first)
@@ -381,7 +382,7 @@ class _Sharding:
             for own, leaf, tensor, name in on_meta:
                 # In the dtype of the shards: the module's own parameter may already have that of unsharded parameters.
                 dtype = self.locations[name][0].spec.dtype if name in self.locations else tensor.dtype
-                real = torch.empty_like(tensor, device=self.options.device, dtype=dtype)
+                real = torch.empty_like(tensor, device=self.options.init.device, dtype=dtype)
                 make_blank(real)
                 own[leaf] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
             if on_meta:
@@ -393,13 +394,13 @@ class _Sharding:
                 if isinstance(tensor, nn.Parameter):
                     own[leaf] = tensor
                 if name in self.locations:
-                    self._broadcast(made, self.locations[name][0].ranks, self.options.device)
+                    self._broadcast(made, self.locations[name][0].ranks, self.options.init.device)
                     self._copy_in(name, made)
                     continue
                 if isinstance(tensor, nn.Parameter):
                     replace_data(tensor, made.detach())
                     made = tensor
-                self._broadcast(made, self.assignment.default_ranks, self.options.device)
+                self._broadcast(made, self.assignment.default_ranks, self.options.init.device)
                 self.moved[name] = made
 
     @torch.no_grad()
@@ -408,7 +409,7 @@ class _Sharding:
         bucket.write_rows(index, bucket.rows[index].of(whole))
 
     @torch.no_grad()
-    def _broadcast(self, tensor: torch.Tensor, ranks: Ranks, via: torch.device | None) -> None:
+    def _broadcast(self, tensor: torch.Tensor, ranks: BucketRanks, via: torch.device | None) -> None:
         """With ``broadcast_from``, broadcast a tensor over its ranks, if necessary by way of the device ``via``."""
         if self.source.rank is not None:
             with self.control.doing("broadcast_from"):

@@ -204,8 +204,9 @@ class ShardedModule:
             if blank:
                 raise RuntimeError(
                     f"parameters or buffers that were on the meta device have no values yet: {', '.join(blank[:3])}"
-                    f"{f' and {len(blank) - 3} more' if len(blank) > 3 else ''}. Give fsdp(param_init_fn=...), or load "
-                    f"parameters (load_checkpoint, load_safetensors) before the first call"
+                    f"{f' and {len(blank) - 3} more' if len(blank) > 3 else ''}. Give "
+                    f"fsdp(init=Init(param_init_fn=...)), or load parameters (load_checkpoint, "
+                    f"load_safetensors) before the first call"
                 )
         self.began_on_meta.clear()
 

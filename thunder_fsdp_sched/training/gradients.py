@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
-from ..options import check_factor
+from ..option_checks import check_factor
 from ..runtime.row_dtensor import local_rows
 from ..sharding.sharded_module import find_jitted
 

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from thunder.core.trace import TraceCtx
 
@@ -41,7 +41,7 @@ def assign_slots(
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena,
     forward: TraceCtx | None = None,
     max_unsharded_bytes: int | None = None,
-    release: Literal["never", "step"] = "never",
+    release: bool = False,
     trains: bool = True,
     backward_arena: bool = False,
 ) -> TraceCtx:
@@ -71,12 +71,12 @@ def assign_slots(
         forward: for a backward trace, its forward trace after ``mark_retained_by_forward``. See
             [Note: Buckets left by forward] in ``reuse_from_forward``.
         max_unsharded_bytes: limit (bytes) on all slots, up to which the arena may grow to keep forward's buckets resident.
-        release: with ``"step"``, a step without a backward gathers kept buckets like the others.
+        release: whether a step frees the memory; one without a backward then gathers kept buckets like the others.
         trains: whether the step has a backward.
         backward_arena: whether slots of backward beyond the memory that forward needs get memory that only backward
             allocates. See [Note: Memory that only backward needs] in ``release_slots``.
     """
-    if release != "never" and not trains:
+    if release and not trains:
         kept = ()  # another forward may wait for its backward in the private slots, and this one would free them
     ranges = Analysis(trace).slots
     private = {issue for issue, live in ranges.items() if live.is_gather and live.bucket.base in kept}

@@ -15,7 +15,7 @@ def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
     """Copy a secondary shard after forward's gather of a bucket, and gather it from these copies in backward.
 
     Runs on the joint trace after ``regather_for_backward`` has run for the last time, because fusion executors could
-    move the copies, and before ``offload_activations``. Does nothing without ``reshard_after_forward`` or without a
+    move the copies, and before ``offload_activations``. Does nothing without ``secondary_ranks`` or without a
     backward part. Before::
 
         ft150 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight)  # 16,384 bytes float32

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..plan.specs import BucketSpec
-from ..ranks.process_groups import Ranks
+from ..ranks.process_groups import BucketRanks
 
 _GLOO = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -48,7 +48,7 @@ class TransportedBucket(Protocol):
         """The planned bucket."""
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> BucketRanks:
         """The ranks that share it, with their process groups."""
 
     @property
@@ -122,7 +122,7 @@ class Transport(ABC):
     staging = False
     peers_read_shards = False
 
-    def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: Ranks) -> None:
+    def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: BucketRanks) -> None:
         """Check whether it can send these dtypes between these ranks.
 
         Raises:
@@ -142,12 +142,12 @@ class Transport(ABC):
             return "encoding on a GPU is compiled with torch.compile, which needs triton; install it"
         return ""
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, ranks: BucketRanks) -> torch.Tensor:
         """Return memory for a flat shard, filled with zeros, from which it can send."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def allocate_together(
-        self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: Ranks, *, workspace: int
+        self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: BucketRanks, *, workspace: int
     ) -> list[torch.Tensor]:
         """Memory for several buckets over the same ranks, as :meth:`allocate`; called if ``peers_read_shards``.
 
@@ -214,7 +214,7 @@ class PeerMemory:
     memory in the same order: that of the plan, later that of their traces.
     """
 
-    def __init__(self, transport: Transport, device: torch.device, ranks: Ranks) -> None:
+    def __init__(self, transport: Transport, device: torch.device, ranks: BucketRanks) -> None:
         self._transport, self._device, self._ranks = transport, device, ranks
         self._announced: dict[str, tuple[int, torch.dtype]] = {}
         self._workspace = 0

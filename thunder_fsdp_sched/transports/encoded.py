@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..plan.layout import Layout, Segment
 from ..plan.specs import BucketOptions, BucketSpec, ParamSpec, Wire
-from ..ranks.process_groups import Ranks
+from ..ranks.process_groups import BucketRanks
 from .base import Buffer, Returning, Traffic, Transport, TransportedBucket, Views, Work, issue_then, take_idle
 from .flat import Flat
 
@@ -43,10 +43,10 @@ class Encoded(Transport):
         self._sends = Flat() if inner.staging else inner  # decoding is the copy for which it stages
         self._on_wire = None if spec.gather_wire is None else _on_wire(spec, spec.gather_wire)
 
-    def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: Ranks) -> None:
+    def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: BucketRanks) -> None:
         self._inner.check(device, dtypes, ranks)
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, ranks: BucketRanks) -> torch.Tensor:
         return self._inner.allocate(numel, dtype, device, ranks)
 
     def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
@@ -139,7 +139,7 @@ class _BytesOf(NamedTuple):
     """The bytes of a bucket as a bucket that a transport can send."""
 
     spec: BucketSpec
-    ranks: Ranks
+    ranks: BucketRanks
     local_slices: list[tuple[slice, slice]]
     scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]]
 
@@ -156,7 +156,7 @@ def _on_wire(spec: BucketSpec, wire: Wire) -> BucketSpec:
     return replace(spec, params=(param,), layout=layout, options=BucketOptions())
 
 
-def _slices(spec: BucketSpec, ranks: Ranks) -> list[tuple[slice, slice]]:
+def _slices(spec: BucketSpec, ranks: BucketRanks) -> list[tuple[slice, slice]]:
     own = spec.layout.shard_numel
     return [(slice(0, own), slice(ranks.group.rank * own, (ranks.group.rank + 1) * own))]
 

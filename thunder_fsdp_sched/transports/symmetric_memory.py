@@ -36,7 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..plan.layout import Layout
 from ..plan.specs import BucketSpec
 from ..private_torch import timeout_of
-from ..ranks.process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, Ranks, exchange_texts
+from ..ranks.process_groups import ARRIVAL_TIMEOUT, BucketRanks, ProcessGroupRef, exchange_texts
 from ..sizes import round_up
 from .base import Traffic, TransportedBucket, Views, Work, issue_then, segment_bytes
 from .flat import Flat, pairs
@@ -77,11 +77,11 @@ class SymmetricMemory(Flat):
             self._memory = symmetric_memory
         return self._memory
 
-    def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: Ranks) -> None:
+    def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: BucketRanks) -> None:
         if device.type not in self._devices:
             raise ValueError(
                 f"transport={self.name!r} needs GPUs that can read each other's memory, but the parameters are on "
-                f"{device.type!r}; use 'flat', or move the module to CUDA devices (device='cuda')"
+                f"{device.type!r}; use 'flat', or move the module to CUDA devices (init=Init(device='cuda'))"
             )
         sees_all = device.type != "cuda" or ranks.group.size <= torch.cuda.device_count()
         if not sees_all and os.environ.get(_SHARES_DEVICES) != "1":  # as in tests on one GPU
@@ -117,7 +117,7 @@ class SymmetricMemory(Flat):
             )
 
     def allocate_together(
-        self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: Ranks, *, workspace: int
+        self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: BucketRanks, *, workspace: int
     ) -> list[torch.Tensor]:
         """See [Note: One symmetric allocation for many shards]. A collective, at the same place on all ranks."""
         if workspace:
