@@ -48,7 +48,7 @@ def rank_main(rank):
     init("store2", rank, 2)
     model = make()
     expected = tfs.full_state_dict(model)["weight"].clone()
-    tfs.save_checkpoint(folder / "second", model, wait=False, writer=WRITER).result()
+    tfs.save_checkpoint_async(folder / "second", model, writer=WRITER).result()
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -58,11 +58,11 @@ def rank_main(rank):
 
 if __name__ == "__main__":
     init("store1", 0, 1)
-    tfs.save_checkpoint(folder / "first", make(), wait=False, writer=WRITER).result()
+    tfs.save_checkpoint_async(folder / "first", make(), writer=WRITER).result()
     dist.destroy_process_group()
     mp.start_processes(rank_main, nprocs=2, start_method="fork")
     init("store3", 0, 1)
-    tfs.save_checkpoint(folder / "third", make(), wait=False, writer=WRITER).result()
+    tfs.save_checkpoint_async(folder / "third", make(), writer=WRITER).result()
     dist.destroy_process_group()
 """
 
@@ -78,12 +78,12 @@ _WORKERS = """
 init("store", 0, 1)
 model = make()
 optimizer = torch.optim.AdamW(model.parameters())
-tfs.save_checkpoint(folder / "0", model, optimizer, wait=False).result()  # without state of the optimizer
+tfs.save_checkpoint_async(folder / "0", model, optimizer).result()  # without state of the optimizer
 loader = torch.utils.data.DataLoader([torch.ones(64)] * 2, 2, num_workers=1, multiprocessing_context="fork")
 for x in loader:
     model(x).sum().backward()
     optimizer.step()
-    tfs.save_checkpoint(folder / "1", model, optimizer, wait=False).result()  # needs more memory
+    tfs.save_checkpoint_async(folder / "1", model, optimizer).result()  # needs more memory
 tfs.load_checkpoint(folder / "1", model, optimizer)
 dist.destroy_process_group()
 """
@@ -104,14 +104,14 @@ def fail(*args):
 def rank_main(case):
     init(f"store-{case}", 0, 1)
     model = make()
-    tfs.save_checkpoint(folder / f"first-{case}", model, wait=False, writer=WRITER).result()
+    tfs.save_checkpoint_async(folder / f"first-{case}", model, writer=WRITER).result()
     if case != "works":
         RunWriter.write_data = fail
     if case == "closed":
         sys.stderr.close()
     if case == "none":
         sys.stderr = None
-    tfs.save_checkpoint(folder / f"last-{case}", model, wait=False, writer=WRITER)
+    tfs.save_checkpoint_async(folder / f"last-{case}", model, writer=WRITER)
     dist.destroy_process_group()
 
 for case in ("works", "fails", "closed", "none"):
@@ -168,11 +168,11 @@ def test_a_forked_process_neither_ends_a_save_nor_uses_the_groups_of_its_parent(
         return write_data(writer, *args)
 
     with mock.patch.object(RunWriter, "write_data", fork_and_write):
-        saving = tfs.save_checkpoint(tmp_path / "0", model, optimizer, wait=False)
+        saving = tfs.save_checkpoint_async(tmp_path / "0", model, optimizer)
         has_returned.set()
         saving.result()
     _in_fork(lambda: None)
-    tfs.save_checkpoint(tmp_path / "1", model, optimizer, wait=False).result()
+    tfs.save_checkpoint_async(tmp_path / "1", model, optimizer).result()
     for name in ("0", "1"):
         tfs.load_checkpoint(tmp_path / name, model, optimizer)
         assert str(contents(model, optimizer)) == str(before)

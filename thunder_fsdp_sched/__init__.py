@@ -34,7 +34,9 @@ if TYPE_CHECKING:
         load_checkpoint,
         load_safetensors,
         save_checkpoint,
+        save_checkpoint_async,
         save_safetensors,
+        save_safetensors_async,
     )
     from .encoding.policy import CommPolicy
     from .ir.step_memory import StepMemory
@@ -79,7 +81,9 @@ __all__ = [
     "load_checkpoint",
     "load_safetensors",
     "save_checkpoint",
+    "save_checkpoint_async",
     "save_safetensors",
+    "save_safetensors_async",
     "set_gradient_divide_factor",
     "stream_full_parameters",
     "unsharded",

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import save_checkpoint
+from thunder_fsdp_sched import save_checkpoint, save_checkpoint_async
 from thunder_fsdp_sched.checkpoint import retention
 from thunder_fsdp_sched.checkpoint.folder import METADATA
 
@@ -42,7 +42,7 @@ def test_links_neither_count_nor_lose_what_they_point_to(tmp_path: Path) -> None
         save_checkpoint(run / f"step-{step}", model, keep=2)
         _point(run / "latest", f"step-{step}")
     assert _complete(run) == ["step-2", "step-3"]
-    saving = save_checkpoint(run / "step-4", model, keep=1, wait=False)
+    saving = save_checkpoint_async(run / "step-4", model, keep=1)
     _point(run / "latest", "step-4")
     saving.result()
     assert _complete(run) == ["step-4"] and tfs.latest_checkpoint(run) == run / "step-4"
@@ -72,8 +72,8 @@ def test_a_folder_is_the_same_under_another_name(tmp_path: Path) -> None:
     # A relative folder is that of the call, whatever the working folder is when the files are written.
     for writer in ("thread", "process"):
         with _chdir(tmp_path):
-            saving = save_checkpoint(f"run/{writer}", model, optimizer, wait=False, writer=writer, keep=1)
-            whole = tfs.save_safetensors(model, f"{writer}-whole", wait=False)
+            saving = save_checkpoint_async(f"run/{writer}", model, optimizer, writer=writer, keep=1)
+            whole = tfs.save_safetensors_async(model, f"{writer}-whole")
             update(model, optimizer)
         assert saving.result() == run / writer and _complete(run) == [writer]
         assert whole.result().parent == tmp_path / f"{writer}-whole"

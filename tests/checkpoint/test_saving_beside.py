@@ -1,4 +1,4 @@
-"""Saves beside training (``wait=False``): equal files, bit-identical training, errors on all ranks, killed processes."""
+"""Saves beside training (``save_checkpoint_async``): files, training, errors on all ranks, killed processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import load_checkpoint, save_checkpoint
+from thunder_fsdp_sched import load_checkpoint, save_checkpoint, save_checkpoint_async
 from thunder_fsdp_sched.checkpoint import staging
 from thunder_fsdp_sched.checkpoint.folder import INDEX, METADATA, checksum
 from thunder_fsdp_sched.checkpoint.staging import Staging, host_memory
@@ -58,12 +58,12 @@ def test_training_is_the_same_bit_for_bit_and_each_save_holds_the_values_at_its_
         train(plain, plain_optimizer)
         train(model, optimizer)
         extra = {"step": step, "list": [step]}
-        savings.append(save_checkpoint(tmp_path / str(step), model, optimizer, extra=extra, wait=False, writer=writer))
+        savings.append(save_checkpoint_async(tmp_path / str(step), model, optimizer, extra=extra, writer=writer))
         extra["list"][0] = -1  # type: ignore[index]
         expected.append(copy.deepcopy(contents(plain, plain_optimizer)))
     assert_equal(contents(model, optimizer), expected[-1])
     memory = host_memory.memory.data_ptr()
-    saving = save_checkpoint(tmp_path / "last", model, optimizer, wait=False, writer=writer)
+    saving = save_checkpoint_async(tmp_path / "last", model, optimizer, writer=writer)
     assert host_memory.memory.data_ptr() == memory, "host memory is used again"
     saving.staged()
     fill(model, 0.0)
@@ -95,8 +95,8 @@ def test_files_are_those_of_a_save_that_waits(rank: int, tmp_path: Path, options
     save_checkpoint(tmp_path / "waits", model, optimizer, extra=extra)
     tfs.save_safetensors(model, tmp_path / "waits-whole")
     for writer in ("thread", "process"):
-        saving = save_checkpoint(tmp_path / writer, model, optimizer, extra=extra, wait=False, writer=writer)
-    assert tfs.save_safetensors(model, tmp_path / "whole", wait=False).result() == tmp_path / "whole" / INDEX
+        saving = save_checkpoint_async(tmp_path / writer, model, optimizer, extra=extra, writer=writer)
+    assert tfs.save_safetensors_async(model, tmp_path / "whole").result() == tmp_path / "whole" / INDEX
     saving.result()
     found = {name: read_metadata(tmp_path / name)[0] for name in ("waits", "thread", "process")}
     chunks = {n: {(i.fqn, i.offset): s.crc32 for i, s in m.storage_data.items()} for n, m in found.items()}
@@ -164,8 +164,8 @@ def test_on_a_gpu_the_host_does_not_wait_and_the_optimizer_comes_after_the_copie
 @on_ranks(1)
 def test_one_rank_saves_beside_training(tmp_path: Path) -> None:
     model, optimizer = small()
-    save_checkpoint(tmp_path / "0", model, optimizer, wait=False)
-    tfs.save_safetensors(model, tmp_path / "whole", wait=False)
+    save_checkpoint_async(tmp_path / "0", model, optimizer)
+    tfs.save_safetensors_async(model, tmp_path / "whole")
     other, second = small(5.0)
     load_checkpoint(tmp_path / "0", other, second)
     assert_equal(contents(other, second), contents(model, optimizer))
@@ -199,11 +199,11 @@ def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lo
             return keep(*args)
 
     model, optimizer = small()
-    save_checkpoint(tmp_path / "good", model, optimizer, wait=False, writer=writer).result()
+    save_checkpoint_async(tmp_path / "good", model, optimizer, writer=writer).result()
     calls: list[Any] = [
         lambda saving: saving.result(),
         lambda saving: save_checkpoint(tmp_path / "next", model, optimizer),
-        lambda saving: save_checkpoint(tmp_path / "next", model, optimizer, wait=False, writer=writer),
+        lambda saving: save_checkpoint_async(tmp_path / "next", model, optimizer, writer=writer),
         lambda saving: load_checkpoint(tmp_path / "good", model, optimizer),
         lambda saving: tfs.save_safetensors(model, tmp_path / "whole"),
         lambda saving: tfs.load_safetensors(model, tmp_path / "whole"),
@@ -212,7 +212,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lo
     for number, call in enumerate(calls):
         folder = tmp_path / str(number)
         with mock.patch.object(RunWriter, "write_data", write_data) if rank == 1 else contextlib.nullcontext():
-            saving = save_checkpoint(folder, model, optimizer, wait=False, writer=writer)
+            saving = save_checkpoint_async(folder, model, optimizer, writer=writer)
             update(model, optimizer)
             saving._thread.join()
         message = f"the checkpoint {folder} was not saved: rank 1: OSError .*File too large"
@@ -224,23 +224,26 @@ def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lo
         dist.barrier()
         assert not any(folder.iterdir())
     load_checkpoint(tmp_path / "good", model, optimizer)  # it is raised once
-    save_checkpoint(tmp_path / "0", model, optimizer, wait=False, writer=writer).result()
+    save_checkpoint_async(tmp_path / "0", model, optimizer, writer=writer).result()
     assert tfs.latest_checkpoint(tmp_path) == tmp_path / "0"
 
 
-@pytest.mark.parametrize("wait, writer", [(True, "thread"), (False, "thread"), (False, "process")])
+@pytest.mark.parametrize("writer", [None, "thread", "process"])
 @on_ranks(1)
-def test_the_error_of_a_full_disk_says_so_where_torch_fails_later(tmp_path: Path, wait: bool, writer: Any) -> None:
+def test_the_error_of_a_full_disk_says_so_where_torch_fails_later(tmp_path: Path, writer: Any) -> None:
     """``torch.save`` raises "unexpected pos" when a tensor is larger than the buffer of the file."""
     model = thunder.jit(torch.nn.Linear(100, 1000), transforms=[tfs.fsdp()])
-    if not wait:
-        save_checkpoint(tmp_path / "good", model, wait=False, writer=writer).result()
+    if writer is not None:
+        save_checkpoint_async(tmp_path / "good", model, writer=writer).result()
     full = host_memory.writer().process.pid if writer == "process" else os.getpid()
     with (
         _small_files(full),
         pytest.raises(tfs.CheckpointError, match=r"RuntimeError .*unexpected pos .*File too large"),
     ):
-        save_checkpoint(tmp_path / "0", model, wait=wait, writer=writer).result()
+        if writer is None:
+            save_checkpoint(tmp_path / "0", model)
+        else:
+            save_checkpoint_async(tmp_path / "0", model, writer=writer).result()
 
 
 @on_ranks(2)
@@ -256,9 +259,9 @@ def test_what_cannot_succeed_is_refused_on_all_ranks_before_anything_is_copied(r
             ("a", {"when_busy": "drop"}, "when_busy: expected 'wait' or 'raise'"),
         ):
             with pytest.raises(tfs.CheckpointError, match=message):
-                save_checkpoint(tmp_path / folder, model, optimizer, wait=False, **options)
+                save_checkpoint_async(tmp_path / folder, model, optimizer, **options)
         with pytest.raises(tfs.CheckpointError, match="cannot be written"), mock.patch("os.access", return_value=False):
-            tfs.save_safetensors(model, tmp_path / "b", wait=False)
+            tfs.save_safetensors_async(model, tmp_path / "b")
 
 
 @on_ranks(2)
@@ -273,17 +276,17 @@ def test_one_save_is_in_flight_and_a_second_waits_or_raises(rank: int, tmp_path:
         return keep(*args)
 
     with mock.patch.object(RunWriter, "write_data", write_data):
-        first = save_checkpoint(tmp_path / "first", model, optimizer, wait=False)
+        first = save_checkpoint_async(tmp_path / "first", model, optimizer)
         assert tfs.load_safetensors and not first.done()
-        for save in (save_checkpoint, lambda folder, model, **options: tfs.save_safetensors(model, folder, **options)):
-            for wait in (True, False):
-                with pytest.raises(tfs.CheckpointError, match="first is still being written"):
-                    save(tmp_path / "second", model, wait=wait, when_busy="raise")
+        with pytest.raises(tfs.CheckpointError, match="first is still being written"):
+            save_checkpoint_async(tmp_path / "second", model, when_busy="raise")
+        with pytest.raises(tfs.CheckpointError, match="first is still being written"):
+            tfs.save_safetensors_async(model, tmp_path / "second", when_busy="raise")
         threading.Timer(0.2, go.set).start()
-        second = save_checkpoint(tmp_path / "second", model, optimizer, wait=False)
+        second = save_checkpoint_async(tmp_path / "second", model, optimizer)
         assert first.done() and (tmp_path / "first" / METADATA).exists()
     second.result()
-    save_checkpoint(tmp_path / "third", model, when_busy="raise")
+    save_checkpoint_async(tmp_path / "third", model, when_busy="raise").result()
 
 
 @on_ranks(2)
@@ -294,9 +297,9 @@ def test_old_checkpoints_are_removed_when_the_new_one_is_complete(rank: int, tmp
     on_first(min((tmp_path / "damaged").glob("*.distcp")).write_bytes, b"")
     on_first((tmp_path / "a" / "notes").touch)
     with mock.patch.object(RunWriter, "finish", side_effect=OSError("full")), pytest.raises(tfs.CheckpointError):
-        save_checkpoint(tmp_path / "c", model, optimizer, wait=False, keep=1).result()
+        save_checkpoint_async(tmp_path / "c", model, optimizer, keep=1).result()
     assert (tmp_path / "a" / METADATA).exists()
-    save_checkpoint(tmp_path / "c", model, optimizer, wait=False, keep=2).result()
+    save_checkpoint_async(tmp_path / "c", model, optimizer, keep=2).result()
     dist.barrier()
     assert {f.name for f in (tmp_path / "a").iterdir()} == {"notes"}
     assert {f.name for f in tmp_path.iterdir()} == {"damaged", "a", "b", "c"}
@@ -316,7 +319,7 @@ _EVENTS = ("open", "os.mkdir", "os.link", "os.remove", "os.rmdir", "os.rename", 
 def _save_and_be_killed(rank: int, world_size: int, folder: Path, victim: int, point: int, writer: Any) -> None:
     """Save once, then kill a rank at an operation on files of the second save."""
     model, optimizer = small()
-    save_checkpoint(folder / "0", model, optimizer, wait=False).result()
+    save_checkpoint_async(folder / "0", model, optimizer).result()
     update(model, optimizer)
     left = point
 
@@ -332,7 +335,7 @@ def _save_and_be_killed(rank: int, world_size: int, folder: Path, victim: int, p
         fsync = os.fsync
         mock.patch("os.fsync", lambda file: (count("os.fsync", ()), fsync(file))).start()
         sys.addaudithook(count)
-    saving = save_checkpoint(folder / "1", model, optimizer, wait=False, keep=1, writer=writer)
+    saving = save_checkpoint_async(folder / "1", model, optimizer, keep=1, writer=writer)
     update(model, optimizer)
     saving.result()
     left = 1 << 30
@@ -384,7 +387,7 @@ def test_a_rank_killed_at_any_operation_on_files_leaves_a_complete_checkpoint(
 @on_ranks(2)
 def test_a_killed_writer_process_is_an_error_on_all_ranks_and_replaced(rank: int, tmp_path: Path) -> None:
     model, optimizer = small()
-    save_checkpoint(tmp_path / "0", model, optimizer, wait=False, writer="process").result()
+    save_checkpoint_async(tmp_path / "0", model, optimizer, writer="process").result()
     for _ in range(2):
         process = host_memory.writer()
         victim = process.process.pid
@@ -395,12 +398,12 @@ def test_a_killed_writer_process_is_an_error_on_all_ranks_and_replaced(rank: int
             return type(process).write(process, folder, plan, planner)
 
         with mock.patch.object(process, "write", write) if rank == 1 else contextlib.nullcontext():
-            saving = save_checkpoint(tmp_path / "1", model, optimizer, wait=False, writer="process")
+            saving = save_checkpoint_async(tmp_path / "1", model, optimizer, writer="process")
             with pytest.raises(tfs.CheckpointError, match=r"rank 1: RuntimeError the process that writes was killed"):
                 saving.result()
         assert tfs.latest_checkpoint(tmp_path) == tmp_path / "0"
         dist.barrier()
-    save_checkpoint(tmp_path / "1", model, optimizer, wait=False, writer="process").result()
+    save_checkpoint_async(tmp_path / "1", model, optimizer, writer="process").result()
     assert _assert_loadable(tmp_path) == tmp_path / "1"
 
 
@@ -419,7 +422,7 @@ def test_nothing_that_happens_while_a_writer_starts_disturbs_it(tmp_path: Path, 
         changes.enter_context(mock.patch.dict(os.environ, PYTHONPATH=str(tmp_path)))
     with changes:
         host_memory.__init__()  # it has no writer
-        saving = save_checkpoint(tmp_path / "0", model, optimizer, wait=False, writer="process")
+        saving = save_checkpoint_async(tmp_path / "0", model, optimizer, writer="process")
         while what == "signals" and not saving.done():
             if (started := host_memory._writer) is not None:
                 for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -483,7 +486,7 @@ def write_data(*args):
 RunWriter.write_data = write_data
 if case == "fails silently":
     sys.stderr.close() if rank else setattr(sys, "stderr", None)
-tfs.save_checkpoint(folder / "last", model, wait=False)
+tfs.save_checkpoint_async(folder / "last", model)
 dist.destroy_process_group()
 """
 

@@ -34,7 +34,7 @@ def _save(folder: Any, model: Any) -> Any:
 
 
 def _save_beside(folder: Any, model: Any) -> Any:
-    return tfs.save_checkpoint(folder, model, wait=False).result()
+    return tfs.save_checkpoint_async(folder, model).result()
 
 
 def _load(folder: Any, model: Any) -> Any:

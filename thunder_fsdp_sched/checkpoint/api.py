@@ -16,18 +16,19 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from thunder.core.module import ThunderModule
 
+from ..ranks.process_groups import ProcessGroupRef
 from ..sharding.jitted_state import rows_by_name
 from ..sharding.sharded_module import find_jitted
 from . import extra as extras
 from . import feedback
-from .beside import Rounds, finish_latest, save_in_rounds, write_checkpoint
+from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds, write_checkpoint
 from .extra import EXTRA
 from .feedback import FEEDBACK
 from .folder import METADATA, SaveRun, path_of, refuse_complete
@@ -69,10 +70,7 @@ def save_checkpoint(
     checksums: bool = True,
     keep: int | None = None,
     error_feedback: bool = False,
-    wait: bool = True,
-    writer: Literal["process", "thread"] = "process",
-    when_busy: Literal["wait", "raise"] = "wait",
-) -> Any:
+) -> Path:
     """Save model and optimizers; each rank saves its rows. A collective.
 
     It is ``dcp.save({"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizers)})``
@@ -92,23 +90,66 @@ def save_checkpoint(
         error_feedback: also save the error feedback of ``comm_policy``, which differs between ranks. Each rank saves as much
             as a whole model in ``reduce_dtype``. Without it, feedback starts from zero after loading, which costs what
             rounding has lost of one step.
-        wait: return when the checkpoint is complete. If not, all values are copied to host memory, and are written
-            while training goes on: see [saving beside training](checkpoints.md#saving-beside-training).
-        writer: with ``wait=False``, who writes the data: a process of each rank at low priority (on Linux), or a thread.
-        when_busy: wait for a save of ``wait=False`` that is in flight, or raise an error.
 
     Returns:
-        The folder; with ``wait=False`` a :class:`Saving`.
+        The folder, whose checkpoint is complete.
 
     Raises:
         CheckpointError: on all ranks, if any rank failed: the folder has a checkpoint, or cannot be written, or another
             run saves into it; the disk is full; an optimizer has other parameters; optimizers, their options or ``extra``
-            differ between ranks; ``extra`` has values that cannot be read without running code; or an earlier save with
-            ``wait=False`` failed. The folder is then not a checkpoint, and other checkpoints are unchanged.
+            differ between ranks; ``extra`` has values that cannot be read without running code; or an earlier save beside
+            training failed. The folder is then not a checkpoint, and other checkpoints are unchanged.
     """
+    group, path, state = _collect(folder, model, optimizers, extra, keys, keep, error_feedback)
+    return save_in_rounds(group, path, METADATA, state, _writing(path, checksums, keep))
+
+
+def save_checkpoint_async(
+    folder: str | os.PathLike[str],
+    model: ThunderModule,
+    optimizers: Optimizers = (),
+    *,
+    extra: dict[str, Any] | None = None,
+    keys: tuple[str, str] = ("model", "optim"),
+    checksums: bool = True,
+    keep: int | None = None,
+    error_feedback: bool = False,
+    writer: Literal["process", "thread"] = "process",
+    when_busy: Literal["wait", "raise"] = "wait",
+) -> Saving:
+    """Copy what :func:`save_checkpoint` saves to host memory, and write it while training goes on; a collective.
+
+    See [saving beside training](checkpoints.md#saving-beside-training). The other arguments, and the errors, are those of
+    :func:`save_checkpoint`.
+
+    Args:
+        writer: who writes the data: a process of each rank at low priority (on Linux), or a thread.
+        when_busy: wait for a save beside training that is in flight, or raise an error.
+    """
+
+    def stage(state: dict[str, Any]) -> Staging:
+        if writer not in ("process", "thread"):
+            raise ValueError(f"writer: expected 'process' or 'thread', got {writer!r}")
+        return Staging(state)
+
+    group, path, staging = _collect(folder, model, optimizers, extra, keys, keep, error_feedback, when_busy, stage)
+    return save_beside(group, path, METADATA, staging, _writing(path, checksums, keep, writer))
+
+
+def _collect(
+    folder: str | os.PathLike[str],
+    model: ThunderModule,
+    optimizers: Optimizers,
+    extra: dict[str, Any] | None,
+    keys: tuple[str, str],
+    keep: int | None,
+    error_feedback: bool,
+    when_busy: str = "wait",
+    stage: Callable[[dict[str, Any]], Any] = lambda state: state,
+) -> tuple[ProcessGroupRef, Path, Any]:
+    """Return the ranks, the folder, and what ``stage`` makes of the values to save, which are the same on all ranks."""
     model, sharded = find_jitted(model)
     group = sharded.world_group
-
     collected: list[Any] = []
 
     def collect() -> str:
@@ -118,8 +159,6 @@ def save_checkpoint(
         path, chosen = path_of(folder, "folder"), listed(optimizers)
         _check_extra(extra)
         check_keep(path, keep)
-        if writer not in ("process", "thread"):
-            raise ValueError(f"writer: expected 'process' or 'thread', got {writer!r}")
         refuse_complete(path, METADATA)
         state: dict[str, Any] = {keys[0]: get_model_state_dict(model)}
         if chosen:
@@ -135,7 +174,7 @@ def save_checkpoint(
         if extra:
             state[EXTRA] = extras.encode(extra)
             facts |= extras.facts_of(extra)
-        collected[:] = path, state if wait else Staging(state), facts
+        collected[:] = path, stage(state), facts
         return digest_of(facts)
 
     digests = share_on_all_ranks(group, "save_checkpoint", collect)
@@ -147,13 +186,20 @@ def save_checkpoint(
             f"or collect them before (all_gather_object)"
         )
 
+    return group, path, values
+
+
+def _writing(path: Path, checksums: bool, keep: int | None, writer: str | None = None) -> Write:
+    """Return the function that writes a checkpoint; beside training if there is a ``writer``."""
+
     def write(rounds: Rounds, run: SaveRun, state: dict[str, Any]) -> None:
-        process = host_memory.writer() if writer == "process" and not wait else None
-        write_checkpoint(rounds, state, RunWriter(run, checksums=checksums, process=process, is_staged=not wait))
+        process = host_memory.writer() if writer == "process" else None
+        is_staged = writer is not None
+        write_checkpoint(rounds, state, RunWriter(run, checksums=checksums, process=process, is_staged=is_staged))
         if keep is not None and rounds.rank == 0:
             remove_old(path, keep)
 
-    return save_in_rounds(group, path, METADATA, values, write)
+    return write
 
 
 def load_checkpoint(

@@ -33,12 +33,12 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -133,7 +133,7 @@ class Rounds:
 
 
 class Saving:
-    """A save that goes on beside training: the result of ``save_checkpoint`` and others with ``wait=False``."""
+    """A save that goes on beside training: the result of ``save_checkpoint_async`` and ``save_safetensors_async``."""
 
     def __init__(self, path: Path, control: Control, write: Callable[[], None], staged: Callable[[], None]) -> None:
         self._path, self._control, self._staged = path, control, staged
@@ -155,7 +155,7 @@ class Saving:
         return not self._thread.is_alive()
 
     def result(self) -> Path:
-        """Wait until the save is complete, and return what the function returns with ``wait=True``.
+        """Wait until the save is complete, and return the path that the function without ``_async`` returns.
 
         Raises:
             CheckpointError: on all ranks, if it failed on any.
@@ -286,43 +286,53 @@ class _FailsAtTheEnd:
             raise OSError("a checkpoint was not saved")
 
 
-def save_in_rounds(
-    group: ProcessGroupRef,
-    folder: Path,
-    last: str,
-    state: dict[str, Any] | Staging,
-    write: Callable[[Rounds, SaveRun, dict[str, Any]], None],
-) -> Path | Saving:
-    """Write a state dict into a folder, or copy it and write the copy in a thread; a collective.
+Write: TypeAlias = Callable[[Rounds, SaveRun, dict[str, Any]], None]
+"""A function that writes a state dict."""
+
+
+def save_in_rounds(group: ProcessGroupRef, folder: Path, last: str, state: dict[str, Any], write: Write) -> Path:
+    """Write a state dict into a folder; a collective.
 
     Args:
         last: name of the file that completes the folder.
-        write: writes a state dict.
 
     Raises:
-        CheckpointError: on all ranks, if it fails, or if the thread cannot begin.
+        CheckpointError: on all ranks, if it fails.
     """
+    with _connected(group, folder, last) as (rounds, run):
+        write(rounds, run, state)
+    return _path(folder, last)
+
+
+def save_beside(group: ProcessGroupRef, folder: Path, last: str, staging: Staging, write: Write) -> Saving:
+    """Copy a state dict, and write the copy in a thread; otherwise as :func:`save_in_rounds`."""
     global _latest
-    path = folder / INDEX if last == INDEX else folder
-    known = _rounds.get(group.process_group)
-    is_connected = known is not None and known.is_usable
     with contextlib.ExitStack() as stack:
-        run, are_connected = stack.enter_context(saving_into(group, folder, last, is_connected))
-        if known is None or not are_connected:
-            known = _rounds[group.process_group] = Rounds(group, f"saving/{run.id}")
-        rounds = known
-        if not isinstance(state, Staging):
-            write(rounds, run, state)
-            return path
-        copied, finish_staging = state.copy()
+        rounds, run = stack.enter_context(_connected(group, folder, last))
+        copied, finish_staging = staging.copy()
         ending = stack.pop_all()
 
     def write_copy() -> None:
         with ending:
             write(rounds, run, copied)
 
-    _latest = Saving(path, control_of(group), write_copy, finish_staging)
+    _latest = Saving(_path(folder, last), control_of(group), write_copy, finish_staging)
     return _latest
+
+
+def _path(folder: Path, last: str) -> Path:
+    return folder / INDEX if last == INDEX else folder
+
+
+@contextlib.contextmanager
+def _connected(group: ProcessGroupRef, folder: Path, last: str) -> Iterator[tuple[Rounds, SaveRun]]:
+    """Begin a save into a folder, and end it, completely or with an error on all ranks."""
+    known = _rounds.get(group.process_group)
+    is_connected = known is not None and known.is_usable
+    with saving_into(group, folder, last, is_connected) as (run, are_connected):
+        if known is None or not are_connected:
+            known = _rounds[group.process_group] = Rounds(group, f"saving/{run.id}")
+        yield known, run
 
 
 def write_checkpoint(rounds: Rounds, state: dict[str, Any], writer: RunWriter) -> None:

@@ -32,7 +32,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
     All ranks must see the same disk. Folders with an incomplete save do not count, nor do those whose list of contents
     is damaged or has files that are missing or truncated; a warning names the latter. A save of this process that is in
-    flight (``wait=False``) is waited for.
+    flight beside training is waited for.
     """
     wait_for_latest()
     for path in _newest_first(Path(folder)):

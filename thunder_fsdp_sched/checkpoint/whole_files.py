@@ -20,7 +20,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +36,7 @@ from ..runtime.row_dtensor import RowDTensor, local_rows
 from ..sharding.jitted_state import rows_by_name
 from ..sharding.sharded_module import find_jitted
 from ..sharding.state_entries import refuse_unshared
-from .beside import Rounds, finish_latest, save_in_rounds
+from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds
 from .folder import INDEX, SaveRun, checksum, path_of, refuse_complete
 from .on_all_ranks import refuse_different, run_on_all_ranks
 from .staging import Staging
@@ -50,9 +50,7 @@ def save_safetensors(
     folder: str | os.PathLike[str],
     *,
     checksums: bool = True,
-    wait: bool = True,
-    when_busy: Literal["wait", "raise"] = "wait",
-) -> Any:
+) -> Path:
     """Write the whole model into a folder, from the first rank; a collective.
 
     The first rank receives one bucket at a time, in the dtype of the shards, over gloo. If another run saves into the
@@ -61,22 +59,49 @@ def save_safetensors(
     Args:
         folder: a folder that holds no whole model yet, on a disk that all ranks see.
         checksums: save the checksum of each file.
-        wait: return when all files are complete. If not, each rank copies its rows to host memory, and threads gather and
-            write them while training goes on: see [saving beside training](checkpoints.md#saving-beside-training).
-        when_busy: wait for a save of ``wait=False`` that is in flight, or raise an error.
 
     Returns:
-        The folder's index file, ``model.safetensors.index.json``; with ``wait=False`` a :class:`Saving`.
+        The folder's index file, ``model.safetensors.index.json``.
 
     Raises:
         CheckpointError: on all ranks, if the folder has an index already, or another run saves into it, or if it cannot
-            be written, or an earlier save with ``wait=False`` failed, or safetensors is not installed.
+            be written, or an earlier save beside training failed, or safetensors is not installed.
     """
+    group, path, state, write = _prepare(model, folder, checksums)
+    return save_in_rounds(group, path, INDEX, state, write)
+
+
+def save_safetensors_async(
+    model: ThunderModule,
+    folder: str | os.PathLike[str],
+    *,
+    checksums: bool = True,
+    when_busy: Literal["wait", "raise"] = "wait",
+) -> Saving:
+    """Copy each rank's rows to host memory, and gather and write them in threads while training goes on; a collective.
+
+    See [saving beside training](checkpoints.md#saving-beside-training). The other arguments, and the errors, are those of
+    :func:`save_safetensors`.
+
+    Args:
+        when_busy: wait for a save beside training that is in flight, or raise an error.
+    """
+    group, path, staging, write = _prepare(model, folder, checksums, when_busy, Staging)
+    return save_beside(group, path, INDEX, staging, write)
+
+
+def _prepare(
+    model: ThunderModule,
+    folder: str | os.PathLike[str],
+    checksums: bool,
+    when_busy: str = "wait",
+    stage: Callable[[dict[str, Any]], Any] = lambda state: state,
+) -> tuple[ProcessGroupRef, Path, Any, Write]:
+    """Return the ranks, the folder, what ``stage`` makes of the entries, and the function that writes them."""
     model, sharded = find_jitted(model)
     group = sharded.world_group
 
-    def check() -> tuple[Path, dict[str, torch.Tensor], dict[str, Any] | Staging]:
-        """Return where and what is saved, and its values, now or copied."""
+    def check() -> tuple[Path, dict[str, torch.Tensor], Any]:
         sharded.check_initialized()  # a collective
         sharded.take_attributes()
         _import("safetensors.torch")
@@ -85,7 +110,7 @@ def save_safetensors(
         finish_latest(when_busy)
         path, entries = path_of(folder, "folder"), rows_by_name(model)
         refuse_complete(path, INDEX)
-        return path, entries, entries if wait else Staging(entries)
+        return path, entries, stage(entries)
 
     path, entries, values = run_on_all_ranks(group, "save_safetensors", check)
     parts = {f"{n:05d}": [state_name(p.name) for p in b.spec.params] for n, b in enumerate(sharded.buckets, 1)}
@@ -98,7 +123,7 @@ def save_safetensors(
             rounds.run(partial(_rows_to_send, rows, rounds.rank), partial(files.write, label, rows))
         rounds.run(lambda: None, files.complete)
 
-    return save_in_rounds(group, path, INDEX, values, write)
+    return group, path, values, write
 
 
 def _rows_to_send(entries: Mapping[str, torch.Tensor], rank: int) -> dict[str, tuple[int, Any]]:
