@@ -22,6 +22,7 @@ from .ir.schedule import Schedule, compute_digest
 from .passes import Condition, Context, Order, Phase, PhaseName, Step, check_order, given
 from .proof import verify
 from .transforms.assign_slots import assign_slots
+from .transforms.broadcast_scalars import broadcast_scalars
 from .transforms.bucket_communication import bucket_communication
 from .transforms.check_params_unchanged import check_params_unchanged, guard_first
 from .transforms.claim_operators import claim_operators
@@ -101,6 +102,7 @@ PIPELINE: tuple[Phase, ...] = (
                 trace, parameters=c.traces.parameters, locations=c.locations, shards=c.shards
             ),
         ),
+        Step(broadcast_scalars),
     ),
     Phase(
         "autograd",
@@ -283,6 +285,13 @@ ORDER: tuple[Order, ...] = (
     (draw_once, recompute_whole_regions, "only pure operators may stay in regions that are recomputed"),
     (recompute_whole_regions, differentiate, "autograd reads the tags of what is recomputed"),
     (recompute_whole_regions, claim_operators, "Thunder's autograd, right before claim_operators, reads the tags, too"),
+    (
+        insert_unshard,
+        broadcast_scalars,
+        "proxies of parameters without dimensions have those of their shards until then",
+    ),
+    (broadcast_scalars, differentiate, "the derivative of a broadcast is a sum"),
+    (broadcast_scalars, claim_operators, "Thunder's autograd, right before claim_operators, differentiates broadcasts"),
     (insert_unshard, differentiate, "the derivative of fsdp_unshard is fsdp_reduce"),
     (insert_unshard, claim_operators, "Thunder's autograd, right before claim_operators, differentiates fsdp_unshard"),
     (differentiate, bucket_communication, "a bucket is reduced after the last of its gradients"),
