@@ -12,6 +12,7 @@ from unittest import mock
 
 from thunder_fsdp_sched import Sharding, discard_unreduced, fsdp, unsharded
 from thunder_fsdp_sched.planning.search import MemoryLimitError
+from thunder_fsdp_sched.ranks.channel import ScheduleDisagreement
 from thunder_fsdp_sched.runtime.accumulation import Accumulation
 from thunder_fsdp_sched.runtime.bucket import Bucket
 
@@ -248,6 +249,38 @@ def test_a_backward_that_fails_after_reducing_some_gradients_spoils_the_sum() ->
     run.micro_batch(2)
     run.micro_batch(3, no_sync=False)
     run.step()
+
+
+@on_ranks(2)
+def test_ranks_notice_that_the_first_backward_of_a_window_failed_on_one(rank: int) -> None:
+    run = Run(_stack(), sharding_strategy="zero2")
+    real, calls = Accumulation.add, [None]
+    fail = mock.patch.object(Accumulation, "add", lambda *args: (calls.pop(), real(*args)))
+    for step in range(2):  # the first run is audited, in which any failure of one rank is noticed
+        run.micro_batch(step, no_sync=step < 1)
+    run.step()
+    for everywhere in (False, True):
+        calls[:] = [None]
+        run.forward(1, no_sync=True)
+        if rank == 0 or everywhere:
+            with fail, pytest.raises(IndexError):  # in the second bucket
+                run.backward()
+            run.pending.clear()
+            run.unsharded.discard()
+        else:
+            run.backward()
+        run.micro_batch(2)
+        if everywhere:
+            run.micro_batch(3, no_sync=False)
+            run.step()
+            continue
+        loss = run.model(*run.inputs(3)).sum()
+        with pytest.raises(
+            ScheduleDisagreement, match=r"rank 0: .*after 1 failed backwards under no_sync were left out"
+        ):
+            loss.backward()
+        discard_unreduced(run.model)
+        run.unsharded.discard()
 
 
 def _compile_window(**options: Any) -> Any:

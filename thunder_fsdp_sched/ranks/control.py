@@ -35,6 +35,7 @@ what an exception has left out                     the hash: ``IssueCounts.exces
 which gradients of ``no_sync`` are reduced         the hash; by process group if not all ranks share the bucket
 that backward leaves such gradients (``inputs``)   the hash, of buckets that all ranks share
 that such gradients were discarded                 the hash: ``Control.discards``
+that a failed backward has left no such gradients  the hash: ``Accumulation.dropped``
 whether backward still has a kept bucket           offered (``TraceStart.guarded``): else all gather it again
 whether forward has left a bucket for backward     offered (``TraceStart.reusing``): else all gather it
 whether a window has left a bucket for forward     offered (``TraceStart.reusing``): else all gather it

@@ -40,6 +40,7 @@ class Accumulation:
         used: those of which this rank has added others than zeros for lack of a gradient: see [Note: Outputs without
             gradient] in ``unused_outputs``.
         is_running: whether a ``no_sync`` backward has added gradients and has not run to its end.
+        dropped: how many failed backwards of this window have added gradients that were dropped again.
         deferred: sharded gradients of parameters that only earlier ``no_sync`` backwards had; added to ``.grad`` at the end
             of backward.
     """
@@ -56,6 +57,7 @@ class Accumulation:
         self.params: set[int] = set()
         self.used: set[int] = set()
         self.is_running = False
+        self.dropped = 0
         self._is_first = False  # whether there is nothing but gradients of the running backward
         self.deferred = {}
 
@@ -96,7 +98,9 @@ class Accumulation:
             RuntimeError: a backward under ``no_sync`` failed after it had added some of its gradients to others.
         """
         if self.is_running and self._is_first:
+            dropped = self.dropped + 1
             self.discard()
+            self.dropped = dropped
         elif self.is_running:
             raise RuntimeError(
                 f"a backward under no_sync failed after it had added gradients to bucket {self._spec.name!r}, so the sum "

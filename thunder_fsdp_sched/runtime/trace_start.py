@@ -89,6 +89,7 @@ class TraceStart(RoundAction):
         self._reduced_in: list[tuple[ProcessGroupRef, str]] = []  # the same for buckets that not all ranks have
         self._unused: dict[Bucket, frozenset[int]] = {}  # the parameters that this rank has not used
         self._deferred = ""  # the parameters whose gradients only earlier micro-batches of the window have
+        self._dropped = 0  # how many failed backwards of the window have left nothing
         self._left = ""  # the buckets whose window it does not end, because it was called for other parameters
         self._lost: set[weakref.ref[Bucket]] = set()  # of `guarded`, those that this rank has lost
         self._failure: Callable[[], object] | None = None
@@ -137,11 +138,11 @@ class TraceStart(RoundAction):
         reduced = ", which also reduces gradients of no_sync," if self._reduced or self._reduced_in else ""
         deferred = f", with gradients that only no_sync has left for {self._deferred}" if self._deferred else ""
         left = f", which leaves gradients of no_sync in {self._left}" if self._left else ""
+        dropped = f", after {self._dropped} failed backwards under no_sync were left out" if self._dropped else ""
         calls = self.control.discards
         discarded = f", after {calls} calls of discard_unreduced" if calls else ""
-        return (
-            f"the {self.text} of {self.control.title}{reduced}{deferred}{left}{discarded}{after_excess(self._excess)}"
-        )
+        window = f"{reduced}{deferred}{left}{dropped}{discarded}"
+        return f"the {self.text} of {self.control.title}{window}{after_excess(self._excess)}"
 
     def details(self) -> Sequence[str]:
         return self._lines
@@ -196,11 +197,14 @@ class TraceStart(RoundAction):
         buckets whose accumulated gradients it leaves, which another rank may add to what both reduce.
         """
         texts, left = [], []
+        self._dropped = 0
         for reference, missing in self.ending:
-            bucket = reference()
-            if bucket is None or not bucket.accumulation.params or not self.control.is_on_all_ranks(bucket):
+            if (bucket := reference()) is None:
                 continue
             bucket.accumulation.check_complete()
+            self._dropped = max(self._dropped, bucket.accumulation.dropped)
+            if not bucket.accumulation.params or not self.control.is_on_all_ranks(bucket):
+                continue
             if not bucket.ends_window():
                 left.append(bucket.spec.name)
             elif late := bucket.accumulation.params & missing:
@@ -264,7 +268,7 @@ class TraceStart(RoundAction):
 
     def _same(self) -> int:
         """Return the hash of what all ranks must have in common."""
-        state = self._excess, self.control.discards, tuple(self._reduced), self._deferred, self._left
+        state = self._excess, self.control.discards, tuple(self._reduced), self._deferred, self._left, self._dropped
         if state != self._hashed[0]:
             self._hashed = state, hash64("trace", self.control.number, *self._program, *state)
         return self._hashed[1]
