@@ -22,7 +22,7 @@ arguments that require gradients, and to an argument whose memory another one sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import thunder.torch as ltorch
@@ -125,6 +125,7 @@ class _Rewriting:
         self._arguments = dict(self._proxies)
         self._views: dict[str, _View] = {}
         self._unknown: dict[str, list[BoundSymbol]] = {}  # by base: operators with views that cannot be undone
+        self._seen_through: dict[str, Sequence[str]] = {}  # by such a view, which counts as a base: what it is a view of
         self._ambiguous: set[str] = set()  # bases of which something may be a view or a copy, by its strides
         self._versions: dict[str, int] = {}  # of bases: how often each was written
         self._values: dict[str, tuple[int, TensorProxy]] = {}  # the latest values, and of which version of their base
@@ -185,6 +186,12 @@ class _Rewriting:
             name = self._views[name].parent
         return name
 
+    def _bases_of(self, name: str) -> Iterator[str]:
+        """Yield the base of a tensor, and the bases that it is a view of if that view cannot be undone."""
+        yield (base := self._base(name))
+        for parent in self._seen_through.get(base, ()):
+            yield from self._bases_of(parent)
+
     def _value(self, name: str) -> TensorProxy:
         """Return the present value of a tensor. A view whose base was written since is made again."""
         version, known = self._versions.get(self._base(name), 0), self._values.get(name)
@@ -204,7 +211,8 @@ class _Rewriting:
     def _write(self, copy: BoundSymbol) -> None:
         source, target = (p.name for p in copy.args[:2])
         base, is_seen = self._base(target), bool(copy.kwargs["grad_enabled"])
-        _check_argument(self._arguments.get(base), copy, self._parameters)
+        for each in self._bases_of(base):
+            _check_argument(self._arguments.get(each), copy, self._parameters)
         for unknown in self._unknown.get(base, ()):
             if any(self._last_use.get(name, -1) >= self._position for name in outs_of(unknown)):
                 _refuse(
@@ -251,6 +259,7 @@ class _Rewriting:
                     for parent in aliases[name]:
                         self._unknown.setdefault(self._base(parent), []).append(bsym)
                     self._unknown.setdefault(name, []).append(bsym)
+                    self._seen_through[name] = aliases[name]
                     continue
                 self._views.update(views)
                 self._values[name] = self._versions.get(self._base(name), 0), self._proxies[name]
