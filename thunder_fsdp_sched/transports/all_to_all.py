@@ -11,13 +11,13 @@ import torch.distributed as dist
 from ..plan.specs import BucketSpec
 from .base import (
     Buffer,
-    Returning,
     Traffic,
     TransportedBucket,
     Views,
     Work,
     issue_each,
     issue_then,
+    returning,
     segment_bytes,
     take_idle,
 )
@@ -66,4 +66,4 @@ class AllToAll(Flat):
             return [dist.all_to_all_single(received, whole, group=group, async_op=True)]
 
         work = issue_then(exchange, add_up, (whole, received, own))
-        return Returning(work, bucket.scratch, received)
+        return returning(work, bucket.scratch, received)

@@ -278,40 +278,29 @@ class _OnStream:
                 tensor.record_stream(self._stream)
 
 
-class _WorkThenAction:
-    """Work that runs an action when it is waited for, after its own works have finished."""
+class _Followed:
+    """Works, and an action that follows them when they are waited for. Both happen once, however often that is."""
 
     def __init__(self, works: Sequence[Work], action: Callable[[], None]) -> None:
-        self.works = works
-        self.action = action
+        self._works, self._action = works, action
 
     def wait(self) -> None:
-        for work in self.works:
+        for work in self._works:
             work.wait()
-        self.action()
+        self._action()
+        self._works, self._action = (), lambda: None
 
 
-class Returning:
-    """Work that returns its buffers when it is dropped after a wait, and never while the operation may still write them.
+def returning(work: Work, scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]], *buffers: torch.Tensor) -> Work:
+    """Return ``work``, after whose wait its buffers are idle memory of ``scratch`` again."""
+    # A release drops these lists, and with them what is in use at that time.
+    lent = [(scratch[buffer.dtype, buffer.numel()], buffer) for buffer in buffers]
 
-    Args:
-        scratch: the idle memory to which they belong.
-    """
-
-    def __init__(
-        self, work: Work, scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]], *buffers: torch.Tensor
-    ) -> None:
-        # A release drops these lists, and with them what is in use at that time.
-        self._work, self._places = work, [(scratch[buffer.dtype, buffer.numel()], buffer) for buffer in buffers]
-        self._done = False
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._done = True
-
-    def __del__(self) -> None:
-        for idle, buffer in self._places if self._done else ():
+    def give_back() -> None:
+        for idle, buffer in lent:
             idle.append(buffer)
+
+    return _Followed([work], give_back)
 
 
 def take_idle(
@@ -341,7 +330,7 @@ def issue_then(issue: Callable[[], Sequence[Work]], action: Callable[[], None], 
     """
     device = uses[0].device
     if device.type != "cuda":
-        return _WorkThenAction(issue(), action)
+        return _Followed(issue(), action)
     current, stream = torch.cuda.current_stream(device), side_stream(device)
     if stream != current:  # an offloaded shard was copied there
         stream.wait_stream(current)

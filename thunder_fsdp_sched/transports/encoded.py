@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ..plan.layout import Layout, Segment
 from ..plan.specs import BucketOptions, BucketSpec, ParamSpec, Wire
 from ..ranks.process_groups import BucketRanks
-from .base import Buffer, Returning, Traffic, Transport, TransportedBucket, Views, Work, issue_then, take_idle
+from .base import Buffer, Traffic, Transport, TransportedBucket, Views, Work, issue_then, returning, take_idle
 from .flat import Flat
 
 
@@ -63,7 +63,7 @@ class Encoded(Transport):
             wire.decode(_by_rank(received, bucket), _segments(unsharded.segments, bucket))
 
         work = issue_then(issue, decode, (shard, received, unsharded.flat))
-        return [Returning(work, bucket.scratch, received)]
+        return [returning(work, bucket.scratch, received)]
 
     def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         spec = bucket.spec
@@ -87,7 +87,7 @@ class Encoded(Transport):
             wire.decode_mean(_by_rank(received, bucket), own)
 
         work = issue_then(issue, add_up, (sent, received, shard))
-        return [Returning(work, bucket.scratch, sent, received)]
+        return [returning(work, bucket.scratch, sent, received)]
 
     def gather_traffic(self, spec: BucketSpec) -> Traffic:
         if self._on_wire is None or spec.gather_wire is None:
