@@ -24,13 +24,15 @@ class SetAttributes:
 
     def __init__(self, model: ThunderModule) -> None:
         self._own = vars(model).keys() | set()
-        places = [
+        self._places = [
             (submodule._buffers, leaf, f"{path}.{leaf}".lstrip("."))
             for path, submodule in model._model.named_modules(remove_duplicate=False)
             for leaf in submodule._buffers
         ]
-        self._dicts, self._keys, self._names = ([place[i] for place in places] for i in range(3))
-        self._buffers = list(map(dict.get, self._dicts, self._keys))
+        self._buffers = self._current_buffers()
+
+    def _current_buffers(self) -> list[torch.Tensor | None]:
+        return [buffers.get(leaf) for buffers, leaf, _ in self._places]
 
     def move(self, model: ThunderModule) -> None:
         """Let forward read what was set since the latest call; cheap enough for every call.
@@ -55,9 +57,9 @@ class SetAttributes:
                 )
             setattr(module, name, value)
             delattr(model, name)
-        buffers = list(map(dict.get, self._dicts, self._keys))
+        buffers = self._current_buffers()
         if not all(map(operator.is_, buffers, self._buffers)):
-            for name, former, buffer in zip(self._names, self._buffers, buffers, strict=True):
+            for (_, _, name), former, buffer in zip(self._places, self._buffers, buffers, strict=True):
                 if buffer is not former:
                     ThunderModule.set_buffer(model, name, buffer)
             self._buffers = buffers
