@@ -126,7 +126,7 @@ def systems(*, bucketing: bool = False, formats: bool = False) -> dict[str, Make
     variants: dict[str, dict[str, Any]] = {
         "": {},
         " flat": {"transport": "flat"},
-        " without agreement": {"agrees": False},
+        " without agreement": {"agree": "compile"},
     }
     variants |= {f" prefetch {prefetch}": {"prefetch": prefetch} for prefetch in (0, 2)}
     variants |= {f" {transport}": {"transport": transport} for transport in ("staged", "coalesced", "all_reduce")}

@@ -178,10 +178,9 @@ def unsharded_eager(name: str, shape: Shape, emulation: Emulation) -> System:
     return System(name, module, _optimizer(module))
 
 
-def ours(name: str, shape: Shape, emulation: Emulation, *, agrees: bool = True, **options: Any) -> System:
-    """Return this project's ``fsdp(**options)``; ``agrees=False`` omits agreement at run time, to measure its cost."""
+def ours(name: str, shape: Shape, emulation: Emulation, **options: Any) -> System:
+    """Return this project's ``fsdp(**options)``."""
     transform = thunder_fsdp_sched.fsdp(**options)
-    transform._agrees = agrees
     return _jitted(name, thunder.jit(shape.model(), transforms=[transform, emulation.transform()]), transform)
 
 

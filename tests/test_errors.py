@@ -40,6 +40,7 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
     ("prefetch", True, TypeError, "expected a number of buckets.*got True"),
     ("max_gathers_in_flight", "1", TypeError, "expected a number of gathers.*got '1'"),
     ("max_gathers_in_flight", 0, ValueError, "expected 1 or more gathers, got 0"),
+    ("agree", "often", ValueError, "expected 'step', 'compile' or 'never', got 'often'"),
     ("ranks", "world", TypeError, "expected a .*ProcessGroup, a 1-D or 2-D DeviceMesh, .*got 'world' of type str"),
     ("init", {"device": "cpu"}, TypeError, r"expected Init\(...\), got .* of type dict"),
     ("debug", None, TypeError, r"expected Debug\(...\), got None"),

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from .ir.schedule import StepSchedule
 from .option_checks import (
     check_accumulate,
+    check_agree,
     check_bucketing,
     check_bytes,
     check_cluster,
@@ -111,6 +112,7 @@ def fsdp(
     offload_policy: OffloadPolicy | None = None,
     ranks: ProcessGroup | DeviceMesh | Ranks | None = None,
     init: Init = Init(),  # noqa: B008  # frozen
+    agree: Literal["step", "compile", "never"] = "step",
     debug: Debug = Debug(),  # noqa: B008
 ) -> FSDPTransform:
     """Return a transform that shards a module: ``thunder.jit(model, transforms=[fsdp(...)])``.
@@ -207,6 +209,17 @@ def fsdp(
             mesh, parameters are replicated across the first and sharded over the second, as in FSDP2 (hybrid sharding).
             The default is the default process group.
         init: where parameters are, and which values they begin with: see :class:`Init`.
+        agree: how often ranks make sure that they do the same. ``"step"``: before the collectives of each forward and
+            backward, in a round that overlaps compute; a rank that does something else is an error on all ranks that
+            names both. ``"compile"``: only when they compile; a step exchanges no messages besides its collectives. What
+            is lost: ranks whose steps differ (another branch, another number of batches, an exception on one rank) wait
+            for each other until the timeout of the process group, or reduce gradients that do not belong together, and
+            gloo may abort the process. Nothing is reused that needs the consent of all ranks: backward gathers all buckets
+            that are not kept, each micro-batch of a window gathers again, and a kept bucket that another forward has
+            overwritten before backward is an error. Parameters that no output with a gradient has used get a gradient of
+            zeros instead of ``None``. The error of a save beside training is raised by the next save or ``result()``.
+            ``"never"``: ranks do not compare what they have compiled either, so a rank may compile alone. Ranks that
+            compute different things then average different gradients without an error.
         debug: which checks run, and what may be left out to find a fault: see :class:`Debug`.
 
     Returns:
@@ -236,6 +249,7 @@ def fsdp(
         offload_policy=check_offload_policy("offload_policy", offload_policy),
         ranks=Ranks.of(ranks),
         init=is_a(Init, "Init(...)")("init", init),
+        agree=check_agree("agree", agree),
         debug=is_a(Debug, "Debug(...)")("debug", debug),
     )
     if not options.needs_search:

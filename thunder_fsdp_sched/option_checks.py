@@ -20,6 +20,7 @@ from .extensions import load
 from .ir.schedule import StepSchedule
 from .plan.bucketing import BucketingStrategy, BucketRule
 from .plan.specs import Encoding, ShardingStrategy
+from .ranks.control import Agreement
 from .ranks.process_groups import ProcessGroupRef
 from .runtime.accumulation import AccumulationMode
 from .sizes import parse_bytes
@@ -235,6 +236,7 @@ check_prefetch = is_a(int, "a number of buckets (int), 'auto' or None", _at_leas
 check_gathers = is_a(int, "a number of gathers (int) or None", _at_least(1, "gathers"))
 check_secondary_ranks = is_a(int, "a number of ranks or None", _secondary_ranks)
 check_accumulate = one_of(*get_args(AccumulationMode), None)
+check_agree = one_of(*get_args(Agreement))
 check_schedule = is_a((str, Path, StepSchedule), "a path to a saved schedule, a StepSchedule or None", _load)
 check_mp_policy = is_a(MixedPrecisionPolicy, "a MixedPrecisionPolicy or None", _mixed_precision)
 check_offload_policy = is_a(OffloadPolicy, "a CPUOffloadPolicy, OffloadPolicy or None", _offload)

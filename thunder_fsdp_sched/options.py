@@ -19,6 +19,7 @@ from .ir.schedule import StepSchedule
 from .option_groups import WITH_CAPTURED_VALUES, ByModule, Debug, Init, Ranks, Sharding, lines_of
 from .plan.bucketing import BucketingStrategy, BucketRule
 from .plan.specs import Encoding, ParamSpec
+from .ranks.control import Agreement
 from .runtime.accumulation import AccumulationMode
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Options:
     offload_policy: OffloadPolicy
     ranks: Ranks
     init: Init
+    agree: Agreement
     debug: Debug
 
     def __post_init__(self) -> None:

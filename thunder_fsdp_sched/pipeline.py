@@ -48,8 +48,8 @@ from .transforms.write_grads_in_place import write_grads_in_place
 
 
 def _retains(c: Context) -> bool:
-    """Return whether backward may find what forward has left in slots."""
-    return not c.options.sharding_strategy.release or c.trains
+    """Return whether backward may find what forward has left in slots, and the ranks agree in each step that it does."""
+    return c.options.agree == "step" and (not c.options.sharding_strategy.release or c.trains)
 
 
 def _pinned(trace: TraceCtx, c: Context) -> Schedule:
@@ -214,14 +214,17 @@ PIPELINE: tuple[Phase, ...] = (
         ),
         Step(
             mark_retained_by_forward,
-            when=("forward, unless `release` frees what it leaves", lambda c: _retains(c) and c.forward is None),
+            when=(
+                'forward, unless `release` frees what it leaves, with `agree="step"`',
+                lambda c: _retains(c) and c.forward is None,
+            ),
             searched=True,
         ),
         Step(
             reuse_from_forward,
             lambda trace, c: reuse_from_forward(trace, forward=c.forward),
             when=(
-                "backward, unless `release` frees what forward leaves",
+                'backward, unless `release` frees what forward leaves, with `agree="step"`',
                 lambda c: _retains(c) and c.forward is not None,
             ),
             searched=True,
@@ -244,8 +247,13 @@ PIPELINE: tuple[Phase, ...] = (
             reuse_in_window,
             lambda trace, c: reuse_in_window(trace, no_sync=c.no_sync),
             when=(
-                "forward, unless `reshard_after_backward`",
-                lambda c: c.trains and c.forward is None and not c.options.sharding_strategy.reshard_after_backward,
+                'forward, unless `reshard_after_backward`, with `agree="step"`',
+                lambda c: (
+                    c.options.agree == "step"
+                    and c.trains
+                    and c.forward is None
+                    and not c.options.sharding_strategy.reshard_after_backward
+                ),
             ),
             searched=True,
         ),

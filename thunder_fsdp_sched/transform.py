@@ -104,7 +104,6 @@ class FSDPTransform(ShardingTransform):
             PassExecutor(f"fsdp_sched_behind_fusion_{id(self)}", lambda joint: self._current.after_fusion(joint)),
         )
         self._claiming: tuple[Executor, ...] = ()
-        self._agrees = True  # at run time; False only to measure the cost of agreement
         self._reads = InputReads()
         self._repetition = Repetition(self._reads)
         self._stats: weakref.WeakSet[Any] = weakref.WeakSet()  # Thunder's, of the jitted modules that run the traces
@@ -448,13 +447,13 @@ class Compilation:
         """Compare what the ranks have compiled, and settle how they agree at run time, if they have to."""
         traces, control = self.traces, self.sharded.control
         self.context.start = None
-        if control.is_single_rank:
+        if control.is_single_rank or control.agreement == "never":
             return
         computation = computation_of(trace, traces.call.inputs)
         what = f"{half} of a {'no_sync ' if traces.no_sync else ''}trace"
         guards = any(effects(bsym).ensures is not None for bsym in trace.bound_symbols)
         agreed = control.check_program(what, read_program(trace), computation, guards=guards)
-        if agreed.communicates and self.transform._agrees:
+        if agreed.communicates and control.agrees_in_steps:
             name, text = f"{half}_{traces.number}", f"{half} for {traces.call}"
             issues = sum(op.issues for op in schedule)
             self.context.start = TraceStart(control, name, agreed, text, computation, issues)

@@ -48,6 +48,10 @@ transform has broken them                          an error here, of which ``ann
 any other call that communicates                   ``rendezvous`` with its name and arguments
 =================================================  ============================================================
 
+With ``agree="compile"`` or ``"never"`` there is no round in a step, so nothing is offered, and each of these is the same in
+all steps: no gather is marked as one that may be left out, a kept bucket that backward no longer has is an error, and a
+parameter has a gradient whether or not it was used.
+
 These are decided alone, because they change nothing that is sent: whether a cast of a shard is made again, which memory is
 freed, when the host waits.
 
@@ -67,7 +71,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -76,6 +80,9 @@ from ..process_state import reset_after_fork
 from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
 from .messages import Action, first_difference, first_different, first_line, without_remarks
 from .process_groups import BucketRanks, ProcessGroupRef
+
+Agreement = Literal["step", "compile", "never"]
+"""How often ranks agree: before each compiled trace runs, when they compile it, or not at all."""
 
 
 class IssueCounts:
@@ -136,6 +143,7 @@ class Control:
         name: the model's unique name, the same on all ranks.
         title: the model's name in messages.
         compares_computation: whether ranks with equal programs must have equal computations.
+        agreement: how often they agree.
     """
 
     def __init__(
@@ -146,6 +154,7 @@ class Control:
         title: str = "the model",
         *,
         compares_computation: bool = True,
+        agreement: Agreement = "step",
     ) -> None:
         self.group = group
         self.channel = channel
@@ -154,12 +163,15 @@ class Control:
         self.failure: Callable[[], object] | None = None  # raises the error of a save beside training
         self.discards = 0  # how often `discard_unreduced` was called
         self.issue_counts = IssueCounts() if channel is None else IssueCounts(channel.settle)
+        self.agreement = agreement
         self._compares_computation = compares_computation
         self._agreed: dict[int, AgreedProgram] = {}
         _controls[group] = self
 
     @classmethod
-    def of_module(cls, group: ProcessGroupRef, kind: str, *, compares_computation: bool) -> Control:
+    def of_module(
+        cls, group: ProcessGroupRef, kind: str, *, compares_computation: bool, agreement: Agreement
+    ) -> Control:
         """Return the control of the next module that ``group`` shards; a collective.
 
         Args:
@@ -171,7 +183,8 @@ class Control:
         title = f"module {next(_numbers[group.name])}"
         name = f"{group.name} {title}"
         channel = open_channel(group, name)
-        return cls(group, channel, name, f"{title} ({kind})", compares_computation=compares_computation)
+        title = f"{title} ({kind})"
+        return cls(group, channel, name, title, compares_computation=compares_computation, agreement=agreement)
 
     @property
     def global_rank(self) -> int:
@@ -182,6 +195,16 @@ class Control:
     def is_single_rank(self) -> bool:
         """Whether there are no other ranks to agree with."""
         return self.channel is None
+
+    @property
+    def agrees_in_steps(self) -> bool:
+        """Whether the ranks agree before each compiled trace runs; one that is alone decides for all."""
+        return self.channel is None or self.agreement == "step"
+
+    @property
+    def _excess(self) -> int:
+        """See :attr:`IssueCounts.excess`. Only traces that the ranks agree on say how many collectives they contain."""
+        return self.issue_counts.excess if self.agrees_in_steps else 0
 
     def is_on_all_ranks(self, bucket: _Shared) -> bool:
         """Return whether all ranks have ``bucket``; with ``process_group_for`` some may have other parameters."""
@@ -211,10 +234,15 @@ class Control:
     def begin(self, what: str, *details: str) -> None:
         """Start a :meth:`rendezvous` without waiting; ``settle`` completes it."""
         if self.channel is not None:
-            excess = self.issue_counts.excess
+            excess = self._excess
             same = hash64("call", self.number, what, details, excess)
             text = f"{' '.join((what, *details))} of {self.title}{after_excess(excess)}"
             self._post(same, text)
+
+    def rendezvous_in_step(self, what: str, *details: str) -> None:
+        """Meet as :meth:`rendezvous` for a call that steps repeat, if the ranks agree in steps."""
+        if self.agrees_in_steps:
+            self.rendezvous(what, *details)
 
     def _post(self, same: int, text: str) -> None:
         """Start a round in which all ranks must have the same hash."""

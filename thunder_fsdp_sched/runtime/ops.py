@@ -283,8 +283,15 @@ def params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
             f"backward that ran since the forward. Use Sharding(release=False) if several forwards run before their "
             f"backwards, or if backward runs twice (retain_graph=True)"
         )
-    if not bucket.is_agreed and not bucket.is_kept_for_this_backward():
-        gather_again(bucket, lost=True)
+    if bucket.is_agreed or bucket.is_kept_for_this_backward():
+        return
+    if bucket.base.control is not None and not bucket.base.control.agrees_in_steps:
+        raise RuntimeError(
+            f"agree={bucket.base.control.agreement!r}: bucket {bucket.spec.name!r} was gathered again or overwritten since "
+            f"the forward of this backward, and ranks do not agree in a step to gather it once more. Run each backward once "
+            f"and right after its forward, or use agree='step' or sharding_strategy='zero3'"
+        )
+    gather_again(bucket, lost=True)
 
 
 def release(*slots: Slot) -> None:

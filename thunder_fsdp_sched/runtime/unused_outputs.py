@@ -117,6 +117,8 @@ def unused_gradients(bucket: Bucket, missing: frozenset[int]) -> frozenset[int]:
     running, accumulation = _running(), bucket.accumulation
     if running is not None and running.agreed is not None and bucket in running.agreed:
         return running.agreed[bucket]
+    if bucket.base.control is not None and not bucket.base.control.agrees_in_steps:
+        return frozenset()  # another rank may have used them
     unused = not_used_here(bucket)
     if accumulation.params and bucket.ends_window():
         unused = (unused | (accumulation.params & missing)) - accumulation.used

@@ -127,6 +127,7 @@ class _Sharding:
             find_world_group(options.ranks.mesh, options.ranks.process_group),
             type(self.module).__name__,
             compares_computation=not options.debug.allow_different_computation,
+            agreement=options.agree,
         )
         # This precedes everything else that ranks do together.
         versions = [f"{package} {importlib.metadata.version(package)}" for package in ("lightning-thunder", "torch")]

@@ -48,7 +48,8 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
     model, sharded = find_jitted(model)
     world_group, control = sharded.world_group, sharded.control
-    control.begin("clip_grad_norm_", f"with norm_type={norm_type}")
+    if control.agrees_in_steps:
+        control.begin("clip_grad_norm_", f"with norm_type={norm_type}")
     weighed: list[tuple[float, list[torch.Tensor]]] = [
         (
             1 / bucket.spec.replicas,

@@ -113,7 +113,7 @@ class WholeParameters(torch.optim.Optimizer):
         exchanges = [by_exchange[key] for key in sorted(by_exchange)]
         control = self._sharded.control
         every = itertools.chain.from_iterable(exchanges)
-        control.rendezvous(
+        control.rendezvous_in_step(
             "WholeParameters.step for", *(p.spec.name for p in every if control.is_on_all_ranks(p.bucket))
         )
         for params in exchanges:
