@@ -125,7 +125,9 @@ class _Rewriting:
         self._arguments = dict(self._proxies)
         self._views: dict[str, _View] = {}
         self._unknown: dict[str, list[BoundSymbol]] = {}  # by base: operators with views that cannot be undone
-        self._seen_through: dict[str, Sequence[str]] = {}  # by such a view, which counts as a base: what it is a view of
+        self._seen_through: dict[
+            str, Sequence[str]
+        ] = {}  # by such a view, which counts as a base: what it is a view of
         self._ambiguous: set[str] = set()  # bases of which something may be a view or a copy, by its strides
         self._versions: dict[str, int] = {}  # of bases: how often each was written
         self._values: dict[str, tuple[int, TensorProxy]] = {}  # the latest values, and of which version of their base
