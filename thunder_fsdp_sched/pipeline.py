@@ -22,6 +22,7 @@ from .ir.schedule import Schedule, compute_digest
 from .passes import Condition, Context, Order, Phase, PhaseName, Step, check_order, given
 from .proof import verify
 from .transforms.assign_slots import assign_slots
+from .transforms.average_counted_targets import average_counted_targets
 from .transforms.broadcast_scalars import broadcast_scalars
 from .transforms.bucket_communication import bucket_communication
 from .transforms.check_params_unchanged import check_params_unchanged, guard_first
@@ -96,6 +97,7 @@ PIPELINE: tuple[Phase, ...] = (
         "",
         Step(draw_once),
         Step(recompute_whole_regions),
+        Step(average_counted_targets),
         Step(
             insert_unshard,
             lambda trace, c: insert_unshard(
@@ -291,6 +293,7 @@ ORDER: tuple[Order, ...] = (
     ),
     (shard_prologue, insert_unshard, "the computation takes the shards that the prologue unpacks"),
     (draw_once, recompute_whole_regions, "only pure operators may stay in regions that are recomputed"),
+    (recompute_whole_regions, average_counted_targets, "a loss that is recomputed is recomputed as a whole"),
     (recompute_whole_regions, differentiate, "autograd reads the tags of what is recomputed"),
     (recompute_whole_regions, claim_operators, "Thunder's autograd, right before claim_operators, reads the tags, too"),
     (
