@@ -32,7 +32,7 @@ from statistics import fmean
 from typing import Any
 
 from thunder_fsdp_sched import CommPolicy, eager, fsdp, full_state_dict
-from thunder_fsdp_sched.encoding.formats import GATHER_FORMATS, REDUCE_FORMATS
+from thunder_fsdp_sched.extras.low_precision.formats import GATHER_FORMATS, REDUCE_FORMATS
 
 import harness
 import thunder

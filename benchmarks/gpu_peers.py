@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import thunder_fsdp_sched  # noqa: F401  before thunder
-from thunder_fsdp_sched.encoding.formats import FORMATS, decode, encode
+from thunder_fsdp_sched.extras.low_precision.formats import FORMATS, decode, encode
 
 import thunder
 import torch

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched.extras.state_dicts.jitted import rows_by_name
 from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS
-from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
 
 import pytest
 import thunder

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 
+from thunder_fsdp_sched.extras.transports.symmetric_memory import SymmetricMemory
 from thunder_fsdp_sched.transports import register_transport
-from thunder_fsdp_sched.transports.symmetric_memory import SymmetricMemory
 
 import torch
 import torch.distributed as dist

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from thunder_fsdp_sched import Sharding
-from thunder_fsdp_sched.runtime.activation_offload import HostCopy
+from thunder_fsdp_sched.extras.activation_offload.copies import HostCopy
 
 import pytest
 import torch

@@ -21,7 +21,6 @@ from .plan.specs import BucketSpec, ParamSpec
 from .proof import VerificationError
 from .ranks.channel import ScheduleDisagreement
 from .transform import FSDPTransform
-from .transforms.replay_schedule import ScheduleMismatch
 
 if TYPE_CHECKING:
     from .checkpoint import (
@@ -38,8 +37,9 @@ if TYPE_CHECKING:
         save_safetensors,
         save_safetensors_async,
     )
-    from .encoding.policy import CommPolicy
-    from .ir.step_memory import StepMemory
+    from .extras.low_precision.policy import CommPolicy
+    from .extras.replay.replay_schedule import ScheduleMismatch
+    from .extras.step_memory.step_memory import StepMemory
     from .reports.exposed import exposed_communication
     from .training.eager import eager
     from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
@@ -96,8 +96,9 @@ _LOADED_WHEN_USED = (
     "training.weight_stream",
     "training.whole_parameters",
     "checkpoint",
-    "encoding.policy",
-    "ir.step_memory",
+    "extras.low_precision.policy",
+    "extras.step_memory.step_memory",
+    "extras.replay.replay_schedule",
     "reports.exposed",
 )
 """Modules that a training step does not need, in the order in which they are searched for a public name."""

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .ir.schedule_files import load_schedules
-from .ir.step_memory import StepMemory
+from .extras.replay.schedule_files import load_schedules
+from .extras.step_memory.step_memory import StepMemory
 from .logs import following_stages
 from .option_groups import Sharding
 from .planning.calibration import calibrate

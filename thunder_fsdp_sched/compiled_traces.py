@@ -121,7 +121,7 @@ class CompiledTraces:
                 casts of shards, receive buffers.
         """
         earlier = ([self] if accumulated else []) if isinstance(accumulated, bool) else accumulated
-        return load("ir.step_memory:StepMemory").of(
+        return load("extras.step_memory.step_memory:StepMemory").of(
             self.traces,
             self.buckets,
             device=device,
@@ -160,7 +160,7 @@ class CompiledTraces:
         """The gradients that backward leaves under ``no_sync``; or would leave unsharded, if it reduces them."""
         if self.backward is None:
             return NO_PENDING_GRADS
-        found: PendingGrads = load("ir.value_memory:pending_grads_of")(self.backward.bound_symbols)
+        found: PendingGrads = load("extras.step_memory.value_memory:pending_grads_of")(self.backward.bound_symbols)
         return found
 
     @property

@@ -27,6 +27,6 @@ class Answer:
 
 
 def load(path: str) -> Any:
-    """Return what a path such as ``"transports.staged:Staged"`` names, and load its module if it is not loaded yet."""
+    """Return what a path such as ``"extras.transports.staged:Staged"`` names; load its module if it is not loaded."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from .checkpoint.on_all_ranks import run_on_all_ranks
+from .extras.state_dicts.entries import refuse_unshared
+from .extras.state_dicts.jitted import gather_entries
 from .ranks.control import control_of
-from .sharding.jitted_state import gather_entries
 from .sharding.sharded_module import find_jitted
-from .sharding.state_entries import refuse_unshared
 
 __all__ = ["save_pretrained"]
 

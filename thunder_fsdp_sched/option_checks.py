@@ -132,7 +132,7 @@ def _mixed_precision(name: str, policy: MixedPrecisionPolicy | None) -> MixedPre
 def check_comm_policy(name: str, policy: Any) -> Encoding | None:
     if policy is None:
         return None
-    checked: Encoding = is_a(load("encoding.policy:CommPolicy"), "a CommPolicy or None")(name, policy)
+    checked: Encoding = is_a(load("extras.low_precision.policy:CommPolicy"), "a CommPolicy or None")(name, policy)
     return checked
 
 
@@ -201,7 +201,7 @@ def _load(name: str, schedule: Any) -> tuple[StepSchedule, ...] | None:
         return (schedule,)
     if not Path(schedule).is_file():
         raise ValueError(f"{name}: there is no file {str(schedule)!r}; transform.save_schedules(path) writes one")
-    return tuple(load("ir.schedule_files:load_schedules")(schedule))
+    return tuple(load("extras.replay.schedule_files:load_schedules")(schedule))
 
 
 def check_ignored(name: str, params: Any) -> tuple[torch.nn.Parameter | str, ...]:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from thunder.core.trace import TraceCtx
 from thunder.extend import Executor, FusionExecutor
 
 from .compiled_traces import CompiledTraces, StepSettings
+from .extensions import load
 from .logs import log_pass
 from .options import Options
 from .runtime.bucket import Bucket
 from .runtime.memory import Arena
 from .runtime.module_hooks import TracedHooks
-from .runtime.trace_start import TraceStart
 from .runtime.traced_inputs import MemoryOfInputs, TracedInputs
-from .transforms.sort_host_copies import CopyTimes
+
+if TYPE_CHECKING:
+    from .runtime.trace_start import TraceStart
 
 PhaseName = Literal[
     "epilogue", "prologue", "computation", "autograd", "joint", "bucketed", "fused", "split", "scheduled", "finished"
@@ -49,7 +51,7 @@ class Context:
         has_gradients: whether ``differentiate`` finds some; ``None`` if Thunder differentiates.
         trains: whether the step has a backward.
         forward: the forward trace, once it is scheduled.
-        copy_times: by which copies of offloaded values are placed, if some are.
+        copy_times: the ``CopyTimes`` by which copies of offloaded values are placed, if some are.
         start: of a trace on the control channel, if the ranks agree before each run.
         arena_of: returns the arena of a bucket; another one for candidates of the search.
     """
@@ -70,7 +72,7 @@ class Context:
     has_gradients: bool | None = None
     trains: bool = False
     forward: TraceCtx | None = None
-    copy_times: CopyTimes | None = None
+    copy_times: Any = None
     start: TraceStart | None = None
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena
 
@@ -90,6 +92,22 @@ def given(value: _Value | None) -> _Value:
     """Return an argument that is there whenever the pass runs."""
     assert value is not None
     return value
+
+
+class Later:
+    """A pass that is loaded when it first runs: one that an option asks for, or that few programs need.
+
+    Args:
+        path: its module and name, for :func:`~.extensions.load`.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.__name__ = path.rpartition(":")[2]
+
+    def __call__(self, trace: TraceCtx, **arguments: Any) -> TraceCtx:
+        changed: TraceCtx = load(self.path)(trace, **arguments)
+        return changed
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ import inspect
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
 
-from .ir.inspection import statements
-from .ir.schedule import Schedule, compute_digest
-from .passes import Condition, Context, Order, Phase, PhaseName, Step, check_order, given
+from .extensions import load
+from .passes import Condition, Context, Later, Order, Phase, PhaseName, Step, check_order, given
 from .proof import verify
 from .transforms.assign_slots import assign_slots
 from .transforms.average_counted_targets import average_counted_targets
@@ -28,43 +27,34 @@ from .transforms.bucket_communication import bucket_communication
 from .transforms.check_params_unchanged import check_params_unchanged, guard_first
 from .transforms.claim_operators import claim_operators
 from .transforms.differentiate import differentiate
-from .transforms.draw_once import draw_once, mark_draws, refuse_merged_draws, reject_resampled_random_grads
+from .transforms.draw_once import draw_once, reject_resampled_random_grads
 from .transforms.end_backward import end_backward
 from .transforms.fuse_downcast import fuse_downcast
-from .transforms.gather_from_secondary import gather_from_secondary
 from .transforms.guard_outputs import detach_state, guard_outputs
-from .transforms.insert_agreement import insert_agreement
 from .transforms.insert_unshard import insert_unshard
-from .transforms.keep_fusions_apart import keep_fusions_apart, remove_cuts
-from .transforms.offload_activations import offload_activations
 from .transforms.recompute_whole_regions import recompute_whole_regions
 from .transforms.regather_for_backward import regather_for_backward
-from .transforms.release_slots import release_extension, release_slots
-from .transforms.replay_schedule import ScheduleMismatch, replay_schedule
 from .transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward, reuse_in_window
 from .transforms.shard_prologue import shard_prologue
 from .transforms.sort_communication import sort_communication
-from .transforms.sort_host_copies import sort_host_copies
 from .transforms.write_grads_in_place import write_grads_in_place
+
+insert_agreement = Later("transforms.insert_agreement:insert_agreement")
+keep_fusions_apart = Later("transforms.keep_fusions_apart:keep_fusions_apart")
+remove_cuts = Later("transforms.keep_fusions_apart:remove_cuts")
+mark_draws = Later("transforms.draws_in_fusions:mark_draws")
+refuse_merged_draws = Later("transforms.draws_in_fusions:refuse_merged_draws")
+release_slots = Later("transforms.release_slots:release_slots")
+release_extension = Later("transforms.release_slots:release_extension")
+gather_from_secondary = Later("extras.secondary_shards.gather_from_secondary:gather_from_secondary")
+offload_activations = Later("extras.activation_offload.offload_activations:offload_activations")
+sort_host_copies = Later("extras.activation_offload.sort_host_copies:sort_host_copies")
+replay_schedule = Later("extras.replay.replay_schedule:replay_schedule")
 
 
 def _retains(c: Context) -> bool:
     """Return whether backward may find what forward has left in slots, and the ranks agree in each step that it does."""
     return c.options.agree == "step" and (not c.options.sharding_strategy.release or c.trains)
-
-
-def _pinned(trace: TraceCtx, c: Context) -> Schedule:
-    """Return the pinned schedule of a trace: the one for the same compute, or else the first of the same mode."""
-    forward = c.traces.forward_schedule
-    digest = forward.compute if forward is not None else compute_digest(statements(trace))
-    pinned = [s for s in given(c.options.schedule) if s.no_sync is c.no_sync]
-    fitting = [s for s in pinned if s.forward.compute == digest] or pinned
-    if not fitting:
-        raise ScheduleMismatch(f"schedule: the file has no schedule for no_sync={c.no_sync}")
-    schedule = fitting[0].backward if forward is not None else fitting[0].forward
-    if schedule is None:
-        raise ScheduleMismatch("schedule: it has no backward schedule, but this model has a backward trace")
-    return schedule
 
 
 _FUSES: Condition = ("with fusion executors", lambda c: bool(c.fusions))
@@ -153,7 +143,14 @@ PIPELINE: tuple[Phase, ...] = (
             lambda trace, c: regather_for_backward(trace, kept=c.settings.kept),
             when=("with fusion executors, which can make backward read parameters of forward", _FUSES[1]),
         ),
-        Step(gather_from_secondary, searched=True),
+        Step(
+            gather_from_secondary,
+            when=(
+                "with `Sharding(secondary_ranks=...)`",
+                lambda c: any(b.secondary_ranks is not None for b in c.buckets),
+            ),
+            searched=True,
+        ),
         Step(
             offload_activations,
             lambda trace, c: offload_activations(trace, offloaded=c.settings.offloaded),
@@ -197,7 +194,12 @@ PIPELINE: tuple[Phase, ...] = (
         ),
         Step(
             replay_schedule,
-            lambda trace, c: replay_schedule(trace, schedule=_pinned(trace, c)),
+            lambda trace, c: replay_schedule(
+                trace,
+                schedule=load("extras.replay.replay_schedule:pinned_schedule")(
+                    trace, given(c.options.schedule), c.traces.forward_schedule, no_sync=c.no_sync
+                ),
+            ),
             when=("in its place with `schedule`", lambda c: c.options.schedule is not None),
         ),
         Step(
@@ -361,7 +363,8 @@ def table() -> str:
     for phase in PIPELINE:
         lines += [f"| | | | *{phase.before}* | |"] if phase.before else []
         for step in phase.steps:
-            sentences = " ".join((inspect.getdoc(step.pass_) or "").replace("``", "`").split())
+            pass_ = load(step.pass_.path) if isinstance(step.pass_, Later) else step.pass_
+            sentences = " ".join((inspect.getdoc(pass_) or "").replace("``", "`").split())
             does = sentences.partition(". ")[0].removesuffix(".") + "."
             lines.append(f"| `{step.name}` | {phase.name} | {step.when[0]} | {does} | {'yes' * step.searched} |")
     return "\n".join(lines)

@@ -62,13 +62,11 @@ from .private_thunder import quiet_no_sync
 from .proof.audit import audited
 from .proof.verify import verify_again
 from .runtime.module_hooks import TracedHooks
-from .runtime.trace_start import TraceStart
 from .runtime.traced_inputs import MemoryOfInputs
 from .sharding.casts import attach_casts, cast_inputs
-from .sharding.jitted_state import install_state_dict
 from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardingTransform, find_sharding
-from .transforms.offload_activations import offloaded_values
+from .sharding.state_dict import install_state_dict
 from .transforms.shard_prologue import refuse_foreign_parameters, unpacked_parameters
 
 WARN_COMPILED = 32
@@ -131,7 +129,7 @@ class FSDPTransform(ShardingTransform):
 
     def save_schedules(self, path: str | Path) -> None:
         """Write :attr:`schedules` to a file that ``fsdp(schedule=path)`` replays."""
-        load("ir.schedule_files:save_schedules")(self.schedules, path)
+        load("extras.replay.schedule_files:save_schedules")(self.schedules, path)
 
     def transform_module(self, model: ThunderModule) -> None:
         if any(isinstance(transform, FSDPTransform) for transform in model._lc_transforms):
@@ -376,7 +374,8 @@ class Compilation:
         """Remove from the joint trace what only kept fusions apart, and offload the chosen activations."""
         joint = self.run("fused", joint)
         if self.context.settings.offloaded:  # a fusion may have taken in a value that was to be offloaded
-            self.context.settings = replace(self.context.settings, offloaded=frozenset(offloaded_values(joint)))
+            offloaded = load("extras.activation_offload.offload_activations:offloaded_values")(joint)
+            self.context.settings = replace(self.context.settings, offloaded=frozenset(offloaded))
         return joint
 
     def schedule(self, unscheduled: TraceCtx) -> TraceCtx:
@@ -454,6 +453,8 @@ class Compilation:
         guards = any(effects(bsym).ensures is not None for bsym in trace.bound_symbols)
         agreed = control.check_program(what, read_program(trace), computation, guards=guards)
         if agreed.communicates and control.agrees_in_steps:
+            from .runtime.trace_start import TraceStart  # here, because one rank agrees with nobody
+
             name, text = f"{half}_{traces.number}", f"{half} for {traces.call}"
             issues = sum(op.issues for op in schedule)
             self.context.start = TraceStart(control, name, agreed, text, computation, issues)

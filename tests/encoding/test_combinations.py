@@ -13,7 +13,7 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import CommPolicy, fsdp
-from thunder_fsdp_sched.transports.encoded import Encoded
+from thunder_fsdp_sched.extras.low_precision.encoded import Encoded
 
 import pytest
 import thunder

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from unittest import mock
 
-from thunder_fsdp_sched.encoding import formats
-from thunder_fsdp_sched.encoding.formats import FORMATS, Format
-from thunder_fsdp_sched.encoding.wire import Wire
+from thunder_fsdp_sched.extras.low_precision import formats
+from thunder_fsdp_sched.extras.low_precision.formats import FORMATS, Format
+from thunder_fsdp_sched.extras.low_precision.wire import Wire
 
 import pytest
 import torch

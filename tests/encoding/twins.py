@@ -9,8 +9,8 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import CommPolicy
-from thunder_fsdp_sched.encoding.formats import Format
-from thunder_fsdp_sched.encoding.wire import Wire
+from thunder_fsdp_sched.extras.low_precision.formats import Format
+from thunder_fsdp_sched.extras.low_precision.wire import Wire
 from thunder_fsdp_sched.plan.specs import BucketSpec
 
 import thunder

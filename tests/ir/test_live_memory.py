@@ -13,11 +13,11 @@ from typing import Any
 
 from thunder_fsdp_sched import CommPolicy, Sharding, StepMemory, fsdp, set_gradient_divide_factor
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
+from thunder_fsdp_sched.extras.step_memory.step_memory import KINDS, TensorMemory
+from thunder_fsdp_sched.extras.step_memory.unknown_memory import unknown_memory
+from thunder_fsdp_sched.extras.step_memory.value_memory import MemoryAnalysis
 from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS
-from thunder_fsdp_sched.ir.step_memory import KINDS, TensorMemory
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
-from thunder_fsdp_sched.ir.unknown_memory import unknown_memory
-from thunder_fsdp_sched.ir.value_memory import MemoryAnalysis
 from thunder_fsdp_sched.planning.choosing import check_memory
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost

@@ -6,7 +6,7 @@ import re
 import sys
 
 from thunder_fsdp_sched.__main__ import app
-from thunder_fsdp_sched.ir.schedule_files import load_schedules
+from thunder_fsdp_sched.extras.replay.schedule_files import load_schedules
 from thunder_fsdp_sched.planning.dry_run import dry_run_step
 from thunder_fsdp_sched.planning.models import MODELS
 from thunder_fsdp_sched.reports.memory_files import load_memory

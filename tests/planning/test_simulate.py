@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from thunder_fsdp_sched.ir.effects import Issue
-from thunder_fsdp_sched.ir.host_copies import (
+from thunder_fsdp_sched.extras.activation_offload.host_copies import (
     fsdp_copy_to_device,
     fsdp_copy_to_host,
     fsdp_wait_device_copy,
     fsdp_wait_host_copy,
 )
+from thunder_fsdp_sched.ir.effects import Issue
 from thunder_fsdp_sched.ir.inspection import runs_nothing
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.planning.cost import Seconds

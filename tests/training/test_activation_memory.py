@@ -14,16 +14,21 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import Init, ScheduleDisagreement, Sharding, fsdp
+from thunder_fsdp_sched.extras.activation_offload.copies import (
+    copy_to_device,
+    copy_to_host,
+    wait_device_copy,
+    wait_host_copy,
+)
+from thunder_fsdp_sched.extras.activation_offload.host_copies import fsdp_copy_to_device, fsdp_wait_host_copy
+from thunder_fsdp_sched.extras.activation_offload.offload_activations import offload_activations, offloadable
 from thunder_fsdp_sched.ir.effects import declared
-from thunder_fsdp_sched.ir.host_copies import fsdp_copy_to_device, fsdp_wait_host_copy
 from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, return_of, split_joint
 from thunder_fsdp_sched.ir.operator_facts import is_pure
 from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.planning.search import MemoryLimitError
-from thunder_fsdp_sched.runtime.activation_offload import copy_to_device, copy_to_host, wait_device_copy, wait_host_copy
-from thunder_fsdp_sched.transforms.offload_activations import offload_activations, offloadable
 
 import pytest
 import thunder

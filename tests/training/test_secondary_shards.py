@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import Sharding, fsdp, testing
+from thunder_fsdp_sched.extras.secondary_shards.secondary import fsdp_copy_secondary_shard, over_fewer_ranks
 from thunder_fsdp_sched.ir.effects import bucket_of, effects, sends
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
@@ -196,7 +197,7 @@ def test_fewer_ranks_own_the_same_rows_together(
 ) -> None:
     many, few = sizes
     layout = make_layout(shapes, many, 4, per_param=per_param)
-    coarse = layout.over_fewer_ranks(few)
+    coarse = over_fewer_ranks(layout, few)
     each = many // few
     assert coarse.unsharded_numel == layout.unsharded_numel
     assert [p.unsharded_offset for p in coarse.placements] == [p.unsharded_offset for p in layout.placements]

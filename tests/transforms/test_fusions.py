@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, testing
-from thunder_fsdp_sched.ir.host_copies import fsdp_copy_to_host
+from thunder_fsdp_sched.extras.activation_offload.host_copies import fsdp_copy_to_host
 from thunder_fsdp_sched.ir.inspection import args_of, forward_part, outs_of
 from thunder_fsdp_sched.ir.operator_facts import facts_of
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_fusion_barrier, fsdp_wait_params
-from thunder_fsdp_sched.transforms.keep_fusions_apart import keep_fusions_apart, remove_cuts
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_wait_params
+from thunder_fsdp_sched.transforms.keep_fusions_apart import fsdp_fusion_barrier, keep_fusions_apart, remove_cuts
 
 import nvfuser_standin
 import pytest

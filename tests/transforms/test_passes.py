@@ -7,10 +7,11 @@ from typing import Any, get_args
 from unittest import mock
 
 from thunder_fsdp_sched import passes, pipeline, testing
+from thunder_fsdp_sched.extras.step_memory.slot_memory import shared_slots
 from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.inspection import args_of, outs_of
 from thunder_fsdp_sched.ir.schedule import read_schedule
-from thunder_fsdp_sched.ir.slots import filling_bytes, grads_over_params, shared_slots
+from thunder_fsdp_sched.ir.slots import filling_bytes, grads_over_params
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.proof import VerificationError, verify
 from thunder_fsdp_sched.runtime.bucket import Bucket

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from thunder_fsdp_sched.extras.step_memory.slot_memory import shared_slots
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.inspection import has_backward, return_of
-from thunder_fsdp_sched.ir.slots import shared_slots
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 

@@ -6,17 +6,21 @@ from functools import cache
 from pathlib import Path
 
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.ir.effects import declared
-from thunder_fsdp_sched.ir.host_copies import (
+from thunder_fsdp_sched.extras.activation_offload.host_copies import (
     fsdp_copy_to_device,
     fsdp_copy_to_host,
     fsdp_wait_device_copy,
     fsdp_wait_host_copy,
 )
+from thunder_fsdp_sched.extras.activation_offload.sort_host_copies import (
+    MAX_HOST_COPIES_IN_FLIGHT,
+    CopyTimes,
+    sort_host_copies,
+)
+from thunder_fsdp_sched.extras.replay.schedule_files import save_schedules
+from thunder_fsdp_sched.extras.step_memory.value_memory import MemoryAnalysis
+from thunder_fsdp_sched.ir.effects import declared
 from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, statements
-from thunder_fsdp_sched.ir.schedule_files import save_schedules
-from thunder_fsdp_sched.ir.value_memory import MemoryAnalysis
-from thunder_fsdp_sched.transforms.sort_host_copies import MAX_HOST_COPIES_IN_FLIGHT, CopyTimes, sort_host_copies
 
 import pytest
 from models import Stack, compile_model

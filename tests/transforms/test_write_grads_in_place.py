@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, full_state_dict, testing
+from thunder_fsdp_sched.extras.step_memory.slot_memory import shared_slots
 from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.effects import effects
-from thunder_fsdp_sched.ir.slots import grads_over_params, shared_slots
+from thunder_fsdp_sched.ir.slots import grads_over_params
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.dry_run import dry_run_step

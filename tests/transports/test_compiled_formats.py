@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from thunder_fsdp_sched.encoding import formats
-from thunder_fsdp_sched.encoding.formats import FORMATS
+from thunder_fsdp_sched.extras.low_precision import formats
+from thunder_fsdp_sched.extras.low_precision.formats import FORMATS
 
 import pytest
 import torch

@@ -11,9 +11,9 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.extras.transports.symmetric_memory import SymmetricMemory
 from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
 from thunder_fsdp_sched.transports import choose_transport
-from thunder_fsdp_sched.transports.symmetric_memory import SymmetricMemory
 
 import pytest
 import shared_memory

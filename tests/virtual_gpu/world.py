@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import private_torch
-from thunder_fsdp_sched.encoding import formats
+from thunder_fsdp_sched.extras.low_precision import formats
 from thunder_fsdp_sched.ranks import control, process_groups
 from thunder_fsdp_sched.sharding import shard_module, sharded_module
 from thunder_fsdp_sched.training import unsharded

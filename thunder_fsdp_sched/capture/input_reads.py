@@ -69,7 +69,7 @@ class InputReads:
         self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
         self._module = unwrap(module)
         is_symbolic = get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES
-        self._sizes = load("capture.symbolic_sizes:Sizes")() if is_symbolic else None
+        self._sizes = load("extras.symbolic_sizes:Sizes")() if is_symbolic else None
         for value in (*args, *kwargs.values()):
             self._note(value)
         with interpretercompilectx(wraps_observed_by(get_interpretercompilectx(), self, self._sizes)):

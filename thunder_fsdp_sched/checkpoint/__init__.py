@@ -1,6 +1,6 @@
 """State dicts and checkpoints: whole, sharded, on disk."""
 
-from ..sharding.state_entries import RowPiece
+from ..extras.state_dicts.row_piece import RowPiece
 from .api import load_checkpoint, save_checkpoint, save_checkpoint_async
 from .beside import Saving
 from .on_all_ranks import CheckpointError

@@ -23,8 +23,8 @@ from typing import Any, Literal
 import torch
 from thunder.core.module import ThunderModule
 
+from ..extras.state_dicts.jitted import rows_by_name
 from ..ranks.process_groups import ProcessGroupRef
-from ..sharding.jitted_state import rows_by_name
 from ..sharding.sharded_module import find_jitted
 from . import extra as extras
 from . import feedback

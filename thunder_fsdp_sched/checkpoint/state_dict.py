@@ -15,10 +15,11 @@ from thunder.core.module import ThunderModule
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
+from ..extras.state_dicts.entries import refuse_unshared
+from ..extras.state_dicts.row_piece import RowPiece
 from ..private_torch import state_name, unwrap_fabric
 from ..runtime.row_dtensor import DTENSORS, RowDTensor, replicated
 from ..sharding.sharded_module import find_jitted
-from ..sharding.state_entries import RowPiece, refuse_unshared
 from .storage import CheckedReader, Paths, nested
 
 Cast = tuple[str, torch.dtype, torch.dtype]

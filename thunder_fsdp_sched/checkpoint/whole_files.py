@@ -29,13 +29,13 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
+from ..extras.state_dicts.entries import refuse_unshared
+from ..extras.state_dicts.jitted import rows_by_name
 from ..private_torch import state_name
 from ..ranks.control import control_of
 from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.row_dtensor import RowDTensor, local_rows
-from ..sharding.jitted_state import rows_by_name
 from ..sharding.sharded_module import find_jitted
-from ..sharding.state_entries import refuse_unshared
 from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds
 from .folder import INDEX, SaveRun, checksum, path_of, refuse_complete
 from .on_all_ranks import refuse_different, run_on_all_ranks

@@ -33,10 +33,10 @@ from ..checkpoint.state_dict import (
     names_of_params,
     optimizer_state_dicts,
 )
+from ..extras.state_dicts.entries import rows_from
+from ..extras.state_dicts.jitted import gather_entries
 from ..runtime.row_dtensor import RowDTensor
-from ..sharding.jitted_state import gather_entries
 from ..sharding.sharded_module import ShardedModule, find_jitted
-from ..sharding.state_entries import rows_from
 from .replacing import clean_up, find, is_checkpoint, new_beside, others_in, replace
 
 Filter = Mapping[str, Callable[[str, Any], bool]]

@@ -252,3 +252,8 @@ def unused_name(trace: TraceCtx, name: str) -> str:
     while trace.has_name(name):
         name += "_"
     return name
+
+
+def first_tensor(trace: TraceCtx) -> TensorProxy:
+    """Return the first argument of a joint trace that is a tensor: a token, see [Note: Tokens of host copies]."""
+    return next(arg for arg in return_of(trace).args[0]["flat_args"] if isinstance(arg, TensorProxy))

@@ -133,13 +133,16 @@ def _renamed(facts: Facts, names: Mapping[str, Proxy]) -> Facts:
     )
 
 
+COPYING_SLOTS: set[str] = set()
+"""Names of our symbols that copy what is in a slot, where it is only until another collective uses the slot."""
+
+
 def _facts_of(bsym: BoundSymbol) -> Facts:
     sym = bsym.sym
     if sym.id in _NOT_VALUES:
         return Facts({}, pure=False)
     if sym.executor is not None and sym.executor.name == _OUR_EXECUTOR:
-        # What is copied from a slot is there only until another collective uses the slot.
-        return Facts({}, pure=sym.name != "fsdp_copy_secondary_shard")
+        return Facts({}, pure=sym.name not in COPYING_SLOTS)
     if isinstance(sym.id, PrimIDs):
         return _of_prim(sym.id, bsym)
     looked_through = _look_through(bsym) if bsym.subsymbols else None

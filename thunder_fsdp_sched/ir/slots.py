@@ -15,15 +15,14 @@ forward, or one after an exception, gathers them again into the slot, which the 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import WINDOW_OPEN, Bucket
-from ..runtime.memory import Arena, Slot
-from .analysis import Analysis, Lifetime, bytes_at, peak_bytes
-from .effects import Effects, effects
+from ..runtime.memory import Slot
+from .analysis import Analysis, Lifetime, peak_bytes
+from .effects import effects
 from .inspection import args_of
 
 
@@ -100,19 +99,10 @@ def peak_live_bytes(trace: TraceCtx) -> int:
     Where gradients have the place of their parameters, both count once.
     """
     lives = Analysis(trace).slots.values()
-    return peak_bytes(_spans([live for live in lives if live.place is not None and not live.place.is_private]))
+    return peak_bytes(spans_of([live for live in lives if live.place is not None and not live.place.is_private]))
 
 
-def slots_in_use(analysis: Analysis) -> list[int]:
-    """Return the bytes of arenas that hold unsharded parameters or gradients at each position, each byte counted once.
-
-    Args:
-        analysis: that of traces with slots.
-    """
-    return bytes_at(_spans([live for live in analysis.slots.values() if live.slot is not None]), len(analysis.bsyms))
-
-
-def _spans(lives: Sequence[Lifetime]) -> Iterator[tuple[int, int, int]]:
+def spans_of(lives: Sequence[Lifetime]) -> Iterator[tuple[int, int, int]]:
     """Yield from where to where each slot is in use, until gradients take the place of its parameters, and its bytes."""
     for live in lives:
         replaced = [
@@ -121,38 +111,6 @@ def _spans(lives: Sequence[Lifetime]) -> Iterator[tuple[int, int, int]]:
             if live.first < other.first <= live.last and live.slot and other.slot and live.slot.overlaps(other.slot)
         ]
         yield live.first, min([live.last, *replaced]), live.nbytes
-
-
-def shared_slots(trace: TraceCtx) -> tuple[int, int]:
-    """Return the bytes of arena that the shared slots of a trace occupy, and a lower bound for any allocation."""
-    ends: dict[Arena, int] = defaultdict(int)
-    for e in map(effects, trace.bound_symbols):
-        place = e.issues.place if e.issues is not None else None
-        if place is not None and place.slot is not None and not place.is_private:
-            ends[place.slot.arena] = max(ends[place.slot.arena], place.slot.end)
-    return sum(ends.values()), peak_live_bytes(trace)
-
-
-def arena_allocations(step: Sequence[Effects]) -> dict[Arena, list[tuple[int, int]]]:
-    """Return for each arena the positions, first and last included, between which its memory is allocated.
-
-    An arena that is freed is allocated from its next use on; one that nothing frees, all the time.
-
-    Args:
-        step: the effects of the traces of a step, with slots.
-    """
-    begins: dict[Arena, int] = {}
-    found: dict[Arena, list[tuple[int, int]]] = defaultdict(list)
-    for position, e in enumerate(step):
-        for arena in e.frees:
-            if arena in begins:
-                found[arena].append((begins.pop(arena), position))
-        if e.uses is not None:
-            begins.setdefault(e.uses.arena, position)
-    for arena, begin in begins.items():
-        since = begin if arena in found else 0
-        found[arena].append((since, len(step) - 1))
-    return dict(found)
 
 
 def filling_bytes(trace: TraceCtx, *, without: Collection[int] = ()) -> int:

@@ -18,7 +18,7 @@ Some gradients are written directly into the slot of the reduction: ``dw = fsdp_
 y)`` and ``fsdp_sum_into`` compute the gradient of parameter 0 of the bucket there. The reduction copies the others.
 
 With ``Sharding(secondary_ranks=2)``, forward copies a part of the bucket, and backward gathers from these copies within a
-subgroup of ranks: see [Note: Secondary shards] in ``runtime.bucket_aliases``. ``x`` is a token, as in
+subgroup of ranks: see [Note: Secondary shards] in ``extras.secondary_shards.secondary``. ``x`` is a token, as in
 [Note: Tokens of host copies]::
 
     (s, x) = fsdp_copy_secondary_shard(bucket_h_0_secondary, ft0, x, w, b)
@@ -60,7 +60,6 @@ from thunder.core.transforms import get_grad, put_grad
 from ..runtime import ops
 from ..runtime.autograd import guard_backward
 from ..runtime.bucket import Bucket
-from ..runtime.bucket_aliases import copy_secondary_shard
 from ..runtime.memory import Slot, slot_bytes
 from ..runtime.module_hooks import check_hooks
 from ..runtime.traced_inputs import check_inputs, check_memory
@@ -85,7 +84,7 @@ from .registry import executor, register
 #
 
 
-def _tensor(
+def tensor_proxy(
     shape: Sequence[int], device: torch.device, dtype: torch.dtype, *, requires_grad: bool = False
 ) -> TensorProxy:
     return TensorProxy(
@@ -183,7 +182,9 @@ def _wait_params_meta(
     bucket: Bucket, future: FutureTensorProxy, token: TensorProxy | None = None
 ) -> tuple[TensorProxy, ...]:
     spec = bucket.spec
-    return tuple(_tensor(p.shape, spec.device, spec.param_dtype, requires_grad=spec.requires_grad) for p in spec.params)
+    return tuple(
+        tensor_proxy(p.shape, spec.device, spec.param_dtype, requires_grad=spec.requires_grad) for p in spec.params
+    )
 
 
 def _wait_params_effects(bsym: BoundSymbol) -> Effects:
@@ -205,30 +206,6 @@ def with_token(wait: BoundSymbol, token: TensorProxy | None) -> BoundSymbol:
 def without_token(bsym: BoundSymbol) -> BoundSymbol:
     """Return a wait for parameters without its token; any other bound symbol as it is."""
     return with_token(bsym, None) if bsym.sym is fsdp_wait_params and len(bsym.args) > 2 else bsym
-
-
-def _copy_secondary_shard_meta(
-    bucket: Bucket, future: FutureTensorProxy, token: TensorProxy, *params: TensorProxy
-) -> tuple[TensorProxy, TensorProxy]:
-    return _tensor((bucket.spec.layout.shard_numel,), bucket.spec.device, bucket.spec.dtype), token
-
-
-def _copy_secondary_shard_effects(bsym: BoundSymbol) -> Effects:
-    bucket, (_, future, _, *params), copy = bucket_of(bsym), bsym.args, bsym.output[0]
-    read: list[tuple[str | None, Hashable]] = [(future.name, ("params", bucket.primary, None))]
-    read += [(param.name, ("params", bucket.primary, index)) for index, param in enumerate(params)]
-    return Effects(
-        bucket=bucket,
-        work=LocalWork(0, 2 * nbytes_of(copy), 2 * nbytes_of(copy)),
-        requires=tuple(read),
-        gives={copy.name: ("secondary", bucket)},
-        allocates=(Allocation(copy.name, nbytes_of(copy), bucket.spec.device.type, kind="values"),),
-    )
-
-
-fsdp_copy_secondary_shard = register(
-    "fsdp_copy_secondary_shard", copy_secondary_shard, _copy_secondary_shard_effects, _copy_secondary_shard_meta
-)
 
 
 def _params_unchanged_effects(bsym: BoundSymbol) -> Effects:
@@ -335,7 +312,7 @@ fsdp_reduce_scatter = register("fsdp_reduce_scatter", ops.reduce_scatter, _reduc
 
 
 def _grad_meta(bucket: Bucket, slot: Slot | None, index: int, *args: Any) -> TensorProxy:
-    return _tensor(bucket.spec.params[index].shape, bucket.spec.device, bucket.spec.reduce_dtype)
+    return tensor_proxy(bucket.spec.params[index].shape, bucket.spec.device, bucket.spec.reduce_dtype)
 
 
 def _grad_effects(bsym: BoundSymbol) -> Effects:
@@ -369,7 +346,9 @@ fsdp_all_reduce = register("fsdp_all_reduce", ops.all_reduce, _all_reduce_effect
 
 def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy, *, hook: str | None = None) -> tuple[TensorProxy, ...]:
     spec = bucket.spec
-    return tuple(_tensor(p.shard_shape(bucket.rank), spec.shard_device, spec.dtype) for p in spec.layout.placements)
+    return tuple(
+        tensor_proxy(p.shard_shape(bucket.rank), spec.shard_device, spec.dtype) for p in spec.layout.placements
+    )
 
 
 def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
@@ -490,49 +469,19 @@ fsdp_guard_backward = register("fsdp_guard_backward", guard_backward)
 fsdp_detached = register("fsdp_detached", torch.Tensor.detach, meta=lambda tensor: TensorProxy(like=tensor))
 
 
-def _with_value_effects(bsym: BoundSymbol) -> Effects:
-    aliases = {bsym.output.name: (bsym.args[1].name,)}
-    return Effects(work=LocalWork(), aliases=aliases, views=aliases)
-
-
-fsdp_with_value = register(
-    "fsdp_with_value", lambda old, new: new, _with_value_effects, meta=lambda old, new: TensorProxy(like=new)
-)
-
-
-def _with_value_grad(old: TensorProxy, new: TensorProxy) -> TensorProxy:
-    out = fsdp_with_value(old, new)
-    put_grad(old, get_grad(out))
-    return out
-
-
-executor.register_implementation(fsdp_with_value, fsdp_with_value, grad_transform=_with_value_grad)
-
-
-def _only_in_between(*args: Any) -> None:
+def only_in_between(*args: Any) -> None:
+    """Run a symbol that no trace has when it runs."""
     raise AssertionError("fsdp_unshard, fsdp_reduce and fsdp_fusion_barrier must be removed before a trace runs")
-
-
-def _cut_meta(*tensors: TensorProxy) -> tuple[TensorProxy, ...]:
-    return tuple(TensorProxy(like=t) for t in tensors)
-
-
-def _cut_effects(bsym: BoundSymbol) -> Effects:
-    aliases = {out.name: (arg.name,) for out, arg in zip(bsym.output, bsym.args, strict=True)}
-    return Effects(aliases=aliases, views=aliases, is_fusion_barrier=True)
-
-
-fsdp_fusion_barrier = register("fsdp_fusion_barrier", _only_in_between, _cut_effects, _cut_meta)
 
 
 def _unshard_meta(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:
     spec = bucket.spec
-    return _tensor(spec.params[index].shape, spec.device, spec.param_dtype, requires_grad=shard.requires_grad)
+    return tensor_proxy(spec.params[index].shape, spec.device, spec.param_dtype, requires_grad=shard.requires_grad)
 
 
 def _reduce_meta(bucket: Bucket, index: int, grad: TensorProxy) -> TensorProxy:
     shape = bucket.spec.layout.placements[index].shard_shape(bucket.rank)
-    return _tensor(shape, bucket.spec.shard_device, bucket.spec.dtype, requires_grad=grad.requires_grad)
+    return tensor_proxy(shape, bucket.spec.shard_device, bucket.spec.dtype, requires_grad=grad.requires_grad)
 
 
 def _single_effects(bsym: BoundSymbol) -> Effects:
@@ -541,8 +490,8 @@ def _single_effects(bsym: BoundSymbol) -> Effects:
     return Effects(allocates=(Allocation(out.name, nbytes_of(out), out.device.type, kind="values"),), single=single)
 
 
-fsdp_unshard = register("fsdp_unshard", _only_in_between, _single_effects, _unshard_meta)
-fsdp_reduce = register("fsdp_reduce", _only_in_between, _single_effects, _reduce_meta)
+fsdp_unshard = register("fsdp_unshard", only_in_between, _single_effects, _unshard_meta)
+fsdp_reduce = register("fsdp_reduce", only_in_between, _single_effects, _reduce_meta)
 
 
 def _unshard_grad(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:

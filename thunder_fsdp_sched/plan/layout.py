@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..sizes import round_up
@@ -101,25 +101,6 @@ class Layout:
             if s.shard_numel
         ]
 
-    def over_fewer_ranks(self, world_size: int) -> Layout:
-        """Return the layout in which so many ranks own what runs of successive ranks own here.
-
-        The unsharded buffer is the same. ``world_size`` divides the number of ranks.
-        """
-        each, rest = divmod(self.world_size, world_size)
-        assert not rest, (self.world_size, world_size)
-        segments = tuple(
-            replace(s, shard_offset=s.shard_offset * each, shard_numel=s.shard_numel * each) for s in self.segments
-        )
-        placements = []
-        for placement in self.placements:
-            # An empty segment starts where the next one does.
-            before = [s for s in segments if s.unsharded_offset <= placement.unsharded_offset]
-            segment = max(before, key=lambda s: (s.unsharded_offset, s.shard_numel))
-            offset = placement.unsharded_offset - segment.unsharded_offset
-            placements.append(_make_placement(placement.shape, offset, segment, world_size))
-        return Layout(world_size, segments, tuple(placements), self.unsharded_numel, self.shard_numel * each)
-
     def shard_segments(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return a rank's own range of each non-empty segment, as a view of its flat shard."""
         return [_narrow(shard, s.shard_offset, s.shard_numel) for s in self.segments if s.shard_numel]
@@ -172,7 +153,7 @@ def make_layout(
         shard_numel, offsets = _fill_segment(shapes, members, world_size, align)
         segments.append(Segment(unsharded_offset, shard_offset, shard_numel, members[0] in exempt))
         for i, offset in zip(members, offsets, strict=True):
-            placements[i] = _make_placement(shapes[i], offset, segments[-1], world_size)
+            placements[i] = make_placement(shapes[i], offset, segments[-1], world_size)
         unsharded_offset = round_up(unsharded_offset + world_size * shard_numel, align)
         shard_offset = shard_offset + shard_numel if per_param else round_up(shard_offset + shard_numel, align)
     return Layout(
@@ -198,7 +179,7 @@ def _divided(shapes: Sequence[tuple[int, ...]], members: list[int], world_size: 
     return split if _total(shapes, split, world_size, align) < total else [members]
 
 
-def _make_placement(shape: tuple[int, ...], offset: int, segment: Segment, world_size: int) -> Placement:
+def make_placement(shape: tuple[int, ...], offset: int, segment: Segment, world_size: int) -> Placement:
     row_numel = math.prod(shape[1:])
     rows = shape[0] if shape else 1
     starts = []

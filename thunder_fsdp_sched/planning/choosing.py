@@ -36,12 +36,13 @@ from thunder.core.trace import TraceCtx
 
 from .. import pipeline
 from ..compiled_traces import CompiledTraces, StepSettings
+from ..extras.activation_offload.sort_host_copies import CopyTimes
+from ..extras.step_memory.step_memory import StepMemory
+from ..extras.step_memory.value_memory import pending_grads_of
 from ..ir.analysis import NO_PENDING_GRADS, PendingGrads
 from ..ir.computation import computation_of
 from ..ir.effects import effects
 from ..ir.inspection import names, nbytes_of, split_joint
-from ..ir.step_memory import StepMemory
-from ..ir.value_memory import pending_grads_of
 from ..logs import LOGGER
 from ..passes import Context
 from ..ranks.control import hash64
@@ -49,7 +50,6 @@ from ..ranks.deciding import decide_once
 from ..runtime.accumulation import AccumulationMode
 from ..runtime.bucket import Bucket
 from ..sharding.sharded_module import ShardedModule
-from ..transforms.sort_host_copies import CopyTimes
 from .clusters import ClusterSpec, cluster_of_this_process
 from .cost import AnalyticCost
 from .search import Choice, Limits, MemoryLimitError, Search, copy_times

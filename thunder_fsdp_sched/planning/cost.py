@@ -7,7 +7,7 @@ one, else for its subsymbols. Bytes are those of its inputs and outputs, so a fu
 leaves it.
 
 A view runs no kernel and costs only host time. Whether an operator returns a view depends on the strides of its input,
-which are observed (see ``ir.observed_effects``). An expanded value does not occupy the bytes of its shape.
+which are observed (see ``extras.step_memory.observed_effects``). An expanded value does not occupy the bytes of its shape.
 
 [Note: Time of a collective]
 A ring of W ranks sends W-1 of W pieces through every link, one after the other. That takes W-1 hops of latency, plus
@@ -28,9 +28,9 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..extras.step_memory.observed_effects import observed, observed_effects
 from ..ir.effects import Effects, Issue, is_declared
 from ..ir.inspection import defined_by, nbytes_of, runs_nothing
-from ..ir.observed_effects import observed, observed_effects
 from .clusters import ClusterSpec, cluster
 from .flops import flops_of
 

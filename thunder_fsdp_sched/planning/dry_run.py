@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..api import fsdp
 from ..compiled_traces import CompiledTraces
-from ..ir.step_memory import StepMemory
+from ..extras.step_memory.step_memory import StepMemory
 from ..option_groups import Ranks, Sharding
 from ..transform import FSDPTransform
 from . import gpu_attention

@@ -12,10 +12,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..extras.step_memory.step_memory import StepMemory
 from ..ir.effects import effects
 from ..ir.inspection import args_of, defined_by, is_library, nbytes_of, source_of
 from ..ir.schedule import is_communication
-from ..ir.step_memory import StepMemory
 from ..runtime.bucket import Bucket
 from ..sizes import human_bytes
 

@@ -12,9 +12,9 @@ from thunder.core.dtypes import to_torch_dtype
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 
+from ..extras.step_memory.observed_effects import observed_effects
 from ..ir.effects import Effects
 from ..ir.observation import observe_call
-from ..ir.observed_effects import observed_effects
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     PrimIDs.LINEAR: torch.nn.functional.linear,

@@ -29,10 +29,10 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 
+from ..extras.step_memory.value_memory import MemoryAnalysis
 from ..ir.analysis import BEFORE_TRACE, Lifetime, bytes_at
 from ..ir.effects import is_declared
 from ..ir.operator_facts import is_pure
-from ..ir.value_memory import MemoryAnalysis
 
 _UNIT = 1e15
 """Units of a capacity in one second. Capacities are integers, because a cut of rounded floats may not be minimal."""

@@ -39,18 +39,18 @@ from thunder.core.trace import TraceCtx
 
 from .. import pipeline
 from ..compiled_traces import StepSettings
+from ..extras.activation_offload.offload_activations import offloadable
+from ..extras.activation_offload.sort_host_copies import CopyTimes
+from ..extras.step_memory.step_memory import StepMemory
 from ..ir.analysis import NO_PENDING_GRADS, PendingGrads
 from ..ir.effects import bucket_of, effects
 from ..ir.inspection import snapshot, split_joint
-from ..ir.step_memory import StepMemory
 from ..passes import Context
 from ..runtime.accumulation import AccumulationMode
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
 from ..transforms.assign_slots import private_bytes
-from ..transforms.offload_activations import offloadable
 from ..transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, sort_communication
-from ..transforms.sort_host_copies import CopyTimes
 from .activation_plan import ActivationPlans
 from .cost import CostModel, compute_seconds
 from .simulate import simulate

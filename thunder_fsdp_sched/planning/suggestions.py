@@ -21,7 +21,7 @@ import torch
 from thunder.core.pytree import tree_flatten, tree_map
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from ..encoding.policy import CommPolicy
+from ..extras.low_precision.policy import CommPolicy
 from ..option_groups import Sharding
 from ..plan.specs import ShardingStrategy
 from ..sizes import human_bytes

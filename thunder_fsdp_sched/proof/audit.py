@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from thunder.core.prims import PrimIDs
@@ -41,8 +41,10 @@ from ..ir.registry import executor, register
 from ..private_thunder import without_calls
 from ..ranks.control import Control
 from ..runtime.memory import Arena, Slot
-from ..runtime.trace_start import TraceStart
 from .machine import VerificationError
+
+if TYPE_CHECKING:
+    from ..runtime.trace_start import TraceStart
 
 
 class PreShardStorages:

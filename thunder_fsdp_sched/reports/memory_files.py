@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..ir.json_files import read_json, write_json
-from ..ir.step_memory import KINDS, Details, StepMemory, TensorMemory
-from ..ir.unknown_memory import UnknownMemory
+from ..extras.json_files import read_json, write_json
+from ..extras.step_memory.step_memory import KINDS, Details, StepMemory, TensorMemory
+from ..extras.step_memory.unknown_memory import UnknownMemory
 
 __all__ = ["load_memory", "save_memory", "save_snapshot"]
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ir.step_memory import KINDS, StepMemory
+from ..extras.step_memory.step_memory import KINDS, StepMemory
 from ..ir.symbols import GATHERS
 from ..planning.timeline import COMPUTE, Interval, SlotUse, Timeline, union
 

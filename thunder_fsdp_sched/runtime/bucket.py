@@ -34,14 +34,14 @@ from ..extensions import load
 from ..plan.specs import BucketSpec
 from ..ranks.control import Control, IssueCounts
 from ..transports import transport_of
-from ..transports.base import PeerMemory, Views, Work
+from ..transports.base import Views, Work
 from .accumulation import Accumulation
 from .autograd import is_of_running_backward, requested, wanted
 from .memory import Arena, Slot, address, slot_bytes
 from .names import optimizer_steps
 from .row_dtensor import RowDTensor
 from .rows import Rows
-from .shard_source import CastShardSource, OffloadedShardSource, ShardSource
+from .shard_source import CastShardSource, ShardSource
 
 if TYPE_CHECKING:
     from ..ranks.process_groups import BucketRanks
@@ -67,13 +67,13 @@ class Bucket:
         base: for a bucket alias (``bucket_aliases``), the bucket whose shard and parameters it uses.
         primary: for a secondary, the bucket that it is the secondary of.
         secondary_ranks: the ranks among which backward gathers it; ``None`` if they are ``ranks``.
-        peer_memory: allocates what the bucket sends if peers read it there; the bucket is announced to it.
+        peer_memory: the ``PeerMemory`` that allocates what the bucket sends if peers read it there; it knows the bucket.
 
     Attributes:
         source: provides the tensor that a gather sends.
         base: the bucket itself; for a bucket alias, the bucket that it stands for.
         primary: the bucket itself; for a secondary, the bucket that gathers the same values from primary shards. See
-            [Note: Secondary shards] in ``bucket_aliases``.
+            [Note: Secondary shards] in ``extras.secondary_shards.secondary``.
         shard: the flat shard buffer.
         shard_views: this rank's rows of each parameter, as views of ``shard``.
         rows: which rows of each parameter each rank has.
@@ -95,7 +95,7 @@ class Bucket:
         base: Bucket | None = None,
         primary: Bucket | None = None,
         secondary_ranks: BucketRanks | None = None,
-        peer_memory: PeerMemory | None = None,
+        peer_memory: Any = None,
     ) -> None:
         self.spec = spec
         self.base: Bucket = base or self
@@ -147,7 +147,7 @@ class Bucket:
         """How the model agrees with the other ranks on what runs next."""
         self.accumulation = Accumulation(spec)
         if spec.comm.offload:
-            self.source = OffloadedShardSource(spec, self.shard)
+            self.source = load("extras.shard_offload.source:OffloadedShardSource")(spec, self.shard)
         elif spec.sends_copy:
             self.source = CastShardSource(spec, self.shard, self.allocate_sent, self.version)
         else:
@@ -195,7 +195,7 @@ class Bucket:
     @functools.cached_property
     def feedback(self) -> Any:
         """The rounding errors of this rank's last gradients, an ``ErrorFeedback``."""
-        return load("transports.feedback:ErrorFeedback")(self.spec, functools.partial(wanted, self.params))
+        return load("extras.low_precision.feedback:ErrorFeedback")(self.spec, functools.partial(wanted, self.params))
 
     @property
     def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:

@@ -5,7 +5,7 @@ PyTorch's tools (clipping, GradScaler, distributed checkpoints) look for DTensor
 bucket without copies cuts between ranks where the bucket is cut, so a rank may have any number of rows of a parameter.
 DTensor has no placement for this: ``Shard(0)`` means the cuts of ``torch.chunk``, and operators that communicate rely on
 it. :class:`RowDTensor` therefore is a DTensor that handles operators itself (see [Note: Operators on rows] in
-``row_operators``), and its placement, :class:`RowShard`, is a ``Shard(0)`` that knows the cuts.
+``extras.row_operators.operators``), and its placement, :class:`RowShard`, is a ``Shard(0)`` that knows the cuts.
 
 Alternatives: attributes of the local tensor that tell DCP the rows, as Megatron-FSDP has (NVIDIA/Megatron-LM#3190), keep
 DTensor's operators, which are wrong for uneven rows. A placement alone (RaggedShard, pytorch/pytorch#169320) needs
@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map_only
 
+from ..extensions import load
 from ..private_torch import dtensor_base, dtensor_constructor, register_foreach_type
 from .autograd import guarded_accumulated_hook, guarded_hook
 from .rows import Rows
@@ -38,13 +38,17 @@ else:
     _Base = dtensor_base()
 
 
-class _StateEntry:
+class StateEntry:
     """An entry of a state dict that holds some rows of a tensor: what distributed checkpoints (DCP) ask of it."""
 
     shape: torch.Size
 
     def _chunks(self) -> list[tuple[int, torch.Tensor]]:
         """Return the rows that this rank saves, as one or several runs, each with the number of its first row."""
+        raise NotImplementedError
+
+    def to_local(self) -> torch.Tensor:
+        """Return this rank's rows, sharing their memory."""
         raise NotImplementedError
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -66,7 +70,7 @@ class _StateEntry:
         return rows if self.shape else rows.reshape(())
 
 
-class RowDTensor(_StateEntry, _Base):
+class RowDTensor(StateEntry, _Base):
     """This rank's rows of a tensor that is sharded along its first dimension; see [Note: Uneven DTensors].
 
     It has the shape of the whole tensor. :meth:`to_local` returns the rows, :meth:`full_tensor` gathers all of them.
@@ -118,27 +122,29 @@ class RowDTensor(_StateEntry, _Base):
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's rows, sharing their memory; of a 0-dim tensor, one row or none."""
         if torch.is_grad_enabled() and self.requires_grad:
-            return _convert(self, lambda local: local.view_as(local), lambda rows, grad: grad)
+            differentiable: torch.Tensor = load("extras.row_operators.conversions:to_local")(self)
+            return differentiable
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Gather the whole tensor on every rank; a collective."""
-        return _convert(self, lambda local: self.rows.gather(local).to(local.device), Rows.of)
+        whole: torch.Tensor = load("extras.row_operators.conversions:full_tensor")(self)
+        return whole
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the sum; a collective without arguments. In a loss it is a :class:`WholeNumber` with a gradient."""
-        return self._sum() if self._is_in_loss(args, kwargs) else super().sum(*args, **kwargs)
+        """Return the sum; a collective without arguments. In a loss it is a ``WholeNumber`` with a gradient."""
+        return (
+            load("extras.row_operators.conversions:sum_of")(self)
+            if self._is_in_loss(args, kwargs)
+            else super().sum(*args, **kwargs)
+        )
 
     def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the mean; see :meth:`sum`."""
-        if self._is_in_loss(args, kwargs):
-            return (self._sum() / self.numel()).as_subclass(WholeNumber)
-        return super().mean(*args, **kwargs)
-
-    def _sum(self) -> torch.Tensor:
-        total = local_rows(self.detach().sum())
-        return _convert(
-            self, lambda _: total.as_subclass(WholeNumber), lambda rows, grad: grad.expand(rows.local_shape)
+        return (
+            load("extras.row_operators.conversions:mean_of")(self)
+            if self._is_in_loss(args, kwargs)
+            else super().mean(*args, **kwargs)
         )
 
     def _is_in_loss(self, args: Any, kwargs: Any) -> bool:
@@ -190,7 +196,7 @@ class RowDTensor(_StateEntry, _Base):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the rows with their numbers (:class:`RowPiece`), or as a DTensor if they are even."""
+        """Pickle the rows with their numbers (``RowPiece``), or as a DTensor if they are even."""
         if isinstance(self, torch.nn.Parameter):
             raise TypeError(
                 f"parameter {self.rows.label!r} of a sharded model cannot be pickled: it holds this rank's rows. Save "
@@ -207,7 +213,8 @@ class RowDTensor(_StateEntry, _Base):
                 local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
             )
             return plain.__reduce_ex__(protocol)
-        return RowPiece(local, self.rows.start, tuple(self.shape)).__reduce_ex__(protocol)
+        piece = load("extras.state_dicts.row_piece:RowPiece")(local, self.rows.start, tuple(self.shape))
+        return piece.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RowDTensor({self.rows}, {self.dtype}, {self.device}, {self._local_tensor})"
@@ -224,10 +231,10 @@ class RowDTensor(_StateEntry, _Base):
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a DTensor or a :class:`RowPiece`, sharing its memory; any other tensor itself."""
-    if isinstance(tensor, RowPiece):
-        return tensor.to_local()
-    return tensor._local_tensor if isinstance(tensor, DTENSORS) else tensor
+    """Return this rank's rows of a DTensor or a ``RowPiece``, sharing its memory; any other tensor itself."""
+    if isinstance(tensor, DTENSORS):
+        return tensor._local_tensor
+    return tensor.to_local() if isinstance(tensor, StateEntry) else tensor
 
 
 def replicated(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -242,118 +249,3 @@ register_foreach_type(RowDTensor)
 
 DTENSORS = (DTensor, RowDTensor)
 """The classes of DTensors, for ``isinstance``; a :class:`RowDTensor` is a DTensor from torch 2.12 on."""
-
-
-class _Convert(torch.autograd.Function):
-    """Applies ``convert`` to a tensor's rows; ``rows_of_grad`` returns their gradient from that of the result."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: RowDTensor, convert: Any, rows_of_grad: Any) -> torch.Tensor:
-        ctx.rows, ctx.rows_of_grad = tensor.rows, rows_of_grad
-        result: torch.Tensor = convert(tensor._local_tensor)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        # The gradient of a sum is an expanded number. Autograd adds to gradients in place, for which they need memory.
-        return RowDTensor.wrap(ctx.rows_of_grad(ctx.rows, grad).contiguous(), ctx.rows), None, None
-
-
-_convert: Callable[..., torch.Tensor] = _Convert.apply
-
-
-class WholeNumber(torch.Tensor):
-    """A number computed from all rows: a plain tensor, so that it can be added to a loss.
-
-    Its gradient goes to the rows of each rank once, and is not averaged: it has to be the same on all ranks.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def full_tensor(self) -> torch.Tensor:
-        """Return the number, as this method of DTensors does."""
-        return self
-
-
-class RowPiece(_StateEntry, torch.Tensor):
-    """Rows ``[start, start + len(local))`` of a whole tensor, whose other rows are on other ranks.
-
-    It has the whole tensor's shape but only these rows. It can be saved, loaded, copied, moved and cast, and
-    :meth:`to_local` returns the rows. A 0-dim tensor is one row; ranks without it have none.
-    """
-
-    _local: torch.Tensor
-    _start: int
-
-    @staticmethod
-    def __new__(cls, local: torch.Tensor, start: int, shape: tuple[int, ...]) -> RowPiece:
-        piece = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        piece._local, piece._start = local, start
-        return piece
-
-    def to_local(self) -> torch.Tensor:
-        """Return this rank's rows; a 0-dim tensor as one row or none."""
-        return self._local
-
-    @property
-    def start(self) -> int:
-        """The number of the first of these rows in the whole tensor."""
-        return self._start
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        rows = self._local.shape[0]
-        return (
-            f"RowPiece(rows [{self._start}, {self._start + rows}) of {tuple(self.shape)}, {self.dtype}, {self.device})"
-        )
-
-    def share_memory_(self) -> NoReturn:
-        # torch would look for memory of the whole tensor, which does not exist.
-        raise NotImplementedError("share_memory_ of a RowPiece: share the memory of its rows, to_local()")
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        piece, kwargs = args[0], kwargs or {}
-        if func is aten.new_empty.default and isinstance(piece, RowPiece):
-            if tuple(args[1]) != tuple(piece.shape):  # it has no rows of this parameter
-                return piece._local.new_empty(args[1], **kwargs)
-            args = (piece, piece._local.shape)
-        elif func not in _ON_LOCAL_ROWS:
-            raise NotImplementedError(
-                f"{func} on a RowPiece, which holds some rows of a parameter: take them with to_local(), or the whole "
-                f"parameter with full_state_dict(model)"
-            )
-        if func is aten.copy_.default and not _same_rows(*args[:2]):
-            raise ValueError(
-                f"copy_ between a RowPiece and other rows, from {_describe(args[1])} to {_describe(piece)}: take this "
-                f"rank's rows with to_local(), or the whole parameter with full_state_dict(model)"
-            )
-        args, kwargs = tree_map_only(RowPiece, RowPiece.to_local, (args, kwargs))
-        local = func(*args, **kwargs)
-        return piece if func is aten.copy_.default else RowPiece(local, piece._start, tuple(piece.shape))
-
-    def _chunks(self) -> list[tuple[int, torch.Tensor]]:
-        return [(self._start, self._local)] if self._local.numel() else []
-
-
-_ON_LOCAL_ROWS = {
-    aten._to_copy.default,
-    aten.clone.default,
-    aten.copy_.default,
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.zeros_like.default,
-}
-
-
-def _same_rows(target: torch.Tensor, source: torch.Tensor) -> bool:
-    return (
-        isinstance(target, RowPiece)
-        and isinstance(source, RowPiece)
-        and (target.shape, target._start, target._local.shape) == (source.shape, source._start, source._local.shape)
-    )
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return repr(tensor) if isinstance(tensor, RowPiece) else f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"

@@ -1,6 +1,6 @@
 """Run operators on :class:`RowDTensor` that act on each element by itself, as those of optimizers do.
 
-See [Note: Operators on rows] in ``row_operators``, which has the rules for all others.
+See [Note: Operators on rows] in ``extras.row_operators.operators``, which has the rules for all others.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _rule_for(func: Any) -> Callable[..., Any]:
     if acts_on_elements(func):
         return on_elements
-    rule: Callable[..., Any] = load("runtime.row_operators:rule_for")(func)
+    rule: Callable[..., Any] = load("extras.row_operators.operators:rule_for")(func)
     return rule
 
 
@@ -73,7 +73,7 @@ def on_elements(func: Any, *args: Any, **kwargs: Any) -> Any:
     values = [*args, *kwargs.values()]
     written = _written(func, len(args), tuple(kwargs))
     rows: Sequence[Rows | None]
-    operands, rows = _unwrapped(values, written) or load("runtime.row_operands:aligned")(func, values, written)
+    operands, rows = _unwrapped(values, written) or load("extras.row_operators.operands:aligned")(func, values, written)
     result = func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
     if not written:
         if isinstance(values[0], (list, tuple)):

@@ -1,4 +1,4 @@
-"""The rows of a tensor that each rank has, their placement for DTensor, and gathering all of them.
+"""The rows of a tensor that each rank has, and their placement for DTensor.
 
 A bucket's layout assigns each rank a run of whole rows of each parameter (see ``layout``). :class:`Rows` is the part of
 it that concerns one parameter. The parameter, its gradients and its optimizer state share it.
@@ -6,18 +6,17 @@ it that concerns one parameter. The parameter, its gradients and its optimizer s
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
+from ..extensions import load
 from ..private_torch import new_spec
 
 if TYPE_CHECKING:
@@ -71,24 +70,10 @@ class RowShard(Shard):
         self, local_tensor: torch.Tensor, mesh: Any, mesh_dim: int, current_logical_shape: Sequence[Any]
     ) -> torch.Tensor:
         whole = local_tensor.new_empty(self.starts[-1], *local_tensor.shape[1:])
-        return gather_rows(whole, local_tensor, self.starts, mesh.get_group(mesh_dim))
-
-
-def gather_rows(
-    whole: torch.Tensor, local: torch.Tensor, starts: Sequence[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Fill ``whole`` with the rows of all ranks, bit for bit, and return it; a collective.
-
-    Args:
-        starts: as in :class:`RowShard`.
-    """
-    for rank, (start, end) in enumerate(itertools.pairwise(starts)):
-        rows = whole[start:end]
-        if rank == group.rank():
-            rows.copy_(local)
-        if rows.numel():
-            dist.broadcast(rows, group=group, group_src=rank)
-    return whole
+        gathered: torch.Tensor = load("extras.row_operators.collectives:gather_rows")(
+            whole, local_tensor, self.starts, mesh.get_group(mesh_dim)
+        )
+        return gathered
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -212,55 +197,6 @@ class Rows:
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a whole tensor, as a view."""
         return (whole if whole.ndim else whole.reshape(1))[self.start : self.end]
-
-    def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor, bit for bit, from the rows of all ranks; a collective.
-
-        It is on the device of the parameter's bucket, where offloaded rows are sent from.
-
-        Raises:
-            ValueError: the process group cannot send from that device.
-            ScheduleDisagreement: other ranks do something else.
-        """
-        with self._collective("gathering", local.device) as device:
-            local = local.detach()
-            whole = local.new_empty(self.shape or (1,), device=device)
-            gather_rows(whole, local, self.starts, self.ranks.group.process_group)
-        return whole.reshape(self.shape)
-
-    def exchange(self, part: torch.Tensor, what: str, *labels: str) -> torch.Tensor:
-        """Return the tensors of all ranks, of the same shape, stacked in the order of ranks; a collective.
-
-        Args:
-            what: the operator, for messages.
-            labels: the parameters that it concerns, unless it is this one.
-
-        Raises:
-            ValueError: the process group cannot send from the parameter's device.
-            ScheduleDisagreement: other ranks do something else.
-        """
-        size = len(self.lengths)
-        with self._collective(what, part.device, *labels) as device:
-            sent = part.detach().to(device).reshape(-1).contiguous().view(torch.uint8)  # gloo sends no booleans
-            received = sent.new_empty(size, sent.numel())
-            dist.all_gather(list(received), sent, group=self.ranks.group.process_group)
-        return received.view(part.dtype).view(size, *part.shape).to(part.device)
-
-    @contextlib.contextmanager
-    def _collective(self, what: str, device: torch.device, *labels: str) -> Iterator[torch.device]:
-        """Check that all ranks are about to do the same, and yield the device to send from."""
-        bucket, _ = self.place or (None, 0)
-        if bucket is not None:
-            device = bucket.spec.device
-        self.ranks.group.check_sends(device, f"the rows of {self.label!r}")
-        control = None if bucket is None else bucket.base.control
-        if control is None:
-            yield device
-            return
-        if control.is_on_all_ranks(bucket):
-            control.rendezvous(f"{what} of", *(labels or (self.label,)))
-        with control.doing(f"{what} of {self.label}"):
-            yield device
 
     def __deepcopy__(self, memo: Any) -> Rows:
         return self

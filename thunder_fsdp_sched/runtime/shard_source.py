@@ -1,4 +1,4 @@
-"""The tensor that a gather sends: the bucket's shard, a cast or an encoding of it, or a copy of it on the device.
+"""The tensor that a gather sends: the bucket's shard, or a cast or an encoding of it.
 
 [Note: Reuse of casts]
 Every gather of a forward casts again, because some writes to a parameter cannot be detected: those of optimizers with their
@@ -6,12 +6,6 @@ own kernels, and those through ``to_local().data``. Backward reuses the cast of 
 forward has cast since, and that neither a parameter's version nor the number of optimizer steps in this process has changed.
 Within an accumulation window, a bucket that is not gathered again is not cast again either: see [Note: Gathered once in a
 window] in ``bucket``.
-
-[Note: Writes to offloaded shards]
-A shard in pinned memory is copied to the GPU asynchronously, but the user may write it on the host at any time: an
-optimizer step, loading a checkpoint, swapping in averaged parameters. Host writes do not wait for streams. So the host
-waits for the copies before control returns to the user: at the end of each forward, for the last of all copies.
-Backward has no such point that is always reached, so there the host waits whenever a gather is waited for.
 """
 
 from __future__ import annotations
@@ -24,7 +18,6 @@ import torch
 
 from ..plan.specs import BucketSpec
 from ..private_torch import NO_CONTEXT, labelled
-from ..transports.base import side_stream
 from .autograd import is_of_running_backward, moment
 
 
@@ -48,7 +41,7 @@ class ShardSource:
         return NO_CONTEXT
 
     def finish_copy(self) -> None:
-        """Wait until the host may write the shard again; see [Note: Writes to offloaded shards]."""
+        """Wait until the host may write the shard again, if it was offloaded: see ``extras.shard_offload``."""
 
     def free(self) -> None:
         """Free what :meth:`shard` has returned, after its gather."""
@@ -86,7 +79,7 @@ class CastShardSource(ShardSource):
             return self._cast
         self._of = ()  # invalid until the cast is complete
         with torch.no_grad(), labelled("cast", self._spec.name):
-            _fill(self._spec, self._cast, self._shard)
+            fill_sent(self._spec, self._cast, self._shard)
         self._of, self._cast_at = of, moment()
         return self._cast
 
@@ -94,55 +87,9 @@ class CastShardSource(ShardSource):
         self._cast = None
 
 
-def _fill(spec: BucketSpec, sent: torch.Tensor, shard: torch.Tensor) -> None:
+def fill_sent(spec: BucketSpec, sent: torch.Tensor, shard: torch.Tensor) -> None:
     """Fill what a rank sends with a cast or an encoding of its shard."""
     if (wire := spec.gather_wire) is None:
         sent.copy_(shard)
     else:
         wire.encode([segment[None] for segment in spec.layout.shard_segments(shard)], sent[None])
-
-
-class OffloadedShardSource(ShardSource):
-    """The source that sends a copy of an offloaded shard on the device; each gather makes a new copy.
-
-    On a GPU a separate stream copies and sends it. That stream waits once for the compute so far: the user may write
-    pinned memory from the device, and the gather writes where that compute may still read.
-    """
-
-    _copied: torch.cuda.Event | None = None
-
-    def shard(self, *, reuse_cast: bool) -> torch.Tensor:
-        spec, device = self._spec, self._spec.device
-        if device.type == "cuda":
-            side_stream(device).wait_stream(torch.cuda.current_stream(device))
-        with torch.no_grad(), self.send_context(), labelled("load", spec.name):
-            encodes = spec.gather_wire is not None
-            copy = torch.empty_like(self._shard, dtype=spec.dtype if encodes else spec.param_dtype, device=device)
-            copy.copy_(self._shard, non_blocking=True)
-            if device.type == "cuda":
-                self._copied = _last_copies[device] = torch.cuda.current_stream(device).record_event()
-            if encodes:
-                shard, copy = copy, torch.empty(spec.sent_shard[0], dtype=torch.uint8, device=device)
-                _fill(spec, copy, shard)
-            return copy
-
-    def finish_copy(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
-
-    def send_context(self) -> contextlib.AbstractContextManager[Any]:
-        device = self._spec.device
-        return torch.cuda.stream(side_stream(device)) if device.type == "cuda" else NO_CONTEXT
-
-
-_last_copies: dict[torch.device, torch.cuda.Event] = {}
-"""The event after the latest copy of an offloaded shard to each device. All copies share one stream, so they finish in
-order."""
-
-
-def finish_copies() -> None:
-    """Wait until the host may write all offloaded shards again; see [Note: Writes to offloaded shards]."""
-    while _last_copies:
-        _, copied = _last_copies.popitem()
-        copied.synchronize()

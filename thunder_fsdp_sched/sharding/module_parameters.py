@@ -14,9 +14,9 @@ that hold parameters hold the same ones.
 
 Code that is unaware of this would compute with rows, or save them as if they were the parameter. *Guards* are hooks on
 each module that has sharded parameters. They refuse calls outside of tracing and ``eager``, ``deepcopy``, and pickling.
-They make ``state_dict`` return DTensors (see [Note: Entries of state dicts] in ``state_entries``), and
+They make ``state_dict`` return DTensors (see [Note: Entries of state dicts] in ``extras.state_dicts.entries``), and
 ``load_state_dict`` accept such entries or whole tensors. Guards of calls are removed while Thunder traces, because it
-would interpret them. The jitted module does the same: see ``jitted_state``.
+would interpret them. The jitted module does the same: see ``extras.state_dicts.jitted``.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class _Guard(UntracedHook):
                 if entry.param is not entry.shard:
                     self._params.check()
                 if not self._params.is_gathering:
-                    load("sharding.state_entries:refuse_unshared")(bucket)
+                    load("extras.state_dicts.entries:refuse_unshared")(bucket)
                 state_dict[prefix + leaf] = RowDTensor.entry(bucket.shard_views[index], bucket.rows[index])
 
     def shard_loaded_entries(
@@ -275,7 +275,7 @@ class _Guard(UntracedHook):
                 if isinstance(value, torch.Tensor) and not self._params.is_whole(entry):
                     rows = entry.bucket.rows[entry.index]
                     state_dict[prefix + name] = RowDTensor.wrap(
-                        load("sharding.state_entries:rows_from")(rows, value), rows
+                        load("extras.state_dicts.entries:rows_from")(rows, value), rows
                     )
             except ValueError as error:
                 errors.append(f"size mismatch for {prefix + name}: {error}")

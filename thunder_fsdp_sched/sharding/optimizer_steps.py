@@ -2,8 +2,8 @@
 
 [Note: Optimizers on rows]
 The user's optimizer steps, on parameters, gradients and state that are DTensors. State that it makes from a parameter, by
-``torch.zeros_like(p)`` for instance, is rows by itself (see [Note: Operators on rows] in ``row_operators``). So hooks,
-closures, schedulers and derived classes see what they see in an unsharded run, and ``state_dict`` has DTensors.
+``torch.zeros_like(p)`` for instance, is rows by itself (see [Note: Operators on rows] in ``extras.row_operators``). So
+hooks, closures, schedulers and derived classes see what they see in an unsharded run, and ``state_dict`` has DTensors.
 
 Loaded state may be cut otherwise: ``torch.distributed.checkpoint.state_dict`` cuts whole state evenly, and ``torch.load``
 gives a :class:`RowPiece`. It becomes rows before the next step. ``load_state_dict`` gives an optimizer a new dictionary of
@@ -64,7 +64,7 @@ def state_to_rows(optimizer: torch.optim.Optimizer) -> None:
                     if _is_cut_like(param, value):
                         continue
                     what = f"{type(optimizer).__name__}: state {key!r} of parameter {param.rows.label!r}"
-                    as_rows = partial(load("sharding.state_entries:as_rows"), param, what)
+                    as_rows = partial(load("extras.state_dicts.entries:as_rows"), param, what)
                     state[key] = tree_map_only(torch.Tensor, as_rows, value)
     _checked[optimizer] = optimizer.state
 

@@ -10,7 +10,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from thunder.core.module import ThunderModule
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..compat import __version__
+from ..extensions import load
 from ..option_checks import check_transport
 from ..options import Options
 from ..plan.bucketing import make_plan
@@ -33,7 +34,6 @@ from ..runtime.autograd import take_hooks
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
 from ..transports import choose_transport, find_transport, transport_of
-from ..transports.base import PeerMemory
 from .former_parameters import retire
 from .initial_values import ValueSource, check_initial_values, make_blank, resolve_device
 from .module_parameters import find_owner, replace_in_containers
@@ -300,13 +300,15 @@ class _Sharding:
         assignment = self.assignment
         arenas: dict[torch.device, Arena] = {}
         buckets: dict[str, Bucket] = {}  # by handle
-        shared: dict[tuple[str, torch.device, BucketRanks], PeerMemory] = {}
+        shared: dict[tuple[str, torch.device, BucketRanks], Any] = {}
         peer_memory = {}
         for spec in self.plan:
             transport, ranks = find_transport(spec.comm.transport), assignment.ranks_of(spec)
             if transport.peers_read_shards:
                 key = spec.comm.transport, spec.device, ranks
-                peer_memory[spec.name] = memory = shared.setdefault(key, PeerMemory(transport, spec.device, ranks))
+                if key not in shared:
+                    shared[key] = load("extras.transports.peer_memory:PeerMemory")(transport, spec.device, ranks)
+                peer_memory[spec.name] = memory = shared[key]
                 memory.announce(spec.name, *spec.sent_shard, workspace=transport_of(spec).reduce_workspace(spec))
         for spec in self.plan:
             handle = handle_name(spec.name)

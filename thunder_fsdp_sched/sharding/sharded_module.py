@@ -17,6 +17,7 @@ from thunder.core.transform_common import Transform
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..capture.garbage_collection import CollectsLess
+from ..extensions import load
 from ..logs import Progress
 from ..plan.plan import Plan
 from ..plan.specs import BucketSpec
@@ -25,7 +26,6 @@ from ..private_torch import state_name, unwrap_fabric
 from ..proof.audit import PreShardStorages
 from ..ranks.control import Control
 from ..runtime.bucket import Bucket
-from ..runtime.shard_source import finish_copies
 from .former_parameters import FormerParameters, check_gradients
 from .initial_values import is_blank
 from .module_parameters import ModuleParameters
@@ -41,7 +41,7 @@ class ShardedModule:
         module: the user's module, whose own parameters are now the shards.
         buckets: the buckets with their memory, in the order of the plan.
         locations: the bucket of each sharded parameter and its index there, keyed by each of its names, also those in a
-            state dict (see [Note: Names in state dicts] in ``jitted_state``).
+            state dict (see [Note: Names in state dicts] in ``extras.state_dicts.jitted``).
         shards: each sharded parameter, a DTensor over this rank's rows in the shard buffer, keyed by each of its names.
         control: agrees on what runs next with all ranks that share parameters with this one.
         mp_policy: the mixed precision of the module's own inputs and outputs.
@@ -122,9 +122,12 @@ class ShardedModule:
                 self.former_params = check_gradients(self.former_params)
                 install_placeholders_on_miss()
 
+        offloads = any(bucket.spec.comm.offload for bucket in self.buckets)
+
         def after_call(*_: Any) -> None:
             self._collects_less.end()
-            finish_copies()
+            if offloads:
+                load("extras.shard_offload.source:finish_copies")()
             if not self.running_eagerly and self.module_params.has_placeholders:  # tracing failed
                 self.module_params.remove_placeholders()
                 for path, name in self.module_params.in_containers().items():

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import ProxyTag
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
@@ -47,39 +47,6 @@ def draw_once(trace: TraceCtx) -> TraceCtx:
     return with_bound_symbols(trace, trace.bound_symbols, "fsdp: draw once")
 
 
-def mark_draws(trace: TraceCtx) -> TraceCtx:
-    """Tag operators that draw random numbers, so that fusion executors do not run them again in backward.
-
-    Runs last before the fusion executors, and adds nothing but tags.
-    """
-    for bsym in trace.bound_symbols:
-        if facts_of(bsym).draws:
-            bsym.tags.add(OpTags.RANDOM_OP)
-    return trace
-
-
-def refuse_merged_draws(trace: TraceCtx, *, joint: TraceCtx) -> TraceCtx:
-    """Raise an error if a fusion executor has dropped an operator that draws random numbers, as equal to another one.
-
-    Runs first after the fusion executors, and changes nothing.
-
-    Args:
-        joint: the joint trace before fusion.
-
-    Raises:
-        NotImplementedError: names the operator.
-    """
-    left = frozenset(out for part in _parts(trace) for out in outs_of(part))
-    for bsym in joint.bound_symbols:
-        if facts_of(bsym).draws and left.isdisjoint(outs_of(bsym)):
-            raise NotImplementedError(
-                f"fsdp: the random operator {_described(bsym)} has the same arguments as another one, and a fusion executor "
-                f"draws only once for both. Use thunder.jit(..., executors=[...]) without that executor, or draw both "
-                f"samples at once and split them"
-            )
-    return trace
-
-
 def reject_resampled_random_grads(trace: TraceCtx, *, forward: TraceCtx, computation: TraceCtx) -> TraceCtx:
     """Raise an error if gradients depend on random numbers that backward draws in place of forward's.
 
@@ -98,8 +65,8 @@ def reject_resampled_random_grads(trace: TraceCtx, *, forward: TraceCtx, computa
     """
     has_own_backward = any(isinstance(b.sym.executor, TemporaryExecutor) for b in nested(computation.bound_symbols))
     needed: set[str] = set()  # by gradients that are returned
-    in_forward = frozenset(out for part in _parts(forward) for out in outs_of(part))
-    for part in reversed(list(_parts(trace))):
+    in_forward = frozenset(out for part in parts_of(forward) for out in outs_of(part))
+    for part in reversed(list(parts_of(trace))):
         outs = set(outs_of(part))
         if (outs and outs.isdisjoint(needed)) or part.sym.id in _NO_OPERATORS:
             continue
@@ -118,7 +85,7 @@ _NO_OPERATORS = UNPACKING | {PrimIDs.DEL}
 
 def _refuse(bsym: BoundSymbol, reason: str) -> None:
     raise NotImplementedError(
-        f"fsdp: thunder runs the random operator {_described(bsym)} {reason} to compute a gradient, with another sample "
+        f"fsdp: thunder runs the random operator {described(bsym)} {reason} to compute a gradient, with another sample "
         f"than forward's, so gradients would be wrong. Use an operator that thunder implements, such as "
         f"torch.nn.functional.dropout or torch.rand_like, or call {_name(bsym)!r} under torch.no_grad() or on a detached "
         f"tensor. Regions of torch.utils.checkpoint keep their samples, those of thunder.torch.checkpoint do not."
@@ -129,7 +96,7 @@ def _name(bsym: BoundSymbol) -> str:
     return bsym.sym.name.removesuffix("_vjp")
 
 
-def _described(bsym: BoundSymbol) -> str:
+def described(bsym: BoundSymbol) -> str:
     source = source_of(bsym)
     return f"{_name(bsym)!r} ({source})" if source else repr(_name(bsym))
 
@@ -140,7 +107,7 @@ def _is_recomputed(bsym: BoundSymbol) -> bool:
     )
 
 
-def _parts(trace: TraceCtx) -> Iterator[BoundSymbol]:
+def parts_of(trace: TraceCtx) -> Iterator[BoundSymbol]:
     """Yield the bound symbols of a trace, in place of fusions those that they consist of."""
     for bsym in trace.bound_symbols:
         yield from bsym.subsymbols if bsym.sym.is_fusion else (bsym,)

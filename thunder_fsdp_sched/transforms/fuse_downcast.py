@@ -15,7 +15,6 @@ from ..ir.effects import bucket_of, effects, operations
 from ..ir.inspection import args_of, nested, swap_args, with_bound_symbols
 from ..ir.symbols import fsdp_wait_params, gather_and_wait
 from ..plan.specs import BucketSpec
-from ..runtime.bucket_aliases import alias_bytes, alias_in_dtype, alias_of_params
 from .bucket_communication import like
 
 
@@ -102,6 +101,10 @@ def _fusable(
     dtype = max(dict.fromkeys(dtypes), key=dtypes.count, default=bucket.spec.param_dtype)
     found = {i: of_one for i, of_one in found.items() if {cast.dtype for cast in of_one} == {dtype}}
     rest = [i for i, p in enumerate(wait.output) if i not in found and (p.name in casts or p.name in others)]
+    if not found:
+        return {}, []
+    from ..runtime.bucket_aliases import alias_bytes  # here, because most traces have no such casts
+
     # The rest is gathered by an all-reduce, which sends twice its bytes.
     sent = bucket.spec.layout.unsharded_numel * dtype.itemsize + 2 * alias_bytes(bucket, rest)
     return (found, rest) if sent < bucket.spec.unsharded_bytes else ({}, [])
@@ -111,6 +114,8 @@ def _gathers(
     gather: BoundSymbol, wait: BoundSymbol, fused: Mapping[int, list[_Downcast]], rest: Sequence[int]
 ) -> Iterator[BoundSymbol]:
     """Yield a gather in lower precision, whose parameters are the results of the casts, and one for the rest."""
+    from ..runtime.bucket_aliases import alias_in_dtype, alias_of_params
+
     bucket, (_, _, *shards), (cast, *_) = bucket_of(wait), gather.args, next(iter(fused.values()))
     low = alias_in_dtype(bucket, cast.dtype)
     params = list(fsdp_wait_params.meta(low, None))

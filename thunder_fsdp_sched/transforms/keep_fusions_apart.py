@@ -29,13 +29,26 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.extend import FusionExecutor
 
 from ..ir.analysis import Analysis, bytes_at
-from ..ir.effects import bucket_of, declared, effects, is_declared
+from ..ir.effects import Effects, bucket_of, declared, effects, is_declared
 from ..ir.inspection import args_of, forward_part, outs_of, swap_args, with_bound_symbols
-from ..ir.symbols import fsdp_fusion_barrier, with_token, without_token
+from ..ir.registry import register
+from ..ir.symbols import only_in_between, with_token, without_token
 from ..runtime.bucket import Bucket
 
 _EXPENSIVE = {OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD}  # Thunder's tag of matmuls and attention
 _NOT_COMPUTE = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.GET_GRAD, PrimIDs.RETURN, PrimIDs.COMMENT})
+
+
+def _cut_meta(*tensors: TensorProxy) -> tuple[TensorProxy, ...]:
+    return tuple(TensorProxy(like=t) for t in tensors)
+
+
+def _cut_effects(bsym: BoundSymbol) -> Effects:
+    aliases = {out.name: (arg.name,) for out, arg in zip(bsym.output, bsym.args, strict=True)}
+    return Effects(aliases=aliases, views=aliases, is_fusion_barrier=True)
+
+
+fsdp_fusion_barrier = register("fsdp_fusion_barrier", only_in_between, _cut_effects, _cut_meta)
 
 
 # Passes between this one and remove_cuts may do anything that respects the data flow through fsdp_fusion_barrier.

@@ -34,8 +34,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_iter, tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import TemporaryExecutor
 
+from ..ir.effects import Effects, LocalWork
 from ..ir.gradients import with_gradient
 from ..ir.inspection import (
     args_of,
@@ -49,8 +51,27 @@ from ..ir.inspection import (
     with_bound_symbols,
 )
 from ..ir.operator_facts import facts_of, observed_call, tensors_read, tensors_returned
-from ..ir.symbols import fsdp_with_value
+from ..ir.registry import executor, register
 from ..runtime.traced_inputs import MemoryOfInputs
+
+
+def _with_value_effects(bsym: BoundSymbol) -> Effects:
+    aliases = {bsym.output.name: (bsym.args[1].name,)}
+    return Effects(work=LocalWork(), aliases=aliases, views=aliases)
+
+
+fsdp_with_value = register(
+    "fsdp_with_value", lambda old, new: new, _with_value_effects, meta=lambda old, new: TensorProxy(like=new)
+)
+
+
+def _with_value_grad(old: TensorProxy, new: TensorProxy) -> TensorProxy:
+    out = fsdp_with_value(old, new)
+    put_grad(old, get_grad(out))
+    return out
+
+
+executor.register_implementation(fsdp_with_value, fsdp_with_value, grad_transform=_with_value_grad)
 
 
 def write_out_of_place(

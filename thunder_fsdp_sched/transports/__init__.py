@@ -25,8 +25,8 @@ TRANSPORTS: dict[str, Transport | str] = {
     "all_to_all": "transports.all_to_all:AllToAll",
     "coalesced": "transports.coalesced:Coalesced",
     "all_reduce": "transports.all_reduce:AllReduce",
-    "symmetric_memory": "transports.symmetric_memory:SymmetricMemory",
-    "staged": "transports.staged:Staged",
+    "symmetric_memory": "extras.transports.symmetric_memory:SymmetricMemory",
+    "staged": "extras.transports.staged:Staged",
 }
 """All transports, keyed by name: the class until it is asked for, and then the transport."""
 
@@ -49,7 +49,7 @@ def transport_of(spec: BucketSpec) -> Transport:
     transport = find_transport(spec.comm.transport)
     if spec.gather_wire is spec.reduce_wire is None:
         return transport
-    encoded: Transport = load("transports.encoded:Encoded")(transport, spec)
+    encoded: Transport = load("extras.low_precision.encoded:Encoded")(transport, spec)
     return encoded
 
 

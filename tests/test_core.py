@@ -1,0 +1,67 @@
+"""The core without extras: a copy of the package without their folder trains, and a default step loads none of them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import thunder_fsdp_sched  # before thunder
+
+PROGRAM = """
+    import sys
+    from pathlib import Path
+
+    import thunder_fsdp_sched as tfs
+    import thunder
+    import torch
+    import torch.distributed as dist
+
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    assert Path(tfs.__file__).is_relative_to(folder) and not (folder / "thunder_fsdp_sched" / "extras").exists()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+    def train(sharded):
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 3)
+        model = torch.nn.Sequential(*layers).double()
+        model = thunder.jit(model, transforms=[tfs.fsdp()]) if sharded else model
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        losses = []
+        for step in range(2):
+            x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            loss = model(x[rank] if sharded else x.flatten(0, 1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = loss.detach().clone()
+            if sharded:
+                dist.all_reduce(mean)
+                mean /= 2
+            losses.append(mean)
+        return torch.stack(losses)
+
+    torch.testing.assert_close(train(sharded=True), train(sharded=False))
+    assert not [name for name in sys.modules if name.startswith("thunder_fsdp_sched.extras")]
+    dist.destroy_process_group()
+"""
+
+
+def test_a_default_step_needs_no_extra(tmp_path: Path) -> None:
+    package = Path(thunder_fsdp_sched.__file__).parent
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("extras", "__pycache__"))
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "program.py", str(tmp_path), str(rank)],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, errors = process.communicate(timeout=500)
+        assert process.returncode == 0, errors[-4000:]

@@ -1,1 +1,0 @@
-"""Formats in which parameters and gradients travel in low precision, and the bytes that they take."""

@@ -1,0 +1,1 @@
+"""Send buckets in low precision: ``comm_policy=CommPolicy(...)``."""

@@ -1,0 +1,188 @@
+"""Send encoded bytes over another transport: see [Note: Formats] in ``extras.low_precision.formats``.
+
+[Note: Encoded buckets]
+What a rank sends is one run of bytes: the codes and the scales of each segment, and the exact elements of exempt parameters,
+which have segments of their own. So a gather is one all-gather of bytes, over whatever transport the bucket has, and a
+reduction one exchange of bytes, after which each rank decodes and adds up the rows that it owns. Encoded gradients are never
+added. Decoding belongs to the wait: on a GPU it runs on the communication stream, and compute waits for it.
+
+A gather sends what ``CastShardSource`` has encoded, so backward sends the bytes of its forward. The received bytes, and
+those that a reduction sends, are in idle memory from the issue to the wait: a slot never holds bytes that are not decoded.
+
+For error feedback, see [Note: Error feedback] in ``feedback``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...plan.layout import Layout, Segment
+from ...plan.specs import BucketOptions, BucketSpec, ParamSpec, Wire
+from ...ranks.process_groups import BucketRanks
+from ...transports.base import (
+    Buffer,
+    Traffic,
+    Transport,
+    TransportedBucket,
+    Views,
+    Work,
+    issue_then,
+    returning,
+    take_idle,
+)
+from ...transports.flat import Flat
+
+
+class Encoded(Transport):
+    """The transport of one bucket that is gathered or reduced encoded.
+
+    Args:
+        inner: the transport that sends the bytes, and the direction that is not encoded.
+    """
+
+    def __init__(self, inner: Transport, spec: BucketSpec) -> None:
+        self.name, self.per_param, self.staging = inner.name, inner.per_param, inner.staging
+        self.peers_read_shards = inner.peers_read_shards
+        self._inner = inner
+        self._sends = Flat() if inner.staging else inner  # decoding is the copy for which it stages
+        self._on_wire = None if spec.gather_wire is None else _on_wire(spec, spec.gather_wire)
+
+    def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: BucketRanks) -> None:
+        self._inner.check(device, dtypes, ranks)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, ranks: BucketRanks) -> torch.Tensor:
+        return self._inner.allocate(numel, dtype, device, ranks)
+
+    def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
+        if (wire := bucket.spec.gather_wire) is None:
+            return self._inner.all_gather(bucket, shard, unsharded)
+        assert self._on_wire is not None
+        sent = _BytesOf(self._on_wire, bucket.ranks, _slices(self._on_wire, bucket.ranks), bucket.scratch)
+        received = take_idle(bucket.scratch, self._on_wire.layout.unsharded_numel, torch.uint8, shard.device)
+
+        def issue() -> Sequence[Work]:
+            return self._sends.all_gather(sent, shard, Views(received, (), [received]))
+
+        def decode() -> None:
+            wire.decode(_by_rank(received, bucket), _segments(unsharded.segments, bucket))
+
+        work = issue_then(issue, decode, (shard, received, unsharded.flat))
+        return [returning(work, bucket.scratch, received)]
+
+    def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
+        spec = bucket.spec
+        if (wire := spec.reduce_wire) is None:
+            return self._inner.reduce_scatter(bucket, unsharded, shard)
+        numel, segments = wire.nbytes * spec.layout.world_size, _segments(unsharded.segments, bucket)
+        sent, received = (take_idle(bucket.scratch, numel, torch.uint8, shard.device) for _ in range(2))
+        for begin, end in spec.layout.gaps:  # not zero in a slot, and part of a block
+            unsharded.flat[begin:end].zero_()
+        with bucket.feedback.added_to(unsharded.flat) if spec.has_error_feedback else nullcontext() as seen:
+            wire.encode(segments, _by_rank(sent, bucket))
+            if seen is not None:
+                wire.decode(_by_rank(sent, bucket), _segments(spec.layout.unsharded_segments(seen), bucket))
+
+        def issue() -> Sequence[Work]:
+            group = bucket.ranks.reductions.process_group
+            return [dist.all_to_all_single(received, sent, group=group, async_op=True)]
+
+        def add_up() -> None:
+            own = [segment[None] for segment in spec.layout.shard_segments(shard)]
+            wire.decode_mean(_by_rank(received, bucket), own)
+
+        work = issue_then(issue, add_up, (sent, received, shard))
+        return [returning(work, bucket.scratch, sent, received)]
+
+    def gather_traffic(self, spec: BucketSpec) -> Traffic:
+        if self._on_wire is None or spec.gather_wire is None:
+            return self._inner.gather_traffic(spec)
+        return self._sends.gather_traffic(self._on_wire)._replace(
+            copied_after=_moved(spec.gather_wire, spec, spec.unsharded_bytes)
+        )
+
+    def reduce_traffic(self, spec: BucketSpec) -> Traffic:
+        if (wire := spec.reduce_wire) is None:
+            return self._inner.reduce_traffic(spec)
+        moved = _moved(wire, spec, spec.grad_bytes)
+        feedback = 5 * spec.grad_bytes if spec.has_error_feedback else 0
+        return Traffic((wire.nbytes * spec.layout.world_size,), 1, copied_before=moved + feedback, copied_after=moved)
+
+    def gather_buffers(self, spec: BucketSpec) -> tuple[Buffer, ...]:
+        if self._on_wire is None:
+            return self._inner.gather_buffers(spec)
+        return (Buffer(torch.uint8, self._on_wire.layout.unsharded_numel),)
+
+    def reduce_buffers(self, spec: BucketSpec) -> tuple[Buffer, ...]:
+        if (wire := spec.reduce_wire) is None:
+            return self._inner.reduce_buffers(spec)
+        return (Buffer(torch.uint8, wire.nbytes * spec.layout.world_size),) * 2
+
+    def reduce_workspace(self, spec: BucketSpec) -> int:
+        return self._inner.reduce_workspace(spec) if spec.reduce_wire is None else 0
+
+    def gather_temporary(self, spec: BucketSpec) -> int:
+        if (wire := spec.gather_wire) is None:
+            return self._inner.gather_temporary(spec)
+        return _on_host(spec, wire.temporary_bytes(spec.layout.world_size, spec.param_dtype, decodes=True))
+
+    def sending_temporary(self, spec: BucketSpec) -> int:
+        if (wire := spec.reduce_wire) is None:
+            return self._inner.sending_temporary(spec)
+        world_size, dtype = spec.layout.world_size, spec.reduce_dtype
+        return _on_host(
+            spec, max(wire.temporary_bytes(world_size, dtype, decodes=d) for d in {False, spec.has_error_feedback})
+        )
+
+    def reduce_temporary(self, spec: BucketSpec) -> int:
+        if (wire := spec.reduce_wire) is None:
+            return self._inner.reduce_temporary(spec)
+        return _on_host(spec, wire.temporary_bytes(1, spec.reduce_dtype, decodes=True, adds=True))
+
+
+class _BytesOf(NamedTuple):
+    """The bytes of a bucket as a bucket that a transport can send."""
+
+    spec: BucketSpec
+    ranks: BucketRanks
+    local_slices: list[tuple[slice, slice]]
+    scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]]
+
+    @property
+    def feedback(self) -> Any:
+        raise AssertionError("gathers have no error feedback")
+
+
+def _on_wire(spec: BucketSpec, wire: Wire) -> BucketSpec:
+    """Return the bytes that all ranks send as a bucket of one segment."""
+    numel = wire.nbytes * spec.layout.world_size
+    layout = Layout(spec.layout.world_size, (Segment(0, 0, wire.nbytes),), (), numel, wire.nbytes)
+    param = ParamSpec((spec.name,), (numel,), torch.uint8, spec.device, requires_grad=False)
+    return replace(spec, params=(param,), layout=layout, options=BucketOptions())
+
+
+def _slices(spec: BucketSpec, ranks: BucketRanks) -> list[tuple[slice, slice]]:
+    own = spec.layout.shard_numel
+    return [(slice(0, own), slice(ranks.group.rank * own, (ranks.group.rank + 1) * own))]
+
+
+def _by_rank(wire: torch.Tensor, bucket: TransportedBucket) -> torch.Tensor:
+    return wire.view(bucket.spec.layout.world_size, -1)
+
+
+def _segments(segments: Sequence[torch.Tensor], bucket: TransportedBucket) -> list[torch.Tensor]:
+    return [_by_rank(segment, bucket) for segment in segments]
+
+
+def _on_host(spec: BucketSpec, nbytes: int) -> int:
+    return nbytes if spec.device.type == "cpu" else 0  # compiled on a GPU
+
+
+def _moved(wire: Wire, spec: BucketSpec, nbytes: int) -> int:
+    """Return the bytes that encoding or decoding a bucket reads and writes."""
+    return wire.nbytes * spec.layout.world_size + nbytes

@@ -1,0 +1,129 @@
+"""Which formats parameters and gradients travel in: what users write."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...plan.specs import BucketSpec
+from .formats import FORMATS, GATHER_FORMATS, REDUCE_FORMATS, Format
+from .wire import Wire
+
+
+@dataclass(frozen=True)
+class CommPolicy:
+    """The formats in which parameters and gradients travel: an argument of ``fsdp``, beside ``MixedPrecisionPolicy``.
+
+    Elements are rounded to nearest. What the model computes with is the decoded value; shards stay exact.
+
+    Args:
+        gather: the format of gathers: ``"bfloat16"``, ``"float8_e4m3fn"``, ``"int8"``, ``"mxfp8"`` (blocks of 32 with E8M0
+            scales); ``None`` for the exact values in ``param_dtype``.
+        reduce: the format of reductions: ``"bfloat16"``, ``"float8_e4m3fn"``, ``"int8"``, ``"int4"``; ``None`` for
+            ``reduce_dtype``. Ranks exchange encoded gradients, decode them and add them up in float32, in the order of
+            ranks, so ``"bfloat16"`` adds more precisely than ``reduce_dtype=torch.bfloat16``.
+        block: number of elements that share a scale, even; ``"bfloat16"`` has no scales, ``"mxfp8"`` has blocks of its own.
+        exempt: parameters that travel exactly: names of parameters or modules, or patterns such as ``"*.head.*"``.
+        min_ndim: parameters with fewer dimensions (norms, biases) are exempt, too; 0 for none.
+        error_feedback: whether each rank keeps what rounding its gradients has lost, and adds it to the next ones. It takes
+            as many bytes as the unsharded gradients.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; the message names it and the choices.
+    """
+
+    gather: str | None = None
+    reduce: str | None = None
+    block: int = 128
+    exempt: tuple[str, ...] = ()
+    min_ndim: int = 2
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("gather", GATHER_FORMATS), ("reduce", REDUCE_FORMATS)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                choices = ", ".join(map(repr, known))
+                raise ValueError(f"CommPolicy: {name}: expected None, {choices}, got {value!r}")
+        if isinstance(self.block, bool) or not isinstance(self.block, int):
+            raise TypeError(f"CommPolicy: block: expected a number of elements (int), got {self.block!r}")
+        if self.block <= 0 or self.block % 2:
+            raise ValueError(f"CommPolicy: block: expected a positive, even number of elements, got {self.block}")
+        exempt: Any = self.exempt
+        if not isinstance(exempt, (list, tuple)) or not all(isinstance(name, str) for name in exempt):
+            raise TypeError(f"CommPolicy: exempt: expected a list or tuple of names, got {exempt!r}")
+        object.__setattr__(self, "exempt", tuple(exempt))
+        if isinstance(self.min_ndim, bool) or not isinstance(self.min_ndim, int):
+            raise TypeError(f"CommPolicy: min_ndim: expected a number of dimensions (int), got {self.min_ndim!r}")
+        if not isinstance(self.error_feedback, bool):
+            raise TypeError(f"CommPolicy: error_feedback: expected a bool, got {self.error_feedback!r}")
+        if self.error_feedback and self.reduce is None:
+            formats = ", ".join(map(repr, REDUCE_FORMATS))
+            raise ValueError(f"CommPolicy: error_feedback: nothing is lost without reduce; choose one of {formats}")
+
+    @property
+    def encodes(self) -> bool:
+        """Whether anything travels encoded."""
+        return (self.gather, self.reduce) != (None, None)
+
+    def exempts(self, names: Iterable[str], ndim: int) -> bool:
+        """Return whether a parameter with these names and so many dimensions travels exactly."""
+        return ndim < self.min_ndim or any(matches(pattern, name) for pattern in self.exempt for name in names)
+
+    def check_exempt(self, names: Sequence[str]) -> None:
+        """Check that each name in ``exempt`` is one of a parameter or a module.
+
+        Args:
+            names: of all parameters.
+
+        Raises:
+            ValueError: it is not.
+        """
+        for pattern in self.exempt:
+            if not any(matches(pattern, name) for name in names):
+                raise ValueError(
+                    f"comm_policy: exempt: {pattern!r} matches no parameter; give the name of a parameter or a module, or "
+                    f"a pattern such as '*.bias'. Parameters are {', '.join(map(repr, names[:3]))}, ..."
+                )
+
+    def in_dtype(self, computed: torch.dtype) -> CommPolicy | None:
+        """Return the policy of parameters that are unsharded in this dtype; ``None`` if it encodes none of them."""
+        if not computed.is_floating_point or not self.encodes:
+            return None
+        if self.gather == "bfloat16" and computed.itemsize <= 2:  # no longer exactly
+            return replace(self, gather=None).in_dtype(computed)
+        return self
+
+    def gather_wire(self, spec: BucketSpec) -> Wire | None:
+        """Return the layout of what each rank sends to gather a bucket; ``None`` if it sends exact values."""
+        return self._wire(spec, self.gather, spec.param_dtype)
+
+    def reduce_wire(self, spec: BucketSpec) -> Wire | None:
+        """Return the layout of what ranks exchange to reduce a bucket; ``None`` if the transport reduces gradients.
+
+        If only gathers are encoded, ``all_to_all`` also has one, so that all segments travel, exactly, in one exchange.
+        """
+        if self.reduce is None and self.gather is not None and spec.comm.transport == "all_to_all":
+            return self._wire_of(spec, Format(spec.reduce_dtype), spec.reduce_dtype)
+        return self._wire(spec, self.reduce, spec.reduce_dtype)
+
+    def _wire(self, spec: BucketSpec, encoding: str | None, exact: torch.dtype) -> Wire | None:
+        return None if encoding is None else self._wire_of(spec, FORMATS[encoding], exact)
+
+    def _wire_of(self, spec: BucketSpec, encoded: Format, exact: torch.dtype) -> Wire:
+        segments = [(s.shard_numel, Format(exact) if s.exempt else encoded) for s in spec.layout.segments]
+        return Wire.of([segment for segment in segments if segment[0]], self.block)
+
+    def __str__(self) -> str:
+        default = CommPolicy()
+        given = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+        return f"CommPolicy({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether ``pattern`` is a parameter's name, the name of a module that contains it, or a pattern of its name."""
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)

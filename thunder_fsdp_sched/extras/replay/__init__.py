@@ -1,0 +1,1 @@
+"""Schedules in files, and traces that follow one: ``schedule=``."""

@@ -1,0 +1,108 @@
+"""Place communication where a pinned schedule has it, instead of sorting; refuse a schedule that does not fit."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from ...ir.effects import bucket_of, effects
+from ...ir.inspection import statements, with_bound_symbols
+from ...ir.schedule import THEN_HOOK, Schedule, StepSchedule, compute_digest, is_communication
+from ...ir.symbols import without_token
+
+
+class ScheduleMismatch(ValueError):
+    """A pinned schedule does not fit the trace."""
+
+
+def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
+    """Reorder the communication of ``trace`` to match ``schedule``.
+
+    Runs after ``guard_first`` and before ``assign_slots``, in place of ``sort_communication``, if a schedule is pinned
+    with ``fsdp(schedule=...)``. Compute keeps its order. The pass does not judge the schedule; ``verify`` proves later
+    that the result is right. Before::
+
+        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, reuse_cast=False)  # 16,384 bytes float32
+        (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
+        t110 = torch.nn.functional.linear(x, t109, None)
+
+    After, with a schedule that was saved with default options, it is the trace that ``sort_communication`` shows.
+    After, with one that was saved with ``prefetch=0``::
+
+        # prefetch: 0 ahead of its wait
+        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, reuse_cast=False)  # 16,384 bytes float32
+        # first consumer: t110 = linear
+        (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
+        t110 = torch.nn.functional.linear(x, t109, None)
+
+    Raises:
+        ScheduleMismatch: names the first line of the schedule that does not fit the trace.
+    """
+    compute: list[BoundSymbol] = []
+    ours: dict[tuple[str, str], deque[BoundSymbol]] = defaultdict(deque)
+    for bsym in statements(trace):
+        if is_communication(bsym):
+            bsym = without_token(bsym)
+            ours[bsym.sym.name, bucket_of(bsym).spec.name].append(bsym)
+        else:
+            compute.append(bsym)
+    out = _interleave(compute, ours, schedule)
+    if compute_digest(compute) != schedule.compute:
+        raise ScheduleMismatch(
+            f"schedule: it was made for another computation: {schedule.statements - len(schedule)} bound symbols with "
+            f"digest {schedule.compute}, this trace has {len(compute)} with digest {compute_digest(compute)}; "
+            f"make it again from this model and these options"
+        )
+    return with_bound_symbols(trace, out, "fsdp: replay schedule")
+
+
+def _interleave(
+    compute: Sequence[BoundSymbol], ours: dict[tuple[str, str], deque[BoundSymbol]], schedule: Schedule
+) -> list[BoundSymbol]:
+    out: list[BoundSymbol] = []
+    rest = iter(compute)
+    for number, op in enumerate(schedule, start=1):
+        while len(out) < op.position and (bsym := next(rest, None)) is not None:
+            out.append(bsym)
+        known = ours[op.kind, op.bucket]
+        if not known or len(out) != op.position:
+            why = "the trace has no such op" if not known else f"the trace ends at {len(out)}"
+            raise ScheduleMismatch(f"schedule: line {number} does not fit, {why}:\n    {op}")
+        bsym = known.popleft()
+        issue = effects(bsym).issues
+        if issue is not None and issue.nbytes != op.nbytes:
+            raise ScheduleMismatch(
+                f"schedule: line {number} does not fit, the bucket has {issue.nbytes:,} bytes here:\n    {op}"
+            )
+        out.append(bsym.from_bsym(header=op.reason.partition(THEN_HOOK)[0]))
+    left = [bsym for known in ours.values() for bsym in known]
+    if left:
+        raise ScheduleMismatch(f"schedule: it lacks {left[0].sym.name} of bucket {bucket_of(left[0]).spec.name!r}")
+    out.extend(rest)
+    return out
+
+
+def pinned_schedule(
+    trace: TraceCtx, steps: Sequence[StepSchedule], forward: Schedule | None, *, no_sync: bool
+) -> Schedule:
+    """Return the pinned schedule of a trace: the one for the same compute, or else the first of the same mode.
+
+    Args:
+        steps: all that are pinned.
+        forward: the schedule of the forward trace, if this is the backward trace.
+
+    Raises:
+        ScheduleMismatch: there is none.
+    """
+    digest = forward.compute if forward is not None else compute_digest(statements(trace))
+    pinned = [s for s in steps if s.no_sync is no_sync]
+    fitting = [s for s in pinned if s.forward.compute == digest] or pinned
+    if not fitting:
+        raise ScheduleMismatch(f"schedule: the file has no schedule for no_sync={no_sync}")
+    schedule = fitting[0].backward if forward is not None else fitting[0].forward
+    if schedule is None:
+        raise ScheduleMismatch("schedule: it has no backward schedule, but this model has a backward trace")
+    return schedule

@@ -1,0 +1,1 @@
+"""Rules for operators on rows that do not act on each element by itself."""

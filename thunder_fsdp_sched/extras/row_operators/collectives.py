@@ -1,0 +1,81 @@
+"""Collectives on the rows of a tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ...runtime.rows import Rows
+
+
+def gather_rows(
+    whole: torch.Tensor, local: torch.Tensor, starts: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Fill ``whole`` with the rows of all ranks, bit for bit, and return it; a collective.
+
+    Args:
+        starts: as in :class:`RowShard`.
+    """
+    for rank, (start, end) in enumerate(itertools.pairwise(starts)):
+        rows = whole[start:end]
+        if rank == group.rank():
+            rows.copy_(local)
+        if rows.numel():
+            dist.broadcast(rows, group=group, group_src=rank)
+    return whole
+
+
+def gather(rows: Rows, local: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor, bit for bit, from the rows of all ranks; a collective.
+
+    It is on the device of the parameter's bucket, where offloaded rows are sent from.
+
+    Raises:
+        ValueError: the process group cannot send from that device.
+        ScheduleDisagreement: other ranks do something else.
+    """
+    with _collective(rows, "gathering", local.device) as device:
+        local = local.detach()
+        whole = local.new_empty(rows.shape or (1,), device=device)
+        gather_rows(whole, local, rows.starts, rows.ranks.group.process_group)
+    return whole.reshape(rows.shape)
+
+
+def exchange(rows: Rows, part: torch.Tensor, what: str, *labels: str) -> torch.Tensor:
+    """Return the tensors of all ranks, of the same shape, stacked in the order of ranks; a collective.
+
+    Args:
+        what: the operator, for messages.
+        labels: the parameters that it concerns, unless it is this one.
+
+    Raises:
+        ValueError: the process group cannot send from the parameter's device.
+        ScheduleDisagreement: other ranks do something else.
+    """
+    size = len(rows.lengths)
+    with _collective(rows, what, part.device, *labels) as device:
+        sent = part.detach().to(device).reshape(-1).contiguous().view(torch.uint8)  # gloo sends no booleans
+        received = sent.new_empty(size, sent.numel())
+        dist.all_gather(list(received), sent, group=rows.ranks.group.process_group)
+    return received.view(part.dtype).view(size, *part.shape).to(part.device)
+
+
+@contextlib.contextmanager
+def _collective(rows: Rows, what: str, device: torch.device, *labels: str) -> Iterator[torch.device]:
+    """Check that all ranks are about to do the same, and yield the device to send from."""
+    bucket, _ = rows.place or (None, 0)
+    if bucket is not None:
+        device = bucket.spec.device
+    rows.ranks.group.check_sends(device, f"the rows of {rows.label!r}")
+    control = None if bucket is None else bucket.base.control
+    if control is None:
+        yield device
+        return
+    if control.is_on_all_ranks(bucket):
+        control.rendezvous(f"{what} of", *(labels or (rows.label,)))
+    with control.doing(f"{what} of {rows.label}"):
+        yield device

@@ -1,0 +1,1 @@
+"""Gather in backward among fewer ranks, from copies: ``Sharding(secondary_ranks=N)``."""

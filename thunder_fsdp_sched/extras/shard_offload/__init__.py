@@ -1,0 +1,1 @@
+"""Keep shards on the CPU: ``offload_policy=CPUOffloadPolicy()``."""

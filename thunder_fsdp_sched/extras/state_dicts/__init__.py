@@ -1,0 +1,1 @@
+"""Entries of state dicts, and the state dict of a jitted module."""

@@ -1,0 +1,1 @@
+"""Predict the memory of a step from its traces."""

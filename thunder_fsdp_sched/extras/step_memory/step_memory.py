@@ -1,0 +1,314 @@
+"""The memory of a whole step as a value: at each position, by kind; printed, compared, asserted."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from ...ir.analysis import BEFORE_TRACE, NO_PENDING_GRADS, Lifetime, PendingGrads, bytes_at
+from ...ir.effects import Effects
+from ...ir.inspection import is_statement, source_of, statement, statements
+from ...runtime.bucket import Bucket
+from ...sizes import round_up
+from .slot_memory import arena_allocations, slots_in_use
+from .unknown_memory import UnknownMemory, unknown_memory
+from .value_memory import MemoryAnalysis
+
+KINDS = (
+    "shards",
+    "optimizer state",
+    "unsharded buckets",
+    "communication",
+    "inputs",
+    "gradients",
+    "saved for backward",
+    "outputs",
+    "temporaries",
+)
+"""The kinds of memory, those first that are allocated during the whole step."""
+
+_FIXED = ("shards", "unsharded buckets", "communication")
+"""The kinds of memory that may be allocated during the whole step."""
+
+_MOST_SHOWN = 10
+"""How many differences between tensors are printed."""
+
+_CUDA_BLOCK = 512
+"""Bytes to a multiple of which CUDA's caching allocator rounds each allocation."""
+
+
+class TensorMemory(NamedTuple):
+    """The memory of one tensor of a step.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        name: the name of the tensor in the traces.
+        nbytes: bytes of its elements; views of it have none of their own.
+        start: position of the bound symbol that defines it, -1 for what exists before the step.
+        end: position of the last bound symbol that uses it or a view of it.
+        source: the line of the model that made it, ``"model.py:70"``; empty if none is known.
+    """
+
+    kind: str
+    name: str
+    nbytes: int
+    start: int
+    end: int
+    source: str
+
+
+class MemoryPeak(NamedTuple):
+    """The position at which a step uses most memory.
+
+    Attributes:
+        position: a schedule position (see :func:`~.inspection.statements`); those of backward follow those of forward.
+        nbytes: bytes of all kinds.
+        by_kind: bytes of each kind.
+        phase: the trace: ``"forward"`` or ``"backward"``.
+        statement: the bound symbol as it is printed in the trace.
+        largest: the largest tensors there, of the kinds that traces make.
+    """
+
+    position: int
+    nbytes: int
+    by_kind: Mapping[str, int]
+    phase: str
+    statement: str
+    largest: tuple[TensorMemory, ...]
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of one step on this rank, forward and backward, predicted from the traces that run.
+
+    It counts what the step allocates or keeps: shards, slots of unsharded buckets as they are allocated, inputs,
+    gradients, what forward saves for backward, outputs, temporaries, and what communication allocates. On CUDA each
+    allocation counts as the caching allocator rounds it, to 512 bytes. See [Note: Bytes of values] and
+    [Note: Memory of communication] for the rules. What cannot be known from traces is in :attr:`unknowns`.
+
+    Only the devices of the buckets count, so host memory does not if they are on GPUs. The first step allocates part of
+    this only as it runs, and its peak is not higher.
+
+    Attributes:
+        fixed: bytes that are allocated during the whole step, by kind.
+        tensors: the memory of all other tensors.
+        backward: position of the first bound symbol of backward; the number of positions if there is no backward.
+        statements: each bound symbol as it is printed in its trace, printed when it is read.
+    """
+
+    fixed: Mapping[str, int]
+    tensors: tuple[TensorMemory, ...]
+    backward: int
+    statements: Sequence[str] = field(repr=False, compare=False)
+    _details: Callable[[], Details] = field(repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        traces: Sequence[TraceCtx],
+        buckets: Iterable[Bucket],
+        *,
+        device: str | None = None,
+        accumulated: PendingGrads = NO_PENDING_GRADS,
+        others: Iterable[Sequence[Effects]] = (),
+    ) -> StepMemory:
+        """Return the memory of a forward trace, or of a forward and a backward trace, over all buckets of a module.
+
+        Args:
+            device: the type of device (``"cuda"``, ``"cpu"``) whose allocator and kernels the step uses; by default that
+                of the buckets. A plan on the meta device or on a CPU gives that of the cluster.
+            accumulated: the gradients that backwards under ``no_sync`` have left.
+            others: the effects of the traces of other steps that have run; what they keep allocated counts.
+        """
+        buckets = tuple(buckets)
+        types = {bucket.spec.device.type for bucket in buckets}
+        device = device or ("cuda" if "cuda" in types else min(types, default="cpu"))
+        unit = _CUDA_BLOCK if device == "cuda" else 1
+        plans_device = device != "cpu"  # on a CPU that plans for a GPU, devices do not tell what is in host memory
+        analysis = MemoryAnalysis(*traces)
+        bsyms, backward = analysis.bsyms, len(traces[0].bound_symbols)
+        counted, numbers = list(filter(is_statement, bsyms)), analysis.schedule_positions
+        end = len(bsyms) - 1
+
+        def tensor(kind: str, name: str, nbytes: int, first: int, last: int, source: str = "") -> TensorMemory:
+            begin = numbers[first] if first >= 0 else -1
+            return TensorMemory(kind, name, round_up(nbytes, unit), begin, numbers[last], source)
+
+        of_others = list(others)
+        allocations = {
+            arena: [(0, end)]
+            for step in of_others
+            for arena, spans in arena_allocations(step).items()
+            if spans == [(0, len(step) - 1)]
+        } | arena_allocations(analysis.effects)
+        issues = [e for e in analysis.effects if e.issues is not None]
+        names = {e.uses.arena: str(e.uses) for e in reversed(issues) if e.uses is not None}
+        found = [
+            tensor("unsharded buckets", names.get(arena, ""), arena.nbytes, first or BEFORE_TRACE, last)
+            for arena, spans in allocations.items()
+            for first, last in spans
+        ]
+        found += [
+            tensor("shards", bucket.spec.name, bucket.shard.nbytes, BEFORE_TRACE, end)
+            for bucket in buckets
+            if bucket.spec.shard_device.type in types and not (bucket.spec.comm.offload and plans_device)
+        ]
+        shards = {name for e in analysis.effects for name in e.shards}
+        memory = [m for m in analysis.memory if m.name not in shards]
+        memory += analysis.allocated(accumulated, of_others)
+        for m in memory:
+            if (not types or m.device in types) and not (m.on_host and plans_device):
+                source = source_of(bsyms[m.first]) if m.proxy is not None and m.first >= 0 else ""
+                found.append(tensor(_kind(m, backward, len(bsyms)), m.name, m.nbytes, m.first, m.last, source))
+        fixed = dict.fromkeys(_FIXED, 0)
+        tensors = []
+        for each in found:
+            if each.kind in fixed and each.start <= 0 and each.end == len(counted) - 1:
+                fixed[each.kind] += each.nbytes
+            else:
+                tensors.append(each)
+
+        @cache
+        def details() -> Details:
+            spans = [(first, last, arena.nbytes) for arena, spans in allocations.items() for first, last in spans]
+            wasted = map(operator.sub, bytes_at(spans, len(bsyms)), slots_in_use(analysis))
+            return Details(
+                unknown_memory(analysis, device), tuple(itertools.compress(wasted, map(is_statement, bsyms)))
+            )
+
+        return cls(fixed, tuple(tensors), len(statements(traces[0])), _Statements(counted), details)
+
+    def with_optimizer_state(self, nbytes: int) -> StepMemory:
+        """Return the memory of a step with ``nbytes`` bytes of optimizer state on this rank."""
+        return replace(self, fixed={**self.fixed, "optimizer state": nbytes})
+
+    def bytes_at(self, position: int) -> dict[str, int]:
+        """Return the bytes of each kind while the bound symbol at ``position`` runs, its inputs and outputs included."""
+        return {kind: nbytes[position] for kind, nbytes in self._by_kind.items()}
+
+    def bytes_of(self, kind: str) -> tuple[int, ...]:
+        """Return the bytes of one of :data:`KINDS` at each position."""
+        return self._by_kind[kind]
+
+    @cached_property
+    def _by_kind(self) -> dict[str, tuple[int, ...]]:
+        spans: dict[str, list[tuple[int, int, int]]] = {kind: [] for kind in KINDS}
+        for tensor in self.tensors:
+            spans[tensor.kind].append((tensor.start, tensor.end, tensor.nbytes))
+        return {
+            kind: tuple(self.fixed.get(kind, 0) + nbytes for nbytes in bytes_at(spans[kind], len(self.statements)))
+            for kind in KINDS
+        }
+
+    @property
+    def unknowns(self) -> tuple[UnknownMemory, ...]:
+        """The memory that is not counted because it cannot be known from the traces, by name; see :mod:`.unknown_memory`."""
+        return self._details().unknowns
+
+    @property
+    def wasted(self) -> tuple[int, ...]:
+        """The bytes of unsharded buckets at each position that are allocated and hold nothing that is used again."""
+        return self._details().wasted
+
+    @cached_property
+    def totals(self) -> tuple[int, ...]:
+        """The bytes of all kinds at each position."""
+        return tuple(map(sum, zip(*self._by_kind.values(), strict=True)))
+
+    def alive_at(self, position: int) -> tuple[TensorMemory, ...]:
+        """Return the tensors that are in use at ``position``, without what is allocated during the whole step."""
+        return tuple(tensor for tensor in self.tensors if tensor.start <= position <= tensor.end)
+
+    @cached_property
+    def peak(self) -> MemoryPeak:
+        """The first position at which the step uses most memory, and its five largest tensors."""
+        position = max(range(len(self.totals)), key=self.totals.__getitem__)
+        largest = tuple(sorted(self.alive_at(position), key=lambda tensor: -tensor.nbytes)[:5])
+        phase = "backward" if position >= self.backward else "forward"
+        by_kind = self.bytes_at(position)
+        return MemoryPeak(position, self.totals[position], by_kind, phase, self.statements[position], largest)
+
+    def difference(self, other: StepMemory) -> str:
+        """Return what this step needs more or less than ``other``, at the two peaks; empty if they are equal.
+
+        Tensors count by kind and the line that made them, because names differ between compilations.
+        """
+        if self == other:
+            return ""
+        ours, theirs = self.peak, other.peak
+        lines = [
+            f"peak {theirs.nbytes:,} -> {ours.nbytes:,} bytes ({ours.nbytes - theirs.nbytes:+,}), in {theirs.phase} at "
+            f"position {theirs.position} -> in {ours.phase} at position {ours.position}"
+        ]
+        kinds = {kind: ours.by_kind[kind] - theirs.by_kind[kind] for kind in KINDS}
+        lines += [f"  {kind:20s} {nbytes:>+17,}" for kind, nbytes in kinds.items() if nbytes]
+        tensors = self._by_source(ours.position)
+        tensors.subtract(other._by_source(theirs.position))
+        changed = sorted(((n, key) for key, n in tensors.items() if n), key=lambda found: (-abs(found[0]), found[1]))
+        if changed:
+            lines.append("tensors, by the lines that made them:")
+            lines += [f"  {nbytes:>+17,}  {kind:20s} {source}" for nbytes, (kind, source) in changed[:_MOST_SHOWN]]
+        if len(changed) > _MOST_SHOWN:
+            lines.append(f"  and {len(changed) - _MOST_SHOWN} more")
+        if not any(kinds.values()) and not changed:
+            lines.append("the peaks consist of the same; other positions differ")
+        return "\n".join(lines)
+
+    def _by_source(self, position: int) -> Counter[tuple[str, str]]:
+        found: Counter[tuple[str, str]] = Counter()
+        for tensor in self.alive_at(position):
+            found[tensor.kind, tensor.source or tensor.name] += tensor.nbytes
+        return found
+
+    def __str__(self) -> str:
+        peak = self.peak
+        lines = [f"peak {peak.nbytes:,} bytes in {peak.phase}, position {peak.position}: {peak.statement}"]
+        lines += [f"  {kind:20s} {nbytes:>17,}" for kind, nbytes in peak.by_kind.items() if nbytes]
+        lines += ["largest tensors there:"]
+        lines += [f"  {t.name:20s} {t.nbytes:>17,}  {t.kind:20s} {t.source}".rstrip() for t in peak.largest]
+        if allocated := peak.by_kind["unsharded buckets"]:
+            wasted = self.wasted[peak.position]
+            lines.append(f"unsharded buckets: {allocated:,} allocated, {allocated - wasted:,} live, {wasted:,} wasted")
+        if self.unknowns:
+            lines += ["not counted, as it cannot be known from the traces:", *(f"  {u}" for u in self.unknowns)]
+        return "\n".join(lines)
+
+
+class Details(NamedTuple):
+    """Unknown and wasted memory, computed on first access, because a search reads only the bytes of its many traces."""
+
+    unknowns: tuple[UnknownMemory, ...]
+    wasted: tuple[int, ...]
+
+
+class _Statements(Sequence[str]):
+    """The statements of bound symbols, each printed when it is read: printing all takes longer than the analysis."""
+
+    def __init__(self, bsyms: Sequence[BoundSymbol]) -> None:
+        self._bsyms = bsyms
+
+    def __len__(self) -> int:
+        return len(self._bsyms)
+
+    def __getitem__(self, index: Any) -> Any:
+        return statement(self._bsyms[index])
+
+
+def _kind(memory: Lifetime, backward: int, length: int) -> str:
+    """Return what memory counts as; that of values by when they are used."""
+    if memory.kind != "values":
+        return memory.kind
+    is_returned = memory.last == length - 1
+    if memory.first < backward:
+        if is_returned:
+            return "outputs"
+        return "saved for backward" if memory.last >= backward else "temporaries"
+    return "gradients" if is_returned else "temporaries"

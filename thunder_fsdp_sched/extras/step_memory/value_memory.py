@@ -1,0 +1,253 @@
+"""The memory of the values of traces, and of what their communication allocates.
+
+[Note: Bytes of values]
+A value occupies memory from the bound symbol that defines it to the last one that reads it or a view of it: there
+Thunder deletes it. What a trace returns lives on, outputs to the end of the last trace, and what is saved for backward
+until backward has read it. Inputs count as contiguous. If nothing is known about an operator, its outputs count as views
+of all inputs and as new memory, so the bytes are an upper bound. What a function of torch allocates and frees again
+counts, too: the most bytes of what its base operators return. What a base operator or a fusion allocates inside itself is
+in ``unknown_memory``.
+
+[Note: Memory of communication]
+What this package's symbols allocate is declared in their effects. Casts of shards and workspaces of transports stay
+allocated for all steps. A reduction takes an idle buffer to receive into, or allocates one, and its wait gives it back; a
+release frees the idle ones, and those in use when they have been waited for. Without a release they stay for all steps.
+
+Gradients that ``no_sync`` accumulates outlive their backward, unsharded or reduced (see [Note: Two ways to accumulate] in
+``runtime.accumulation``). The first backward of a window allocates them where it accumulates them; reduced ones stay where
+the reduction has put them, unless they are added up in a wider dtype. Later ones, and the one that returns them, find them
+allocated. Which buckets have such gradients depends on the micro-batches that ran before, so the caller names them
+(:class:`PendingGrads`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from ...ir.analysis import BEFORE_TRACE, NO_PENDING_GRADS, Analysis, Lifetime, PendingGrads
+from ...ir.effects import KEPT, Allocation, Effects, effects, reduced_gradients, unsharded_gradients
+from ...ir.inspection import UNPACKING, is_statement, names, nbytes_of
+from ...runtime.bucket import Bucket
+from .observed_effects import device_of, observed
+
+
+def pending_grads_of(bsyms: Iterable[BoundSymbol]) -> PendingGrads:
+    """Return the gradients that a backward leaves under ``no_sync``.
+
+    Those that it reduces and returns count as unsharded: it would leave them so under ``no_sync``.
+    """
+    found: dict[Bucket, Allocation] = {}
+    for e in map(effects, bsyms):
+        if e.bucket is None:
+            continue
+        unsharded, reduced = unsharded_gradients(e.bucket), reduced_gradients(e.bucket)
+        if reduced.owner in e.leaves:
+            found[e.bucket] = reduced
+        elif e.collects or unsharded.owner in e.leaves:
+            found.setdefault(e.bucket, unsharded)
+    return frozenset(found.values())
+
+
+class MemoryAnalysis(Analysis):
+    """An analysis that also tells the memory of values, computed when it is first asked for."""
+
+    def __init__(self, *traces: Sequence[BoundSymbol] | TraceCtx) -> None:
+        super().__init__(*traces)
+        lengths = [len(trace.bound_symbols if isinstance(trace, TraceCtx) else trace) for trace in traces]
+        self._begins = list(itertools.accumulate(lengths[:-1], initial=0))
+
+    @cached_property
+    def schedule_positions(self) -> list[int]:
+        """For each bound symbol, its schedule position, or that of the next one that has one."""
+        return list(itertools.accumulate(map(is_statement, self.bsyms[:-1]), initial=0))
+
+    @cached_property
+    def observed(self) -> list[Effects]:
+        """The effects of each bound symbol on inputs with the strides that they have."""
+        return [e for e, _ in observed(self.bsyms)]
+
+    @cached_property
+    def memory(self) -> list[Lifetime]:
+        """The memory of values, without slots, and what operators allocate and free again; see [Note: Bytes of values].
+
+        It also sets the owners and the bytes of values.
+        """
+        on_host = {  # perhaps by an earlier trace
+            name for e, bsym in zip(self.effects, self.bsyms, strict=True) if e.reads_host for name in names(bsym.args)
+        }
+        temporary = []
+        for position, (bsym, e) in enumerate(zip(self.bsyms, self.observed, strict=True)):
+            by_name = {value.name: value for value in (*self.args[position], *self.outs[position])}
+            for value in self.args[position]:
+                if not value.owners:
+                    _own(value, _memory_of(value, counted=value.name not in on_host))
+            own = {m.owner: m for m in e.allocates if m.scope == "value"}
+            for value in self.outs[position]:
+                shared = dict.fromkeys(o for name in e.views.get(value.name, ()) for o in by_name[name].owners)
+                if value.name in own or not shared:
+                    counted = value.name not in on_host and bsym.sym.id in UNPACKING
+                    _own(value, own.get(value.name) or _memory_of(value, counted=counted))
+                    shared = {value: None, **shared}
+                value.owners = tuple(shared)
+            temporary += [
+                _lifetime(m, position, position) for m in e.allocates if m.scope == "call" and m.kind == "temporaries"
+            ]
+        return [*self._memory_of_values(), *temporary]
+
+    def owners_of(self, value: Lifetime) -> tuple[Lifetime, ...]:
+        """Return the values whose memory a value shares, itself if it owns some."""
+        _ = self.memory
+        return value.owners
+
+    def _memory_of_values(self) -> Iterator[Lifetime]:
+        end = len(self.bsyms) - 1
+        begins: dict[Lifetime, int] = {}
+        ends: dict[Lifetime, int] = {}
+        for value in self.values:
+            for owner in value.owners:
+                last = value.reads[-1] if value.reads else value.first
+                ends[owner] = max(ends.get(owner, BEFORE_TRACE), last)
+        for position, bsym in enumerate(self.bsyms):
+            if bsym.sym.id is PrimIDs.RETURN:
+                outputs = set(_outputs(bsym))
+                for value in self.args[position]:
+                    if value.name in outputs:
+                        ends.update(dict.fromkeys(value.owners, end))
+            elif bsym.sym.id in UNPACKING:
+                begin = max(start for start in self._begins if start <= position)
+                begins.update(dict.fromkeys(self.outs[position], begin or BEFORE_TRACE))
+        for owner, last in ends.items():
+            first = begins.get(owner, owner.first)
+            owner.last = end if first == BEFORE_TRACE else last  # the caller keeps the arguments of the first trace
+            if owner.nbytes:
+                kind = "inputs" if first == BEFORE_TRACE or owner in begins else owner.kind
+                yield replace(owner, first=first, kind=kind)
+
+    def allocated(
+        self, pending_grads: PendingGrads = NO_PENDING_GRADS, others: Sequence[Sequence[Effects]] = ()
+    ) -> Iterator[Lifetime]:
+        """Return the memory outside the slots (casts, workspaces, receive buffers) that is alive in this step.
+
+        Casts and workspaces that any step allocates stay for all steps. Receive buffers that steps without a release have
+        left stay until the first release of this one.
+
+        Args:
+            pending_grads: the gradients that earlier backwards under ``no_sync`` have left.
+            others: the effects of other steps that have run.
+        """
+        end = len(self.bsyms) - 1
+        everything = [*self.effects, *itertools.chain(*others)]
+        lasting: dict[Hashable, Allocation] = {}
+        for m in (m for e in everything for m in e.allocates if m.scope == "steps"):
+            lasting[m.owner] = max(m, lasting.get(m.owner, m), key=lambda m: m.nbytes)
+        yield from (_lifetime(m, BEFORE_TRACE, end) for m in lasting.values() if m.nbytes)
+        kept = {m.owner: _lifetime(m, BEFORE_TRACE, end) for m in sorted(pending_grads, key=lambda m: m.label)}
+        before = frozenset(kept)
+        found = list(kept.values())
+        waits = {e.waits.future: position for position, e in enumerate(self.effects) if e.waits is not None}
+        for position, e in enumerate(self.effects):
+            for m in e.allocates:
+                if m.if_kept is not None and m.if_kept not in before:
+                    continue
+                if m.scope == "call":
+                    found.append(_lifetime(m, position, position))
+                elif m.scope == "wait" and e.issues is not None:
+                    at = waits[e.issues.future]
+                    later = sum(a.nbytes for a in self.effects[at].allocates if _is_new(a, before, kept))
+                    if m.nbytes > later:  # it is freed before the wait allocates anything
+                        found.append(_lifetime(m._replace(nbytes=m.nbytes - later), at, at))
+                elif m.scope in KEPT and m.owner not in kept:
+                    following = (i for i in range(position + 1, end + 1) if is_statement(self.bsyms[i]))
+                    kept[m.owner] = _lifetime(m, position if m.scope == "kept" else next(following), end)
+                    found.append(kept[m.owner])
+            for key in e.forgets:
+                if key in kept:
+                    kept[key].last = position
+        yield from found
+        if releases(self.effects):
+            yield from _receive_buffers(self.effects, before)
+        leaving = [e for step in (self.effects, *others) if not releases(step) for e in step]
+        released = next((position for position, e in enumerate(self.effects) if e.frees), end)
+        for buffer in _receive_buffers(leaving, before.union(*(e.leaves for e in everything))):
+            yield replace(buffer, first=BEFORE_TRACE, last=released)
+
+
+def releases(step: Sequence[Effects]) -> bool:
+    """Return whether a step frees memory of arenas."""
+    return any(e.frees for e in step)
+
+
+def _receive_buffers(step: Sequence[Effects], kept: Collection[Hashable]) -> list[Lifetime]:
+    """Return the buffers into which reductions receive, each from its first use until it is freed.
+
+    A reduction uses an idle buffer again. A release frees the idle ones, and those in use when they have been waited for.
+
+    Args:
+        kept: keys of the gradients that exist before.
+    """
+    found: list[Lifetime] = []
+    idle: dict[Hashable, list[Lifetime]] = defaultdict(list)
+    taken: dict[str, list[tuple[Hashable, Lifetime]]] = {}  # by the future of the reduction
+    leaving: set[Lifetime] = set()
+    for position, e in enumerate(step):
+        used = []
+        for m in e.allocates:
+            if m.scope == "pool" and (m.if_kept is None or m.if_kept in kept):
+                if not idle[m.owner]:
+                    found.append(_lifetime(m, position, len(step) - 1))
+                    idle[m.owner].append(found[-1])
+                used.append((m.owner, idle[m.owner].pop()))
+        if e.issues is not None:
+            taken[e.issues.future], used = used, []
+        if e.waits is not None:
+            used += taken.pop(e.waits.future, [])
+        for key, buffer in used:
+            if buffer in leaving:
+                buffer.last = position
+            else:
+                idle[key].append(buffer)
+        if e.frees:
+            leaving.update(buffer for buffers in taken.values() for _, buffer in buffers)
+            for buffer in itertools.chain(*idle.values()):
+                buffer.last = position
+            idle.clear()
+    return found
+
+
+def _is_new(m: Allocation, before: Collection[Hashable], kept: Collection[Hashable]) -> bool:
+    """Return whether a symbol allocates this memory, given keys of what exists before the step and before the symbol."""
+    if m.if_kept is not None and m.if_kept not in before:
+        return False
+    return m.scope in ("value", "call") or (m.scope == "kept" and m.owner not in kept)
+
+
+def _own(value: Lifetime, memory: Allocation) -> None:
+    """Let a value own memory."""
+    value.owners = (value,)
+    value.nbytes, value.device, value.kind, value.on_host = memory.nbytes, memory.device, memory.kind, memory.on_host
+
+
+def _memory_of(value: Lifetime, *, counted: bool) -> Allocation:
+    """Return the memory of a value that no bound symbol of the traces allocates."""
+    nbytes = nbytes_of(value.proxy) if counted and isinstance(value.proxy, TensorProxy) else 0
+    return Allocation(value.name, nbytes, device_of(value.proxy), kind="values")
+
+
+def _lifetime(m: Allocation, first: int, last: int) -> Lifetime:
+    return Lifetime(m.label, first, first, last, m.nbytes, m.device, m.kind, m.on_host)
+
+
+def _outputs(last: BoundSymbol) -> Iterator[str]:
+    """Return the names of the values that a trace returns to its caller, without those that it saves for backward."""
+    returned = last.args[0] if last.args else None
+    return names(tree_iter(returned["output"] if isinstance(returned, dict) and "output" in returned else last.args))

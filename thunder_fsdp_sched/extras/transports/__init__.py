@@ -1,0 +1,1 @@
+"""Transports that ``transport=`` asks for and ``"auto"`` never chooses."""

@@ -1,0 +1,231 @@
+"""Keep shards in symmetric memory, from which copy engines read peers' shards directly into the interleaved buffer.
+
+No kernel runs for the transfer, so it takes no multiprocessors from compute (PyTorch's pull request 130583 calls that
+low contention). It works within one node, on GPUs that can read each other's memory.
+
+[Note: One symmetric allocation for many shards]
+An allocation of symmetric memory costs a rendezvous of all ranks and at least 2 MiB; torch's pool takes 20 MiB for one
+between 1 and 10 MiB, as it does not split its segments. So the shards of all buckets over the same ranks are views of one
+allocation. Peers' pieces are read at offsets from its beginning, so it has to begin where torch's handle begins, which
+is checked. Its two barriers share one signal pad: they are all issued on one side stream, where none overtakes another.
+
+[Note: The workspace of reductions]
+Reductions go through a workspace that torch keeps for each process group. For a larger reduction torch replaces it and frees
+the old one at once, while other ranks may still read that. So the workspace of the largest bucket is reserved when buckets
+are made, when all ranks have finished what used an earlier one.
+
+[Note: Processes that see one GPU each]
+torch compares the devices of ranks by their index, which is 0 on each rank if ``CUDA_VISIBLE_DEVICES`` shows it one GPU. So
+ranks that see fewer GPUs than there are ranks compare hosts and unique ids, and tell torch not to compare indices if all
+are on one host and no two share a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...plan.layout import Layout
+from ...plan.specs import BucketSpec
+from ...private_torch import timeout_of
+from ...ranks.process_groups import ARRIVAL_TIMEOUT, BucketRanks, ProcessGroupRef, exchange_texts
+from ...sizes import round_up
+from ...transports.base import Traffic, TransportedBucket, Views, Work, issue_then, segment_bytes
+from ...transports.flat import Flat, pairs
+
+_BEFORE, _AFTER = 0, 1  # channels of a handle's barriers
+
+_SHARES_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""The environment variable with which torch does not compare the devices of ranks."""
+
+_ALIGNMENT = 512  # bytes to which each shard's offset in an allocation is aligned
+
+
+class SymmetricMemory(Flat):
+    """The transport over symmetric memory: gathers copy from each peer between two barriers.
+
+    Reductions use torch's low-contention reduce-scatter.
+
+    Args:
+        memory: an object with ``empty`` and ``rendezvous``; the default is ``torch.distributed._symmetric_memory``.
+        devices: the device types whose memory it can share.
+    """
+
+    name = "symmetric_memory"
+    peers_read_shards = True
+
+    def __init__(self, memory: ModuleType | Any = None, devices: Sequence[str] = ("cuda",)) -> None:
+        self._memory = memory
+        self._devices = devices
+        # The place of each shard in shared memory. Keys are weak, so that all processes unmap an allocation when its
+        # buckets are freed.
+        self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    @property
+    def memory(self) -> Any:
+        if self._memory is None:
+            import torch.distributed._symmetric_memory as symmetric_memory
+
+            self._memory = symmetric_memory
+        return self._memory
+
+    def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: BucketRanks) -> None:
+        if device.type not in self._devices:
+            raise ValueError(
+                f"transport={self.name!r} needs GPUs that can read each other's memory, but the parameters are on "
+                f"{device.type!r}; use 'flat', or move the module to CUDA devices (init=Init(device='cuda'))"
+            )
+        sees_all = device.type != "cuda" or ranks.group.size <= torch.cuda.device_count()
+        if not sees_all and os.environ.get(_SHARES_DEVICES) != "1":  # as in tests on one GPU
+            self._compare_devices(device, ranks.group)
+            os.environ[_SHARES_DEVICES] = "1"
+        super().check(device, dtypes, ranks)
+
+    def _compare_devices(self, device: torch.device, group: ProcessGroupRef) -> None:
+        """See [Note: Processes that see one GPU each]. A collective of O(1) messages a rank, at most once in a process.
+
+        Raises:
+            ValueError: ranks are on several hosts, or share a GPU.
+        """
+        fix = "shard inside nodes with a 2-D mesh, or use 'flat'"
+        if group.is_fake:
+            raise ValueError(f"transport={self.name!r} works within a node, which cannot be checked here; {fix}")
+        own = f"{socket.gethostname()} {getattr(torch.cuda.get_device_properties(device), 'uuid', device.index)}"
+        store, patience = group.process_group.get_group_store(), timeout_of(group.process_group)
+        prefix = f"thunder_fsdp_sched/devices/{group.name}"
+        texts = exchange_texts(store, prefix, group.global_ranks, own, min(patience, ARRIVAL_TIMEOUT))
+        if missing := [rank for rank in group.global_ranks if rank not in texts]:
+            raise ValueError(
+                f"transport={self.name!r}: ranks {missing} do not compare their GPUs, which see all; {fix}"
+            )
+        if len(hosts := sorted({text.partition(" ")[0] for text in texts.values()})) > 1:
+            raise ValueError(
+                f"transport={self.name!r} works within a node: the process group's ranks are on {', '.join(hosts)}; {fix}"
+            )
+        if shared := [rank for rank, text in texts.items() if list(texts.values()).count(text) > 1]:
+            raise ValueError(
+                f"transport={self.name!r}: ranks {shared} share a GPU with another rank; give each rank a GPU, or set "
+                f"{_SHARES_DEVICES}=1"
+            )
+
+    def allocate_together(
+        self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: BucketRanks, *, workspace: int
+    ) -> list[torch.Tensor]:
+        """See [Note: One symmetric allocation for many shards]. A collective, at the same place on all ranks."""
+        if workspace:
+            self._reserve_workspace(workspace, device, ranks.reductions.process_group)
+        offsets = [0]
+        for numel, dtype in sizes:
+            offsets.append(offsets[-1] + round_up(numel * dtype.itemsize, _ALIGNMENT))
+        memory = self.memory.empty(max(offsets[-1], _ALIGNMENT), dtype=torch.uint8, device=device).zero_()
+        handle = self._rendezvous(memory, ranks.group)
+        shards = []
+        for offset, (numel, dtype) in zip(offsets, sizes, strict=False):
+            # `.data` has a version of its own: a write to one shard is no change of the others.
+            shard = memory[offset : offset + numel * dtype.itemsize].view(dtype).data
+            self._shared[shard] = _ReadableShard(handle, ranks.group, offset // dtype.itemsize, dtype)
+            shards.append(shard)
+        return shards
+
+    def _reserve_workspace(self, nbytes: int, device: torch.device, group: ProcessGroup) -> None:
+        """See [Note: The workspace of reductions]."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        group.barrier().wait()
+        self.memory.get_symm_mem_workspace(group.group_name, nbytes)
+
+    def _rendezvous(self, memory: torch.Tensor, group: ProcessGroupRef) -> Any:
+        """Return the handle for barriers and peers' memory; a collective.
+
+        Raises:
+            ValueError: memory cannot be shared with the other ranks.
+        """
+        try:
+            handle = self.memory.rendezvous(memory, group=group.process_group.group_name)
+        except RuntimeError as error:
+            raise ValueError(
+                f"transport={self.name!r}: rank {group.rank} cannot share memory with the other ranks of "
+                f"{group.description!r}: {error}"
+            ) from error
+        if offset := getattr(handle, "offset", 0):
+            raise ValueError(
+                f"transport={self.name!r}: torch has put shards {offset} bytes into an allocation of its pool, where peers "
+                f"would read others; set TORCH_SYMMMEM_IMPLICIT_POOL=0, or use 'flat'"
+            )
+        return handle
+
+    def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
+        handle, pieces = self._shared[shard].read_by(bucket.ranks.group, bucket.spec.layout)
+
+        def pull() -> None:
+            handle.barrier(channel=_BEFORE)  # all ranks' optimizers have written their shards
+            for offset, piece in pieces:
+                unsharded.flat.narrow(0, offset, piece.numel()).copy_(piece)
+            handle.barrier(channel=_AFTER)  # now the shard may be written again
+
+        return [issue_then(list, pull, (shard, unsharded.flat))]
+
+    def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
+        name = bucket.ranks.reductions.process_group.group_name
+
+        def reduce() -> None:
+            for whole, own in pairs(bucket, unsharded, shard):
+                reduced = torch.ops.symm_mem._low_contention_reduce_scatter(whole, "avg", name)
+                own.copy_(torch.ops._c10d_functional.wait_tensor(reduced))
+
+        return [issue_then(list, reduce, (shard, unsharded.flat))]
+
+    def gather_traffic(self, spec: BucketSpec) -> Traffic:
+        traffic = super().gather_traffic(spec)
+        return traffic._replace(launches=traffic.launches * spec.layout.world_size)
+
+    def reduce_traffic(self, spec: BucketSpec) -> Traffic:
+        traffic = super().reduce_traffic(spec)
+        own = 2 * spec.layout.shard_numel * spec.reduce_dtype.itemsize
+        return traffic._replace(
+            launches=traffic.launches * spec.layout.world_size, is_reduce_scatter=False, copied_after=own
+        )
+
+    def reduce_workspace(self, spec: BucketSpec) -> int:
+        """See torch's ``_low_contention_reduce_scatter``: gradients are not in symmetric memory, so it copies them there."""
+        return max(segment_bytes(spec, spec.reduce_dtype), default=0)
+
+    def reduce_temporary(self, spec: BucketSpec) -> int:
+        return max((s.shard_numel for s in spec.layout.segments), default=0) * spec.reduce_dtype.itemsize
+
+
+class _ReadableShard:
+    """A shard that all ranks of its bucket can read, as a part of an allocation. It does not keep their group alive."""
+
+    def __init__(self, handle: Any, group: ProcessGroupRef, offset: int, dtype: torch.dtype) -> None:
+        self._offset, self._dtype = offset, dtype
+        self._read: weakref.WeakKeyDictionary[ProcessGroup, tuple[Any, list[tuple[int, torch.Tensor]]]]
+        self._read = weakref.WeakKeyDictionary({group.process_group: (handle, [])})
+
+    def read_by(self, group: ProcessGroupRef, layout: Layout) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
+        """Return the handle and the pieces of all ranks' shards, with their offsets in the unsharded buffer.
+
+        Torch makes a tensor for each; they are made once.
+        """
+        handle, pieces = self._read[group.process_group]
+        if not pieces:
+            # At any time each rank reads from a different peer.
+            peers = [(group.rank + distance) % group.size for distance in range(group.size)]
+            pieces += [
+                (
+                    s.unsharded_offset + peer * s.shard_numel,
+                    handle.get_buffer(peer, (s.shard_numel,), self._dtype, self._offset + s.shard_offset),
+                )
+                for peer in peers
+                for s in layout.segments
+                if s.shard_numel
+            ]
+        return handle, pieces
