@@ -33,6 +33,7 @@ from .transforms.fuse_downcast import fuse_downcast
 from .transforms.guard_outputs import detach_state, guard_outputs
 from .transforms.insert_unshard import insert_unshard
 from .transforms.recompute_whole_regions import recompute_whole_regions
+from .transforms.refuse_wrong_gradients import refuse_wrong_gradients
 from .transforms.regather_for_backward import regather_for_backward
 from .transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward, reuse_in_window
 from .transforms.shard_prologue import shard_prologue
@@ -95,6 +96,7 @@ PIPELINE: tuple[Phase, ...] = (
             ),
         ),
         Step(broadcast_scalars),
+        Step(refuse_wrong_gradients),
     ),
     Phase(
         "autograd",
@@ -304,6 +306,7 @@ ORDER: tuple[Order, ...] = (
         "proxies of parameters without dimensions have those of their shards until then",
     ),
     (broadcast_scalars, differentiate, "the derivative of a broadcast is a sum"),
+    (refuse_wrong_gradients, differentiate, "it looks at operators that are not differentiated yet"),
     (broadcast_scalars, claim_operators, "Thunder's autograd, right before claim_operators, differentiates broadcasts"),
     (insert_unshard, differentiate, "the derivative of fsdp_unshard is fsdp_reduce"),
     (insert_unshard, claim_operators, "Thunder's autograd, right before claim_operators, differentiates fsdp_unshard"),

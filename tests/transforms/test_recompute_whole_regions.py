@@ -61,7 +61,7 @@ OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "tan": lambda h, w: torch.tan(h),
     "polygamma": lambda h, w: torch.polygamma(1, h.abs() + 1),
     "split": lambda h, w: torch.split(torch.exp(h), 8)[1],
-    "index_put": lambda h, w: torch.index_put(h, (TARGETS,), w),
+    "index_put": lambda h, w: torch.index_put(h, (TARGETS,), w.detach()),
     "mish": lambda h, w: F.mish(h),
     "autograd.Function": lambda h, w: Doubling.apply(h),
 }
