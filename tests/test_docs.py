@@ -102,9 +102,23 @@ def test_the_table_of_passes_is_that_of_the_code_and_has_all_of_them() -> None:
 
 
 def test_every_example_is_included_in_a_page() -> None:
-    included = re.findall(r'^--8<-- "examples/(.+)"$', "\n".join(map(text_of, pages())), re.MULTILINE)
+    included = re.findall(r'^--8<-- "examples/(\w+\.py)', "\n".join(map(text_of, pages())), re.MULTILINE)
     demo = {"byte_gpt.py", "demo.py", "step_counter.py"}  # run by `make demo`
-    assert sorted(included) == sorted({path.name for path in (ROOT / "examples").glob("*.py")} - demo)
+    assert set(included) == {path.name for path in (ROOT / "examples").glob("*.py")} - demo
+
+
+def test_from_scratch_shows_the_whole_example_and_each_section_links_to_the_package() -> None:
+    docstring, *parts = (ROOT / "examples" / "from_scratch.py").read_text().split("# --8<-- [start:")
+    names = [part.partition("]")[0] for part in parts]
+    for name, part in zip(names, parts, strict=True):
+        assert not part.partition(f"# --8<-- [end:{name}]\n")[2].strip(), f"code after section {name} in no section"
+    introduction, *sections = text_of("from-scratch.md").split("\n## ")
+    included = [re.findall(r'^--8<-- "examples/from_scratch.py:(\w+)"$', s, re.MULTILINE) for s in sections]
+    assert included == [[name] for name in names]
+    assert all("](../thunder_fsdp_sched/" in section for section in sections)
+    [(first, last)] = re.findall(r'^--8<-- "examples/from_scratch.py:(\d+):(\d+)"$', introduction, re.MULTILINE)
+    lines = docstring.splitlines()
+    assert (int(first), lines[int(last)]) == (3, '"""')
 
 
 def test_every_public_name_is_in_the_reference() -> None:

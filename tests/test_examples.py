@@ -6,8 +6,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import math
+import subprocess
+import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -102,3 +106,108 @@ def test_a_loss_in_chunks_gathers_the_head_once_and_needs_less_than_half_of_the_
     ]
     assert [of_trace.count("head") for of_trace in gathers] == [1, 1]
     assert compiled.memory.peak.nbytes < unchunked.memory.peak.nbytes / 2
+
+
+def from_scratch() -> ModuleType:
+    with warnings.catch_warnings():
+        return load("from_scratch")
+
+
+def test_from_scratch_is_short_and_starts_without_this_package() -> None:
+    script = FOLDER / "from_scratch.py"
+    tree = ast.parse(script.read_text())
+    imported = [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    imported += [alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names]
+    own = {path.stem for path in FOLDER.glob("*.py")} | {"thunder_fsdp_sched"}
+    assert not own & {name.partition(".")[0] for name in imported}
+    assert len(script.read_text().splitlines()) <= 400
+    # A process without the stand-ins of `compat`: the script must bring its own.
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    expected = "Start two processes" if hasattr(torch.autograd.Function.apply, "__func__") else "needs torch 2.10 to"
+    assert run.returncode == 1 and expected in run.stderr, run.stderr
+
+
+@on_ranks()
+def test_from_scratch_trains_like_the_unsharded_model_with_overlap_and_two_buckets_unsharded() -> None:
+    example = from_scratch()
+    sort, sorted_traces = example.sort, []
+    example.sort = lambda trace: sorted_traces.append(sort(trace)) or sorted_traces[-1]
+    transform, difference = example.train(steps=2)
+    assert difference == 0
+    assert len(transform.collectives.finished) == 2 * 11
+    for steps, least in zip(transform.schedules, (0.9, 0.95), strict=True):
+        beside = [bool(in_flight) for what, in_flight in steps if not what]
+        assert sum(beside) > least * len(beside)
+    for trace in sorted_traces:
+        assert most_unsharded(trace) == 2
+        refuse_other_orders(example, trace)
+
+
+def most_unsharded(trace: Any) -> int:
+    """Return how many buckets are unsharded at once, of which the values are those in flight, parameters and their views."""
+    values: dict[str, set[str]] = {}  # those that are alive, by bucket
+    most = 0
+    for bsym in trace.bound_symbols:
+        args, outs = ({proxy.name for proxy in proxies} for proxies in (bsym.flat_proxy_args, bsym.flat_proxy_outs))
+        if bsym.sym.name in ("all_gather", "wait_params"):
+            values[bsym.args[0]] = outs
+        elif bsym.sym.name in ("expand", "unsqueeze"):
+            for of_bucket in values.values():
+                of_bucket |= outs if of_bucket & args else set()
+        elif bsym.sym.name == "python_del":
+            values = {bucket: left for bucket, of_bucket in values.items() if (left := of_bucket - args)}
+        most = max(most, len(values))
+        assert bsym.sym.name != "python_return" or not any(of_bucket & args for of_bucket in values.values())
+    return most
+
+
+def refuse_other_orders(example: ModuleType, trace: Any) -> None:
+    bsyms = [bsym for bsym in trace.bound_symbols if bsym.sym.name not in example.FREES]
+    communication = example.ISSUES + example.WAITS
+    at = {f"{b.sym.name} {b.args[0]}": i for i, b in enumerate(bsyms) if b.sym.name in communication}
+    first, second = (i for what, i in list(at.items())[:2])
+    [wait] = (i for what, i in at.items() if what == "wait_params blocks.0")
+
+    def refused(message: str, *order: int) -> None:
+        changed = example.edited(trace, [bsyms[i] for i in order])
+        with pytest.raises(RuntimeError, match=message):
+            example.check(changed)
+
+    def earlier(i: int) -> list[int]:
+        """Return the order in which a statement stands before the last statement of compute that precedes it."""
+        to = max(other for other in range(i) if bsyms[other].sym.name not in communication)
+        return [*range(to), i, *(other for other in range(to, len(bsyms)) if other != i)]
+
+    everything = range(len(bsyms))
+    last = everything[-1]
+    refused("before it is defined", *(i for i in everything if i != wait))
+    refused("before it is defined", *everything[:wait], wait + 1, wait, *everything[wait + 2 :])
+    refused("is too early", *earlier(wait))
+    refused("does not wait for the oldest", *everything[:first], second, first, *everything[second + 1 :])
+    refused("does not wait for the oldest", *everything[: wait + 1], wait, *everything[wait + 1 :])
+    refused("nothing waits for all_gather", *everything[:last], first, last)
+    for what, i in at.items():
+        if what.startswith("reduce_scatter"):
+            refused("before it is defined", *earlier(i))
+
+
+class HasUnusedParameter(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.unused = torch.nn.Parameter(torch.ones(4))
+
+
+@on_ranks()
+def test_from_scratch_names_what_it_has_no_rule_for() -> None:
+    example = from_scratch()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"1\.weight is tied"):
+        example.plan(model)
+    model = torch.nn.Linear(4, 4)
+    model.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"bias is tied, frozen"):
+        example.plan(model)
+    model = example.thunder.jit(HasUnusedParameter(), transforms=[example.FromScratch()])
+    with pytest.raises(ValueError, match="forward does not use unused: the gradients of unused"):
+        model(torch.ones(2, 4))
