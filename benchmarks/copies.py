@@ -155,9 +155,9 @@ def copied_gradients(backward: Any) -> dict[str, int]:
     for reduction in backward.bound_symbols:
         if reduction.sym is fsdp_reduce_scatter:
             spec = reduction.args[0].spec
-            for param, place, grad in zip(spec.params, spec.layout.placements, reduction.args[2:], strict=True):
+            for param, placement, grad in zip(spec.params, spec.layout.placements, reduction.args[2:], strict=True):
                 if grad is not None and grad.name not in written:
-                    copied[param.name] = place.numel * spec.reduce_dtype.itemsize
+                    copied[param.name] = placement.numel * spec.reduce_dtype.itemsize
     return copied
 
 

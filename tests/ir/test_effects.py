@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import StepMemory, VerificationError
-from thunder_fsdp_sched.ir.effects import Effects, Issue, LocalWork, Place, Wait
+from thunder_fsdp_sched.ir.effects import Effects, Issue, LocalWork, SlotRegion, Wait
 from thunder_fsdp_sched.ir.registry import register
 from thunder_fsdp_sched.ir.schedule import read_schedule
 from thunder_fsdp_sched.planning.cost import AnalyticCost, ring_seconds
@@ -38,7 +38,7 @@ def _broadcast(bsym: BoundSymbol) -> Effects:
         bucket.ranks.group,
         nbytes,
         bucket.spec.param_dtype,
-        Place(bucket, slot, bucket.spec.param_dtype),
+        SlotRegion(bucket, slot, bucket.spec.param_dtype),
         gathers=True,
         transport="broadcast",
         traffic=Traffic((nbytes,), 1),

@@ -79,8 +79,8 @@ ISSUES = ("fsdp_all_gather", "fsdp_reduce_scatter")
 def test_a_budget_keeps_the_buckets_that_fit_and_gathers_the_others_again():
     frugal = compiled(5, sharding_strategy=Sharding(max_unsharded_bytes="1GB"), prefetch=1)
     bytes_of_everything = slot_bytes(frugal)  # gradients take the place of their parameters
-    places = [e.slot_issue.place for e in map(effects, frugal.forward.bound_symbols) if e.slot_issue is not None]
-    assert bytes_of_everything == sum(place.nbytes for place in places)
+    regions = [e.slot_issue.region for e in map(effects, frugal.forward.bound_symbols) if e.slot_issue is not None]
+    assert bytes_of_everything == sum(region.nbytes for region in regions)
     assert set(frugal.choice.chosen.kept) == {g.bucket for g in testing.gathers(frugal.forward)}
     assert not testing.gathers(frugal.backward)
 

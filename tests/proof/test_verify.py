@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from thunder_fsdp_sched import Sharding, testing
-from thunder_fsdp_sched.ir.effects import Issue, Place, effects, is_declared
+from thunder_fsdp_sched.ir.effects import Issue, SlotRegion, effects, is_declared
 from thunder_fsdp_sched.ir.inspection import args_of, has_backward, names, outs_of
 from thunder_fsdp_sched.ir.operator_facts import Aliases
 from thunder_fsdp_sched.ir.symbols import fsdp_wait_grads
@@ -539,28 +539,28 @@ def broken_promise(trace: TraceCtx) -> str:
     defined = set(names(tree_iter((trace.args, trace.kwargs))))
     issues: dict[str, tuple[int, Issue]] = {}
     waited: list[str] = []
-    places: dict[str, tuple[int, Place]] = {}  # the place of each parameter, and the position of its gather
-    writes: list[tuple[int, Place]] = []
+    regions: dict[str, tuple[int, SlotRegion]] = {}  # the slot of each parameter, and the position of its gather
+    writes: list[tuple[int, SlotRegion]] = []
     aliases = Aliases()
     for position, bsym in enumerate(trace.bound_symbols):
         effect = effects(bsym)
         if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL and not defined.issuperset(args_of(bsym)):
             return f"{position} reads what is not defined"
-        for root in aliases.roots(*args_of(bsym)) & places.keys():
-            since, place = places[root]
+        for root in aliases.roots(*args_of(bsym)) & regions.keys():
+            since, region = regions[root]
             for at, other in writes:
-                if since < at < position and place.slot.arena is other.slot.arena:
-                    if place.span[0] < other.span[1] and other.span[0] < place.span[1]:
+                if since < at < position and region.slot.arena is other.slot.arena:
+                    if region.span[0] < other.span[1] and other.span[0] < region.span[1]:
                         return f"{position} reads {root}, which {at} overwrote"
         if effect.fills is not None or effect.slot_issue is not None:
-            writes.append((position, effect.fills or effect.slot_issue.place))
+            writes.append((position, effect.fills or effect.slot_issue.region))
         if effect.issues is not None:
             issues[effect.issues.future] = position, effect.issues
         if effect.waits is not None:
             waited.append(effect.waits.future)
             since, issue = issues[effect.waits.future]
             for index, out in enumerate(effect.in_place):
-                places[out] = since, issue.place._replace(param=index)
+                regions[out] = since, issue.region._replace(param=index)
         aliases.add(bsym)
         defined.update(outs_of(bsym))
     return "" if sorted(waited) == sorted(issues) else "issues and waits differ"

@@ -194,9 +194,9 @@ class Read(NamedTuple):
     key: Any = None  # equal for values that are traced alike
     alias: Read | None = None  # where the same object was read before, whose path the interpreter knows it by
 
-    def at(self, place: Path) -> Path:
-        """Return the path of the value for the module at ``place``."""
-        return (*place, *self.path) if self.is_inside else self.path
+    def at(self, module_path: Path) -> Path:
+        """Return the path of the value for the module at ``module_path``."""
+        return (*module_path, *self.path) if self.is_inside else self.path
 
 
 class Check(NamedTuple):
@@ -224,8 +224,8 @@ class Record:
     detached: frozenset[int]  # which of its tensor arguments had the tag DETACHED
     is_portable: bool  # whether the record holds in other grad modes
 
-    def fits(self, place: Path, roots: Mapping[Path, Any], mode: GradMode, detached: frozenset[int]) -> bool:
-        """Return whether the program would read the same for the module at ``place``, in a mode in which this holds.
+    def fits(self, module_path: Path, roots: Mapping[Path, Any], mode: GradMode, detached: frozenset[int]) -> bool:
+        """Return whether the program would read the same for the module at ``module_path``, in a mode in which this holds.
 
         Args:
             detached: the arguments of the call with the tag ``DETACHED``.
@@ -234,16 +234,16 @@ class Record:
             return False
         known, objects = dict(roots), dict[int, int]()
         for read in self.reads:
-            alias = read.alias.at(place) if read.alias else None
-            if _key(read.at(place), alias, known, objects) != read.key:
+            alias = read.alias.at(module_path) if read.alias else None
+            if _key(read.at(module_path), alias, known, objects) != read.key:
                 return False
         return True
 
 
 def make_record(
-    observer: Observer, since: Mark, place: Path, arguments: Arguments, result: WrappedValue, mode: GradMode
+    observer: Observer, since: Mark, module_path: Path, arguments: Arguments, result: WrappedValue, mode: GradMode
 ) -> Record:
-    """Return the record of a traced call of the module at ``place``.
+    """Return the record of a traced call of the module at ``module_path``.
 
     Args:
         since: the mark at which the call began.
@@ -260,13 +260,13 @@ def make_record(
     context, paths = observer.context, observer.paths
     bsyms = context.computation_trace.peek_scope()[since.bsyms :]
     seen, known, objects = [], dict(observer.roots), dict[int, int]()
-    parts = _parts_of(evaluate(place, known))
+    parts = _parts_of(evaluate(module_path, known))
     for path in dict.fromkeys(part for whole in observer.reads[since.reads :] for part in (whole[:-1], whole) if part):
         if path[0] in INPUTS or any(isinstance(known.get(path[:n]), torch.Tensor) for n in range(1, len(path))):
             continue  # compared with the arguments, or with the metadata of the tensor
         alias = observer.aliases.get(path)
         key = _key(path, alias, known, objects)
-        read = _read(path, place)._replace(key=key, alias=_read(alias, place) if alias else None)
+        read = _read(path, module_path)._replace(key=key, alias=_read(alias, module_path) if alias else None)
         if not read.is_inside and id(known.get(path)) in parts:
             raise Unrepeatable(f"a part of the module is read from elsewhere: {path[1:]}")
         seen.append(read)
@@ -277,10 +277,10 @@ def make_record(
     for bsym in nested(bsyms):
         for proxy in bsym.flat_proxy_args:
             if not any(proxy.name in known for known in (tags, passed, inputs)):
-                inputs[proxy.name] = _read(_path_of(proxy, paths), place)
+                inputs[proxy.name] = _read(_path_of(proxy, paths), module_path)
     written = []
     for check, proxy, *expected in checks_of(context)[since.checks :]:
-        written.append(Check(_read(_path_of(proxy, paths), place), check, proxy, tuple(expected)))
+        written.append(Check(_read(_path_of(proxy, paths), module_path), check, proxy, tuple(expected)))
     returnable = {*tags, *inputs, *passed}
     renames = list(renames_of(context).items())[since.renames :]
     names = {name: new.name for old, new in renames if (name := unvariableify(old).name) in tags}
@@ -293,9 +293,9 @@ def make_record(
     )
 
 
-def _read(path: Path, place: Path) -> Read:
-    is_inside = path[: len(place)] == place
-    return Read(path[len(place) :] if is_inside else path, is_inside)
+def _read(path: Path, module_path: Path) -> Read:
+    is_inside = path[: len(module_path)] == module_path
+    return Read(path[len(module_path) :] if is_inside else path, is_inside)
 
 
 def _parts_of(module: torch.nn.Module) -> set[int]:

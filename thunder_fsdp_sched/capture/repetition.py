@@ -88,35 +88,35 @@ class Repetition:
         if context.computation_trace is not self._trace:
             self._begin(context.computation_trace, module)
         observer = self._observer
-        place = observer.paths.of(module.provenance)
+        module_path = observer.paths.of(module.provenance)
         try:
-            if place is None or place[:1] != (FUNCTION,) or (FUNCTION,) not in observer.roots:
+            if module_path is None or module_path[:1] != (FUNCTION,) or (FUNCTION,) not in observer.roots:
                 raise Unrepeatable("the module is not a part of the compiled one")
             if has_been_modified(context):
                 raise Unrepeatable("the program has modified a module")
             if not data.autocast_stack.is_empty() or get_cache_option() is not CACHE_OPTIONS.CONSTANT_VALUES:
                 raise Unrepeatable("autocast, or symbolic values")
-            if self._is_shared(unwrap(module), place):
+            if self._is_shared(unwrap(module), module_path):
                 raise Unrepeatable("a part of the module was called as a part of another one")
             arguments = flatten(args, kwargs)
         except Unrepeatable as reason:
-            self._refuse(place, reason)
+            self._refuse(module_path, reason)
             return call_forward(module, *args, **kwargs)
         key = type(unwrap(module)), arguments.key, *map(cache_info().get, _DEFAULTS)
         records, mode = self._records.setdefault(key, []), grad_mode_of(data)
         observer.note_checks()
         for record in (known for known in (ref() for ref in records) if known is not None):
-            if record.fits(place, observer.roots, mode, arguments.detached):
+            if record.fits(module_path, observer.roots, mode, arguments.detached):
                 self.repeated += 1
                 self._used[-1].add(record)
                 observer.uses_of_grad_mode += not record.is_portable
-                read = [read.at(place) for read in record.reads]
+                read = [read.at(module_path) for read in record.reads]
                 observer.reads.extend(read)
                 self._input_reads.note_paths(read, observer.roots)
-                return _repeat(record, observer, module, place, arguments, mode)
-        is_known = place in observer.checked  # then full tracing adds fewer checks than it will for others
+                return _repeat(record, observer, module, module_path, arguments, mode)
+        is_known = module_path in observer.checked  # then full tracing adds fewer checks than it will for others
         since = observer.mark()
-        observer.reads.append(place)
+        observer.reads.append(module_path)
         self._depth += 1
         try:
             with observer.observe() if self._depth == 1 else contextlib.nullcontext():
@@ -128,9 +128,9 @@ class Repetition:
         try:
             if is_known:
                 raise Unrepeatable("the program has read the module before it calls it")
-            record = make_record(observer, since, place, arguments, result, mode)
+            record = make_record(observer, since, module_path, arguments, result, mode)
         except Unrepeatable as reason:
-            self._refuse(place, reason)
+            self._refuse(module_path, reason)
             return result
         self._used[-1].add(record)
         records.append(weakref.ref(record))
@@ -145,7 +145,7 @@ class Repetition:
         alive = ((key, [ref for ref in refs if ref() is not None]) for key, refs in self._records.items())
         self._records = {key: refs for key, refs in alive if refs}
         self._observer = Observer(module)
-        self._places: dict[torch.nn.Module, Path] = {}  # where each module was called first
+        self._first_paths: dict[torch.nn.Module, Path] = {}  # where each module was called first
         self._depth = self.recorded = self.repeated = 0
         self.refused = {}
 
@@ -153,19 +153,22 @@ class Repetition:
         """End a compilation: free the log of what the program has read."""
         self._trace = None
         self.__dict__.pop("_observer", None)
-        self.__dict__.pop("_places", None)
+        self.__dict__.pop("_first_paths", None)
 
-    def _is_shared(self, module: torch.nn.Module, place: Path) -> bool:
-        """Return whether a part of the module is known in another place, under which the prologue checks it."""
-        places = {
-            part: (*place, *(step for key in name.split(".") if key for step in ((ATTRIBUTE, "_modules"), (ITEM, key))))
+    def _is_shared(self, module: torch.nn.Module, path: Path) -> bool:
+        """Return whether a part of the module is known by another path, under which the prologue checks it."""
+        paths = {
+            part: (
+                *path,
+                *(step for key in name.split(".") if key for step in ((ATTRIBUTE, "_modules"), (ITEM, key))),
+            )
             for name, part in module.named_modules()
         }
-        return any(self._places.setdefault(part, path) != path for part, path in places.items())
+        return any(self._first_paths.setdefault(part, path) != path for part, path in paths.items())
 
-    def _refuse(self, place: Path | None, reason: Unrepeatable) -> None:
-        self.refused[place or ()] = str(reason)
-        _LOGGER.debug("a module call is traced in full: %s: %s", place, reason)
+    def _refuse(self, module_path: Path | None, reason: Unrepeatable) -> None:
+        self.refused[module_path or ()] = str(reason)
+        _LOGGER.debug("a module call is traced in full: %s: %s", module_path, reason)
 
 
 #
@@ -174,27 +177,27 @@ class Repetition:
 
 
 def _repeat(
-    record: Record, observer: Observer, module: WrappedValue, place: Path, arguments: Arguments, mode: GradMode
+    record: Record, observer: Observer, module: WrappedValue, module_path: Path, arguments: Arguments, mode: GradMode
 ) -> WrappedValue:
     """Add copies of everything that the recorded call added to the traces; return the wrapped result of the call.
 
     Args:
-        place: the path of ``module``, for which the record fits.
+        module_path: the path of ``module``, for which the record fits.
         arguments: those of the call, with the same key as in the recorded one.
         mode: the grad mode of the call, in which the record holds.
     """
     context = observer.context
-    copies = _Copies(record, observer, mode, {place: module.provenance, (FUNCTION,): observer.root})
+    copies = _Copies(record, observer, mode, {module_path: module.provenance, (FUNCTION,): observer.root})
     copies.new.update(
         (old.name, wrapped.value) for old, wrapped in zip(record.arguments, arguments.tensors, strict=True)
     )
     for read, check, proxy, expected in record.checks:
-        path = read.at(place)
+        path = read.at(module_path)
         if (path, check) not in observer.written:
             copies.check(path, check, proxy, expected)
     for name, read in record.inputs.items():
         if name not in copies.new:
-            copies.new[name] = copies.wrap_tensor(read.at(place)).value
+            copies.new[name] = copies.wrap_tensor(read.at(module_path)).value
     scope = context.computation_trace.peek_scope()
     added = [copies.copy(bsym) for bsym in record.bsyms]
     renew_calls(added)

@@ -344,7 +344,7 @@ def _misfit(label: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> str
 def _of_shape(state: RowDTensor) -> RowDTensor:
     """Return the state of a 0-dim parameter that was saved as a vector as a 0-dim tensor."""
     rows = state.rows
-    is_scalar = rows.place is not None and not rows.place[0].rows[rows.place[1]].shape
+    is_scalar = rows.in_bucket is not None and not rows.in_bucket[0].rows[rows.in_bucket[1]].shape
     return RowDTensor.wrap(state.to_local(), rows.reshaped(())) if is_scalar else state
 
 

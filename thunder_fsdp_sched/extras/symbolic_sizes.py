@@ -37,15 +37,15 @@ class Sizes:
     """The sizes of input tensors, and those whose values the program has got."""
 
     def __init__(self) -> None:
-        self._places: dict[str, list[tuple[Path, Any]]] = {}  # of each size, by name, with its value
+        self._paths: dict[str, list[tuple[Path, Any]]] = {}  # of each size, by name, with its value
         self._got: dict[str, NumberProxy] = {}
 
     def add(self, path: Path, tensor: TensorProxy) -> None:
         """Note an input tensor."""
         for dim, size in enumerate(shape_of(tensor)):
             if isinstance(size, NumberProxy):
-                place = (*path, (ATTRIBUTE, "shape"), (ITEM, dim))
-                self._places.setdefault(size.name, []).append((place, size.value))
+                paths = self._paths.setdefault(size.name, [])
+                paths.append(((*path, (ATTRIBUTE, "shape"), (ITEM, dim)), size.value))
 
     def note_call(self, function: Any, args: Sequence[Any]) -> None:
         """Note a call of a function that is not interpreted, and that gets the values of its arguments."""
@@ -87,12 +87,12 @@ class Sizes:
             name = front.pop()
             if name not in fixed:
                 fixed.add(name)
-                bsym = made_by.get(name) if name not in self._places else None
+                bsym = made_by.get(name) if name not in self._paths else None
                 front += [p.name for p in bsym.flat_proxy_args if isinstance(p, NumberProxy)] if bsym else []
         checks: dict[Path, Check] = {}
-        for name, places in self._places.items():
-            for place, value in places:
-                checks[place] = (EQUAL, value) if name in fixed or value == 1 else (NOT, 1)
+        for name, paths in self._paths.items():
+            for path, value in paths:
+                checks[path] = (EQUAL, value) if name in fixed or value == 1 else (NOT, 1)
         return checks
 
 

@@ -30,12 +30,7 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
-from .effects import (
-    Allocation,
-    Effects,
-    Place,
-    effects,
-)
+from .effects import Allocation, Effects, SlotRegion, effects
 from .inspection import UNPACKING, defined_by
 
 BEFORE_TRACE = -1
@@ -60,7 +55,7 @@ class Lifetime:
         reads: positions of the bound symbols that read it, ascending, one for each operand.
         roots: the values whose memory it may share; itself if it is not a view.
         owners: the values whose memory it shares; itself if it owns some. See :meth:`Analysis.owners_of`.
-        place: of a slot.
+        region: the bytes of a slot.
         issue: position of the issue that uses the slot.
         writes: positions of the bound symbols that write gradients into the slot, in the order of parameters.
         accesses: a position for each parameter of the bucket in the slot. For a gather, the last read of the parameter, or
@@ -79,7 +74,7 @@ class Lifetime:
     reads: list[int] = field(default_factory=list)
     roots: tuple[Lifetime, ...] = ()
     owners: tuple[Lifetime, ...] = ()
-    place: Place | None = None
+    region: SlotRegion | None = None
     issue: int = BEFORE_TRACE
     writes: tuple[int, ...] = ()
     accesses: dict[int, int] = field(default_factory=dict)
@@ -88,14 +83,14 @@ class Lifetime:
     @property
     def bucket(self) -> Bucket:
         """The bucket that is in the slot."""
-        assert self.place is not None
-        return self.place.bucket
+        assert self.region is not None
+        return self.region.bucket
 
     @property
     def slot(self) -> Slot | None:
         """The slot, ``None`` before ``assign_slots``."""
-        assert self.place is not None
-        return self.place.slot
+        assert self.region is not None
+        return self.region.slot
 
 
 PendingGrads = frozenset[Allocation]
@@ -199,20 +194,20 @@ class Analysis:
                 if used.is_gather:
                     used.accesses = {index: param.used for index, param in enumerate(self.outs[position])}
                     used.last = max(position, *used.accesses.values())
-            if e.issues is None or e.issues.place is None:
+            if e.issues is None or e.issues.region is None:
                 continue
-            place = e.issues.place
-            key = place.bucket.primary, place.slot
+            region = e.issues.region
+            key = region.bucket.primary, region.slot
             if e.issues.resident and key in gathers:
                 used = gathers[key]
             else:
-                used = found[position] = self._slot(position, e, place)
+                used = found[position] = self._slot(position, e, region)
             if used.is_gather:
                 gathers[key] = used
             of_future[self.outs[position][0]] = used
         return found
 
-    def _slot(self, position: int, e: Effects, place: Place) -> Lifetime:
+    def _slot(self, position: int, e: Effects, region: SlotRegion) -> Lifetime:
         """Return the lifetime of the slot of an issue, up to the issue itself."""
         assert e.issues is not None
         written: dict[int, int] = {}
@@ -223,14 +218,14 @@ class Analysis:
                     written[grad.param] = value.first
         first = BEFORE_TRACE if e.issues.resident else min([*written.values(), position])
         return Lifetime(
-            str(place.slot or ""),
+            str(region.slot or ""),
             first,
             position,
             position,
-            place.nbytes,
-            place.bucket.spec.device.type,
+            region.nbytes,
+            region.bucket.spec.device.type,
             "slot",
-            place=place,
+            region=region,
             issue=position,
             writes=tuple(written.values()),
             accesses=written,

@@ -30,7 +30,7 @@ from .inspection import UNPACKING, args_of, communicates
 from .operator_facts import facts_of
 
 
-class Place(NamedTuple):
+class SlotRegion(NamedTuple):
     """The bytes of a slot that hold one parameter of a bucket, or its gradient; or all of them.
 
     Attributes:
@@ -75,7 +75,7 @@ class Issue(NamedTuple):
         group: the ranks that take part; ``None`` for copies between device and host.
         nbytes: bytes of the whole tensor that it operates on, with padding.
         dtype: dtype of that tensor.
-        place: the slot that it uses until the wait; ``None`` if it uses none.
+        region: the slot that it uses until the wait; ``None`` if it uses none.
         gathers: whether the slot then holds the bucket's parameters.
         transport: how it is sent; the name of a transport, or of the collective.
         encoding: the format in which it is sent; ``None`` if exactly.
@@ -92,7 +92,7 @@ class Issue(NamedTuple):
     group: ProcessGroupRef | None
     nbytes: int
     dtype: torch.dtype | None
-    place: Place | None = None
+    region: SlotRegion | None = None
     gathers: bool = False
     transport: str = ""
     encoding: str | None = None
@@ -225,10 +225,10 @@ class Effects:
         communicates: whether it communicates with other ranks and is not ours, so nothing may be moved across it.
         uses: the slot whose memory it needs, allocated if it is free.
         frees: the arenas whose memory it frees.
-        ensures: a place that holds the bucket's parameters afterwards, gathered again if need be.
-        fills: the place where it writes a gradient, which only the issue that collects it may read.
-        collects: the places where the gradients that it reads must be, if they were written in place.
-        in_place: results that are views of the place of the future that it waits for, in the order of parameters.
+        ensures: a slot that holds the bucket's parameters afterwards, gathered again if need be.
+        fills: where it writes a gradient, which only the issue that collects it may read.
+        collects: where the gradients that it reads must be, if they were written in place.
+        in_place: results that are views of the slot of the future that it waits for, in the order of parameters.
         requires: contents that values must have: the token that earlier effects ``give`` them.
         gives: contents of results, for ``requires``.
         aliases: results that may share memory with others, by the safe facts.
@@ -258,9 +258,9 @@ class Effects:
     communicates: bool = False
     uses: Slot | None = None
     frees: tuple[Arena, ...] = ()
-    ensures: Place | None = None
-    fills: Place | None = None
-    collects: Mapping[str, Place] = field(default_factory=dict)
+    ensures: SlotRegion | None = None
+    fills: SlotRegion | None = None
+    collects: Mapping[str, SlotRegion] = field(default_factory=dict)
     in_place: tuple[str, ...] = ()
     requires: tuple[tuple[str | None, Hashable], ...] = ()
     gives: Mapping[str, Hashable] = field(default_factory=dict)
@@ -290,7 +290,7 @@ class Effects:
         """The numbers of the bucket's parameters of which a reduction gets no gradient from its trace."""
         if self.bucket is None or not (self.collects or self.runs):
             return ()
-        given = {place.param for place in self.collects.values()}
+        given = {region.param for region in self.collects.values()}
         return tuple(index for index in range(len(self.bucket.spec.params)) if index not in given)
 
     @property
@@ -316,7 +316,7 @@ class Effects:
     @property
     def slot_issue(self) -> Issue | None:
         """The operation that it issues, if that uses a slot."""
-        return self.issues if self.issues is not None and self.issues.place is not None else None
+        return self.issues if self.issues is not None and self.issues.region is not None else None
 
 
 NOTHING = Effects()

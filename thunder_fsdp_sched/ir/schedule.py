@@ -186,7 +186,7 @@ def read_schedule(trace: TraceCtx) -> Schedule:
                 str(issue.dtype).removeprefix("torch."),
                 issue.group.description,
                 issue.sent_by,
-                str((issue.place.slot if issue.place is not None else None) or ""),
+                str((issue.region.slot if issue.region is not None else None) or ""),
                 live.first_read(outs_of(bsym)) if e.issues is None and e.waits is not None else None,
                 str(bsym.header) + hook,
                 not issue.resident or e.issues is None,

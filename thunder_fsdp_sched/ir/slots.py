@@ -29,8 +29,8 @@ from .inspection import args_of
 def retained_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
     """Return the buckets that are still resident in shared slots after a marked forward trace, with their slots."""
     issues = [e.issues for e in map(effects, forward.bound_symbols) if e.issues is not None]
-    found = {i.place.bucket.primary: i.place.slot for i in issues if i.place is not None and i.issues_after is not None}
-    return {bucket: slot for bucket, slot in found.items() if slot is not None}
+    regions = [issue.region for issue in issues if issue.region is not None and issue.issues_after is not None]
+    return {region.bucket.primary: region.slot for region in regions if region.slot is not None}
 
 
 def grads_over_params(ranges: Iterable[Lifetime]) -> dict[Lifetime, Lifetime]:
@@ -71,7 +71,7 @@ def grads_over_kept_params(forward: TraceCtx, backward: TraceCtx) -> set[int]:
     gathers: dict[Bucket, Lifetime] = {}
     found = set()
     for live in analysis.slots.values():
-        if live.issue < begin and live.is_gather and live.place is not None and live.place.is_private:
+        if live.issue < begin and live.is_gather and live.region is not None and live.region.is_private:
             if live.bucket not in left:
                 gathers[live.bucket] = live
         elif live.issue >= begin and live.bucket in gathers:
@@ -99,7 +99,7 @@ def peak_live_bytes(trace: TraceCtx) -> int:
     Where gradients have the place of their parameters, both count once.
     """
     lives = Analysis(trace).slots.values()
-    return peak_bytes(spans_of([live for live in lives if live.place is not None and not live.place.is_private]))
+    return peak_bytes(spans_of([live for live in lives if live.region is not None and not live.region.is_private]))
 
 
 def spans_of(lives: Sequence[Lifetime]) -> Iterator[tuple[int, int, int]]:

@@ -69,7 +69,7 @@ from .effects import (
     Effects,
     Issue,
     LocalWork,
-    Place,
+    SlotRegion,
     UnbucketedParam,
     Wait,
     bucket_of,
@@ -123,7 +123,7 @@ def _all_gather_meta(
 def gather_of(bucket: Bucket, slot: Slot | None = None, future: str = "", **marks: Any) -> Issue:
     """Return the gather of a bucket."""
     spec, dtype = bucket.spec, bucket.spec.param_dtype
-    place, group = Place(bucket, slot, dtype), bucket.ranks.group
+    region, group = SlotRegion(bucket, slot, dtype), bucket.ranks.group
     return Issue(
         "fsdp_all_gather",
         future,
@@ -131,7 +131,7 @@ def gather_of(bucket: Bucket, slot: Slot | None = None, future: str = "", **mark
         group,
         spec.unsharded_bytes,
         dtype,
-        place,
+        region,
         gathers=True,
         transport=spec.comm.transport,
         encoding=spec.options.formats[0],
@@ -210,7 +210,9 @@ def without_token(bsym: BoundSymbol) -> BoundSymbol:
 
 def _params_unchanged_effects(bsym: BoundSymbol) -> Effects:
     bucket = bucket_of(bsym)
-    return Effects(work=LocalWork(), bucket=bucket, ensures=Place(bucket, bucket.private_slot, bucket.spec.param_dtype))
+    return Effects(
+        work=LocalWork(), bucket=bucket, ensures=SlotRegion(bucket, bucket.private_slot, bucket.spec.param_dtype)
+    )
 
 
 fsdp_params_unchanged = register("fsdp_params_unchanged", ops.params_unchanged, _params_unchanged_effects)
@@ -273,7 +275,7 @@ def _reduction_meta(bucket: Bucket, *operands: Any) -> FutureTensorProxy:
 def reduction_of(bucket: Bucket, slot: Slot | None = None, future: str = "") -> Issue:
     """Return the reduction of a bucket's gradients."""
     spec, dtype = bucket.spec, bucket.spec.reduce_dtype
-    place, group = Place(bucket, slot, dtype), bucket.ranks.reductions
+    region, group = SlotRegion(bucket, slot, dtype), bucket.ranks.reductions
     return Issue(
         "fsdp_reduce_scatter",
         future,
@@ -281,7 +283,7 @@ def reduction_of(bucket: Bucket, slot: Slot | None = None, future: str = "") -> 
         group,
         spec.grad_bytes,
         dtype,
-        place,
+        region,
         transport=spec.comm.transport,
         encoding=spec.options.formats[1],
         traffic=bucket.transport.reduce_traffic(spec),
@@ -297,7 +299,7 @@ def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
         work=LocalWork(traffic.launches, traffic.copied_before, traffic.copied_before, touches=2),
         bucket=bucket,
         uses=slot,
-        collects={grad.name: Place(bucket, slot, dtype, i) for i, grad in enumerate(grads) if grad is not None},
+        collects={grad.name: SlotRegion(bucket, slot, dtype, i) for i, grad in enumerate(grads) if grad is not None},
         allocates=(
             Allocation(future, _shard_bytes(bucket, dtype), spec.device.type, kind="gradients"),
             *_broadcast(bucket, grads),
@@ -317,9 +319,11 @@ def _grad_meta(bucket: Bucket, slot: Slot | None, index: int, *args: Any) -> Ten
 
 def _grad_effects(bsym: BoundSymbol) -> Effects:
     bucket, (_, slot, index, *_) = bucket_of(bsym), bsym.args
-    place = Place(bucket, slot, bucket.spec.reduce_dtype, index)
+    region = SlotRegion(bucket, slot, bucket.spec.reduce_dtype, index)
     operator = "mm" if bsym.sym.name == "fsdp_matmul_into" else "sum"
-    return Effects(bucket=bucket, uses=slot, fills=place, in_place=(bsym.output.name,), operators=frozenset({operator}))
+    return Effects(
+        bucket=bucket, uses=slot, fills=region, in_place=(bsym.output.name,), operators=frozenset({operator})
+    )
 
 
 fsdp_matmul_into = register("fsdp_matmul_into", ops.matmul_into, _grad_effects, _grad_meta)

@@ -34,7 +34,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..ir.effects import Place, effects
+from ..ir.effects import SlotRegion, effects
 from ..ir.inspection import UNPACKING, args_of, outs_of, statement, with_bound_symbols
 from ..ir.operator_facts import Aliases, facts_of
 from ..ir.registry import executor, register
@@ -82,7 +82,7 @@ class _Expected(NamedTuple):
     bsym: BoundSymbol
     outs: tuple[TensorProxy, ...]
     slots: tuple[frozenset[Slot], ...]
-    read: tuple[Place, ...]
+    read: tuple[SlotRegion, ...]
     known: bool
 
 
@@ -117,15 +117,15 @@ class Auditor:
         self._pre_shard_storage, self._stats = pre_shard_storage, weakref.WeakSet(stats)
         self._before: list[tuple[int, torch.Tensor | None]] = []
         self._aliases = Aliases()
-        self._params: dict[str, Place] = {}  # and slots of gathers, by their futures
-        self._issues: list[tuple[int, Place]] = []
+        self._params: dict[str, SlotRegion] = {}  # and slots of gathers, by their futures
+        self._issues: list[tuple[int, SlotRegion]] = []
         for bsym in forward.bound_symbols if forward is not None else ():
             self._follow(bsym, -1)
         for position, bsym in enumerate(trace.bound_symbols):
             self._follow(bsym, position)
             if bsym.sym.executor is not executor and bsym.sym.id not in _NO_OPERATORS:
                 self._expect(bsym, position)
-        slots = [place.slot for _, place in self._issues if place.slot is not None]
+        slots = [region.slot for _, region in self._issues if region.slot is not None]
         self._arenas: tuple[Arena, ...] = tuple({slot.arena: None for slot in slots})
 
     def __repr__(self) -> str:
@@ -133,14 +133,14 @@ class Auditor:
 
     def _follow(self, bsym: BoundSymbol, position: int) -> None:
         effect = effects(bsym)
-        if effect.issues is not None and effect.issues.place is not None:
-            self._issues.append((position, effect.issues.place))
+        if effect.issues is not None and effect.issues.region is not None:
+            self._issues.append((position, effect.issues.region))
             if effect.issues.gathers:
-                self._params[effect.issues.future] = effect.issues.place
+                self._params[effect.issues.future] = effect.issues.region
         elif effect.unshards:
             assert effect.waits is not None
-            place = self._params[effect.waits.future]
-            self._params.update({name: place._replace(param=i) for i, name in enumerate(effect.in_place)})
+            region = self._params[effect.waits.future]
+            self._params.update({name: region._replace(param=i) for i, name in enumerate(effect.in_place)})
         self._aliases.add(bsym)
 
     def _expect(self, bsym: BoundSymbol, position: int) -> None:
@@ -152,7 +152,7 @@ class Auditor:
         if outs or read:
             self.expected[position] = _Expected(bsym, outs, slots, read, facts_of(bsym).known)
 
-    def _roots(self, name: str) -> list[Place]:
+    def _roots(self, name: str) -> list[SlotRegion]:
         return [self._params[root] for root in sorted(self._aliases.roots(name)) if root in self._params]
 
     def check_inputs(self, *inputs: torch.Tensor) -> None:
@@ -206,10 +206,10 @@ class Auditor:
 
     def _misplaced(self, position: int, name: str, arena: Arena, span: tuple[int, int], slots: frozenset[Slot]) -> str:
         where = "memory of slots that nothing was gathered into"
-        for at, place in self._issues:
-            if at <= position and place.slot is not None and place.slot.arena is arena:
-                if place.slot.offset < span[1] and span[0] < place.slot.end:
-                    where = f"{place.slot} of bucket {place.bucket.spec.name!r}"
+        for at, region in self._issues:
+            if at <= position and region.slot is not None and region.slot.arena is arena:
+                if region.slot.offset < span[1] and span[0] < region.slot.end:
+                    where = f"{region.slot} of bucket {region.bucket.spec.name!r}"
         expected = f"the plan says {', '.join(sorted(map(str, slots)))}" if slots else "the plan says it lies in none"
         return f"returns {name!r}, which lies in {where}; {expected}"
 
@@ -301,9 +301,9 @@ fsdp_audit = register("fsdp_audit", _audit)
 _NO_OPERATORS = UNPACKING | {PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.RETURN}
 
 
-def _tensor_in(place: Place) -> torch.Tensor:
-    assert place.slot is not None and place.param is not None
-    return place.slot.params[place.bucket].tensors[place.param]
+def _tensor_in(region: SlotRegion) -> torch.Tensor:
+    assert region.slot is not None and region.param is not None
+    return region.slot.params[region.bucket].tensors[region.param]
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

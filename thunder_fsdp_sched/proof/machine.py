@@ -23,7 +23,7 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.effects import Effects, Issue, Place, effects
+from ..ir.effects import Effects, Issue, SlotRegion, effects
 from ..ir.inspection import (
     UNPACKING,
     args_of,
@@ -46,18 +46,18 @@ class _Range(NamedTuple):
     """Bytes of an arena, and the token that they hold or that a value needs them to hold.
 
     Attributes:
-        place: for which bucket they were written.
+        region: for which bucket they were written.
         since: what has happened to them, for errors.
     """
 
     start: int
     end: int
     content: Hashable
-    place: Place
+    region: SlotRegion
     since: str = ""
 
     def overlaps(self, arena: Arena, start: int, end: int) -> bool:
-        slot = self.place.slot
+        slot = self.region.slot
         return slot is not None and slot.arena is arena and self.start < end and start < self.end
 
 
@@ -94,7 +94,7 @@ class Machine:
         self.roots: dict[str, frozenset[str]] = {}
         self.contents: dict[str, Hashable] = {}
         self.on_host: set[str] = set()
-        self.left: dict[Bucket, Place] = {}
+        self.left: dict[Bucket, SlotRegion] = {}
         self.ran_forward = False
 
     def run(self, trace: TraceCtx) -> None:
@@ -105,7 +105,7 @@ class Machine:
         self.freed_at: dict[str, int] = {}
         self.flights: dict[str, _Pending] = {}
         self.waited: set[str] = set()
-        self.filling: dict[str, tuple[Place, int]] = {}
+        self.filling: dict[str, tuple[SlotRegion, int]] = {}
         self.guarded: set[Bucket] = set()
         self.ahead: dict[str, Issue] = {}
         self.future_of: dict[str, str] = {}
@@ -175,13 +175,13 @@ class Machine:
             if effect.fills is not None:
                 self.needs[out] = _Range(*effect.fills.span, out, effect.fills)
                 continue
-            assert flight is not None and flight.issue.place is not None
-            place = flight.issue.place
+            assert flight is not None and flight.issue.region is not None
+            region = flight.issue.region
             if effect.waits is not None:
-                place = place._replace(param=index)
+                region = region._replace(param=index)
                 self.future_of[out] = flight.issue.future
-            self.needs[out] = _Range(*place.span, _params(place), place)
-            self.contents[out] = (*_params(place), place.param)
+            self.needs[out] = _Range(*region.span, _params(region), region)
+            self.contents[out] = (*_params(region), region.param)
         self.contents.update(effect.gives)
         self.on_host.update(effect.on_host)
         if effect.frees_value is not None:
@@ -207,10 +207,10 @@ class Machine:
 
     def _check(self, needed: _Range, what: str) -> None:
         """Refuse to read bytes that hold something else. Of bytes that nothing has written nothing is known."""
-        arena = self._slot(needed.place).arena
+        arena = self._slot(needed.region).arena
         for held in self.memory[arena]:
             if held.content != needed.content and held.overlaps(arena, needed.start, needed.end):
-                self.fail(f"{what} of bucket {_name(needed.place)} in {needed.place.slot}{held.since}")
+                self.fail(f"{what} of bucket {_name(needed.region)} in {needed.region.slot}{held.since}")
 
     def _consume(self, bsym: BoundSymbol) -> None:
         """Refuse to read a bucket for the first time before the buckets that were gathered earlier."""
@@ -239,23 +239,23 @@ class Machine:
             actual = None if name is None else self.contents.get(name)
             if actual != expected:
                 self.fail(f"reads {name!r}, which holds {actual}, not {expected}")
-        for name, place in effect.collects.items():
-            written, _ = self.filling.pop(name, (place, -1))
-            if written != place:
-                self.fail(f"reduces {name!r} as {_show(place)}, but it is {_show(written)}")
+        for name, region in effect.collects.items():
+            written, _ = self.filling.pop(name, (region, -1))
+            if written != region:
+                self.fail(f"reduces {name!r} as {_show(region)}, but it is {_show(written)}")
 
-    def _slot(self, place: Place) -> Slot:
-        if place.slot is None:
-            self.fail(f"bucket {_name(place)} has no slot")
-        if place.slot.nbytes < place.nbytes or (place.param or 0) >= len(place.bucket.spec.params):
-            self.fail(f"bucket {_name(place)} has no parameter {place.param}, or does not fit into {place.slot}")
-        return place.slot
+    def _slot(self, region: SlotRegion) -> Slot:
+        if region.slot is None:
+            self.fail(f"bucket {_name(region)} has no slot")
+        if region.slot.nbytes < region.nbytes or (region.param or 0) >= len(region.bucket.spec.params):
+            self.fail(f"bucket {_name(region)} has no parameter {region.param}, or does not fit into {region.slot}")
+        return region.slot
 
-    def _write(self, place: Place, content: Hashable, bsym: BoundSymbol) -> None:
-        slot, (start, end) = self._slot(place), place.span
-        what = f"{slot} for bucket {_name(place)}"
-        if content != _params(place) and place.is_private and place.bucket not in self.guarded:
-            self.fail(f"writes gradients into {slot} without a guard of bucket {_name(place)} before it")
+    def _write(self, region: SlotRegion, content: Hashable, bsym: BoundSymbol) -> None:
+        slot, (start, end) = self._slot(region), region.span
+        what = f"{slot} for bucket {_name(region)}"
+        if content != _params(region) and region.is_private and region.bucket not in self.guarded:
+            self.fail(f"writes gradients into {slot} without a guard of bucket {_name(region)} before it")
         for name in args_of(bsym):
             for root in self._roots(name) & self.needs.keys():
                 needed = self.needs[root]
@@ -267,38 +267,38 @@ class Machine:
             if not held.overlaps(slot.arena, start, end):
                 kept.append(held)
                 continue
-            if held.place.is_private and held.place.bucket.primary is not place.bucket.primary:
-                self.fail(f"writes {what}, but it belongs to bucket {_name(held.place)}")
+            if held.region.is_private and held.region.bucket.primary is not region.bucket.primary:
+                self.fail(f"writes {what}, but it belongs to bucket {_name(held.region)}")
             if held.start < start:
                 kept.append(held._replace(end=start))
             if end < held.end:
                 kept.append(held._replace(start=end))
-        since = f", which bound symbol {self.position} of {self.name} has overwritten for bucket {_name(place)}"
-        self.memory[slot.arena] = [*kept, _Range(start, end, content, place, since)]
+        since = f", which bound symbol {self.position} of {self.name} has overwritten for bucket {_name(region)}"
+        self.memory[slot.arena] = [*kept, _Range(start, end, content, region, since)]
 
     def _free(self, arena: Arena) -> None:
         self._check_idle(arena, 0, arena.nbytes, "frees")
         for held in self.memory[arena]:
-            if held.place.is_private and self.is_awaited:
-                self.fail(f"frees {held.place.slot}, which backward reads")
+            if held.region.is_private and self.is_awaited:
+                self.fail(f"frees {held.region.slot}, which backward reads")
         since = f", which bound symbol {self.position} of {self.name} has freed"
         self.memory[arena] = [held._replace(content=_NOTHING, since=since) for held in self.memory[arena]]
 
     def _check_idle(self, arena: Arena, start: int, end: int, verb: str) -> None:
         for flying in self.flights.values():
-            place = flying.issue.place
-            if place is not None and _Range(*place.span, None, place).overlaps(arena, start, end):
-                self.fail(f"{verb} {place.slot} before the wait for bucket {_name(place)}")
+            region = flying.issue.region
+            if region is not None and _Range(*region.span, None, region).overlaps(arena, start, end):
+                self.fail(f"{verb} {region.slot} before the wait for bucket {_name(region)}")
 
     def _issue(self, issue: Issue, bsym: BoundSymbol, effect: Effects) -> _Pending:
         reads = frozenset(args_of(bsym)).difference(effect.collects)
         sent = frozenset(self.contents[name] for name in reads if name in self.contents)
         flight = _Pending(issue, self.position, reads, sent)
-        if issue.place is not None:
-            arena = self._slot(issue.place).arena
+        if issue.region is not None:
+            arena = self._slot(issue.region).arena
             if issue.gathers:
-                self._check_marks(issue, issue.place, self.issued[arena])
-            self._write(issue.place, _params(issue.place) if issue.gathers else issue.future, bsym)
+                self._check_marks(issue, issue.region, self.issued[arena])
+            self._write(issue.region, _params(issue.region) if issue.gathers else issue.future, bsym)
             self.issued[arena] += 1
             if issue.issues_after is not None:
                 self.marked.append((flight, self.issued[arena]))
@@ -311,17 +311,17 @@ class Machine:
         self.flights[issue.future] = flight
         return flight
 
-    def _check_marks(self, issue: Issue, place: Place, before: int) -> None:
+    def _check_marks(self, issue: Issue, region: SlotRegion, before: int) -> None:
         """Check a gather that may find its bucket in the slot already."""
-        if issue.window is not None and not (place.is_private and self.is_awaited):
-            self.fail(f"reuses {place.slot}, which does not keep bucket {_name(place)} until backward")
+        if issue.window is not None and not (region.is_private and self.is_awaited):
+            self.fail(f"reuses {region.slot}, which does not keep bucket {_name(region)} until backward")
         if issue.resident:
             self._check_number("issues_before", issue, before, self.position)
-            left = self.left.pop(place.bucket.primary, None)
-            if self.ran_forward and (left is None or left.slot is not place.slot):
-                self.fail(f"expects bucket {_name(place)} in {place.slot}, where forward did not leave it")
+            left = self.left.pop(region.bucket.primary, None)
+            if self.ran_forward and (left is None or left.slot is not region.slot):
+                self.fail(f"expects bucket {_name(region)} in {region.slot}, where forward did not leave it")
         if issue.resident or issue.window is not None:
-            self._check(_Range(*place.span, _params(place), place), "expects the parameters")
+            self._check(_Range(*region.span, _params(region), region), "expects the parameters")
 
     def _check_number(self, mark: str, issue: Issue, actual: int, position: int) -> None:
         if issue.marks[mark] != actual:
@@ -349,19 +349,19 @@ class Machine:
     def _end(self) -> None:
         for flight in self.flights.values():
             self.fail(f"{flight.issue.kind} is never waited for", flight.position)
-        for place, position in self.filling.values():
-            self.fail(f"writes {_show(place)}, which nothing reduces", position)
+        for region, position in self.filling.values():
+            self.fail(f"writes {_show(region)}, which nothing reduces", position)
         last = return_of(self.trace)
         returned, saved = (last.args[0]["output"], last.args[1:]) if self.is_awaited else (last.args, ())
         for name in self.on_host.intersection(names(tree_iter(returned))):
             self.fail(f"returns {name!r}, which is in host memory")
         for what, values in (("returns", returned), ("saves", saved)):
             for name in names(tree_iter(values)):
-                for place in (self.needs[root].place for root in self._roots(name) & self.needs.keys()):
-                    if what == "returns" or not place.is_private:
-                        self.fail(f"{what} {name!r}, which is stored in {place.slot} of bucket {_name(place)}")
+                for region in (self.needs[root].region for root in self._roots(name) & self.needs.keys()):
+                    if what == "returns" or not region.is_private:
+                        self.fail(f"{what} {name!r}, which is stored in {region.slot} of bucket {_name(region)}")
         for flight, number in self.marked:
-            issue, left = flight.issue, flight.issue.place
+            issue, left = flight.issue, flight.issue.region
             assert left is not None
             after = self.issued[self._slot(left).arena] - number
             self._check_number("issues_after", issue, after, flight.position)
@@ -370,24 +370,24 @@ class Machine:
         self.ran_forward = True
         for ranges in self.memory.values():
             for index, held in enumerate(ranges):
-                if held.place.is_private:  # other steps may write there before backward
-                    since = f" before the guard of bucket {_name(held.place)}"
+                if held.region.is_private:  # other steps may write there before backward
+                    since = f" before the guard of bucket {_name(held.region)}"
                     ranges[index] = held._replace(content=_NOTHING, since=since)
 
 
 _NOTHING = "nothing that a value needs"
 
 
-def _params(place: Place) -> tuple[str, Bucket]:
+def _params(region: SlotRegion) -> tuple[str, Bucket]:
     """Return the content of a slot into which the bucket was gathered. Its secondary gathers the same."""
-    return "params", place.bucket.primary
+    return "params", region.bucket.primary
 
 
-def _name(of: Issue | Place) -> str:
+def _name(of: Issue | SlotRegion) -> str:
     return "" if of.bucket is None else repr(of.bucket.spec.name)
 
 
-def _show(place: Place) -> str:
-    """Describe the place of a gradient."""
-    param = "" if place.param is None else f" of {place.bucket.spec.params[place.param].name!r}"
-    return f"the gradient{param} for bucket {_name(place)} in {place.slot}"
+def _show(region: SlotRegion) -> str:
+    """Describe where a gradient is."""
+    param = "" if region.param is None else f" of {region.bucket.spec.params[region.param].name!r}"
+    return f"the gradient{param} for bucket {_name(region)} in {region.slot}"

@@ -71,7 +71,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ import torch.distributed as dist
 from ..process_state import reset_after_fork
 from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
 from .messages import Action, first_difference, first_different, first_line, without_remarks
-from .process_groups import BucketRanks, ProcessGroupRef
+from .process_groups import ProcessGroupRef
 
 Agreement = Literal["step", "compile", "never"]
 """How often ranks agree: before each compiled trace runs, when they compile it, or not at all."""
@@ -126,12 +126,6 @@ class AgreedProgram(NamedTuple):
     communicates: bool  # whether any rank issues a collective, or may do so
     compares_computation: bool  # whether the computations of the ranks must be equal
     is_alike: bool  # whether the n-th collective is the same on all ranks, each in its own process group
-
-
-class _Shared(Protocol):
-    @property
-    def ranks(self) -> BucketRanks:
-        """The ranks that share the object."""
 
 
 class Control:
@@ -205,10 +199,6 @@ class Control:
     def _excess(self) -> int:
         """See :attr:`IssueCounts.excess`. Only traces that the ranks agree on say how many collectives they contain."""
         return self.issue_counts.excess if self.agrees_in_steps else 0
-
-    def is_on_all_ranks(self, bucket: _Shared) -> bool:
-        """Return whether all ranks have ``bucket``; with ``process_group_for`` some may have other parameters."""
-        return bucket.ranks.averaged == self.group.size
 
     def process_group(self, otherwise: ProcessGroupRef) -> dist.ProcessGroup:
         """Return the process group for collectives of torch itself after a meeting; ``otherwise`` without other ranks."""

@@ -164,6 +164,12 @@ class Bucket:
         hook = self.base.all_reduce_hook
         return None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
 
+    @property
+    def is_on_all_ranks(self) -> bool:
+        """Whether all ranks of the model have it; with ``process_group_for`` some may have other parameters."""
+        control = self.base.control
+        return control is None or self.ranks.averaged == control.group.size
+
     def failure(self, what: str, error: RuntimeError) -> RuntimeError:
         """Return the error for a failed collective of the bucket, with this rank, the line of the trace, and the cause.
 

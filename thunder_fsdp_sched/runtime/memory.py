@@ -52,25 +52,21 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..plan.specs import BucketSpec
 from ..private_torch import labelled
 from ..sizes import round_up
-from ..transports.base import TransportedBucket, Views, Work
+from ..transports.base import Views, Work
 from .autograd import is_of_running_backward, moment
+
+if TYPE_CHECKING:
+    from .bucket import Bucket
 
 SLOT_ALIGNMENT = 512
 """Alignment (bytes) of each slot's offset in the arena, as in CUDA's caching allocator."""
-
-
-class StoredBucket(TransportedBucket, Protocol):
-    """A bucket whose parameters and gradients are views of slots."""
-
-    def failure(self, what: str, error: RuntimeError) -> RuntimeError:
-        """Return the error for a failed collective of the bucket."""
 
 
 class Slot:
@@ -107,13 +103,13 @@ class Slot:
         return self.offset <= span[0] and span[1] <= self.end
 
 
-class _ViewCache(dict[StoredBucket, Views]):
+class _ViewCache(dict["Bucket", Views]):
     """The views of a slot for each bucket, created on first use; a step only looks them up."""
 
-    def __init__(self, make: Callable[[StoredBucket], Views]) -> None:
+    def __init__(self, make: Callable[[Bucket], Views]) -> None:
         self._make = make
 
-    def __missing__(self, bucket: StoredBucket) -> Views:
+    def __missing__(self, bucket: Bucket) -> Views:
         views = self[bucket] = self._make(bucket)
         return views
 
@@ -127,7 +123,7 @@ class InFlight(NamedTuple):
     reference keeps the copy of an offloaded shard alive. A gather that reuses what is there has none.
     """
 
-    bucket: StoredBucket
+    bucket: Bucket
     what: str
     slot: Slot | None
     works: Sequence[Work]
@@ -172,7 +168,7 @@ class Arena:
         self.nbytes = 0
         self._in_flight: dict[Slot, InFlight] = {}
         self._issued = 0
-        self._retained: dict[StoredBucket, _Retained] = {}
+        self._retained: dict[Bucket, _Retained] = {}
         self.scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] = (
             defaultdict(list) if scratch is None else scratch
         )
@@ -265,7 +261,7 @@ class Arena:
             if memory is not None and memory.numel() == self.nbytes and self._memory is None and not other.in_flight:
                 self._memory = memory
 
-    def make_views(self, bucket: StoredBucket, slot: Slot, dtype: torch.dtype) -> Views:
+    def make_views(self, bucket: Bucket, slot: Slot, dtype: torch.dtype) -> Views:
         """Return the views of ``slot`` for ``bucket``, with elements of ``dtype``."""
         self.allocate()
         assert self._memory is not None
@@ -285,7 +281,7 @@ class Arena:
             tensors = tuple(view.data for view in spec.layout.unsharded_views(flat))
             return Views(flat, tensors, [piece.data for piece in spec.layout.unsharded_segments(flat)], staging)
 
-    def make_params(self, bucket: StoredBucket, slot: Slot) -> Views:
+    def make_params(self, bucket: Bucket, slot: Slot) -> Views:
         """Return the views of ``slot`` as parameters of ``bucket``, each with a storage of its own."""
         views = self.make_views(bucket, slot, bucket.spec.param_dtype)
         with torch.inference_mode(False):
@@ -320,15 +316,15 @@ class Arena:
         self._in_flight[flight.slot] = flight
         return flight
 
-    def mark_interrupted(self, bucket: StoredBucket, what: str, slot: Slot) -> None:
+    def mark_interrupted(self, bucket: Bucket, what: str, slot: Slot) -> None:
         """Record that an issue on the memory of ``slot`` was interrupted, so it is unknown what is in flight there."""
         self._in_flight[slot] = InFlight(bucket, what, slot, (_InterruptedWork(),))
 
-    def retain(self, bucket: StoredBucket, slot: Slot, issues_after: int) -> None:
+    def retain(self, bucket: Bucket, slot: Slot, issues_after: int) -> None:
         """Record that the last issue was a gather that the next ``issues_after`` issues of forward do not overwrite."""
         self._retained[bucket] = _Retained(slot, self._issued + issues_after, moment())
 
-    def is_retained(self, bucket: StoredBucket, slot: Slot, issues: int) -> bool:
+    def is_retained(self, bucket: Bucket, slot: Slot, issues: int) -> bool:
         """Return whether ``bucket`` is still resident in ``slot``.
 
         It is if the running backward's own forward left it there, and only the rest of that forward and ``issues`` issues of

@@ -79,21 +79,21 @@ def on_elements(func: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(values[0], (list, tuple)):
             return [local if of is None else RowDTensor.wrap(local, of) for local, of in zip(result, rows, strict=True)]
         return RowDTensor.wrap(result, cast(Rows, rows[0]))
-    for place in written:  # below autograd, operators count no versions
-        torch.autograd.graph.increment_version(operands[place])
-        if isinstance(values[place], (list, tuple)):  # nor does autograd for those of lists
-            torch.autograd.graph.increment_version(values[place])
+    for position in written:  # below autograd, operators count no versions
+        torch.autograd.graph.increment_version(operands[position])
+        if isinstance(values[position], (list, tuple)):  # nor does autograd for those of lists
+            torch.autograd.graph.increment_version(values[position])
     return None if result is None else values[written[0]]
 
 
 @functools.cache
 def _written(func: Any, number: int, names: tuple[str, ...]) -> list[int]:
-    """Return the places of the operands that an operator writes, among positional operands and those with names."""
+    """Return the positions of the operands that an operator writes, among positional operands and those with names."""
     arguments = func._schema.arguments
-    places = {argument.name: place for place, argument in enumerate(arguments[:number])}
-    places |= {name: number + place for place, name in enumerate(names)}
+    positions = {argument.name: position for position, argument in enumerate(arguments[:number])}
+    positions |= {name: number + position for position, name in enumerate(names)}
     infos = {argument.name: argument.alias_info for argument in arguments}
-    return [place for name, place in places.items() if (info := infos[name]) is not None and info.is_write]
+    return [position for name, position in positions.items() if (info := infos[name]) is not None and info.is_write]
 
 
 def _unwrapped(values: Sequence[Any], written: list[int]) -> tuple[list[Any], list[Rows]] | None:

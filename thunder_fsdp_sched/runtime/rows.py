@@ -92,7 +92,7 @@ class Rows:
     starts: Sequence[int]
     ranks: BucketRanks
     label: str
-    _place: tuple[weakref.ref[Any], int] | None = None
+    _in_bucket: tuple[weakref.ref[Any], int] | None = None
     is_reshaped: bool = False
 
     def __eq__(self, other: object) -> bool:
@@ -183,16 +183,16 @@ class Rows:
         return self._reshaped[key]
 
     @property
-    def place(self) -> tuple[Any, int] | None:
+    def in_bucket(self) -> tuple[Any, int] | None:
         """The bucket of the parameter and its index there; ``None`` if the model is gone."""
-        bucket = None if self._place is None else self._place[0]()
-        return None if self._place is None or bucket is None else (bucket, self._place[1])
+        bucket = None if self._in_bucket is None else self._in_bucket[0]()
+        return None if self._in_bucket is None or bucket is None else (bucket, self._in_bucket[1])
 
     @property
     def is_on_all_ranks(self) -> bool:
         """Whether the model has no other ranks; with ``process_group_for`` it may."""
-        bucket, _ = self.place or (None, 0)
-        return bucket is None or bucket.base.control is None or bucket.base.control.is_on_all_ranks(bucket)
+        bucket, _ = self.in_bucket or (None, 0)
+        return bucket is None or bucket.is_on_all_ranks
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a whole tensor, as a view."""

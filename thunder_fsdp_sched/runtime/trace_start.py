@@ -185,7 +185,7 @@ class TraceStart(RoundAction):
                 collectives = (bucket.accumulation.unsharded is not None) + (ranks.replicas is not None)
                 self._begun += 2 * collectives
                 line = f"{bucket.spec.name} in {collectives} collectives"
-                if self.control.is_on_all_ranks(bucket) and collectives:
+                if bucket.is_on_all_ranks and collectives:
                     self._reduced.append(line)
                 elif collectives:
                     self._reduced_in += [(group, line) for group in ranks.groups]
@@ -203,7 +203,7 @@ class TraceStart(RoundAction):
                 continue
             bucket.accumulation.check_complete()
             self._dropped = max(self._dropped, bucket.accumulation.dropped)
-            if not bucket.accumulation.params or not self.control.is_on_all_ranks(bucket):
+            if not bucket.accumulation.params or not bucket.is_on_all_ranks:
                 continue
             if not bucket.ends_window():
                 left.append(bucket.spec.name)

@@ -115,9 +115,7 @@ def _warn_of_unreduced(optimizer: torch.optim.Optimizer, sharded: Sequence[RowDT
     """Warn of a step that changes nothing because all gradients of sharded parameters are still unreduced."""
     if any(param.grad is not None for param in sharded):
         return
-    param = _first(
-        p for p in sharded if (place := p.rows.place) is not None and place[1] in place[0].accumulation.params
-    )
+    param = _first(p for p in sharded if (found := p.rows.in_bucket) and found[1] in found[0].accumulation.params)
     if param is not None:
         warnings.warn(
             f"{type(optimizer).__name__}.step: no sharded parameter has a gradient, those of {param.rows.label!r} and "

@@ -101,7 +101,7 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
         [
             (one.bucket.ranks.group, f"bucket {one.bucket.spec.name!r} was gathered {one.gathers} times")
             for one in unsharded
-            if not sharded.control.is_on_all_ranks(one.bucket)
+            if not one.bucket.is_on_all_ranks
         ],
     )
 
@@ -181,7 +181,7 @@ def _unshard(members: Sequence[_Unsharded], *_: Any) -> None:
     _refuse_gradients()
     control = wanted[0].bucket.control if wanted else None
     if control is not None:
-        names = [one.bucket.spec.name for one in wanted if control.is_on_all_ranks(one.bucket)]
+        names = [one.bucket.spec.name for one in wanted if one.bucket.is_on_all_ranks]
         if names:
             control.rendezvous("gathering inside eager(...)", *names)
     flights = [one.issue() for one in wanted]

@@ -75,7 +75,7 @@ def unsharded(
     sharded.check_ready()
     chosen = _choose(sharded, only)
     _check_source(sharded, chosen, from_rank)
-    names = [b.spec.params[i].name for b, i in chosen if sharded.control.is_on_all_ranks(b)]
+    names = [b.spec.params[i].name for b, i in chosen if b.is_on_all_ranks]
     sharded.control.rendezvous("unsharded(...)", f"writeback={writeback}, from_rank={from_rank}", *names)
     whole = _gather(sharded, chosen)
     _install(jitted, sharded, whole, are_whole=True)
@@ -205,7 +205,7 @@ def _check_source(sharded: ShardedModule, chosen: Sequence[tuple[Bucket, int]], 
             f"from_rank: the model is sharded over the global ranks {list(sharded.world_group.global_ranks)}, got {source!r}"
         )
     for bucket, index in chosen:
-        if not sharded.control.is_on_all_ranks(bucket):
+        if not bucket.is_on_all_ranks:
             raise ValueError(
                 f"from_rank: {bucket.spec.params[index].name!r} is not the same parameter on all ranks (process_group_for); "
                 f"leave it out (only), or make the same changes on all of its ranks"

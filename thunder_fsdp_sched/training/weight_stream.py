@@ -127,7 +127,7 @@ def gather_ahead(
         ScheduleDisagreement: other ranks do something else.
     """
     control = sharded.control
-    on_all = [one for one in wanted if control.is_on_all_ranks(one[0])]
+    on_all = [one for one in wanted if one[0].is_on_all_ranks]
     others = sorted((one for one in wanted if one not in on_all), key=lambda one: _order(one[0].ranks.group))
     control.rendezvous(what, *(f"{bucket.spec.name} as {dtype}" for bucket, dtype in on_all))
     control.check_same_in_groups(
@@ -147,7 +147,7 @@ def gather_ahead(
                     f"{what}: parameters of bucket {bucket.spec.name!r} were changed after it had started: finish or close "
                     f"it before optimizer.step() and before loading parameters"
                 )
-            if control.is_on_all_ranks(bucket):
+            if bucket.is_on_all_ranks:
                 control.rendezvous(f"{what}: gathering", f"{bucket.spec.name} as {dtype}")
             if dtype is not bucket.spec.param_dtype or bucket.spec.gather_wire is not None:
                 bucket = temporary_alias_in_dtype(bucket, dtype)

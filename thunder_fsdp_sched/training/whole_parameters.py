@@ -114,7 +114,7 @@ class WholeParameters(torch.optim.Optimizer):
         control = self._sharded.control
         every = itertools.chain.from_iterable(exchanges)
         control.rendezvous_in_step(
-            "WholeParameters.step for", *(p.spec.name for p in every if control.is_on_all_ranks(p.bucket))
+            "WholeParameters.step for", *(p.spec.name for p in every if p.bucket.is_on_all_ranks)
         )
         for params in exchanges:
             with labelled("rows_to_owners"):

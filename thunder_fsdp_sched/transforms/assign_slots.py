@@ -116,9 +116,9 @@ def unsharded_bytes(
 def private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
     """Return the bytes of the slots of kept buckets; for those that this trace does not gather, the planned bytes."""
     issues = (e.slot_issue for e in map(effects, trace.bound_symbols) if e.is_gather)
-    gathered = [i.place for i in issues if i is not None and i.place is not None and i.place.bucket.base in kept]
-    elsewhere = set(kept) - {place.bucket.base for place in gathered}
-    return sum(place.nbytes for place in gathered) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
+    gathered = [i.region for i in issues if i is not None and i.region is not None and i.region.bucket.base in kept]
+    elsewhere = set(kept) - {region.bucket.base for region in gathered}
+    return sum(region.nbytes for region in gathered) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
 
 
 def _bytes_of_forward(forward: TraceCtx, arena_of: Callable[[Bucket], Arena]) -> int:

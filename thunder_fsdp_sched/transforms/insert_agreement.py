@@ -57,9 +57,9 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool, 
     start.guarded = [weakref.ref(bucket) for bucket in sorted(guarded, key=lambda bucket: bucket.spec.name)]
     issues = [e.issues for e in of_all if e.issues is not None]
     start.reusing = [
-        MarkedGather(weakref.ref(issue.bucket), weakref.ref(issue.place.slot), issue.resident)
+        MarkedGather(weakref.ref(issue.bucket), weakref.ref(issue.region.slot), issue.resident)
         for issue in issues
-        if issue.bucket is not None and issue.place is not None and issue.place.slot is not None
+        if issue.bucket is not None and issue.region is not None and issue.region.slot is not None
         if issue.resident or issue.window is not None
     ]
     if audit:

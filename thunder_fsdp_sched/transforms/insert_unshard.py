@@ -67,7 +67,7 @@ def insert_unshard(
 
     unsharded: dict[str, TensorProxy] = {}  # by the name of any argument that is this parameter
     names: dict[str, str] = {}  # of each unsharded value, by its name
-    strided: dict[str, StridedView] = {}  # those whose place in their storage has changed
+    strided: dict[str, StridedView] = {}  # those that were not contiguous at the start of their storage
     from_params: set[str] = set()  # values that derive from parameters alone
     copies: dict[Any, TensorProxy] = {}  # clones of views that backward could not recompute
     copied: dict[str, str] = {}  # values that may share memory with such a view, with the operator's name
@@ -77,9 +77,9 @@ def insert_unshard(
 
     def unshard(argument: str) -> None:
         if argument in arguments and argument not in unsharded:
-            bucket, index = place = locations[parameters[argument]]
-            full = fsdp_unshard(bucket, index, tied[place][0])
-            unsharded.update({arg.name: full for arg in tied[place]})
+            bucket, index = location = locations[parameters[argument]]
+            full = fsdp_unshard(bucket, index, tied[location][0])
+            unsharded.update({arg.name: full for arg in tied[location]})
             names[full.name] = parameters[argument]
             if (before := bucket.spec.params[index].strided) is not None:
                 strided[full.name] = before

@@ -25,7 +25,7 @@ from typing import Any
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Analysis
-from ..ir.effects import Place, effects
+from ..ir.effects import SlotRegion, effects
 from ..ir.inspection import has_backward, with_bound_symbols
 from ..ir.slots import retained_by_forward
 from ..runtime.bucket import WINDOW_LAST, WINDOW_OPEN
@@ -51,12 +51,12 @@ def mark_retained_by_forward(trace: TraceCtx) -> TraceCtx:
     """
     marks: dict[int, dict[str, Any]] = {}
     later_slots: dict[Arena, list[Slot]] = defaultdict(list)
-    for position, place in reversed(_gathered(trace)):
-        if place.slot is not None:
-            slots = later_slots[place.slot.arena]
-            if not place.is_private and not any(map(place.slot.overlaps, slots)):
+    for position, region in reversed(_gathered(trace)):
+        if region.slot is not None:
+            slots = later_slots[region.slot.arena]
+            if not region.is_private and not any(map(region.slot.overlaps, slots)):
                 marks[position] = {"issues_after": len(slots)}
-            slots.append(place.slot)
+            slots.append(region.slot)
     return _with_marks(trace, marks, "fsdp: mark what is retained for backward")
 
 
@@ -112,14 +112,14 @@ def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
         no_sync: whether the trace is compiled for ``no_sync``.
     """
     mark = {"window": WINDOW_OPEN if no_sync else WINDOW_LAST}
-    private = [position for position, place in _gathered(trace) if place.is_private]
+    private = [position for position, region in _gathered(trace) if region.is_private]
     return _with_marks(trace, dict.fromkeys(private, mark), "fsdp: reuse in an accumulation window")
 
 
-def _gathered(forward: TraceCtx) -> list[tuple[int, Place]]:
-    """Return the positions and places of the gathers of a forward trace; none if it has no backward."""
+def _gathered(forward: TraceCtx) -> list[tuple[int, SlotRegion]]:
+    """Return the positions and slots of the gathers of a forward trace; none if it has no backward."""
     issues = [effects(bsym).issues for bsym in forward.bound_symbols] if has_backward(forward) else []
-    return [(i, issue.place) for i, issue in enumerate(issues) if issue and issue.gathers and issue.place]
+    return [(i, issue.region) for i, issue in enumerate(issues) if issue and issue.gathers and issue.region]
 
 
 def _with_marks(trace: TraceCtx, marks: Mapping[int, Mapping[str, Any]], pass_name: str) -> TraceCtx:

@@ -179,9 +179,9 @@ class _Collective:
 
     def __post_init__(self) -> None:
         issue = effects(self.bsyms[0]).slot_issue
-        assert issue is not None and issue.place is not None and issue.group is not None
-        self.future, self.name, self.group = issue.future, issue.place.bucket.spec.name, issue.group
-        self.nbytes, self.slot_bytes, self.is_gather = issue.nbytes, issue.place.nbytes, issue.gathers
+        assert issue is not None and issue.region is not None and issue.group is not None
+        self.future, self.name, self.group = issue.future, issue.region.bucket.spec.name, issue.group
+        self.nbytes, self.slot_bytes, self.is_gather = issue.nbytes, issue.region.nbytes, issue.gathers
 
     @property
     def holds_slot(self) -> bool:

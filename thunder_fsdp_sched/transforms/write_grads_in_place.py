@@ -52,13 +52,13 @@ def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
     bsyms = statements(trace)
     live = Analysis(bsyms)
     for e in live.effects:
-        for name, place in e.collects.items():
+        for name, region in e.collects.items():
             value = live.value(name)
-            if value is None or value.first == BEFORE_TRACE or len(value.reads) != 1 or place.param is None:
+            if value is None or value.first == BEFORE_TRACE or len(value.reads) != 1 or region.param is None:
                 continue
-            if _fits(value.proxy, place.bucket, place.param):
+            if _fits(value.proxy, region.bucket, region.param):
                 producer = bsyms[value.first]
-                bsyms[value.first] = _into(producer, place.bucket, place.param) or producer
+                bsyms[value.first] = _into(producer, region.bucket, region.param) or producer
     return with_bound_symbols(trace, bsyms, "fsdp: write gradients in place")
 
 
@@ -69,9 +69,9 @@ def share_written_in_place(trace: TraceCtx) -> tuple[int, int]:
     for e in map(effects, trace.bound_symbols):
         if e.fills is not None:
             written.update(e.in_place)
-        for name, place in e.collects.items():
-            assert place.param is not None
-            nbytes = place.bucket.spec.layout.placements[place.param].numel * place.dtype.itemsize
+        for name, region in e.collects.items():
+            assert region.param is not None
+            nbytes = region.bucket.spec.layout.placements[region.param].numel * region.dtype.itemsize
             total += nbytes
             in_place += nbytes * (name in written)
     return in_place, total

@@ -41,7 +41,7 @@ class Views(NamedTuple):
 
 
 class TransportedBucket(Protocol):
-    """The values of a bucket that a transport may use."""
+    """The values of a bucket that a transport may use: transports lie below ``runtime``, which has the bucket."""
 
     @property
     def spec(self) -> BucketSpec:

@@ -67,7 +67,7 @@ def exchange(rows: Rows, part: torch.Tensor, what: str, *labels: str) -> torch.T
 @contextlib.contextmanager
 def _collective(rows: Rows, what: str, device: torch.device, *labels: str) -> Iterator[torch.device]:
     """Check that all ranks are about to do the same, and yield the device to send from."""
-    bucket, _ = rows.place or (None, 0)
+    bucket, _ = rows.in_bucket or (None, 0)
     if bucket is not None:
         device = bucket.spec.device
     rows.ranks.group.check_sends(device, f"the rows of {rows.label!r}")
@@ -75,7 +75,7 @@ def _collective(rows: Rows, what: str, device: torch.device, *labels: str) -> It
     if control is None:
         yield device
         return
-    if control.is_on_all_ranks(bucket):
+    if rows.is_on_all_ranks:
         control.rendezvous(f"{what} of", *(labels or (rows.label,)))
     with control.doing(f"{what} of {rows.label}"):
         yield device

@@ -279,7 +279,7 @@ def _check_finite(func: Any, grads: Sequence[torch.Tensor], found_inf: torch.Ten
     func([g for g in locals_ if g.numel()] or locals_, found_inf, scale)
     of_groups = {id(g.rows.ranks): g.rows for g in grads if isinstance(g, RowDTensor)}.values()
     if not any(rows.is_on_all_ranks for rows in of_groups):
-        buckets = [rows.place[0] for rows in of_groups if rows.place is not None]
+        buckets = [rows.in_bucket[0] for rows in of_groups if rows.in_bucket is not None]
         for control in {id(bucket.base.control): bucket.base.control for bucket in buckets}.values():
             (maximum,) = control.reduce("GradScaler", [found_inf.item()], dist.ReduceOp.MAX)
             found_inf.fill_(maximum)
@@ -293,8 +293,8 @@ def _check_finite(func: Any, grads: Sequence[torch.Tensor], found_inf: torch.Ten
 def _refuse_error_feedback(grads: Sequence[torch.Tensor]) -> None:
     """Raise an error for gradients with error feedback: it is in units of the scaled loss, and the scale changes."""
     for grad in grads:
-        place = grad.rows.place if isinstance(grad, RowDTensor) else None
-        if place is not None and (spec := place[0].base.spec).has_error_feedback:
+        in_bucket = grad.rows.in_bucket if isinstance(grad, RowDTensor) else None
+        if in_bucket is not None and (spec := in_bucket[0].base.spec).has_error_feedback:
             raise RuntimeError(
                 f"GradScaler: the gradients of bucket {spec.name!r} have error feedback, in units of the scaled loss. Give "
                 f"fsdp(comm_policy=CommPolicy(..., error_feedback=False)), or train in bfloat16, which needs no scaler"

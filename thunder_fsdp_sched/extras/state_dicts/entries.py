@@ -23,7 +23,7 @@ def refuse_unshared(bucket: Bucket) -> None:
     Raises:
         ValueError: names the parameter and its ranks.
     """
-    if bucket.control is not None and not bucket.control.is_on_all_ranks(bucket):
+    if not bucket.is_on_all_ranks:
         raise ValueError(
             f"checkpoint: {bucket.spec.params[0].name!r} is sharded over ranks {list(bucket.ranks.group.global_ranks)} "
             f"alone (process_group_for), and the others hold another parameter of this name: a checkpoint keeps one "

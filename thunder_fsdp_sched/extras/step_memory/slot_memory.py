@@ -26,9 +26,9 @@ def shared_slots(trace: TraceCtx) -> tuple[int, int]:
     """Return the bytes of arena that the shared slots of a trace occupy, and a lower bound for any allocation."""
     ends: dict[Arena, int] = defaultdict(int)
     for e in map(effects, trace.bound_symbols):
-        place = e.issues.place if e.issues is not None else None
-        if place is not None and place.slot is not None and not place.is_private:
-            ends[place.slot.arena] = max(ends[place.slot.arena], place.slot.end)
+        region = e.issues.region if e.issues is not None else None
+        if region is not None and region.slot is not None and not region.is_private:
+            ends[region.slot.arena] = max(ends[region.slot.arena], region.slot.end)
     return sum(ends.values()), peak_live_bytes(trace)
 
 

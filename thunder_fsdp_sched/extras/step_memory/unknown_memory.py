@@ -121,10 +121,10 @@ def _of_communication(e: Effects) -> Iterator[tuple[str, str, int | None]]:
     if issue is None or issue.group is None or issue.resident or bucket is None:
         return
     transport = bucket.transport
-    if issue.place is not None and not type(transport).__module__.startswith(__package__.partition(".")[0] + "."):
+    if issue.region is not None and not type(transport).__module__.startswith(__package__.partition(".")[0] + "."):
         yield f"transport {transport.name}", "a transport that is not of this package may allocate", None
     if issue.group.backend_for(bucket.spec.device) == "gloo" and not (
-        issue.place is not None and transport.name == "symmetric_memory"
+        issue.region is not None and transport.name == "symmetric_memory"
     ):
         yield "gloo", f"{issue.kind} sends from copies and receives into copies", _gloo_bytes(issue)
 
@@ -133,7 +133,7 @@ def _gloo_bytes(issue: Issue) -> int:
     """Return the most bytes that gloo allocates in one collective of a bucket; see :data:`_GLOO_BYTES`."""
     assert issue.group is not None and issue.bucket is not None
     part = -(-issue.nbytes // issue.group.size)
-    if issue.place is None:  # across replicas
+    if issue.region is None:  # across replicas
         return part + _GLOO_BYTES
     if issue.bucket.transport.name == "all_to_all" and not issue.gathers:
         copied = 0
