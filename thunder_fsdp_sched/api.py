@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from .extensions import load
 from .ir.schedule import StepSchedule
 from .option_checks import (
     check_accumulate,
@@ -252,11 +253,7 @@ def fsdp(
         agree=check_agree("agree", agree),
         debug=is_a(Debug, "Debug(...)")("debug", debug),
     )
-    if not options.needs_search:
-        return FSDPTransform(options)
-    from .planning import choosing  # here, because a default step needs no planner
-
-    return FSDPTransform(options, choosing)
+    return FSDPTransform(options, load("planning.choosing") if options.needs_search else None)
 
 
 class FSDPSched(thunder.Plugin):

@@ -15,10 +15,9 @@ from .extensions import load
 from .ir.analysis import NO_PENDING_GRADS, PendingGrads
 from .ir.computation import NO_CALL, CallSignature
 from .ir.effects import NOTHING, Effects, effects
-from .ir.schedule import Schedule, StepSchedule
+from .ir.schedule import MAX_REDUCTIONS_IN_FLIGHT, Schedule, StepSchedule
 from .runtime.accumulation import AccumulationMode
 from .runtime.bucket import Bucket
-from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 
 
 @dataclass(frozen=True)

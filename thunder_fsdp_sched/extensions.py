@@ -27,6 +27,7 @@ class Answer:
 
 
 def load(path: str) -> Any:
-    """Return what a path such as ``"extras.transports.staged:Staged"`` names; load its module if it is not loaded."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    """Return what a path such as ``"extras.transports.staged:Staged"`` names, or a module without a name after it."""
+    path, _, name = path.partition(":")
+    module = importlib.import_module(f"{__package__}.{path}")
+    return getattr(module, name) if name else module

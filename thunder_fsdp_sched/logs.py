@@ -28,7 +28,6 @@ from typing import Any
 from thunder.core.trace import TraceCtx
 
 from .extensions import load
-from .ir.schedule import Schedule
 from .private_torch import log_artifact
 
 LOGGER = logging.getLogger("thunder_fsdp_sched")
@@ -121,8 +120,8 @@ class Artifacts:
         """Log ``payload()`` for ``"forward"`` or ``"backward"``; it is called only if torch writes that log."""
         log_artifact(name, encoding, (self._compile_id, int(half == "backward")), payload)
 
-    def log_schedule(self, half: str, unscheduled: TraceCtx, schedule: Schedule) -> None:
-        """Log a trace before it is scheduled, and its schedule, before the ranks compare theirs."""
+    def log_schedule(self, half: str, unscheduled: TraceCtx, schedule: Any) -> None:
+        """Log a trace before it is scheduled, and its ``Schedule``, before the ranks compare theirs."""
         self.log(f"fsdp_{half}_before", half, lambda: str(unscheduled), encoding="string")
         self.log("inductor_collective_schedule", half, schedule.collectives)
         self.log(f"fsdp_{half}_schedule", half, lambda: dataclasses.asdict(schedule))

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from .extensions import load
-from .ir.schedule import StepSchedule
 from .plan.bucketing import BucketingStrategy, BucketRule
 from .plan.specs import Encoding, ShardingStrategy
 from .ranks.control import Agreement
@@ -194,14 +192,11 @@ def check_transport(name: str, transport: Any) -> Any:
     )
 
 
-def _load(name: str, schedule: Any) -> tuple[StepSchedule, ...] | None:
+def check_schedule(name: str, schedule: Any) -> tuple[Any, ...] | None:
     if schedule is None:
         return None
-    if isinstance(schedule, StepSchedule):
-        return (schedule,)
-    if not Path(schedule).is_file():
-        raise ValueError(f"{name}: there is no file {str(schedule)!r}; transform.save_schedules(path) writes one")
-    return tuple(load("extras.replay.schedule_files:load_schedules")(schedule))
+    checked: tuple[Any, ...] = load("extras.replay.check:check_schedule")(name, schedule)
+    return checked
 
 
 def check_ignored(name: str, params: Any) -> tuple[torch.nn.Parameter | str, ...]:
@@ -237,7 +232,6 @@ check_gathers = is_a(int, "a number of gathers (int) or None", _at_least(1, "gat
 check_secondary_ranks = is_a(int, "a number of ranks or None", _secondary_ranks)
 check_accumulate = one_of(*get_args(AccumulationMode), None)
 check_agree = one_of(*get_args(Agreement))
-check_schedule = is_a((str, Path, StepSchedule), "a path to a saved schedule, a StepSchedule or None", _load)
 check_mp_policy = is_a(MixedPrecisionPolicy, "a MixedPrecisionPolicy or None", _mixed_precision)
 check_offload_policy = is_a(OffloadPolicy, "a CPUOffloadPolicy, OffloadPolicy or None", _offload)
 check_factor = is_a((int, float), "a positive number or None", _positive)

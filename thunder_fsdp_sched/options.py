@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from .ir.schedule import StepSchedule
 from .option_groups import WITH_CAPTURED_VALUES, ByModule, Debug, Init, Ranks, Sharding, lines_of
 from .plan.bucketing import BucketingStrategy, BucketRule
 from .plan.specs import Encoding, ParamSpec
@@ -37,7 +36,7 @@ class Options:
     accumulate: AccumulationMode | None
     max_gathers_in_flight: int | None
     cluster: ClusterSpec | None
-    schedule: tuple[StepSchedule, ...] | None
+    schedule: tuple[Any, ...] | None  # of `StepSchedule`
     transport: str | Callable[[str, tuple[ParamSpec, ...]], str]
     mp_policy: MixedPrecisionPolicy | ByModule
     comm_policy: Encoding | ByModule | None

@@ -58,7 +58,7 @@ def _retains(c: Context) -> bool:
     return c.options.agree == "step" and (not c.options.sharding_strategy.release or c.trains)
 
 
-_FUSES: Condition = ("with fusion executors", lambda c: bool(c.fusions))
+_FUSES: Condition = ("if an executor can fuse operators", lambda c: bool(c.fusions))
 _OFFLOADS: Condition = ("if `max_memory` offloads values", lambda c: bool(c.settings.offloaded))
 
 PIPELINE: tuple[Phase, ...] = (
@@ -143,7 +143,7 @@ PIPELINE: tuple[Phase, ...] = (
         Step(
             regather_for_backward,
             lambda trace, c: regather_for_backward(trace, kept=c.settings.kept),
-            when=("with fusion executors, which can make backward read parameters of forward", _FUSES[1]),
+            when=("if an executor can fuse operators, which can make backward read parameters of forward", _FUSES[1]),
         ),
         Step(
             gather_from_secondary,

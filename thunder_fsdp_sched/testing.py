@@ -23,7 +23,8 @@ from .compiled_traces import CompiledTraces
 from .ir.analysis import Analysis
 from .ir.effects import effects
 from .ir.inspection import args_of, outs_of, statement, statements
-from .ir.schedule import StepSchedule, read_schedule
+from .ir.read_schedule import read_schedule
+from .ir.schedule import StepSchedule
 from .planning.fake_ranks import Made, compile_as_rank
 from .sizes import parse_bytes
 from .transform import FSDPTransform, find_transform

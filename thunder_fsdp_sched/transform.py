@@ -48,12 +48,13 @@ from .compiled_traces import CompiledTraces, StepSettings
 from .extensions import Answer, load
 from .ir.analysis import NO_PENDING_GRADS
 from .ir.computation import CallSignature, computation_of, read_call
-from .ir.effects import effects
+from .ir.effects import effects, is_declared
 from .ir.gradients import mark_constants
-from .ir.inspection import is_backward_trace, nested, snapshot, split_joint
+from .ir.inspection import is_backward_trace, nested, runs_nothing, snapshot, split_joint
+from .ir.read_schedule import read_program, read_schedule
 from .ir.registry import executor as own_executor
 from .ir.registry import with_caches
-from .ir.schedule import Schedule, StepSchedule, read_program, read_schedule
+from .ir.schedule import Schedule, StepSchedule
 from .logs import Artifacts
 from .options import Options
 from .passes import Context, PassExecutor, PhaseName
@@ -363,6 +364,8 @@ class Compilation:
                 self.context.has_gradients = needs_backward(joint)
             joint = self.run("autograd", joint)
         traces.differentiated = snapshot(joint)
+        compute = [bsym for bsym in joint.bound_symbols if not is_declared(bsym.sym) and not runs_nothing(bsym)]
+        self.context.fusions = [e for e in self.context.fusions if any(map(e.can_fuse, compute))]
         self.sharded.progress.log_phase(
             f"{done}, %d bound symbols in the joint trace", len(joint.bound_symbols), stage="bucketing and fusing"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.ir.schedule import read_program
+from thunder_fsdp_sched.ir.read_schedule import read_program
 from thunder_fsdp_sched.proof import verify
 from thunder_fsdp_sched.ranks.deadlock import find_fault
 from thunder_fsdp_sched.ranks.messages import Action

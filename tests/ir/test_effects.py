@@ -10,8 +10,8 @@ from typing import Any
 
 from thunder_fsdp_sched import StepMemory, VerificationError
 from thunder_fsdp_sched.ir.effects import Effects, Issue, LocalWork, SlotRegion, Wait
+from thunder_fsdp_sched.ir.read_schedule import read_schedule
 from thunder_fsdp_sched.ir.registry import register
-from thunder_fsdp_sched.ir.schedule import read_schedule
 from thunder_fsdp_sched.planning.cost import AnalyticCost, ring_seconds
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.proof import verify

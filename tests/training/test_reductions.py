@@ -9,7 +9,7 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.ir.schedule import read_program
+from thunder_fsdp_sched.ir.read_schedule import read_program
 from thunder_fsdp_sched.ir.symbols import fsdp_wait_grads
 from thunder_fsdp_sched.ranks.deadlock import find_fault
 

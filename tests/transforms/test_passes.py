@@ -10,13 +10,14 @@ from thunder_fsdp_sched import passes, pipeline, testing
 from thunder_fsdp_sched.extras.step_memory.slot_memory import shared_slots
 from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.inspection import args_of, outs_of
-from thunder_fsdp_sched.ir.schedule import read_schedule
+from thunder_fsdp_sched.ir.read_schedule import read_schedule
+from thunder_fsdp_sched.ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
 from thunder_fsdp_sched.ir.slots import filling_bytes, grads_over_params
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.proof import VerificationError, verify
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
-from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, issue_points, sort_communication
+from thunder_fsdp_sched.transforms.sort_communication import issue_points, sort_communication
 from thunder_fsdp_sched.transforms.write_grads_in_place import share_written_in_place, write_grads_in_place
 
 import pytest

@@ -7,7 +7,8 @@ import operator
 
 from thunder_fsdp_sched.extras.replay.replay_schedule import ScheduleMismatch, replay_schedule
 from thunder_fsdp_sched.extras.replay.schedule_files import load_schedules, save_schedules
-from thunder_fsdp_sched.ir.schedule import StepSchedule, read_schedule
+from thunder_fsdp_sched.ir.read_schedule import read_schedule
+from thunder_fsdp_sched.ir.schedule import StepSchedule
 from thunder_fsdp_sched.proof import verify
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.sort_communication import sort_communication

@@ -11,13 +11,13 @@ from thunder_fsdp_sched import fsdp, full_state_dict, testing
 from thunder_fsdp_sched.extras.step_memory.slot_memory import shared_slots
 from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.effects import effects
+from thunder_fsdp_sched.ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
 from thunder_fsdp_sched.ir.slots import grads_over_params
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.dry_run import dry_run_step
 from thunder_fsdp_sched.planning.flops import flops_of
 from thunder_fsdp_sched.reports.dry_run_table import dry_run_table
-from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 from thunder_fsdp_sched.transforms.write_grads_in_place import share_written_in_place
 
 import pytest

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
+GATHERS = frozenset({"fsdp_all_gather"})
+"""Names of the symbols that issue a gather of a bucket."""
 
-from ..ranks.messages import Action
-from .analysis import Analysis
-from .effects import Issue, effects
-from .inspection import outs_of, statements
-from .symbols import GATHER_WAITS, GATHERS, ISSUES, reduction_of
+ISSUES = GATHERS | {"fsdp_reduce_scatter", "fsdp_all_reduce"}
+"""Names of the symbols that issue a collective of a bucket, as schedules have them."""
+
+GATHER_WAITS = frozenset({"fsdp_wait_params"})
+"""Names of the symbols that wait for a gather."""
+
+WAITS = GATHER_WAITS | {"fsdp_wait_grads", "fsdp_accumulate_reduced"}
+"""Names of the symbols that only wait for one."""
+
+MAX_REDUCTIONS_IN_FLIGHT = 2
+"""How many equally large reductions of one process group may be in flight. Each holds a slot of unsharded gradients. A
+third one would not improve overlap, because the reductions of one process group run one after the other. Meanwhile the
+next bucket's slot may fill with gradients that are written in place; copied gradients would need as much memory of
+their own."""
 
 THEN_HOOK = "; then all_reduce_hook "
 """The prefix of a hook's name in the reason of a wait that calls the hook."""
@@ -106,39 +114,6 @@ class Schedule:
         return [f"{op.kind} {op.bucket} {op.nbytes} bytes {op.dtype} {op.transport}" for op in self.ops if op.issues]
 
 
-def read_program(trace: TraceCtx) -> list[Action]:
-    """Return the sequence of issues and waits of a trace, the input of ``deadlock.find_fault``.
-
-    The line of a reduction names the parameters of the bucket that have no gradient in this trace. A rank that lacks a
-    gradient returns none to autograd, whatever the others send for its rows, so ranks must lack the same.
-    """
-    actions: list[Action] = []
-    issued: dict[str, Action] = {}
-    hooks = 0
-    for bsym in statements(trace):
-        e = effects(bsym)
-        if e.waits is not None and e.bucket is not None:
-            actions.append(issued[e.waits.future]._replace(waits=True))
-        if e.hook is not None and e.bucket is not None:
-            # It may communicate on any group, so it counts as a collective of all ranks that share the bucket.
-            bucket, hooks = e.bucket, hooks + 1
-            ranks = bucket.ranks.all_ranks
-            called = Action(
-                f"all_reduce_hook {e.hook} {bucket.spec.name}", f"hook of ranks {ranks}", ranks, False, -hooks
-            )
-            actions += [called, called._replace(waits=True)]
-        issue = e.issues
-        if issue is not None and issue.bucket is not None and issue.group is not None:
-            spec, group = issue.bucket.spec, issue.group
-            line = f"{issue.kind} {spec.name} {issue.nbytes} bytes {issue.dtype} {issue.sent_by}"
-            line += "".join(f" {name}={mark}" for name, mark in issue.marks.items())
-            if missing := [spec.params[index].name for index in e.missing_gradients]:
-                line += f" without gradients of {', '.join(missing)}"
-            actions.append(Action(line, group.name or group.description, tuple(group.global_ranks), False, len(issued)))
-            issued[issue.future] = actions[-1]
-    return actions
-
-
 @dataclass(frozen=True)
 class StepSchedule:
     """The schedules of one compiled set of input shapes and flags."""
@@ -160,47 +135,3 @@ class StepSchedule:
 
 def _diff(one: object, other: object) -> str:
     return "\n".join(difflib.unified_diff(str(one).splitlines(), str(other).splitlines(), lineterm="", n=2))
-
-
-def read_schedule(trace: TraceCtx) -> Schedule:
-    """Return the schedule of a trace with slots."""
-    bsyms = statements(trace)
-    live = Analysis(bsyms)
-    ops = []
-    issued: dict[str, Issue] = {}
-    for position, (bsym, e) in enumerate(zip(bsyms, live.effects, strict=True)):
-        if not e.in_schedule or e.bucket is None:
-            continue
-        # What it issues, else what it waits for; gradients that are accumulated count as what would reduce them.
-        issue = e.issues or (issued[e.waits.future] if e.waits is not None else reduction_of(e.bucket))
-        if e.issues is not None:
-            issued[issue.future] = issue
-        assert issue.group is not None
-        hook = "" if e.hook is None else f"{THEN_HOOK}{e.hook}"
-        ops.append(
-            CommOp(
-                position,
-                bsym.sym.name,
-                e.bucket.spec.name,
-                issue.nbytes,
-                str(issue.dtype).removeprefix("torch."),
-                issue.group.description,
-                issue.sent_by,
-                str((issue.region.slot if issue.region is not None else None) or ""),
-                live.first_read(outs_of(bsym)) if e.issues is None and e.waits is not None else None,
-                str(bsym.header) + hook,
-                not issue.resident or e.issues is None,
-            )
-        )
-    return Schedule(tuple(ops), len(bsyms), compute_digest(bsyms))
-
-
-def is_communication(bsym: BoundSymbol) -> bool:
-    """Return whether ``bsym`` appears in a schedule."""
-    return effects(bsym).in_schedule
-
-
-def compute_digest(bsyms: Iterable[BoundSymbol]) -> str:
-    """Return a digest of the names, in order, of all bound symbols that are not communication."""
-    names = [b.sym.name for b in bsyms if not is_communication(b)]
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]

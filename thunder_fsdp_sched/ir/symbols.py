@@ -514,16 +514,3 @@ def gather_and_wait(
     future = fsdp_all_gather.meta(bucket, None, *shards)
     gather = fsdp_all_gather.bind(bucket, None, *shards, **marks, output=future)
     return gather, fsdp_wait_params.bind(bucket, future, output=tuple(params))
-
-
-GATHERS = frozenset({fsdp_all_gather.name})
-"""Names of the symbols that issue a gather of a bucket."""
-
-ISSUES = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name, fsdp_all_reduce.name})
-"""Names of the symbols that issue a collective of a bucket, as schedules have them."""
-
-GATHER_WAITS = frozenset({fsdp_wait_params.name})
-"""Names of the symbols that wait for a gather."""
-
-WAITS = GATHER_WAITS | frozenset({fsdp_wait_grads.name, fsdp_accumulate_reduced.name})
-"""Names of the symbols that only wait for one."""

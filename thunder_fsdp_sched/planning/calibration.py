@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..compiled_traces import CompiledTraces
 from ..ir.effects import sends
-from ..ir.symbols import GATHERS
+from ..ir.schedule import GATHERS
 from .clusters import ClusterSpec
 from .cost import AnalyticCost
 from .recorded import RecordedStep

@@ -15,7 +15,7 @@ from thunder.core.trace import TraceCtx
 from ..extras.step_memory.step_memory import StepMemory
 from ..ir.effects import effects
 from ..ir.inspection import args_of, defined_by, is_library, nbytes_of, source_of
-from ..ir.schedule import is_communication
+from ..ir.read_schedule import is_communication
 from ..runtime.bucket import Bucket
 from ..sizes import human_bytes
 

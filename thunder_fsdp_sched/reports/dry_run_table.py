@@ -7,7 +7,7 @@ import textwrap
 from rich.table import Table
 
 from ..extras.step_memory.slot_memory import shared_slots
-from ..ir.schedule import read_schedule
+from ..ir.read_schedule import read_schedule
 from ..planning.dry_run import DryRun
 from ..planning.fit import block_of
 from ..planning.suggestions import Suggestions

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..extras.step_memory.step_memory import KINDS, StepMemory
-from ..ir.symbols import GATHERS
+from ..ir.schedule import GATHERS
 from ..planning.timeline import COMPUTE, Interval, SlotUse, Timeline, union
 
 if TYPE_CHECKING:

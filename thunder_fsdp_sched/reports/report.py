@@ -16,8 +16,8 @@ from thunder.core.trace import TraceCtx
 
 from ..compiled_traces import CompiledTraces
 from ..ir.inspection import statement, statements
-from ..ir.schedule import is_communication
-from ..ir.symbols import GATHERS, ISSUES, WAITS
+from ..ir.read_schedule import is_communication
+from ..ir.schedule import GATHERS, ISSUES, WAITS
 from ..plan.plan import Plan
 from ..sizes import human_bytes
 

@@ -9,7 +9,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import statements
-from ..ir.schedule import is_communication
+from ..ir.read_schedule import is_communication
 from ..runtime.memory import Slot
 
 

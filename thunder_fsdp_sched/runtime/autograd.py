@@ -55,7 +55,7 @@ from ..private_torch import (
     running_node,
     set_hooks,
 )
-from .unused_outputs import watch_outputs
+from .watched_outputs import watch_outputs
 
 _moments = itertools.count(1)
 

@@ -20,89 +20,15 @@ Traces in which every parameter reaches every output, such as most of those with
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
 
-import torch
-
-from ..private_torch import backward_number, running_node
-
-if TYPE_CHECKING:
-    from .bucket import Bucket
-
-_KEY = "thunder_fsdp_sched.unused"
-
-
-class _Running:
-    """State of the running backward of one compiled forward.
-
-    Attributes:
-        given: the outputs that have a gradient on this rank, as bits.
-        unused: the sharded parameters, by identity, that reach none of them.
-        agreed: for each bucket, the parameters that no rank has used; ``None`` if the ranks have not agreed.
-        dropped: the sharded parameters, by identity, for which backward returns no gradient.
-    """
-
-    def __init__(self) -> None:
-        self._number = -1
-        self.given = 0
-        self.unused: frozenset[int] = frozenset()
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget what holds for an earlier backward only."""
-        if self._number != (number := backward_number()):
-            self._number = number
-            self.agreed: Mapping[Bucket, frozenset[int]] | None = None
-            self.dropped: set[int] = set()
-
-
-def watch_outputs(first: Any, compiled: Any, reached: Sequence[int]) -> None:
-    """Let a backward return ``None`` for inputs that reach no output with a gradient.
-
-    Args:
-        first: the node that autograd runs first.
-        compiled: the node that runs the compiled trace.
-        reached: for each tensor that ``compiled`` computes a gradient of, the outputs that it reaches, as bits.
-    """
-    nodes = [following for following, _ in compiled.next_functions]
-    assert len(nodes) == len(reached), "the node has an edge for each tensor among the inputs of the computation"
-    leaves = [getattr(node, "variable", None) for node in nodes]
-    inputs = [(id(leaf) if hasattr(leaf, "rows") else None, bits) for leaf, bits in zip(leaves, reached, strict=True)]
-    running = compiled.metadata[_KEY] = _Running()
-    first.register_prehook(partial(_see_given, running, inputs))
-    compiled.register_hook(partial(_drop_unused, running, inputs))
-
-
-_Inputs = Sequence[tuple[int | None, int]]
-"""Of each input, the identity if it is a sharded parameter, and the outputs that it reaches."""
-
-
-def _see_given(running: _Running, inputs: _Inputs, grads: Sequence[torch.Tensor | None]) -> None:
-    running.given = sum(1 << number for number, grad in enumerate(grads) if grad is not None)
-    running.unused = frozenset(param for param, bits in inputs if param is not None and not bits & running.given)
-
-
-def _drop_unused(running: _Running, inputs: _Inputs, grads: Sequence[torch.Tensor | None], _: Any) -> Any:
-    return tuple(
-        None if (param in running.dropped if param is not None else not bits & running.given) else grad
-        for grad, (param, bits) in zip(grads, inputs, strict=True)
-    )
-
-
-def _running() -> _Running | None:
-    node = running_node()
-    if node is None:  # a trace that runs outside of autograd
-        return None
-    running: _Running = node.metadata.setdefault(_KEY, _Running())
-    running.begin()
-    return running
+from .bucket import Bucket
+from .watched_outputs import running_backward
 
 
 def not_used_here(bucket: Bucket) -> frozenset[int]:
     """Return the parameters of which the running backward computes zeros on this rank, for lack of gradients."""
-    running = _running()
+    running = running_backward()
     if running is None or not running.unused:
         return frozenset()
     return frozenset(index for index, param in enumerate(bucket.params) if id(param) in running.unused)
@@ -114,7 +40,7 @@ def unused_gradients(bucket: Bucket, missing: frozenset[int]) -> frozenset[int]:
     Args:
         missing: the parameters of which the trace computes no gradient.
     """
-    running, accumulation = _running(), bucket.accumulation
+    running, accumulation = running_backward(), bucket.accumulation
     if running is not None and running.agreed is not None and bucket in running.agreed:
         return running.agreed[bucket]
     if bucket.base.control is not None and not bucket.base.control.agrees_in_steps:
@@ -127,11 +53,11 @@ def unused_gradients(bucket: Bucket, missing: frozenset[int]) -> frozenset[int]:
 
 def agree_on_unused(agreed: Mapping[Bucket, frozenset[int]]) -> None:
     """Let the running backward know which parameters no rank has used, for each bucket that it reduces."""
-    if (running := _running()) is not None:
+    if (running := running_backward()) is not None:
         running.agreed = agreed
 
 
 def drop_gradients(bucket: Bucket, indices: frozenset[int]) -> None:
     """Let the running backward return ``None`` for these parameters."""
-    if indices and (running := _running()) is not None:
+    if indices and (running := running_backward()) is not None:
         running.dropped.update(id(bucket.params[index]) for index in indices)

@@ -13,17 +13,12 @@ from thunder.core.trace import TraceCtx
 from ..ir.analysis import Analysis
 from ..ir.effects import effects, operations
 from ..ir.inspection import args_of, outs_of, short_form, statements, with_bound_symbols
+from ..ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
 from ..ir.slots import filling_bytes, grads_over_kept_params
 from ..ir.symbols import without_token
 from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from .assign_slots import private_bytes, unsharded_bytes
-
-MAX_REDUCTIONS_IN_FLIGHT = 2
-"""How many equally large reductions of one process group may be in flight. Each holds a slot of unsharded gradients. A
-third one would not improve overlap, because the reductions of one process group run one after the other. Meanwhile the
-next bucket's slot may fill with gradients that are written in place; copied gradients would need as much memory of
-their own."""
 
 _SMALL = 10
 """A collective this many times smaller than another is too small to hide it."""

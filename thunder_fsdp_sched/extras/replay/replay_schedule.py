@@ -10,7 +10,8 @@ from thunder.core.trace import TraceCtx
 
 from ...ir.effects import bucket_of, effects
 from ...ir.inspection import statements, with_bound_symbols
-from ...ir.schedule import THEN_HOOK, Schedule, StepSchedule, compute_digest, is_communication
+from ...ir.read_schedule import compute_digest, is_communication
+from ...ir.schedule import THEN_HOOK, Schedule, StepSchedule
 from ...ir.symbols import without_token
 
 
