@@ -471,8 +471,8 @@ def test_ranks_must_save_into_the_same_folder_and_failures_leave_nothing(rank: i
     load_checkpoint(first, model)
 
 
-def _begin(folder: Path, number: int) -> folders.Run:
-    run = folders.Run(folder, METADATA, f"{number:012d}")
+def _begin(folder: Path, number: int) -> folders.SaveRun:
+    run = folders.SaveRun(folder, METADATA, f"{number:012d}")
     run.begin()
     (folder / f"__0_{run.id}_0.distcp").touch()
     (run.draft / METADATA).write_text(run.id)
@@ -492,7 +492,7 @@ def test_the_first_run_to_finish_completes_a_folder_and_deletes_the_files_of_oth
     (tmp_path / "model-00001-aaaaaaaaaaaa.safetensors").touch()  # of a whole model in the same folder
     _, slow, ours = (_begin(tmp_path, number) for number in range(3))  # the first was killed
     with pytest.raises(ValueError, match="is not the folder that the first rank saves into"):
-        folders.Run(tmp_path / "other", METADATA, ours.id).check()
+        folders.SaveRun(tmp_path / "other", METADATA, ours.id).check()
     ours.check()
     ours.complete()
     ours.clean_up()
