@@ -8,9 +8,6 @@ Both go to the logger ``thunder_fsdp_sched``. Python shows neither by default::
 With ``TORCH_TRACE=folder``, torch's structured log gets the traces before and after the passes, the schedule and the
 predicted memory of each compilation. ``tlparse folder --all-ranks-html`` shows them, and compares the order of collectives
 across ranks.
-
-Where stderr is a terminal and the logger does not show INFO, the first rank shows the stage of the compilation and its
-seconds in one line instead, which later stages overwrite. ``THUNDER_FSDP_SCHED_PROGRESS=0`` switches that line off.
 """
 
 from __future__ import annotations
@@ -19,8 +16,6 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,17 +35,12 @@ _followers: list[Callable[[str], None]] = []
 
 @contextlib.contextmanager
 def following_stages(follower: Callable[[str], None]) -> Iterator[None]:
-    """Call ``follower`` with the name of each stage of each compilation, in place of the progress line."""
+    """Call ``follower`` with the name of each stage of each compilation."""
     _followers.append(follower)
     try:
         yield
     finally:
         _followers.remove(follower)
-
-
-def _shows_line() -> bool:
-    shown = os.environ.get("THUNDER_FSDP_SCHED_PROGRESS", "") != "0" and not LOGGER.isEnabledFor(logging.INFO)
-    return shown and sys.stderr is not None and sys.stderr.isatty()
 
 
 class Progress:
@@ -65,7 +55,6 @@ class Progress:
         self._title = title
         self._quiet = rank != 0
         self._started = time.perf_counter()
-        self._stages: list[tuple[str, float]] = []  # names, with their starts
 
     def say(self, text: str, *args: object) -> None:
         """Log a message outside of a compilation."""
@@ -73,41 +62,24 @@ class Progress:
             LOGGER.info(f"%s: {text}", self._title, *args)
 
     def begin(self, text: str, *args: object, stage: str) -> None:
-        """Log the first message of a compilation, start its clock, and show its first stage."""
+        """Log the first message of a compilation, and start its clock and its first stage."""
         self._started = time.perf_counter()
-        self._stages = []
         self.say(text, *args)
-        self._show(stage)
+        self._begin_stage(stage)
 
     def log_phase(self, text: str, *args: object, stage: str) -> None:
-        """Log a later message of a compilation, with the seconds since its start, and show the stage that begins."""
-        if not self._quiet:
-            LOGGER.info(f"%s, %.1f s: {text}", self._title, time.perf_counter() - self._started, *args)
-        self._show(stage)
+        """Log a later message of a compilation, and begin a stage."""
+        self.end(text, *args)
+        self._begin_stage(stage)
 
     def end(self, text: str, *args: object) -> None:
-        """Log the last message of a compilation, and replace the progress line by the seconds of all stages."""
-        now = time.perf_counter()
+        """Log a message of a compilation, with the seconds since its start."""
         if not self._quiet:
-            LOGGER.info(f"%s, %.1f s: {text}", self._title, now - self._started, *args)
-            if _shows_line() and not _followers:
-                ends = [start for _, start in self._stages[1:]] + [now]
-                parts = [f"{name} {end - start:.1f}" for (name, start), end in zip(self._stages, ends, strict=True)]
-                self._write(f"compiled in {now - self._started:.1f} s ({', '.join(parts)})\n")
+            LOGGER.info(f"%s, %.1f s: {text}", self._title, time.perf_counter() - self._started, *args)
 
-    def _show(self, stage: str) -> None:
-        now = time.perf_counter()
-        self._stages.append((stage, now))
-        if self._quiet:
-            return
-        for follower in _followers:
+    def _begin_stage(self, stage: str) -> None:
+        for follower in () if self._quiet else _followers:
             follower(stage)
-        if _shows_line() and not _followers:
-            self._write(f"{stage}, {now - self._started:.1f} s ... ")
-
-    def _write(self, text: str) -> None:
-        sys.stderr.write(f"\r\x1b[Kthunder_fsdp_sched, {self._title}: {text}")
-        sys.stderr.flush()
 
 
 class Artifacts:
