@@ -29,14 +29,14 @@ NO_CONTEXT = nullcontext()
 """A context manager that does nothing."""
 
 
-def labelled(what: str, of: str = "") -> AbstractContextManager[Any]:
-    """Return a context that labels its content in profiles, ``fsdp_what(of)``.
+def labelled(what: str, subject: str = "") -> AbstractContextManager[Any]:
+    """Return a context that labels its content in profiles, ``fsdp_what(subject)``.
 
     It does nothing without a profiler: a label costs 6 us.
     """
     if not _profiler_enabled():
         return NO_CONTEXT
-    return torch.profiler.record_function(f"fsdp_{what.replace('-', '_')}" + (f"({of})" if of else ""))
+    return torch.profiler.record_function(f"fsdp_{what.replace('-', '_')}" + (f"({subject})" if subject else ""))
 
 
 def log_artifact(name: str, encoding: str, compile_id: tuple[int, int], payload: Callable[[], Any]) -> None:

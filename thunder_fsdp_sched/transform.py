@@ -100,7 +100,7 @@ class FSDPTransform(ShardingTransform):
             PassExecutor(
                 f"fsdp_sched_before_fusion_{id(self)}", lambda joint: self._current.before_fusion(joint), claims=True
             ),
-            PassExecutor(f"fsdp_sched_behind_fusion_{id(self)}", lambda joint: self._current.after_fusion(joint)),
+            PassExecutor(f"fsdp_sched_after_fusion_{id(self)}", lambda joint: self._current.after_fusion(joint)),
         )
         self._claiming: tuple[Executor, ...] = ()
         self._reads = InputReads()

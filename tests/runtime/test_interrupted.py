@@ -68,11 +68,11 @@ class _FaultInjector:
 
         with contextlib.ExitStack() as stack:
             for name in ("all_gather", "reduce_scatter"):
-                # Not after the call: between a transport's return and Arena.track only an interrupt could raise.
+                # Not after the call: between a transport's return and Arena.register only an interrupt could raise.
                 stack.enter_context(around(find_transport(transport), name, after=False))
-            stack.enter_context(around(Arena, "track", before=False))
+            stack.enter_context(around(Arena, "register", before=False))
             for owner, names in (
-                (Arena, ("acquire", "finish", "prepare_for_gradient")),
+                (Arena, ("begin_issue", "finish", "prepare_for_gradient")),
                 (Accumulation, ("add",)),
                 (Bucket, ("sharded_grads", "is_kept_for_this_backward")),
                 (torch, ("tanh",)),

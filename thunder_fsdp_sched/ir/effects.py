@@ -125,12 +125,12 @@ class Wait(NamedTuple):
     Attributes:
         future: the name of its future.
         kinds: the kinds of operation that it can wait for.
-        of: the value that the operation must copy, if it is one of those that the wait names.
+        copied: the value that the operation must copy, if it is one of those that the wait names.
     """
 
     future: str
     kinds: tuple[str, ...]
-    of: str | None = None
+    copied: str | None = None
 
 
 class UnbucketedParam(NamedTuple):

@@ -55,7 +55,7 @@ class ParamSpec:
         return f"{' = '.join(self.names)}: {dtype}{list(self.shape)} on {self.device.type}{trained}"
 
 
-class Wire(Protocol):
+class WireFormat(Protocol):
     """The layout of the encoded bytes that each rank sends; ``extras.low_precision.wire.Wire`` documents the methods."""
 
     @property
@@ -88,9 +88,9 @@ class Encoding(Protocol):
 
     def in_dtype(self, computed: torch.dtype) -> Encoding | None: ...
 
-    def gather_wire(self, spec: BucketSpec) -> Wire | None: ...
+    def gather_wire(self, spec: BucketSpec) -> WireFormat | None: ...
 
-    def reduce_wire(self, spec: BucketSpec) -> Wire | None: ...
+    def reduce_wire(self, spec: BucketSpec) -> WireFormat | None: ...
 
 
 class GroupKey(NamedTuple):
@@ -190,13 +190,13 @@ class BucketSpec:
         return self.layout.shard_numel * self.accumulate_dtype.itemsize
 
     @functools.cached_property
-    def gather_wire(self) -> Wire | None:
+    def gather_wire(self) -> WireFormat | None:
         """The layout of the encoded bytes that each rank sends to gather the bucket; ``None`` if it sends exact values."""
         policy = self.options.comm_policy
         return None if policy is None else policy.gather_wire(self)
 
     @functools.cached_property
-    def reduce_wire(self) -> Wire | None:
+    def reduce_wire(self) -> WireFormat | None:
         """The layout of the bytes that ranks exchange to reduce gradients; ``None`` if the transport reduces them."""
         policy = self.options.comm_policy
         return None if policy is None else policy.reduce_wire(self)

@@ -183,9 +183,9 @@ class ActivationPlans:
     def _options_of(self, segment: ForwardSegment) -> Iterator[_Option]:
         saved = self._saved
         for choice in choices_of(saved, segment):
-            again = {out for index in choice.again for out in segment.operators[index].outputs}
-            spans, kept = _uses(saved, segment, choice.again)
-            memory, names = timeline(saved.length, spans), frozenset(value.name for value in again)
+            recomputed = {out for index in choice.recomputed_operators for out in segment.operators[index].outputs}
+            spans, kept = _uses(saved, segment, choice.recomputed_operators)
+            memory, names = timeline(saved.length, spans), frozenset(value.name for value in recomputed)
             yield _Option(names, frozenset(), choice.seconds, 0.0, memory)
             away = {o: span for o, (last, first) in kept.items() if (span := self._absence(o, last, first)) is not None}
             if away:
@@ -203,7 +203,7 @@ class ActivationPlans:
 
 
 def _uses(
-    saved: SavedValues, segment: ForwardSegment, again: frozenset[int]
+    saved: SavedValues, segment: ForwardSegment, recomputed_operators: frozenset[int]
 ) -> tuple[list[Span], dict[Lifetime, tuple[int, int]]]:
     """Return what backward needs if some operators of a segment, given by index, run again.
 
@@ -216,7 +216,7 @@ def _uses(
         for value in operator.outputs:
             if reads := saved.reads.get(value):
                 uses[value] = reads[0], reads[-1]
-    for index in sorted(again, reverse=True):
+    for index in sorted(recomputed_operators, reverse=True):
         starts = [uses[value][0] for value in segment.operators[index].outputs if value in uses]
         for value in segment.operators[index].inputs if starts else ():
             first, last = uses.get(value, (min(starts), -1))
@@ -229,13 +229,13 @@ def _uses(
             known = needed.get(owner, (first, last))
             needed[owner] = min(first, known[0]), max(last, known[1])
             before[owner] = max(before.get(owner, -1), saved.last_in_forward[owner], *saved.reads.get(value, ()))
-    made_again = {value for index in again for value in segment.operators[index].outputs}
+    recomputed = {value for index in recomputed_operators for value in segment.operators[index].outputs}
     inside = {
         saved.owner[value] for operator in segment.operators for value in operator.outputs if value in saved.owner
     }
     spans, kept = [], {}
     for owner, (first, last) in needed.items():
-        if owner in made_again:
+        if owner in recomputed:
             if first < last:  # otherwise it is made where it is read
                 spans.append((first, last, owner.nbytes))
         elif owner in inside:

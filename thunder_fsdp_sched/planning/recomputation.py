@@ -177,7 +177,7 @@ def timeline(length: int, spans: Iterable[Span]) -> numpy.ndarray:
 class SegmentChoice(NamedTuple):
     """One choice for a segment: the operators that run again, by index, their time, and the bytes that it saves."""
 
-    again: frozenset[int]
+    recomputed_operators: frozenset[int]
     seconds: float
     nbytes: int
 
@@ -259,5 +259,5 @@ def _cut(edges: tuple[_Edge, ...], price: float) -> SegmentChoice:
         graph.add_edge(edge.source, edge.target, **cost)
     _, (_, needed) = networkx.minimum_cut(graph, "forward", "backward", flow_func=boykov_kolmogorov)
     cut = [edge for edge in edges if edge.source not in needed and edge.target in needed]
-    again = frozenset(node for node in needed if isinstance(node, int))
-    return SegmentChoice(again, sum(edge.seconds or 0.0 for edge in cut), sum(edge.nbytes for edge in cut))
+    recomputed = frozenset(node for node in needed if isinstance(node, int))
+    return SegmentChoice(recomputed, sum(edge.seconds or 0.0 for edge in cut), sum(edge.nbytes for edge in cut))

@@ -150,12 +150,12 @@ def _read(path: Path, position: int) -> list[RecordedStep]:
     return [recording.step(path, rank, *step) for step in steps]
 
 
-def _event(of: dict[str, Any]) -> _Event | None:
-    category, name = of.get("cat"), of.get("name", "")
-    if of.get("ph") != "X" or category not in (*_ON_DEVICE, *_BY_HOST):
+def _event(entry: dict[str, Any]) -> _Event | None:
+    category, name = entry.get("cat"), entry.get("name", "")
+    if entry.get("ph") != "X" or category not in (*_ON_DEVICE, *_BY_HOST):
         return None
-    start, end = (round(1e3 * time) * 1e-9 for time in (of["ts"], of["ts"] + of["dur"]))  # whole nanoseconds
-    return _Event(start, end, name, category, (of.get("pid"), of.get("tid")), of.get("args", {}))
+    start, end = (round(1e3 * time) * 1e-9 for time in (entry["ts"], entry["ts"] + entry["dur"]))  # whole nanoseconds
+    return _Event(start, end, name, category, (entry.get("pid"), entry.get("tid")), entry.get("args", {}))
 
 
 class _Recording:
@@ -270,8 +270,8 @@ class _Recording:
         blamed = [*overlaps(exposed, waits), *overlaps(unknown, _first_come(collectives))]
         computing = gaps(exposed, *window) if self.compute is None else _spans(self.compute, window)
 
-        def interval(start: float, end: float, stream: str, kind: str, of: _RecordedIssue) -> Interval:
-            return Interval(stream, kind, of.kind, of.bucket, start - since, end - since, of.phase, 0)
+        def interval(start: float, end: float, stream: str, kind: str, issue: _RecordedIssue) -> Interval:
+            return Interval(stream, kind, issue.kind, issue.bucket, start - since, end - since, issue.phase, 0)
 
         work = _RecordedIssue(since, COMPUTE, "", FORWARD, "")
         intervals = [interval(begin, stop, COMPUTE, COMPUTE, work) for begin, stop in computing]

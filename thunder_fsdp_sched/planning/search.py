@@ -14,9 +14,9 @@ candidates that would be faster: if recomputation took no time, or, for a larger
 fastest one does, which is less than it would need. Distance 1 comes first then, because it is usually the fastest.
 Values also move to host memory if recomputation alone does not suffice or makes the step slower by more than 1 %.
 
-If nothing fits, all distances are tried again with settings that need less memory (``_THRIFT``): one large reduction in
-flight instead of two and an extension, see [Note: Memory that only backward needs] in ``transforms.release_slots``; then
-no reduction beside compute. If something fits, but activations slow it down by more than 1 %, the first of these is tried at
+If nothing fits, all distances are tried again with settings that need less memory (``_REDUCTION_LIMITS``): one large
+reduction in flight instead of two and an extension, see [Note: Memory that only backward needs] in
+``transforms.release_slots``; then no reduction beside compute. If something fits, but activations slow it down by more than 1 %, the first of these is tried at
 the fastest distance, and at those that recomputation alone did not make fit.
 
 The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
@@ -74,7 +74,7 @@ _CORRECTIONS = 4
 _SAME = 1e-3
 """Relative difference below which step times count as equal, because the cost model is not more accurate."""
 
-_THRIFT = (MAX_REDUCTIONS_IN_FLIGHT, 1, 0)
+_REDUCTION_LIMITS = (MAX_REDUCTIONS_IN_FLIGHT, 1, 0)
 """Reductions in flight, from the fastest to the smallest."""
 
 
@@ -262,7 +262,7 @@ class Search:
         is_limited = self.limits.memory is not None
         if prefetch is None and is_limited:
             distances = [*distances[1:2], 0, *distances[2:]]
-        for reductions in _THRIFT if is_limited else _THRIFT[:1]:
+        for reductions in _REDUCTION_LIMITS if is_limited else _REDUCTION_LIMITS[:1]:
             if self._fitting:
                 tried = (self.run(_unchanged(c)).step_seconds for c in (*self._fitting, *self._unfit))
                 if not reductions or self._fastest.step_seconds <= min(tried) * (1 + _SLOWDOWN):

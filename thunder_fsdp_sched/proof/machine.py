@@ -330,7 +330,7 @@ class Machine:
 
     def _wait(self, effect: Effects) -> _Pending:
         assert effect.waits is not None
-        future, kinds, of = effect.waits
+        future, kinds, copied = effect.waits
         flight = self.flights.pop(future, None)
         if flight is None:
             self.fail(f"waits {'a second time ' * (future in self.waited)}for {future!r}, which is not in flight")
@@ -339,8 +339,8 @@ class Machine:
         if issue.kind not in kinds or issue.bucket is not effect.bucket:
             what = f"{issue.kind} of bucket {_name(issue)}" if issue.bucket else issue.kind
             self.fail(f"waits for {future!r}, {what}, but expects {' or '.join(kinds)} of its own bucket")
-        if of is not None and of not in flight.reads:
-            self.fail(f"waits for a copy of {', '.join(flight.reads)} with {of!r}")
+        if copied is not None and copied not in flight.reads:
+            self.fail(f"waits for a copy of {', '.join(flight.reads)} with {copied!r}")
         for out, content in effect.gives.items():
             if flight.sent and content not in flight.sent:
                 self.fail(f"returns {out!r} as {content}, but {', '.join(map(str, flight.sent))} was sent")
@@ -383,8 +383,8 @@ def _params(region: SlotRegion) -> tuple[str, Bucket]:
     return "params", region.bucket.primary
 
 
-def _name(of: Issue | SlotRegion) -> str:
-    return "" if of.bucket is None else repr(of.bucket.spec.name)
+def _name(item: Issue | SlotRegion) -> str:
+    return "" if item.bucket is None else repr(item.bucket.spec.name)
 
 
 def _show(region: SlotRegion) -> str:

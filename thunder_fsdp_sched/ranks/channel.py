@@ -37,7 +37,7 @@ from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, exchange_texts, le
 
 TOKEN = struct.Struct("<5q")
 """The format of a token: a hash of what all ranks must have in common, one of what they may have in common (inputs), one
-of what ranks must have in common if they have that (the exact computation), offers: bits that may differ, of which those
+of what ranks must have in common if they have that (the exact computation), bits that may differ, of which those
 count that all ranks have set, and a hash of what the ranks exchange unless it is the same on all of them."""
 
 _PATIENCE = timedelta(seconds=5)
@@ -68,8 +68,8 @@ class RoundAction:
     def cancel(self) -> None:
         """Record that the action will not be performed."""
 
-    def take(self, offers: int, *, alike: bool) -> None:
-        """Take the bits that all ranks have offered, once the round is settled.
+    def apply_agreement(self, offered_bits: int, *, alike: bool) -> None:
+        """Act on the bits that all ranks have offered, once the round is settled.
 
         Args:
             alike: whether the last hash of all tokens is the same.
@@ -153,8 +153,8 @@ class Channel:
             if different is not None:
                 raise self._disagreement(action, *different)
         self.last = action
-        offered = functools.reduce(operator.and_, (offers for *_, offers, _ in tokens))
-        action.take(offered, alike=len({exchanged for *_, exchanged in tokens}) == 1)
+        offered = functools.reduce(operator.and_, (offered_bits for *_, offered_bits, _ in tokens))
+        action.apply_agreement(offered, alike=len({exchanged for *_, exchanged in tokens}) == 1)
 
     def gather(self, value: Any) -> list[Any]:
         """Exchange a picklable object with every rank, after a round."""

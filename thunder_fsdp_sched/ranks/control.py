@@ -31,14 +31,14 @@ how a module is sharded, with which options        ``check_same`` in ``thunder.j
 whether a trace is compiled for new inputs         a round that a rank in a cached trace does not join: error
 its collectives, marks and computation             ``check_program``, when it is compiled
 which compiled trace runs                          the hash: the number of the agreed program
-what an exception has left out                     the hash: ``IssueCounts.excess``
+what an exception has left out                     the hash: ``IssueCounts.surplus_issues``
 which gradients of ``no_sync`` are reduced         the hash; by process group if not all ranks share the bucket
 that backward leaves such gradients (``inputs``)   the hash, of buckets that all ranks share
 that such gradients were discarded                 the hash: ``Control.discards``
 that a failed backward has left no such gradients  the hash: ``Accumulation.dropped``
-whether backward still has a kept bucket           offered (``TraceStart.guarded``): else all gather it again
-whether forward has left a bucket for backward     offered (``TraceStart.reusing``): else all gather it
-whether a window has left a bucket for forward     offered (``TraceStart.reusing``): else all gather it
+whether backward still has a kept bucket           offered (``TraceStart.guarded_buckets``): else all gather it again
+whether forward has left a bucket for backward     offered (``TraceStart.reusable_gathers``): else all gather it
+whether a window has left a bucket for forward     offered (``TraceStart.reusable_gathers``): else all gather it
 which parameters have no gradient                  the last hash; if it differs, names: those that no rank has used
 whether a save beside training has failed          offered: the error is raised once all ranks know of it
 what a search for settings finds                   one rank searches for all: ``deciding.decide_once``
@@ -99,7 +99,7 @@ class IssueCounts:
         self.settle = settle  # ends a round of agreement that is still open
 
     @property
-    def excess(self) -> int:
+    def surplus_issues(self) -> int:
         """How much has been issued beyond what was expected: 0 unless an exception interrupted a trace."""
         return self.issued - self.expected
 
@@ -196,9 +196,9 @@ class Control:
         return self.channel is None or self.agreement == "step"
 
     @property
-    def _excess(self) -> int:
-        """See :attr:`IssueCounts.excess`. Only traces that the ranks agree on say how many collectives they contain."""
-        return self.issue_counts.excess if self.agrees_in_steps else 0
+    def _surplus_issues(self) -> int:
+        """See :class:`IssueCounts`. Only traces that the ranks agree on say how many collectives they contain."""
+        return self.issue_counts.surplus_issues if self.agrees_in_steps else 0
 
     def process_group(self, otherwise: ProcessGroupRef) -> dist.ProcessGroup:
         """Return the process group for collectives of torch itself after a meeting; ``otherwise`` without other ranks."""
@@ -224,9 +224,9 @@ class Control:
     def begin(self, what: str, *details: str) -> None:
         """Start a :meth:`rendezvous` without waiting; ``settle`` completes it."""
         if self.channel is not None:
-            excess = self._excess
-            same = hash64("call", self.number, what, details, excess)
-            text = f"{' '.join((what, *details))} of {self.title}{after_excess(excess)}"
+            surplus_issues = self._surplus_issues
+            same = hash64("call", self.number, what, details, surplus_issues)
+            text = f"{' '.join((what, *details))} of {self.title}{after_surplus(surplus_issues)}"
             self._post(same, text)
 
     def rendezvous_in_step(self, what: str, *details: str) -> None:
@@ -451,11 +451,11 @@ class Control:
         self.check_same(what, ["it can"])
 
 
-def after_excess(excess: int) -> str:
+def after_surplus(surplus_issues: int) -> str:
     """Return what a description of an action ends with if an exception interrupted a trace before it."""
-    if not excess:
+    if not surplus_issues:
         return ""
-    number, compared = f"{abs(excess) / 2:g}", "fewer" if excess < 0 else "more"
+    number, compared = f"{abs(surplus_issues) / 2:g}", "fewer" if surplus_issues < 0 else "more"
     return f" (this rank has issued {number} collectives {compared} than planned, for example after an exception)"
 
 

@@ -255,39 +255,39 @@ because each has threads and connections, or on GPUs a communicator. A group liv
 
 
 def companion(
-    of: dist.ProcessGroup, ranks: list[int], description: str, *, parts: list[list[int]] | None = None
+    parent: dist.ProcessGroup, ranks: list[int], description: str, *, parts: list[list[int]] | None = None
 ) -> ProcessGroupRef:
-    """Return the process group of ``ranks`` with the backend of the group ``of``, created once and destroyed with it.
+    """Return the process group of ``ranks`` with the backend of the group ``parent``, created once and destroyed with it.
 
     Args:
         parts: as for :func:`new_group`.
     """
-    group = _companions.get(of, {}).get((description, tuple(ranks)))
+    group = _companions.get(parent, {}).get((description, tuple(ranks)))
     if group is None or not group.is_alive:
-        group = new_group(ranks, of, description, parts=parts)
+        group = new_group(ranks, parent, description, parts=parts)
     return group
 
 
 def new_group(
     ranks: list[int],
-    of: dist.ProcessGroup,
+    parent: dist.ProcessGroup,
     description: str,
     *,
     backend: str | None = None,
     timeout: timedelta | None = None,
     parts: list[list[int]] | None = None,
 ) -> ProcessGroupRef:
-    """Create a process group of ``ranks``, destroyed with the group ``of``; see [Note: Groups created by their members].
+    """Create a process group of ``ranks``, destroyed with the group ``parent``; see [Note: Groups created by their members].
 
     Args:
-        backend: a backend other than that of ``of``; the default uses that of ``of``, with its options.
-        timeout: a timeout other than that of ``of``.
-        parts: disjoint lists of ranks within ``of``, one of which is ``ranks``, if all members of ``of`` create a group
-            for each of them.
+        backend: a backend other than that of ``parent``; the default uses that of ``parent``, with its options.
+        timeout: a timeout other than that of ``parent``.
+        parts: disjoint lists of ranks within ``parent``, one of which is ``ranks``, if all members of ``parent`` create a
+            group for each of them.
     """
-    timeout = timeout or timeout_of(of)
-    splits = backend is None and "nccl" in dist.get_backend_config(of) and splits_default_group()
-    members = dist.get_process_group_ranks(of)
+    timeout = timeout or timeout_of(parent)
+    splits = backend is None and "nccl" in dist.get_backend_config(parent) and splits_default_group()
+    members = dist.get_process_group_ranks(parent)
     owners = list(_companions)  # none is collected below, which would change the number that the members exchange
     if splits and parts is None:
         parts = [list(range(len(ranks)))]
@@ -296,14 +296,14 @@ def new_group(
     named_after = [members.index(rank) for rank in ranks] if splits else ranks
     levels = _level_group_counts(ranks, named_after)
     if splits:
-        made = dist.split_group(of, parts, timeout=timeout, group_desc=description)
+        made = dist.split_group(parent, parts, timeout=timeout, group_desc=description)
         assert made is not None
     else:
         made = dist.new_group(
             ranks,
             timeout=timeout,
-            backend=backend or dist.get_backend(of),
-            pg_options=copy_of_options(of) if backend is None else None,
+            backend=backend or dist.get_backend(parent),
+            pg_options=copy_of_options(parent) if backend is None else None,
             use_local_synchronization=True,
             group_desc=description,
         )
@@ -311,17 +311,17 @@ def new_group(
         dist.destroy_process_group(level)
     del owners
     group = ProcessGroupRef.of(made)
-    let_belong(group, of)
+    let_belong(group, parent)
     return group
 
 
-def let_belong(group: ProcessGroupRef, of: dist.ProcessGroup) -> None:
-    """Let a group that was created here live at least as long as the group ``of``."""
-    known = _companions.setdefault(of, {})
+def let_belong(group: ProcessGroupRef, parent: dist.ProcessGroup) -> None:
+    """Let a group that was created here live at least as long as the group ``parent``."""
+    known = _companions.setdefault(parent, {})
     key = group.description, tuple(group.global_ranks)
     if known.get(key) is not group:
         known[key] = group
-        weakref.finalize(of, _destroy, group).atexit = False
+        weakref.finalize(parent, _destroy, group).atexit = False
 
 
 def _destroy(group: ProcessGroupRef) -> None:

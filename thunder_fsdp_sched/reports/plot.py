@@ -108,13 +108,13 @@ def _draw(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
         ranges = [(start * scale, (stop - start) * scale) for start, stop in spans]
         axes.broken_barh(ranges, (y[COMPUTE] - _LANE / 2, _LANE), facecolors=_COLORS[color], linewidth=0)
 
-    def bar(lane: str, of: Interval | SlotUse, label: str, alpha: float = 1.0) -> None:
-        color, width = _COLORS["gather" if of.kind in GATHERS else "reduction"], (of.end - of.start) * scale
+    def bar(lane: str, use: Interval | SlotUse, label: str, alpha: float = 1.0) -> None:
+        color, width = _COLORS["gather" if use.kind in GATHERS else "reduction"], (use.end - use.start) * scale
         how: dict[str, Any] = {"color": color, "alpha": alpha, "edgecolor": "white", "linewidth": 0.5}
-        axes.barh(y[lane], width, left=of.start * scale, height=_LANE, **how)
+        axes.barh(y[lane], width, left=use.start * scale, height=_LANE, **how)
         short = label if len(label) * _LABEL_SHARE * end <= width else label.rpartition(".")[2]
         if len(short) * _LABEL_SHARE * end <= width:  # a label that does not fit would cover its neighbours
-            center = of.start * scale + width / 2
+            center = use.start * scale + width / 2
             axes.text(center, y[lane], short, ha="center", va="center", fontsize=7, clip_on=True)
 
     bars(

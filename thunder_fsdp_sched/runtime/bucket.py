@@ -10,7 +10,7 @@ micro-batches, too: its private slot belongs to no other bucket. So the forward 
 * the previous gather into the slot was one of a forward under ``no_sync`` with a backward, and has been waited for. An
   evaluation, and the forward after ``no_sync``, leave nothing to reuse;
 * nothing else has been written there since: gradients, or a gather of backward;
-* the memory has not been freed since (``release``, ``lend``);
+* the memory has not been freed since (``release``, ``borrow_memory``);
 * no parameter of the bucket has changed since. Every write through a parameter or its ``.data`` counts, as does each step
   of an optimizer in this process. Writes that torch cannot see, by kernels of others or through ``to_local().data``, do
   not: no window may contain them, unless ``Sharding(reshard_after_backward=True)`` gathers in each micro-batch;

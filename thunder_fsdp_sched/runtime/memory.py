@@ -35,8 +35,8 @@ whether a tensor is in a slot, compare addresses (``Arena.span_of``), not storag
 An exception (an index out of range, out of memory, an interrupt) may end a forward or a backward between any two lines.
 
 *Collectives in flight* stay registered in their arena until they are waited for. The next use of overlapping memory
-waits for them first (``Arena.acquire``), and a later reader of a private slot waits for that slot. If an issue itself was
-interrupted, it is unknown what is in flight, so every later use of that memory is an error.
+waits for them first (``Arena.begin_issue``), and a later reader of a private slot waits for that slot. If an issue itself
+was interrupted, it is unknown what is in flight, so every later use of that memory is an error.
 
 *Resident buckets* are reused only by the backward of the forward that left them, and only if no other issue has used
 the arena since. An aborted run in between rules that out, no matter how far it got.
@@ -235,7 +235,7 @@ class Arena:
         return not self._was_freed or (self._memory is not None and is_of_running_backward(self._allocated_at))
 
     @contextlib.contextmanager
-    def lend(self, nbytes: int) -> Iterator[Arena]:
+    def borrow_memory(self, nbytes: int) -> Iterator[Arena]:
         """Give another arena of ``nbytes`` the memory of this one, for use between two traces.
 
         If it is too small, it is freed, and the other arena allocates its own. A trace that runs in the meantime
@@ -302,15 +302,15 @@ class Arena:
         """The collectives that were issued and not yet waited for, at most one per slot."""
         return tuple(self._in_flight.values())
 
-    def acquire(self, slot: Slot) -> None:
+    def begin_issue(self, slot: Slot) -> None:
         """Prepare ``slot`` for an issue: wait for collectives on its memory that an exception left in flight.
 
         This counts as an issue even if it fails, because from here on the memory may be written.
         """
         self._issued += 1
-        self.finish_stale(slot)
+        self.wait_for_overlapping(slot)
 
-    def track(self, flight: InFlight) -> InFlight:
+    def register(self, flight: InFlight) -> InFlight:
         """Register ``flight``, whose slot was claimed, as in flight."""
         assert flight.slot is not None and flight.slot not in self._in_flight, flight
         self._in_flight[flight.slot] = flight
@@ -344,7 +344,7 @@ class Arena:
         The backward of an earlier forward may fail before its first issue. Buckets that it has overwritten by then must
         not count as resident from the latest forward.
         """
-        self.finish_stale(slot)
+        self.wait_for_overlapping(slot)
         if not all(is_of_running_backward(retained.left_at) for retained in self._retained.values()):
             self._retained.clear()
 
@@ -356,7 +356,7 @@ class Arena:
         if self._in_flight.get(slot) is flight:
             del self._in_flight[slot]
 
-    def finish_stale(self, slot: Slot) -> None:
+    def wait_for_overlapping(self, slot: Slot) -> None:
         """Wait for collectives on the memory of ``slot`` that an exception in an earlier step left in flight."""
         for flight in [f for other, f in self._in_flight.items() if other is slot or other.overlaps(slot)]:
             self.finish(flight)

@@ -43,12 +43,12 @@ def all_gather(
     _check_shards(bucket, shards)
     arena = slot.arena
     reuses = (window is not None or issues_before is not None) and _reuses(bucket, slot, issues_before)
-    arena.acquire(slot)
+    arena.begin_issue(slot)
     if reuses:
         if window != WINDOW_OPEN:
             bucket.window_state = None
         bucket.issue_counts.issued += 2
-        return arena.track(InFlight(bucket, "all-gather", slot, ()))
+        return arena.register(InFlight(bucket, "all-gather", slot, ()))
     unsharded = slot.params[bucket]
     if slot is bucket.private_slot:
         bucket.gathered_at = None
@@ -57,7 +57,7 @@ def all_gather(
 
     def gather() -> InFlight:
         works = bucket.gather_into(unsharded, sent)
-        return arena.track(InFlight(bucket, "all-gather", slot, works, sent=sent))
+        return arena.register(InFlight(bucket, "all-gather", slot, works, sent=sent))
 
     flight = _issue(bucket, "all-gather", gather, slot)
     if issues_after is not None:
@@ -148,7 +148,7 @@ def sum_into(
 
 def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> InFlight:
     arena = slot.arena
-    arena.acquire(slot)
+    arena.begin_issue(slot)
     if slot is bucket.private_slot:
         bucket.gathered_at = None
     unsharded = slot.grads[bucket]
@@ -171,7 +171,7 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
 
     def reduce() -> InFlight:
         works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
-        return arena.track(InFlight(bucket, "reduce-scatter", slot, works, shard, missing))
+        return arena.register(InFlight(bucket, "reduce-scatter", slot, works, shard, missing))
 
     return _issue(bucket, "reduce-scatter", reduce, slot)
 
@@ -276,7 +276,7 @@ def params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
     # Backward receives the shards as saved tensors, and autograd compares their versions when it unpacks them.
     _check_shards(bucket, shards)
     slot = bucket.private_slot
-    slot.arena.finish_stale(slot)
+    slot.arena.wait_for_overlapping(slot)
     if not slot.arena.is_memory_of_running_backward():
         raise RuntimeError(
             f"release: the memory of bucket {bucket.spec.name!r}, which this backward reads, was freed after another "

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from ..private_torch import backward_number
 from ..ranks.channel import TOKEN, RoundAction
-from ..ranks.control import AgreedProgram, Computation, Control, after_excess, hash64
+from ..ranks.control import AgreedProgram, Computation, Control, after_surplus, hash64
 from ..ranks.process_groups import ProcessGroupRef
 from .bucket import Bucket
 from .memory import Slot
@@ -16,7 +16,7 @@ from .ops import gather_again
 from .unused_outputs import agree_on_unused, unused_gradients
 
 _BITS = 30
-"""How many bits of a token's offers stand for kept buckets, and as many for gathers that may be left out. Buckets whose
+"""How many of a token's offered bits stand for kept buckets, and as many for gathers that may be left out. Buckets whose
 numbers differ by a multiple of this share a bit. They all share one if the ranks have different collectives, because their
 numbers then mean different buckets."""
 
@@ -73,25 +73,25 @@ class TraceStart(RoundAction):
         self.text = text
         self._lines = computation.trace_lines
         self.issues = 2 * issues  # each collective counts twice
-        self.left_over: list[weakref.ref[Bucket]] = []
+        self.pending_grad_buckets: list[weakref.ref[Bucket]] = []
         """Buckets whose unreduced gradients from ``no_sync`` the trace reduces if there are any."""
         self.ending: list[tuple[weakref.ref[Bucket], frozenset[int]]] = []
         """Buckets whose gradients the trace returns, each with the parameters of which it computes none itself."""
-        self.guarded: list[weakref.ref[Bucket]] = []
+        self.guarded_buckets: list[weakref.ref[Bucket]] = []
         """Kept buckets, which are gathered again if some rank has lost them; in the same order on all ranks."""
-        self.reusing: list[MarkedGather] = []
-        """Gathers that are left out if all ranks have their buckets; see :meth:`take`."""
+        self.reusable_gathers: list[MarkedGather] = []
+        """Gathers that are left out if all ranks have their buckets; see :meth:`apply_agreement`."""
         self._bits = _BITS if agreed.is_alike else 1
         comparable, self._inputs, self._exact = computation.hashes if agreed.compares_computation else (0, 0, 0)
         self._program = agreed.number, comparable
-        self._excess, self._begun = 0, 0
-        self._reduced: list[str] = []  # a line for each bucket of `left_over` that it reduces
+        self._surplus_issues, self._begun = 0, 0
+        self._reduced: list[str] = []  # a line for each bucket of `pending_grad_buckets` that it reduces
         self._reduced_in: list[tuple[ProcessGroupRef, str]] = []  # the same for buckets that not all ranks have
         self._unused: dict[Bucket, frozenset[int]] = {}  # the parameters that this rank has not used
         self._deferred = ""  # the parameters whose gradients only earlier micro-batches of the window have
         self._dropped = 0  # how many failed backwards of the window have left nothing
         self._left = ""  # the buckets whose window it does not end, because it was called for other parameters
-        self._lost: set[weakref.ref[Bucket]] = set()  # of `guarded`, those that this rank has lost
+        self._lost: set[weakref.ref[Bucket]] = set()  # of `guarded_buckets`, those that this rank has lost
         self._failure: Callable[[], object] | None = None
         self.audits = False  # whether this rank audits the next run
         self.audit_error: Exception | None = None  # the first error that the audit of this run has found
@@ -104,21 +104,23 @@ class TraceStart(RoundAction):
     def post(self) -> None:
         """Announce to the other ranks that this trace starts; wait for them if that decides what it gathers first."""
         control, issue_counts = self.control, self.control.issue_counts
-        self._excess = issue_counts.excess
+        self._surplus_issues = issue_counts.surplus_issues
         self._begun = self.issues
-        self._read_left_over()
+        self._find_pending_grads()
         self._deferred, self._left = self._describe_windows()
         self._failure = control.failure if backward_number() < 0 else None
         missing, waits = self._missing()
-        offers = _ALL & ~missing
+        offered_bits = _ALL & ~missing
         if self._reduced_in:
-            offers &= ~_SHARED
+            offered_bits &= ~_SHARED
         if self._failure is None:
-            offers &= ~_FAILURE
+            offered_bits &= ~_FAILURE
         if self.audits:
-            offers &= ~_UNAUDITED
+            offered_bits &= ~_UNAUDITED
         assert control.channel is not None
-        control.channel.post(TOKEN.pack(self._same(), self._inputs, self._exact, offers, self._find_unused()), self)
+        control.channel.post(
+            TOKEN.pack(self._same(), self._inputs, self._exact, offered_bits, self._find_unused()), self
+        )
         issue_counts.expected += self._begun
         if waits:
             self.settle()
@@ -142,7 +144,7 @@ class TraceStart(RoundAction):
         calls = self.control.discards
         discarded = f", after {calls} calls of discard_unreduced" if calls else ""
         window = f"{reduced}{deferred}{left}{dropped}{discarded}"
-        return f"the {self.text} of {self.control.title}{window}{after_excess(self._excess)}"
+        return f"the {self.text} of {self.control.title}{window}{after_surplus(self._surplus_issues)}"
 
     def details(self) -> Sequence[str]:
         return self._lines
@@ -151,32 +153,32 @@ class TraceStart(RoundAction):
         self.control.issue_counts.expected -= self._begun
         self._begun = 0
 
-    def take(self, offers: int, *, alike: bool) -> None:
+    def apply_agreement(self, offered_bits: int, *, alike: bool) -> None:
         """Do what all ranks have offered.
 
         Gathers are left out whose buckets all ranks have. Kept buckets that a rank has lost are gathered again. The error of
         a save is raised that all ranks know. No gradient is returned for parameters that no rank has used.
         """
-        self._ends_with_audit = not offers & _UNAUDITED
-        if offers & _FAILURE and self._failure is not None:
+        self._ends_with_audit = not offered_bits & _UNAUDITED
+        if offered_bits & _FAILURE and self._failure is not None:
             self.cancel()
             self._failure()
-        for gather, bit in self._numbered(self.reusing, _BITS):
+        for gather, bit in self._numbered(self.reusable_gathers, _BITS):
             if (bucket := gather.bucket()) is not None:
-                bucket.is_reuse_agreed = bool(offers & bit)
-        if not offers & _SHARED:
+                bucket.is_reuse_agreed = bool(offered_bits & bit)
+        if not offered_bits & _SHARED:
             self.control.check_same_in_groups("the gradients of no_sync to reduce", self._reduced_in, met=True)
         if self.ending or not alike:
             self._agree_on_unused(alike)
-        for reference, bit in self._numbered(self.guarded):
-            if not offers & bit and (bucket := reference()) is not None:
+        for reference, bit in self._numbered(self.guarded_buckets):
+            if not offered_bits & bit and (bucket := reference()) is not None:
                 self.control.issue_counts.expected += 2
                 gather_again(bucket, lost=reference in self._lost)
 
-    def _read_left_over(self) -> None:
-        """Find out which buckets of :attr:`left_over` it reduces."""
+    def _find_pending_grads(self) -> None:
+        """Find out which buckets of :attr:`pending_grad_buckets` it reduces."""
         self._reduced, self._reduced_in = [], []
-        for reference in self.left_over:
+        for reference in self.pending_grad_buckets:
             if (bucket := reference()) is None:
                 continue
             bucket.accumulation.check_complete()
@@ -216,12 +218,12 @@ class TraceStart(RoundAction):
         """Return the bits of the buckets that this rank does not have, and whether it has to know those of all ranks."""
         missing, waits = 0, False
         self._lost.clear()
-        for gather, bit in self._numbered(self.reusing, _BITS):
+        for gather, bit in self._numbered(self.reusable_gathers, _BITS):
             if (bucket := gather.bucket()) is not None:
                 has, bucket.is_reuse_agreed = gather.is_in_slot, False
                 missing |= 0 if has else bit
                 waits |= has
-        for reference, bit in self._numbered(self.guarded):
+        for reference, bit in self._numbered(self.guarded_buckets):
             if (bucket := reference()) is not None:
                 bucket.is_agreed = True
                 if not bucket.is_kept_for_this_backward():
@@ -262,13 +264,20 @@ class TraceStart(RoundAction):
         self._unused = {}  # traces keep no buckets alive
 
     def _numbered(self, references: Sequence[T], first: int = 0) -> Iterator[tuple[T, int]]:
-        """Yield each with its bit of the offers."""
+        """Yield each with its bit of the offered ones."""
         for number, reference in enumerate(references):
             yield reference, 1 << first + number % self._bits
 
     def _same(self) -> int:
         """Return the hash of what all ranks must have in common."""
-        state = self._excess, self.control.discards, tuple(self._reduced), self._deferred, self._left, self._dropped
+        state = (
+            self._surplus_issues,
+            self.control.discards,
+            tuple(self._reduced),
+            self._deferred,
+            self._left,
+            self._dropped,
+        )
         if state != self._hashed[0]:
             self._hashed = state, hash64("trace", self.control.number, *self._program, *state)
         return self._hashed[1]

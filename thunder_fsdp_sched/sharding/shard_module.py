@@ -70,7 +70,7 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
     refuse_compiled(model._model)
     if options.init.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
         options = replace(options, init=replace(options.init, device=resolve_device(options.init.device)))
-    sharding = _Sharding(model, options)
+    sharding = _ShardingSteps(model, options)
     control = sharding.control
     with control.all_or_none("whether the module can be sharded"):
         sharding.plan_buckets()
@@ -107,7 +107,7 @@ class _Param(NamedTuple):
     ranks: BucketRanks
 
 
-class _Sharding:
+class _ShardingSteps:
     """The steps of sharding a module, each of which uses the results of those before it.
 
     Attributes:

@@ -320,23 +320,23 @@ def _ranks(params: Sequence[OwnedParam]) -> range:
     return range(params[0].group.size)
 
 
-def _all_to_all(of: OwnedParam, sent: Sequence[Sequence[Any]], received: Sequence[Sequence[torch.Tensor]]) -> None:
+def _all_to_all(param: OwnedParam, sent: Sequence[Sequence[Any]], received: Sequence[Sequence[torch.Tensor]]) -> None:
     """Send tensors to each rank of a group, and copy those from each rank to ``received``; one collective.
 
     Args:
-        of: a parameter with the group, the device and the dtype to use.
+        param: a parameter with the group, the device and the dtype to use.
     """
-    group, device = of.group, of.spec.device
+    group, device = param.group, param.spec.device
     counts, lengths = ([sum(local_rows(t).numel() for t in tensors) for tensors in each] for each in (sent, received))
-    outgoing = torch.cat([of.local.new_empty(0), *(local_rows(t).reshape(-1) for tensors in sent for t in tensors)])
+    outgoing = torch.cat([param.local.new_empty(0), *(local_rows(t).reshape(-1) for tensors in sent for t in tensors)])
     incoming = outgoing
     if group.size > 1:
         # They may be on a device that the group does not support, such as the CPU.
         incoming = outgoing.new_empty(sum(lengths), device=device)
-        assert of.bucket.control is not None
-        with of.bucket.control.doing("the exchange of rows with the owners of whole parameters"):
+        assert param.bucket.control is not None
+        with param.bucket.control.doing("the exchange of rows with the owners of whole parameters"):
             dist.all_to_all_single(incoming, outgoing.to(device), lengths, counts, group=group.process_group)
     targets = list(itertools.chain.from_iterable(received))
-    pieces = incoming.to(of.local.device).split([target.numel() for target in targets])
+    pieces = incoming.to(param.local.device).split([target.numel() for target in targets])
     for target, piece in zip(targets, pieces, strict=True):
         target.copy_(piece.view(target.shape))

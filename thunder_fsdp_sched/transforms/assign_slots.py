@@ -83,9 +83,9 @@ def assign_slots(
     if kept and forward is not None:
         private |= grads_over_kept_params(forward, trace)
     arena_split = _bytes_of_forward(forward, arena_of) if backward_arena and forward is not None else None
-    plan = _Plan([live for issue, live in ranges.items() if issue not in private], arena_split)
+    shared = _SharedSlots([live for issue, live in ranges.items() if issue not in private], arena_split)
     room = None if max_unsharded_bytes is None else max_unsharded_bytes - private_bytes(trace, kept)
-    offsets = _offsets(trace, plan, forward, room)
+    offsets = _offsets(trace, shared, forward, room)
     bsyms = list(trace.bound_symbols)
     for issue, live in ranges.items():
         if issue in private:
@@ -137,21 +137,21 @@ class _Resident(NamedTuple):
     offset: int | None = None
 
 
-class _Limits(NamedTuple):
+class _ArenaLimits(NamedTuple):
     """Limits (bytes) on the arena, and on the gathered buckets that are live at once."""
 
     arena_bytes: int
     gathered_bytes: int
 
 
-def _offsets(trace: TraceCtx, plan: _Plan, forward: TraceCtx | None, max_bytes: int | None) -> dict[int, int]:
+def _offsets(trace: TraceCtx, shared: _SharedSlots, forward: TraceCtx | None, max_bytes: int | None) -> dict[int, int]:
     """Return the offset of each shared slot by its issue, with as many buckets resident longer as fit.
 
     Where one more does not fit, it may replace the previous one if it is larger.
     """
-    best = plan.offsets()
+    best = shared.offsets()
     assert best is not None
-    ranges = plan.ranges.values()
+    ranges = shared.ranges.values()
     arena_bytes, gathered_bytes = _end(ranges, best), _gathered_bytes(ranges)
     gathers = [live for live in reversed(ranges) if live.is_gather]
     candidates: list[_Resident] = []
@@ -169,28 +169,28 @@ def _offsets(trace: TraceCtx, plan: _Plan, forward: TraceCtx | None, max_bytes: 
             for primary, live in reversed(first.items())
             if primary in retained
         ]
-    limits = _Limits(arena_bytes, gathered_bytes)
+    limits = _ArenaLimits(arena_bytes, gathered_bytes)
 
     @cache
     def offsets_with(number: int) -> dict[int, int] | None:
-        return plan.offsets(candidates[:number], limits)
+        return shared.offsets(candidates[:number], limits)
 
     number = bisect_left(range(1, len(candidates) + 1), True, key=lambda number: offsets_with(number) is None)
     best = (offsets_with(number) if number else None) or best
     chosen = candidates[:number]
     for candidate in candidates[number:]:
         more = [*chosen, candidate]
-        offsets = plan.offsets(more, limits)
+        offsets = shared.offsets(more, limits)
         if offsets is None and chosen and chosen[-1].live.nbytes < candidate.live.nbytes:
             more = [*chosen[:-1], candidate]
-            offsets = plan.offsets(more, limits)
+            offsets = shared.offsets(more, limits)
         if offsets is None:
             break
         chosen, best = more, offsets
     return best
 
 
-class _Plan:
+class _SharedSlots:
     """The shared slots of a trace, to be laid into arenas.
 
     Args:
@@ -206,7 +206,7 @@ class _Plan:
         self.gather_of = {r.issue: g.issue for r, g in grads_over_params(ranges).items()}
         self.arena_split = arena_split
 
-    def offsets(self, resident: Sequence[_Resident] = (), limits: _Limits | None = None) -> dict[int, int] | None:
+    def offsets(self, resident: Sequence[_Resident] = (), limits: _ArenaLimits | None = None) -> dict[int, int] | None:
         """Return an offset for each issue, with gradients in the place of their parameters if that needs less memory.
 
         ``None`` if limits are given and exceeded.

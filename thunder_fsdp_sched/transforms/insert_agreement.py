@@ -47,16 +47,16 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool, 
         if (issue is not None and (before_issue or guarded or issue.resident)) or waits or e.runs is not None:
             end = position
             break
-    start.left_over = [weakref.ref(e.bucket) for e in of_all if e.runs is not None and e.bucket is not None]
+    start.pending_grad_buckets = [weakref.ref(e.bucket) for e in of_all if e.runs is not None and e.bucket is not None]
     accumulates = any(e.leaves for e in of_all)  # then it returns no gradients
     start.ending = [
         (weakref.ref(e.bucket), frozenset(e.missing_gradients))
         for e in of_all
         if e.bucket is not None and (e.collects or e.runs) and not accumulates
     ]
-    start.guarded = [weakref.ref(bucket) for bucket in sorted(guarded, key=lambda bucket: bucket.spec.name)]
+    start.guarded_buckets = [weakref.ref(bucket) for bucket in sorted(guarded, key=lambda bucket: bucket.spec.name)]
     issues = [e.issues for e in of_all if e.issues is not None]
-    start.reusing = [
+    start.reusable_gathers = [
         MarkedGather(weakref.ref(issue.bucket), weakref.ref(issue.region.slot), issue.resident)
         for issue in issues
         if issue.bucket is not None and issue.region is not None and issue.region.slot is not None

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ...plan.layout import Layout, Segment
-from ...plan.specs import BucketOptions, BucketSpec, ParamSpec, Wire
+from ...plan.specs import BucketOptions, BucketSpec, ParamSpec, WireFormat
 from ...ranks.process_groups import BucketRanks
 from ...transports.base import (
     Buffer,
@@ -158,7 +158,7 @@ class _BytesOf(NamedTuple):
         raise AssertionError("gathers have no error feedback")
 
 
-def _on_wire(spec: BucketSpec, wire: Wire) -> BucketSpec:
+def _on_wire(spec: BucketSpec, wire: WireFormat) -> BucketSpec:
     """Return the bytes that all ranks send as a bucket of one segment."""
     numel = wire.nbytes * spec.layout.world_size
     layout = Layout(spec.layout.world_size, (Segment(0, 0, wire.nbytes),), (), numel, wire.nbytes)
@@ -183,6 +183,6 @@ def _on_host(spec: BucketSpec, nbytes: int) -> int:
     return nbytes if spec.device.type == "cpu" else 0  # compiled on a GPU
 
 
-def _moved(wire: Wire, spec: BucketSpec, nbytes: int) -> int:
+def _moved(wire: WireFormat, spec: BucketSpec, nbytes: int) -> int:
     """Return the bytes that encoding or decoding a bucket reads and writes."""
     return wire.nbytes * spec.layout.world_size + nbytes

@@ -89,10 +89,10 @@ def device_of(proxy: object) -> str:
     return proxy.device.type if isinstance(proxy, (TensorProxy, FutureTensorProxy)) else "cpu"
 
 
-def _may_be_view(value: object, of: object) -> bool:
-    """Return whether dtype and device allow that a value, whose operator may return a view, is one."""
+def _may_be_view(value: object, base: object) -> bool:
+    """Return whether dtype and device allow that a value, whose operator may return a view of ``base``, is one."""
     return (
         isinstance(value, TensorProxy)
-        and isinstance(of, TensorProxy)
-        and (value.dtype, value.device) == (of.dtype, of.device)
+        and isinstance(base, TensorProxy)
+        and (value.dtype, value.device) == (base.dtype, base.device)
     )
