@@ -249,16 +249,16 @@ def test_error_feedback_is_saved_and_continues_on_as_many_ranks(rank: int, tmp_p
         return model, [b.feedback.lost for b in buckets], [m for m in messages if "error feedback" in m] if name else []
 
     if rank < 2:
-        model = load("", 0, process_group=group)[0]
+        model = load("", 0, ranks=group)[0]
         _trained(model, range(2), rank)
         tfs.save_checkpoint(tmp_path / "two", model, error_feedback=True)
         tfs.save_checkpoint(tmp_path / "without", model)
-        other, lost, messages = load("two", 0, process_group=group)
+        other, lost, messages = load("two", 0, ranks=group)
         assert not messages and all(one.any() for one in lost)
         assert all(map(torch.equal, _trained(model, range(2, 4), rank), _trained(other, range(2, 4), rank)))
-        _, lost, messages = load("without", 1, process_group=group)
+        _, lost, messages = load("without", 1, ranks=group)
         assert not messages and not any(one.any() for one in lost)
-        assert len(load("two", 1, process_group=group, bucketing_strategy="none")[2]) == (rank == 0)
+        assert len(load("two", 1, ranks=group, bucketing_strategy="none")[2]) == (rank == 0)
     dist.barrier()
     _, lost, messages = load("two", 2)
     assert not any(one.any() for one in lost) and len(messages) == (rank == 0)

@@ -1,4 +1,4 @@
-"""``reshard_after_forward``: backward gathers among fewer ranks, and nothing changes in the numbers."""
+"""``secondary_ranks``: backward gathers among fewer ranks, and nothing changes in the numbers."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import Debug, fsdp
 
 import pytest
 import thunder
@@ -61,7 +61,7 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("trace_modules_once", [True, False])
 def test_gradients_of_operands_without_dimensions_are_summed(trace_modules_once: bool) -> None:
     module, x = Blocks(), torch.linspace(-1, 1, 4, dtype=torch.float64).view(2, 2)
-    jitted = thunder.jit(copy.deepcopy(module), transforms=[fsdp(trace_modules_once=trace_modules_once)])
+    jitted = thunder.jit(copy.deepcopy(module), transforms=[fsdp(debug=Debug(trace_modules_once=trace_modules_once))])
     results = [model(x) for model in (jitted, module)]
     for operator, ours, theirs in zip(OPERATORS, *results, strict=True):
         ours.backward(retain_graph=True)

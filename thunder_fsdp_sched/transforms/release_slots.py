@@ -5,7 +5,7 @@
 stream, so the allocator may hand it out on that stream at once. The next issue allocates it again and makes the views of
 the slot anew, which is the cost.
 
-With ``release="step"`` this happens at the end of backward, so the optimizer or another model can use the memory. A
+With ``Sharding(release=True)`` this happens at the end of backward, so the optimizer or another model can use the memory. A
 forward without backward frees everything at its end, and gathers kept buckets like the others: a forward that waits for
 its backward may have kept buckets in their private slots.
 
