@@ -180,7 +180,7 @@ class FSDPTransform(ShardingTransform):
                 "a module whose forward calls it"
             )
         assert self._sharded.module_params.has_placeholders, "Thunder has traced the module without asking its cache"
-        self._sharded.module_params.remove_placeholders()
+        self._sharded.module_params.replace_placeholders()
         refuse_foreign_parameters(prologue_trace, self._sharded.module, self._sharded.shards, self._sharded.known())
         no_sync = get_skip_data_parallel_grad_sync()
         self._forget_oldest()

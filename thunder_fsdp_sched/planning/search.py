@@ -16,8 +16,8 @@ Values also move to host memory if recomputation alone does not suffice or makes
 
 If nothing fits, all distances are tried again with settings that need less memory (``_REDUCTION_LIMITS``): one large
 reduction in flight instead of two and an extension, see [Note: Memory that only backward needs] in
-``transforms.release_slots``; then no reduction beside compute. If something fits, but activations slow it down by more than 1 %, the first of these is tried at
-the fastest distance, and at those that recomputation alone did not make fit.
+``transforms.release_slots``; then no reduction beside compute. If something fits, but activations slow it down by more than
+1 %, the first of these is tried at the fastest distance, and at those that recomputation alone did not make fit.
 
 The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
 less, and then the one with fewer bytes. The default, ``prefetch=1`` with nothing kept, is always tried. If it fits the

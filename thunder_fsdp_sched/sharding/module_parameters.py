@@ -6,17 +6,20 @@ buffer. They have the attributes and hooks of the parameters that they have repl
 optimizers, parameter groups by submodule, ``requires_grad_``, hooks and ``zero_grad`` work as on any other module. Using a
 replaced parameter is an error: see [Note: Former parameters]. Thunder's prologue reads the new objects.
 
-Thunder traces with the shapes in the module, which must then be whole. So during tracing, placeholders on the meta
+Thunder traces with the shapes in the module, which must then be whole. So during tracing, *placeholders* on the meta
 device replace the shards. They are inserted after a miss in Thunder's cache (``private_thunder.watch_compilations``), and
 removed when the first transform receives the trace, or when tracing has failed. ``eager`` also uses them, for
-parameters that are not gathered. ``unsharded`` replaces shards by whole parameters. Lists, tuples and dicts of the module
-that hold parameters hold the same ones.
+parameters that are not gathered. ``unsharded`` replaces shards by *whole* parameters. Both are *stand-ins* of shards.
+Lists, tuples and dicts of the module that hold parameters hold the same ones.
 
 Code that is unaware of this would compute with rows, or save them as if they were the parameter. *Guards* are hooks on
 each module that has sharded parameters. They refuse calls outside of tracing and ``eager``, ``deepcopy``, and pickling.
 They make ``state_dict`` return DTensors (see [Note: Entries of state dicts] in ``extras.state_dicts.entries``), and
 ``load_state_dict`` accept such entries or whole tensors. Guards of calls are removed while Thunder traces, because it
 would interpret them. The jitted module does the same: see ``extras.state_dicts.jitted``.
+
+Objects that replaced others in the module are found by :class:`RegisteredObjects` alone, also for ``set_attributes``. Former
+parameters are another matter: they are in no module any more.
 """
 
 from __future__ import annotations
@@ -88,13 +91,12 @@ class ModuleParameters:
         self.placeholders = {id(entry.shard): entry.placeholder for entry in self._entries}
         # These must not change: parameters in their modules, and modules in their parents.
         children = [
-            (parent._modules, key, child, f"{path}.{key}".lstrip("."))
+            (parent._modules, key, f"{path}.{key}".lstrip("."))
             for path, parent in module.named_modules(remove_duplicate=False)
             for key, child in parent._modules.items()
             if child is not None
         ]
-        links = [(e.owner._parameters, e.leaf, e.shard, e.name) for e in self._entries] + children
-        self._dicts, self._keys, self._values, self._names = ([link[i] for link in links] for i in range(4))
+        self._objects = RegisteredObjects([*((e.owner._parameters, e.leaf, e.name) for e in self._entries), *children])
         owners = {id(e.owner) for e in self._entries}
         self._guards = [
             (_Guard(f"{path}." if path else "", guarded, self, self._entries), guarded)
@@ -106,7 +108,7 @@ class ModuleParameters:
             guarded.register_state_dict_pre_hook(guard.check_state_dict)
             guarded.register_state_dict_post_hook(partial(guard.put_entries))  # torch sets an attribute of the hook
             guarded.register_load_state_dict_pre_hook(guard.shard_loaded_entries)
-        self.install({})
+        self.replace_shards({})
 
     def check(self) -> None:
         """Raise an error if a parameter or a submodule was replaced, because the new one would be neither trained nor read.
@@ -121,17 +123,14 @@ class ModuleParameters:
                 "inside unsharded(...) of this model parameters are whole, and their shards out of date: leave it before "
                 "calling the model, entering it again, or using the model's state or gradients"
             )
-        if self.has_placeholders or all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values)):
-            return
-        for entries, key, value, name in zip(self._dicts, self._keys, self._values, self._names, strict=True):
-            if entries.get(key) is not value:
-                what, how = ("parameter", "copy into it: `with torch.no_grad(): p.copy_(new)`, or load_state_dict")
-                if isinstance(value, nn.Module):
-                    what, how = "submodule", "change the module before thunder.jit, and make another sharded module"
-                raise RuntimeError(
-                    f"{what} {name!r} of a sharded module was replaced or removed after thunder.jit; the shards of the "
-                    f"old one would still be used. Instead, {how}"
-                )
+        for name, former, _ in () if self.has_placeholders else self._objects.replaced():
+            what, how = ("parameter", "copy into it: `with torch.no_grad(): p.copy_(new)`, or load_state_dict")
+            if isinstance(former, nn.Module):
+                what, how = "submodule", "change the module before thunder.jit, and make another sharded module"
+            raise RuntimeError(
+                f"{what} {name!r} of a sharded module was replaced or removed after thunder.jit; the shards of the old one "
+                f"would still be used. Instead, {how}"
+            )
 
     def check_shards(self) -> None:
         """Raise an error if a shard was converted, moved (``module.double()``), or given other memory.
@@ -172,8 +171,8 @@ class ModuleParameters:
     def is_whole(self, entry: Entry) -> bool:
         return self.has_whole and id(entry.shard) in self.stand_ins
 
-    def install(self, stand_ins: Mapping[int, nn.Parameter]) -> None:
-        """Put parameters in place of shards, keyed by the ``id`` of the shard, and shards in place of all others.
+    def replace_shards(self, stand_ins: Mapping[int, nn.Parameter]) -> None:
+        """Put stand-ins in place of shards, keyed by the ``id`` of the shard, and shards in place of all others.
 
         Calls are guarded unless these are :attr:`placeholders`.
         """
@@ -191,10 +190,10 @@ class ModuleParameters:
         if not self.has_placeholders:
             self._call_guards = [m.register_forward_pre_hook(guard, prepend=True) for guard, m in self._guards]
 
-    def remove_placeholders(self) -> None:
-        """Put the shards back in place of placeholders."""
+    def replace_placeholders(self) -> None:
+        """Put the shards back if there are placeholders in the module."""
         if self.has_placeholders:
-            self.install({})
+            self.replace_shards({})
 
     def find_replaced(self) -> str | None:
         """Return the name of a stand-in that is no longer in the module, if there is one."""
@@ -209,6 +208,31 @@ class ModuleParameters:
         """Return the names of sharded parameters that modules keep in lists, tuples or dicts, keyed by path."""
         names = {id(e.shard): e.name for e in reversed(self._entries)}
         return {path: names[id(t)] for path, t in tensors_in_containers(self._module) if id(t) in names}
+
+
+class RegisteredObjects:
+    """Parameters, buffers and submodules in the dicts of their modules, to notice when one is replaced.
+
+    Args:
+        links: the dict of each object, its key there, and its name in messages.
+    """
+
+    def __init__(self, links: Sequence[tuple[dict[str, Any], str, str]]) -> None:
+        self._dicts = [objects for objects, _, _ in links]
+        self._keys = [key for _, key, _ in links]
+        self._names = [name for _, _, name in links]
+        self.accept()
+
+    def accept(self) -> None:
+        """Count the present objects as not replaced."""
+        self._known = list(map(dict.get, self._dicts, self._keys))
+
+    def replaced(self) -> list[tuple[str, Any, Any]]:
+        """Return the names of replaced objects, with the former and the present ones; cheap enough for every call."""
+        if all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._known)):
+            return []
+        present = map(dict.get, self._dicts, self._keys)
+        return [found for found in zip(self._names, self._known, present, strict=True) if found[1] is not found[2]]
 
 
 class _Guard(UntracedHook):
@@ -322,7 +346,7 @@ def replace_in_containers(module: nn.Module, new_of: Mapping[int, torch.Tensor])
     Args:
         new_of: the tensors that take the place of others, keyed by the ``id`` of the replaced one.
     """
-    _visit_containers(module, lambda _, tensor: new_of.get(id(tensor), tensor))
+    _replace_in_attributes(module, lambda _, tensor: new_of.get(id(tensor), tensor))
 
 
 def tensors_in_containers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -333,32 +357,32 @@ def tensors_in_containers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         found.append((path, tensor))
         return tensor
 
-    _visit_containers(module, keep)
+    _replace_in_attributes(module, keep)
     return found
 
 
-def _visit_containers(module: nn.Module, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+def _replace_in_attributes(module: nn.Module, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
     """Replace each tensor besides parameters and buffers by ``replace(path, tensor)``."""
     for prefix, submodule in module.named_modules():
         attributes = vars(submodule)
         for key, value in list(attributes.items()):
             if key not in _REGISTERED:
-                new = _visit(f"{prefix}.{key}".lstrip("."), value, _DEPTH, replace)
+                new = _replace_in_value(f"{prefix}.{key}".lstrip("."), value, _DEPTH, replace)
                 if new is not value:
                     attributes[key] = new
 
 
-def _visit(path: str, value: Any, depth: int, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
-    """Return the value with its replacements, which is the same object if it could be changed in place."""
+def _replace_in_value(path: str, value: Any, depth: int, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    """Return a value with other tensors: the same list or dict, changed in place, or another tuple."""
     if isinstance(value, torch.Tensor):
         return replace(path, value)
     if not depth or not isinstance(value, (list, tuple, dict)):
         return value
     items = list(value.items() if isinstance(value, dict) else enumerate(value))
-    visited = [(key, old, _visit(f"{path}[{key!r}]", old, depth - 1, replace)) for key, old in items]
-    changed = {key: new for key, old, new in visited if new is not old}
+    replaced = [(key, old, _replace_in_value(f"{path}[{key!r}]", old, depth - 1, replace)) for key, old in items]
+    changed = {key: new for key, old, new in replaced if new is not old}
     if changed and isinstance(value, tuple):
-        elements = [new for _, _, new in visited]
+        elements = [new for _, _, new in replaced]
         return type(value)(*elements) if hasattr(value, "_fields") else type(value)(elements)
     if not isinstance(value, tuple):
         for key, new in changed.items():

@@ -12,11 +12,12 @@ A buffer that was replaced in the original module also replaces Thunder's refere
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 
 import torch
 from thunder.core.module import ThunderModule
+
+from .module_parameters import RegisteredObjects
 
 
 class SetAttributes:
@@ -24,15 +25,10 @@ class SetAttributes:
 
     def __init__(self, model: ThunderModule) -> None:
         self._own = vars(model).keys() | set()
-        self._places = [
-            (submodule._buffers, leaf, f"{path}.{leaf}".lstrip("."))
-            for path, submodule in model._model.named_modules(remove_duplicate=False)
-            for leaf in submodule._buffers
-        ]
-        self._buffers = self._current_buffers()
-
-    def _current_buffers(self) -> list[torch.Tensor | None]:
-        return [buffers.get(leaf) for buffers, leaf, _ in self._places]
+        modules = model._model.named_modules(remove_duplicate=False)
+        self._buffers = RegisteredObjects(
+            [(m._buffers, leaf, f"{path}.{leaf}".lstrip(".")) for path, m in modules for leaf in m._buffers]
+        )
 
     def move(self, model: ThunderModule) -> None:
         """Let forward read what was set since the latest call; cheap enough for every call.
@@ -57,12 +53,10 @@ class SetAttributes:
                 )
             setattr(module, name, value)
             delattr(model, name)
-        buffers = self._current_buffers()
-        if not all(map(operator.is_, buffers, self._buffers)):
-            for (_, _, name), former, buffer in zip(self._places, self._buffers, buffers, strict=True):
-                if buffer is not former:
-                    ThunderModule.set_buffer(model, name, buffer)
-            self._buffers = buffers
+        if replaced := self._buffers.replaced():
+            for name, _, buffer in replaced:
+                ThunderModule.set_buffer(model, name, buffer)
+            self._buffers.accept()
 
 
 def _registered(model: torch.nn.Module) -> Iterator[tuple[str, str]]:

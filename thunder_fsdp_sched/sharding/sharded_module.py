@@ -117,7 +117,7 @@ class ShardedModule:
             if not self.running_eagerly:
                 refuse_old_backward_hooks(jitted)
                 # Compiling without a call may have failed and left placeholders in the module.
-                self.module_params.remove_placeholders()
+                self.module_params.replace_placeholders()
                 self.module_params.check()
                 self.former_params = check_gradients(self.former_params)
                 install_placeholders_on_miss()
@@ -129,7 +129,7 @@ class ShardedModule:
             if offloads:
                 load("extras.shard_offload.source:finish_copies")()
             if not self.running_eagerly and self.module_params.has_placeholders:  # tracing failed
-                self.module_params.remove_placeholders()
+                self.module_params.replace_placeholders()
                 for path, name in self.module_params.in_containers().items():
                     warnings.warn(
                         f"fsdp: {path} holds parameter {name!r}, which is sharded: if forward reads it there, tracing sees "
@@ -147,7 +147,7 @@ class ShardedModule:
         refuse_backward_hooks(self.module)
         self.check_ready()
         self.progress.begin("tracing the module for new inputs", stage="tracing")
-        self.module_params.install(self.module_params.placeholders)
+        self.module_params.replace_shards(self.module_params.placeholders)
         self._collects_less.begin()
 
     def compile(self, model: ThunderModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -185,7 +185,7 @@ class ShardedModule:
         Raises:
             RuntimeError: names those that are not.
         """
-        self.module_params.remove_placeholders()  # a failed compilation may have left placeholders
+        self.module_params.replace_placeholders()  # a failed compilation may have left placeholders
         self.take_attributes()
         self.module_params.check()
         self.module_params.check_shards()

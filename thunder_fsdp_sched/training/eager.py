@@ -82,8 +82,8 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
     with torch.no_grad(), contextlib.ExitStack() as undo:
         sharded.running_eagerly = True
         undo.callback(setattr, sharded, "running_eagerly", False)
-        params.install(params.placeholders)
-        undo.callback(params.remove_placeholders)
+        params.replace_shards(params.placeholders)
+        undo.callback(params.replace_placeholders)
         undo.callback(_keep_buffers, model, dict(module.named_buffers(remove_duplicate=False)))
         undo.callback(_reshard, unsharded, finally_=True)
         _unshard(stay)

@@ -126,7 +126,7 @@ class _Whole:
 
 def _install(jitted: ThunderModule, sharded: ShardedModule, whole: Sequence[_Whole], *, are_whole: bool) -> None:
     """Put whole parameters in place of shards into both modules, or the shards back."""
-    sharded.module_params.install({id(one.shard): one.param for one in whole} if are_whole else {})
+    sharded.module_params.replace_shards({id(one.shard): one.param for one in whole} if are_whole else {})
     for one in whole:
         names = one.bucket.spec.params[one.index].names
         jitted._overrides_parameters.update(dict.fromkeys(names, one.param if are_whole else one.shard))
