@@ -9,7 +9,8 @@ stands for everything earlier. ``del`` statements have positions and read nothin
 
 *Views* keep the memory of others in use. The ``roots`` of a value are the values whose memory it may share, by the safe
 facts about operators: reading a view also uses its roots. Its ``owners`` are those whose memory it does share, by
-observation with the strides that values have: see :class:`~.value_memory.MemoryAnalysis`.
+observation with the strides that values have: see :class:`~.value_memory.MemoryAnalysis`. Both are values,
+because a name may be computed again; ``operator_facts.Aliases`` follows the names of one trace that is made or run.
 
 *Names* may appear in several traces. Backward unpacks by the same name what forward has saved; that is one value. If a
 bound symbol computes a name again, as in two traces of the same step, that is a new value.
