@@ -16,7 +16,7 @@ STATE = ("state", None)
 """The last step of a read by the interpreter itself: what decides how a function or class behaves (``state_of``)."""
 
 IS_SUBCLASS = "is subclass"
-"""The step ``(IS_SUBCLASS, Same(cls))``: whether ``cls`` is a subclass of the class, or the classes, at the path before."""
+"""The step ``(IS_SUBCLASS, IdentityKey(cls))``: whether ``cls`` is a subclass of what is at the path before."""
 
 ATTRIBUTES = (ATTRIBUTE, "__dict__")
 MEMBERS = tuple((kind, name) for kind in (ATTRIBUTE, ITEM) for name in ("_modules", "_parameters", "_buffers"))
@@ -125,6 +125,6 @@ def evaluate(path: Path, known: dict[Path, Any]) -> Any:
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     ATTRIBUTE: getattr,
     ITEM: operator.getitem,
-    IS_SUBCLASS: lambda classes, same: issubclass(same.value, classes),
+    IS_SUBCLASS: lambda classes, key: issubclass(key.value, classes),
     STATE[0]: lambda value, _: state_of(value),
 }
