@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import windows
 from forked import run_python
-from gpu import REFERENCE, Setup, Worker, merge, verdict
+from gpu import REFERENCE, Setup, Worker
 from gpu_trace import measured
 from live_memory import LiveMemory
 from memory_systems import PacedKernels, RecomputingShape
@@ -64,57 +64,6 @@ def test_a_trace_becomes_compute_and_exposed_communication(tmp_path: Path) -> No
     expected = {"seconds": 10, "compute": 6, "communication": 6, "exposed": 2, "idle": 2}
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
     assert measured(tmp_path / "trace.json") == pytest.approx(expected)
-
-
-def _trained(*digests: str, distance: float = 1e-7, **more: Any) -> dict[str, Any]:
-    figures = {"digests": list(digests), "losses": [5.5], "seconds": 0.01, "finite": True, "started_alike": True}
-    return {"status": "ok", **figures, "distance": distance, **more}
-
-
-@pytest.mark.parametrize(
-    ("record", "word"),
-    [
-        (None, "-"),
-        ({"status": "refused", "error": "needs two GPUs"}, "refused"),
-        ({"status": "failed", "error": "CUDA error"}, "FAILED"),
-        (_trained("a", "a"), "ok"),
-        (_trained("a", "b"), "NOT REPEATABLE"),
-        (_trained("b", "b"), "OTHER BITS"),
-        (_trained("a", distance=0.01), "WRONG"),
-        (_trained("a", finite=False), "NOT FINITE"),
-        (_trained("a", started_alike=False), "OTHER START"),
-    ],
-)
-def test_a_verdict_names_what_is_wrong(record: dict[str, Any] | None, word: str) -> None:
-    """The tolerance is larger for bfloat16."""
-    setup = Setup("blocking", "", like="alone")
-    steady = {REFERENCE: _trained("r", "r")}
-    of_case = {} if record is None else {"zero3 flat": record}
-    found = {"alone": {"zero3 flat": _trained("a", "a"), **steady}, "blocking": {**steady, **of_case}}
-    assert verdict(setup, "zero3 flat", found) == word
-    if word in ("NOT REPEATABLE", "OTHER BITS"):  # bits may vary if those of the unsharded model vary
-        found["blocking"][REFERENCE] = _trained("s", "r")
-        assert verdict(setup, "zero3 flat", found) == "varies"
-    for distance, expected in ((0.01, "ok"), (0.5, "WRONG")):
-        found = {"alone": {"zero3 flat bfloat16": _trained("a", distance=distance)}}
-        assert verdict(Setup("alone", ""), "zero3 flat bfloat16", found) == expected
-
-
-def test_a_case_fails_if_it_fails_or_dies_on_any_rank() -> None:
-    ok, failed = _trained("x"), {"status": "failed", "error": "no"}
-    assert merge([ok, failed], 1, "")["error"] == "no"
-    assert merge([ok, {"status": "refused", "error": "no"}], 0, "")["status"] == "refused"
-    assert merge([ok, _trained("y")], 0, "")["digests"] == ["xy"]
-    died = merge([ok], 1, "import\nFatal Python error: Segmentation fault\n  stack")
-    assert died["error"] == "the processes ended with exit code 1\nFatal Python error: Segmentation fault\n  stack"
-
-
-def test_without_a_gpu_the_gpu_benchmark_says_so_and_exits_with_zero(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    done = run_python("-W", "ignore", GPU, "first", cwd=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("skipped: no GPU here")
 
 
 def test_the_stand_in_run_on_cpus_trains_and_is_profiled(tmp_path: Path) -> None:
@@ -303,54 +252,9 @@ def test_windows_count_the_collectives_of_each_bucket(rank: int) -> None:
         torch.testing.assert_close(of_one, losses[windows.REFERENCE], rtol=1e-4, atol=1e-4)
 
 
-def test_the_best_at_equal_peak_is_the_fastest_that_fits() -> None:
-    results = memory.Results(
-        figures={
-            "ours, 50%": {"peak": 50, "budget": 50},
-            "ours, 20%": {"peak": 20, "budget": 20},
-            "A": {"peak": 60},
-            "A, every second block": {"peak": 50},
-            "A, every block": {"peak": 40},
-            "A, compiled 0": {"peak": 10},
-        },
-        seconds={
-            "ours, 50%": [1.0, 1.0],
-            "ours, 20%": [2.0, 2.0],
-            "A": [0.5, 0.5],
-            "A, every second block": [1.25, 1.25],
-            "A, every block": [2.0, 2.0],
-            "A, compiled 0": [4.0, 4.0],
-        },
-        refused={"ours, 5%": "max_memory: too few"},
-    )
-    half, fifth = memory.equal_peaks(results)
-    assert (half.best, half.ratio) == ("A, every second block", 0.8)
-    assert half.block_wise == ("A, every second block", "A, every block")
-    assert (fifth.best, fifth.ratio, fifth.block_wise) == ("A, compiled 0", 0.5, ())
-    kept = dict((text, kept) for kept, text in memory.promises(results, [half, fifth]))
-    assert [text for text, is_kept in kept.items() if not is_kept] == ["ours, 5%: max_memory: too few"]
-    assert "budgets that no checkpoints of blocks meet: ours, 20%" in kept
-
-
 #
 # benchmarks/accuracy.py
 #
-
-
-def test_losses_are_compared_with_exact_training_of_the_same_seed(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    losses = {"exact": (2.0, 4.0), "gather bfloat16": (2.002, 4.002), "gather int8, none exempt": (2.02, 4.0)}
-    trained = {
-        name: {str(seed): {"loss": loss, "saved": loss, "training": [3.0]} for seed, loss in enumerate(of_seeds)}
-        for name, of_seeds in losses.items()
-    }
-    figures = accuracy.figures_of({**trained, "reduce int8": {}})
-    assert list(figures) == list(losses)
-    assert figures["gather bfloat16"]["against"] == pytest.approx([0.1, 0.05])
-    assert figures["gather int8, none exempt"]["saved"] == pytest.approx([1.0, 0.0])
-    assert [row["limit"] for row in figures.values()] == [None, 0.1, 0.5]
-    accuracy.draw({"2 ranks": trained, "4 ranks": {"exact": trained["exact"]}}, tmp_path / "accuracy.png")
-    assert (tmp_path / "accuracy.png").stat().st_size > 0
 
 
 @on_ranks()

@@ -1,4 +1,4 @@
-"""The demo: its command line, examples, the step counter, its checks, and its tables."""
+"""The demo: its command line, examples, the step counter and its checks."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from unittest import mock
 
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.reports.report import before_and_after, communication_lines, plan_table
-from thunder_fsdp_sched.sizes import human_bytes
 
 import demo
 import pytest
-import thunder
 import torch
 import torch.distributed as dist
 from demo import DemoOptions, Run, read_text, sample
 from forked import run_python
 from models import linear_gpt
-from rich.console import Console
 from safetensors.torch import load_file
 from step_counter import StepCounter, StepCounts
 
@@ -314,110 +309,3 @@ def test_each_check_fails_for_its_fault(tiny_run: Run) -> None:
     }
     for promise, run in faults.items():
         assert any(promise in f for f in failed_promises(run, tiny_run)), f"{promise!r} did not fail"
-
-
-def test_failed_checks_are_shown_and_counted(tiny_run: Run) -> None:
-    assert tiny_run.traces is not None
-    stock = dataclasses.replace(tiny_run, thunder_traces=tiny_run.traces.traces)
-    console = Console(width=90, no_color=True)
-    with console.capture() as capture:  # no difference is within a negative tolerance
-        failed = demo._report(console, DemoOptions(steps=3, tolerance=-1), tiny_run, stock, tiny_run)
-    assert failed == 2
-    assert re.search(r"2 of \d+ checks FAILED", capture.get()) and capture.get().count("FAIL ") == 2
-
-
-@pytest.mark.parametrize("failed", [0, 2])
-def test_the_exit_status_is_1_if_checks_failed(failed: int) -> None:
-    with mock.patch.object(demo, "run_demo", return_value=failed):
-        assert demo.main(["--steps", "3"]) == bool(failed)
-
-
-#
-# Tables and text
-#
-
-
-def rendered(what: object, width: int) -> str:
-    console = Console(width=width, no_color=True)
-    with console.capture() as capture:
-        console.print(what)
-    return capture.get()
-
-
-def test_communication_lines_have_the_text_of_the_trace_and_the_positions_of_the_schedule(tiny_run: Run) -> None:
-    assert tiny_run.traces is not None and tiny_run.traces.backward is not None
-    schedule = tiny_run.traces.backward_schedule
-    assert schedule is not None
-    lines = communication_lines(tiny_run.traces.backward)
-    assert [int(line.split()[0]) for line in lines] == [op.position for op in schedule]
-    printed = str(tiny_run.traces.backward)
-    for line in lines:
-        assert re.sub(r"^ *\d+ ", "", line) in printed
-
-
-@pytest.mark.parametrize("width", [80, 132])
-def test_before_and_after_shows_every_line_within_the_width(tiny_run: Run, width: int) -> None:
-    traces = tiny_run.traces
-    assert traces is not None and traces.forward_before is not None and traces.forward is not None
-    text = rendered(before_and_after(traces.forward_before, traces.forward, title="here", width=width), width)
-    assert text.count("fsdp_all_gather(bucket_blocks_0") == 2
-    assert "here" in text and "before sorting" in text and "after sorting" in text
-    assert max(map(len, text.splitlines())) <= width
-
-
-def test_tables_show_every_bucket_and_op(tiny_run: Run) -> None:
-    assert tiny_run.plan is not None and tiny_run.traces is not None and tiny_run.traces.forward_schedule is not None
-    text = rendered(plan_table(tiny_run.plan), 80)
-    for bucket in tiny_run.plan:
-        size = human_bytes(bucket.unsharded_bytes, 4)
-        assert re.search(rf"^ +{re.escape(bucket.name)} .*{size}", text, re.MULTILINE)
-
-
-def test_thunders_own_communication_is_summarized_in_runs(fake_ranks: None) -> None:
-    jitted = thunder.distributed.fsdp(thunder.jit(torch.nn.Linear(4, 4)), device=torch.device("cpu"))
-    jitted(torch.randn(2, 4))
-    assert [line.split(" x ")[1] for line in demo.summarize_thunder(thunder.last_traces(jitted)[-1])][-1].startswith(
-        "wait"
-    )
-    assert "2 x reduce_scatter" in "\n".join(demo.summarize_thunder(thunder.last_backward_traces(jitted)[-1]))
-
-
-def test_human_bytes_have_three_digits_and_a_unit() -> None:
-    assert [human_bytes(n) for n in (0, 999, 1000, 4_927_488, 999_600_000, 10**10)] == [
-        "0 B",
-        "999 B",
-        "1 kB",
-        "4.93 MB",
-        "1 GB",
-        "10 GB",
-    ]
-
-
-LONG = "language_model_transformer_encoder_decoder"
-
-
-def _long_names() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    model = torch.nn.Sequential()
-    for name in ("first", "second"):
-        model.add_module(f"{LONG}_{name}", torch.nn.Linear(8, 8))
-    return model, (torch.randn(2, 8),)
-
-
-def test_names_of_buckets_stay_readable_in_80_columns() -> None:
-    transform = compile_as_rank(_long_names, fsdp(bucketing_strategy="layer"), rank=0, world_size=64)
-    names = [bucket.name for bucket in transform.plan]
-    assert names == [f"{LONG}_first", f"{LONG}_second"]
-    compiled = transform.compiled[-1]
-    assert compiled.forward is not None and compiled.forward_schedule is not None
-    text = rendered(plan_table(transform.plan), 80)
-    assert "…" not in text
-    first_words = "".join(line.split()[0] for line in text.splitlines() if line.strip())
-    assert all(name in first_words for name in names)
-    lines = communication_lines(compiled.forward, width=80)
-    assert all(len(line) <= 80 for line in lines)
-    for line in lines:
-        assert re.search(r"bucket_\w+…\w*_(first|second)\b|bucket_\w+_(first|second)\b", line), line
-    table = str(transform.plan)
-    for bucket in transform.plan:
-        assert re.search(rf"^{bucket.name} .* {bucket.unsharded_bytes:,} ", table, re.MULTILINE), table
-    assert "dtype: float32" in table and "64 ranks" in table
