@@ -29,7 +29,6 @@ from forked import run_python
 from gpu import REFERENCE, Setup, Worker
 from gpu_trace import measured
 from live_memory import LiveMemory
-from memory_systems import PacedKernels, RecomputingShape
 from models import linear_gpt
 from profiles import LONG_ONLY
 from ranks import on_ranks
@@ -151,62 +150,9 @@ def test_memory_in_an_arena_counts_until_its_last_read_or_wait(fake_rank: None) 
     assert held.gradients[-1] == 64  # the copied one is still alive
 
 
-def test_memory_outside_of_arenas_counts_until_it_is_freed(fake_rank: None) -> None:
-    shard, reduced = torch.zeros(4), torch.empty(4)
-    with LiveMemory([shard]) as memory:
-        whole = torch.empty(16)
-        dist.all_gather_into_tensor(whole, shard)
-        parameter = whole.clone()
-        del whole
-        grad = parameter * parameter
-        del parameter
-        mean = grad / 4
-        dist.reduce_scatter_tensor(reduced, mean)
-        del grad, mean
-        reduced.neg()
-    held = memory.held()
-    assert max(held.parameters) == 128
-    assert max(held.gradients) == 128
-    assert held.peaks()["peak_parameters_and_gradients"] == 128
-    assert held.peaks()["peak_allocated"] == 128
-    assert held.new["parameters"] == (2, 128)
-    assert held.new["gradients"] == (2, 128)
-    assert held.gradients[-1] == 0
-
-
 #
 # benchmarks/memory.py
 #
-
-
-def test_a_recomputed_multiplication_takes_emulated_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selective checkpoints save the results of multiplications, so those are paid for once."""
-    shapes = {how: RecomputingShape(1, 64, 8, 2, recompute=how) for how in ("none", "every block", "selective")}
-    kernels, slept = PacedKernels(shapes["none"]), []
-    monkeypatch.setattr("memory_systems.time.perf_counter", lambda: 0.0)  # the kernels themselves take no time
-    monkeypatch.setattr("memory_systems.time.sleep", slept.append)
-    try:
-        seconds, losses = {}, {}
-        kernels.seconds = 1.0
-        for how, shape in shapes.items():
-            kernels.flops = 0
-            loss = shape.model()(shape.tokens(), shape.tokens())
-            forward = sum(slept)
-            loss.backward()
-            seconds[how] = sum(slept)
-            losses[how] = loss.item()
-            assert kernels.flops / shape.flops == pytest.approx(seconds[how])
-            slept.clear()
-    finally:
-        kernels.close()
-    assert forward == pytest.approx(seconds["none"] / 3, rel=0.05)
-    assert seconds["none"] == pytest.approx(1.0, rel=0.05)  # attention, which the seconds do not include
-    assert seconds["selective"] == seconds["none"]
-    # Of 16 w^2 weights, those of the head included, 8 are multiplied again: the last layer of a block is not.
-    assert seconds["every block"] / seconds["none"] == pytest.approx(1 + 8 / 48, rel=0.01)
-    assert len(set(losses.values())) == 1
-    shapes["none"].model()(shape.tokens(), shape.tokens())
-    assert not slept  # the kernels are torch's again
 
 
 @LONG_ONLY

@@ -279,37 +279,3 @@ torch.testing.assert_close(x.grad, reference.grad)
 assert "Scale" in str(thunder.last_traces(jitted)[0])
 """
     )
-
-
-def test_a_partly_imported_thunder_is_explained(run_after_torch):
-    printed = run_after_torch(
-        LOAD_COMPAT
-        + """
-import importlib.util, types
-try:
-    import thunder                          # fails on torch 2.13 and later
-    for name in [name for name in sys.modules if name == "thunder"]:
-        del sys.modules[name]               # as if it had failed elsewhere
-except AttributeError:
-    pass
-try:
-    compat.prepare()
-except ImportError as error:
-    print(error)
-"""
-    )
-    assert "an earlier `import thunder` failed" in printed
-    assert "import thunder_fsdp_sched before thunder" in printed
-
-
-def test_the_command_line_starts_without_thunders_warning_and_adds_no_filter(run_after_torch):
-    run_after_torch(
-        """
-import warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import thunder_fsdp_sched.__main__
-    assert not any("transformer_engine" in getattr(filter[1], "pattern", "") for filter in warnings.filters)
-assert not any("transformer_engine" in str(warning.message) for warning in caught), caught
-"""
-    )

@@ -14,7 +14,7 @@ import demo
 import pytest
 import torch
 import torch.distributed as dist
-from demo import DemoOptions, Run, read_text, sample
+from demo import DemoOptions, Run
 from forked import run_python
 from models import linear_gpt
 from safetensors.torch import load_file
@@ -126,20 +126,6 @@ torch.distributed.destroy_process_group = _dying(torch.distributed.destroy_proce
 
 
 #
-# The demo's data and model
-#
-
-
-def test_text_is_the_standard_library_and_batches_repeat() -> None:
-    text, options = read_text(1 << 15), DemoOptions(seed=1, batch=2, length=10)
-    assert len(text) == 1 << 15 and b"import" in bytes(text.tolist())
-    tokens, targets = sample(text, 3, options)
-    assert tokens.shape == targets.shape == (4, 10)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert torch.equal(tokens, sample(text, 3, options)[0]) and not torch.equal(tokens, sample(text, 4, options)[0])
-
-
-#
 # The step counter
 #
 
@@ -209,48 +195,6 @@ def test_counter_tracks_when_parameters_are_unsharded(fake_ranks: None) -> None:
         "memory freed": 0,
     }
     assert counts.unsharded_bytes_allocated == 3 * 256
-
-
-def test_counter_treats_an_all_reduce_of_copied_shards_as_a_gather(fake_ranks: None) -> None:
-    shard = torch.ones(4, 8)
-    slot = torch.empty(8, 8)
-    with StepCounter([shard]) as counter:
-        with counter.phase("forward"):
-            slot.zero_()
-            slot[:4].copy_(shard)
-            dist.all_reduce(slot.view(torch.int32))
-            torch.ones(2, 8) @ slot
-        with counter.phase("backward"):
-            slot.copy_(torch.ones(8, 2) @ torch.ones(2, 8))
-            dist.reduce_scatter_tensor(torch.empty(4, 8), slot)
-    counts = counter.counts()
-    assert counts.parameter_bytes_copied == shard.nbytes
-    assert counts.gradient_bytes_copied == slot.nbytes
-    assert counts.peak_unsharded_bytes == {"forward": slot.nbytes, "backward": 0}
-
-
-def test_counter_counts_copies_of_gradients_into_a_slot_that_held_parameters(fake_ranks: None) -> None:
-    shard = torch.ones(4, 8)
-    slot, staging = torch.empty(2, 8, 8).unbind()
-    with StepCounter([shard]) as counter:
-        with counter.phase("step"):
-            dist.all_gather_into_tensor(staging, shard)
-            torch.split_with_sizes_copy(staging.view(2, -1), [32], dim=1, out=[slot.view(2, -1)])
-            slot.copy_(torch.ones(8, 2) @ torch.ones(2, 8))
-            torch.cat([slot.view(2, -1)], dim=1, out=staging.view(2, -1))
-            dist.reduce_scatter_tensor(torch.empty(4, 8), staging)
-    counts = counter.counts()
-    assert counts.parameter_bytes_copied == slot.nbytes
-    assert counts.gradient_bytes_copied == 2 * slot.nbytes
-    assert counts.backend_bytes_copied == 0
-
-
-def test_counter_counts_parameters_that_are_not_sharded_as_always_unsharded() -> None:
-    parameter = torch.ones(4, 4)
-    with StepCounter([parameter], sharded=False) as counter:
-        with counter.phase("forward"):
-            parameter @ parameter
-    assert counter.counts().peak_unsharded_bytes == {"forward": 64}
 
 
 #

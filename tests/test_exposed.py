@@ -113,26 +113,6 @@ def test_other_codes_collectives_are_exposed_while_no_operator_runs(tmp_path):
     }
 
 
-def test_each_moment_counts_once_however_many_collectives_run(tmp_path):
-    """Two gathers of 30 ms that overlap for 20 ms, and nothing computes: 40 ms."""
-    kernels = [
-        ("ncclDevKernel_AllGather", 0, 30, 7, 1),
-        ("ncclDevKernel_AllGather", 10, 40, 8, 2),
-        ("gemm", 40, 50, 0, 3),
-    ]
-    events = [event(n, a, b, "kernel", s, stream=s, correlation=c) for n, a, b, s, c in kernels]
-    events += [event("cudaLaunchKernel", c / 100, c / 100 + 0.001, "cuda_runtime", correlation=c) for c in (1, 2, 3)]
-    events += [ranged("fsdp_all_gather(a)", 0.005, 0.012), ranged("fsdp_all_gather(b)", 0.015, 0.022)]
-    found = tfs.exposed_communication(written(tmp_path / "profile.json", events))
-    assert {key[2]: of[0] for key, of in found.by_bucket.items()} == {
-        "a": pytest.approx(30e-3),
-        "b": pytest.approx(10e-3),
-    }
-    [step] = found.steps
-    assert found.by_rank[0] == pytest.approx(40e-3) and step.name == "whole file"
-    assert str(step.timeline).startswith("50.00 ms = 10.00 compute + 40.00 exposed communication;")
-
-
 def test_fsdp2_on_a_gpu_that_lags_behind_its_host(tmp_path):
     """Copies and collectives on other streams communicate; what they launch on the compute stream is compute.
 
@@ -202,24 +182,6 @@ def test_the_union_of_intervals_is_what_counting_microseconds_gives(tmp_path_fac
     [step] = found.steps
     every = computing.union(*running.values())
     assert step.timeline.idle_seconds == pytest.approx((max(every) + 1 - min(every) - len(every)) * 1e-6, abs=1e-12)
-
-
-BAD = {
-    "is no file of torch's profiler": "[]",
-    "is no file of torch's profiler ": "no JSON",
-    "is no file of torch's profiler  ": '{"traceEvents": [{"ph": "X", "cat": "kernel"}]}',
-    "holds no step": json.dumps({"traceEvents": []}),
-    "holds no communication": json.dumps({"traceEvents": [event("aten::mm", 0, 1)]}),
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_a_bad_file_is_named(tmp_path, message):
-    (tmp_path / "bad.json").write_text(BAD[message])
-    with pytest.raises(ValueError, match=rf"profile: .*bad\.json {message.strip()}"):
-        tfs.exposed_communication(tmp_path / "bad.json")
-    result = CliRunner().invoke(app, ["exposed", str(tmp_path / "bad.json")], env={"COLUMNS": "200"})
-    assert result.exit_code == 2 and message.strip() in result.output
 
 
 def test_files_that_do_not_belong_together_are_named(tmp_path):

@@ -464,15 +464,6 @@ def test_invalid_options_raise_errors_before_the_launch() -> None:
         strategy.setup_module(thunder.jit(nn.Linear(2, 2)))
 
 
-def test_the_package_does_not_import_fabric(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "import sys, thunder_fsdp_sched\n"
-        "assert not {'lightning', 'lightning_fabric', 'thunder_fsdp_sched.fabric'} & sys.modules.keys()\n"
-    )
-    result = run_python("script.py", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-
-
 def test_the_example_trains_in_processes_that_fabric_starts_and_resumes(tmp_path: Path) -> None:
     script = (Path(__file__).resolve().parents[1] / "examples" / "fabric.py").read_text()
     assert "_ in range(2)" in script

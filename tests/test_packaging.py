@@ -16,7 +16,6 @@ import zipfile
 from pathlib import Path
 from types import ModuleType
 
-import thunder_fsdp_sched
 from thunder_fsdp_sched import compat
 
 import pytest
@@ -125,15 +124,6 @@ def test_the_work_tree_has_the_symlink():
     link = ROOT / "transforms"
     assert os.readlink(link) == os.path.join("thunder_fsdp_sched", "transforms")
     assert link.resolve() == ROOT / "thunder_fsdp_sched" / "transforms"
-
-
-def test_the_metadata_lists_requirements_and_extras(about, required):
-    assert (about["Name"], about["Version"]) == ("thunder_fsdp_sched", thunder_fsdp_sched.__version__)
-    assert about["License-Expression"] == "Apache-2.0"
-    assert set(about["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
-    extras = "dev docs fabric models notebook notebook-tests nvfuser plot safetensors"
-    assert set(about.get_all("Provides-Extra")) == set(extras.split())
-    assert required.keys() == {"lightning-thunder", "networkx", "numpy", "rich", "torch", "typer"}
 
 
 def test_the_required_versions_are_those_that_compat_accepts(required):

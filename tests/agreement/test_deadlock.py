@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.ir.read_schedule import read_program
-from thunder_fsdp_sched.proof import verify
 from thunder_fsdp_sched.ranks.deadlock import find_fault
 from thunder_fsdp_sched.ranks.messages import Action
-from thunder_fsdp_sched.transforms.assign_slots import assign_slots
-from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from synthetic_traces import chain
 
 Programs = Mapping[int, Sequence[Action]]
 
@@ -63,32 +57,6 @@ FAULTS: dict[str, tuple[list[tuple[str, ...]], tuple[str, ...]]] = {
     "no member": ([("A:01",)] * 2 + [("A:01", "A:01")], ("line 2:",)),
     "other members": ([("A:01",), ("A:012",), ()], ("deadlocks",)),
 }
-
-
-@pytest.mark.parametrize("case", FAULTS)
-def test_faults_are_described(case):
-    programs, expected = FAULTS[case]
-    fault = find_fault({rank: program(*actions) for rank, actions in enumerate(programs)})
-    assert bool(fault) == bool(expected)
-    assert all(text in fault for text in expected), fault
-
-
-def test_the_program_of_a_trace_lists_its_issues_and_waits():
-    trace = verify(assign_slots(sort_communication(chain(3), prefetch=1)))
-    actions = read_program(trace)
-    assert [(s.waits, s.number) for s in actions] == [
-        (False, 0),
-        (False, 1),
-        (True, 0),
-        (False, 2),
-        (True, 1),
-        (True, 2),
-    ]
-    assert {s.ranks for s in actions} == {(0, 1)}
-    assert find_fault({0: actions, 1: actions}) == ""
-    assert (
-        find_fault({0: actions, 1: read_program(verify(assign_slots(sort_communication(chain(3), prefetch=2))))}) == ""
-    )
 
 
 #

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import CommPolicy, ScheduleDisagreement, fsdp
-from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 
 import models
 import pytest
@@ -149,29 +148,6 @@ def test_functions_decide_by_module_and_tied_parameters_alike() -> None:
         compile_model(TiedWeights, comm_policy=lambda name, module: P(gather="int8") if name == "head" else None)
     tied = compile_model(TiedWeights, comm_policy=P(gather="int8", exempt=("head",)))
     assert _formats(tied)["embedding"] == (None, None), "it is exempt by one of its names"
-
-
-def test_the_plan_the_trace_and_the_schedule_show_formats() -> None:
-    policy = P(gather="int8", reduce="bfloat16", exempt=("last",))
-    compiled = compile_model(lambda: Stack(1), comm_policy=policy, transport="flat")
-    gathered = [line for line in str(compiled.forward).splitlines() if "fsdp_all_gather(" in line]
-    assert [" bytes float64 as int8" in line for line in gathered] == [True, True, False]
-    reduced = [line for line in str(compiled.backward).splitlines() if "fsdp_reduce_scatter(" in line]
-    assert [" bytes float64 as bfloat16" in line for line in reduced] == [False, True, True]
-    assert {op.bucket: op.transport for op in compiled.schedule.forward.of("fsdp_all_gather")} == {
-        "first": "flat int8",
-        "blocks.0": "flat int8",
-        "last": "flat",
-    }
-
-    def plan_of(**options: Any) -> str:
-        made = lambda: (Stack(1), (torch.ones(2, 4),))  # noqa: E731
-        return str(compile_as_rank(made, fsdp(**options), rank=0, world_size=2).plan)
-
-    note = "\nsent by CommPolicy(gather='int8', reduce='bfloat16', exempt=('last',)): first, blocks.0"
-    assert plan_of(comm_policy=policy).endswith(note)
-    assert plan_of(comm_policy=P(gather="int8", min_ndim=0)).endswith("\nsent by CommPolicy(gather='int8', min_ndim=0)")
-    assert "sent by" not in plan_of(comm_policy=CommPolicy())
 
 
 @pytest.mark.parametrize("make", [lambda: Stack(2), FrozenParameters])

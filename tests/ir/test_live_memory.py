@@ -13,19 +13,13 @@ from typing import Any
 
 from thunder_fsdp_sched import CommPolicy, Sharding, StepMemory, fsdp, set_gradient_divide_factor
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
-from thunder_fsdp_sched.extras.step_memory.step_memory import KINDS, TensorMemory
-from thunder_fsdp_sched.extras.step_memory.unknown_memory import unknown_memory
-from thunder_fsdp_sched.extras.step_memory.value_memory import MemoryAnalysis
+from thunder_fsdp_sched.extras.step_memory.step_memory import TensorMemory
 from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.planning.choosing import check_memory
-from thunder_fsdp_sched.planning.clusters import cluster
-from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.search import MemoryLimitError
-from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.reports.memory_files import load_memory, save_memory, save_snapshot
-from thunder_fsdp_sched.reports.plot import plot_memory
-from thunder_fsdp_sched.testing import assert_peak_memory_at_most, gathers
+from thunder_fsdp_sched.testing import gathers
 from thunder_fsdp_sched.transports import TRANSPORTS
 
 import pytest
@@ -36,10 +30,6 @@ from extending import extended
 from memory_count import Tracker, compare, count_on_fake_ranks
 from models import CASES, GPT, FeedForward, Stack, compile_model
 from profiles import LONG_ONLY
-from synthetic_traces import tensor
-from thunder.core import prims
-from thunder.core.symbol import Symbol
-from thunder.core.trace import TraceCtx, tracectx
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -279,19 +269,6 @@ def compiled() -> CompiledTraces:
     return compile_model(lambda: GPT(block=FeedForward), transport="all_to_all")
 
 
-def test_a_peak_is_printed_with_lines_of_the_model_and_asserted(compiled: CompiledTraces) -> None:
-    memory = compiled.memory
-    peak = memory.peak
-    assert peak.nbytes == max(memory.totals) == sum(peak.by_kind.values())
-    assert all(total == sum(memory.bytes_at(n).values()) for n, total in enumerate(memory.totals))
-    assert_peak_memory_at_most(compiled, peak.nbytes)
-    with pytest.raises(AssertionError, match=rf"8 bytes more than the limit of {peak.nbytes - 1:,}: peak"):
-        assert_peak_memory_at_most(compiled, peak.nbytes - 1, optimizer_state=7)
-    assert f"position {peak.position}" in str(memory) and all(t.name in str(memory) for t in peak.largest)
-    assert {t for t in memory.alive_at(peak.position) if t.kind != "communication"} >= set(peak.largest)
-    assert any("models.py:" in tensor.source for tensor in peak.largest)
-
-
 def test_memory_is_saved_loaded_and_compared(compiled: CompiledTraces, tmp_path: Path) -> None:
     memory = compiled.memory
     save_memory(memory, tmp_path / "memory.json")
@@ -355,24 +332,6 @@ def test_a_snapshot_shows_the_prediction_beside_what_was_measured(compiled: Comp
     assert len(pickle.loads(path.read_bytes())["device_traces"]) == 1
 
 
-def test_a_picture_stacks_the_kinds_and_names_the_peak(compiled: CompiledTraces) -> None:
-    pytest.importorskip("matplotlib")
-    memory = compiled.memory
-    timeline = simulate(compiled.forward, compiled.backward, AnalyticCost(cluster("h100-sxm")))
-    for figure, end in (
-        (plot_memory(memory), len(memory.totals)),
-        (plot_memory(memory, timeline=timeline), timeline.step_seconds * 1e3),
-    ):
-        [axes] = figure.axes
-        assert axes.get_xlim() == pytest.approx((0, end))
-        assert f"position {memory.peak.position}: " in axes.get_title(loc="left")
-        labels = [text.get_text() for text in figure.legends[0].get_texts()]
-        kinds = [kind for kind in KINDS if any(memory.bytes_of(kind))]
-        assert [label.partition(",")[0] for label in labels] == kinds[::-1]
-        top = axes.collections[len(kinds) - 1].get_paths()[0].vertices[:, 1].max()
-        assert top == pytest.approx(memory.peak.nbytes / 1e6)
-
-
 def test_cuda_rounds_each_allocation_to_512_bytes(compiled: CompiledTraces) -> None:
     exact, rounded = compiled.memory, compiled.predict_memory(device="cuda")
     for one, other in zip(exact.tensors, rounded.tensors, strict=True):
@@ -391,17 +350,6 @@ def test_memory_that_traces_do_not_tell_is_named_and_bounded(compiled: CompiledT
     matmuls = {n for n, line in enumerate(compiled.memory.statements) if "linear(" in line or "matmul" in line}
     assert set(on_gpu["cuBLAS"].positions) == matmuls
     assert "cuBLAS: at most 33,554,432 bytes" in str(compiled.predict_memory(device="cuda"))
-
-
-def test_a_fusion_allocates_at_most_what_it_computes_inside() -> None:
-    trace = TraceCtx()
-    with tracectx(trace):
-        a = tensor(8)
-        b, c = prims.exp(a), prims.sin(a)
-        d = prims.add(b, c)
-    fusion = Symbol("fusion0", lambda a: None, is_fusion=True).bind(a, output=d, subsymbols=tuple(trace.bound_symbols))
-    [unknown] = unknown_memory(MemoryAnalysis([fusion]), "cpu")
-    assert (unknown.name, unknown.nbytes, unknown.positions) == ("fusion0", 2 * 32, (0,))
 
 
 def test_the_copies_of_gloo_are_bounded_by_transport(one_rank: None) -> None:

@@ -19,7 +19,6 @@ from thunder_fsdp_sched.runtime.bucket import Bucket
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CASES, compile_model
 from synthetic_traces import make_buckets, tensor
 from thunder.core import dtypes, prims
 from thunder.core.prims import PrimIDs
@@ -140,16 +139,3 @@ def test_values_and_slots_are_those_of_brute_force(bsyms: list[BoundSymbol], dat
         assert found.last == max([wait, *(p for param in params for p in uses(bsyms, param))])
         for index, param in enumerate(params):
             assert found.accesses[index] == max([wait, *uses(bsyms, param)])
-
-
-def test_a_resident_bucket_keeps_its_slot_from_forward_to_its_last_reader_in_backward() -> None:
-    traces = compile_model(lambda: CASES["checkpointed"]().double())
-    forward, backward = traces.forward.bound_symbols, traces.backward.bound_symbols
-    alone, step = Analysis(backward).slots, Analysis(forward, backward).slots
-    resident = {issue: live for issue, live in alone.items() if live.first == BEFORE_TRACE}
-    assert resident
-    for issue, live in resident.items():
-        assert len(forward) + issue not in step
-        [whole] = [s for s in step.values() if (s.bucket, s.slot) == (live.bucket, live.slot) and s.is_gather]
-        assert 0 <= whole.first < len(forward) < whole.last == len(forward) + live.last
-        assert {i: len(forward) + p for i, p in live.accesses.items()} == whole.accesses

@@ -14,7 +14,7 @@ from thunder_fsdp_sched.ir.symbols import (
     gather_of,
     reduction_of,
 )
-from thunder_fsdp_sched.plan.specs import BucketSpec, CommSpec
+from thunder_fsdp_sched.plan.specs import BucketSpec
 from thunder_fsdp_sched.planning.clusters import (
     CLUSTERS,
     ClusterSpec,
@@ -27,7 +27,7 @@ from thunder_fsdp_sched.planning.clusters import (
 from thunder_fsdp_sched.planning.cost import AnalyticCost, bytes_of, ring_seconds
 from thunder_fsdp_sched.planning.flops import flops_of
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
-from thunder_fsdp_sched.transports import TRANSPORTS, Traffic, find_transport
+from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest
@@ -39,7 +39,6 @@ from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors import torchex
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 PLAIN = ClusterSpec(
@@ -69,23 +68,6 @@ def test_an_unknown_cluster_is_an_error_that_names_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    ("device_name", "preset"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
-        ("NVIDIA H200", "h200-sxm"),
-        ("NVIDIA A100-SXM4-80GB", "a100-sxm"),
-        ("NVIDIA B200", "b200"),
-    ],
-)
-def test_a_preset_is_found_by_the_exact_model_of_a_gpu(device_name, preset, monkeypatch):
-    found = preset_of_gpu(device_name)
-    assert found.name == preset
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device_name)
-    assert cluster_of_this_process() is found
-
-
-@pytest.mark.parametrize(
     ("device_name", "major", "gigabytes", "nearest"),
     [
         ("NVIDIA GH200 480GB", 9, 102, "h100-sxm"),
@@ -106,16 +88,6 @@ def test_a_gpu_without_a_preset_gets_the_nearest_one_with_a_warning(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     with pytest.warns(UserWarning, match=rf"no preset is known for {device_name}.* '{nearest}'(.|\n)*ClusterSpec"):
         assert cluster_of_this_process() is CLUSTERS[nearest]
-
-
-@pytest.mark.parametrize("spec", CLUSTERS.values(), ids=CLUSTERS.keys())
-def test_presets_have_a_source_and_plausible_figures(spec):
-    assert len(spec.source) > 30
-    assert spec.flops_per_second(torch.bfloat16) <= spec.flops[torch.bfloat16]
-    assert spec.intra_node_bandwidth >= spec.inter_node_bandwidth
-    assert all(0 < getattr(spec.efficiency, f.name) <= 1 for f in dataclasses.fields(spec.efficiency))
-    assert spec.flops_per_second(torch.int64) > 0, "a dtype without a peak must count as the slowest"
-    hash(spec)
 
 
 #
@@ -182,20 +154,6 @@ def device_seconds(trace: TraceCtx, spec: ClusterSpec = PLAIN) -> list[float]:
     return [s.device for s in AnalyticCost(spec).seconds(trace)]
 
 
-def test_a_matmul_takes_the_longer_of_its_flops_and_its_bytes():
-    wide = traced(lambda: prims.matmul(tensor(2, 3), tensor(3, 5)))
-    (bsym,) = wide.bound_symbols
-    assert flops_of(bsym) == {torch.float32: 2 * 2 * 3 * 5}
-    assert bytes_of(bsym) == 4 * (6 + 15 + 10)
-    assert device_seconds(wide) == [124.0]
-    assert device_seconds(wide, dataclasses.replace(PLAIN, memory_bandwidth=124.0)) == [60.0]
-    assert device_seconds(wide, dataclasses.replace(PLAIN, efficiency=Efficiency(memory=0.5))) == [248.0]
-    narrow = traced(
-        lambda: prims.linear(tensor(7, 2, 3, dtype=dtypes.bfloat16), tensor(5, 3, dtype=dtypes.bfloat16), None)
-    )
-    assert flops_of(narrow.bound_symbols[0]) == {torch.bfloat16: 2 * 14 * 3 * 5}
-
-
 def test_an_operand_used_twice_is_read_once_and_selecting_reads_only_what_it_returns():
     def write():
         x = tensor(10)
@@ -220,11 +178,6 @@ def test_views_cost_only_host_time_and_reshaping_a_transposed_value_is_a_copy():
     view, copy = (5.0, 0.0), (5.0, 1.0 + 2 * 96)
     found = [s for s in AnalyticCost(spec).seconds(trace) if s.host]
     assert set(found) == {view, copy} and found.count(copy) == 1
-
-
-def test_an_expanded_value_has_the_bytes_of_its_source():
-    found = [s.device for s in AnalyticCost(PLAIN).seconds(executed(lambda x, row: x + row, (4, 8), (8,)))]
-    assert sum(found) == 4 * (32 + 8 + 32)
 
 
 def test_a_fusion_costs_its_inputs_and_outputs_and_the_flops_inside():
@@ -302,28 +255,6 @@ def test_flops_of_a_model_equal_those_of_torchs_counter(backward):
     traces = [thunder.last_traces(jitted)[-1], *(thunder.last_backward_traces(jitted)[-1:] if backward else [])]
     counted = sum(sum(flops_of(b).values()) for t in traces for b in t.bound_symbols)
     assert counted == counter.get_total_flops()
-
-
-def test_gathers_cost_the_bytes_that_the_transport_and_precision_move_locally():
-    spec = dataclasses.replace(PLAIN, synchronous=True)
-
-    def gather_seconds(mp_policy=None, **comm) -> float:
-        small_bucket = make_bucket("b", [(4, 4)])
-        small_bucket.spec = dataclasses.replace(small_bucket.spec, comm=CommSpec(**comm))
-        if mp_policy is not None:
-            small_bucket.spec = small_bucket.spec.with_options(mp_policy=mp_policy)
-        small_bucket.transport = find_transport(small_bucket.spec.comm.transport)
-
-        def write():
-            fsdp_wait_params(small_bucket, fsdp_all_gather(small_bucket, None, tensor(2, 4)))
-
-        return sum(device_seconds(traced(write), spec)) * spec.bytes_per_second
-
-    assert gather_seconds() == 0
-    assert gather_seconds(MixedPrecisionPolicy(param_dtype=torch.bfloat16)) == 8 * (4 + 2)
-    assert gather_seconds(transport="staged", staging=True) == 2 * 64
-    # The slot is zeroed, and this rank's shard is copied into it.
-    assert gather_seconds(transport="all_reduce") == 64 + 2 * 32
 
 
 class Relayed(Flat):

@@ -28,7 +28,7 @@ import thunder
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Layer, Stack
+from models import Layer
 from synthetic_traces import joint_step
 from torch import nn
 
@@ -191,16 +191,6 @@ def test_automatic_prefetch_minimizes_the_simulated_step_time():
     assert times[traces.settings.prefetch] <= min(times.values()) * 1.001
     assert times[0] > times[1], "prefetch must reduce the simulated step time"
     testing.assert_prefetch_distance(traces, traces.settings.prefetch)
-
-
-def test_without_a_cluster_the_local_device_is_used():
-    [traces] = testing.compile_on_fake_ranks(lambda: (Stack(2), (torch.ones(2, 4),)), 8, prefetch="auto")
-    assert traces.choice is not None and traces.settings.prefetch == traces.choice.chosen.prefetch
-
-
-def test_a_budget_is_refused_under_zero2():
-    with pytest.raises(ValueError, match=r"max_unsharded_bytes.*zero2"):
-        fsdp(sharding_strategy=Sharding("zero2", max_unsharded_bytes="1GB"))
 
 
 @st.composite

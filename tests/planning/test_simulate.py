@@ -145,14 +145,6 @@ def test_compute_hides_a_prefetched_gather_but_not_the_first():
     assert timeline.idle_seconds == 0.0
 
 
-def test_compute_waits_for_a_gather_that_takes_longer():
-    timeline = run(*PREFETCHED, compute={"matmul": 1.0}, gather=2.0)
-    assert spans(timeline, COMPUTE, "wait") == [(0.0, 2.0), (3.0, 4.0)]
-    assert timeline.step_seconds == 5.0
-    assert timeline.exposed_seconds == 3.0
-    assert timeline.exposed_by_bucket == {"b0": 2.0, "b1": 1.0}
-
-
 def offloaded() -> tuple[TraceCtx, TraceCtx]:
     """Return a forward that offloads two values and a backward that copies the second back, then the first."""
     forward = TraceBuilder()
@@ -183,28 +175,6 @@ def test_copies_of_one_direction_run_one_after_the_other_and_delay_compute_only_
     assert timeline.lower_bound == 7.0
     hidden = simulate(*offloaded(), dataclasses.replace(cost, host_copy=0.5))
     assert hidden.step_seconds == 7.0 and hidden.overlap == 1.0
-
-
-def test_a_copy_does_not_delay_collectives_and_has_its_own_time_in_each_direction():
-    builder = TraceBuilder()
-    builder.gather(0)
-    future = builder.write(fsdp_copy_to_host, builder.value)
-    other = builder.write(fsdp_copy_to_device, builder.value, "cpu")
-    builder.wait(0)
-    builder.write(fsdp_wait_host_copy, future, builder.value)
-    builder.write(fsdp_wait_device_copy, other)
-    cost = ConstantCost(gather=2.0, host_copy=3.0, synchronous=False)
-    timeline = simulate(builder.finish_trace(), None, cost)
-    assert [spans(timeline, s) for s in ("none", "to host memory", "to the device")] == [[(0, 2)], [(0, 3)], [(0, 3)]]
-    assert timeline.step_seconds == 3.0
-
-
-@pytest.mark.parametrize("synchronous", [False, True])
-def test_a_collective_starts_after_all_compute_issued_before_it(synchronous):
-    steps = ("compute", "gather 0", "compute", "wait 0", "compute 0")
-    timeline = run(*steps, compute={"neg": 1.0}, gather=3.0, synchronous=synchronous)
-    assert spans(timeline, "none") == [(1.0, 4.0)]
-    assert timeline.exposed_seconds == 2.0
 
 
 def test_collectives_queue_within_a_group_but_not_across_groups():
@@ -271,22 +241,6 @@ def test_the_device_idles_while_it_waits_for_a_slower_host():
     assert (timeline.step_seconds, timeline.idle_seconds) == (7.0, 4.0)
 
 
-def test_the_host_does_not_wait_where_the_device_waits():
-    # The host finishes after 4 s without waiting. The device waits for the end of the gather at 6 s.
-    steps = ("gather 0", "wait 0", "compute 0", "compute")
-    timeline = run(*steps, compute={"neg": 1.0, "matmul": 1.0}, host=1.0, gather=5.0, synchronous=False)
-    assert spans(timeline, "none") == [(1.0, 6.0)]
-    assert spans(timeline, COMPUTE) == [(1.0, 6.0), (6.0, 7.0), (7.0, 8.0)]
-
-
-def test_the_local_work_of_a_collective_counts_as_compute():
-    timeline = run(
-        "reduce 0", "wait_grads 0", compute={"fsdp_reduce_scatter": 1.0, "fsdp_wait_grads": 0.5}, reduction=2.0
-    )
-    assert spans(timeline, "none") == [(1.0, 3.0)]
-    assert (timeline.compute_seconds, timeline.step_seconds) == (1.5, 3.5)
-
-
 def test_a_slot_is_held_from_the_issue_to_the_last_read_through_views():
     builder = TraceBuilder().do("gather 0", "wait 0")
     builder.params[0] = builder.write(prims.transpose, builder.params[0], (1, 0))
@@ -298,23 +252,6 @@ def test_a_slot_is_held_from_the_issue_to_the_last_read_through_views():
     assert timeline.peak_unsharded_bytes == 2 * NBYTES
 
 
-def test_the_slot_of_a_kept_bucket_is_held_until_its_last_read_in_backward():
-    forward = TraceBuilder(zero3=False).do("gather 0", "wait 0", "compute 0", "compute")
-    backward = TraceBuilder(after=forward)
-    backward.params[0] = forward.params[0]
-    traces = forward.finish_trace(), backward.do("compute", "compute 0", "compute").finish_trace()
-    timeline = simulate(*traces, ConstantCost({"matmul": 1.0, "neg": 1.0}, gather=1.0))
-    assert [(u.start, u.end) for u in timeline.slots] == [(0.0, 5.0)]
-    assert timeline.step_seconds == 6.0
-    assert [i.trace for i in timeline.intervals if i.kind == "compute"] == [0, 0, 1, 1, 1]
-
-
-def test_the_slot_of_gradients_is_held_until_they_are_reduced():
-    compute = {"neg": 1.0, "fsdp_reduce_scatter": 1.0}
-    timeline = run("compute", "reduce 0", "compute", "wait_grads 0", compute=compute, reduction=5.0)
-    assert [(u.kind, u.start, u.end) for u in timeline.slots] == [("fsdp_reduce_scatter", 1.0, 7.0)]
-
-
 def test_a_sequence_of_traces_runs_in_order():
     traces = [TraceBuilder().do(*PREFETCHED).finish_trace() for _ in range(3)]
     cost = ConstantCost({"matmul": 3.0}, gather=2.0)
@@ -323,13 +260,6 @@ def test_a_sequence_of_traces_runs_in_order():
     assert simulate(traces[:2], traces[2], cost) == timeline
     positions = [i.position for i in timeline.intervals if i.trace == 2 and i.kind == "compute"]
     assert positions == [3, 5], "positions must be those of the matmuls in their own trace"
-
-
-def test_an_empty_trace_takes_no_time():
-    timeline = run()
-    assert (timeline.step_seconds, timeline.over_max, timeline.over_sum, timeline.overlap) == (0.0, 1.0, 1.0, 1.0)
-    assert timeline.memory == ()
-    assert "0.00 ms = 0.00 compute" in str(timeline)
 
 
 #

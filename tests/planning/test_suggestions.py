@@ -12,14 +12,13 @@ from thunder_fsdp_sched.ir.symbols import gather_of
 from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.dry_run import dry_run_step, replan
-from thunder_fsdp_sched.planning.fit import describe_origins, optimizer_state_bytes
+from thunder_fsdp_sched.planning.fit import optimizer_state_bytes
 from thunder_fsdp_sched.planning.suggestions import Suggestion, suggest
 
 import pytest
 import torch
 from models import Stack
 from profiles import LONG
-from test_dry_run import invoke, words
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 
@@ -153,28 +152,3 @@ def test_a_step_that_fits_gets_changes_that_make_it_faster():
     assert {s.changes for s in found.ranked} == {(change,) for change in faster}
     for suggestion in found.ranked:
         check_promise(suggestion, 10**9)
-
-
-def test_values_are_attributed_to_the_blocks_and_lines_that_make_them():
-    forward = plan_that_fits().compiled.forward
-    tanhs = [bsym.output.name for bsym in forward.bound_symbols if bsym.sym.name == "tanh"]
-    assert describe_origins(tanhs, forward).startswith("blocks.0-blocks.2 (models.py:")
-    assert describe_origins([tanhs[0], tanhs[2]], forward).startswith("blocks.0, blocks.2 (")
-
-
-def test_plan_prints_suggestions_if_the_step_does_not_fit(monkeypatch: pytest.MonkeyPatch):
-    arguments = [
-        "plan",
-        "test_suggestions:make",
-        "--world-size",
-        "8",
-        "--cluster-set",
-        "memory=200kB",
-        "--headroom",
-        "0",
-    ]
-    output = invoke(*arguments, "--dry-runs", "0", "--prefetch", "2")
-    assert "does not fit on h100-sxm" in output and "what to change, fastest first" in output
-    assert "prefetch=0" in output and "needs a dry run, and 0 were allowed" in words(output)
-    assert "what to change" not in invoke(*arguments, "--no-suggest")
-    assert "headroom: expected bytes" in words(invoke(*arguments[:-1], "much", exit_code=2))

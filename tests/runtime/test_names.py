@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from unittest import mock
 
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.runtime import ops
-from thunder_fsdp_sched.runtime.names import issue_named
 
 import pytest
 import thunder
@@ -23,7 +21,6 @@ from device_thread import backward_on
 from forked import run_python
 from models import Stack
 from ranks import on_ranks
-from thunder.dev_utils.nvtx_profile_transform import NvtxProfileTransform
 from torch._C._distributed_c10d import _dump_fr_trace
 
 GATHER = "fsdp_all_gather(blocks.0) in forward"
@@ -56,28 +53,6 @@ def test_collectives_have_bucket_phase_and_step_in_profiles(tmp_path: Path) -> N
         steps = {int(n.rpartition(" ")[2]) for n in names if f"fsdp_reduce_scatter({bucket}) in backward, step" in n}
         assert len(steps) == 2 and max(steps) - min(steps) == 1, names
         assert any(name.startswith(f"fsdp_all_gather({bucket}) in forward, step ") for name in names), names
-
-
-def test_thunders_ranges_of_nvtx_name_the_bucket(one_rank: None) -> None:
-    ranges: list[str] = []
-    torch.manual_seed(0)
-    model = thunder.jit(Stack(1), transforms=[fsdp(), NvtxProfileTransform()])
-    with (
-        mock.patch("torch.cuda.nvtx.range_push", ranges.append),
-        mock.patch("torch.cuda.nvtx.range_pop"),
-    ):
-        model(torch.ones(2, 4)).sum().backward()
-    for call in ("fsdp_all_gather", "fsdp_reduce_scatter"):
-        assert any(f"{call}(bucket_blocks_0, " in name for name in ranges), ranges
-
-
-def test_stacks_name_the_collective() -> None:
-    def issue() -> None:
-        raise ArithmeticError("not issued")
-
-    with pytest.raises(ArithmeticError) as caught:
-        issue_named("all-gather", "blocks.0", issue)
-    assert GATHER in "".join(traceback.format_tb(caught.tb))
 
 
 def hang(rank: int, folder: str) -> None:

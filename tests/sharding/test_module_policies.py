@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import ScheduleDisagreement, eager, fsdp, testing
-from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.reports.report import plan_table
 
 import pytest
 import thunder
@@ -170,20 +168,6 @@ def test_modules_that_share_a_parameter_must_be_decided_alike(option: str, answe
         ValueError, match=f"{option}: parameter 'embedding.weight' is also 'head.weight', but the callable"
     ):
         _plan(TiedWeights, **{option: lambda name, module: answer if name == "head" else None})
-
-
-def test_the_table_of_a_plan_shows_what_functions_have_decided() -> None:
-    transform = compile_as_rank(
-        lambda: (Stack(2), (torch.ones(2, 4),)),
-        fsdp(
-            sharding_strategy=lambda name, module: "zero2" if name == "blocks.0" else None,
-            gradient_divide_factor=lambda name, module: 3 if name == "blocks" else None,
-        ),
-        rank=0,
-        world_size=2,
-    )
-    notes = "\nunsharded until backward: blocks.0\nsum of gradients divided by 3: blocks.0, blocks.1"
-    assert str(transform.plan).endswith(notes) and plan_table(transform.plan).caption.endswith(notes)
 
 
 def test_buckets_by_size_are_filled_separately_for_each_decision() -> None:

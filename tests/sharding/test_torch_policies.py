@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp, testing
-from thunder_fsdp_sched.callables import describe
 
 import pytest
 import thunder
@@ -146,37 +144,6 @@ class Hook:
     def __call__(self, name: str, grads: torch.Tensor) -> None: ...
 
     def method(self, name: str, grads: torch.Tensor) -> None: ...
-
-
-def _scale_by(name: str, grads: torch.Tensor, factor: float = 1.0) -> None:
-    grads.mul_(factor)
-
-
-def test_functions_are_described_by_what_they_are() -> None:
-    one, same, other = (lambda name: name), (lambda name: name), (lambda name: name + "!")
-    nested = [lambda name: [part for part in name if part in {"a", "b"}] for _ in range(2)]
-    pairs: list[tuple[Any, Any, bool, bool]] = [  # whether they are alike, without and with what they capture
-        (one, same, True, True),
-        (one, other, False, False),
-        (*nested, True, True),
-        (_made(2), _made(2), True, True),
-        (_made(2), _made(3), True, False),
-        (_made(1), _made(True), True, False),
-        (_made(one), _made(same), True, True),
-        (_made(one), _made(other), True, False),
-        (_made([1]), _made([2]), True, True),  # state, which may come to differ
-        (functools.partial(_scale_by, factor=2), functools.partial(_scale_by, factor=3), True, False),
-        (functools.partial(one, 2), functools.partial(other, 2), False, False),
-        (Hook(), Hook(), True, True),
-        (Hook().method, Hook().method, True, True),
-        (Hook().method, Hook(), False, False),
-    ]
-    for first, second, alike, alike_with_values in pairs:
-        for captured, expected in ((False, alike), (True, alike_with_values)):
-            texts = describe(first, captured=captured), describe(second, captured=captured)
-            assert (texts[0] == texts[1]) is expected, texts
-            assert "0x" not in "".join(texts)
-    assert describe(_made(3), captured=True).endswith(" (factor=3)")
 
 
 @on_ranks()

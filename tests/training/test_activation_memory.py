@@ -21,7 +21,7 @@ from thunder_fsdp_sched.extras.activation_offload.copies import (
     wait_host_copy,
 )
 from thunder_fsdp_sched.extras.activation_offload.host_copies import fsdp_copy_to_device, fsdp_wait_host_copy
-from thunder_fsdp_sched.extras.activation_offload.offload_activations import offload_activations, offloadable
+from thunder_fsdp_sched.extras.activation_offload.offload_activations import offloadable
 from thunder_fsdp_sched.ir.effects import declared
 from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, return_of, split_joint
 from thunder_fsdp_sched.ir.operator_facts import is_pure
@@ -380,27 +380,3 @@ def test_offloadable_values_own_memory_that_only_backward_needs() -> None:
     assert (outputs & saved) and (inputs & saved) and not (outputs | inputs) & found.keys()
     assert all(nbytes_of(producers[name].output) == found[name] for name in found)
     assert offloadable(joint) == {}, "all values of this model are smaller than is worthwhile"
-
-
-def test_views_of_one_value_are_offloaded_as_that_value_and_computed_again() -> None:
-    joint, _ = _joint(GPT(width=8, blocks=1, vocab=7, length=4))
-    found = offloadable(joint, min_bytes=0)
-    [qkv] = [
-        out.name
-        for b in joint.bound_symbols
-        for out in b.flat_proxy_outs
-        if b.sym.name == "linear" and out.shape == (2, 4, 24)
-    ]
-    views = [out for b in joint.bound_symbols if b.sym.name == "split" for out in outs_of(b)]
-    assert qkv in found and len(views) == 3 and not found.keys() & set(views)
-    forward, backward = split_joint(offload_activations(joint, offloaded=[qkv]))
-    assert [b.sym.name for b in backward.bound_symbols].count("split") == 1
-    assert args_of(return_of(forward)).count(f"host_{qkv}") == 1
-
-
-def test_a_name_that_cannot_be_offloaded_stays_where_it_is() -> None:
-    joint, _ = _joint(Stack(1))
-    assert offload_activations(joint, offloaded=()) is joint
-    [unpacked] = [b.output.name for b in joint.bound_symbols if b.sym.name == "unpack_trivial"][:1]
-    kept = offload_activations(joint, offloaded=[unpacked])
-    assert [str(b) for b in kept.bound_symbols] == [str(b) for b in joint.bound_symbols]

@@ -15,16 +15,15 @@ from typing import Any
 
 from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.extras.activation_offload.host_copies import fsdp_copy_to_host
-from thunder_fsdp_sched.ir.inspection import args_of, forward_part, outs_of
+from thunder_fsdp_sched.ir.inspection import args_of, outs_of
 from thunder_fsdp_sched.ir.operator_facts import facts_of
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_wait_params
-from thunder_fsdp_sched.transforms.keep_fusions_apart import fsdp_fusion_barrier, keep_fusions_apart, remove_cuts
+from thunder_fsdp_sched.ir.symbols import fsdp_wait_params
 
 import nvfuser_standin
 import pytest
 import thunder
 import torch
-from models import CASES, GPT, Chain, FeedForward, Stack, compile_model
+from models import CASES, GPT, Chain, FeedForward, Stack
 from offloading import offloading
 from profiles import LONG_ONLY, mostly_zero3
 from ranks import Ranks, on_ranks, worker_pool
@@ -33,7 +32,6 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.torch_compile import torch_compile_ex
-from thunder.extend import FusionExecutor
 from torch import nn
 
 FUSION_TYPES = ("consecutive", "dataflow")
@@ -277,50 +275,6 @@ def test_fused_models_accumulate_and_evaluate_correctly(strategy: str) -> None:
 #
 # Cuts between fusion regions
 #
-
-
-@pytest.fixture(scope="module")
-def joint() -> TraceCtx:
-    """A joint trace without fusions."""
-    return compile_model(lambda: FeedForwards(blocks=2, width=8, length=4)).joint
-
-
-class Everything(FusionExecutor):
-    """A fusion executor that can fuse any bound symbol."""
-
-    def can_fuse(self, bsym: BoundSymbol) -> bool:
-        return True
-
-
-def test_there_are_no_cuts_if_nothing_can_be_fused(joint: TraceCtx) -> None:
-    assert keep_fusions_apart(joint, fusions=[]) is joint
-
-
-def test_removing_cuts_restores_the_trace(joint: TraceCtx) -> None:
-    cut = keep_fusions_apart(joint, fusions=[Everything("everything")])
-    defined: set[str] = set()
-    for bsym in cut.bound_symbols:
-        if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
-            assert defined.issuperset(args_of(bsym)), f"{bsym} reads a value that is not defined yet"
-        defined.update(outs_of(bsym))
-    restored = remove_cuts(cut)
-    ours = [b for b in joint.bound_symbols if not b.sym.name.startswith("fsdp_")]
-    theirs = [b for b in restored.bound_symbols if not b.sym.name.startswith("fsdp_")]
-    assert [str(b) for b in ours] == [str(b) for b in theirs]
-    assert len(restored.bound_symbols) == len(joint.bound_symbols)
-    assert not any(b.sym is fsdp_fusion_barrier for b in restored.bound_symbols)
-
-
-def test_only_the_residual_stream_crosses_a_cut(joint: TraceCtx) -> None:
-    cut = keep_fusions_apart(joint, fusions=[Everything("everything")])
-    cuts = [i for i, b in enumerate(cut.bound_symbols) if b.sym is fsdp_fusion_barrier]
-    forward = forward_part(cut)
-    assert [forward[i] for i in cuts] == sorted((forward[i] for i in cuts), reverse=True)
-    assert all(len(cut.bound_symbols[i].args) == 1 for i in cuts)
-    gathers = [i for i, b in enumerate(cut.bound_symbols) if b.sym is fsdp_all_gather]
-    for i in gathers[1:]:
-        boundary, wait = cut.bound_symbols[i - 1], cut.bound_symbols[i + 1]
-        assert boundary.sym is fsdp_fusion_barrier and wait.args[2] is boundary.output[-1]
 
 
 @on_ranks()

@@ -24,7 +24,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Checkpointed, Stack
+from models import Stack
 from synthetic_traces import SHAPE, FakeProcessGroup, chain, make_buckets, tensor
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
@@ -135,17 +135,6 @@ def test_no_more_gathers_are_in_flight_than_allowed(trace, prefetch, most):
             verify(free, max_gathers_in_flight=most)
 
 
-def test_a_single_gather_in_flight_overlaps_the_compute_of_the_step_before():
-    limited = verify(
-        assign_slots(sort_communication(chain(3), prefetch=2, max_gathers_in_flight=1)), max_gathers_in_flight=1
-    )
-    ops = [b.sym.name.removeprefix("fsdp_") for b in limited.bound_symbols]
-    expected = ["all_gather", "wait_params", "all_gather", "matmul", "neg", "wait_params", "all_gather", "matmul"]
-    assert [op for op in ops if op in expected][:8] == expected
-    reasons = {op.bucket: op.reason for op in read_schedule(limited).of("fsdp_all_gather")}
-    assert reasons["b2"] == "in-flight limit: at most 1, so only after the wait for b1"
-
-
 @pytest.mark.parametrize(
     ("sizes", "in_flight"), [([3, 3, 3, 3], [1, 2, 2, 2]), ([3, 1, 1, 3, 3], [1, 2, 3, 3, 2]), ([1, 1, 1], [1, 2, 2])]
 )
@@ -186,18 +175,6 @@ def test_slots_being_filled_with_gradients_stay_within_filling_bytes(trace, pref
         assert held <= filling_bytes(unsorted) + sum(in_flight)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
-def test_equal_blocks_need_one_slot_more_than_prefetch(prefetch):
-    sorted_trace = verify(assign_slots(sort_communication(chain(8), prefetch=prefetch)))
-    assert len({b.args[1] for b in sorted_trace.bound_symbols if b.sym is fsdp_all_gather}) == prefetch + 1
-    testing.assert_gathered_buckets_at_most(sorted_trace, prefetch + 1)
-    bucket = next(b for b in sorted_trace.bound_symbols if b.sym is fsdp_all_gather).args[0]
-    testing.assert_unsharded_bytes_at_most(sorted_trace, (prefetch + 1) * bucket.spec.unsharded_bytes)
-    if prefetch:
-        with pytest.raises(AssertionError, match="buckets are unsharded"):
-            testing.assert_gathered_buckets_at_most(sorted_trace, prefetch)
-
-
 @pytest.mark.parametrize(
     ("sizes", "prefetch", "points"),
     [
@@ -216,15 +193,6 @@ def test_equal_blocks_need_one_slot_more_than_prefetch(prefetch):
 )
 def test_small_prefetch_steps_count_for_less_before_large_ones(sizes, prefetch, points):
     assert issue_points(sizes, prefetch) == points
-
-
-def test_zero2_buckets_keep_their_private_slots():
-    trace = chain(4, zero3=False)
-    kept = {b.args[0] for b in trace.bound_symbols if b.sym is fsdp_all_gather}
-    sorted_trace = verify(assign_slots(sort_communication(trace, prefetch=1), kept=kept))
-    for bsym in sorted_trace.bound_symbols:
-        if bsym.sym is fsdp_all_gather:
-            assert bsym.args[1] is bsym.args[0].private_slot
 
 
 @pytest.mark.parametrize("symbol", ["neg", "matmul"])  # the latter reads a parameter itself
@@ -252,24 +220,6 @@ def test_a_gather_delayed_by_a_byte_budget_names_the_bucket_freed_before_it():
     assert reasons["b2"] == "byte budget: fits only after the last read of b0"
     assert reasons["b3"] == "byte budget: fits only after the last read of b1"
     testing.assert_gathered_buckets_at_most(sorted_trace, 2)
-
-
-def test_a_failing_assertion_shows_the_trace_around_the_fault():
-    trace = assign_slots(sort_communication(chain(4), prefetch=1))
-    with pytest.raises(AssertionError) as caught:
-        testing.assert_prefetch_distance(trace, 2)
-    assert "expected 2" in str(caught.value)
-    assert "fsdp_all_gather(bucket_b2" in str(caught.value)
-
-
-def test_recomputed_activations_need_no_additional_gathers():
-    """Activation checkpointing: backward recomputes a block's forward with the parameters that it gathers anyway."""
-    [compiled] = testing.compile_on_fake_ranks(lambda: (Checkpointed(), (torch.randn(3, 4),)), 4)
-    linears = [b for b in compiled.backward.bound_symbols if b.sym.name == "linear"]
-    assert linears, "backward must recompute forward"
-    gathered = [op.bucket for op in compiled.backward_schedule.of("fsdp_all_gather")]
-    assert gathered == ["blocks.2", "blocks.1", "blocks.0"]
-    testing.assert_gathered_buckets_at_most(compiled, 2)
 
 
 def test_phases_run_in_the_order_of_the_table():

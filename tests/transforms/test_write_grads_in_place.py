@@ -7,31 +7,23 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import fsdp, full_state_dict, testing
+from thunder_fsdp_sched import full_state_dict, testing
 from thunder_fsdp_sched.extras.step_memory.slot_memory import shared_slots
-from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
-from thunder_fsdp_sched.ir.slots import grads_over_params
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
-from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.dry_run import dry_run_step
-from thunder_fsdp_sched.planning.flops import flops_of
-from thunder_fsdp_sched.reports.dry_run_table import dry_run_table
 from thunder_fsdp_sched.transforms.write_grads_in_place import share_written_in_place
 
 import pytest
-import thunder
 import torch
 from models import GPT, FeedForward, Layer, Model, SharedBlocks, Stack, TiedWeights, UnevenRows, compile_model
 from pipeline_patches import without
 from profiles import LONG_ONLY
 from ranks import on_ranks
-from scenario import Run, loss_of
+from scenario import Run
 from thunder.core.trace import TraceCtx
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class BatchedExperts(Model):
@@ -132,29 +124,6 @@ def test_gradients_reuse_the_slot_of_their_parameters(prefetch: int) -> None:
     assert used <= (prefetch + 1 + MAX_REDUCTIONS_IN_FLIGHT) * block
 
 
-def test_gradients_of_another_dtype_have_separate_slots() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    trace = compiled(lambda: Stack(8), mp_policy=policy).backward
-    assert not grads_over_params(Analysis(trace.bound_symbols).slots.values())
-
-
-def test_cost_and_report_account_for_gradients_written_in_place() -> None:
-    trace = compiled(Stack).backward
-    with copying_all_gradients():
-        copying = compiled.__wrapped__(Stack).backward
-    cost, flops = AnalyticCost("h100-sxm"), set()
-    for one, free in ((trace, True), (copying, False)):
-        flops.add(sum(sum(flops_of(b).values()) for b in one.bound_symbols))
-        seconds = cost.seconds(one)
-        issues = [s.device for b, s in zip(one.bound_symbols, seconds, strict=True) if b.sym is fsdp_reduce_scatter]
-        assert issues and all((s == 0) is free for s in issues)
-    assert len(flops) == 1
-    step = dry_run_step(lambda: (Stack(), (torch.ones(2, 4),)), world_size=2, on="h100-sxm")
-    written, total = share_written_in_place(step.transform.compiled[-1].backward)
-    assert written == total
-    assert "gradients written in place: 1 kB of 1 kB" in dry_run_table(step).caption
-
-
 #
 # Training
 #
@@ -193,40 +162,3 @@ def test_trains_like_the_unsharded_model_and_bit_equal_to_copies(case: str, opti
         copied = _train_and_accumulate(case, **options)
     for name in direct:
         assert torch.equal(direct[name], copied[name]), name
-
-
-class _CountCopies(TorchDispatchMode):
-    """Counts the bytes that are copied into a given storage."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        super().__init__()
-        self.memory = memory.untyped_storage().data_ptr()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default):
-            written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            self.nbytes += sum(t.nbytes for t in written if t.untyped_storage().data_ptr() == self.memory)
-        return func(*args, **(kwargs or {}))
-
-
-@on_ranks(2)
-def test_backward_copies_only_gradients_that_are_not_written_in_place(rank: int) -> None:
-    for make, context in (
-        (CASES["gpt_with_tied_weights"], contextlib.nullcontext()),
-        (Stack, contextlib.nullcontext()),
-        (Stack, copying_all_gradients()),
-    ):
-        with context:
-            model = make().double()
-            sharded = thunder.jit(model, transforms=[transform := fsdp()])
-            inputs = model.inputs(torch.Generator().manual_seed(rank))
-            loss_of(sharded(*inputs)).backward()
-        written, total = share_written_in_place(transform.compiled[-1].backward)
-        (arena,) = {b.arena for b in transform.sharded.buckets}
-        loss = loss_of(sharded(*inputs))
-        with _CountCopies(arena._memory) as copies:
-            loss.backward()
-        assert copies.nbytes == total - written
-        assert total == 8 * sum(param.numel for bucket in transform.plan for param in bucket.params)
-        assert (written > 0) is isinstance(context, contextlib.nullcontext)
