@@ -24,7 +24,7 @@ import gc
 import json
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -131,13 +131,6 @@ def run(arguments: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         figures = figures_of(trained)
         print(f"Loss with the frequencies of bytes alone: {entropy(*text):.3f}\n\n{harness.table(figures, COLUMNS)}\n")
-        harness.show_promises(
-            (abs(fmean(row["against"])) <= row["limit"], f"{name}: {fmean(row['against']):+.3f} %")
-            for name, row in figures.items()
-            if row["limit"]
-        )
-        if arguments.save:
-            draw(saved, path.with_suffix(".png"))
 
 
 def train(name: str, seed: int, arguments: argparse.Namespace, text: tuple[torch.Tensor, torch.Tensor]) -> Any:
@@ -214,32 +207,6 @@ def figures_of(trained: Trained) -> dict[str, dict[str, Any]]:
     return figures
 
 
-def draw(saved: Mapping[str, Trained], path: Path) -> None:
-    """Draw the training losses of all formats, and the validation losses of all seeds against exact training."""
-    from matplotlib import pyplot
-
-    tables = {setup: figures_of(trained) for setup, trained in saved.items()}
-    figures, first = next(iter(tables.values())), next(iter(saved.values()))
-    rows = dict(zip(figures, range(len(figures)), strict=True))
-    picture, (curves, dots) = pyplot.subplots(1, 2, figsize=(13, 1.5 + 0.22 * len(rows)), layout="constrained")
-    for name in rows:
-        color = {"exact": "black", "gather": "tab:blue", "reduce": "tab:orange"}[re.split(r"\W", name)[0]]
-        curves.plot(first[name]["0"]["training"], color=color, linewidth=0.7)
-    curves.set_title("training loss, seed 0: exact black, gathers blue, reductions orange", fontsize=9)
-    curves.set_xlabel(f"{PARTS} means, each of as many steps", fontsize=8)
-    for (setup, table), marker in zip(tables.items(), "ox+1", strict=False):
-        points = [(value, rows[name]) for name in rows.keys() & table.keys() for value in table[name]["against"]]
-        dots.scatter(*zip(*points, strict=True), marker=marker, s=14, label=setup)
-    limits = [(sign * row["limit"], rows[name]) for name, row in figures.items() if row["limit"] for sign in (-1, 1)]
-    dots.scatter(*zip(*limits, strict=True), marker="|", color="red", s=60, label="limit")
-    dots.axvline(0.0, color="black", linewidth=1)
-    dots.set_yticks(list(rows.values()), list(rows), fontsize=7)
-    dots.set_title("validation loss against exact, each seed, %", fontsize=9)
-    dots.legend(fontsize=8)
-    dots.invert_yaxis()
-    picture.savefig(path, dpi=110)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
@@ -247,5 +214,5 @@ if __name__ == "__main__":
     parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", metavar="REGEX", default="", help="only matching formats, and exact training")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write all figures as JSON, and a picture")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write all figures as JSON")
     harness.run_on_ranks(__file__, parser.parse_args(namespace=argparse.Namespace(no_limit=True)), run)

@@ -3,7 +3,7 @@
     python benchmarks/checkpoints.py           # each step leaves its core for 0.4 s, as it does while a GPU computes
     python benchmarks/checkpoints.py --real    # steps that need both cores
 
-Two ranks train linear layers with AdamW, ours with ``save_checkpoint(wait=False)`` and FSDP2 with ``dcp.async_save``. All
+Two ranks train linear layers with AdamW, ours with ``save_checkpoint_async`` and FSDP2 with ``dcp.async_save``. All
 systems take turns: in every round, each copies its state once, runs undisturbed steps, saves, and runs steps until the
 checkpoint is complete. Seconds are those of the slowest rank.
 
@@ -69,8 +69,8 @@ def measure(arguments: argparse.Namespace) -> None:
     group, sleep = dist.new_group(), arguments.compute[0]
     shared_memory = DefaultStager(StagingOptions(False, True, False, False))
     saves: dict[str, Callable[[Any, Any], Any]] = {
-        f"ours, {writer}": lambda model, optimizer, writer=writer: tfs.save_checkpoint(
-            target, model, optimizer, wait=False, writer=writer
+        f"ours, {writer}": lambda model, optimizer, writer=writer: tfs.save_checkpoint_async(
+            target, model, optimizer, writer=writer
         )
         for writer in ("thread", "process")
     }

@@ -8,7 +8,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def options(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--real", dest="compute", action="store_const", const=[0.0], help="real compute, not emulated")
     parser.add_argument("--rounds", type=int, default=9, help="measured steps of each system")
     parser.add_argument("--only", metavar="REGEX", default="", help="only matching systems, and those compared with")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write all figures as JSON, and pictures")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write all figures as JSON")
     parser.set_defaults(**defaults)
     return parser
 
@@ -145,12 +145,6 @@ def _cell(value: Any, form: str | Callable[[Any], str]) -> str:
 
 def show_nbytes(value: float) -> str:
     return human_bytes(round(value))
-
-
-def show_promises(promises: Iterable[tuple[bool, str]]) -> None:
-    """Print whether each promise holds, and its text."""
-    for is_kept, text in promises:
-        print(f"{'kept  ' if is_kept else 'MISSED'}  {text}")
 
 
 def report(

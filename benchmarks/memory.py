@@ -37,7 +37,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched.planning.cost import AnalyticCost
@@ -70,10 +69,6 @@ REFERENCE = "ours zero3"
 
 # The systems whose peaks are budgets of ours; others are slower at about the same peaks.
 COMPARED = "FSDP2 overlapped zero3"
-
-
-# Limit on the step time of ours, divided by that of the best other system, at equal peak.
-BAR = 0.92
 
 
 def parse(command_line: list[str] | None = None) -> argparse.Namespace:
@@ -259,14 +254,12 @@ class Point:
         best: the fastest other system whose peak is at most the budget, or that of ours if that is larger; ``None`` if
             there is none.
         ratio: the step time of ours divided by that of ``best``, as the median over rounds.
-        block_wise: the systems with checkpoints of whole blocks, and without, whose peak is at most that.
     """
 
     ours: str
     budget: int
     best: str | None
     ratio: float | None
-    block_wise: tuple[str, ...]
 
 
 def equal_peaks(results: Results) -> list[Point]:
@@ -280,28 +273,12 @@ def equal_peaks(results: Results) -> list[Point]:
         fitting = [other for other in others if results.figures[other]["peak"] <= limit]
         best = min(fitting, key=lambda other: statistics.median(results.seconds[other]), default=None)
         of_best = None if best is None else ratio(results.seconds[name], results.seconds[best])
-        block_wise = tuple(n for n in fitting if "compiled" not in n and "selective" not in n)
-        points.append(Point(name, figures["budget"], best, of_best, block_wise))
+        points.append(Point(name, figures["budget"], best, of_best))
     return points
 
 
-def promises(results: Results, points: list[Point]) -> list[tuple[bool, str]]:
-    """Return what this benchmark is to show: whether each promise holds, and its text with the figure."""
-    made = []
-    for point in points:
-        peak = results.figures[point.ours]["peak"]
-        made.append((peak <= point.budget, f"{point.ours}: counted {_mb(peak)} of a budget of {_mb(point.budget)}"))
-    for point in points:
-        if point.ratio is not None:
-            made.append((point.ratio <= BAR, f"{point.ours}: {point.ratio:.2f} of {point.best}, {BAR}"))
-    alone = [point.ours for point in points if not point.block_wise]
-    made.append((bool(alone), f"budgets that no checkpoints of blocks meet: {', '.join(alone) or 'none'}"))
-    made += [(False, f"{name}: {why}") for name, why in results.refused.items()]
-    return made
-
-
 def finish(arguments: argparse.Namespace, results: Results) -> None:
-    """Print the tables and promises, and save the figures and the picture."""
+    """Print the tables, and save the figures."""
     points, reference = equal_peaks(results), results.figures[REFERENCE]
     figures: dict[str, dict[str, Any]] = {}
     for name, of_one in results.figures.items():
@@ -327,10 +304,7 @@ def finish(arguments: argparse.Namespace, results: Results) -> None:
     if arguments.loss_chunks:
         return
     print("\nThe best of the other systems whose peak is at most the budget:\n")
-    print(harness.table({point.ours: _compared(point, figures) for point in points}, POINTS), end="\n\n")
-    harness.show_promises(promises(results, points))
-    if arguments.save:
-        draw(figures, arguments.save / ("memory.png" if emulated else "memory_real.png"))
+    print(harness.table({point.ours: _compared(point, figures) for point in points}, POINTS))
 
 
 def _compared(point: Point, figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -366,39 +340,6 @@ POINTS: harness.Columns = {
     "its peak MB": ("its_peak", _mb),
     "its step s": ("its_seconds", ".3f"),
 }
-
-
-def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw step times over peaks, a line for each family of systems."""
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7.5, 4.5))
-    families: dict[str, list[str]] = {}
-    for name, of_one in figures.items():
-        if "budget" in of_one:
-            family = "ours with max_memory"
-        else:
-            family = name.split(",")[0]
-            family += " (compiled)" * ("compiled" in name) + " (selective)" * ("selective" in name)
-        families.setdefault(family, []).append(name)
-    for family, names in families.items():
-        places = sorted((figures[name]["peak"] / 1e6, figures[name]["seconds"]) for name in names)
-        ours = family.startswith("ours")
-        axis.plot(
-            *zip(*places, strict=True),
-            marker="o" if ours else "s",
-            markersize=4,
-            linewidth=2 if ours else 1,
-            linestyle="-" if len(names) > 1 else "none",
-            label=family,
-        )
-    axis.set_xlabel("peak of a step, MB")
-    axis.set_ylabel("step, s")
-    axis.set_ylim(bottom=0)
-    axis.set_xlim(left=0)
-    axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

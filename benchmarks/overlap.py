@@ -43,7 +43,6 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched import CommPolicy, Sharding, exposed_communication
@@ -176,8 +175,6 @@ def run(arguments: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         name, columns = ("bucketing", BUCKETING_COLUMNS) if arguments.bucketing else ("overlap", COLUMNS)
         harness.report(arguments, name, results, columns, {n: system.losses for n, system in sharded.items()})
-        if arguments.save and not arguments.bucketing:
-            draw(results, arguments.save / "overlap.png")
 
 
 def predict(built: Mapping[str, System], tokens: torch.Tensor, arguments: argparse.Namespace) -> dict[str, float]:
@@ -257,26 +254,6 @@ def bucketing_figures(
                 "latency_ms": 1e3 * statistics.median(seconds[f"latency of {name}"]),
             }
     return figures
-
-
-def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    from matplotlib import pyplot
-
-    names = [name for name, of_one in results[0]["figures"].items() if "of_max" in of_one]
-    size = (1.5 + 4.5 * len(results), 1 + 0.27 * len(names))
-    figure, axes = pyplot.subplots(1, len(results), figsize=size, sharey=True, squeeze=False)
-    for axis, result in zip(axes[0], results, strict=True):
-        values = [result["figures"][name]["of_max"] for name in names]
-        colors = ["tab:blue" if name.startswith("ours") else "tab:gray" for name in names]
-        axis.bar_label(axis.barh(range(len(names)), values, color=colors), fmt="%.2f", padding=2, fontsize=8)
-        axis.set_yticks(range(len(names)), names, fontsize=8)
-        axis.axvline(1.0, color="black", linewidth=1)
-        axis.set_title(f"compute {result['figures']['compute']['seconds']:.2f} s", fontsize=9)
-        axis.set_xlabel("step / max(compute, communication)", fontsize=8)
-        axis.set_xlim(0.9, max(values) * 1.1)
-    axes[0][0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ backward on the slowest rank, without the optimizer. All other figures are those
 * As gloo reduces: the same, with reduce-scatters as all-reduces, which send twice the bytes.
 * Sent: the bytes that the operating system's kernel counted on the interface, including headers.
 * Copies, calls and memory are counted in untimed steps, by ``examples/step_counter.py``.
-* Casts: casts into memory that collectives read, and casts of the results of reductions. They also count as copies. Casts
-  by the model do not count, but are in the JSON file: on a CPU, Thunder's layer norms convert bfloat16 weights that they
-  have broadcast.
 """
 
 from __future__ import annotations
@@ -36,8 +33,6 @@ from systems import Emulation, Shape, System, build, measure, ours, step
 from netns import sent_bytes
 from step_counter import StepCounter
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 TRIED = ("flat", "all_to_all", "staged", "coalesced", "all_reduce", "symmetric_memory")
 PRECISIONS = {
@@ -61,8 +56,6 @@ COLUMNS: harness.Columns = {
     "sent": ("sent_bytes", show_nbytes),
     "params copied": ("parameter_bytes_copied", show_nbytes),
     "grads copied": ("gradient_bytes_copied", show_nbytes),
-    "casts": ("casts", "d"),
-    "bytes cast": ("cast_bytes", show_nbytes),
     "calls": ("collectives", "d"),
     "peak unsharded": ("peak_unsharded_bytes", show_nbytes),
     **harness.STEP,
@@ -142,55 +135,17 @@ def by_formula(transform: Any) -> dict[str, int]:
 
 
 def counts_of(system: System, tokens: torch.Tensor) -> dict[str, int]:
-    """Count the copies, casts, collectives and live bytes of one step on this rank."""
-    counter, casts = StepCounter(system.module.parameters()), Casts()
+    """Count the copies, collectives and live bytes of one step on this rank."""
+    counter = StepCounter(system.module.parameters())
     step(system, tokens, counter)
-    step(system, tokens, casts)  # in another step, because it keeps memory alive
     counts = counter.counts()
-    number, nbytes, by_model = casts.total()
     return {
-        "parameter_bytes_copied": counts.parameter_bytes_copied - by_model,
+        "parameter_bytes_copied": counts.parameter_bytes_copied,
         "gradient_bytes_copied": counts.gradient_bytes_copied,
         "backend_bytes_copied": counts.backend_bytes_copied,
         "collectives": len(counts.collectives),
         "peak_unsharded_bytes": max(counts.peak_unsharded_bytes.values()),
-        "casts": number,
-        "cast_bytes": nbytes,
-        "parameter_bytes_cast_by_model": by_model,
     }
-
-
-class Casts(TorchDispatchMode):
-    """A counter of copies between dtypes, into memory that a collective reads or from the result of a reduction."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # from, to; kept, so that addresses are not reused
-        self.operands: dict[int, torch.Tensor] = {}
-        self.reduced: dict[int, torch.Tensor] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if func.namespace == "c10d":
-            self.operands |= {_address(t): t for t in tree_iter(args) if isinstance(t, torch.Tensor)}
-            if "reduce_scatter" in name:
-                self.reduced |= {_address(t): t for t in tree_iter(args[0]) if isinstance(t, torch.Tensor)}
-        elif name in ("copy_", "_to_copy"):
-            source, target = (args[1], args[0]) if name == "copy_" else (args[0], result)
-            if source.dtype != target.dtype:
-                self.seen.append((source, target))
-        return result
-
-    def total(self) -> tuple[int, int, int]:
-        """Return their number, the bytes written, and the bytes that the model itself cast from gathered parameters."""
-        ours = [t for s, t in self.seen if _address(t) in self.operands or _address(s) in self.reduced]
-        others = [t for s, t in self.seen if _address(s) in self.operands and not any(t is o for o in ours)]
-        return len(ours), sum(t.nbytes for t in ours), sum(t.nbytes for t in others)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 if __name__ == "__main__":

@@ -156,14 +156,12 @@ def test_memory_in_an_arena_counts_until_its_last_read_or_wait(fake_rank: None) 
 
 
 @LONG_ONLY
-def test_memory_is_compared_at_equal_peaks(fake_rank: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_is_compared_at_equal_peaks(fake_rank: None, tmp_path: Path) -> None:
     """All of ``memory.py`` with few systems and collectives that do nothing."""
-    pytest.importorskip("matplotlib")
     only = "overlapped zero3(, every block|, selective)?$"
     sizes = ["--blocks", "1", "--width", "64", "--length", "16", "--batch", "16", "--compute", "0.01", "--rounds", "1"]
     options = ["--no-limit", "--budgets", "0.8", "--not-equal", "--save", str(tmp_path)]
     memory.run(memory.parse([*sizes, *options, "--only", only]))
-    printed = capsys.readouterr().out
     saved = json.loads((tmp_path / "memory.json").read_text())
     figures = saved["results"][0]["figures"]
     fsdp2 = "FSDP2 overlapped zero3"
@@ -174,8 +172,6 @@ def test_memory_is_compared_at_equal_peaks(fake_rank: None, tmp_path: Path, caps
     assert figures["ours zero3"]["flops"] == figures[fsdp2]["flops"] == figures[f"{fsdp2}, selective"]["flops"]
     assert 0.99 < figures["ours zero3"]["predicted"] / figures["ours zero3"]["peak"] < 1.01
     assert figures["ours, 80%"]["peak"] <= 1.01 * figures["ours, 80%"]["budget"]
-    assert "kept    ours, 80%: counted" in printed
-    assert (tmp_path / "memory.png").stat().st_size > 0
 
 
 @on_ranks()
