@@ -8,6 +8,7 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.ranks.deadlock import find_fault
 from thunder_fsdp_sched.ranks.messages import Action
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -57,6 +58,14 @@ FAULTS: dict[str, tuple[list[tuple[str, ...]], tuple[str, ...]]] = {
     "no member": ([("A:01",)] * 2 + [("A:01", "A:01")], ("line 2:",)),
     "other members": ([("A:01",), ("A:012",), ()], ("deadlocks",)),
 }
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_faults_are_described(case):
+    programs, expected = FAULTS[case]
+    fault = find_fault({rank: program(*actions) for rank, actions in enumerate(programs)})
+    assert bool(fault) == bool(expected)
+    assert all(text in fault for text in expected), fault
 
 
 #

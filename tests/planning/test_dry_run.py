@@ -48,7 +48,9 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     assert {op.bucket for op in step.forward} == {"first", "blocks.0", "blocks.1", "last"}
     events = json.loads(files[1].read_text())["traceEvents"]
     gathers = [e["args"] for e in events if e.get("cat") == "fsdp_all_gather" and "position" in e["args"]]
-    assert [g["trace"] for g in gathers] == [0, 0, 0, 0, 1] and max(e["args"]["bytes"] for e in events if e["ph"] == "C") > 0
+    assert [g["trace"] for g in gathers] == [0, 0, 0, 0, 1] and max(
+        e["args"]["bytes"] for e in events if e["ph"] == "C"
+    ) > 0
 
     other = tmp_path / "other.json"
     limits = ["--max-gathers-in-flight", "1", "--optimizer-bytes", "1e9"]
