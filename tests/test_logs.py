@@ -103,10 +103,15 @@ def test_other_modules_keep_thunders_warning(fake_ranks: None) -> None:
 def test_tlparse_shows_traces_and_compares_collectives(rank: int, tmp_path: Path) -> None:
     handler = _internal.LazyTraceHandler(str(tmp_path))  # what TORCH_TRACE installs when torch is imported
     handler.setFormatter(_internal.TorchLogsFormatter(trace=True))
-    with mock.patch.object(_internal.trace_log, "handlers", [handler]), contextlib.closing(handler):
-        torch.manual_seed(0)
-        model = thunder.jit(Stack(2), transforms=[fsdp()])
-        model(torch.randn(2, 4)).sum().backward()
+    logger = logging.getLogger(NAME)
+    logger.setLevel(logging.DEBUG)
+    try:
+        with mock.patch.object(_internal.trace_log, "handlers", [handler]), contextlib.closing(handler):
+            torch.manual_seed(0)
+            model = thunder.jit(Stack(2), transforms=[fsdp()])
+            model(torch.randn(2, 4)).sum().backward()
+    finally:
+        logger.setLevel(logging.NOTSET)
     dist.barrier()
     if rank:
         return
@@ -122,6 +127,7 @@ def test_tlparse_shows_traces_and_compares_collectives(rank: int, tmp_path: Path
         number, schedule = str(half), getattr(compiled, f"{name}_schedule")
         assert shown[number, f"fsdp_{name}_before"].split() == str(getattr(compiled, f"{name}_before")).split()
         assert "fsdp_wait" in shown[number, f"fsdp_{name}_after"]
+        assert "(bucket_blocks_0, slot_" in shown[number, "fsdp_after_assign_slots"]
         assert json.loads(shown[number, "inductor_collective_schedule"]) == schedule.collectives()
         assert len(json.loads(shown[number, f"fsdp_{name}_schedule"])["ops"]) == len(schedule)
     assert str(compiled.memory) in shown["1", "fsdp_memory"]

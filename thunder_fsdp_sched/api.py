@@ -114,7 +114,7 @@ def fsdp(
     ranks: ProcessGroup | DeviceMesh | Ranks | None = None,
     init: Init = Init(),  # noqa: B008  # frozen
     agree: Literal["step", "compile", "never"] = "step",
-    debug: Debug = Debug(),  # noqa: B008
+    debug: Debug | None = None,
 ) -> FSDPTransform:
     """Return a transform that shards a module: ``thunder.jit(model, transforms=[fsdp(...)])``.
 
@@ -251,7 +251,7 @@ def fsdp(
         ranks=Ranks.of(ranks),
         init=is_a(Init, "Init(...)")("init", init),
         agree=check_agree("agree", agree),
-        debug=is_a(Debug, "Debug(...)")("debug", debug),
+        debug=is_a(Debug, "Debug(...)")("debug", Debug() if debug is None else debug),
     )
     return FSDPTransform(options, load("planning.choosing") if options.needs_search else None)
 

@@ -5,9 +5,9 @@ Both go to the logger ``thunder_fsdp_sched``. Python shows neither by default::
     logging.basicConfig()
     logging.getLogger("thunder_fsdp_sched").setLevel(logging.DEBUG)
 
-With ``TORCH_TRACE=folder``, torch's structured log gets the traces before and after the passes, the schedule and the
-predicted memory of each compilation. ``tlparse folder --all-ranks-html`` shows them, and compares the order of collectives
-across ranks.
+With ``TORCH_TRACE=folder``, torch's structured log gets the traces before and after the passes (at DEBUG after each one),
+the schedule and the predicted memory of each compilation. ``tlparse folder --all-ranks-html`` shows them, and compares the
+order of collectives across ranks.
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ class Artifacts:
     def log(self, name: str, half: str, payload: Callable[[], Any], *, encoding: str = "json") -> None:
         """Log ``payload()`` for ``"forward"`` or ``"backward"``; it is called only if torch writes that log."""
         log_artifact(name, encoding, (self._compile_id, int(half == "backward")), payload)
+
+    def log_pass(self, name: str, half: str, trace: TraceCtx) -> None:
+        """Log a trace after a pass, if the logger of this package shows DEBUG."""
+        if LOGGER.isEnabledFor(logging.DEBUG):
+            self.log(f"fsdp_after_{name}", half, lambda: str(trace), encoding="string")
 
     def log_schedule(self, half: str, unscheduled: TraceCtx, schedule: Any) -> None:
         """Log a trace before it is scheduled, and its ``Schedule``, before the ranks compare theirs."""

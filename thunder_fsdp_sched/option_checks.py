@@ -227,6 +227,15 @@ def check_device(name: str, device: Any) -> torch.device | None:
 
 
 flag = is_a(bool, "a bool")
+
+
+def check_names(name: str, names: Any) -> tuple[str, ...]:
+    """Return ``names`` if it is a tuple of strings; raise TypeError otherwise."""
+    if not isinstance(names, tuple) or not all(isinstance(each, str) for each in names):
+        raise TypeError(f"{name}: expected a tuple of names, got {names!r}")
+    return names
+
+
 check_prefetch = is_a(int, "a number of buckets (int), 'auto' or None", _at_least(0, "buckets"), words=("auto",))
 check_gathers = is_a(int, "a number of gathers (int) or None", _at_least(1, "gathers"))
 check_secondary_ranks = is_a(int, "a number of ranks or None", _secondary_ranks)

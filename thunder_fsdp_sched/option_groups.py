@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from .ir.schedule import StepSchedule
 from .option_checks import (
     check_bytes,
     check_device,
@@ -19,6 +21,7 @@ from .option_checks import (
     check_ignored,
     check_init_fn,
     check_mesh,
+    check_names,
     check_process_group,
     check_rank,
     check_secondary_ranks,
@@ -61,8 +64,9 @@ def _comparable(value: Any, captured: bool) -> str:
         return value.type
     if isinstance(value, DeviceMesh):
         return f"mesh of {tuple(value.shape)} ranks, dimensions {value.mesh_dim_names}"
-    if isinstance(value, tuple):  # schedules
-        return str([(step.forward.compute, step.backward and step.backward.compute) for step in value])
+    if isinstance(value, tuple):
+        schedules = [step for step in value if isinstance(step, StepSchedule)]
+        return str([(s.forward.compute, s.backward and s.backward.compute) for s in schedules] or value)
     if isinstance(value, (MixedPrecisionPolicy, OffloadPolicy)):
         of_fields = [f"{f.name}={_comparable(getattr(value, f.name), captured)}" for f in fields(value)]
         return f"{type(value).__name__}({', '.join(of_fields)})"
@@ -261,6 +265,10 @@ class Init(OptionGroup):
         )
 
 
+def _checks_passes() -> bool:
+    return os.environ.get("THUNDER_FSDP_SCHED_CHECK_PASSES") == "1"
+
+
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Debug(OptionGroup):
     """Which checks run, and what may be left out to find a fault: ``fsdp(debug=Debug(...))``.
@@ -275,15 +283,23 @@ class Debug(OptionGroup):
             parameters of each bucket have gradients. By default :class:`ScheduleDisagreement` is raised if the traces
             of ranks differ in an operator, an argument or the flow of data. Ranks whose inputs have other shapes, or
             other numbers as arguments, may also differ in numbers in their traces that may stem from a size.
+        skip_passes: names of passes to leave out, of those that the table of passes in *How it works* does not call
+            required. A step gives the same numbers without them, but is slower or needs more memory.
+        check_passes: check the trace after each pass: each name is defined once, before it is read. By default only if the
+            variable ``THUNDER_FSDP_SCHED_CHECK_PASSES`` of the environment is 1.
 
     Raises:
-        TypeError: an argument is invalid; the message names it.
+        TypeError, ValueError: an argument is invalid; the message names it.
     """
 
     audit: bool = True
     trace_modules_once: bool = True
     allow_different_computation: bool = False
+    skip_passes: tuple[str, ...] = ()
+    check_passes: bool = field(default_factory=_checks_passes, metadata=COMPARED_BY_EFFECT)
 
     def __post_init__(self) -> None:
+        check_names("Debug: skip_passes", self.skip_passes)
         for each in fields(self):
-            flag(f"Debug: {each.name}", getattr(self, each.name))
+            if each.name != "skip_passes":
+                flag(f"Debug: {each.name}", getattr(self, each.name))

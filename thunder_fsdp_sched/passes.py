@@ -13,8 +13,9 @@ from thunder.extend import Executor, FusionExecutor
 
 from .compiled_traces import CompiledTraces, StepSettings
 from .extensions import load
-from .logs import log_pass
+from .logs import Artifacts, log_pass
 from .options import Options
+from .proof.verify import check_well_formed
 from .runtime.bucket import Bucket
 from .runtime.memory import Arena
 from .runtime.module_hooks import TracedHooks
@@ -53,6 +54,7 @@ class Context:
         forward: the forward trace, once it is scheduled.
         copy_times: the ``CopyTimes`` by which copies of offloaded values are placed, if some are.
         start: of a trace on the control channel, if the ranks agree before each run.
+        artifacts: where traces are dumped.
         arena_of: returns the arena of a bucket; another one for candidates of the search.
     """
 
@@ -74,6 +76,7 @@ class Context:
     forward: TraceCtx | None = None
     copy_times: Any = None
     start: TraceStart | None = None
+    artifacts: Artifacts = field(default_factory=Artifacts)
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena
 
     @property
@@ -119,12 +122,14 @@ class Step:
         bind: runs the pass on a trace, with its arguments from a context; ``None`` if it has none.
         when: whether it runs.
         searched: whether candidates of the search run it, too.
+        required: whether numbers, or errors in place of wrong ones, depend on it; see ``Debug(skip_passes=...)``.
     """
 
     pass_: Callable[..., TraceCtx]
     bind: Callable[[TraceCtx, Context], TraceCtx] | None = None
     when: Condition = ("", lambda c: True)
     searched: bool = False
+    required: bool = True
 
     @property
     def name(self) -> str:
@@ -147,20 +152,26 @@ class Phase:
         self.name, self.before, self.steps = name, before, steps
 
     def run(self, trace: TraceCtx, context: Context, *, search: bool = False) -> TraceCtx:
-        """Run the passes; log what each has changed, and record its processor time.
+        """Run the passes; log what each has changed, record its processor time, and check its result if an option says so.
 
         Args:
             search: whether this is a candidate of the search, of which nothing is recorded.
         """
         for step in self.steps:
-            if (search and not step.searched) or not step.when[1](context):
+            if (search and not step.searched) or step.name in context.options.debug.skip_passes:
+                continue
+            if not step.when[1](context):
                 continue
             started, before = time.process_time(), trace
             trace = step.run(before, context)
-            if not search:
-                seconds = time.process_time() - started
-                context.traces.pass_seconds[step.name] += seconds
-                log_pass(step.name, seconds, before, trace)
+            if search:
+                continue
+            seconds = time.process_time() - started
+            context.traces.pass_seconds[step.name] += seconds
+            log_pass(step.name, seconds, before, trace)
+            context.artifacts.log_pass(step.name, "forward" if context.forward is None else "backward", trace)
+            if context.options.debug.check_passes:
+                check_well_formed(trace, step.name)
         return trace
 
 

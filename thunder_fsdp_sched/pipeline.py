@@ -13,6 +13,8 @@ store nothing.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
@@ -40,17 +42,27 @@ from .transforms.shard_prologue import shard_prologue
 from .transforms.sort_communication import sort_communication
 from .transforms.write_grads_in_place import write_grads_in_place
 
-insert_agreement = Later("transforms.insert_agreement:insert_agreement")
-keep_fusions_apart = Later("transforms.keep_fusions_apart:keep_fusions_apart")
-remove_cuts = Later("transforms.keep_fusions_apart:remove_cuts")
-mark_draws = Later("transforms.draws_in_fusions:mark_draws")
-refuse_merged_draws = Later("transforms.draws_in_fusions:refuse_merged_draws")
-release_slots = Later("transforms.release_slots:release_slots")
-release_extension = Later("transforms.release_slots:release_extension")
-gather_from_secondary = Later("extras.secondary_shards.gather_from_secondary:gather_from_secondary")
-offload_activations = Later("extras.activation_offload.offload_activations:offload_activations")
-sort_host_copies = Later("extras.activation_offload.sort_host_copies:sort_host_copies")
-replay_schedule = Later("extras.replay.replay_schedule:replay_schedule")
+if TYPE_CHECKING:  # so that a checker of types sees their arguments
+    from .extras.activation_offload.offload_activations import offload_activations
+    from .extras.activation_offload.sort_host_copies import sort_host_copies
+    from .extras.replay.replay_schedule import replay_schedule
+    from .extras.secondary_shards.gather_from_secondary import gather_from_secondary
+    from .transforms.draws_in_fusions import mark_draws, refuse_merged_draws
+    from .transforms.insert_agreement import insert_agreement
+    from .transforms.keep_fusions_apart import keep_fusions_apart, remove_cuts
+    from .transforms.release_slots import release_extension, release_slots
+else:
+    insert_agreement = Later("transforms.insert_agreement:insert_agreement")
+    keep_fusions_apart = Later("transforms.keep_fusions_apart:keep_fusions_apart")
+    remove_cuts = Later("transforms.keep_fusions_apart:remove_cuts")
+    mark_draws = Later("transforms.draws_in_fusions:mark_draws")
+    refuse_merged_draws = Later("transforms.draws_in_fusions:refuse_merged_draws")
+    release_slots = Later("transforms.release_slots:release_slots")
+    release_extension = Later("transforms.release_slots:release_extension")
+    gather_from_secondary = Later("extras.secondary_shards.gather_from_secondary:gather_from_secondary")
+    offload_activations = Later("extras.activation_offload.offload_activations:offload_activations")
+    sort_host_copies = Later("extras.activation_offload.sort_host_copies:sort_host_copies")
+    replay_schedule = Later("extras.replay.replay_schedule:replay_schedule")
 
 
 def _retains(c: Context) -> bool:
@@ -87,7 +99,7 @@ PIPELINE: tuple[Phase, ...] = (
         "computation",
         "",
         Step(draw_once),
-        Step(recompute_whole_regions),
+        Step(recompute_whole_regions, required=False),
         Step(average_counted_targets),
         Step(
             insert_unshard,
@@ -121,7 +133,7 @@ PIPELINE: tuple[Phase, ...] = (
                 trace, buckets=c.buckets, no_sync=c.no_sync, accumulate=c.settings.accumulate
             ),
         ),
-        Step(fuse_downcast),
+        Step(fuse_downcast, required=False),
     ),
     Phase(
         "bucketed",
@@ -152,12 +164,14 @@ PIPELINE: tuple[Phase, ...] = (
                 lambda c: any(b.secondary_ranks is not None for b in c.buckets),
             ),
             searched=True,
+            required=False,
         ),
         Step(
             offload_activations,
             lambda trace, c: offload_activations(trace, offloaded=c.settings.offloaded),
             when=_OFFLOADS,
             searched=True,
+            required=False,
         ),
     ),
     Phase(
@@ -168,7 +182,7 @@ PIPELINE: tuple[Phase, ...] = (
             lambda trace, c: reject_resampled_random_grads(trace, forward=c.forward, computation=c.computation),
             when=("backward of a traced step", lambda c: c.forward is not None and c.computation is not None),
         ),
-        Step(write_grads_in_place, searched=True),
+        Step(write_grads_in_place, searched=True, required=False),
         Step(guard_first),
     ),
     Phase(
@@ -193,6 +207,7 @@ PIPELINE: tuple[Phase, ...] = (
             ),
             when=("unless a schedule is pinned", lambda c: c.options.schedule is None),
             searched=True,
+            required=False,
         ),
         Step(
             replay_schedule,
@@ -225,6 +240,7 @@ PIPELINE: tuple[Phase, ...] = (
                 lambda c: _retains(c) and c.forward is None,
             ),
             searched=True,
+            required=False,
         ),
         Step(
             reuse_from_forward,
@@ -234,11 +250,13 @@ PIPELINE: tuple[Phase, ...] = (
                 lambda c: _retains(c) and c.forward is not None,
             ),
             searched=True,
+            required=False,
         ),
         Step(
             release_slots,
             lambda trace, c: release_slots(trace, forward=c.forward, trains=c.trains),
             when=("with `release`", lambda c: c.options.sharding_strategy.release),
+            required=False,
         ),
         Step(
             release_extension,
@@ -262,6 +280,7 @@ PIPELINE: tuple[Phase, ...] = (
                 ),
             ),
             searched=True,
+            required=False,
         ),
         Step(
             verify,
@@ -360,14 +379,22 @@ def run(name: PhaseName, trace: TraceCtx, context: Context, *, search: bool = Fa
     return phase.run(trace, context, search=search)
 
 
+def check_skipped(names: Iterable[str]) -> None:
+    """Raise an error for a name that is not that of a pass which may be left out."""
+    allowed = [step.name for phase in PIPELINE for step in phase.steps if not step.required]
+    if wrong := [name for name in names if name not in allowed]:
+        raise ValueError(f"Debug: skip_passes: {wrong[0]!r} cannot be left out; these can: {', '.join(allowed)}")
+
+
 def table() -> str:
     """Return the table of passes in Markdown, as docs/how-it-works.md has it."""
-    lines = ["| pass | phase | when | what it does | in the search |", "|---|---|---|---|---|"]
+    lines = ["| pass | phase | when | what it does | in the search | required |", "|---|---|---|---|---|---|"]
     for phase in PIPELINE:
-        lines += [f"| | | | *{phase.before}* | |"] if phase.before else []
+        lines += [f"| | | | *{phase.before}* | | |"] if phase.before else []
         for step in phase.steps:
             pass_ = load(step.pass_.path) if isinstance(step.pass_, Later) else step.pass_
             sentences = " ".join((inspect.getdoc(pass_) or "").replace("``", "`").split())
             does = sentences.partition(". ")[0].removesuffix(".") + "."
-            lines.append(f"| `{step.name}` | {phase.name} | {step.when[0]} | {does} | {'yes' * step.searched} |")
+            yes = f"{'yes' * step.searched} | {'yes' * step.required}"
+            lines.append(f"| `{step.name}` | {phase.name} | {step.when[0]} | {does} | {yes} |")
     return "\n".join(lines)

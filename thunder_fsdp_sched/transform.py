@@ -55,7 +55,6 @@ from .ir.read_schedule import read_program, read_schedule
 from .ir.registry import executor as own_executor
 from .ir.registry import with_caches
 from .ir.schedule import Schedule, StepSchedule
-from .logs import Artifacts
 from .options import Options
 from .passes import Context, PassExecutor, PhaseName
 from .plan.plan import Plan
@@ -91,6 +90,7 @@ class FSDPTransform(ShardingTransform):
 
     def __init__(self, options: Options, planner: Any = None) -> None:
         super().__init__()
+        pipeline.check_skipped(options.debug.skip_passes)
         self.options = options
         self._planner = planner
         self.compiled: list[CompiledTraces] = []
@@ -305,7 +305,7 @@ class Compilation:
             executors=executors,
             fusions=[e for e in executors if isinstance(e, FusionExecutor) and not isinstance(e, PassExecutor)],
         )
-        self._artifacts = Artifacts()
+        self._artifacts = self.context.artifacts
         self._returned: list[TraceCtx] = []  # to Thunder: forward, and backward if there is one
         self._later = transforms_after(transform) or ()
         changing = [t for t in self._later if type(t).transform_trace_post_optimization is not _UNCHANGED]

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from thunder.core.prims import PrimIDs
+from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.effects import is_declared
-from ..ir.inspection import is_backward_trace, statement, with_bound_symbols
+from ..ir.inspection import UNPACKING, args_of, is_backward_trace, names, outs_of, statement, with_bound_symbols
 from ..ir.registry import handles_of
 from .audit import without_audit
 from .machine import Machine, VerificationError
@@ -62,6 +63,27 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_f
         machine.run(forward)
     machine.run(trace)
     return with_bound_symbols(trace, trace.bound_symbols, "fsdp: verified")
+
+
+def check_well_formed(trace: TraceCtx, after: str) -> None:
+    """Raise an error unless each name is defined once, and read only after that and before it is deleted.
+
+    Raises:
+        VerificationError: names the pass ``after`` which that is so, and the bound symbol.
+    """
+    defined = set(names(tree_iter((trace.args, trace.kwargs))))
+    for position, bsym in enumerate(trace.bound_symbols):
+        outs = outs_of(bsym)
+        fault = next(
+            (f"reads {name!r}, which is not defined here" for name in args_of(bsym) if name not in defined), ""
+        )
+        if not fault and bsym.sym.id not in UNPACKING:
+            fault = next((f"defines {name!r} again" for name in outs if name in defined), "")
+        if fault:
+            raise VerificationError(f"after {after}, bound symbol {position} {fault}\n    {statement(bsym)}")
+        defined.update(outs)
+        if bsym.sym.id is PrimIDs.DEL:
+            defined.difference_update(args_of(bsym))
 
 
 def verify_again(
