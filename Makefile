@@ -1,13 +1,14 @@
 # `make demo` and `make test` do the whole set-up on a fresh clone; a second run starts at once.
 #
-#   make test TORCH=torch==2.11.0 THUNDER=lightning-thunder==0.2.6 VENV=.venv-old
+#   make test TORCH=torch==2.11.0 THUNDER=lightning-thunder==0.2.7.dev20260201 VENV=.venv-other
 #   make test PYTEST_ARGS='-k buckets -x'
 #   make demo DEMO_ARGS='--help'
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-THUNDER ?= lightning-thunder==0.2.7.dev20260201
+# The latest release: nightly builds may vanish. .ci/run takes one.
+THUNDER ?= lightning-thunder==0.2.6
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 

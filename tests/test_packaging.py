@@ -6,6 +6,7 @@ import email.message
 import email.parser
 import importlib.machinery
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -153,6 +154,13 @@ def test_the_script_for_other_versions_tries_all_that_are_supported(versions, ab
     assert "0.2.6" in thunders
     defaults = dict(re.findall(r"^(TORCH|THUNDER) \?= .*==(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert (defaults["TORCH"], defaults["THUNDER"]) in {combination[1:] for combination in versions.COMBINATIONS}
+
+
+def test_ci_has_the_versions_of_the_digests_which_other_versions_skip():
+    [torch] = re.findall(r"^TORCH \?= (.*)==(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    [thunder] = re.findall(r"THUNDER:-lightning-thunder==(.*)\}$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    digests = json.loads((ROOT / "tests" / "freeze.json").read_text())
+    assert digests["versions"] == f"torch {torch[1]}, thunder {thunder}"
 
 
 @pytest.mark.parametrize(
