@@ -11,7 +11,7 @@ compat.import_thunder()
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .api import FSDPSched, fsdp
+from .api import fsdp
 from .compat import __version__ as __version__
 from .compiled_traces import CompiledTraces
 from .ir.schedule import CommOp, Schedule, StepSchedule
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .extras.low_precision.policy import CommPolicy
     from .extras.replay.replay_schedule import ScheduleMismatch
     from .extras.step_memory.step_memory import StepMemory
+    from .extras.thunder_recipes import FSDPSched
     from .reports.exposed import exposed_communication
     from .training.eager import eager
     from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
@@ -97,6 +98,7 @@ _LOADED_WHEN_USED = (
     "training.whole_parameters",
     "checkpoint",
     "extras.low_precision.policy",
+    "extras.thunder_recipes",
     "extras.step_memory.step_memory",
     "extras.replay.replay_schedule",
     "reports.exposed",

@@ -13,7 +13,7 @@ from thunder.core.trace import TraceCtx
 from .capture.traced_computation import TracedComputation
 from .extensions import load
 from .ir.analysis import NO_PENDING_GRADS, PendingGrads
-from .ir.computation import NO_CALL, CallSignature
+from .ir.calls import NO_CALL, CallSignature
 from .ir.effects import NOTHING, Effects, effects
 from .ir.schedule import MAX_REDUCTIONS_IN_FLIGHT, Schedule, StepSchedule
 from .runtime.accumulation import AccumulationMode

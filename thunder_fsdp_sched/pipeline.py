@@ -13,17 +13,18 @@ store nothing.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
 
+from .capture.bound_symbols import IN_CHECKPOINT
 from .extensions import load
 from .passes import Condition, Context, Later, Order, Phase, PhaseName, Step, check_order, given
 from .proof import verify
 from .transforms.assign_slots import assign_slots
-from .transforms.average_counted_targets import average_counted_targets
 from .transforms.broadcast_scalars import broadcast_scalars
 from .transforms.bucket_communication import bucket_communication
 from .transforms.check_params_unchanged import check_params_unchanged, guard_first
@@ -34,7 +35,6 @@ from .transforms.end_backward import end_backward
 from .transforms.fuse_downcast import fuse_downcast
 from .transforms.guard_outputs import detach_state, guard_outputs
 from .transforms.insert_unshard import insert_unshard
-from .transforms.recompute_whole_regions import recompute_whole_regions
 from .transforms.refuse_wrong_gradients import refuse_wrong_gradients
 from .transforms.regather_for_backward import regather_for_backward
 from .transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward, reuse_in_window
@@ -47,11 +47,15 @@ if TYPE_CHECKING:  # so that a checker of types sees their arguments
     from .extras.activation_offload.sort_host_copies import sort_host_copies
     from .extras.replay.replay_schedule import replay_schedule
     from .extras.secondary_shards.gather_from_secondary import gather_from_secondary
+    from .transforms.average_counted_targets import average_counted_targets
     from .transforms.draws_in_fusions import mark_draws, refuse_merged_draws
     from .transforms.insert_agreement import insert_agreement
     from .transforms.keep_fusions_apart import keep_fusions_apart, remove_cuts
+    from .transforms.recompute_whole_regions import recompute_whole_regions
     from .transforms.release_slots import release_extension, release_slots
 else:
+    recompute_whole_regions = Later("transforms.recompute_whole_regions:recompute_whole_regions")
+    average_counted_targets = Later("transforms.average_counted_targets:average_counted_targets")
     insert_agreement = Later("transforms.insert_agreement:insert_agreement")
     keep_fusions_apart = Later("transforms.keep_fusions_apart:keep_fusions_apart")
     remove_cuts = Later("transforms.keep_fusions_apart:remove_cuts")
@@ -63,6 +67,11 @@ else:
     offload_activations = Later("extras.activation_offload.offload_activations:offload_activations")
     sort_host_copies = Later("extras.activation_offload.sort_host_copies:sort_host_copies")
     replay_schedule = Later("extras.replay.replay_schedule:replay_schedule")
+
+
+def _operators(c: Context) -> Sequence[BoundSymbol]:
+    """Return the operators of the computation as Thunder has traced it."""
+    return given(c.computation).bound_symbols
 
 
 def _retains(c: Context) -> bool:
@@ -99,8 +108,18 @@ PIPELINE: tuple[Phase, ...] = (
         "computation",
         "",
         Step(draw_once),
-        Step(recompute_whole_regions, required=False),
-        Step(average_counted_targets),
+        Step(
+            recompute_whole_regions,
+            when=(
+                "in regions of `torch.utils.checkpoint`",
+                lambda c: any(IN_CHECKPOINT in b.tags for b in _operators(c)),
+            ),
+            required=False,
+        ),
+        Step(
+            average_counted_targets,
+            when=("with a `cross_entropy`", lambda c: any(b.sym.name == "cross_entropy" for b in _operators(c))),
+        ),
         Step(
             insert_unshard,
             lambda trace, c: insert_unshard(

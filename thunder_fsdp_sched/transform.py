@@ -47,7 +47,7 @@ from .capture.traced_computation import (
 from .compiled_traces import CompiledTraces, StepSettings
 from .extensions import Answer, load
 from .ir.analysis import NO_PENDING_GRADS
-from .ir.computation import CallSignature, computation_of, read_call
+from .ir.calls import CallSignature, read_call
 from .ir.effects import effects, is_declared
 from .ir.gradients import mark_constants
 from .ir.inspection import is_backward_trace, nested, runs_nothing, snapshot, split_joint
@@ -63,7 +63,6 @@ from .proof.audit import audited
 from .proof.verify import verify_again
 from .runtime.module_hooks import TracedHooks
 from .runtime.traced_inputs import MemoryOfInputs
-from .sharding.casts import attach_casts, cast_inputs
 from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardingTransform, find_sharding
 from .sharding.state_dict import install_state_dict
@@ -121,6 +120,8 @@ class FSDPTransform(ShardingTransform):
 
     def cast_inputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return the arguments cast as by a call of the jitted module, for callers that compile without a call."""
+        from .sharding.casts import cast_inputs
+
         return cast_inputs(self.sharded.mp_policy, (args, kwargs))
 
     @property
@@ -148,7 +149,11 @@ class FSDPTransform(ShardingTransform):
         # Adding a transform to a jitted module creates a new ThunderModule, which gets the same shards.
         self._sharded.attach(model, self._verify_entry)
         install_state_dict(model, self._sharded)
-        attach_casts(model, self._sharded.mp_policy)
+        policy = self._sharded.mp_policy
+        if policy.param_dtype is not None or policy.output_dtype is not None:
+            from .sharding.casts import attach_casts  # here, because by default nothing is cast
+
+            attach_casts(model, policy)
         compile_data = thunder.compile_data(model)
         self._let_libraries_use(model, compile_data)
         quiet_no_sync(model)
@@ -451,6 +456,8 @@ class Compilation:
         self.context.start = None
         if control.is_single_rank or control.agreement == "never":
             return
+        from .ir.computation import computation_of  # here, because one rank compares nothing
+
         computation = computation_of(trace, traces.call.inputs)
         what = f"{half} of a {'no_sync ' if traces.no_sync else ''}trace"
         guards = any(effects(bsym).ensures is not None for bsym in trace.bound_symbols)

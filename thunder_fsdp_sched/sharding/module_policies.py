@@ -25,7 +25,6 @@ from ..option_checks import BY_MODULE, override_of
 from ..options import Options
 from ..plan.specs import BucketOptions, ParamSpec
 from ..private_torch import default_reduce_dtype
-from .casts import attach_casts
 
 
 def _for_bucket(decision: BucketOptions, spec: ParamSpec) -> BucketOptions:
@@ -130,6 +129,8 @@ class ModulePolicies:
     def attach_casts(self) -> None:
         """Make each module for which a function returned a policy cast its inputs and outputs, in traces and eagerly."""
         for module, policy in self._casts:
+            from .casts import attach_casts  # here, because by default nothing is cast
+
             attach_casts(module, policy)
 
     def _of_owner(self, name: str) -> BucketOptions:
