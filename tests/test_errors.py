@@ -43,7 +43,7 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
     ("agree", "often", ValueError, "expected 'step', 'compile' or 'never', got 'often'"),
     ("ranks", "world", TypeError, "expected a .*ProcessGroup, a 1-D or 2-D DeviceMesh, .*got 'world' of type str"),
     ("init", {"device": "cpu"}, TypeError, r"expected Init\(...\), got .* of type dict"),
-    ("debug", None, TypeError, r"expected Debug\(...\), got None"),
+    ("debug", True, TypeError, r"expected Debug\(...\), got True"),
     ("accumulate", "both", ValueError, "expected 'unsharded', 'sharded' or None, got 'both'"),
     ("all_reduce_hook", "average", TypeError, r"expected a callable \(bucket name, gradients\)"),
     *(
