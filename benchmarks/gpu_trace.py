@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched.planning.recorded import read_recorded
-from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.extras.planning.recorded import read_recorded
+from thunder_fsdp_sched.extras.planning.simulate import simulate
 
 # Figures of a step besides its seconds.
 PARTS = ("compute", "communication", "exposed", "idle")

@@ -39,8 +39,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
+from thunder_fsdp_sched.extras.planning.simulate import simulate
 
 import harness
 import torch

@@ -18,11 +18,11 @@ from typing import Any
 
 import thunder_fsdp_sched
 from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before thunder
+from thunder_fsdp_sched.extras.planning.clusters import ClusterSpec, cluster
+from thunder_fsdp_sched.extras.planning.flops import flops_of
 from thunder_fsdp_sched.ir.effects import sends
 from thunder_fsdp_sched.ir.schedule import ISSUES, WAITS
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
-from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
-from thunder_fsdp_sched.planning.flops import flops_of
 from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
 import thunder

@@ -3,7 +3,7 @@
     python benchmarks/this_machine.py                  # a rank for each core that this process may use
 
 Each rank has one thread and one core, and gloo between them. The result can be saved with
-``thunder_fsdp_sched.planning.clusters.save_cluster`` and named in ``--cluster``.
+``thunder_fsdp_sched.extras.planning.clusters.save_cluster`` and named in ``--cluster``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.planning.clusters import GLOO, ClusterSpec, Protocol, as_json
+from thunder_fsdp_sched.extras.planning.clusters import GLOO, ClusterSpec, Protocol, as_json
 
 import harness
 import torch

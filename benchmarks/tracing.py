@@ -36,8 +36,8 @@ import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import Debug, Sharding
 from thunder_fsdp_sched.capture import garbage_collection
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
-from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.planning.search import Search
+from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.extras.planning.search import Search
 
 import thunder
 import torch

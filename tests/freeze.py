@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as fs
-from thunder_fsdp_sched.planning.clusters import cluster
-from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.fake_ranks import fake_rank
-from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.extras.planning.clusters import cluster
+from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
+from thunder_fsdp_sched.extras.planning.fake_ranks import fake_rank
+from thunder_fsdp_sched.extras.planning.simulate import simulate
 
 import thunder
 import torch

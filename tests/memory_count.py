@@ -18,9 +18,9 @@ from unittest import mock
 
 from thunder_fsdp_sched import FSDPTransform, StepMemory
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
+from thunder_fsdp_sched.extras.planning.fake_ranks import fake_rank
 from thunder_fsdp_sched.ir.inspection import AGREEMENT, statements
 from thunder_fsdp_sched.ir.symbols import fsdp_backward_done, fsdp_release
-from thunder_fsdp_sched.planning.fake_ranks import fake_rank
 from thunder_fsdp_sched.runtime import autograd
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena

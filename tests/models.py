@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from thunder_fsdp_sched import testing
+from thunder_fsdp_sched.extras import testing
 
 import torch
 import torch.nn.functional as F

@@ -8,9 +8,9 @@ from dataclasses import replace
 from unittest import mock
 
 from thunder_fsdp_sched.extras.activation_offload.offload_activations import offload_activations, offloadable
-from thunder_fsdp_sched.planning.clusters import cluster_of_this_process
-from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.search import copy_times
+from thunder_fsdp_sched.extras.planning.clusters import cluster_of_this_process
+from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
+from thunder_fsdp_sched.extras.planning.search import copy_times
 from thunder_fsdp_sched.transform import Compilation
 
 from thunder.core.trace import TraceCtx

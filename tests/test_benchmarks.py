@@ -14,8 +14,8 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.planning.clusters import cluster
-from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.extras.planning.clusters import cluster
+from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 
 import systems
 import accuracy

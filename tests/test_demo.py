@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
 
 import demo
 import pytest

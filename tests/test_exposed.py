@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched.__main__ import app
-from thunder_fsdp_sched.planning.calibration import calibrate
-from thunder_fsdp_sched.planning.clusters import cluster
-from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.recorded import read_recorded
-from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.extras.command_line import app
+from thunder_fsdp_sched.extras.planning.calibration import calibrate
+from thunder_fsdp_sched.extras.planning.clusters import cluster
+from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
+from thunder_fsdp_sched.extras.planning.recorded import read_recorded
+from thunder_fsdp_sched.extras.planning.simulate import simulate
 
 import pytest
 import thunder

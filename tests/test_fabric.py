@@ -12,8 +12,8 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs  # before thunder
 from thunder_fsdp_sched import Init
+from thunder_fsdp_sched.extras.testing import step_schedule
 from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS
-from thunder_fsdp_sched.testing import step_schedule
 
 import pytest
 import ranks
@@ -88,7 +88,7 @@ def launched(
     rank: int, world_size: int, *, strategy: Any = None, fabric_options: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[Any]:
     """Yield a ``Fabric`` in processes that have a process group, as under torchrun; ``options`` are those of ours."""
-    strategy = strategy or importlib.import_module("thunder_fsdp_sched.fabric").FSDPSchedStrategy(**options)
+    strategy = strategy or importlib.import_module("thunder_fsdp_sched.extras.fabric").FSDPSchedStrategy(**options)
     with ranks.launched(rank, world_size):
         fabric = importlib.import_module(PACKAGE).Fabric(
             accelerator="cpu", devices=world_size, strategy=strategy, **(fabric_options or {})
@@ -439,7 +439,7 @@ def _train_in(rank: int, world_size: int, precision: str, stored: torch.dtype, c
 
 
 def test_invalid_options_raise_errors_before_the_launch() -> None:
-    from thunder_fsdp_sched.fabric import FSDPSchedStrategy
+    from thunder_fsdp_sched.extras.fabric import FSDPSchedStrategy
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

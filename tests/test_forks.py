@@ -14,7 +14,7 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import process_state
-from thunder_fsdp_sched.checkpoint.storage import RunWriter
+from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def test_a_save_needs_no_end_of_the_connection_that_forked_workers_of_a_data_loa
 
 
 _FAILS = """
-from thunder_fsdp_sched.checkpoint.storage import RunWriter
+from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter
 
 def fail(*args):
     raise OSError("No space left on device")

@@ -14,9 +14,9 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.extras.reports import trace_changes
 from thunder_fsdp_sched.logs import following_stages
-from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.reports import trace_changes
 
 import pytest
 import thunder

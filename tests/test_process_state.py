@@ -7,7 +7,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from thunder_fsdp_sched.checkpoint.storage import _numpy_is_safe
+from thunder_fsdp_sched.extras.checkpoint.storage import _numpy_is_safe
 from thunder_fsdp_sched.ir.observation import _quiet
 from thunder_fsdp_sched.process_state import Reentrant
 

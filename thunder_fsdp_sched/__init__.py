@@ -23,7 +23,7 @@ from .ranks.channel import ScheduleDisagreement
 from .transform import FSDPTransform
 
 if TYPE_CHECKING:
-    from .checkpoint import (
+    from .extras.checkpoint import (
         CheckpointError,
         Saving,
         full_state_dict,
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     )
     from .extras.low_precision.policy import CommPolicy
     from .extras.replay.replay_schedule import ScheduleMismatch
+    from .extras.reports.exposed import exposed_communication
     from .extras.step_memory.step_memory import StepMemory
     from .extras.thunder_recipes import FSDPSched
-    from .reports.exposed import exposed_communication
-    from .training.eager import eager
-    from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
-    from .training.unsharded import unsharded
-    from .training.weight_stream import stream_full_parameters
-    from .training.whole_parameters import WholeParameters
+    from .extras.training.eager import eager
+    from .extras.training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
+    from .extras.training.unsharded import unsharded
+    from .extras.training.weight_stream import stream_full_parameters
+    from .extras.training.whole_parameters import WholeParameters
 
 __all__ = [
     "BucketSpec",
@@ -91,17 +91,17 @@ __all__ = [
 ]
 
 _LOADED_WHEN_USED = (
-    "training.eager",
-    "training.gradients",
-    "training.unsharded",
-    "training.weight_stream",
-    "training.whole_parameters",
-    "checkpoint",
+    "extras.training.eager",
+    "extras.training.gradients",
+    "extras.training.unsharded",
+    "extras.training.weight_stream",
+    "extras.training.whole_parameters",
+    "extras.checkpoint",
     "extras.low_precision.policy",
     "extras.thunder_recipes",
     "extras.step_memory.step_memory",
     "extras.replay.replay_schedule",
-    "reports.exposed",
+    "extras.reports.exposed",
 )
 """Modules that a training step does not need, in the order in which they are searched for a public name."""
 

@@ -43,7 +43,7 @@ from .plan.specs import Encoding, ParamSpec
 from .transform import FSDPTransform
 
 if TYPE_CHECKING:
-    from .planning.clusters import ClusterSpec
+    from .extras.planning.clusters import ClusterSpec
 
 P = Arguments("P")
 R = TypeVar("R")
@@ -250,7 +250,7 @@ def fsdp(
         agree=check_agree("agree", agree),
         debug=is_a(Debug, "Debug(...)")("debug", Debug() if debug is None else debug),
     )
-    return FSDPTransform(options, load("planning.choosing") if options.needs_search else None)
+    return FSDPTransform(options, load("extras.planning.choosing") if options.needs_search else None)
 
 
 register_plugin("fsdp-sched", lambda: load("extras.thunder_recipes:FSDPSched")())

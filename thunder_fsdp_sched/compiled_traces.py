@@ -64,7 +64,7 @@ class CompiledTraces:
         call: the inputs and flags.
         settings: those with which it was compiled.
         choice: the outcome of ``prefetch="auto"``, ``max_memory`` or ``max_unsharded_bytes``, a
-            :class:`~thunder_fsdp_sched.planning.search.Choice`; ``None`` without them.
+            :class:`~thunder_fsdp_sched.extras.planning.search.Choice`; ``None`` without them.
         parameters: the parameter name of each argument that is a parameter, keyed by the argument's name.
         traced: what Thunder has traced, to find later compilations that can share ``differentiated``; ``None`` if none can.
         shares: the number of the earlier compilation whose joint trace was used again; ``None`` if Thunder differentiated.

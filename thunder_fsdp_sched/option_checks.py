@@ -25,7 +25,7 @@ from .sizes import parse_bytes
 from .transports import TRANSPORTS
 
 if TYPE_CHECKING:
-    from .planning.clusters import ClusterSpec
+    from .extras.planning.clusters import ClusterSpec
 
 Check = Callable[[str, Any], Any]
 """Takes the name of an option and the user's argument; raises TypeError or ValueError with the name."""
@@ -207,7 +207,7 @@ def check_ignored(name: str, params: Any) -> tuple[torch.nn.Parameter | str, ...
 
 
 def check_cluster(name: str, cluster: Any) -> ClusterSpec | None:
-    found: ClusterSpec | None = None if cluster is None else load("planning.clusters:cluster")(cluster)
+    found: ClusterSpec | None = None if cluster is None else load("extras.planning.clusters:cluster")(cluster)
     return found
 
 

@@ -22,7 +22,7 @@ from .ranks.control import Agreement
 from .runtime.accumulation import AccumulationMode
 
 if TYPE_CHECKING:
-    from .planning.clusters import ClusterSpec
+    from .extras.planning.clusters import ClusterSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,11 @@ compares this table with the code:
 
 | module | state | after a fork | at exit |
 |---|---|---|---|
-| `checkpoint.beside` | `_latest`: save in flight | none; the parent's `Saving` raises | waited for; sets the exit code |
-| `checkpoint.beside` | `_rounds`: gloo connections | kept: freeing them would wait for the parent's threads | |
-| `checkpoint.beside` | `_finalizer`, `_has_failed` | none; the next save makes another | finishes the save |
+| `extras.checkpoint.beside` | `_latest`: save in flight | the parent's `Saving` raises | waited for; sets the exit code |
+| `extras.checkpoint.beside` | `_rounds`: gloo connections | kept: freeing them would wait for the parent's threads | |
+| `extras.checkpoint.beside` | `_finalizer`, `_has_failed` | none; the next save makes another | finishes the save |
 | `checkpoint.staging` | `host_memory`: shared memory, writer process | none; copies are closed | the writer ends itself |
-| `checkpoint.folder` | each `SaveRun`: files of an unfinished save | the parent's: none is deleted | |
+| `extras.checkpoint.folder` | each `SaveRun`: files of an unfinished save | the parent's: none is deleted | |
 | `ranks.process_groups` | each `ProcessGroupRef` | raises an error, but for fake groups | gloo groups end (hook) |
 | `ranks.process_groups` | `_companions` | kept, and replaced: their groups are unusable | |
 | `ranks.process_groups` | `_used` groups | kept: they are unusable | |
@@ -27,7 +27,7 @@ compares this table with the code:
 | `capture.repetition` | `_callers`: jitted modules | kept | |
 | `ir.observation` | `_cache`: facts on operators | kept | |
 | `ir.observation` | `_quiet`: filters of warnings, a logger | restored if another thread had changed them | |
-| `checkpoint.storage` | `_numpy_is_safe`: torch's safe globals | the same | |
+| `extras.checkpoint.storage` | `_numpy_is_safe`: torch's safe globals | the same | |
 | `logs` | `_compile_ids`, `_followers` | kept: numbers in logs, and open `with` blocks | |
 
 What the package changes in Python, torch and Thunder (docs/how-it-works.md says when):
@@ -40,10 +40,10 @@ What the package changes in Python, torch and Thunder (docs/how-it-works.md says
 | `ir.registry` | `executor` in Thunder's registry | kept | |
 | `runtime.names`, `sharding.shard_module` | torch's hooks after and before steps of any optimizer | kept | |
 | `capture.garbage_collection` | thresholds of the collector while a model compiles | kept | |
-| `checkpoint.beside` | exit hook, thread of a save | the hook finds no save | `sys.stderr` is wrapped if it failed |
-| `checkpoint.writer_process` | a process that writes | the parent's | it ends when its connection does |
+| `extras.checkpoint.beside` | exit hook, thread of a save | the hook finds no save | `sys.stderr` is wrapped if it failed |
+| `extras.checkpoint.writer_process` | a process that writes | the parent's | it ends when its connection does |
 | `extras.transports.symmetric_memory` | a variable of the environment | inherited | |
-| `__main__` | `sys.path`, of the process of the command line | | |
+| `extras.command_line` | `sys.path`, of the process of the command line | | |
 
 Registries (transports, formats), and what functions remember of operators and code (``cache``), are kept.
 """

@@ -169,11 +169,11 @@ class FSDPTransform(ShardingTransform):
     @staticmethod
     def _let_libraries_use(model: ThunderModule, compile_data: Any) -> None:
         """Prepare for the libraries of Hugging Face. accelerate may be imported later, and asks each model."""
-        model.__dict__["_is_accelerate_prepared"] = Answer("sharding.huggingface_models:is_prepared_for_accelerate")
+        model.__dict__["_is_accelerate_prepared"] = Answer("extras.huggingface_models:is_prepared_for_accelerate")
         if "transformers" in sys.modules or any(
             hasattr(module, "save_pretrained") for module in model._model.modules()
         ):
-            load("sharding.huggingface_models:prepare")(model._model, compile_data)
+            load("extras.huggingface_models:prepare")(model._model, compile_data)
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any

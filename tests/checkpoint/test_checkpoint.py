@@ -11,7 +11,7 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import load_checkpoint, save_checkpoint
-from thunder_fsdp_sched.checkpoint import RowPiece
+from thunder_fsdp_sched.extras.checkpoint import RowPiece
 from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS
 
 import pytest

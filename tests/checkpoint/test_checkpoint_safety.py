@@ -19,10 +19,10 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import load_checkpoint, save_checkpoint
-from thunder_fsdp_sched.checkpoint import extra as extras
-from thunder_fsdp_sched.checkpoint import folder as folders
-from thunder_fsdp_sched.checkpoint.folder import INDEX, METADATA
-from thunder_fsdp_sched.checkpoint.storage import read_metadata, seal
+from thunder_fsdp_sched.extras.checkpoint import extra as extras
+from thunder_fsdp_sched.extras.checkpoint import folder as folders
+from thunder_fsdp_sched.extras.checkpoint.folder import INDEX, METADATA
+from thunder_fsdp_sched.extras.checkpoint.storage import read_metadata, seal
 
 import numpy as np
 import pytest

@@ -11,8 +11,8 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import save_checkpoint, save_checkpoint_async
-from thunder_fsdp_sched.checkpoint import retention
-from thunder_fsdp_sched.checkpoint.folder import METADATA
+from thunder_fsdp_sched.extras.checkpoint import retention
+from thunder_fsdp_sched.extras.checkpoint.folder import METADATA
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ def test_only_complete_checkpoints_of_this_package_are_removed_and_never_the_new
         next(path.glob("*.distcp")).write_bytes(b"")
         remove(path, number)
 
-    with mock.patch("thunder_fsdp_sched.checkpoint.api.remove_old", damage):
+    with mock.patch("thunder_fsdp_sched.extras.checkpoint.api.remove_old", damage):
         save_checkpoint(tmp_path / "damaged", model, keep=1)
     names = {path.parent.name for path in tmp_path.glob(f"*/{METADATA}")}
     assert names == {"more", "new", "newest", "theirs", "damaged"}

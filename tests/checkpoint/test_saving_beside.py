@@ -20,10 +20,10 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import load_checkpoint, save_checkpoint, save_checkpoint_async
-from thunder_fsdp_sched.checkpoint import staging
-from thunder_fsdp_sched.checkpoint.folder import INDEX, METADATA, checksum
-from thunder_fsdp_sched.checkpoint.staging import Staging, host_memory
-from thunder_fsdp_sched.checkpoint.storage import RunWriter, check_lengths, read_metadata
+from thunder_fsdp_sched.extras.checkpoint import staging
+from thunder_fsdp_sched.extras.checkpoint.folder import INDEX, METADATA, checksum
+from thunder_fsdp_sched.extras.checkpoint.staging import Staging, host_memory
+from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter, check_lengths, read_metadata
 
 import profiles
 import pytest
@@ -470,7 +470,7 @@ import atexit, sys, time
 atexit.register(lambda: print("all exit hooks", file=sys.stderr, flush=True))
 import thunder_fsdp_sched as tfs
 import thunder, torch, torch.distributed as dist
-from thunder_fsdp_sched.checkpoint.storage import RunWriter
+from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter
 from pathlib import Path
 
 folder, rank, case = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -9,7 +9,7 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp, full_state_dict, get_optimizer_state_dict
-from thunder_fsdp_sched.checkpoint import RowPiece
+from thunder_fsdp_sched.extras.checkpoint import RowPiece
 from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 
 import pytest

@@ -88,12 +88,12 @@ def test_a_link_to_nothing_is_refused_with_its_target(rank: int, tmp_path: Path)
     _load(tmp_path / "step-3", model)
 
 
-fabric = pytest.importorskip("thunder_fsdp_sched.fabric", exc_type=ImportError)
+fabric = pytest.importorskip("thunder_fsdp_sched.extras.fabric", exc_type=ImportError)
 
 
 @on_ranks(2)
 def test_fabric_saves_where_the_first_rank_says_and_raises_on_all(rank: int, tmp_path: Path) -> None:
-    from thunder_fsdp_sched.fabric.checkpoint import save
+    from thunder_fsdp_sched.extras.fabric.checkpoint import save
 
     class Broken:
         def state_dict(self) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import Init, Ranks, ScheduleDisagreement, fsdp, full_state_dict, testing
+from thunder_fsdp_sched import Init, Ranks, ScheduleDisagreement, fsdp, full_state_dict
+from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.ir.inspection import args_of
 from thunder_fsdp_sched.ir.symbols import fsdp_all_reduce
-from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.proof import VerificationError, verify
 from thunder_fsdp_sched.ranks import process_groups
 

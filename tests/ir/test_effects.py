@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import StepMemory, VerificationError
+from thunder_fsdp_sched.extras.planning.cost import AnalyticCost, ring_seconds
+from thunder_fsdp_sched.extras.planning.simulate import simulate
 from thunder_fsdp_sched.ir.effects import Effects, Issue, LocalWork, SlotRegion, Wait
 from thunder_fsdp_sched.ir.read_schedule import read_schedule
 from thunder_fsdp_sched.ir.registry import register
-from thunder_fsdp_sched.planning.cost import AnalyticCost, ring_seconds
-from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.proof import verify
 from thunder_fsdp_sched.runtime.memory import Slot
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots

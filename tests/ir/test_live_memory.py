@@ -13,13 +13,13 @@ from typing import Any
 
 from thunder_fsdp_sched import CommPolicy, Sharding, StepMemory, fsdp, set_gradient_divide_factor
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
+from thunder_fsdp_sched.extras.planning.choosing import check_memory
+from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
+from thunder_fsdp_sched.extras.reports.memory_files import load_memory, save_memory, save_snapshot
 from thunder_fsdp_sched.extras.step_memory.step_memory import TensorMemory
+from thunder_fsdp_sched.extras.testing import gathers
 from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
-from thunder_fsdp_sched.planning.choosing import check_memory
-from thunder_fsdp_sched.planning.search import MemoryLimitError
-from thunder_fsdp_sched.reports.memory_files import load_memory, save_memory, save_snapshot
-from thunder_fsdp_sched.testing import gathers
 from thunder_fsdp_sched.transports import TRANSPORTS
 
 import pytest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from thunder_fsdp_sched.planning.clusters import CLUSTERS, read_cluster, save_cluster
+from thunder_fsdp_sched.extras.planning.clusters import CLUSTERS, read_cluster, save_cluster
 
 import pytest
 import torch

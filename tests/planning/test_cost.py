@@ -6,6 +6,18 @@ No test depends on how long anything takes.
 import dataclasses
 from types import SimpleNamespace
 
+from thunder_fsdp_sched.extras.planning.clusters import (
+    CLUSTERS,
+    ClusterSpec,
+    Efficiency,
+    Protocol,
+    cluster,
+    cluster_of_this_process,
+    preset_of_gpu,
+)
+from thunder_fsdp_sched.extras.planning.cost import AnalyticCost, bytes_of, ring_seconds
+from thunder_fsdp_sched.extras.planning.flops import flops_of
+from thunder_fsdp_sched.extras.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.ir.symbols import (
     fsdp_all_gather,
     fsdp_reduce_scatter,
@@ -15,18 +27,6 @@ from thunder_fsdp_sched.ir.symbols import (
     reduction_of,
 )
 from thunder_fsdp_sched.plan.specs import BucketSpec
-from thunder_fsdp_sched.planning.clusters import (
-    CLUSTERS,
-    ClusterSpec,
-    Efficiency,
-    Protocol,
-    cluster,
-    cluster_of_this_process,
-    preset_of_gpu,
-)
-from thunder_fsdp_sched.planning.cost import AnalyticCost, bytes_of, ring_seconds
-from thunder_fsdp_sched.planning.flops import flops_of
-from thunder_fsdp_sched.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.flat import Flat
 

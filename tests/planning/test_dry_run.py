@@ -6,11 +6,11 @@ import json
 import re
 import sys
 
-from thunder_fsdp_sched.__main__ import app
+from thunder_fsdp_sched.extras.command_line import app
+from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step
+from thunder_fsdp_sched.extras.planning.models import MODELS
 from thunder_fsdp_sched.extras.replay.schedule_files import load_schedules
-from thunder_fsdp_sched.planning.dry_run import dry_run_step
-from thunder_fsdp_sched.planning.models import MODELS
-from thunder_fsdp_sched.reports.memory_files import load_memory
+from thunder_fsdp_sched.extras.reports.memory_files import load_memory
 
 import pytest
 import torch

@@ -9,12 +9,13 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import ScheduleDisagreement, Sharding, fsdp, testing
+from thunder_fsdp_sched import ScheduleDisagreement, Sharding, fsdp
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
-from thunder_fsdp_sched.planning import choosing
-from thunder_fsdp_sched.planning.choosing import Chooser
-from thunder_fsdp_sched.planning.clusters import ClusterSpec, Protocol, cluster
-from thunder_fsdp_sched.planning.search import Choice, MemoryLimitError
+from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched.extras.planning import choosing
+from thunder_fsdp_sched.extras.planning.choosing import Chooser
+from thunder_fsdp_sched.extras.planning.clusters import ClusterSpec, Protocol, cluster
+from thunder_fsdp_sched.extras.planning.search import Choice, MemoryLimitError
 
 import pytest
 import thunder

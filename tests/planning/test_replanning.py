@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from thunder_fsdp_sched import Init, Sharding, fsdp
-from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.dry_run import DryRun, dry_run_step, replan
-from thunder_fsdp_sched.planning.fake_ranks import fake_rank, jit
-from thunder_fsdp_sched.planning.replanning import NeedsTrace
-from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.planning.suggestions import suggest
+from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
+from thunder_fsdp_sched.extras.planning.dry_run import DryRun, dry_run_step, replan
+from thunder_fsdp_sched.extras.planning.fake_ranks import fake_rank, jit
+from thunder_fsdp_sched.extras.planning.replanning import NeedsTrace
+from thunder_fsdp_sched.extras.planning.simulate import simulate
+from thunder_fsdp_sched.extras.planning.suggestions import suggest
 
 import pytest
 import torch

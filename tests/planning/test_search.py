@@ -6,16 +6,17 @@ import dataclasses
 import functools
 import re
 
-from thunder_fsdp_sched import Sharding, fsdp, testing
+from thunder_fsdp_sched import Sharding, fsdp
 from thunder_fsdp_sched.compiled_traces import CompiledTraces, StepSettings
+from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched.extras.planning.clusters import cluster
+from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
+from thunder_fsdp_sched.extras.planning.fake_ranks import fake_rank
+from thunder_fsdp_sched.extras.planning.search import Limits, MemoryLimitError, Search
+from thunder_fsdp_sched.extras.planning.simulate import simulate
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.inspection import split_joint
 from thunder_fsdp_sched.passes import Context
-from thunder_fsdp_sched.planning.clusters import cluster
-from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.fake_ranks import fake_rank
-from thunder_fsdp_sched.planning.search import Limits, MemoryLimitError, Search
-from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.regather_for_backward import regather_for_backward

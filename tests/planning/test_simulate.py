@@ -15,12 +15,12 @@ from thunder_fsdp_sched.extras.activation_offload.host_copies import (
     fsdp_wait_device_copy,
     fsdp_wait_host_copy,
 )
+from thunder_fsdp_sched.extras.planning.cost import Seconds
+from thunder_fsdp_sched.extras.planning.simulate import simulate
+from thunder_fsdp_sched.extras.planning.timeline import COMPUTE, Timeline
 from thunder_fsdp_sched.ir.effects import Issue
 from thunder_fsdp_sched.ir.inspection import runs_nothing
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from thunder_fsdp_sched.planning.cost import Seconds
-from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.planning.timeline import COMPUTE, Timeline
 from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.sort_communication import sort_communication

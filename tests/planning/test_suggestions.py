@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from thunder_fsdp_sched import CommPolicy
+from thunder_fsdp_sched.extras.planning.clusters import ClusterSpec, cluster
+from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
+from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step, replan
+from thunder_fsdp_sched.extras.planning.fit import optimizer_state_bytes
+from thunder_fsdp_sched.extras.planning.suggestions import Suggestion, suggest
 from thunder_fsdp_sched.ir.symbols import gather_of
-from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
-from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.dry_run import dry_run_step, replan
-from thunder_fsdp_sched.planning.fit import optimizer_state_bytes
-from thunder_fsdp_sched.planning.suggestions import Suggestion, suggest
 
 import pytest
 import torch

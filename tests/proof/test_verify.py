@@ -10,7 +10,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from thunder_fsdp_sched import Sharding, testing
+from thunder_fsdp_sched import Sharding
+from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.ir.effects import Issue, SlotRegion, effects, is_declared
 from thunder_fsdp_sched.ir.inspection import args_of, has_backward, names, outs_of
 from thunder_fsdp_sched.ir.operator_facts import Aliases

@@ -10,7 +10,8 @@ from collections import Counter
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import Sharding, eager, fsdp, full_state_dict, testing
+from thunder_fsdp_sched import Sharding, eager, fsdp, full_state_dict
+from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.ir.inspection import args_of, outs_of
 from thunder_fsdp_sched.ir.symbols import fsdp_wait_params
 

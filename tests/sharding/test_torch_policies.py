@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import ScheduleDisagreement, fsdp, testing
+from thunder_fsdp_sched import ScheduleDisagreement, fsdp
+from thunder_fsdp_sched.extras import testing
 
 import pytest
 import thunder

@@ -22,13 +22,13 @@ from thunder_fsdp_sched.extras.activation_offload.copies import (
 )
 from thunder_fsdp_sched.extras.activation_offload.host_copies import fsdp_copy_to_device, fsdp_wait_host_copy
 from thunder_fsdp_sched.extras.activation_offload.offload_activations import offloadable
+from thunder_fsdp_sched.extras.planning.clusters import ClusterSpec, cluster
+from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
+from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
 from thunder_fsdp_sched.ir.effects import declared
 from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, return_of, split_joint
 from thunder_fsdp_sched.ir.operator_facts import is_pure
-from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
-from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.planning.search import MemoryLimitError
 
 import pytest
 import thunder

@@ -5,14 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from thunder_fsdp_sched import Sharding, fsdp, testing
+from thunder_fsdp_sched import Sharding, fsdp
+from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
+from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.extras.planning.simulate import simulate
 from thunder_fsdp_sched.extras.secondary_shards.secondary import fsdp_copy_secondary_shard, over_fewer_ranks
 from thunder_fsdp_sched.ir.effects import bucket_of, effects, sends
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.plan.layout import make_layout
-from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.bucket import Bucket
 
 import pytest

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import Sharding, discard_unreduced, fsdp, unsharded
-from thunder_fsdp_sched.planning.search import MemoryLimitError
+from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
 from thunder_fsdp_sched.ranks.channel import ScheduleDisagreement
 from thunder_fsdp_sched.runtime.accumulation import Accumulation
 from thunder_fsdp_sched.runtime.bucket import Bucket

@@ -8,8 +8,8 @@ from typing import Any
 
 from thunder_fsdp_sched import Debug, fsdp
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
+from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.ir.operator_facts import Facts, facts_of
-from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.transforms.differentiate import differentiate
 
 import pytest

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.ir.operator_facts import facts_of
 from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 

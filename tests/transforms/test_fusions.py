@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.activation_offload.host_copies import fsdp_copy_to_host
 from thunder_fsdp_sched.ir.inspection import args_of, outs_of
 from thunder_fsdp_sched.ir.operator_facts import facts_of

@@ -6,7 +6,8 @@
 from typing import Any, get_args
 from unittest import mock
 
-from thunder_fsdp_sched import passes, pipeline, testing
+from thunder_fsdp_sched import passes, pipeline
+from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.step_memory.slot_memory import shared_slots
 from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.inspection import args_of, outs_of

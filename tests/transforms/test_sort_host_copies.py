@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from thunder_fsdp_sched import testing
+from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.activation_offload.host_copies import (
     fsdp_copy_to_device,
     fsdp_copy_to_host,

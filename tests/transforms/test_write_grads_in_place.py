@@ -7,7 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import full_state_dict, testing
+from thunder_fsdp_sched import full_state_dict
+from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.step_memory.slot_memory import shared_slots
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.schedule import MAX_REDUCTIONS_IN_FLIGHT

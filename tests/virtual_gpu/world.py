@@ -14,9 +14,9 @@ from unittest import mock
 
 from thunder_fsdp_sched import private_torch
 from thunder_fsdp_sched.extras.low_precision import formats
+from thunder_fsdp_sched.extras.training import unsharded
 from thunder_fsdp_sched.ranks import control, process_groups
 from thunder_fsdp_sched.sharding import shard_module, sharded_module
-from thunder_fsdp_sched.training import unsharded
 from thunder_fsdp_sched.transports import base
 
 import torch

@@ -27,7 +27,7 @@ from ..runtime.row_dtensor import RowDTensor
 from .former_parameters import refuse_former
 
 _NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
-"""See [Note: One owner for each parameter] in ``training.whole_parameters``."""
+"""See [Note: One owner for each parameter] in ``extras.training.whole_parameters``."""
 
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 """The dictionary of state of each optimizer that was found to be rows."""

@@ -2,7 +2,7 @@
 
 [Note: Recomputation of values]
 ``max_memory`` chooses values of forward that backward computes again instead of reading what forward has saved
-(``planning.recomputation``). This pass repeats the operators that compute them, right before their first reader in
+(``extras.planning.recomputation``). This pass repeats the operators that compute them, right before their first reader in
 backward. So recomputation is by value, not by module: an operator runs again only if something in backward needs it.
 Operators and inputs are those of forward, so the values have the same bits. Only operators qualify that are known to be
 pure, so none that draws random numbers, writes to an input or communicates; what they return is saved. Regions of

@@ -1,0 +1,309 @@
+"""Checkpoints on disk in the format of torch.distributed.checkpoint (DCP), saved and loaded completely or not at all.
+
+[Note: All or nothing]
+DCP first writes a file for every rank, and last the list of their contents, ``.metadata``. So a folder is a checkpoint
+if that file exists. Each checkpoint has its own folder (see [Note: Two runs, one folder] in ``folder``). Before reading
+data, loading compares the lists that the ranks see, and names and shapes with that list. It reads into separate memory,
+verifies the data, and changes model and optimizers only after every rank has read everything.
+
+[Note: What is trusted]
+No code in a checkpoint is run. Its list is read by a restricted unpickler (see ``storage``). Tensors and all other values,
+which DCP pickles, are read by ``torch.load(weights_only=True)``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from thunder.core.module import ThunderModule
+
+from ...ranks.process_groups import ProcessGroupRef
+from ...sharding.sharded_module import find_jitted
+from ..state_dicts.jitted import rows_by_name
+from . import extra as extras
+from . import feedback
+from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds, write_checkpoint
+from .extra import EXTRA
+from .feedback import FEEDBACK
+from .folder import METADATA, SaveRun, path_of, refuse_complete
+from .on_all_ranks import (
+    CheckpointError,
+    digest_of,
+    find_difference,
+    refuse_different,
+    run_on_all_ranks,
+    share_on_all_ranks,
+)
+from .retention import check_keep, remove_old
+from .staging import Staging, host_memory
+from .state_dict import (
+    Cast,
+    blank_optimizer_state,
+    compare,
+    describe_optimizers,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    listed,
+    optimizer_state_dicts,
+    tell_casts,
+)
+from .storage import CheckedReader, RunWriter, check_plain, paths_of, read_metadata
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+_log = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: ThunderModule,
+    optimizers: Optimizers = (),
+    *,
+    extra: dict[str, Any] | None = None,
+    keys: tuple[str, str] = ("model", "optim"),
+    checksums: bool = True,
+    keep: int | None = None,
+    error_feedback: bool = False,
+) -> Path:
+    """Save model and optimizers; each rank saves its rows. A collective.
+
+    It is ``dcp.save({"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizers)})``
+    with checks, checksums and ``extra``. FSDP2, and any other number of ranks, can load it.
+
+    Args:
+        folder: a folder without a checkpoint, on a disk that all ranks see. If another run saves into it, one of the two
+            gets an error, and no file is overwritten.
+        optimizers: one or several; none saves only the model.
+        extra: additional values by name, such as the number of the step and the state dicts of schedulers and data
+            loaders: numbers, strings, bytes, tensors, NumPy arrays, ``None``, and lists, tuples and dictionaries of
+            them. They must be equal on all ranks.
+        keys: names under which model and optimizers are saved.
+        checksums: save checksums of the files as they were written.
+        keep: when this checkpoint is complete, remove all but the ``keep`` newest complete ones, this one included, in the
+            folder that contains ``folder``. Links, and checkpoints that this package has not written, are left alone.
+        error_feedback: also save the error feedback of ``comm_policy``, which differs between ranks. Each rank saves as much
+            as a whole model in ``reduce_dtype``. Without it, feedback starts from zero after loading, which costs what
+            rounding has lost of one step.
+
+    Returns:
+        The folder, whose checkpoint is complete.
+
+    Raises:
+        CheckpointError: on all ranks, if any rank failed: the folder has a checkpoint, or cannot be written, or another
+            run saves into it; the disk is full; an optimizer has other parameters; optimizers, their options or ``extra``
+            differ between ranks; ``extra`` has values that cannot be read without running code; or an earlier save beside
+            training failed. The folder is then not a checkpoint, and other checkpoints are unchanged.
+    """
+    group, path, state = _collect(folder, model, optimizers, extra, keys, keep, error_feedback)
+    return save_in_rounds(group, path, METADATA, state, _writing(path, checksums, keep))
+
+
+def save_checkpoint_async(
+    folder: str | os.PathLike[str],
+    model: ThunderModule,
+    optimizers: Optimizers = (),
+    *,
+    extra: dict[str, Any] | None = None,
+    keys: tuple[str, str] = ("model", "optim"),
+    checksums: bool = True,
+    keep: int | None = None,
+    error_feedback: bool = False,
+    writer: Literal["process", "thread"] = "process",
+    when_busy: Literal["wait", "raise"] = "wait",
+) -> Saving:
+    """Copy what :func:`save_checkpoint` saves to host memory, and write it while training goes on; a collective.
+
+    See [saving beside training](checkpoints.md#saving-beside-training). The other arguments, and the errors, are those of
+    :func:`save_checkpoint`.
+
+    Args:
+        writer: who writes the data: a process of each rank at low priority (on Linux), or a thread.
+        when_busy: wait for a save beside training that is in flight, or raise an error.
+    """
+
+    def stage(state: dict[str, Any]) -> Staging:
+        if writer not in ("process", "thread"):
+            raise ValueError(f"writer: expected 'process' or 'thread', got {writer!r}")
+        return Staging(state)
+
+    group, path, staging = _collect(folder, model, optimizers, extra, keys, keep, error_feedback, when_busy, stage)
+    return save_beside(group, path, METADATA, staging, _writing(path, checksums, keep, writer))
+
+
+def _collect(
+    folder: str | os.PathLike[str],
+    model: ThunderModule,
+    optimizers: Optimizers,
+    extra: dict[str, Any] | None,
+    keys: tuple[str, str],
+    keep: int | None,
+    error_feedback: bool,
+    when_busy: str = "wait",
+    stage: Callable[[dict[str, Any]], Any] = lambda state: state,
+) -> tuple[ProcessGroupRef, Path, Any]:
+    """Return the ranks, the folder, and what ``stage`` makes of the values to save, which are the same on all ranks."""
+    model, sharded = find_jitted(model)
+    group = sharded.world_group
+    collected: list[Any] = []
+
+    def collect() -> str:
+        """Collect where and what is saved, and what must be equal on all ranks; return a digest of the latter."""
+        sharded.check_initialized()
+        finish_latest(when_busy)
+        path, chosen = path_of(folder, "folder"), listed(optimizers)
+        _check_extra(extra)
+        check_keep(path, keep)
+        refuse_complete(path, METADATA)
+        state: dict[str, Any] = {keys[0]: get_model_state_dict(model)}
+        if chosen:
+            state[keys[1]] = get_optimizer_state_dict(model, chosen)
+            check_plain(state[keys[1]], keys[1])
+        if taken := state.keys() & (extra or {}).keys():
+            raise ValueError(f"extra: the name {sorted(taken)[0]!r} is taken by the model or its optimizers (keys)")
+        if reserved := {EXTRA, FEEDBACK}.intersection(keys):
+            raise ValueError(f"keys: the name {reserved.pop()!r} is taken")
+        if error_feedback and (lost := feedback.entries(sharded)):
+            state[FEEDBACK] = lost
+        facts = describe_optimizers(model, chosen, values=True)
+        if extra:
+            state[EXTRA] = extras.encode(extra)
+            facts |= extras.facts_of(extra)
+        collected[:] = path, stage(state), facts
+        return digest_of(facts)
+
+    digests = share_on_all_ranks(group, "save_checkpoint", collect)
+    path, values, facts = collected
+    if len(set(digests)) > 1:
+        difference = find_difference(group, "save_checkpoint, what one rank saves for all", facts)
+        raise CheckpointError(
+            f"fsdp: values that one rank saves for all differ between ranks: {difference}. Give equal ones on all ranks, "
+            f"or collect them before (all_gather_object)"
+        )
+
+    return group, path, values
+
+
+def _writing(path: Path, checksums: bool, keep: int | None, writer: str | None = None) -> Write:
+    """Return the function that writes a checkpoint; beside training if there is a ``writer``."""
+
+    def write(rounds: Rounds, run: SaveRun, state: dict[str, Any]) -> None:
+        process = host_memory.writer() if writer == "process" else None
+        is_staged = writer is not None
+        write_checkpoint(rounds, state, RunWriter(run, checksums=checksums, process=process, is_staged=is_staged))
+        if keep is not None and rounds.rank == 0:
+            remove_old(path, keep)
+
+    return write
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    model: ThunderModule,
+    optimizers: Optimizers = (),
+    *,
+    extra: dict[str, Any] | None = None,
+    keys: tuple[str, str] = ("model", "optim"),
+    strict: bool = True,
+    verify_checksums: bool = True,
+) -> dict[str, Any]:
+    """Load a checkpoint of :func:`save_checkpoint`, or of ``dcp.save`` with FSDP2's state dicts; a collective.
+
+    The number of ranks, the strategy and the buckets may differ from those at saving; error feedback (``comm_policy``)
+    then starts from zero, with a warning on the first rank. While reading, it needs as much
+    additional memory as the model's shards. Entries of another dtype are cast, as by DCP, with a warning on the first
+    rank.
+
+    Args:
+        folder: the checkpoint.
+        optimizers: optimizers of the jitted module's parameters; none loads only the model.
+        extra: names and structure of the additional values to load. Keys of dictionaries must be in the checkpoint;
+            numbers and strings are placeholders.
+        keys: names under which model and optimizers were saved.
+        strict: raise an error if the checkpoint has parameters that the model does not have.
+        verify_checksums: verify all data before anything is changed. Each rank verifies the chunks that it reads.
+
+    Returns:
+        The values of ``extra``, as they were saved.
+
+    Raises:
+        CheckpointError: on all ranks, if the folder is not a checkpoint; if the checkpoint does not fit (the message
+            has the names and shapes); if it has the state of another kind of optimizer; if ranks passed different
+            checkpoints; or if a file cannot be read or is damaged. Nothing is changed then.
+    """
+    model, sharded = find_jitted(model)
+    group = sharded.world_group
+
+    def begin() -> tuple[Path, list[torch.optim.Optimizer]]:
+        finish_latest()
+        return path_of(folder, "folder"), listed(optimizers)
+
+    path, chosen = run_on_all_ranks(group, "load_checkpoint", begin)
+    metadata, digest = run_on_all_ranks(group, "load_checkpoint", lambda: read_metadata(path))
+    refuse_different(group, path, digest)
+    reader = CheckedReader(path, metadata, verify=verify_checksums)
+    if verify_checksums and not reader.has_checksums and group.rank == 0:
+        _log.warning("%s has no checksums of its own: those of its archives are verified", path)
+    paths, casts = paths_of(metadata), list[Cast]()
+    lost = feedback.Loading(sharded, paths.get(FEEDBACK, {}))
+
+    def prepare() -> tuple[dict[str, Any], dict[str, str], list[dict[str, Any]], dict[str, Any]]:
+        """Return memory by DCP's names, these names of the model's entries, and what is made of the rest of the memory:
+        the argument of each optimizer's ``load_state_dict``, and the values of ``extra``."""
+        _check_extra(extra)
+        own = extras.decode(paths.get(EXTRA, {}), reader)
+        names = [*(name for name in paths if not own or name != EXTRA), *own]
+        for name in [keys[0], *([keys[1]] if chosen else []), *(extra or {})]:
+            if name not in names:
+                raise ValueError(f"the checkpoint {path} holds no {name!r}, but {names} (see keys, extra)")
+        entries = get_model_state_dict(model)
+        there = {".".join(map(str, below)): name for below, name in paths[keys[0]].items()}
+        unknown = [name for name in there if strict and name not in entries]
+        casts.extend(
+            compare({n: reader.contents[d] for n, d in there.items()}, entries, "the checkpoint", unknown=unknown)
+        )
+        memory: dict[str, Any] = {there[name]: torch.empty_like(entry) for name, entry in entries.items()}
+        states: list[dict[str, Any]] = []
+        values: dict[str, Any] = {}
+        if chosen:
+            loaded, of_state, more = blank_optimizer_state(paths[keys[1]], reader, model, chosen)
+            states = optimizer_state_dicts(loaded, model, chosen)
+            memory |= of_state
+            casts.extend(more)
+        memory |= lost.memory
+        for name, wanted in (extra or {}).items():
+            values[name], more_memory = extras.fit(wanted, paths.get(name, {}), name, own, reader)
+            memory |= more_memory
+        return memory, there, states, values
+
+    memory, there, states, values = run_on_all_ranks(group, "load_checkpoint", prepare)
+    facts = describe_optimizers(model, chosen, values=False)
+    if difference := find_difference(group, "load_checkpoint, optimizers", facts):
+        raise CheckpointError(f"fsdp: ranks load into different optimizers, nothing is changed: {difference}")
+    run_on_all_ranks(group, "load_checkpoint", lambda: reader.load(memory))
+    # Every rank has read everything, and nothing has been changed yet.
+    if casts and group.rank == 0:
+        warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
+    if lost.drops and group.rank == 0:
+        warnings.warn(
+            f"error feedback (comm_policy) starts from zero: that in {path} is of other buckets, or of another number of "
+            f"ranks",
+            stacklevel=2,
+        )
+    with torch.no_grad():
+        for name, value in rows_by_name(model).items():
+            value.copy_(memory[there[name]])
+        lost.finish()
+    for optimizer, state in zip(chosen, states, strict=True):
+        optimizer.load_state_dict(state)
+    return values
+
+
+def _check_extra(extra: Any) -> None:
+    if extra is not None and not isinstance(extra, dict):
+        raise ValueError(f"extra: expected a dictionary of values by name, got a {type(extra).__name__}")

@@ -1,0 +1,157 @@
+"""Additional values in a checkpoint: tensors, and plain values as ``torch.save`` writes them. Reading them runs no code."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
+
+from ...runtime.row_dtensor import local_rows
+from .storage import CheckedReader, Paths, check_plain, nested
+
+EXTRA = "extra"
+"""The name under which ``extra`` is saved: ``values``, with an empty tensor in place of each tensor, and ``tensors``, which
+are numbered."""
+
+
+class Saved(str):
+    """The name under which DCP has saved a value, as its placeholder."""
+
+
+def encode(extra: dict[str, Any]) -> dict[str, Any]:
+    """Return what DCP saves of additional values.
+
+    Raises:
+        ValueError: a value cannot be stored; the message has its location.
+    """
+    if odd := [name for name in extra if type(name) is not str]:
+        raise ValueError(f"extra: {odd[0]!r} cannot be a name in it")
+    try:
+        check_plain(extra, EXTRA)
+        tensors = [leaf.detach() for leaf in tree_leaves(extra) if isinstance(leaf, torch.Tensor)]
+        values = tree_map_only(torch.Tensor, lambda _: torch.empty(0, device="meta"), extra)
+    except RecursionError:
+        raise ValueError("extra: it contains itself, or is nested too deeply") from None
+    # DCP saves a tuple as one value, and takes dictionaries apart.
+    return {"values": (values,), "tensors": {str(number): tensor for number, tensor in enumerate(tensors)}}
+
+
+def decode(paths: Paths, reader: CheckedReader) -> dict[str, Any]:
+    """Return the values that :func:`encode` received, with a :class:`Saved` in place of each tensor.
+
+    Args:
+        paths: those below :data:`EXTRA`. If :func:`encode` did not make them, there are no such values.
+    """
+    if (name := paths.get(("values",))) is None:
+        return {}
+    [values] = reader.load({name: None})[name]
+    numbers = itertools.count()
+    made = tree_map_only(torch.Tensor, lambda _: Saved(paths["tensors", str(next(numbers))]), values)
+    if not isinstance(made, dict):
+        raise ValueError(f"extra: it is a {type(made).__name__}")
+    return made
+
+
+def facts_of(extra: dict[str, Any]) -> dict[str, str]:
+    """Describe values, to compare ranks. The contents of tensors that are spread over ranks are left out."""
+    return {f"extra{keystr(path)}": _fact(value) for path, value in tree_leaves_with_path(extra)}
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, set):
+        return repr(sorted(value, key=repr))
+    if isinstance(value, torch.Tensor):
+        if local_rows(value) is not value or value.layout is not torch.strided or value.is_meta:
+            return "a tensor"
+        data: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    elif isinstance(value, np.ndarray):
+        data = np.ascontiguousarray(value)
+    else:
+        return repr(value)
+    return f"{value.dtype}{list(value.shape)}, CRC-32 {zlib.crc32(data):08x}"
+
+
+def fit(
+    wanted: Any, paths: Paths, name: str, own: Mapping[str, Any], reader: CheckedReader
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a saved value, with memory in place of its tensors, and that memory by the names of the tensors.
+
+    Args:
+        wanted: the structure that the caller expects; memory for tensors is like its tensors. DCP converts all keys to text
+            and all dictionaries to one class, so for its values both are taken from ``wanted``.
+        paths: those of the value, if ``dcp.save`` saved it.
+        own: the values that :func:`save_checkpoint` saved.
+
+    Raises:
+        ValueError: a wanted value is missing, or has another structure.
+    """
+    memory: dict[str, torch.Tensor] = {}
+
+    def walk(wanted: Any, saved: Any, path: tuple[Any, ...]) -> Any:
+        found = reader.contents[saved] if isinstance(saved, Saved) else None
+        is_tensor = isinstance(found, TensorStorageMetadata)
+        is_other = isinstance(wanted, torch.Tensor) is not is_tensor
+        is_other |= path == (name,) and isinstance(wanted, dict) and not isinstance(saved, dict)
+        if wanted is not None and is_other:
+            kind = "tensor" if is_tensor else "value" if found is not None else type(saved).__name__
+            raise ValueError(f"{_text(path)} is a {kind} in the checkpoint, but a {type(wanted).__name__} was given")
+        if isinstance(found, TensorStorageMetadata):
+            return memory.setdefault(saved, _memory_like(wanted, found, path))
+        if found is not None:
+            return reader.load({saved: None})[saved]
+        if isinstance(saved, dict):
+            given = wanted if isinstance(wanted, dict) else {}
+            if name not in own:
+                saved = _like(wanted, saved, path)
+            if missing := [key for key in given if key not in saved]:
+                raise ValueError(f"{_text(path)} has no {missing[0]!r} in the checkpoint, but {list(saved)}")
+            for key, value in saved.items():
+                saved[key] = walk(given.get(key), value, (*path, key))
+        elif isinstance(saved, (list, tuple)):
+            is_alike = isinstance(wanted, (list, tuple)) and len(wanted) == len(saved)
+            each = wanted if is_alike else [None] * len(saved)
+            return type(saved)(walk(w, v, (*path, i)) for i, (w, v) in enumerate(zip(each, saved, strict=True)))
+        return saved
+
+    saved = own[name] if name in own else nested({path: Saved(leaf) for path, leaf in paths.items()})
+    return walk(wanted, saved, (name,)), memory
+
+
+def _like(wanted: Any, saved: dict[str, Any], path: tuple[Any, ...]) -> Any:
+    """Return a dictionary that ``dcp.save`` saved with the class and the keys of the wanted one."""
+    if not isinstance(wanted, dict):
+        raise ValueError(
+            f"{_text(path)} is a dict in the checkpoint, but a {type(wanted).__name__} was given: extra has to have the "
+            f"structure that was saved"
+        )
+    keys = {str(key): key for key in wanted}
+    made = copy.copy(wanted)
+    made.clear()
+    for text, value in saved.items():
+        if text not in keys and not any(isinstance(key, str) for key in wanted):
+            raise ValueError(
+                f"{_text((*path, text))} is in the checkpoint only: extra has to have the structure that was saved"
+            )
+        made[keys.get(text, text)] = value
+    return made
+
+
+def _memory_like(wanted: torch.Tensor | None, found: TensorStorageMetadata, path: tuple[Any, ...]) -> torch.Tensor:
+    if wanted is not None and wanted.shape != found.size:
+        raise ValueError(
+            f"{_text(path)} has shape {tuple(found.size)} in the checkpoint, but {tuple(wanted.shape)} was given"
+        )
+    if wanted is not None and local_rows(wanted) is not wanted:
+        return torch.empty_like(wanted.detach())
+    return torch.empty(found.size, dtype=found.properties.dtype, device=None if wanted is None else wanted.device)
+
+
+def _text(path: tuple[Any, ...]) -> str:
+    return EXTRA + "".join(f"[{key!r}]" for key in path)

@@ -1,0 +1,221 @@
+"""Save into a folder so that two runs never mix, and a killed run leaves no checkpoint.
+
+[Note: Two runs, one folder]
+Runs that save into the same folder at once know nothing of each other. Two mechanisms keep them apart:
+
+1. The names of a run's files contain its id, so no run overwrites or reads the files of another.
+2. The file that completes the folder is written elsewhere and then created as a hard link, which fails if the name
+   exists. So the first run to finish has saved, all others get an error, and a complete folder is never overwritten.
+
+The run that has completed the folder deletes the files of all others, also of those that were killed. A run that fails
+deletes its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...ranks.process_groups import ProcessGroupRef
+from .on_all_ranks import CheckpointError, reason_of, run_on_all_ranks, share_on_all_ranks
+
+METADATA = ".metadata"
+"""The file that completes a checkpoint: the list of its contents."""
+
+OTHERS = "meta.pt"
+"""The file of Fabric in the folder of a checkpoint: everything besides the module and its optimizers."""
+
+INDEX = "model.safetensors.index.json"
+"""The file that completes a whole model."""
+
+_KINDS = {METADATA: "checkpoint", INDEX: "model"}
+_FILES = {
+    METADATA: re.compile(r"__\d+_([0-9a-f]{12})_\d+\.distcp|\.metadata\.([0-9a-f]{12})"),
+    INDEX: re.compile(r"model-\w+-([0-9a-f]{12})\.safetensors|model\.safetensors\.index\.json\.([0-9a-f]{12})"),
+}
+"""The names of the files of a run, keyed by the name of the file that completes a folder."""
+
+_PIECE = 1 << 22
+"""Bytes that are read at once for a checksum."""
+
+_log = logging.getLogger(__name__)
+
+
+def path_of(value: str | os.PathLike[str], option: str) -> Path:
+    """Return the absolute path of a folder or file that the user names.
+
+    Raises:
+        ValueError: it is not a path, or the working folder was deleted, or a link in the path has lost its target.
+    """
+    try:
+        path = Path(value).absolute()
+    except (OSError, TypeError) as error:
+        raise ValueError(f"{option}: {value!r} is not usable as a path: {error}") from error
+    for part in (path, *path.parents):
+        if part.is_symlink() and not part.exists():
+            target = os.readlink(part)
+            raise ValueError(
+                f"{option}: {part} is a link to {target}, which does not exist: remove the link, or create its target"
+            )
+    return path
+
+
+class SaveRun:
+    """One save into a folder. See [Note: Two runs, one folder].
+
+    Attributes:
+        id: part of the names of all files of the run.
+        last: name of the file that completes the folder.
+        draft: a folder in which the first rank prepares that file.
+    """
+
+    def __init__(self, folder: Path, last: str, id: str) -> None:
+        self.folder, self.last, self.id = folder, last, id
+        self.draft = folder / f"{last}.{id}"
+        self._has_completed = False
+        self._process = os.getpid()
+
+    def begin(self) -> str:
+        """Create the draft, on the first rank, after which all ranks look for it; return the run's id."""
+        refuse_complete(self.folder, self.last)
+        self.draft.mkdir(parents=True)
+        if (self.folder / self.last).exists():
+            (self.folder / self.last).unlink()  # empty: see `is_complete`
+        return self.id
+
+    def check(self) -> None:
+        """Raise an error if this rank does not see the draft.
+
+        Raises:
+            ValueError: the first rank's folder is not this one, or another run has completed it meanwhile, or this rank
+                cannot write into it.
+        """
+        refuse_complete(self.folder, self.last)
+        if not self.draft.is_dir():
+            raise ValueError(
+                f"folder: {self.folder} is not the folder that the first rank saves into: give all ranks the same folder, "
+                f"on a disk that all of them see"
+            )
+        if not os.access(self.folder, os.W_OK):
+            raise ValueError(f"folder: {self.folder} cannot be written")
+
+    def complete(self) -> None:
+        """Create the file that completes the folder.
+
+        Raises:
+            ValueError: another run has completed it.
+        """
+        if not _link_exclusively(self.draft / self.last, self.folder / self.last):
+            raise ValueError(
+                f"folder: another run has completed {self.folder} meanwhile: give each run a folder of its own"
+            )
+        self._has_completed = True
+
+    def clean_up(self) -> None:
+        """Delete the draft, and the files of all other runs if this one has completed the folder, else its own.
+
+        It never raises: at worst, unused files remain. A process that was forked meanwhile deletes nothing.
+        """
+        if self._process != os.getpid():
+            return
+        try:
+            shutil.rmtree(self.draft, ignore_errors=True)
+            for entry in self.folder.iterdir() if self.folder.is_dir() else ():
+                match = _FILES[self.last].fullmatch(entry.name)
+                if match is None or (self.id in match.groups()) is self._has_completed:
+                    continue
+                if entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("%s was not cleaned up: %s", self.folder, error)
+
+
+@contextmanager
+def saving_into(group: ProcessGroupRef, folder: Path, last: str, is_ready: bool) -> Iterator[tuple[SaveRun, bool]]:
+    """Begin a run on all ranks, and clean up at the end; yield it, and whether all ranks are ready. A collective.
+
+    Args:
+        last: name of the file that completes the folder.
+        is_ready: whether this rank is ready, for whatever the caller needs.
+
+    Raises:
+        CheckpointError: on all ranks, if the folder is complete, ranks passed other folders, or saving failed.
+    """
+    what = "saving into a folder"
+    run = own = SaveRun(folder, last, uuid.uuid4().hex[:12])
+    try:
+        begin = lambda: (own.begin() if group.rank == 0 else "", is_ready)  # noqa: E731
+        everyones = share_on_all_ranks(group, what, begin)
+        run = SaveRun(folder, last, everyones[0][0])
+        run_on_all_ranks(group, what, run.check)
+        yield run, all(theirs for _, theirs in everyones)
+    except Exception as error:
+        complete = "; it is complete nevertheless, by this run or another" if is_complete(folder, last) else ""
+        raise CheckpointError(
+            f"fsdp: the {_KINDS[last]} {folder} was not saved: {reason_of(error)}{complete}"
+        ) from error
+    finally:
+        if group.rank == 0:
+            run.clean_up()
+
+
+def are_of_one_run(names: Iterable[str]) -> bool:
+    """Return whether these are names of data files of a single checkpoint that :class:`SaveRun` has saved."""
+    matches = [_FILES[METADATA].fullmatch(name) for name in names]
+    return all(matches) and len({match[1] for match in matches if match}) == 1
+
+
+def is_complete(folder: Path, last: str) -> bool:
+    """Return whether the file that completes ``folder`` exists.
+
+    An empty file does not count: without hard links, a run that is killed may leave one.
+    """
+    return (folder / last).exists() and (folder / last).stat().st_size > 0
+
+
+def refuse_complete(folder: Path, last: str) -> None:
+    """Raise an error if ``folder`` is complete.
+
+    Raises:
+        ValueError: names the folder.
+    """
+    if is_complete(folder, last):
+        raise ValueError(f"folder: {folder} holds a {_KINDS[last]} already; save each one into a folder of its own")
+
+
+def checksum(path: Path, offset: int, length: int) -> int:
+    """Return the CRC-32 of a range of a file."""
+    crc = 0
+    with path.open("rb") as file:
+        file.seek(offset)
+        while data := file.read(min(length, _PIECE)):
+            crc = zlib.crc32(data, crc)
+            length -= len(data)
+    return crc
+
+
+def _link_exclusively(source: Path, target: Path) -> bool:
+    """Link ``source`` as ``target`` unless that file exists; return whether the link was created."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        # A network file system may have created the link and lost the reply.
+        return target.exists() and os.path.samefile(source, target)
+    except OSError:  # no hard links: an exclusive copy, which is not atomic
+        try:
+            with target.open("xb") as file:
+                file.write(source.read_bytes())
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            return False
+    return True

@@ -1,0 +1,355 @@
+"""State dicts of model and optimizers, in the format of torch.distributed.checkpoint.state_dict, and loading them.
+
+A checkpoint must fit the model and its optimizers, and is read into memory of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from thunder.core.module import ThunderModule
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
+
+from ...private_torch import state_name, unwrap_fabric
+from ...runtime.row_dtensor import DTENSORS, RowDTensor, replicated
+from ...sharding.sharded_module import find_jitted
+from ..state_dicts.entries import refuse_unshared
+from ..state_dicts.row_piece import RowPiece
+from .storage import CheckedReader, Paths, nested
+
+Cast = tuple[str, torch.dtype, torch.dtype]
+"""The name of an entry, its dtype in the checkpoint, and its dtype in memory."""
+
+_ADDED = {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+"""Keys of parameter groups that are not options of the optimizer, or that schedulers add."""
+
+_SELECT_STATE = {"amsgrad", "centered", "momentum"}
+"""Options of optimizers of torch that decide which state they make."""
+
+
+def get_model_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
+    """Return the original module's state dict, with this rank's rows in each entry; no communication.
+
+    It is ``model.state_dict()``. Entries share memory with the model. Parameters are DTensors. Buffers and
+    ``ignored_params``, which are not sharded, are plain tensors. torch's ``dcp.save``, ``dcp.async_save`` and
+    ``dcp.load`` accept them; :func:`load_checkpoint` also checks before loading.
+
+    Raises:
+        TypeError: ``model`` is not sharded by ``fsdp(...)``.
+        ValueError: ranks have different parameters under one name: see ``process_group_for``.
+    """
+    model, _ = find_jitted(model)
+    return dict(model.state_dict())
+
+
+def get_optimizer_state_dict(
+    model: ThunderModule, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+) -> dict[str, Any]:
+    """Return the state of one or several optimizers, keyed by the names of parameters; no communication.
+
+    Returns:
+        ``{"state": {name: {"exp_avg": entry, ...}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``, as
+        torch's function of this name returns it. Tensors share memory with the optimizer, and are DTensors like those of
+        :func:`get_model_state_dict`, or numbers. The state of :class:`WholeParameters` is plain tensors, only on the
+        parameter's owner: DCP saves what each rank has, and loads what it requests.
+
+    Raises:
+        TypeError: ``model`` is not sharded by ``fsdp(...)``.
+        ValueError: an optimizer has parameters that are not the model's; two optimizers have the same parameter; or a
+            state has a plain tensor that is not a number.
+    """
+    model, sharded = find_jitted(model)
+    for bucket in sharded.buckets:
+        refuse_unshared(bucket)
+    names = names_of_params(model, listed(optimizers))
+    owned = owned_names(names, listed(optimizers))
+    state: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in listed(optimizers):
+        for group in optimizer.param_groups:
+            groups.append({**group, "params": [names[p] for p in group["params"]]})
+            for param in group["params"]:
+                if param in optimizer.state:
+                    name = names[param]
+                    state[name] = tree_map_only(RowDTensor, _as_vector, optimizer.state[param])
+                    if name in sharded.locations and name not in owned:
+                        _check_state(name, state[name])
+    return {"state": state, "param_groups": groups}
+
+
+def full_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
+    """Return whole parameters under the keys of the original, unsharded module; a collective.
+
+    It is the result of ``model.original_state_dict()``, which ``load_state_dict(strict=True)`` of the original module
+    accepts.
+    """
+    model, _ = find_jitted(model)
+    return dict(model.original_state_dict())
+
+
+def listed(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return one or several optimizers as a list, without the wrappers of Lightning Fabric and of accelerate."""
+    every = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    accelerate = sys.modules.get("accelerate.optimizer")
+    wrapper: Any = () if accelerate is None else accelerate.AcceleratedOptimizer
+    return [o.optimizer if isinstance(o, wrapper) else unwrap_fabric(o) for o in every]
+
+
+def labelled_groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield an optimizer's parameter groups, each with its name in messages."""
+    for number, group in enumerate(optimizer.param_groups):
+        yield f"param_groups[{number}] of {type(optimizer).__name__}", group
+
+
+def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.Tensor, str]:
+    """Return the name of each parameter of some optimizers in the model's state dict.
+
+    Raises:
+        ValueError: a parameter is not the model's, or is in two groups.
+    """
+    known = {param: state_name(name) for name, param in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {}
+    for optimizer in optimizers:
+        for label, group in labelled_groups(optimizer):
+            for param in group["params"]:
+                if param not in known:
+                    raise ValueError(
+                        f"optimizers: {label} holds a tensor of shape "
+                        f"{tuple(param.shape)} that is no parameter of the model: make the optimizer of the jitted "
+                        f"module's parameters()"
+                    )
+                if param in names:
+                    raise ValueError(f"optimizers: parameter {known[param]!r} is in two of them; its state would mix")
+                names[param] = known[param]
+    return names
+
+
+def owned_names(names: dict[torch.Tensor, str], optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, bool]:
+    """Return, for each parameter whose state one rank has whole, whether it is this rank."""
+    return {
+        names[param]: owns(param)
+        for optimizer in optimizers
+        if (owns := getattr(optimizer, "owns", None)) is not None  # WholeParameters
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
+
+
+def _as_vector(state: RowDTensor) -> RowDTensor:
+    """Return the state of a 0-dim parameter with the shape ``(1,)``, which tells it from a number that all ranks have."""
+    return state if state.ndim else RowDTensor.wrap(state.to_local(), state.rows.reshaped((1,)))
+
+
+def _check_state(name: str, state: dict[str, Any]) -> None:
+    """Raise an error for state of which nobody can tell whether it is whole."""
+    for key, value in ((key, leaf) for key, values in state.items() for leaf in tree_leaves(values)):
+        if isinstance(value, torch.Tensor) and value.ndim and not isinstance(value, (*DTENSORS, RowPiece)):
+            raise ValueError(
+                f"optimizers: state {key!r} of parameter {name!r} is a plain tensor of shape {tuple(value.shape)}, "
+                f"and the shard that it corresponds to is unknown. Create it from the parameter or its gradient, for "
+                f"example with torch.zeros_like(p). Optimizers that need whole parameters have to be made by "
+                f"WholeParameters(optimizer_class, model, params)"
+            )
+
+
+#
+# Fitting
+#
+
+
+def compare(
+    saved: Mapping[str, Any], entries: Mapping[str, torch.Tensor], source: str, *, unknown: Iterable[str] = ()
+) -> list[Cast]:
+    """Return the entries whose dtype differs from the saved one.
+
+    Args:
+        saved: what DCP knows of each saved entry.
+        source: the subject of messages.
+        unknown: saved names that the model does not have, which are refused, too.
+
+    Raises:
+        ValueError: the saved model has other names or shapes.
+    """
+    faults = [f"{name!r} is unknown" for name in unknown]
+    casts = []
+    for name, entry in entries.items():
+        found = saved.get(name)
+        if found is None:
+            faults.append(f"{name!r} is missing")
+        elif not isinstance(found, TensorStorageMetadata):
+            faults.append(f"{name!r} is no tensor there")
+        elif found.size != entry.shape:
+            faults.append(f"{name!r} has shape {tuple(found.size)} there, {tuple(entry.shape)} in the model")
+        elif found.properties.dtype != entry.dtype:
+            casts.append((name, found.properties.dtype, entry.dtype))
+    if faults:
+        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise ValueError(f"{source} does not fit the model: {'; '.join(faults[:8])}{more}")
+    return casts
+
+
+def tell_casts(casts: Sequence[Cast]) -> str:
+    """Return a text that lists the entries that are cast."""
+    lines = [f"{name} from {there} to {here}".replace(" torch.", " ") for name, there, here in casts[:8]]
+    return f"{'; '.join(lines)}{f'; and {len(casts) - 8} more' if len(casts) > 8 else ''}"
+
+
+def describe_optimizers(
+    model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer], *, values: bool
+) -> dict[str, str]:
+    """Describe optimizers and their parameters, to compare ranks.
+
+    Args:
+        values: describe what one rank saves for all, too: options, and names and numbers of the state.
+    """
+    names = names_of_params(model, optimizers)
+    owned = owned_names(names, optimizers)
+    facts = {"optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"}
+    for optimizer in optimizers:
+        for label, group in labelled_groups(optimizer):
+            facts[f"the parameters of {label}"] = ", ".join(names[param] for param in group["params"])
+            if not values:
+                continue
+            facts |= {f"{key!r} of {label}": _text(value) for key, value in group.items() if key != "params"}
+            for param in group["params"]:
+                if names[param] not in owned:
+                    for path, value in tree_leaves_with_path(optimizer.state.get(param, {})):
+                        facts[f"{keystr(path)} of {names[param]!r}"] = _text(value)
+    return facts
+
+
+def blank_optimizer_state(
+    paths: Paths, reader: CheckedReader, model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[Cast]]:
+    """Return the state of all optimizers in a checkpoint, with memory in place of tensors, and that memory by DCP's names.
+
+    It also returns the entries that an optimizer's ``load_state_dict`` will cast to the dtype of the parameter.
+    """
+    found: Mapping[str, Any] = reader.contents
+    _, sharded = find_jitted(model)
+    names = names_of_params(model, optimizers)
+    owned = owned_names(names, optimizers)
+    params = {alias: param for param, name in names.items() for alias in sharded.names_of(name)}
+    of_state = {path: saved for path, saved in paths.items() if path[0] == "state" and path[1] in params}
+    tensors = {path: found[saved] for path, saved in paths.items() if isinstance(found[saved], TensorStorageMetadata)}
+    of_shape = {
+        path[2:]
+        for path in of_state.keys() & tensors.keys()
+        if params[path[1]].ndim and tensors[path].size == params[path[1]].shape
+    }
+    memory: dict[str, Any] = {}
+    casts: list[Cast] = []
+    for path, saved in paths.items():
+        value = torch.empty(tensors[path].size, dtype=tensors[path].properties.dtype) if path in tensors else None
+        if path[0] == "state":
+            if path not in of_state or not owned.get(names[params[path[1]]], True):
+                continue
+            param, name, what = params[path[1]], names[params[path[1]]], ".".join(map(str, path[2:]))
+            if value is not None and isinstance(param, RowDTensor) and name not in owned:
+                is_rows = path[2:] in of_shape
+                value = _blank_state(param, value, tensors[path], is_rows=is_rows, what=f"{what!r} of {name!r}")
+            if value is not None and what != "step" and value.is_floating_point() and param.is_floating_point():
+                if value.dtype != param.dtype:
+                    casts.append((f"{what} of {name}", value.dtype, param.dtype))
+        memory[saved] = value
+    # All but the tensors of the state is read now: options, which must fit, may be tensors, too.
+    later = {saved for path, saved in of_state.items() if path in tensors}
+    memory |= reader.load({saved: value for saved, value in memory.items() if saved not in later})
+    loaded = nested({path: memory[saved] for path, saved in paths.items() if saved in memory})
+    return loaded, {saved: value for saved, value in memory.items() if saved in later}, casts
+
+
+def _blank_state(
+    param: RowDTensor, whole: torch.Tensor, found: TensorStorageMetadata, *, is_rows: bool, what: str
+) -> torch.Tensor:
+    """Return memory for the state of a sharded parameter: rows, a tensor that all ranks have, or a number.
+
+    State of another shape than the parameter's that was saved in several chunks is rows, too (see ``RowDTensor``). State
+    of a 0-dim parameter is rows if that of other parameters is; older versions saved it with the shape ``(1,)``.
+    """
+    rows, local = param.rows, param.to_local()
+    is_vector = not param.ndim and found.size == (1,)
+    if is_rows and not is_vector and found.size != param.shape:
+        raise ValueError(
+            f"the checkpoint does not fit the optimizers: {what} has shape {tuple(found.size)} there, the parameter "
+            f"{tuple(param.shape)}"
+        )
+    if is_rows or is_vector or (found.size[:1] == rows.starts[-1:] and (len(found.chunks) > 1 or found.size[0] == 1)):
+        rows = rows.reshaped(found.size)
+        return RowDTensor.wrap(local.new_empty(rows.local_shape, dtype=whole.dtype), rows)
+    return replicated(whole.to(local.device), param.device_mesh) if whole.ndim else whole
+
+
+def optimizer_state_dicts(
+    loaded: Mapping[str, Any], model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[dict[str, Any]]:
+    """Return the argument for each optimizer's ``load_state_dict``: parameters by number, groups in its own order.
+
+    Args:
+        loaded: the state of all optimizers by parameters' names, as :func:`get_optimizer_state_dict` returns it.
+
+    Raises:
+        ValueError: the checkpoint has other parameter groups, or the state of another kind of optimizer.
+    """
+    _, sharded = find_jitted(model)
+    names = names_of_params(model, optimizers)
+    states = {sharded.names_of(name)[0]: state for name, state in loaded.get("state", {}).items()}
+    groups = {
+        frozenset(sharded.names_of(n)[0] for n in group["params"]): group for group in loaded.get("param_groups", ())
+    }
+    result: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        result.append({"state": {}, "param_groups": []})
+        numbers = itertools.count()
+        for label, group in labelled_groups(optimizer):
+            mine = [names[param] for param in group["params"]]
+            if frozenset(mine) not in groups:
+                raise ValueError(
+                    f"the checkpoint does not fit the optimizers, nothing is changed: it has no group of the same "
+                    f"parameters as {label} ({mine[0]!r} and {len(mine) - 1} more)"
+                )
+            values = {key: value for key, value in groups[frozenset(mine)].items() if key != "params"}
+            if why := _misfit(label, group, values):
+                raise ValueError(
+                    f"the checkpoint does not fit the optimizers, nothing is changed: {why}. Make the optimizer as it "
+                    f"was when the checkpoint was saved, or load the model alone"
+                )
+            numbered = dict(zip(mine, numbers, strict=False))
+            result[-1]["param_groups"].append({**group, **values, "params": list(numbered.values())})
+            for name in numbered.keys() & states.keys():
+                result[-1]["state"][numbered[name]] = tree_map_only(RowDTensor, _of_shape, states[name])
+    return result
+
+
+def _misfit(label: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """Return why a parameter group was saved by another kind of optimizer; empty if it was not.
+
+    Args:
+        own: the group.
+        saved: its options in the checkpoint.
+    """
+    if unknown := sorted(saved.keys() - own.keys() - _ADDED):
+        return f"it was saved by another kind of optimizer: {label} has no option {', '.join(map(repr, unknown))}"
+    for key in sorted(_SELECT_STATE & saved.keys() & own.keys()):
+        if bool(saved[key]) != bool(own[key]):
+            return f"it was saved with {key}={saved[key]!r} where {label} has {own[key]!r}, and makes other state"
+    return ""
+
+
+def _of_shape(state: RowDTensor) -> RowDTensor:
+    """Return the state of a 0-dim parameter that was saved as a vector as a 0-dim tensor."""
+    rows = state.rows
+    is_scalar = rows.in_bucket is not None and not rows.in_bucket[0].rows[rows.in_bucket[1]].shape
+    return RowDTensor.wrap(state.to_local(), rows.reshaped(())) if is_scalar else state
+
+
+def _text(value: Any) -> str:
+    """Describe a value; of a tensor that may be rows, only that it is one."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return "a tensor" if value.ndim or isinstance(value, (*DTENSORS, RowPiece)) else repr(value.tolist())

@@ -1,0 +1,329 @@
+"""Whole models in safetensors files, written bucket by bucket and read by rows, so no rank holds the whole model.
+
+The folder has the format of Hugging Face: one file per bucket, and ``model.safetensors.index.json``, written last,
+which maps parameters to files. As usual in that format, only the first name of tied parameters is written. The index
+also contains the checksum of each file (``metadata``, ``crc32``), which other tools ignore.
+
+[Note: Verifying whole files]
+A rank reads rows, but a checksum is that of a whole file. So ranks verify whole files before anything is changed. If
+all ranks see the same files, each rank verifies some of them; otherwise (copies on disks of several hosts) each
+verifies all. Files are the same if inode, size and modification time are equal on all ranks. Files without checksums
+that are not the same are compared by content.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from thunder.core.module import ThunderModule
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
+from ...private_torch import state_name
+from ...ranks.control import control_of
+from ...ranks.process_groups import ProcessGroupRef
+from ...runtime.row_dtensor import RowDTensor, local_rows
+from ...sharding.sharded_module import find_jitted
+from ..state_dicts.entries import refuse_unshared
+from ..state_dicts.jitted import rows_by_name
+from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds
+from .folder import INDEX, SaveRun, checksum, path_of, refuse_complete
+from .on_all_ranks import refuse_different, run_on_all_ranks
+from .staging import Staging
+from .state_dict import Cast, compare, tell_casts
+
+_log = logging.getLogger(__name__)
+
+
+def save_safetensors(
+    model: ThunderModule,
+    folder: str | os.PathLike[str],
+    *,
+    checksums: bool = True,
+) -> Path:
+    """Write the whole model into a folder, from the first rank; a collective.
+
+    The first rank receives one bucket at a time, in the dtype of the shards, over gloo. If another run saves into the
+    folder, one of the two gets an error, and no file is overwritten.
+
+    Args:
+        folder: a folder that holds no whole model yet, on a disk that all ranks see.
+        checksums: save the checksum of each file.
+
+    Returns:
+        The folder's index file, ``model.safetensors.index.json``.
+
+    Raises:
+        CheckpointError: on all ranks, if the folder has an index already, or another run saves into it, or if it cannot
+            be written, or an earlier save beside training failed, or safetensors is not installed.
+    """
+    group, path, state, write = _prepare(model, folder, checksums)
+    return save_in_rounds(group, path, INDEX, state, write)
+
+
+def save_safetensors_async(
+    model: ThunderModule,
+    folder: str | os.PathLike[str],
+    *,
+    checksums: bool = True,
+    when_busy: Literal["wait", "raise"] = "wait",
+) -> Saving:
+    """Copy each rank's rows to host memory, and gather and write them in threads while training goes on; a collective.
+
+    See [saving beside training](checkpoints.md#saving-beside-training). The other arguments, and the errors, are those of
+    :func:`save_safetensors`.
+
+    Args:
+        when_busy: wait for a save beside training that is in flight, or raise an error.
+    """
+    group, path, staging, write = _prepare(model, folder, checksums, when_busy, Staging)
+    return save_beside(group, path, INDEX, staging, write)
+
+
+def _prepare(
+    model: ThunderModule,
+    folder: str | os.PathLike[str],
+    checksums: bool,
+    when_busy: str = "wait",
+    stage: Callable[[dict[str, Any]], Any] = lambda state: state,
+) -> tuple[ProcessGroupRef, Path, Any, Write]:
+    """Return the ranks, the folder, what ``stage`` makes of the entries, and the function that writes them."""
+    model, sharded = find_jitted(model)
+    group = sharded.world_group
+
+    def check() -> tuple[Path, dict[str, torch.Tensor], Any]:
+        sharded.check_initialized()  # a collective
+        sharded.take_attributes()
+        _import("safetensors.torch")
+        for bucket in sharded.buckets:
+            refuse_unshared(bucket)
+        finish_latest(when_busy)
+        path, entries = path_of(folder, "folder"), rows_by_name(model)
+        refuse_complete(path, INDEX)
+        return path, entries, stage(entries)
+
+    path, entries, values = run_on_all_ranks(group, "save_safetensors", check)
+    parts = {f"{n:05d}": [state_name(p.name) for p in b.spec.params] for n, b in enumerate(sharded.buckets, 1)}
+    parts["rest"] = [name for name in entries if name not in sharded.locations]
+
+    def write(rounds: Rounds, run: SaveRun, state: dict[str, Any]) -> None:
+        files = _WholeFiles(run, checksums=checksums)
+        for label, names in parts.items():
+            rows = {name: state[name] for name in names}
+            rounds.run(partial(_rows_to_send, rows, rounds.rank), partial(files.write, label, rows))
+        rounds.run(lambda: None, files.complete)
+
+    return group, path, values, write
+
+
+def _rows_to_send(entries: Mapping[str, torch.Tensor], rank: int) -> dict[str, tuple[int, Any]]:
+    """Return the bytes of this rank's rows, and the number of their first element, unless another rank sends them."""
+    sent: dict[str, tuple[int, Any]] = {}
+    for name, entry in entries.items():
+        sends, start, local = rank == 0, 0, local_rows(entry)
+        if isinstance(entry, RowDTensor):
+            replicas = entry.rows.ranks.replicas
+            sends, start = replicas is None or replicas.rank == 0, entry.rows.start * math.prod(entry.shape[1:])
+        if sends and local.numel():
+            sent[name] = start, local.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return sent
+
+
+class _WholeFiles:
+    """The files of a whole model, which the first rank writes in a run."""
+
+    def __init__(self, run: SaveRun, *, checksums: bool) -> None:
+        self._run, self._checksums = run, checksums
+        self._weight_map: dict[str, str] = {}
+        self._crcs: dict[str, str] = {}
+        self._nbytes = 0
+
+    def write(self, label: str, entries: Mapping[str, Any], everyones: Sequence[dict[str, tuple[int, Any]]]) -> None:
+        """Write a file of entries, whose rows the ranks have sent."""
+        tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+        for name, (start, data) in itertools.chain.from_iterable(theirs.items() for theirs in everyones):
+            rows = torch.from_numpy(data).view(tensors[name].dtype)
+            tensors[name].view(-1)[start : start + rows.numel()] = rows
+        if tensors:
+            file = f"model-{label}-{self._run.id}.safetensors"
+            _import("safetensors.torch").save_file(tensors, self._run.folder / file, metadata={"format": "pt"})
+            self._weight_map.update(dict.fromkeys(tensors, file))
+            self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
+            if self._checksums:
+                self._crcs[file] = _checksum(self._run.folder / file)
+
+    def complete(self, everyones: Sequence[None]) -> None:
+        """Write the index."""
+        folder = self._run.folder
+        if missing := [file for file in sorted(set(self._weight_map.values())) if not (folder / file).exists()]:
+            raise ValueError(f"folder: {folder / missing[0]} was deleted by somebody else")
+        metadata = {"total_size": self._nbytes, **({"crc32": self._crcs} if self._checksums else {})}
+        index = json.dumps({"metadata": metadata, "weight_map": self._weight_map}, indent=2)
+        (self._run.draft / INDEX).write_text(index)
+        self._run.complete()
+
+
+def load_safetensors(
+    model: ThunderModule, source: str | os.PathLike[str], *, strict: bool = True, verify_checksums: bool = True
+) -> None:
+    """Load a whole model; a collective. Each rank reads the rows that it holds, and verifies its share of the files.
+
+    Tensors of another dtype are cast, with a warning on the first rank.
+
+    Args:
+        source: a ``.safetensors`` file, or a folder with some (with or without an index).
+        strict: refuse files with tensors that the model does not have.
+        verify_checksums: verify the checksums that the index has (those of :func:`save_safetensors`), before anything
+            is changed.
+
+    Raises:
+        CheckpointError: on all ranks, if safetensors is not installed, names or shapes do not fit, a file is damaged, or
+            ranks were given different files. Nothing is changed then. Also if a file that was opened cannot be read to its
+            end; then the message says that some values are loaded.
+    """
+    model, sharded = find_jitted(model)
+    group = sharded.world_group
+
+    def find() -> tuple[Path, list[Path], dict[str, str]]:
+        _import("safetensors")
+        finish_latest()
+        path = path_of(source, "source")
+        return path, *_files(path)
+
+    path, files, crcs = run_on_all_ranks(group, "load_safetensors", find)
+    _verify(group, path, files, crcs, verify=verify_checksums)
+    casts: list[Cast] = []
+
+    def prepare() -> dict[Path, dict[str, torch.Tensor]]:
+        """Return the entries to read from each file."""
+        contents, rows = _contents_of(files), rows_by_name(model)
+        there = {name: next((n for n in sharded.names_of(name) if n in contents), name) for name in rows}
+        entries = {there[name]: value for name, value in rows.items()}
+        known = {alias for name in rows for alias in sharded.names_of(name)}
+        unknown = [name for name in contents if strict and name not in known]
+        found = {name: content for name, (_, content) in contents.items()}
+        casts.extend(compare(found, entries, str(source), unknown=unknown))
+        return {file: {n: value for n, value in entries.items() if contents[n][0] == file} for file in files}
+
+    entries_of = run_on_all_ranks(group, "load_safetensors", prepare)
+    if casts and group.rank == 0:
+        warnings.warn(f"load_safetensors casts what {source} holds: {tell_casts(casts)}", stacklevel=2)
+
+    def read() -> None:
+        try:
+            for file, entries in entries_of.items():
+                _read(file, entries)
+        except Exception as error:
+            raise ValueError(
+                f"{source} could be read in part only, and the model has some of its values now: {error}"
+            ) from error
+
+    run_on_all_ranks(group, "load_safetensors", read)
+    for bucket in sharded.buckets:
+        torch.autograd.graph.increment_version(bucket.params)
+
+
+def _contents_of(files: Sequence[Path]) -> dict[str, tuple[Path, TensorStorageMetadata]]:
+    """Return the file, shape and dtype of each tensor; the last file for a name that is in several.
+
+    Raises:
+        ValueError: a file cannot be read, or holds a part of a tensor.
+    """
+    contents: dict[str, tuple[Path, TensorStorageMetadata]] = {}
+    for file in files:
+        try:
+            with _import("safetensors").safe_open(file, "pt") as opened:
+                parts = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+                for name in opened.keys():  # noqa: SIM118
+                    shape = torch.Size(opened.get_slice(name).get_shape())
+                    dtype = (opened.get_slice(name)[:1] if shape else opened.get_tensor(name)).dtype
+                    contents[name] = file, TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks=[])
+        except Exception as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+        for name, part in parts.items():
+            if any(part["saved_offsets"]):
+                raise ValueError(f"{file} holds a part of {name!r} only: join the parts of all ranks first")
+    return contents
+
+
+def _read(file: Path, entries: Mapping[str, torch.Tensor]) -> None:
+    """Read this rank's rows of tensors in a file into entries of a state dict, in place."""
+    with _import("safetensors").safe_open(file, "pt") as opened:
+        for name, entry in entries.items():
+            local = local_rows(entry).detach()
+            if isinstance(entry, RowDTensor) and entry.ndim:
+                if local.numel():
+                    local.copy_(opened.get_slice(name)[entry.rows.start : entry.rows.end])
+            else:
+                local.copy_(opened.get_tensor(name))
+
+
+def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the files of a whole model, and the checksums that exist."""
+    if source.is_file():
+        return [source], {}
+    index = source / INDEX
+    if index.exists():
+        try:
+            content = json.loads(index.read_text())
+            names = sorted(set(content["weight_map"].values()))
+            crcs = dict(content.get("metadata", {}).get("crc32", {}))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{index} cannot be read: {type(error).__name__} {error}") from error
+        if any(Path(name).name != name for name in names):
+            raise ValueError(f"{index} cannot be read: it names files outside its folder")
+        if crcs and crcs.keys() != set(names):
+            raise ValueError(f"{index} cannot be read: it has checksums of other files than it names")
+        return [source / name for name in names], crcs
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"source: {source} is no .safetensors file and no folder with one")
+    if any(source.glob("model-[0-9]*.safetensors")):
+        raise ValueError(f"source: {source} has no {INDEX}: its export did not end")
+    return files, {}
+
+
+def _verify(group: ProcessGroupRef, source: Path, files: list[Path], crcs: dict[str, str], *, verify: bool) -> None:
+    """Verify that all ranks will read the same files, and that these are undamaged; a collective."""
+    stats = run_on_all_ranks(group, "load_safetensors", lambda: [file.stat() for file in files])
+    known = [(file.name, stat.st_size, crcs.get(file.name)) for file, stat in zip(files, stats, strict=True)]
+    refuse_different(group, source, repr(known))
+    identities = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
+    is_shared = len(set(map(repr, control_of(group).exchange("load_safetensors", identities)))) == 1
+    if not is_shared and not crcs:
+        contents = run_on_all_ranks(group, "load_safetensors", lambda: list(map(_checksum, files)))
+        refuse_different(group, source, repr(contents))
+    if verify and not crcs and group.rank == 0:
+        _log.warning("%s has no checksums", source)
+
+    def check() -> None:
+        for file in files[group.rank :: group.size] if is_shared else files:
+            if verify and crcs and _checksum(file) != crcs[file.name]:
+                raise ValueError(
+                    f"{file} is damaged, nothing is changed: its checksum is wrong (verify_checksums=False ignores that)"
+                )
+
+    run_on_all_ranks(group, "load_safetensors", check)
+
+
+def _checksum(file: Path) -> str:
+    return f"{checksum(file, 0, file.stat().st_size):08x}"
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"whole models need safetensors: pip install 'thunder_fsdp_sched[safetensors]' ({error})"
+        ) from None

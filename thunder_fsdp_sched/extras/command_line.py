@@ -1,0 +1,371 @@
+"""The command line: ``python -m thunder_fsdp_sched``."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ..logs import following_stages
+from ..option_groups import Sharding
+from ..sizes import parse_bytes
+from ..transports import TRANSPORTS
+from .planning.calibration import calibrate
+from .planning.clusters import CLUSTERS, read_cluster
+from .planning.dry_run import DryRun, dry_run_step, find_model, replan
+from .planning.fit import describe_fit, optimizer_state_bytes
+from .planning.models import MODELS
+from .planning.recorded import RecordedStep, read_recorded
+from .planning.suggestions import HEADROOM, suggest
+from .replay.schedule_files import load_schedules
+from .reports.dry_run_table import answer, dry_run_table, window_table
+from .reports.exposed import ExposedCommunication, exposed_communication
+from .reports.memory_files import save_memory, save_snapshot
+from .reports.plot import plot_memory, plot_timelines, save_perfetto
+from .reports.report import make_console, plan_table, step_before_and_after
+from .step_memory.step_memory import StepMemory
+
+app = typer.Typer(
+    help="ZeRO-2 and ZeRO-3 for Lightning Thunder, scheduled in the trace.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode=None,  # whose tables cut names of options at 80 columns
+)
+
+
+PRESETS = f"Clusters: {', '.join(CLUSTERS)}."
+UNITS = "Units: sizes are bytes, as 8GiB, 25MB or 8589934592; bandwidths are bytes/s; times are seconds."
+
+Spinner = Callable[[str], None]
+
+StrategyChoice = Literal["zero2", "zero3", "both"]
+
+
+def strategies_of(sharding: StrategyChoice) -> tuple[str, ...]:
+    """Return the sharding strategies that a command runs."""
+    return ("zero2", "zero3") if sharding == "both" else (sharding,)
+
+
+@contextmanager
+def _spinner(console: Console, text: str) -> Iterator[Spinner]:
+    """Show a spinner with the elapsed time; yield a function that changes its text."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda text: progress.update(task, description=text)
+
+
+@dataclass
+class StepOptions:
+    """The options of the commands that compile a step, with the same names everywhere."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="MODULE:FACTORY that returns (module, args) or (module, args, kwargs), best on the meta device; "
+            f"{', '.join(MODELS)}; a LitGPT configuration; or a Hugging Face model type (llama). Random weights, nothing "
+            "is downloaded.",
+        ),
+    ]
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks to compile for; none is started.")] = 8
+    cluster: Annotated[
+        str, typer.Option(help="The machine: a preset, or a .json file with the attributes of ClusterSpec.")
+    ] = "h100-sxm"
+    cluster_set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ATTRIBUTE=VALUE",
+            help="Change an attribute of the machine, such as inter_node_bandwidth=25GB; may be repeated.",
+        ),
+    ] = None
+    sharding: Annotated[StrategyChoice, typer.Option(help="What to compile.")] = "zero3"
+    bucketing: Annotated[str, typer.Option(help="block, layer, none, or the size of a bucket, such as 25MB.")] = "block"
+    prefetch: Annotated[
+        str | None,
+        typer.Option(
+            help="How many buckets ahead of its wait an all-gather is issued, or auto; by default 1, with --max-memory "
+            "auto."
+        ),
+    ] = None
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Limit on all memory of a step without optimizer state, such as 70GiB; backward recomputes what does not "
+            "fit."
+        ),
+    ] = None
+    max_unsharded: Annotated[str | None, typer.Option(help="Budget for unsharded memory, such as 8GiB.")] = None
+    max_gathers_in_flight: Annotated[
+        int | None,
+        typer.Option(min=1, help="Limit on the all-gathers in flight, whatever their size."),
+    ] = None
+    secondary_ranks: Annotated[
+        int | None,
+        typer.Option(min=2, help="ZeRO-3: among how many ranks backward gathers; all by default."),
+    ] = None
+    replicas: Annotated[int, typer.Option(min=1, help="Hybrid sharding: number of copies of the shards.")] = 1
+    transport: Annotated[str, typer.Option(help=f"How buckets travel: auto, {', '.join(sorted(TRANSPORTS))}.")] = "auto"
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank (models by name).")] = 1
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence (models by name).")] = 2048
+    dtype: Annotated[str, typer.Option(help="dtype of parameters and optimizer state (models by name).")] = "float32"
+    mixed_precision: Annotated[
+        str | None,
+        typer.Option(
+            help="dtype in which parameters are gathered and computed with, while gradients are reduced in float32, or "
+            "none; by default bfloat16 for models by name, and none for MODULE:FACTORY."
+        ),
+    ] = None
+
+    def compile(
+        self, console: Console, strategy: str, *, micro_batches: int = 1, recorded: Sequence[RecordedStep] = ()
+    ) -> DryRun:
+        """Compile the model as one of many ranks and simulate it, with a spinner that shows stage and elapsed time.
+
+        If there are recorded steps, compute and links get their speed.
+        """
+        dtype = _dtype("dtype", self.dtype)
+        lower = self.mixed_precision or ("none" if ":" in self.model else "bfloat16")
+        policy = None if lower == "none" else MixedPrecisionPolicy(_dtype("mixed-precision", lower), torch.float32)
+        if (folder := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, folder)
+        try:
+            spec = read_cluster(self.cluster, self.cluster_set or ())
+            make = find_model(self.model, batch=self.batch, length=self.length, dtype=dtype)
+            with _spinner(console, f"{self.model}: making the model") as show:
+                with following_stages(lambda stage: show(f"{self.model}: {stage}")):
+                    step = dry_run_step(
+                        make,
+                        on=spec,
+                        world_size=self.world_size,
+                        sharding_strategy=Sharding(
+                            strategy,
+                            max_unsharded_bytes=self.max_unsharded,
+                            secondary_ranks=self.secondary_ranks if strategy == "zero3" else None,
+                        ),
+                        bucketing_strategy=self.bucketing,
+                        prefetch=int(self.prefetch) if self.prefetch and self.prefetch.isdigit() else self.prefetch,
+                        max_memory=self.max_memory,
+                        max_gathers_in_flight=self.max_gathers_in_flight,
+                        replicas=self.replicas,
+                        micro_batches=micro_batches,
+                        transport=self.transport,
+                        mp_policy=policy,
+                    )
+                    return replan(step, on=calibrate(spec, step.compiled, recorded)) if recorded else step
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+
+def _dtype(option: str, name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise typer.BadParameter(f"{option}: torch has no dtype {name!r}; bfloat16, float16 and float32 are some")
+    return found
+
+
+def _takes(options: type, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of a dataclass as options; it receives an instance as its first argument.
+
+    Args:
+        defaults: other default values of the fields.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        declared = inspect.signature(options, eval_str=True).parameters
+        shared = {name: p.replace(default=defaults.get(name, p.default)) for name, p in declared.items()}
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+        @wraps(command)
+        def run(**given: Any) -> None:
+            command(options(**{name: given.pop(name) for name in shared}), **given)
+
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*shared.values(), *own)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+@app.command(
+    epilog=f"{PRESETS}\n\n{UNITS}\n\n"
+    "Example: python -m thunder_fsdp_sched trace my_models:make --world-size 64 --sharding both --prefetch 2"
+)
+@_takes(StepOptions)
+def trace(options: StepOptions) -> None:
+    """Show the communication of a model's forward and backward traces, before and after sorting.
+
+    This runs in one process, with a fake process group that sends no data.
+    """
+    console = make_console()
+    for strategy in strategies_of(options.sharding):
+        step = options.compile(console, strategy)
+        console.print(plan_table(step.transform.plan))
+        title = f"{strategy.replace('zero', 'ZeRO-')}, {options.world_size} ranks"
+        console.print(step_before_and_after(step.transform.compiled[-1], title=title, width=console.width))
+
+
+@app.command(
+    epilog=f"{PRESETS}\n\n{UNITS}\n\n"
+    "Example: python -m thunder_fsdp_sched plan Llama-3-8B --world-size 64 --cluster h100-sxm "
+    "--cluster-set inter_node_bandwidth=25GB --prefetch auto --max-unsharded 8GiB --picture step.png"
+)
+@_takes(StepOptions, world_size=64)
+def plan(
+    options: StepOptions,
+    micro_batches: Annotated[
+        int,
+        typer.Option(min=1, help="Micro-batches of a step, each with its batch; all but the last run under no_sync."),
+    ] = 1,
+    optimizer_bytes: Annotated[
+        float | None,
+        typer.Option(min=0, help="Bytes of optimizer state for each element that trains; by default those of AdamW."),
+    ] = None,
+    suggestions: Annotated[
+        bool | None,
+        typer.Option(
+            "--suggest/--no-suggest",
+            help="Say what to change, each with its simulated time; by default in detail only if the step does not fit with "
+            "the headroom.",
+        ),
+    ] = None,
+    headroom: Annotated[
+        str | None,
+        typer.Option(help="Memory of the device to leave free, such as 2GB; by default 5 % of it."),
+    ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file of torch's profiler of a run of this model; repeat it for other ranks. Compute and links get the "
+            "recorded speed, and the recorded exposed communication is shown beside the planned.",
+        ),
+    ] = None,
+    dry_runs: Annotated[
+        int, typer.Option(min=0, help="Dry runs for suggestions, such as half the batch, that need another trace.")
+    ] = 2,
+    picture: Annotated[Path | None, typer.Option(help="Where to draw the timeline (.png, .svg).")] = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for Perfetto (.json).")] = None,
+    schedule: Annotated[Path | None, typer.Option(help="Where to save the schedule (.json).")] = None,
+    memory_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--memory", help="Where to draw the memory of the step (.png, .svg), or to save it (.json, .pickle)."
+        ),
+    ] = None,
+) -> None:
+    """Plan a training step on a cluster that you do not have: memory, time, and exposed communication.
+
+    The model is traced on the meta device as one of many ranks, scheduled, and simulated. Deep models take minutes,
+    nearly all of it in Thunder's own tracing.
+    """
+    console = make_console()
+    both = options.sharding == "both"
+    if both and any((picture, perfetto, schedule, memory_file)):
+        raise typer.BadParameter("files hold one step: give --sharding zero2 or zero3, not both")
+    if profile and micro_batches > 1:
+        raise typer.BadParameter("--profile is compared with one forward and backward: give --micro-batches 1")
+    try:
+        recorded = read_recorded(profile) if profile else []
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    for strategy in strategies_of(options.sharding):
+        step = options.compile(console, strategy, micro_batches=micro_batches, recorded=recorded)
+        if both:
+            console.print(strategy.replace("zero", "ZeRO-"), style="bold")
+        compiled = step.compiled
+        memory = step.memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
+        fit = describe_fit(memory, step.cluster.memory, step.cluster.name, compiled.forward)
+        verdict, _, parts = fit.partition("\n")
+        free = int(HEADROOM * step.cluster.memory)
+        if headroom is not None:
+            try:
+                free = 0 if headroom == "0" else parse_bytes("headroom", headroom)
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from error
+        found = None
+        if suggestions is not False:
+            with _spinner(console, "looking for suggestions") as show, following_stages(lambda stage: None):
+                found = suggest(step, progress=show, optimizer_bytes=optimizer_bytes, headroom=free, dry_runs=dry_runs)
+        console.print(answer(step, options.model, verdict, found), markup=False)
+        if found is not None and (suggestions or not found.plan.fits):
+            console.print(str(found), markup=False)
+        console.print(plan_table(step.transform.plan))
+        if step.window is not None:
+            console.print(window_table(step))
+        console.print(dry_run_table(step))
+        if recorded:
+            console.print(ExposedCommunication(recorded, step.after).table())
+        console.print(parts, markup=False)
+        if compiled.choice is not None:
+            console.print(str(compiled.choice))
+        files: dict[str, tuple[Path | None, Callable[[Path], object]]] = {
+            "picture": (picture, partial(plot_timelines, [("unsorted", step.before), ("scheduled", step.after)])),
+            "Perfetto": (perfetto, partial(save_perfetto, step.after)),
+            "schedule": (schedule, step.transform.save_schedules),
+            "memory": (memory_file, partial(_write_memory, memory, step)),
+        }
+        for name, (path, write) in files.items():
+            if path is not None:
+                write(path)
+                console.print(f"{name}: {path}")
+
+
+def _write_memory(memory: StepMemory, step: DryRun, path: Path) -> None:
+    if save := {".json": save_memory, ".pickle": save_snapshot}.get(path.suffix):
+        save(memory, path)
+    else:
+        plot_memory(memory, path, timeline=step.after)
+
+
+@app.command(epilog="Example: python -m thunder_fsdp_sched exposed rank0.json rank1.json --save exposed.png")
+def exposed(
+    files: Annotated[list[Path], typer.Argument(help="Files of torch's profiler (.json, .json.gz), one of each rank.")],
+    save: Annotated[Path | None, typer.Option(help="Where to draw the last step of each rank (.png, .svg).")] = None,
+) -> None:
+    """Show the communication that compute did not hide, in the steps that torch's profiler recorded of any training run.
+
+    Record with torch.profiler.profile and export_chrome_trace. Times are milliseconds a step.
+    """
+    try:
+        found = exposed_communication(files)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    console = make_console()
+    console.print(found.table())
+    if save is not None:
+        found.plot(save)
+        console.print(f"picture: {save}")
+
+
+@app.command()
+def diff(
+    one: Annotated[Path, typer.Argument(help="A saved schedule (plan --schedule, transform.save_schedules).")],
+    other: Annotated[Path, typer.Argument(help="Another one.")],
+) -> None:
+    """Show the differences between two saved schedules. The exit status is 1 if there are any."""
+    try:
+        first, second = load_schedules(one), load_schedules(other)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    console = make_console()
+    if len(first) != len(second):
+        console.print(f"{one} holds {len(first)} schedules, {other} holds {len(second)}")
+    for number, (a, b) in enumerate(zip(first, second, strict=False), start=1):
+        if a != b:
+            console.print(f"schedule {number}")
+            console.print(a.diff(b) or "the compute around it differs", markup=False)
+    raise typer.Exit(int(first != second))

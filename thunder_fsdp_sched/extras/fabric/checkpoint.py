@@ -1,0 +1,290 @@
+"""``fabric.save`` and ``fabric.load``: a folder to which each rank writes its rows, or one file with whole values.
+
+[Note: Fabric's checkpoint formats]
+Both formats are those of Fabric's ``FSDPStrategy`` and ``ModelParallelStrategy``, which can read them. A folder has the
+state of the module and of the optimizers as ``torch.distributed.checkpoint`` writes it, under the keys of ``state``, and
+``meta.pt`` with everything else, as the first rank has it. A file has everything under the keys of ``state``; the state of
+optimizers is keyed by parameters' names.
+
+A folder that has no checkpoint yet is written in place. Otherwise the new checkpoint is completed beside the old one and
+then takes its place: see [Note: Replacing a checkpoint] in ``replacing``.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from thunder.core.module import ThunderModule
+from torch.utils.data import DataLoader
+
+from ...runtime.row_dtensor import RowDTensor
+from ...sharding.sharded_module import ShardedModule, find_jitted
+from ..checkpoint import load_checkpoint, save_checkpoint
+from ..checkpoint.folder import OTHERS
+from ..checkpoint.on_all_ranks import run_on_all_ranks, share_on_all_ranks
+from ..checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    names_of_params,
+    optimizer_state_dicts,
+)
+from ..state_dicts.entries import rows_from
+from ..state_dicts.jitted import gather_entries
+from .replacing import clean_up, find, is_checkpoint, new_beside, others_in, replace
+
+Filter = Mapping[str, Callable[[str, Any], bool]]
+
+
+@dataclass
+class _State:
+    """The objects of one ``fabric.save`` or ``fabric.load`` call, by their keys.
+
+    Data loaders without a state are left out: pickled ones would resume nothing, and could not be read with
+    ``weights_only``.
+    """
+
+    model: ThunderModule
+    sharded: ShardedModule
+    module_key: str
+    optimizers: dict[str, torch.optim.Optimizer]
+    others: dict[str, Any]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], what: str) -> _State:
+        modules = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
+        if len(modules) != 1:
+            raise ValueError(
+                f"{what}: expected one module in state, the result of fabric.setup, got {list(modules) or 'none'}; pass "
+                f"state={{'model': model, ...}}, and of other modules their state_dict()"
+            )
+        [(key, module)] = modules.items()
+        model, sharded = find_jitted(module)
+        optimizers = {k: value for k, value in state.items() if isinstance(value, torch.optim.Optimizer)}
+        others = {
+            k: value
+            for k, value in state.items()
+            if k != key and k not in optimizers and (_has_state(value) or not isinstance(value, DataLoader))
+        }
+        return cls(model, sharded, key, optimizers, others)
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """The names in a folder: of the module, and of all optimizers together."""
+        return self.module_key, "+".join(sorted(self.optimizers)) or "optimizer"
+
+
+def save(path: Path, state: Mapping[str, Any], *, whole: bool, keep: Filter | None) -> None:
+    """Save a module, its optimizers and everything else; a collective.
+
+    Args:
+        path: the same on all ranks.
+        whole: write one file, else a folder.
+        keep: for each key, which entries to save; only for whole values.
+
+    Raises:
+        CheckpointError: on all ranks, if it could not be saved.
+    """
+    parts = _State.of(state, "fabric.save")
+    states = lambda: {key: v.state_dict() if _has_state(v) else v for key, v in parts.others.items()}  # noqa: E731
+    others = run_on_all_ranks(parts.sharded.world_group, "fabric.save", states)
+    if whole:
+        _save_file(path, parts, others, keep or {})
+    elif keep:
+        raise NotImplementedError(
+            "fabric.save(filter=...): entries can be left out of a file only, with state_dict_type='full'"
+        )
+    else:
+        _save_folder(path, parts, others)
+
+
+def _save_folder(path: Path, parts: _State, others: dict[str, Any]) -> None:
+    group = parts.sharded.world_group
+
+    def begin() -> tuple[Path, Path]:
+        """Return the folder of the checkpoint, and that to save into."""
+        own = path.resolve()
+        clean_up(own)
+        new = new_beside(own) if is_checkpoint(own) else own
+        new.mkdir(parents=True, exist_ok=True)
+        _write(others, new / OTHERS)
+        return own, new
+
+    own, new = share_on_all_ranks(group, "fabric.save", lambda: (path, path) if group.rank else begin())[0]
+    save_checkpoint(new, parts.model, parts.optimizers.values(), keys=parts.keys)
+    if new != own:
+        run_on_all_ranks(group, "fabric.save", lambda: replace(own, new) if group.rank == 0 else None)
+
+
+def _save_file(path: Path, parts: _State, others: dict[str, Any], keep: Filter) -> None:
+    group = parts.sharded.world_group
+    writes = group.rank == 0
+
+    def check() -> None:
+        parts.sharded.check_initialized()
+        if writes and path.is_dir() and not is_checkpoint(path):
+            raise ValueError(f"fabric.save: {path} is a folder; give the name of a file")
+
+    run_on_all_ranks(group, "fabric.save", check)
+    content: dict[str, Any] = {
+        parts.module_key: gather_entries(get_model_state_dict(parts.model), parts.sharded, keeps=writes)
+    }
+    for key, optimizer in parts.optimizers.items():
+        if hasattr(optimizer, "owns"):
+            raise NotImplementedError(
+                f"fabric.save: each rank has the state of some parameters in {key!r} (WholeParameters), which only "
+                f"state_dict_type='sharded' saves"
+            )
+        state = get_optimizer_state_dict(parts.model, optimizer)
+        entries = {name: gather_entries(values, None, keeps=writes) for name, values in state["state"].items()}
+        content[key] = {"state": entries, "param_groups": state["param_groups"]}
+    content |= others
+    for key, is_kept in keep.items():
+        if isinstance(content[key], dict):
+            content[key] = {name: value for name, value in content[key].items() if is_kept(name, value)}
+
+    def write() -> None:
+        if writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            clean_up(path)
+            partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+            try:
+                _write(content, partial)
+                replace(path, partial)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    run_on_all_ranks(group, "fabric.save", write)
+
+
+def load_module(path: Path, module: torch.nn.Module, *, strict: bool, weights_only: bool | None) -> None:
+    """Load a file with a module's whole state dict; a collective.
+
+    Raises:
+        CheckpointError: on all ranks, if the file cannot be read or does not fit.
+    """
+    model, sharded = find_jitted(module)
+    whole = run_on_all_ranks(sharded.world_group, "fabric.load_raw", lambda: _read(path, weights_only))
+    run_on_all_ranks(sharded.world_group, "fabric.load_raw", lambda: model.load_state_dict(whole, strict=strict))
+
+
+def load(path: Path, state: dict[str, Any], *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    """Load a module, its optimizers and everything else in ``state``; a collective.
+
+    Objects with ``load_state_dict`` load their part; other values of ``state`` are replaced.
+
+    Returns:
+        The other values of the checkpoint that ``state`` does not have.
+
+    Raises:
+        CheckpointError: on all ranks, if ``path`` has no checkpoint, or one that does not fit.
+        KeyError: it has no value for a key of ``state`` (``strict``). The module and its optimizers are loaded then.
+    """
+    parts = _State.of(state, "fabric.load")
+    group = parts.sharded.world_group
+    path = find(path)
+    if path.is_dir():
+        load_checkpoint(path, parts.model, parts.optimizers.values(), keys=parts.keys, strict=strict)
+        others = run_on_all_ranks(
+            group, "fabric.load", lambda: _read(file, weights_only) if (file := others_in(path)).exists() else {}
+        )
+    else:
+        others = _load_file(path, parts, strict=strict, weights_only=weights_only)
+    for key, value in parts.others.items():
+        if key not in others:
+            if strict:
+                raise KeyError(f"the checkpoint {path} has no {key!r}, but {sorted(others)}; strict=False ignores that")
+        elif _has_state(value):
+            value.load_state_dict(others.pop(key))
+        else:
+            state[key] = others.pop(key)
+    return others
+
+
+def _load_file(path: Path, parts: _State, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    group = parts.sharded.world_group
+
+    def read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        content = _read(path, weights_only)
+        for key in (parts.module_key, *parts.optimizers):
+            if key not in content:
+                raise ValueError(f"the checkpoint {path} has no {key!r}, but {sorted(content)}")
+        states = [_rows_of(content.pop(key), parts, optimizer) for key, optimizer in parts.optimizers.items()]
+        return content, states
+
+    content, states = run_on_all_ranks(group, "fabric.load", read)
+    whole = content.pop(parts.module_key)
+    run_on_all_ranks(group, "fabric.load", lambda: parts.model.load_state_dict(whole, strict=strict))
+    for optimizer, loaded in zip(parts.optimizers.values(), states, strict=True):
+        optimizer.load_state_dict(loaded)
+    return content
+
+
+def _rows_of(whole: Mapping[str, Any], parts: _State, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the argument of an optimizer's ``load_state_dict`` with this rank's rows of whole state.
+
+    Parameters may be keyed by name or, as an unsharded optimizer saves them, by number.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    numbered = list(names_of_params(parts.model, [optimizer]).values())
+
+    def name_of(key: Any) -> str:
+        if isinstance(key, int) and key >= len(numbered):
+            raise ValueError(
+                f"the checkpoint has state of {key + 1} or more parameters, the optimizer has {len(numbered)}"
+            )
+        return numbered[key] if isinstance(key, int) else key
+
+    def rows_of(name: str, what: str, value: Any) -> Any:
+        bucket, index = parts.sharded.locations.get(name, (None, 0))
+        if bucket is None or not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        rows = bucket.rows[index].reshaped(bucket.rows[index].shape or (1,))
+        try:
+            return RowDTensor.wrap(rows_from(rows, value).clone(), rows)  # a view would keep the whole file mapped
+        except ValueError as error:
+            raise ValueError(f"the checkpoint does not fit the optimizers: {what!r} of {name!r}: {error}") from None
+
+    named = {name_of(key): values for key, values in whole["state"].items()}
+    state = {n: {what: rows_of(n, what, value) for what, value in values.items()} for n, values in named.items()}
+    groups = [{**group, "params": list(map(name_of, group["params"]))} for group in whole["param_groups"]]
+    [loaded] = optimizer_state_dicts({"state": state, "param_groups": groups}, parts.model, [optimizer])
+    return loaded
+
+
+def _write(content: Mapping[str, Any], path: Path) -> None:
+    try:
+        with path.open("wb") as file:  # torch itself would not say why it cannot write
+            torch.save(content, file)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        for key, value in content.items():
+            try:
+                torch.save(value, io.BytesIO())
+            except (AttributeError, TypeError, pickle.PicklingError) as reason:
+                raise ValueError(
+                    f"fabric.save: state[{key!r}] cannot be pickled: {reason}. Leave it out, or pass its data, or an object "
+                    f"with state_dict and load_state_dict"
+                ) from error
+        raise
+
+
+def _read(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    try:
+        content = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a dictionary")
+    return content
+
+
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

@@ -1,0 +1,280 @@
+"""The strategy: sets up processes as Fabric's DDP does, and shards modules with ``thunder.jit`` and ``fsdp(...)``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import thunder
+import torch
+from thunder.core.module import ThunderModule
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ...api import fsdp
+from ...option_groups import Init, Ranks
+from ...private_torch import control_fabric_sync
+from ...runtime.row_dtensor import DTENSORS
+from ...sharding.former_parameters import refuse_former
+from ...transform import FSDPTransform, find_transform
+from ..training.gradients import clip_grad_norm_
+from . import checkpoint
+from .precision import ShardedMixedPrecision, fabric_module, for_shards
+
+_TIMEOUT = timedelta(minutes=30)
+"""The timeout of collectives: Fabric's default, for gloo and NCCL."""
+
+
+_strategies = fabric_module("strategies")
+
+
+class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
+    """Sharded training with Lightning Fabric: ``Fabric(strategy=FSDPSchedStrategy(prefetch=2), devices=8)``.
+
+    ``fabric.setup(model)`` runs ``thunder.jit(model, transforms=[fsdp(...)])``. The ranks, the process group and the
+    start of processes are those of Fabric's ``DDPStrategy``, so it runs on CPUs, too. Create optimizers after
+    ``fabric.setup(model)``, as with Fabric's ``FSDPStrategy``.
+
+    Args:
+        state_dict_type: ``fabric.save`` writes ``"sharded"`` a folder, to which each rank writes its rows, or ``"full"``
+            one file with whole parameters and optimizer state. ``fabric.load`` reads both.
+        jit_options: other arguments of ``thunder.jit``, such as ``executors``. ``transforms`` run after sharding.
+        ranks: as for ``fsdp``, or the sizes ``(replicas, shards)``, because no mesh exists before Fabric launches.
+        init: as for ``fsdp``, without ``device``, which is Fabric's. For a module with parameters on the meta device, the
+            default of ``param_init_fn`` calls ``reset_parameters`` of each submodule.
+        process_group_backend: as for ``DDPStrategy``: the default is NCCL on GPUs, else gloo.
+        timeout: of collectives.
+        start_method: how Fabric starts processes, unless torchrun does.
+        accelerator: Fabric chooses it otherwise, as it does the following three.
+        parallel_devices: the devices of this node.
+        cluster_environment: tells ranks and addresses.
+        precision: one of Fabric's precision plugins.
+        **options: all other options of :func:`thunder_fsdp_sched.fsdp`. With ``precision="bf16-mixed"`` or
+            ``"16-mixed"``, the strategy passes ``mp_policy``.
+
+    Raises:
+        TypeError, ValueError: an option is invalid; the message names it.
+    """
+
+    root_device: torch.device
+    world_size: int
+    broadcast: Callable[..., Any]
+
+    def __init__(
+        self,
+        *,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        jit_options: Mapping[str, Any] | None = None,
+        ranks: ProcessGroup | DeviceMesh | Ranks | tuple[int, int] | None = None,
+        init: Init = Init(),  # noqa: B008  # frozen
+        process_group_backend: str | None = None,
+        timeout: timedelta = _TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        precision: Any = None,
+        **options: Any,
+    ) -> None:
+        if state_dict_type not in ("sharded", "full"):
+            raise ValueError(f"state_dict_type: expected 'sharded' or 'full', got {state_dict_type!r}")
+        if init.device is not None:
+            raise TypeError("Init: device: Fabric chooses the device; pass Fabric(accelerator=..., devices=...)")
+        if isinstance(ranks, tuple):
+            _check_sizes(ranks)
+        # This raises an error now rather than after the launch.
+        fsdp(
+            **options, init=replace(init, device=torch.device("cpu")), ranks=None if isinstance(ranks, tuple) else ranks
+        )
+        self._options, self._ranks, self._init = options, ranks, init
+        self._jit_options = dict(jit_options or {})
+        self.state_dict_type = state_dict_type
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        control_fabric_sync(self, _NoSync())
+
+    @property
+    def precision(self) -> Any:
+        """How modules, inputs and outputs are converted. Fabric sets it."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Any) -> None:
+        chosen = None if precision is None else for_shards(precision)
+        if isinstance(chosen, ShardedMixedPrecision) and self._options.get("mp_policy") is not None:
+            raise ValueError(
+                f"mp_policy: Fabric's precision={chosen.precision!r} is a policy of its own; pass one of the two"
+            )
+        super(FSDPSchedStrategy, type(self)).precision.fset(self, chosen)
+
+    def setup_module(self, module: torch.nn.Module) -> ThunderModule:
+        """Return the jitted, sharded module; a collective.
+
+        Raises:
+            TypeError: ``module`` is jitted already.
+        """
+        if isinstance(module, ThunderModule):
+            raise TypeError(
+                "fabric.setup: the module is jitted already; pass the plain module, because FSDPSchedStrategy calls "
+                "thunder.jit, with FSDPSchedStrategy(jit_options=...)"
+            )
+        transforms = [self._new_transform(module), *self._jit_options.get("transforms", ())]
+        jitted = thunder.jit(module, **{**self._jit_options, "transforms": transforms})
+        _refuse_other_forwards(jitted, module)
+        return jitted
+
+    def _new_transform(self, module: torch.nn.Module) -> FSDPTransform:
+        options, init = dict(self._options), replace(self._init, device=self.root_device)
+        if isinstance(self._ranks, tuple):
+            if math.prod(self._ranks) != self.world_size:
+                raise ValueError(
+                    f"ranks: {self._ranks} has {math.prod(self._ranks)} ranks, Fabric has {self.world_size}"
+                )
+            self._ranks = init_device_mesh(self.root_device.type, self._ranks, mesh_dim_names=("replicate", "shard"))
+        if isinstance(self.precision, ShardedMixedPrecision):
+            options["mp_policy"] = self.precision.mp_policy
+        if any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers())):
+            init = replace(init, param_init_fn=init.param_init_fn or _reset_parameters)
+        return fsdp(**options, ranks=self._ranks, init=init)
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer.
+
+        Raises:
+            RuntimeError: it was created before its module was sharded.
+        """
+        refuse_former(param for group in optimizer.param_groups for param in group["params"])
+        return optimizer
+
+    def module_to_device(self, module: torch.nn.Module) -> None:
+        """Do nothing: ``setup_module`` moves each parameter when it shards it."""
+
+    def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which modules are created: on the meta device with ``empty_init``, else on the CPU."""
+        stack = contextlib.ExitStack()
+        if empty_init:
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def clip_gradients_norm(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clip the gradients of an optimizer's parameters by the norm of the unsharded gradients; a collective.
+
+        Returns:
+            The norm before clipping, a plain 0-dim tensor.
+        """
+        mine = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
+        if mine != {param for param in module.parameters() if param.requires_grad}:
+            norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+            return norm.full_tensor() if isinstance(norm, DTENSORS) else norm
+        self.precision.unscale_gradients(optimizer)
+        # With one collective, while torch's function, as called above, has one for each parameter.
+        return clip_grad_norm_(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: checkpoint.Filter | None = None,
+    ) -> None:
+        """Save a module, its optimizers and other values, as ``state_dict_type`` says; a collective.
+
+        Numbers and other objects are saved as the first rank has them. A checkpoint of the same name is replaced.
+
+        Raises:
+            CheckpointError: on all ranks, if it could not be saved.
+        """
+        if storage_options is not None:
+            raise TypeError("fabric.save: FSDPSchedStrategy writes files itself and knows no storage_options")
+        whole = self.state_dict_type == "full"
+        checkpoint.save(Path(self.broadcast(path)), state, whole=whole, keep=filter)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: torch.nn.Module | torch.optim.Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load what :meth:`save_checkpoint` has saved, in either format, or a file with a module's state dict.
+
+        Returns:
+            The values of the checkpoint that ``state`` does not have.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be read or does not fit.
+        """
+        path = Path(self.broadcast(path))
+        if isinstance(state, torch.nn.Module):
+            checkpoint.load_module(path, state, strict=strict, weights_only=weights_only)
+            return {}
+        if not state or isinstance(state, torch.optim.Optimizer):
+            raise ValueError("fabric.load: pass the module, too: state={'model': model, 'optimizer': optimizer}")
+        return checkpoint.load(path, state, strict=strict, weights_only=weights_only)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register nothing: the strategy is passed as an object, with its options."""
+
+
+class _NoSync:
+    """Skips the reduction of gradients in Fabric's ``no_backward_sync``."""
+
+    def no_backward_sync(self, module: ThunderModule, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        find_transform(module)
+        return module.no_sync() if enabled else contextlib.nullcontext()
+
+
+def _check_sizes(sizes: tuple[int, ...]) -> None:
+    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise TypeError(f"ranks: expected a DeviceMesh or the sizes (replicas, shards), got {sizes!r}")
+
+
+def _reset_parameters(module: torch.nn.Module) -> None:
+    """Initialize a submodule, if it can do so itself. Parameters that stay blank must be loaded before the first call."""
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def _refuse_other_forwards(jitted: ThunderModule, module: torch.nn.Module) -> None:
+    """Make calls raise an error while Fabric has replaced ``forward`` by another method (``mark_forward_method``).
+
+    Thunder's traces of ``forward`` would run instead of that method.
+    """
+    own = module.__dict__.get("forward")
+
+    def check(*_: Any) -> None:
+        if module.__dict__.get("forward") is own:
+            return
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+        raise RuntimeError(
+            "the module's forward was replaced after fabric.setup (mark_forward_method, or a method such as "
+            "training_step), but only its forward is compiled; call the module itself, or make forward call the method"
+        )
+
+    jitted.register_forward_pre_hook(check, prepend=True)

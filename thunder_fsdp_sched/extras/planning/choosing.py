@@ -1,0 +1,323 @@
+"""Choose the settings of one compilation: how gradients accumulate, what stays unsharded, and what the search chooses.
+
+[Note: Planning for the end of a window]
+A step that ends an accumulation window needs more memory than the micro-batches before it: it reduces gradients while it
+finds those that they have left. But it is compiled after them, when it is settled which buckets stay unsharded. So if there
+is a limit, a trace under ``no_sync`` first plans the step that will end its window, from the same joint trace and with the
+gradients that it will find, and what stays unsharded is decided there. The micro-batches may then keep no more slots
+from step to step than that step, because all traces of a module share their memory. For the same reason a trace that is
+compiled later may not let the arena grow so much that an earlier one exceeds the limit. With ``max_memory`` both ways to
+accumulate are planned unless one is given: whichever fits and is faster for one micro-batch and one last step.
+
+[Note: One rank searches]
+What a search finds depends on names of GPUs, on the sizes of a rank's batch and shards, and on how ties end. So of all
+ranks with one computation (equal up to numbers that may stem from a size) the one with the largest values searches, and the
+others take its :class:`Decision`. It contains everything that a search decides: the way to accumulate, the candidate with
+its prefetch distance, kept buckets, reductions in flight, recomputed and offloaded values, and the machine by whose speed
+copies of offloaded values are placed. Values are known by their positions in the trace, because names may differ.
+
+The ranks meet before one of them searches. A later trace with the same computation and other sizes takes the known
+decision without a meeting, unless ``max_memory`` does not allow it there. So a rank whose batch has another length can
+still compile alone; if that needs a new search, all ranks raise an error, because the others do something else.
+
+Ranks with other computations (``process_group_for``, ``allow_different_computation``) search for themselves. What they find
+is compared when they compile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, get_args
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx
+
+from ... import pipeline
+from ...compiled_traces import CompiledTraces, StepSettings
+from ...ir.analysis import NO_PENDING_GRADS, PendingGrads
+from ...ir.computation import computation_of
+from ...ir.effects import effects
+from ...ir.inspection import names, nbytes_of, split_joint
+from ...logs import LOGGER
+from ...passes import Context
+from ...ranks.control import hash64
+from ...runtime.accumulation import AccumulationMode
+from ...runtime.bucket import Bucket
+from ...sharding.sharded_module import ShardedModule
+from ..activation_offload.sort_host_copies import CopyTimes
+from ..step_memory.step_memory import StepMemory
+from ..step_memory.value_memory import pending_grads_of
+from .clusters import ClusterSpec, cluster_of_this_process
+from .cost import AnalyticCost
+from .deciding import decide_once
+from .search import Choice, Limits, MemoryLimitError, Search, copy_times
+
+_SEARCH = "the search for the schedule of a trace"
+
+_PLAN_TOGETHER = (
+    "\nWith the gradients that no_sync accumulates: allow more, use accumulate='sharded', or run a window before any other "
+    "step, so that both are planned together"
+)
+
+
+class Decision(NamedTuple):
+    """The outcome of a search as the ranks exchange it; see [Note: One rank searches].
+
+    Attributes:
+        accumulate: how gradients accumulate.
+        choice: the candidates.
+        kept: names of the buckets that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
+        positions: the positions in the trace of all values that candidates name.
+        cluster: the machine that was simulated.
+    """
+
+    accumulate: AccumulationMode
+    choice: Choice
+    kept: Sequence[str] | None
+    positions: Mapping[str, int]
+    cluster: ClusterSpec
+
+
+class Chosen(NamedTuple):
+    """What was chosen for one compilation.
+
+    Attributes:
+        accumulate: how gradients accumulate.
+        bucketed: the joint trace with bucketed communication.
+        pending_grads: the gradients of earlier micro-batches that the step finds in memory.
+        choice: the outcome of the search.
+        copy_times: the times by which copies of offloaded values are placed.
+        kept: names of the buckets that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
+        seconds: the simulated time by which the two ways to accumulate are compared.
+    """
+
+    accumulate: AccumulationMode
+    bucketed: TraceCtx
+    pending_grads: PendingGrads
+    choice: Choice
+    copy_times: CopyTimes
+    kept: Sequence[str] | None
+    seconds: float
+
+    def settings(self, kept: Iterable[Bucket]) -> StepSettings:
+        """Return the settings of the step, with the buckets that the module keeps now."""
+        return self.choice.chosen.settings(frozenset(kept), self.accumulate)
+
+
+def check_memory(
+    traces: CompiledTraces,
+    *,
+    limit: int,
+    pending_grads: PendingGrads,
+    compiled: Sequence[CompiledTraces] = (),
+    advice: str = "",
+) -> None:
+    """Raise an error if the traces that run need more memory than was planned, at any position.
+
+    Args:
+        limit: ``max_memory``.
+        pending_grads: the gradients of earlier micro-batches that the step finds in memory.
+        compiled: the traces of the module that were compiled before. What they keep allocated counts.
+        advice: what a user can do.
+
+    Raises:
+        MemoryLimitError: names the position at which most memory is needed.
+    """
+    others = [other.effects for other in compiled]
+    peak = StepMemory.of(traces.traces, traces.buckets, accumulated=pending_grads, others=others).peak
+    if peak.nbytes <= limit:
+        return
+    if any(bsym.sym.is_fusion for trace in traces.traces for bsym in trace.bound_symbols):
+        advice += (
+            f"\nWhat to recompute is chosen before operators are fused, and a fusion may keep other values: set a lower "
+            f"limit, such as max_memory={2 * limit - peak.nbytes:,}"
+        )
+    raise MemoryLimitError(
+        f"max_memory: {limit:,} bytes are too few: the traces that run for {traces.call} need {peak.nbytes:,} bytes at "
+        f"position {peak.position}, in {peak.phase}\n    {peak.statement}{advice}",
+        peak.nbytes,
+    )
+
+
+class Chooser:
+    """Buckets the communication of a joint trace, and chooses the settings of its compilation.
+
+    Args:
+        joint: the joint trace with one ``fsdp_unshard`` for each parameter.
+        context: that of the passes that come next; its traces get the time of passes and of the search.
+        compiled: the traces of the module that were compiled before.
+
+    Attributes:
+        limits: those of the options.
+        plans_window: whether the end of the window is planned; see [Note: Planning for the end of a window].
+        decides_kept: whether this compilation decides what stays unsharded, which one does for the module.
+    """
+
+    def __init__(
+        self, joint: TraceCtx, context: Context, *, sharded: ShardedModule, compiled: Sequence[CompiledTraces]
+    ) -> None:
+        self.joint, self.sharded, self.compiled = joint, sharded, compiled
+        self.traces, self.options = traces, options = context.traces, context.options
+        kept_allocated = replace(options.sharding_strategy, release=False)
+        searched = replace(options, schedule=None, sharding_strategy=kept_allocated)
+        self.context = replace(context, fusions=(), options=searched)
+        self.limits = Limits(
+            options.sharding_strategy.max_unsharded_bytes,
+            options.max_memory,
+            largest_peak=max((one.choice.chosen.largest_peak for one in compiled if one.choice), default=0),
+        )
+        self._own: Chosen | None = None
+        has_choice = self.limits.any_bytes and len(split_joint(joint)) == 2
+        self.plans_window = has_choice and traces.no_sync
+        self.decides_kept = has_choice and not sharded.kept_is_final
+
+    def choose(self) -> Chosen:
+        """Return the settings; a collective unless they are known, see [Note: One rank searches].
+
+        Raises:
+            MemoryLimitError, ValueError: the limits are too low.
+            ScheduleDisagreement: a rank does something else.
+        """
+        control, found = self.sharded.control, self.sharded.found
+        if control.is_single_rank:
+            return self._search_all()
+        computation = computation_of(self.joint, ()).comparable
+        kind = hash64(self.traces.no_sync, *computation)
+        if kind not in found or not self._allows(found[kind]):
+            outputs = (p for bsym in self.joint.bound_symbols for p in bsym.flat_proxy_outs)
+            size = sum(nbytes_of(p) for p in outputs if isinstance(p, TensorProxy))
+            decided = decide_once(control, _SEARCH, kind, size, self._decide)
+            if errors := {of: error for of, error in decided.items() if isinstance(error, ValueError)}:
+                raise errors.get(kind) or control.disagreement(f"{_SEARCH} failed: {next(iter(errors.values()))}")
+            found.update(decided)
+        if self._own is not None:
+            return self._own
+        with control.announcing_failure(f"taking the outcome of {_SEARCH}"):
+            return self._taken(found[kind])
+
+    def _decide(self) -> Decision | ValueError:
+        """Search, and return what the other ranks need to know, or the error that they raise as well."""
+        try:
+            own = self._own = self._search_all()
+        except ValueError as error:
+            return error
+        named = {name for candidate in own.choice.considered for name in candidate.recomputed | candidate.offloaded}
+        positions = {name: at for at, name in enumerate(_values(own.bucketed)) if name in named}
+        return Decision(own.accumulate, own.choice, own.kept, positions, self._cluster)
+
+    def _taken(self, decision: Decision) -> Chosen:
+        """Return the settings for this rank's trace that another rank has decided on."""
+        self._simulate(decision.cluster)
+        bucketed = self._bucketed(decision.accumulate, no_sync=self.traces.no_sync)
+        values = _values(bucketed)
+        names = {name: values[at] for name, at in decision.positions.items()}
+        chosen, considered = decision.choice
+        choice = Choice(chosen.renamed(names), tuple(candidate.renamed(names) for candidate in considered))
+        pending_grads = self._pending_grads(bucketed)
+        return Chosen(decision.accumulate, bucketed, pending_grads, choice, self.copy_times, decision.kept, 0.0)
+
+    def _allows(self, decision: Decision) -> bool:
+        """Return whether the limits allow a known decision for this trace, too. Without ``max_memory`` they do."""
+        if self.limits.memory is None:
+            return True
+        try:
+            settings = self._taken(decision)
+        except MemoryLimitError:
+            return False
+        search = self._searching(settings.bucketed, settings.pending_grads, self.limits, self.sharded.kept)
+        return self.limits.allow(search.run(settings.choice.chosen))
+
+    def _simulate(self, cluster: ClusterSpec) -> None:
+        """Take the times of a machine from now on."""
+        self._cluster, self.cost = cluster, AnalyticCost(cluster)
+        self.copy_times = copy_times(self.cost)
+        self.context = replace(self.context, copy_times=self.copy_times)
+
+    def _search_all(self) -> Chosen:
+        self._simulate(self.options.cluster or cluster_of_this_process())
+        if not self.plans_window:
+            return self.for_step()
+        given, found, errors = self.options.accumulate, [], []
+        both = given is None and self.options.max_memory is not None
+        for way in get_args(AccumulationMode) if both else (given or "unsharded",):
+            try:
+                found.append(self.for_window(way))
+            except MemoryLimitError as error:
+                errors.append(error)
+        if not found:
+            raise min(errors, key=lambda error: error.least_bytes)
+        return min(found, key=lambda settings: settings.seconds)
+
+    def for_step(self) -> Chosen:
+        """Return the settings of a step that ends a window of those compiled so far, or of one without limits."""
+        way = self.options.accumulate or "unsharded"
+        bucketed = self._bucketed(way, no_sync=self.traces.no_sync)
+        pending_grads = self._pending_grads(bucketed)
+        choice = self._search(bucketed, pending_grads, self.limits)
+        return self._settings(way, bucketed, pending_grads, choice, choice)
+
+    def for_window(self, way: AccumulationMode) -> Chosen:
+        """Return the settings of a micro-batch under ``no_sync``; see [Note: Planning for the end of a window]."""
+        bucketed, ending = (self._bucketed(way, no_sync=no_sync) for no_sync in (True, False))
+        pending_grads, limits = self._pending_grads(bucketed), self.limits
+        last = self._search(ending, pending_grads, limits)
+        if limits.memory is not None:
+            limits = limits._replace(persistent_bytes=last.chosen.persistent_bytes)
+        choice = self._search(bucketed, pending_grads, limits, kept=last.chosen.kept)
+        return self._settings(way, bucketed, pending_grads, choice, last)
+
+    def _pending_grads(self, bucketed: TraceCtx) -> PendingGrads:
+        """Return the gradients of earlier micro-batches that the step finds, or that the end of its window will find.
+
+        Raises:
+            MemoryLimitError: a step that was compiled before exceeds the limit with the latter.
+        """
+        no_sync, limit = self.traces.no_sync, self.limits.memory
+        if not self.plans_window:
+            earlier = (one for one in self.compiled if one.no_sync and not no_sync)
+            return NO_PENDING_GRADS.union(*(one.pending_grads for one in earlier))
+        pending_grads = pending_grads_of(bucketed.bound_symbols)
+        for step in self.compiled:
+            if limit is not None and not step.no_sync and step.backward is not None:
+                check_memory(step, limit=limit, pending_grads=pending_grads, advice=_PLAN_TOGETHER)
+        return pending_grads
+
+    def _settings(
+        self, way: AccumulationMode, bucketed: TraceCtx, pending_grads: PendingGrads, choice: Choice, last: Choice
+    ) -> Chosen:
+        kept = last.chosen.kept if self.decides_kept else None
+        seconds = last.chosen.step_seconds + choice.chosen.step_seconds
+        return Chosen(way, bucketed, pending_grads, choice, self.copy_times, kept, seconds)
+
+    def _bucketed(self, way: AccumulationMode, *, no_sync: bool) -> TraceCtx:
+        settings = replace(self.context.settings, accumulate=way)
+        return pipeline.run("joint", self.joint, replace(self.context, no_sync=no_sync, settings=settings))
+
+    def _search(
+        self, bucketed: TraceCtx, pending_grads: PendingGrads, limits: Limits, *, kept: Collection[str] | None = None
+    ) -> Choice:
+        """Search for the settings of a trace; with ``kept``, what stays unsharded is decided."""
+        started = time.process_time()
+        always = self.sharded.kept if kept is None else [b for b in self.sharded.buckets if b.spec.name in kept]
+        search = self._searching(bucketed, pending_grads, limits, always)
+        prefetch = None if self.options.prefetch == "auto" else self.options.prefetch
+        choice = search.choose(prefetch=prefetch, may_keep=self.decides_kept and kept is None)
+        seconds = time.process_time() - started
+        self.traces.pass_seconds["choose"] += seconds
+        LOGGER.debug("choose: %d candidates, %.1f ms\n%s", len(choice.considered), 1e3 * seconds, choice)
+        return choice
+
+    def _searching(
+        self, bucketed: TraceCtx, pending_grads: PendingGrads, limits: Limits, always_kept: Iterable[Bucket]
+    ) -> Search:
+        no_sync = any(effects(bsym).leaves for bsym in bucketed.bound_symbols)
+        settings = replace(self.context.settings, kept=frozenset(always_kept))
+        context = replace(self.context, no_sync=no_sync, settings=settings)
+        return Search(bucketed, self.cost, limits, context, pending_grads)
+
+
+def _values(trace: TraceCtx) -> list[str]:
+    """Return the names of all results of a trace, in order: equally many for equal computations."""
+    return [name for bsym in trace.bound_symbols for name in names(bsym.flat_proxy_outs)]

@@ -1,0 +1,402 @@
+"""Machines as data: FLOP/s, memory and network bandwidth of one device, and the sources of these figures.
+
+``CLUSTERS`` holds presets by name, which ``python -m thunder_fsdp_sched.extras.planning.clusters`` lists. Another machine is
+another :class:`ClusterSpec`; ``dataclasses.replace`` changes one. ``benchmarks/this_machine.py`` measures a machine.
+
+[Note: Figures of a preset]
+Peaks are the vendor's, for dense matrices and one direction of a link. The share that a program reaches is separate, in
+:class:`Efficiency`, so that facts are distinct from assumptions. Protocols and the share of
+NVLink in the NVIDIA presets are the constants by which NCCL itself chooses how to communicate: ``src/graph/tuning.cc``
+(rings, microseconds of start, of a hop over NVLink, of a hop over the network: 8.4, 3.4, 14.0 for Simple; 14.0, 1.9,
+4.0 for LL128 at 92 % of the bandwidth) and ``src/graph/topo.h`` (20.0, 20.6 and 40.1 GB/s a link of NVLink 3, 4 and 5,
+of the datasheets' 25, 25 and 50).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...sizes import parse_bytes
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A protocol by which the communication library sends data around a ring; it uses the fastest for each size.
+
+    Attributes:
+        start: fixed cost of a collective in seconds, for any size.
+        intra_node_hop: seconds of one hop inside a node, without the data.
+        inter_node_hop: seconds of one hop between nodes, without the data.
+        bandwidth_share: share of the links' bandwidth that carries data.
+    """
+
+    start: float
+    intra_node_hop: float
+    inter_node_hop: float
+    bandwidth_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the peaks, between 0 and 1, that a training step is assumed to reach. Assumptions, not datasheet values.
+
+    Attributes:
+        flops: share of the peak FLOP/s in a large matrix multiplication.
+        memory: share of the memory bandwidth in an elementwise kernel.
+        intra_node: share of the bandwidth of a device's link inside the node, in a ring.
+        inter_node: share of the bandwidth of a device's link between nodes, in a ring.
+        host: share of the bandwidth of a device's link to its host, in a copy of pinned memory.
+    """
+
+    flops: float = 1.0
+    memory: float = 1.0
+    intra_node: float = 1.0
+    inter_node: float = 1.0
+    host: float = 1.0
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """A cluster of equal nodes. Units are seconds, bytes, FLOP (an addition or a multiplication), and their ratios.
+
+    Attributes:
+        source: the sources of the figures.
+        devices_per_node: ranks of one node; consecutive ranks share a node.
+        memory: bytes of one device.
+        flops: peak FLOP/s of one device by dtype, dense matrices.
+        memory_bandwidth: bytes/s of one device's memory, reads and writes together.
+        intra_node_bandwidth: bytes/s that one device can send to others in its node, one direction.
+        inter_node_bandwidth: bytes/s that one device can send to other nodes, one direction.
+        protocols: latencies of the communication library.
+        launch_overhead: seconds of the host for one bound symbol.
+        kernel_overhead: seconds of the device between two kernels, in addition to their work.
+        synchronous: whether the host itself computes (CPU) instead of running ahead of a device.
+        contention: share of compute speed that is lost while a collective runs, because it occupies processors.
+        reduce_scatter_factor: bytes that a reduce-scatter sends, relative to a ring. 2 for gloo, which reduces
+            everything on all ranks and discards the rest.
+        concurrent: collectives of one process group that run at once: 1 for NCCL, 2 for gloo.
+        gather_share: share of the link that an all-gather gets while reductions run.
+        reduction_share: share of the link that all reductions get while an all-gather runs; together at most 1.
+        efficiency: assumed shares of the peaks.
+        host_bandwidth: bytes/s between one device and its host's memory, one direction; 0 if it is not known.
+    """
+
+    name: str
+    source: str
+    devices_per_node: int
+    memory: int
+    flops: Mapping[torch.dtype, float] = field(hash=False)
+    memory_bandwidth: float
+    intra_node_bandwidth: float
+    inter_node_bandwidth: float
+    protocols: tuple[Protocol, ...]
+    launch_overhead: float
+    kernel_overhead: float = 0.0
+    synchronous: bool = False
+    contention: float = 0.0
+    reduce_scatter_factor: float = 1.0
+    concurrent: int = 1
+    gather_share: float = 1.0
+    reduction_share: float = 0.0
+    efficiency: Efficiency = Efficiency()
+    host_bandwidth: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive = ("devices_per_node", "memory", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth")
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"cluster {self.name!r}: {name} must be positive, got {getattr(self, name)}")
+        if self.host_bandwidth < 0:
+            raise ValueError(f"cluster {self.name!r}: host_bandwidth must not be negative, got {self.host_bandwidth}")
+        if not self.protocols:
+            raise ValueError(f"cluster {self.name!r}: protocols must hold at least one")
+        if not self.flops or min(self.flops.values()) <= 0:
+            raise ValueError(f"cluster {self.name!r}: flops must give a positive peak for some dtype, got {self.flops}")
+        if not 0 <= self.contention < 1:
+            raise ValueError(f"cluster {self.name!r}: contention must be in [0, 1), got {self.contention}")
+
+    def flops_per_second(self, dtype: torch.dtype) -> float:
+        """Return the FLOP/s that one device reaches in ``dtype``; without a peak, those of the slowest known dtype."""
+        return self.flops.get(dtype, min(self.flops.values())) * self.efficiency.flops
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The bytes/s that one device reads and writes."""
+        return self.memory_bandwidth * self.efficiency.memory
+
+    @property
+    def host_bytes_per_second(self) -> float:
+        """The bytes/s that one device copies to or from its host's memory.
+
+        Raises:
+            ValueError: they are not known.
+        """
+        if not self.host_bandwidth:
+            raise ValueError(
+                f"cluster {self.name!r} lacks host_bandwidth (bytes/s to or from the host's memory); set it"
+            )
+        return self.host_bandwidth * self.efficiency.host
+
+
+_NCCL = (Protocol(8.4e-6, 3.4e-6, 14e-6), Protocol(14e-6, 1.9e-6, 4e-6, bandwidth_share=0.92))
+GLOO: dict[str, Any] = {
+    "synchronous": True,
+    "reduce_scatter_factor": 2.0,
+    "concurrent": 2,
+    # Measured on 2 ranks behind a link of 1 Gbit/s; see [Note: Several collectives at once] in ``simulate``.
+    "gather_share": 0.71,
+    "reduction_share": 0.05,
+}
+_ASSUMED = (
+    "Protocols and NVLink's share: NCCL's tuning constants. Assumed: 75 % of peak FLOP/s in large matrix "
+    "multiplications, 85 % of memory bandwidth, 90 % of the network, 85 % of PCIe, 6 us of host time a bound symbol, and "
+    "the share of SMs that NCCL's 16 channels take while it communicates"
+)
+
+
+def _nvidia(
+    name: str,
+    source: str,
+    memory: int,
+    flops: Sequence[float],
+    memory_bandwidth: float,
+    link: tuple[float, float],
+    network: float,
+    pcie: float,
+    processors: int,
+) -> ClusterSpec:
+    """Return a node of 8 GPUs.
+
+    Args:
+        flops: peaks for float64 (with tensor cores), float32 (without TF32, as PyTorch's default), 16 bits, and 8 bits if it
+            computes in them.
+        link: bytes/s of NVLink, and the share of them that NCCL reaches.
+        network: bytes/s to other nodes.
+        pcie: bytes/s to host memory.
+        processors: streaming multiprocessors; NCCL occupies 16 while it communicates.
+    """
+    eight = ((torch.float8_e4m3fn, torch.float8_e5m2),) if len(flops) == 4 else ()
+    dtypes = ((torch.float64,), (torch.float32,), (torch.bfloat16, torch.float16), *eight)
+    return ClusterSpec(
+        name=name,
+        source=f"NVIDIA {source}. {_ASSUMED}",
+        devices_per_node=8,
+        memory=memory,
+        flops={dtype: peak for of_peak, peak in zip(dtypes, flops, strict=True) for dtype in of_peak},
+        memory_bandwidth=memory_bandwidth,
+        intra_node_bandwidth=link[0],
+        inter_node_bandwidth=network,
+        host_bandwidth=pcie,
+        contention=16 / processors,
+        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=link[1], inter_node=0.9, host=0.85),
+        protocols=_NCCL,
+        # An eager PyTorch call keeps the host busy for 5 us and more; a kernel starts about 2 us after the one before it
+        # ends.
+        launch_overhead=6e-6,
+        kernel_overhead=2e-6,
+    )
+
+
+_H100 = "H100 Tensor Core GPU datasheet (SXM5, dense) and DGX H100 datasheet (400 Gb/s a GPU)"
+_H200 = "H200 Tensor Core GPU datasheet (SXM, dense) and DGX H200 datasheet (400 Gb/s a GPU)"
+_A100 = "A100 80GB datasheet (SXM4, dense) and DGX A100 datasheet (200 Gb/s a GPU)"
+_B200 = "DGX B200 and HGX B200 datasheets (a GPU's share, dense; 400 Gb/s a GPU)"
+_HOPPER = (67e12, 67e12, 989.4e12, 1978.9e12)
+_AMPERE = (19.5e12, 19.5e12, 312e12)
+_BLACKWELL = (40e12, 80e12, 2250e12, 4500e12)
+_PCIE4, _PCIE5 = 32e9, 64e9  # 16 lanes
+
+_PRESETS = (
+    _nvidia("h100-sxm", _H100, 80 * 10**9, _HOPPER, 3.35e12, (450e9, 20.6 / 25), 50e9, _PCIE5, 132),
+    _nvidia("h200-sxm", _H200, 141 * 10**9, _HOPPER, 4.8e12, (450e9, 20.6 / 25), 50e9, _PCIE5, 132),
+    _nvidia("a100-sxm", _A100, 80 * 10**9, _AMPERE, 2.039e12, (300e9, 20.0 / 25), 25e9, _PCIE4, 108),
+    _nvidia("b200", _B200, 180 * 10**9, _BLACKWELL, 8e12, (900e9, 40.1 / 50), 50e9, _PCIE5, 148),
+    ClusterSpec(
+        name="cpu-2core",
+        source="measured (`python benchmarks/this_machine.py`) on 2 cores of a shared AMD EPYC server with 25 GB: 2 ranks, "
+        "a thread and a core each, torch 2.13.0, gloo over the loopback device",
+        devices_per_node=2,
+        memory=12_600_000_000,
+        flops={torch.float64: 5.2e10, torch.float32: 9.4e10, torch.bfloat16: 4.3e11},
+        memory_bandwidth=3.9e10,
+        intra_node_bandwidth=6.1e8,
+        inter_node_bandwidth=6.1e8,
+        protocols=(Protocol(0.0, 4.0e-4, 4.0e-4),),
+        launch_overhead=9.0e-7,
+        **GLOO,
+    ),
+)
+
+CLUSTERS: Mapping[str, ClusterSpec] = {spec.name: spec for spec in _PRESETS}
+"""The presets, keyed by name."""
+
+
+def cluster(name: str | ClusterSpec) -> ClusterSpec:
+    """Return the preset of that name; a spec is returned unchanged.
+
+    Raises:
+        ValueError: no preset has that name; the message lists all presets.
+    """
+    if isinstance(name, ClusterSpec):
+        return name
+    try:
+        return CLUSTERS[name]
+    except KeyError:
+        raise ValueError(f"cluster: unknown {name!r}; known are {', '.join(sorted(CLUSTERS))}") from None
+
+
+_GPUS = {"H100": ("h100-sxm", 9), "H200": ("h200-sxm", 9), "A100": ("a100-sxm", 8), "B200": ("b200", 10)}
+"""The preset of each model, and the major number of its compute capability."""
+
+
+def preset_of_gpu(device_name: str) -> ClusterSpec | None:
+    """Return the preset of a GPU by the name that its driver reports, or ``None`` if there is none.
+
+    The model must be a separate word: a GH200 or GB200 has another link to its host, an RTX A1000 is not an A100, and a
+    MIG slice is only a part of a GPU.
+    """
+    words = re.split(r"[\s-]+", device_name)
+    found = [preset for model, (preset, _) in _GPUS.items() if model in words and "MIG" not in words]
+    return CLUSTERS[found[0]] if found else None
+
+
+def cluster_of_this_process() -> ClusterSpec:
+    """Return the preset of the current GPU, or that of a CPU with 2 cores if there is no GPU.
+
+    For a GPU without a preset it is that of the nearest generation, and of these the one with the nearest memory. A
+    warning names it.
+    """
+    if not torch.cuda.is_available():
+        return cluster("cpu-2core")
+    device = torch.cuda.get_device_name()
+    preset = preset_of_gpu(device)
+    if preset is None:
+        found = torch.cuda.get_device_properties()
+
+        def distance(gpu: tuple[str, int]) -> tuple[int, float]:
+            return abs(gpu[1] - found.major), abs(math.log(CLUSTERS[gpu[0]].memory / found.total_memory))
+
+        preset = CLUSTERS[min(_GPUS.values(), key=distance)[0]]
+        warnings.warn(
+            f"cluster: no preset is known for {device}, so its speed is assumed to be that of {preset.name!r}, the nearest "
+            f"one. Describe the machine with a ClusterSpec, fsdp(cluster=...), if its compute, memory or links differ",
+            stacklevel=2,
+        )
+    return preset
+
+
+def read_cluster(name: str, changes: Sequence[str] = ()) -> ClusterSpec:
+    """Return a cluster by the name of a preset or the path of a JSON file, with some of its values changed.
+
+    A file holds an object with the attributes of :class:`ClusterSpec`; ``"like"`` names the preset that has those that
+    are left out::
+
+        {"like": "h100-sxm", "name": "our H100", "inter_node_bandwidth": "25GB", "flops": {"bfloat16": 8e14}}
+
+    Args:
+        name: a preset, or a path that ends with ``.json``.
+        changes: ``attribute=value``, such as ``inter_node_bandwidth=25GB`` (bytes/s) or ``devices_per_node=4``.
+
+    Raises:
+        ValueError: there is no such preset, file or attribute, or a value is invalid.
+    """
+    values: dict[str, Any] = {}
+    for change in changes:
+        key, found, value = change.partition("=")
+        if not found:
+            raise ValueError(f"cluster: expected attribute=value, got {change!r}")
+        values[key.strip()] = value.strip()
+    spec = _from_file(Path(name)) if name.endswith(".json") else cluster(name)
+    return _changed(spec, values, "cluster") if values else spec
+
+
+def save_cluster(spec: ClusterSpec, path: str | Path) -> None:
+    """Write a cluster to a JSON file that :func:`read_cluster` reads."""
+    Path(path).write_text(f"{as_json(spec)}\n")
+
+
+def as_json(spec: ClusterSpec) -> str:
+    """Return a cluster as the content of a file that :func:`read_cluster` reads."""
+    values = dataclasses.asdict(spec)
+    values["flops"] = {str(dtype).removeprefix("torch."): peak for dtype, peak in spec.flops.items()}
+    return json.dumps(values, indent=2)
+
+
+def _from_file(path: Path) -> ClusterSpec:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cluster: {path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"cluster: {path} must hold a JSON object, got {type(values).__name__}")
+    base = values.pop("like", None)
+    values = {"name": path.stem, "source": path.name if base is None else f"{path.name}, like {base}"} | values
+    if base is not None:
+        return _changed(cluster(base), values, str(path))
+    required = {f.name for f in dataclasses.fields(ClusterSpec) if f.default is dataclasses.MISSING}
+    if missing := sorted(required - values.keys()):
+        raise ValueError(f'cluster: {path} lacks {", ".join(missing)}; add them, or "like": "h100-sxm"')
+    return ClusterSpec(**_checked(values, str(path)))
+
+
+def _changed(spec: ClusterSpec, values: Mapping[str, Any], where: str) -> ClusterSpec:
+    checked = _checked(values, where)
+    if "flops" in checked:
+        checked["flops"] = {**spec.flops, **checked["flops"]}
+    if isinstance(values.get("efficiency"), dict):
+        checked["efficiency"] = dataclasses.replace(spec.efficiency, **values["efficiency"])
+    return dataclasses.replace(spec, **checked)
+
+
+def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values of attributes that a file or the command line gives, in part as text."""
+    fields = {f.name: f.type for f in dataclasses.fields(ClusterSpec)}
+    if unknown := sorted(values.keys() - fields.keys()):
+        raise ValueError(f"{where}: a cluster has no {', '.join(unknown)}; its attributes are {', '.join(fields)}")
+    checked = {}
+    for name, value in values.items():
+        try:
+            if name in _CONVERTED:
+                checked[name] = _CONVERTED[name](value)
+            else:
+                number = parse_bytes(name, value) if _is_text_of_bytes(name, value) else float(value)
+                checked[name] = int(number) if fields[name] == "int" else number
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{where}: {name} cannot be {value!r}: {error}") from error
+    return checked
+
+
+def _flag(value: Any) -> bool:
+    if value not in (True, False, "true", "false"):
+        raise ValueError("expected true or false")
+    return value in (True, "true")
+
+
+def _is_text_of_bytes(name: str, value: Any) -> bool:
+    """Return whether a value has a unit, as memory and bandwidths may."""
+    return (name == "memory" or name.endswith("_bandwidth")) and isinstance(value, str) and value[-1:].isalpha()
+
+
+_CONVERTED: dict[str, Callable[[Any], Any]] = {
+    "name": str,
+    "source": str,
+    "flops": lambda peaks: {getattr(torch, dtype): float(peak) for dtype, peak in peaks.items()},
+    "protocols": lambda protocols: tuple(Protocol(**protocol) for protocol in protocols),
+    "efficiency": lambda shares: Efficiency(**shares),
+    "synchronous": _flag,
+}
+"""Functions for the attributes that are no numbers."""
+
+
+if __name__ == "__main__":
+    print("\n".join(map(as_json, CLUSTERS.values())))

@@ -1,0 +1,207 @@
+"""The cost model: time and bytes of a bound symbol and of a collective on a described cluster.
+
+[Note: Time of a bound symbol]
+A kernel takes the longer of two times: its FLOPs at the device's peak for their dtype, and its bytes at the memory's
+bandwidth. FLOPs are counted by the formulas of ``torch.utils.flop_counter``, for the bound symbol itself if there is
+one, else for its subsymbols. Bytes are those of its inputs and outputs, so a fusion pays only for what enters and
+leaves it.
+
+A view runs no kernel and costs only host time. Whether an operator returns a view depends on the strides of its input,
+which are observed (see ``extras.step_memory.observed_effects``). An expanded value does not occupy the bytes of its shape.
+
+[Note: Time of a collective]
+A ring of W ranks sends W-1 of W pieces through every link, one after the other. That takes W-1 hops of latency, plus
+the time of those bytes on the slowest link. Within a node that is a device's link. Between nodes, every node sends the
+whole ring's traffic to the next node, but through the network interfaces of all its members of the group at once, as
+NCCL's parallel rings do. So the bandwidth is the smaller of two: that of a device's link within the node, and ``members
+of the group in a node x inter-node bandwidth``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from ...ir.effects import Effects, Issue, is_declared
+from ...ir.inspection import defined_by, nbytes_of, runs_nothing
+from ..step_memory.observed_effects import observed, observed_effects
+from .clusters import ClusterSpec, cluster
+from .flops import flops_of
+
+Strides = Mapping[str, tuple[int, ...]]
+"""Strides of values by name."""
+
+
+class Seconds(NamedTuple):
+    """The cost of one bound symbol: seconds of the host that issues it, and of the device that computes it."""
+
+    host: float
+    device: float
+
+
+class CostModel(Protocol):
+    """The interface between cost models and :func:`~.simulate.simulate`. Times are in seconds.
+
+    Attributes:
+        synchronous: whether the host itself computes (CPU), so that issuing and computing coincide.
+        concurrent: collectives of one process group that run at once.
+        gather_share: share of the link that an all-gather gets while reductions run.
+        reduction_share: share of the link that all reductions get while an all-gather runs; together at most 1.
+    """
+
+    synchronous: bool
+    concurrent: int
+    gather_share: float
+    reduction_share: float
+
+    def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
+        """Return the cost of each bound symbol of the trace; for a collective or its wait, the work besides communication.
+
+        The argument is a whole trace, because a cost can depend on earlier bound symbols (strides, expanded values).
+        """
+
+    def collective_seconds(self, issue: Issue) -> float:
+        """Return the time of one collective alone on the link."""
+
+    def contention(self, kind: str) -> float:
+        """Return the share of compute speed that is lost while a collective of that kind runs."""
+
+    def host_copy_seconds(self, nbytes: int) -> float:
+        """Return the time of a copy of so many bytes between a device and its host's memory."""
+
+
+class AnalyticCost:
+    """The cost model that computes costs from the description of a cluster.
+
+    Args:
+        spec: the cluster, or the name of a preset.
+
+    Raises:
+        ValueError: no preset has that name.
+    """
+
+    def __init__(self, spec: ClusterSpec | str) -> None:
+        self.spec = cluster(spec)
+        self.synchronous = self.spec.synchronous
+        self.concurrent = self.spec.concurrent
+        self.gather_share = self.spec.gather_share
+        self.reduction_share = self.spec.reduction_share
+
+    def __repr__(self) -> str:
+        return f"AnalyticCost({self.spec.name})"
+
+    def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
+        in_place: set[str] = set()  # gradients in the slot of their reduction
+        return [
+            self._bound_symbol(bsym, e, strides, in_place)
+            for bsym, (e, strides) in zip(trace.bound_symbols, observed(trace.bound_symbols), strict=True)
+        ]
+
+    def collective_seconds(self, issue: Issue) -> float:
+        traffic, group = issue.traffic, issue.group
+        assert traffic is not None and group is not None
+        passes = traffic.passes * (self.spec.reduce_scatter_factor if traffic.is_reduce_scatter else 1.0)
+        ranks = group.global_ranks
+        seconds = sum(ring_seconds(self.spec, nbytes, ranks, passes=passes) for nbytes in traffic.messages)
+        if not self.synchronous:  # the communication stream then copies
+            seconds += traffic.copied_after / self.spec.bytes_per_second
+            if issue.from_host:
+                seconds += self.host_copy_seconds(issue.from_host)
+        return seconds
+
+    def contention(self, kind: str) -> float:
+        return self.spec.contention
+
+    def host_copy_seconds(self, nbytes: int) -> float:
+        if self.synchronous:  # reads and writes the same memory
+            return 2 * nbytes / self.spec.bytes_per_second
+        return nbytes / self.spec.host_bytes_per_second
+
+    def _bound_symbol(self, bsym: BoundSymbol, e: Effects, strides: Strides, in_place: set[str]) -> Seconds:
+        spec = self.spec
+        if runs_nothing(bsym):
+            return Seconds(0.0, 0.0)
+        if (work := e.work) is not None:
+            # Gradients that were not written in place are copied into the slot; accumulating also reads the earlier sum.
+            read = [p for p in bsym.flat_proxy_args if type(p) is TensorProxy and p.name not in in_place]
+            copied = read if work.touches else []
+            moved = work.moved_at_once if self.synchronous else work.moved
+            kernels = len(copied) + (moved > 0)
+            nbytes = work.touches * sum(map(nbytes_of, copied)) + moved
+            device = nbytes / spec.bytes_per_second + kernels * spec.kernel_overhead
+            if work.to_host:
+                device += self.host_copy_seconds(work.to_host)
+            if e.issues is not None and e.issues.group is None and self.synchronous:
+                device += self.host_copy_seconds(e.issues.nbytes)
+            return Seconds((work.launches + kernels) * spec.launch_overhead, device)
+        if e.fills is not None:
+            in_place.update(e.in_place)
+        makes_views = not is_declared(bsym.sym) and not e.writes and not any(m.nbytes for m in e.allocates)
+        if makes_views:
+            return Seconds(spec.launch_overhead, 0.0)
+        computing = sum(flops / spec.flops_per_second(dtype) for dtype, flops in flops_of(bsym, e).items())
+        moving = bytes_of(bsym, strides) / spec.bytes_per_second
+        return Seconds(spec.launch_overhead, spec.kernel_overhead + max(computing, moving))
+
+
+def compute_seconds(cost: CostModel, trace: TraceCtx) -> list[float]:
+    """Return the time of each bound symbol on the compute stream."""
+    return [s.host + s.device if cost.synchronous else s.device for s in cost.seconds(trace)]
+
+
+def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, passes: float = 1.0) -> float:
+    """Return the time of a ring collective over ``ranks`` of a cluster whose nodes have consecutive ranks.
+
+    See [Note: Time of a collective].
+
+    Args:
+        nbytes: bytes of the unsharded tensor.
+        passes: how often each piece goes around the ring: 1 for an all-gather or a reduce-scatter, 2 for an all-reduce.
+    """
+    world_size = len(ranks)
+    if world_size == 1 or not nbytes:
+        return 0.0
+    members = Counter(rank // spec.devices_per_node for rank in ranks).values()
+    between = spec.inter_node_bandwidth * spec.efficiency.inter_node * min(members)
+    within = spec.intra_node_bandwidth * spec.efficiency.intra_node
+    slowest = min([within] * (max(members) > 1) + [between] * (len(members) > 1))
+    crossings = len(members) - 1
+    inside = world_size - 1 - crossings
+    sent = nbytes * (world_size - 1) / world_size
+    return min(
+        p.start
+        + passes * (inside * p.intra_node_hop + crossings * p.inter_node_hop + sent / slowest / p.bandwidth_share)
+        for p in spec.protocols
+    )
+
+
+def bytes_of(bsym: BoundSymbol, strides: Strides | None = None) -> int:
+    """Return the bytes that a bound symbol reads and writes: its distinct inputs and its outputs.
+
+    An operator that selects elements reads only as much as it writes.
+    """
+    strides = strides or {}
+    tensors = [p for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
+    inputs = {p.name: _occupied(p, strides.get(p.name)) for p in tensors}
+    written = sum(nbytes_of(p) for p in defined_by(bsym) if isinstance(p, TensorProxy))
+    if not _SELECTING.isdisjoint(observed_effects(bsym, strides).operators or ()):
+        return sum(min(size, written) for size in inputs.values()) + written
+    return sum(inputs.values()) + written
+
+
+def _occupied(tensor: TensorProxy, strides: tuple[int, ...] | None) -> int:
+    """Return the bytes that a tensor occupies, without repetitions in an expanded one."""
+    if strides is None:
+        return nbytes_of(tensor)
+    return tensor.dtype.bytes * math.prod(int(n) for n, stride in zip(tensor.shape, strides, strict=True) if stride)
+
+
+_SELECTING = frozenset({"gather", "index_select", "take"})
+"""Base operators that read only what they return. An embedding counts with its table: if it cost less, the planner would
+recompute it, which makes backward gather the table, and that is not in the costs of recomputation."""

@@ -1,0 +1,331 @@
+"""Plan a training step for any cluster: trace the model on the meta device and simulate it, without downloads."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from thunder.core.trace import TraceCtx
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from ...api import fsdp
+from ...compiled_traces import CompiledTraces
+from ...option_groups import Ranks, Sharding
+from ...transform import FSDPTransform
+from ..step_memory.step_memory import StepMemory
+from . import gpu_attention
+from .clusters import ClusterSpec, cluster
+from .cost import AnalyticCost
+from .fake_ranks import Made, compile_as_rank, fake_rank, jit
+from .models import MODELS, Decoder
+from .replanning import NeedsTrace, plan_again
+from .simulate import simulate
+from .timeline import Timeline
+
+
+class Window(NamedTuple):
+    """The micro-batches of an accumulation window before the last one, which run under ``no_sync``.
+
+    Attributes:
+        first: the first, which gathers all buckets.
+        further: each one between the first and the last, which finds the buckets that the window keeps.
+    """
+
+    first: Timeline
+    further: Timeline
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A planned step.
+
+    Attributes:
+        make: returns the module and its inputs.
+        cluster: the machine.
+        world_size: number of ranks.
+        replicas: number of copies of the shards.
+        micro_batches: number of micro-batches between two optimizer steps.
+        options: options of :func:`thunder_fsdp_sched.fsdp`.
+        transform: the transform with the plan, the traces and the schedules.
+        traced: whether the model was traced for this plan; otherwise the trace is that of another plan of the same step,
+            see [Note: Planning again] in ``replanning``.
+    """
+
+    make: Callable[[], Made]
+    cluster: ClusterSpec
+    world_size: int
+    replicas: int
+    micro_batches: int
+    options: Mapping[str, Any]
+    transform: FSDPTransform
+    traced: bool
+
+    @property
+    def compiled(self) -> CompiledTraces:
+        """The traces of the step; in an accumulation window, of its last micro-batch."""
+        return self.transform.compiled[-1]
+
+    @cached_property
+    def before(self) -> Timeline:
+        """The step without the sorting pass, with communication where Thunder puts it.
+
+        In an accumulation window, its last micro-batch, as :attr:`after` is.
+        """
+        return self._simulate(self.compiled.forward_before, self.compiled.backward_before)
+
+    @cached_property
+    def after(self) -> Timeline:
+        """The step as scheduled."""
+        return self._simulate(self.compiled.forward, self.compiled.backward, in_window=self.micro_batches > 1)
+
+    @cached_property
+    def window(self) -> Window | None:
+        """The micro-batches before the last one; ``None`` if there is only one."""
+        if self.micro_batches == 1:
+            return None
+        earlier = self.transform.compiled[-2]
+        run = partial(self._simulate, earlier.forward, earlier.backward)
+        return Window(run(), run(in_window=True))
+
+    def _simulate(self, forward: TraceCtx | None, backward: TraceCtx | None, *, in_window: bool = False) -> Timeline:
+        assert forward is not None
+        return simulate(forward, backward, AnalyticCost(self.cluster), in_window=in_window)
+
+    @property
+    def seconds(self) -> float:
+        """Simulated time between two optimizer steps: of all micro-batches."""
+        if self.window is None:
+            return self.after.step_seconds
+        earlier = self.window.first.step_seconds + (self.micro_batches - 2) * self.window.further.step_seconds
+        return earlier + self.after.step_seconds
+
+    @cached_property
+    def memory(self) -> StepMemory:
+        """The memory of the step on rank 0, without optimizer state, as the allocator of the cluster's devices rounds it.
+
+        In an accumulation window, of the micro-batch that needs most.
+        """
+        return max(self.memories, key=lambda memory: memory.peak.nbytes)
+
+    @cached_property
+    def memories(self) -> tuple[StepMemory, ...]:
+        """As :attr:`memory`, of the last micro-batch, and in an accumulation window before it of the earlier ones."""
+        return self.predict_memories(device="cpu" if self.cluster.synchronous else "cuda")
+
+    def predict_memories(self, *, device: str | None = None) -> tuple[StepMemory, ...]:
+        """Return :attr:`memories` as the allocator of another type of device rounds them, by default that of the buckets."""
+        last = self.compiled
+        if self.micro_batches == 1:
+            return (last.predict_memory(device=device),)
+        earlier = self.transform.compiled[-2]
+        return (
+            earlier.predict_memory(device=device, accumulated=True, others=[last]),
+            last.predict_memory(device=device, accumulated=[earlier], others=[earlier]),
+        )
+
+
+def dry_run_step(
+    make: Callable[[], Made],
+    *,
+    world_size: int,
+    on: ClusterSpec | str,
+    replicas: int = 1,
+    micro_batches: int = 1,
+    **options: Any,
+) -> DryRun:
+    """Trace and schedule a model as rank 0 of ``world_size`` ranks, in this process, and simulate its step.
+
+    On a cluster of GPUs attention is that of their fused kernels: see [Note: Planned attention] in ``gpu_attention``.
+
+    Args:
+        make: returns the module and its inputs, on the meta device.
+        world_size: number of ranks.
+        replicas: number of copies of the shards; ``world_size / replicas`` consecutive ranks share one (hybrid
+            sharding).
+        on: the cluster, or the name of a preset.
+        micro_batches: how many times forward and backward run between two optimizer steps, all but the last under
+            ``no_sync``.
+        **options: options of :func:`thunder_fsdp_sched.fsdp`.
+
+    Raises:
+        RuntimeError: this process already has a default process group.
+        ValueError: the cluster is unknown, options are invalid, or ``make`` returns something else.
+    """
+    return _plan(make, cluster(on), world_size, replicas, micro_batches, options)
+
+
+def replan(
+    step: DryRun,
+    *,
+    world_size: int | None = None,
+    on: ClusterSpec | str | None = None,
+    replicas: int | None = None,
+    micro_batches: int | None = None,
+    **options: Any,
+) -> DryRun:
+    """Plan a step again with other options, without tracing its model again: the result is that of :func:`dry_run_step`.
+
+    It takes about a tenth of the time of a dry run; see [Note: Planning again] in ``replanning``.
+
+    Args:
+        step: a dry run, or a step that was planned again.
+        world_size: number of ranks, by default that of ``step``.
+        replicas: number of replicas, by default that of ``step``.
+        micro_batches: number of micro-batches, by default that of ``step``.
+        on: the cluster, by default that of ``step``.
+        **options: options of :func:`thunder_fsdp_sched.fsdp` that change, besides those of ``step``.
+
+    Raises:
+        NeedsTrace: these options change what the model computes, such as the dtype of unsharded parameters.
+        RuntimeError, ValueError: as for :func:`dry_run_step`.
+    """
+    spec = cluster(on or step.cluster)
+    if spec.synchronous != step.cluster.synchronous:
+        raise NeedsTrace(f"on: {spec.name!r} and {step.cluster.name!r} run other kernels, so trace the model again")
+    given = {"world_size": world_size, "replicas": replicas, "micro_batches": micro_batches}
+    numbers: dict[str, Any] = {name: getattr(step, name) if n is None else n for name, n in given.items()}
+    return _plan(step.make, spec, options={**step.options, **options}, traced=step.transform, **numbers)
+
+
+def _plan(
+    make: Callable[[], Made],
+    spec: ClusterSpec,
+    world_size: int,
+    replicas: int,
+    micro_batches: int,
+    options: Mapping[str, Any],
+    traced: FSDPTransform | None = None,
+) -> DryRun:
+    """Return the planned step, by default from a trace of its own.
+
+    Args:
+        traced: has compiled a step of the same model, which is not traced again.
+    """
+    if isinstance(options.get("offload_policy"), CPUOffloadPolicy):
+        _ = spec.host_bytes_per_second  # raises ValueError if it is not known
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches: expected 1 or more, got {micro_batches}")
+    if replicas < 1 or world_size % replicas:
+        raise ValueError(f"replicas: {world_size} ranks cannot hold {replicas} copies of equal size")
+    executors = () if spec.synchronous else (gpu_attention.executor,)
+
+    def transform(**more: Any) -> FSDPTransform:  # over the process group of the ranks
+        if replicas > 1:
+            shape = replicas, world_size // replicas
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+            more["ranks"] = replace(Ranks.of(options.get("ranks")), mesh=mesh)
+        return fsdp(cluster=spec, **{**options, **more})
+
+    def planned(transform: FSDPTransform, is_traced: bool) -> DryRun:
+        return DryRun(make, spec, world_size, replicas, micro_batches, options, transform, is_traced)
+
+    is_traced = traced is None
+    if traced is None:
+        # A window is planned from the trace of a step that never runs, so nothing needs to be chosen for it.
+        sharding = replace(Sharding.of(options.get("sharding_strategy", "zero3")), max_unsharded_bytes=None)
+        no_choice = partial(transform, prefetch=1, max_memory=None, sharding_strategy=sharding)
+        chosen_later = no_choice if micro_batches > 1 else transform
+        made = partial(module_and_inputs, make)
+        traced = compile_as_rank(made, chosen_later, rank=0, world_size=world_size, executors=executors)
+        if micro_batches == 1:
+            return planned(traced, is_traced)
+    with fake_rank(0, world_size):
+        new = transform()
+        jitted = jit(module_and_inputs(make)[0], new, executors)
+        for no_sync in (True, False) if micro_batches > 1 else (False,):
+            plan_again(traced, new, jitted, no_sync=no_sync)
+    return planned(new, is_traced)
+
+
+def module_and_inputs(make: Callable[[], Made]) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return the module, its positional and its keyword arguments.
+
+    Raises:
+        ValueError: ``make`` returns something else.
+    """
+    made: Any = make()
+    parts: tuple[Any, ...] = made if isinstance(made, tuple) else ()
+    module, args, kwargs = (*parts, {})[:3] if len(parts) in (2, 3) else (None, (), {})
+    if not isinstance(module, torch.nn.Module) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        factory = getattr(make, "__name__", "make")
+        got = f"({', '.join(type(part).__name__ for part in parts)})" if parts else f"a {type(made).__name__}"
+        raise ValueError(f"{factory!r} must return (module, args) or (module, args, kwargs), but returned {got}")
+    return module, tuple(args), kwargs
+
+
+def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Callable[[], Made]:
+    """Return a factory by name: ``module:factory``, one of ``MODELS``, a LitGPT configuration, or a Hugging Face model type.
+
+    Weights are random and on the meta device; nothing is downloaded. A factory takes no arguments and returns
+    ``(module, inputs)`` itself; the others are language models on ``batch`` sequences of ``length`` tokens.
+
+    Raises:
+        ValueError: there is no such name. The message lists the attempts and the extra that would be needed.
+    """
+    if ":" in name:
+        return _imported(name)
+    tried = []
+    for find in (_packaged, _litgpt, _hugging_face):
+        try:
+            build = find(name, length, dtype)
+        except (ImportError, ValueError, KeyError) as error:
+            tried.append(f"{find.__name__.strip('_')}: {error}")
+            if isinstance(error, ImportError):
+                tried[-1] += f" (pip install {error.name})"
+            continue
+
+        def make() -> Made:
+            with torch.device("meta"):
+                tokens = torch.zeros((batch, length), dtype=torch.int64)
+                return _Loss(build()), (tokens, tokens.clone())  # noqa: B023  # the first model that is found
+
+        return make
+    raise ValueError(f"model: {name!r} is neither module:factory nor a known configuration: " + "; ".join(tried))
+
+
+def _imported(name: str) -> Callable[[], Made]:
+    try:
+        make = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"model: {name!r} cannot be imported: {error}") from error
+    if not callable(make):
+        raise ValueError(f"model: {name!r} is of type {type(make).__name__}, not a function that makes a model")
+    return make
+
+
+def _packaged(name: str, length: int, dtype: torch.dtype) -> Callable[[], torch.nn.Module]:
+    if name not in MODELS:
+        raise ValueError(f"this package has {', '.join(MODELS)}")
+    return lambda: Decoder(MODELS[name], length).to(dtype)
+
+
+def _litgpt(name: str, length: int, dtype: torch.dtype) -> Callable[[], torch.nn.Module]:
+    from litgpt import GPT, Config
+
+    config = Config.from_name(name, block_size=length)
+    return lambda: GPT(config).to(dtype)
+
+
+def _hugging_face(name: str, length: int, dtype: torch.dtype) -> Callable[[], torch.nn.Module]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(name, use_cache=False)
+    return lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+class _Loss(torch.nn.Module):
+    """A language model with its loss."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        out = self.model(tokens)
+        logits = out if isinstance(out, torch.Tensor) else out.logits
+        return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))

@@ -1,0 +1,214 @@
+"""Evaluate and generate without compiling: call the user's own module, gathering one bucket at a time.
+
+[Note: Eager runs]
+A trace fits one set of input shapes, so a sequence that grows by one token would be compiled at every step. Without
+gradients there is little to plan: hooks gather a bucket right before the innermost module that contains all its
+parameters, and free it right after. Three decisions differ from a trace:
+
+*No slots.* Each gather allocates new memory. An output of a module may be a view of a parameter (a positional embedding
+cut to length), which keeps that memory alive; in a slot, the next bucket would overwrite it. A trace knows every
+reader, hooks do not.
+
+*Parameters have their former strides.* The operators of the module are not known here, so none can be refused that
+depends on them (``as_strided``). A parameter that was not contiguous is copied after its gather.
+
+*No prefetch.* Hooks do not know which module is called next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from thunder.core.module import ThunderModule
+from torch import nn
+
+from ...plan.specs import StridedView
+from ...runtime.bucket import Bucket
+from ...runtime.memory import Arena, InFlight, slot_bytes
+from ...runtime.ops import all_gather, wait_params
+from ...sharding.casts import attach_casts
+from ...sharding.module_parameters import Entry
+from ...sharding.sharded_module import find_jitted
+
+
+@contextlib.contextmanager
+def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterator[nn.Module]:
+    """Return the original module of ``model``, to be called uncompiled, with inputs of any shape, without gradients.
+
+    A module's parameters are unsharded while it runs and freed right after, so one bucket (a block) is unsharded at a
+    time. A bucket whose parameters only the root module contains, such as an embedding that is also the head's weight,
+    stays unsharded until the end. Dtypes are those of the compiled model. Each gather reads the current shards. Buffers
+    are those of the model, so running statistics are updated; writes to a parameter are lost. Other transforms of the
+    model have no effect here.
+
+    All ranks must call the module the same number of times: a rank whose sequences have finished keeps calling until
+    the slowest rank is done. This is checked before each gather and at the end. Call modules, not their ``forward``. A
+    parameter that a module other than its own uses is on the meta device then, unless both are in one block.
+
+    Args:
+        model: the result of ``thunder.jit(module, transforms=[fsdp(...)])``.
+        reshard_after_forward: if false, all parameters are gathered at the start and stay unsharded until the end. That
+            needs memory for the whole model, but no further communication: each rank may call any module, any number of
+            times.
+
+    Raises:
+        TypeError: ``model`` is not sharded by ``fsdp(...)``.
+        RuntimeError: the call is inside another ``eager`` of the same model; ``model`` itself was called inside, or the
+            module was called with gradients enabled; a collective failed.
+        ScheduleDisagreement: ranks gather different buckets, or a different number of times.
+    """
+    model, sharded = find_jitted(model)
+    module = model._model
+    if sharded.running_eagerly:
+        raise RuntimeError("eager: already inside eager(...) of this model; use the module that it returned")
+    sharded.check_ready()
+    params = sharded.module_params
+    if found := params.in_containers():
+        path, name = next(iter(found.items()))
+        raise RuntimeError(
+            f"eager: {path} of the module holds parameter {name!r} beside its name: forward could read this rank's rows "
+            f"there. Remove it"
+        )
+    unsharded = [_Unsharded(module, bucket, params.entries_of(bucket)) for bucket in sharded.buckets]
+    inside: dict[nn.Module, list[_Unsharded]] = {}
+    for one in unsharded:
+        inside.setdefault(one.innermost if reshard_after_forward else module, []).append(one)
+    stay = inside.pop(module, [])
+    with torch.no_grad(), contextlib.ExitStack() as undo:
+        sharded.running_eagerly = True
+        undo.callback(setattr, sharded, "running_eagerly", False)
+        params.replace_shards(params.placeholders)
+        undo.callback(params.replace_placeholders)
+        undo.callback(_keep_buffers, model, dict(module.named_buffers(remove_duplicate=False)))
+        undo.callback(_reshard, unsharded, finally_=True)
+        _unshard(stay)
+        hooks = attach_casts(module, sharded.mp_policy)
+        hooks.append(model.register_forward_pre_hook(_refuse_compiled, prepend=True))
+        hooks.append(module.register_forward_pre_hook(_refuse_gradients, prepend=True))
+        for innermost, members in inside.items():
+            hooks.append(innermost.register_forward_pre_hook(partial(_unshard, members), prepend=True))
+            hooks.append(innermost.register_forward_hook(partial(_reshard, members), always_call=True))
+        for hook in hooks:
+            undo.callback(hook.remove)
+        yield module
+    sharded.control.check_same_in_groups(
+        "the gathers inside eager(...)",
+        [
+            (one.bucket.ranks.group, f"bucket {one.bucket.spec.name!r} was gathered {one.gathers} times")
+            for one in unsharded
+            if not one.bucket.is_on_all_ranks
+        ],
+    )
+
+
+class _Unsharded:
+    """The parameters of one bucket in the module: unsharded while in use, otherwise on the meta device.
+
+    Attributes:
+        innermost: the innermost module that is called whenever one of the parameters is used.
+        users: number of running calls of it; a block may call itself.
+        gathers: number of gathers of the bucket so far.
+    """
+
+    def __init__(self, module: nn.Module, bucket: Bucket, entries: Sequence[Entry]) -> None:
+        self.bucket, self.entries = bucket, entries
+        self.users = self.gathers = 0
+        names = {name for param in bucket.spec.params for name in param.names}
+        if created := names - {entry.name for entry in entries}:
+            raise RuntimeError(f"eager: the module has no parameter {min(created)!r}: another transform created it")
+        self.innermost = _innermost([_modules_on_path(module, entry.name) for entry in entries])
+
+    def issue(self) -> InFlight:
+        bucket, spec = self.bucket, self.bucket.spec
+        self.gathers += 1
+        bucket.issue_counts.expected += 2
+        slot = Arena(spec.device).slot(0, slot_bytes(spec, spec.param_dtype))
+        return all_gather(bucket, slot, *bucket.params)  # type: ignore[arg-type]
+
+    def fill(self, flight: InFlight) -> None:
+        assert flight.slot is not None
+        params = [
+            nn.Parameter(in_former_place(whole, param.strided), param.requires_grad)
+            for whole, param in zip(wait_params(self.bucket, flight), self.bucket.spec.params, strict=True)
+        ]
+        self.bucket.source.finish_copy()
+        flight.slot.arena.release()
+        for entry in self.entries:
+            entry.owner._parameters[entry.leaf] = params[entry.index]
+
+    def free(self) -> None:
+        for entry in self.entries:
+            entry.owner._parameters[entry.leaf] = entry.placeholder
+
+
+def in_former_place(whole: torch.Tensor, strided: StridedView | None) -> torch.Tensor:
+    """Return an unsharded parameter with the strides and the storage offset that it had before sharding."""
+    if strided is None or not whole.numel() or 0 in strided.strides:  # an expanded one has less memory than elements
+        return whole
+    last = strided.offset + sum((size - 1) * stride for size, stride in zip(whole.shape, strided.strides, strict=True))
+    return whole.new_empty(last + 1).as_strided(whole.shape, *strided).copy_(whole)
+
+
+def _modules_on_path(module: nn.Module, name: str) -> list[nn.Module]:
+    """Return the modules from the root to the one that owns the parameter ``name``."""
+    return list(itertools.accumulate(name.split(".")[:-1], nn.Module.get_submodule, initial=module))
+
+
+def _innermost(ways: Sequence[Sequence[nn.Module]]) -> nn.Module:
+    """Return the innermost module that is on all paths from the root to the parameters and is called to use them.
+
+    Modules are compared by identity, so a block that is used in two positions is one module.
+    """
+    on_all = set.intersection(*(set(way) for way in ways))
+    first = list(ways[0])
+    for depth, module in enumerate(first):
+        if isinstance(module, nn.MultiheadAttention):  # it reads the parameters of its children instead of calling them
+            del first[depth + 1 :]
+    return next(
+        m for m in reversed(first) if m in on_all and (m is first[0] or type(m).forward is not nn.Module.forward)
+    )
+
+
+def _unshard(members: Sequence[_Unsharded], *_: Any) -> None:
+    wanted = [one for one in members if not one.users]
+    for one in members:
+        one.users += 1  # increment first: the post-forward hook runs even if gathering fails
+    _refuse_gradients()
+    control = wanted[0].bucket.control if wanted else None
+    if control is not None:
+        names = [one.bucket.spec.name for one in wanted if one.bucket.is_on_all_ranks]
+        if names:
+            control.rendezvous("gathering inside eager(...)", *names)
+    flights = [one.issue() for one in wanted]
+    for one, flight in zip(wanted, flights, strict=True):
+        one.fill(flight)
+
+
+def _reshard(members: Sequence[_Unsharded], *_: Any, finally_: bool = False) -> None:
+    for one in members:
+        one.users = 0 if finally_ else max(one.users - 1, 0)
+        if not one.users:
+            one.free()
+
+
+def _keep_buffers(model: ThunderModule, before: dict[str, torch.Tensor]) -> None:
+    """Give the jitted model those buffers that forward has replaced in the original module: a cache, a counter."""
+    for name, buffer in model._model.named_buffers(remove_duplicate=False):
+        if buffer is not before.get(name):
+            model.set_buffer(name, buffer)
+
+
+def _refuse_compiled(*_: Any) -> None:
+    raise RuntimeError(
+        "the compiled model was called inside eager(...) of it: call the module that eager(...) returned"
+    )
+
+
+def _refuse_gradients(*_: Any) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError("a module inside eager(...) was called with gradients enabled; they need the compiled model")
