@@ -54,7 +54,7 @@ def test_dropped_models_release_all_resources() -> None:
             del ours, model
             seen.append(_resources())
         for later in seen[1:]:  # the first model also creates what all share; leftovers of earlier tests may disappear
-            assert later["groups"] == seen[0]["groups"] and later["bytes"] == seen[0]["bytes"], seen
+            assert later["groups"] == seen[0]["groups"] and later["bytes"] <= seen[0]["bytes"], seen
             assert later["threads"] <= seen[0]["threads"] and later["descriptors"] <= seen[0]["descriptors"], seen
         assert not [ref() for ref in refs if ref() is not None]
     before = _resources()
