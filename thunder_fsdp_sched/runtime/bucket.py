@@ -183,6 +183,14 @@ class Bucket:
         why = "" if control is None else control.explain(text)
         return RuntimeError(f"{text}\n{why}" if why else text)
 
+    def lost_shard(self, index: int) -> RuntimeError:
+        """Return the error for a parameter whose memory is no longer in the shard buffer."""
+        return RuntimeError(
+            f"parameter {self.spec.params[index].name!r} is no longer in the shard buffer of bucket {self.spec.name!r}: it "
+            f"was given other memory (`p.data = ...`, or another dtype or device, and maybe back). Copy into the "
+            f"parameter instead: `with torch.no_grad(): p.copy_(new)`"
+        )
+
     def _allocate_shard(self) -> torch.Tensor:
         spec = self.spec
         if spec.sends_copy:

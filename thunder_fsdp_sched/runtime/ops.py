@@ -23,11 +23,7 @@ T = TypeVar("T")
 def _check_shards(bucket: Bucket, shards: Sequence[RowDTensor | None]) -> None:
     for index, (shard, pointer) in enumerate(zip(shards, bucket.shard_pointers, strict=True)):
         if shard is not None and address(shard._local_tensor) != pointer:
-            raise RuntimeError(
-                f"parameter {bucket.spec.params[index].name!r} is no longer in the shard buffer of bucket "
-                f"{bucket.spec.name!r}: it was replaced by another tensor (`p.data = ...`, "
-                f"or a change of dtype or device). Copy into the parameter instead: `with torch.no_grad(): p.copy_(new)`."
-            )
+            raise bucket.lost_shard(index)
 
 
 def all_gather(

@@ -139,7 +139,7 @@ class ModuleParameters:
             RuntimeError: names the parameter.
         """
         for bucket in self._buckets:
-            for spec, shard, pointer in zip(bucket.spec.params, bucket.params, bucket.shard_pointers, strict=True):
+            for index, (spec, shard) in enumerate(zip(bucket.spec.params, bucket.params, strict=True)):
                 before = "before thunder.jit(module, transforms=[fsdp(...)])"
                 if shard.dtype != bucket.spec.dtype:
                     advice = f"convert it {before}, or pass fsdp(mp_policy=...) to compute in lower precision"
@@ -152,12 +152,8 @@ class ModuleParameters:
                         f"parameter {spec.name!r} was sharded on {bucket.shard.device}, but the module was moved to "
                         f"{shard.device} afterwards: move it {before}, or pass fsdp(init=Init(device=...))"
                     )
-                if address(local_rows(shard)) != pointer:
-                    raise RuntimeError(
-                        f"parameter {spec.name!r} is no longer in the shard buffer of bucket {bucket.spec.name!r}: it was "
-                        f"given other memory (`p.data = ...`, or a conversion there and back). Copy into the parameter "
-                        f"instead: `with torch.no_grad(): p.copy_(new)`"
-                    )
+                if address(local_rows(shard)) != bucket.shard_pointers[index]:
+                    raise bucket.lost_shard(index)
 
     @property
     def has_placeholders(self) -> bool:
@@ -307,13 +303,18 @@ class _Guard(UntracedHook):
             raise RuntimeError("Error(s) in loading state_dict:\n\t" + "\n\t".join(errors))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            f"{self._label} belongs to a sharded model, which cannot be copied or pickled: its parameters are views of "
-            f"shard buffers. Copy the module before thunder.jit, or save full_state_dict(model)"
-        )
+        refuse_copies(self._label)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce_ex__(4)
+
+
+def refuse_copies(label: str, *_: Any) -> NoReturn:
+    """Raise the error for a copy of the jitted module, or of a module in it."""
+    raise TypeError(
+        f"{label} belongs to a sharded model, which cannot be copied or pickled: its parameters are views of shard buffers. "
+        f"Copy the module before thunder.jit, or save full_state_dict(model)"
+    )
 
 
 def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from thunder.core.module import ThunderModule
 
 from ..extensions import load
+from .module_parameters import refuse_copies
 from .sharded_module import ShardedModule
 
 ORIGINAL = "_model."
@@ -34,7 +35,7 @@ def install_state_dict(model: ThunderModule, sharded: ShardedModule) -> None:
     model.set_buffer = method("set_buffer")
     model.register_load_state_dict_pre_hook(method("before_load"))
     model.register_load_state_dict_post_hook(method("after_load"))
-    model.__reduce_ex__ = _refuse_copies
+    model.__reduce_ex__ = functools.partial(refuse_copies, "the jitted module")
     model._fqn_modifiers = _fqn_modifiers
     model._non_persistent_buffers_set = sharded.module._non_persistent_buffers_set  # torch lists the root's buffers
 
@@ -42,10 +43,3 @@ def install_state_dict(model: ThunderModule, sharded: ShardedModule) -> None:
 def _fqn_modifiers() -> dict[str, str]:
     """Tell ``torch.distributed.checkpoint.state_dict`` that the names in a state dict leave out the child ``_model``."""
     return {"": ORIGINAL.rstrip(".")}
-
-
-def _refuse_copies(protocol: Any) -> NoReturn:
-    raise TypeError(
-        "a jitted module that is sharded cannot be copied or pickled: its parameters are views of shard buffers. Copy the "
-        "module before thunder.jit, or save full_state_dict(model)"
-    )
