@@ -84,7 +84,7 @@ def sort_host_copies(trace: TraceCtx, *, times: CopyTimes) -> TraceCtx:
         _Copy(issue, without_token(wait), nbytes := nbytes_of(issue.args[0]), times.copy_seconds(nbytes) * _MARGIN)
         for issue, wait in found
     ]
-    sorter = _Sorter(others, copies, list(begins))
+    sorter = _CopySorter(others, copies, list(begins))
     if effects(found[0][-1]).frees_value is not None:
         sorter.sort_forward()
     else:
@@ -111,7 +111,7 @@ class _Copy:
     finish: float = 0.0
 
 
-class _Sorter:
+class _CopySorter:
     """Sorts the copies of one trace.
 
     Args:
