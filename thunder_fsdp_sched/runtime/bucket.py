@@ -295,8 +295,8 @@ class Bucket:
             on_host = torch.empty_like(flat, device="cpu", pin_memory=spec.comm.pin_memory)
             flat = on_host.copy_(flat)
         assert flat.storage_offset() == 0
-        *places, specs = self._grads_in_shard
-        return tuple(map(RowDTensor.of_spec, map(flat.as_strided, *places), specs))
+        *layout, specs = self._grads_in_shard
+        return tuple(map(RowDTensor.of_spec, map(flat.as_strided, *layout), specs))
 
     @functools.cached_property
     def _grads_in_shard(self) -> tuple[list[Any], ...]:

@@ -62,7 +62,7 @@ def describe_fit(memory: StepMemory, device_bytes: int, device: str, forward: Tr
         f"peak {human_bytes(peak.nbytes, 4)} in {peak.phase}, at position {peak.position}:",
         *(f"  {human_bytes(nbytes, 4):>10}  {kind}" for kind, nbytes in peak.by_kind.items() if nbytes),
         "largest tensors there, with the blocks and lines of the model that made them:",
-        *(f"  {human_bytes(t.nbytes, 4):>10}  {t.name}, {t.kind}{places}" for t, places in made_by.items()),
+        *(f"  {human_bytes(t.nbytes, 4):>10}  {t.name}, {t.kind}{made_at}" for t, made_at in made_by.items()),
     ]
     return "\n".join(lines)
 

@@ -85,11 +85,11 @@ def _events(memory: StepMemory) -> Iterator[dict[str, Any]]:
     address = 0
     changes = []
     for tensor in tensors:
-        place, _, line = (tensor.source or "traces:0").rpartition(":")
+        file, _, line = (tensor.source or "traces:0").rpartition(":")
         at = max(tensor.start, 0)
         statement = memory.statements[at] if tensor.start >= 0 else "before the step"
         frames = [
-            {"name": f"{tensor.kind} {tensor.name}".rstrip(), "filename": place, "line": int(line)},
+            {"name": f"{tensor.kind} {tensor.name}".rstrip(), "filename": file, "line": int(line)},
             {"name": statement, "filename": "backward" if at >= memory.backward else "forward", "line": at},
         ]
         event = {"addr": address, "size": tensor.nbytes, "stream": 0, "frames": frames}

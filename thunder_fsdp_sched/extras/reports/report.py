@@ -139,7 +139,7 @@ def _line(position: int, bsym: BoundSymbol, width: int | None) -> str:
     name, slot = found.group(1), found.group(2) or ""
     _, mark, comment = text.partition("  #")
     forms = ((slot, mark + comment), (slot, ""), ("", ""))
-    lines = [f"{position:5d} {bsym.sym.name}({name}{place}, …){note}" for place, note in forms]
+    lines = [f"{position:5d} {bsym.sym.name}({name}{slot}, …){note}" for slot, note in forms]
     if fitting := [line for line in lines if len(line) <= width]:
         return fitting[0]
     kept = max(width - len(lines[-1]) + len(name) - 1, 2)  # both ends of a path tell buckets apart, the middle does not

@@ -193,8 +193,8 @@ def _choose(sharded: ShardedModule, only: Sequence[str | nn.Module]) -> list[tup
         else:
             what = repr(wanted) if isinstance(wanted, str) else f"a {type(wanted).__name__}"
             raise ValueError(f"only: {what} is neither a submodule nor a parameter of the model, nor the name of one")
-    places = {sharded.locations[name] for name in names if name in sharded.locations}
-    return [(b, i) for b in sharded.buckets for i in range(len(b.params)) if (b, i) in places]
+    chosen = {sharded.locations[name] for name in names if name in sharded.locations}
+    return [(b, i) for b in sharded.buckets for i in range(len(b.params)) if (b, i) in chosen]
 
 
 def _check_source(sharded: ShardedModule, chosen: Sequence[tuple[Bucket, int]], source: int | None) -> None:

@@ -25,7 +25,7 @@ class Staged(Transport):
     def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
         staging = unsharded.staging
         assert staging is not None
-        sizes, places = self._pieces(bucket, unsharded)
+        sizes, pieces = self._pieces(bucket, unsharded)
         if not sizes:
             return []
 
@@ -34,16 +34,16 @@ class Staged(Transport):
 
         def interleave() -> None:
             by_rank = staging.view(bucket.spec.layout.world_size, -1)
-            torch.split_with_sizes_copy(by_rank, sizes, dim=1, out=places)
+            torch.split_with_sizes_copy(by_rank, sizes, dim=1, out=pieces)
 
         return [issue_then(issue, interleave, (shard, staging, unsharded.flat))]
 
     def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         assert unsharded.staging is not None
-        sizes, places = self._pieces(bucket, unsharded)
+        sizes, pieces = self._pieces(bucket, unsharded)
         if not sizes:
             return []
-        torch.cat(places, dim=1, out=unsharded.staging.view(bucket.spec.layout.world_size, -1))
+        torch.cat(pieces, dim=1, out=unsharded.staging.view(bucket.spec.layout.world_size, -1))
         return [
             reduce_scatter_flat(
                 shard,
@@ -57,8 +57,8 @@ class Staged(Transport):
     @staticmethod
     def _pieces(bucket: TransportedBucket, unsharded: Views) -> tuple[list[int], list[torch.Tensor]]:
         """Return the number of elements of each parameter that a rank sends, and the parameter as one row per rank."""
-        places = [segment.view(bucket.spec.layout.world_size, -1) for segment in unsharded.segments]
-        return [place.shape[1] for place in places], places
+        pieces = [segment.view(bucket.spec.layout.world_size, -1) for segment in unsharded.segments]
+        return [place.shape[1] for place in pieces], pieces
 
     def gather_traffic(self, spec: BucketSpec) -> Traffic:
         return super().gather_traffic(spec).in_one_launch()._replace(copied_after=2 * spec.unsharded_bytes)
