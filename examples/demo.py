@@ -213,7 +213,8 @@ def run_demo(options: DemoOptions) -> int:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["OMP_NUM_THREADS"] = "1"
     here: Any = {"rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
-    config = LaunchConfig(1, 1, options.world_size, rdzv_backend="c10d", **here)
+    # Without restarts, by which a failed rank would only fail again, later and with another error.
+    config = LaunchConfig(1, 1, options.world_size, rdzv_backend="c10d", max_restarts=0, **here)
     return int(elastic_launch(config, run_rank)(options)[0])
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from thunder_fsdp_sched import fsdp
@@ -19,6 +21,7 @@ from forked import run_python
 from models import linear_gpt
 from safetensors.torch import load_file
 from step_counter import StepCounter, StepCounts
+from torch.distributed.launcher.api import LaunchConfig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -44,6 +47,17 @@ def test_demo_shows_traces_and_table_and_all_checks_pass(tmp_path: Path) -> None
     for run in ("unsharded", "Thunder's fsdp", "ZeRO-2", "ZeRO-3"):
         assert re.search(rf"^ +{run} .* loss \d", result.stdout, re.MULTILINE), f"no line for {run} in\n{result.stdout}"
     assert re.search(r"^ *collectives +\d+ +\d+ +\d+ +\d+ *$", result.stdout, re.MULTILINE), result.stdout
+
+
+def test_ranks_of_the_demo_that_fail_are_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(config: LaunchConfig, entrypoint: object) -> Callable[[DemoOptions], dict[int, int]]:
+        assert config.max_restarts == 0
+        return lambda options: {0: 5}
+
+    for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # restored afterwards
+    monkeypatch.setattr(demo, "elastic_launch", launch)
+    assert demo.run_demo(DemoOptions()) == 5
 
 
 def test_the_training_example_trains(tmp_path: Path) -> None:
