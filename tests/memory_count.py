@@ -16,18 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import FSDPTransform, StepMemory
-from thunder_fsdp_sched.compiled_traces import CompiledTraces
+from thunder_fsdp_sched import CompiledTraces, FSDPTransform, StepMemory
 from thunder_fsdp_sched.extras.planning.fake_ranks import fake_rank
-from thunder_fsdp_sched.ir.inspection import AGREEMENT, statements
 from thunder_fsdp_sched.ir.symbols import fsdp_backward_done, fsdp_release
 from thunder_fsdp_sched.runtime import autograd
-from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.runtime.memory import Arena
-from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import thunder
 import torch
+from internals import AGREEMENT, Arena, Bucket, local_rows, statements
 from thunder import ThunderModule
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.symbol import BoundSymbol

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from unittest import mock
 
+from thunder_fsdp_sched.extras.activation_offload.copies import HostCopy  # noqa: F401
 from thunder_fsdp_sched.extras.activation_offload.offload_activations import offload_activations, offloadable
 from thunder_fsdp_sched.extras.planning.clusters import cluster_of_this_process
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import passes, pipeline
-
+from internals import passes, pipeline
 from thunder.core.trace import TraceCtx
 
 

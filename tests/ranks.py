@@ -31,14 +31,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched.private_torch import timeout_of
-from thunder_fsdp_sched.ranks import channel
-
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from device import BACKEND, IS_CUDA, use_device
 from device_thread import backward_on
+from internals import channel, timeout_of
 
 _GRACE = 5.0  # seconds that the other ranks have to report after one has failed
 _TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", "240"))  # seconds for one function; on an idle machine it takes a few

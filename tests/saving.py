@@ -7,12 +7,12 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.extras.state_dicts.jitted import rows_by_name
-from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from internals import DTENSORS
 from models import Layer, Model
 from scenario import loss_of
 from torch import nn

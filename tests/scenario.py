@@ -34,7 +34,6 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 
 import pytest
 import thunder
@@ -42,6 +41,7 @@ import torch
 import torch.distributed as dist
 from device import DEVICE, RANKS
 from device_thread import Thread, backward_on
+from internals import RowDTensor, local_rows
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -9,14 +9,21 @@ import functools
 from collections.abc import Sequence
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from thunder_fsdp_sched.plan.layout import make_layout
-from thunder_fsdp_sched.plan.specs import BucketOptions, BucketSpec, ParamSpec
-from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
-from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.runtime.memory import Arena
+from thunder_fsdp_sched import BucketSpec, ParamSpec
 
 import torch
+from internals import (
+    Arena,
+    Bucket,
+    BucketOptions,
+    BucketRanks,
+    ProcessGroupRef,
+    fsdp_all_gather,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+    make_layout,
+)
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx

@@ -12,12 +12,13 @@ from types import ModuleType
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder
-from thunder_fsdp_sched import pipeline, transforms
+from thunder_fsdp_sched import transforms
 from thunder_fsdp_sched.passes import Later
 
 import pytest
 import thunder
 import torch
+from internals import pipeline
 from models import Stack
 from ranks import on_ranks
 from scenario import Run, loss_of, saved_for_backward

@@ -13,7 +13,6 @@ from typing import Any
 import thunder_fsdp_sched as tfs  # before thunder
 from thunder_fsdp_sched import Init
 from thunder_fsdp_sched.extras.testing import step_schedule
-from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS
 
 import pytest
 import ranks
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from forked import run_python
+from internals import DTENSORS
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard

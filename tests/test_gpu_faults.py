@@ -8,14 +8,13 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import Init, Ranks, clip_grad_norm_, fsdp, get_model_state_dict, get_optimizer_state_dict
-from thunder_fsdp_sched.private_torch import timeout_of
-from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, local_rows
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from internals import DTENSORS, local_rows, timeout_of
 from models import Stack
 from profiles import LONG_ONLY
 from torch import nn

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from thunder_fsdp_sched import FSDPSched
-from thunder_fsdp_sched.transform import find_transform
 
 import pytest
 import thunder
 import torch
+from internals import find_transform
 from models import Model
 from ranks import on_ranks
 from scenario import Run

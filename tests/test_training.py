@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import Init, fsdp, full_state_dict
-from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
 from device import DEVICE
+from internals import local_rows
 from models import (
     CASES,
     GPT,

@@ -14,11 +14,10 @@ from functools import cache
 from typing import Any
 
 from thunder_fsdp_sched import Sharding
-from thunder_fsdp_sched.extras.activation_offload.copies import HostCopy
 
 import pytest
 import torch
-from offloading import offloading
+from offloading import HostCopy, offloading
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from virtual_gpu import guard, histories
 from virtual_gpu.histories import TRANSPORTS, faults_after_interruption, interrupt, make_model, take_three_steps

@@ -8,12 +8,12 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import ScheduleDisagreement, clip_grad_norm_, fsdp
-from thunder_fsdp_sched.ranks.channel import Channel
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from internals import channel
 from models import Stack
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each, loss_of
@@ -28,7 +28,7 @@ def _stack() -> nn.Module:
 
 
 def _steps_send_no_message(run: Run) -> None:
-    with mock.patch.object(Channel, "post", autospec=True, side_effect=Channel.post) as post:
+    with mock.patch.object(channel.Channel, "post", autospec=True, side_effect=channel.Channel.post) as post:
         for step in range(4):
             with run.model.no_sync() if step < 2 else contextlib.nullcontext():
                 loss_of(run.model(*run.inputs(step))).backward()

@@ -16,9 +16,6 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
-from thunder_fsdp_sched.ir.inspection import AGREEMENT, statements
-from thunder_fsdp_sched.ranks import channel
-from thunder_fsdp_sched.sharding import shard_module
 from thunder_fsdp_sched.transforms.insert_agreement import insert_agreement
 
 import pipeline_patches
@@ -27,6 +24,7 @@ import thunder
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from internals import AGREEMENT, channel, shard_module, statements
 from models import Stack
 from ranks import on_ranks
 from torch import nn

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.ranks.deadlock import find_fault
 from thunder_fsdp_sched.ranks.messages import Action
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from internals import find_fault
 
 Programs = Mapping[int, Sequence[Action]]
 

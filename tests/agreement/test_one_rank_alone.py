@@ -9,10 +9,10 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched.runtime import ops
 
 import pytest
 import torch
+from internals import ops
 from models import Stack
 from ranks import on_ranks
 from scenario import Run, everywhere

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
-from thunder_fsdp_sched.capture.repetition import Repetition, trace_module_calls
-
 import pytest
 import thunder
 import torch
+from internals import Repetition, trace_module_calls
 from torch import nn
 
 Change = Callable[[], object]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from thunder_fsdp_sched.capture.bound_symbols import StructuralKeys
-from thunder_fsdp_sched.capture.repetition import Repetition, call_forward, trace_module_calls
 
 import profiles
 import pytest
@@ -14,6 +13,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 from hypothesis import given
+from internals import Repetition, call_forward, trace_module_calls
 from models import CASES, GPT, Chain, FeedForward, Stack, running
 from profiles import LONG_ONLY, each_case
 from random_models import CallingModel, ModelSpec, quiet, repeating_models

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched.capture.native_code import is_plain, is_pure
-from thunder_fsdp_sched.capture.repetition import Repetition, call_forward, trace_module_calls
 
 import pytest
 import thunder
 import torch
+from internals import Repetition, call_forward, trace_module_calls
 from torch import nn
 
 

@@ -8,12 +8,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched.capture.repetition import Repetition, call_forward, trace_module_calls
-
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from internals import Repetition, call_forward, trace_module_calls
 from models import Chain, LinearBlock, running
 from torch import nn
 from trace_text import with_numbered_names

@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from thunder_fsdp_sched import Debug, fsdp
-from thunder_fsdp_sched.compiled_traces import CompiledTraces
+from thunder_fsdp_sched import CompiledTraces, Debug, fsdp
 
 import thunder
 import torch

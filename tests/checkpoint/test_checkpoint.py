@@ -12,12 +12,12 @@ from typing import Any
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import load_checkpoint, save_checkpoint
 from thunder_fsdp_sched.extras.checkpoint import RowPiece
-from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from internals import DTENSORS
 from ranks import RankError, Ranks, on_ranks
 from saving import Everything, assert_equal, contents, fill, make, on_first, refused, small, train, update
 from torch import nn

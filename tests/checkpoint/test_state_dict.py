@@ -10,12 +10,12 @@ from typing import Any
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp, full_state_dict, get_optimizer_state_dict
 from thunder_fsdp_sched.extras.checkpoint import RowPiece
-from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 
 import pytest
 import thunder
 import torch
 import torch.distributed.checkpoint as dcp
+from internals import RowDTensor, local_rows
 from ranks import on_ranks
 from saving import Everything, Holder, assert_equal, contents, fill
 from scenario import Run, everywhere, loss_of

@@ -8,10 +8,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import CommPolicy
+from thunder_fsdp_sched import BucketSpec, CommPolicy
 from thunder_fsdp_sched.extras.low_precision.formats import Format
 from thunder_fsdp_sched.extras.low_precision.wire import Wire
-from thunder_fsdp_sched.plan.specs import BucketSpec
 
 import thunder
 import torch

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import Debug
-from thunder_fsdp_sched.ir.registry import caching, with_caches
+from thunder_fsdp_sched.ir.registry import with_caches
 from thunder_fsdp_sched.private_thunder import CachingBoundSymbol, renamed
 
 import pytest
+from internals import caching
 from models import CASES, GPT, compile_model
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag

@@ -11,16 +11,13 @@ from typing import Any
 from thunder_fsdp_sched import StepMemory, VerificationError
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost, ring_seconds
 from thunder_fsdp_sched.extras.planning.simulate import simulate
-from thunder_fsdp_sched.ir.effects import Effects, Issue, LocalWork, SlotRegion, Wait
-from thunder_fsdp_sched.ir.read_schedule import read_schedule
+from thunder_fsdp_sched.ir.effects import Effects, LocalWork, Wait
 from thunder_fsdp_sched.ir.registry import register
-from thunder_fsdp_sched.proof import verify
 from thunder_fsdp_sched.runtime.memory import Slot
-from thunder_fsdp_sched.transforms.assign_slots import assign_slots
-from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 from thunder_fsdp_sched.transports import Traffic
 
 import pytest
+from internals import Issue, SlotRegion, assign_slots, read_schedule, sort_communication, verify
 from synthetic_traces import make_buckets, tensor
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy

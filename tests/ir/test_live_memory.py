@@ -11,15 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched import CommPolicy, Sharding, StepMemory, fsdp, set_gradient_divide_factor
-from thunder_fsdp_sched.compiled_traces import CompiledTraces
+from thunder_fsdp_sched import CommPolicy, CompiledTraces, Sharding, StepMemory, fsdp, set_gradient_divide_factor
 from thunder_fsdp_sched.extras.planning.choosing import check_memory
 from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
 from thunder_fsdp_sched.extras.reports.memory_files import load_memory, save_memory, save_snapshot
 from thunder_fsdp_sched.extras.step_memory.step_memory import TensorMemory
 from thunder_fsdp_sched.extras.testing import gathers
 from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.transports import TRANSPORTS
 
 import pytest
@@ -27,6 +25,7 @@ import thunder
 import torch
 import torch.cuda._memory_viz
 from extending import extended
+from internals import fsdp_all_gather
 from memory_count import Tracker, compare, count_on_fake_ranks
 from models import CASES, GPT, FeedForward, Stack, compile_model
 from profiles import LONG_ONLY

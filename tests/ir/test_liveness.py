@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thunder_fsdp_sched.ir.analysis import BEFORE_TRACE, Analysis
-from thunder_fsdp_sched.ir.inspection import args_of, outs_of
-from thunder_fsdp_sched.ir.operator_facts import facts_of
-from thunder_fsdp_sched.ir.symbols import (
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from internals import (
+    BEFORE_TRACE,
+    Analysis,
+    Bucket,
+    args_of,
+    facts_of,
     fsdp_all_gather,
     fsdp_matmul_into,
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
+    outs_of,
 )
-from thunder_fsdp_sched.runtime.bucket import Bucket
-
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from synthetic_traces import make_buckets, tensor
 from thunder.core import dtypes, prims
 from thunder.core.prims import PrimIDs

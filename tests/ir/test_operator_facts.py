@@ -8,12 +8,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from thunder_fsdp_sched.ir.operator_facts import Aliases, facts_of
-from thunder_fsdp_sched.ir.registry import caching
-
 import pytest
 import thunder.torch as ltorch
 import torch
+from internals import Aliases, caching, facts_of
 from operator_calls import Call, calls
 from thunder.core.devices import to_device
 from thunder.core.dtypes import to_dtype

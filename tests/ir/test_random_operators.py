@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import pytest
 import thunder
 import torch
+from internals import local_rows
 from profiles import LONG_ONLY
 from random_models import draw_numbered
 from random_operators import OperatorModel, Use, operators, returns_uninitialized_memory, uses

@@ -1,10 +1,12 @@
 """Blocks are found from the module tree, and a bucket holds only parameters that one collective can communicate."""
 
+from thunder_fsdp_sched import ParamSpec
 from thunder_fsdp_sched.plan.bucketing import make_plan, named_blocks
-from thunder_fsdp_sched.plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec
+from thunder_fsdp_sched.plan.specs import CommSpec, GroupKey
 
 import pytest
 import torch
+from internals import BucketOptions
 from torch import nn
 
 

@@ -2,12 +2,13 @@
 
 import math
 
-from thunder_fsdp_sched.plan.layout import ALIGNMENT, Layout, make_layout
+from thunder_fsdp_sched.plan.layout import ALIGNMENT, Layout
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import make_layout
 
 shapes = st.lists(st.lists(st.sampled_from([0, 1, 2, 3, 5, 7, 16, 33]), max_size=3).map(tuple), min_size=1, max_size=8)
 

@@ -6,6 +6,7 @@ No test depends on how long anything takes.
 import dataclasses
 from types import SimpleNamespace
 
+from thunder_fsdp_sched import BucketSpec
 from thunder_fsdp_sched.extras.planning.clusters import (
     CLUSTERS,
     ClusterSpec,
@@ -18,21 +19,13 @@ from thunder_fsdp_sched.extras.planning.clusters import (
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost, bytes_of, ring_seconds
 from thunder_fsdp_sched.extras.planning.flops import flops_of
 from thunder_fsdp_sched.extras.testing import compile_on_fake_ranks
-from thunder_fsdp_sched.ir.symbols import (
-    fsdp_all_gather,
-    fsdp_reduce_scatter,
-    fsdp_wait_grads,
-    fsdp_wait_params,
-    gather_of,
-    reduction_of,
-)
-from thunder_fsdp_sched.plan.specs import BucketSpec
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest
 import thunder
 import torch
+from internals import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params, gather_of, reduction_of
 from synthetic_traces import make_bucket, tensor
 from thunder.core import dtypes, prims
 from thunder.core.symbol import Symbol

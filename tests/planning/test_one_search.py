@@ -9,8 +9,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import ScheduleDisagreement, Sharding, fsdp
-from thunder_fsdp_sched.compiled_traces import CompiledTraces
+from thunder_fsdp_sched import CompiledTraces, ScheduleDisagreement, Sharding, fsdp
 from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.planning import choosing
 from thunder_fsdp_sched.extras.planning.choosing import Chooser

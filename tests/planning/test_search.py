@@ -6,29 +6,24 @@ import dataclasses
 import functools
 import re
 
-from thunder_fsdp_sched import Sharding, fsdp
-from thunder_fsdp_sched.compiled_traces import CompiledTraces, StepSettings
+from thunder_fsdp_sched import CompiledTraces, Sharding, fsdp
+from thunder_fsdp_sched.compiled_traces import StepSettings
 from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.planning.clusters import cluster
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.fake_ranks import fake_rank
 from thunder_fsdp_sched.extras.planning.search import Limits, MemoryLimitError, Search
 from thunder_fsdp_sched.extras.planning.simulate import simulate
-from thunder_fsdp_sched.ir.effects import effects
-from thunder_fsdp_sched.ir.inspection import split_joint
 from thunder_fsdp_sched.passes import Context
-from thunder_fsdp_sched.runtime.memory import Arena
-from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.regather_for_backward import regather_for_backward
 from thunder_fsdp_sched.transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward
-from thunder_fsdp_sched.transforms.sort_communication import sort_communication
-from thunder_fsdp_sched.transforms.write_grads_in_place import write_grads_in_place
 
 import pytest
 import thunder
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import Arena, assign_slots, effects, sort_communication, split_joint, write_grads_in_place
 from models import Layer
 from synthetic_traces import joint_step
 from torch import nn

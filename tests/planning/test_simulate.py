@@ -18,16 +18,22 @@ from thunder_fsdp_sched.extras.activation_offload.host_copies import (
 from thunder_fsdp_sched.extras.planning.cost import Seconds
 from thunder_fsdp_sched.extras.planning.simulate import simulate
 from thunder_fsdp_sched.extras.planning.timeline import COMPUTE, Timeline
-from thunder_fsdp_sched.ir.effects import Issue
 from thunder_fsdp_sched.ir.inspection import runs_nothing
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
-from thunder_fsdp_sched.transforms.assign_slots import assign_slots
-from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import (
+    BucketRanks,
+    Issue,
+    ProcessGroupRef,
+    assign_slots,
+    fsdp_all_gather,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+    sort_communication,
+)
 from synthetic_traces import make_buckets, tensor
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy

@@ -13,10 +13,10 @@ from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step, replan
 from thunder_fsdp_sched.extras.planning.fit import optimizer_state_bytes
 from thunder_fsdp_sched.extras.planning.suggestions import Suggestion, suggest
-from thunder_fsdp_sched.ir.symbols import gather_of
 
 import pytest
 import torch
+from internals import gather_of
 from models import Stack
 from profiles import LONG
 from torch.distributed.fsdp import CPUOffloadPolicy

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import Debug, ScheduleDisagreement, fsdp
+from thunder_fsdp_sched import Debug, ScheduleDisagreement, VerificationError, fsdp
 from thunder_fsdp_sched.ir import operator_facts
-from thunder_fsdp_sched.ir.operator_facts import Facts
-from thunder_fsdp_sched.proof import VerificationError, audit
+from thunder_fsdp_sched.proof import audit
 from thunder_fsdp_sched.proof.audit import fsdp_audit
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from internals import Facts
 from ranks import on_ranks
 from thunder.core.symbol import BoundSymbol
 from torch import nn

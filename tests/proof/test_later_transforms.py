@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.ir.effects import effects
+from thunder_fsdp_sched import VerificationError, fsdp
 from thunder_fsdp_sched.ir.inspection import is_backward_trace, with_bound_symbols
-from thunder_fsdp_sched.proof import VerificationError
 
 import pytest
 import thunder
 import torch
+from internals import effects
 from ranks import on_ranks
 from thunder.core.symbol import BoundSymbol
 from torch import nn

@@ -10,20 +10,28 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from thunder_fsdp_sched import Sharding
+from thunder_fsdp_sched import Sharding, VerificationError
 from thunder_fsdp_sched.extras import testing
-from thunder_fsdp_sched.ir.effects import Issue, SlotRegion, effects, is_declared
-from thunder_fsdp_sched.ir.inspection import args_of, has_backward, names, outs_of
-from thunder_fsdp_sched.ir.operator_facts import Aliases
-from thunder_fsdp_sched.ir.symbols import fsdp_wait_grads
-from thunder_fsdp_sched.proof import VerificationError, verify
-from thunder_fsdp_sched.transforms.assign_slots import assign_slots
-from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from internals import (
+    Aliases,
+    Issue,
+    SlotRegion,
+    args_of,
+    assign_slots,
+    effects,
+    fsdp_wait_grads,
+    has_backward,
+    is_declared,
+    names,
+    outs_of,
+    sort_communication,
+    verify,
+)
 from models import Chain, Stack
 from offloading import offloading
 from synthetic_traces import FakeProcessGroup, chain

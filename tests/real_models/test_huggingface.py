@@ -15,13 +15,13 @@ from unittest import mock
 from thunder_fsdp_sched import CheckpointError, Init, eager, fsdp, full_state_dict, load_checkpoint, save_checkpoint
 from thunder_fsdp_sched.extras.huggingface import save_pretrained
 from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step
-from thunder_fsdp_sched.runtime.rows import Rows
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
 from forked import run_python
+from internals import Rows
 from ranks import Ranks, on_ranks
 from torch import nn
 

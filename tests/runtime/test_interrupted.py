@@ -11,17 +11,14 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import discard_unreduced, fsdp
-from thunder_fsdp_sched.runtime import ops
-from thunder_fsdp_sched.runtime.accumulation import Accumulation
-from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.bucket_aliases import alias_in_dtype
-from thunder_fsdp_sched.runtime.memory import Arena, slot_bytes
 from thunder_fsdp_sched.transports import find_transport
 from thunder_fsdp_sched.transports.base import issue_each
 
 import pytest
 import thunder
 import torch
+from internals import Accumulation, Arena, Bucket, ops, slot_bytes
 from models import Stack
 from ranks import on_ranks
 from scenario import Run

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.runtime import ops
 
 import pytest
 import thunder
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from device_thread import backward_on
 from forked import run_python
+from internals import ops
 from models import Stack
 from ranks import on_ranks
 from torch._C._distributed_c10d import _dump_fr_trace

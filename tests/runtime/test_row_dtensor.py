@@ -7,16 +7,12 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched.plan.layout import make_layout
-from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
-from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, RowDTensor, replicated
-from thunder_fsdp_sched.runtime.rows import Rows
-
 import pytest
 import torch
 import torch.distributed as dist
+from internals import DTENSORS, BucketRanks, ProcessGroupRef, RowDTensor, Rows, make_layout
 from ranks import on_ranks
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 SHAPES = [(5, 4), (3,), (), (7, 2, 3), (1, 4), (8, 4), (0, 4)]
@@ -244,7 +240,9 @@ def test_placements_tell_where_rows_are_cut(size: int) -> None:
         # A DTensor that someone else has made of the rows, or cuts where they are cut.
         wrapped = DTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
         assert torch.equal(wrapped.full_tensor(), whole)
-        cut = replicated(whole, x.device_mesh).redistribute(x.device_mesh, x.placements)
+        cut = DTensor.from_local(whole, x.device_mesh, [Replicate()], run_check=False).redistribute(
+            x.device_mesh, x.placements
+        )
         assert torch.equal(cut.to_local(), x.to_local())
         assert torch.equal(distribute_tensor(whole, x.device_mesh, x.placements).full_tensor(), whole)
 

@@ -12,12 +12,11 @@ from unittest import mock
 
 from thunder_fsdp_sched import Sharding, eager, fsdp, full_state_dict
 from thunder_fsdp_sched.extras import testing
-from thunder_fsdp_sched.ir.inspection import args_of, outs_of
-from thunder_fsdp_sched.ir.symbols import fsdp_wait_params
 
 import pytest
 import thunder
 import torch
+from internals import args_of, fsdp_wait_params, outs_of
 from models import Stack
 from pipeline_patches import without
 from profiles import LONG_ONLY

@@ -11,11 +11,11 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp, full_state_dict
-from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS
 
 import pytest
 import thunder
 import torch
+from internals import DTENSORS
 from models import Halves, Model, Stack
 from profiles import mostly_zero3
 from ranks import on_ranks

@@ -26,14 +26,13 @@ from thunder_fsdp_sched.extras.planning.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
-from thunder_fsdp_sched.ir.effects import declared
-from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, return_of, split_joint
 from thunder_fsdp_sched.ir.operator_facts import is_pure
 
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from internals import args_of, declared, nbytes_of, outs_of, return_of, split_joint
 from models import GPT, Block, Chain, FeedForward, Model, Stack
 from offloading import offloading
 from random_models import RandomModel, cases, draw_numbered, examples, options_of

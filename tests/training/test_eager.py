@@ -12,12 +12,12 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.runtime.memory import slot_bytes
 from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest
 import thunder
 import torch
+from internals import slot_bytes
 from models import GPT, Block, Buffers, Layer
 from ranks import on_ranks
 from scenario import Run

@@ -7,12 +7,12 @@ import math
 from typing import Any
 
 from thunder_fsdp_sched import Init, Ranks, ScheduleDisagreement, clip_grad_norm_, fsdp
-from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from internals import local_rows
 from models import FrozenParameters, Stack
 from ranks import on_ranks
 from saving import Everything

@@ -9,14 +9,12 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.ir.read_schedule import read_program
-from thunder_fsdp_sched.ir.symbols import fsdp_wait_grads
-from thunder_fsdp_sched.ranks.deadlock import find_fault
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from internals import find_fault, fsdp_wait_grads, read_program
 from models import Halves, Stack, compile_model
 from ranks import on_ranks
 from scenario import Run, fsdp2, loss_of

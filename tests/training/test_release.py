@@ -8,12 +8,12 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import Sharding
-from thunder_fsdp_sched.runtime import ops
 
 import pytest
 import torch
 from device_thread import backward_on
 from extending import extended
+from internals import ops
 from models import GPT, Layer, Stack, compile_model
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each

@@ -11,15 +11,13 @@ from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.extras.planning.simulate import simulate
 from thunder_fsdp_sched.extras.secondary_shards.secondary import fsdp_copy_secondary_shard, over_fewer_ranks
-from thunder_fsdp_sched.ir.effects import bucket_of, effects, sends
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
-from thunder_fsdp_sched.plan.layout import make_layout
-from thunder_fsdp_sched.runtime.bucket import Bucket
+from thunder_fsdp_sched.ir.effects import bucket_of, sends
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import Bucket, effects, fsdp_all_gather, make_layout
 from models import GPT, Layer, Stack
 from scenario import Run, Scenario, do, each, fsdp2
 from thunder.core.symbol import BoundSymbol

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, RowDTensor
 
 import pytest
 import thunder
 import torch
+from internals import DTENSORS, RowDTensor
 from models import Stack
 from ranks import on_ranks
 from scenario import Run, fsdp2, sgd

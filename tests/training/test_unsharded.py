@@ -9,12 +9,12 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from internals import RowDTensor
 from models import GPT, Experts, Layer, LoRALinear, Stack, TinyParameters
 from ranks import on_ranks
 from scenario import Run, everywhere

@@ -11,13 +11,13 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.runtime.memory import slot_bytes
 
 import pytest
 import shared_memory
 import thunder
 import torch
 import torch.distributed as dist
+from internals import slot_bytes
 from memory_count import Tracker
 from models import Experts, Stack
 from ranks import on_ranks

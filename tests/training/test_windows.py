@@ -10,15 +10,13 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import Sharding, discard_unreduced, fsdp, unsharded
+from thunder_fsdp_sched import ScheduleDisagreement, Sharding, discard_unreduced, fsdp, unsharded
 from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
-from thunder_fsdp_sched.ranks.channel import ScheduleDisagreement
-from thunder_fsdp_sched.runtime.accumulation import Accumulation
-from thunder_fsdp_sched.runtime.bucket import Bucket
 
 import pytest
 import thunder
 import torch
+from internals import Accumulation, Bucket
 from models import GPT, Halves, Layer, Stack
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from thunder_fsdp_sched import Debug, Sharding, VerificationError, fsdp, pipeline
+from thunder_fsdp_sched import Debug, Sharding, VerificationError, fsdp
 
 import pytest
+from internals import pipeline
 from models import CASES, Stack, compile_model
 from pipeline_patches import replacing
 from scenario import Scenario, do, each

@@ -6,10 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from thunder_fsdp_sched import Debug, fsdp
-from thunder_fsdp_sched.compiled_traces import CompiledTraces
+from thunder_fsdp_sched import CompiledTraces, Debug, fsdp
 from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.ir.operator_facts import Facts, facts_of
 from thunder_fsdp_sched.transforms.differentiate import differentiate
 
 import pytest
@@ -18,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from internals import Facts, facts_of
 from models import CASES, GPT, Chain, FeedForward, Stack, running
 from profiles import LONG_ONLY, each_case
 from random_models import CallingModel, ModelSpec, periodic_models, quiet

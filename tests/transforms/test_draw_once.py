@@ -7,13 +7,12 @@ from typing import Any
 
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.extras import testing
-from thunder_fsdp_sched.ir.operator_facts import facts_of
-from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from internals import facts_of, local_rows
 from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint

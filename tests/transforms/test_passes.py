@@ -6,25 +6,35 @@
 from typing import Any, get_args
 from unittest import mock
 
-from thunder_fsdp_sched import passes, pipeline
+from thunder_fsdp_sched import VerificationError
 from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.step_memory.slot_memory import shared_slots
-from thunder_fsdp_sched.ir.analysis import Analysis
-from thunder_fsdp_sched.ir.inspection import args_of, outs_of
-from thunder_fsdp_sched.ir.read_schedule import read_schedule
-from thunder_fsdp_sched.ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
 from thunder_fsdp_sched.ir.slots import filling_bytes, grads_over_params
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from thunder_fsdp_sched.proof import VerificationError, verify
-from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.transforms.assign_slots import assign_slots
-from thunder_fsdp_sched.transforms.sort_communication import issue_points, sort_communication
-from thunder_fsdp_sched.transforms.write_grads_in_place import share_written_in_place, write_grads_in_place
+from thunder_fsdp_sched.transforms.sort_communication import issue_points
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import (
+    MAX_REDUCTIONS_IN_FLIGHT,
+    Analysis,
+    Bucket,
+    args_of,
+    assign_slots,
+    fsdp_all_gather,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+    outs_of,
+    passes,
+    pipeline,
+    read_schedule,
+    share_written_in_place,
+    sort_communication,
+    verify,
+    write_grads_in_place,
+)
 from models import Stack
 from synthetic_traces import SHAPE, FakeProcessGroup, chain, make_buckets, tensor
 from thunder.core import devices, dtypes, prims

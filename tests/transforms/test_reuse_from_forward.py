@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from thunder_fsdp_sched.extras.step_memory.slot_memory import shared_slots
-from thunder_fsdp_sched.ir.effects import effects
-from thunder_fsdp_sched.ir.inspection import has_backward, return_of
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
-from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 
 import pytest
 import torch
+from internals import assign_slots, effects, fsdp_all_gather, has_backward, return_of
 from models import Stack, compile_model
 from ranks import on_ranks
 from scenario import Run, do

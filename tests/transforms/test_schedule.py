@@ -5,17 +5,14 @@ import functools
 import json
 import operator
 
-from thunder_fsdp_sched.extras.replay.replay_schedule import ScheduleMismatch, replay_schedule
+from thunder_fsdp_sched import ScheduleMismatch, StepSchedule
+from thunder_fsdp_sched.extras.replay.replay_schedule import replay_schedule
 from thunder_fsdp_sched.extras.replay.schedule_files import load_schedules, save_schedules
-from thunder_fsdp_sched.ir.read_schedule import read_schedule
-from thunder_fsdp_sched.ir.schedule import StepSchedule
-from thunder_fsdp_sched.proof import verify
-from thunder_fsdp_sched.transforms.assign_slots import assign_slots
-from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import assign_slots, read_schedule, sort_communication, verify
 from synthetic_traces import chain
 from test_passes import traces
 

@@ -19,10 +19,9 @@ from thunder_fsdp_sched.extras.activation_offload.sort_host_copies import (
 )
 from thunder_fsdp_sched.extras.replay.schedule_files import save_schedules
 from thunder_fsdp_sched.extras.step_memory.value_memory import MemoryAnalysis
-from thunder_fsdp_sched.ir.effects import declared
-from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, statements
 
 import pytest
+from internals import args_of, declared, nbytes_of, outs_of, statements
 from models import Stack, compile_model
 from offloading import offloading
 from thunder.core.symbol import BoundSymbol

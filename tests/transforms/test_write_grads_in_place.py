@@ -10,13 +10,10 @@ from typing import Any
 from thunder_fsdp_sched import full_state_dict
 from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.step_memory.slot_memory import shared_slots
-from thunder_fsdp_sched.ir.effects import effects
-from thunder_fsdp_sched.ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
-from thunder_fsdp_sched.transforms.write_grads_in_place import share_written_in_place
 
 import pytest
 import torch
+from internals import MAX_REDUCTIONS_IN_FLIGHT, effects, fsdp_all_gather, fsdp_reduce_scatter, share_written_in_place
 from models import GPT, FeedForward, Layer, Model, SharedBlocks, Stack, TiedWeights, UnevenRows, compile_model
 from pipeline_patches import without
 from profiles import LONG_ONLY

@@ -12,7 +12,6 @@ from unittest import mock
 
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.extras.transports.symmetric_memory import SymmetricMemory
-from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
 from thunder_fsdp_sched.transports import choose_transport
 
 import pytest
@@ -21,6 +20,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from device import SHARED_MEMORY
+from internals import BucketRanks, ProcessGroupRef
 from models import Stack, TinyParameters, UnevenRows
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each, fsdp2

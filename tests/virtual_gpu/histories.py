@@ -10,12 +10,12 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import CommPolicy, Debug, fsdp
-from thunder_fsdp_sched.runtime.memory import InFlight
 
 import pytest
 import thunder
 import torch
 from extending import extended
+from internals import InFlight
 from models import Stack
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 

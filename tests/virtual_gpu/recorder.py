@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import private_torch
-
 import torch
+from internals import private_torch
 
 from .log import HOST, Log
 from .world import Rank

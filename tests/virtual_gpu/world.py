@@ -12,16 +12,16 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import private_torch
 from thunder_fsdp_sched.extras.low_precision import formats
 from thunder_fsdp_sched.extras.training import unsharded
-from thunder_fsdp_sched.ranks import control, process_groups
-from thunder_fsdp_sched.sharding import shard_module, sharded_module
+from thunder_fsdp_sched.ranks import control
+from thunder_fsdp_sched.sharding import sharded_module
 from thunder_fsdp_sched.transports import base
 
 import torch
 import torch.distributed as dist
 from device_thread import backward_on
+from internals import private_torch, process_groups, shard_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,0 +1,54 @@
+# ruff: noqa: F401
+"""What many tests read of the package's inner rooms, imported here alone: a room that moves changes this file.
+
+Tests of one room import it themselves, and nothing here is of ``extras``.
+"""
+
+from __future__ import annotations
+
+from thunder_fsdp_sched import passes, pipeline, private_torch
+from thunder_fsdp_sched.capture.repetition import Repetition, call_forward, trace_module_calls
+from thunder_fsdp_sched.ir.analysis import BEFORE_TRACE, Analysis
+from thunder_fsdp_sched.ir.effects import Issue, SlotRegion, declared, effects, is_declared
+from thunder_fsdp_sched.ir.inspection import (
+    AGREEMENT,
+    args_of,
+    has_backward,
+    names,
+    nbytes_of,
+    outs_of,
+    return_of,
+    split_joint,
+    statements,
+)
+from thunder_fsdp_sched.ir.operator_facts import Aliases, Facts, facts_of
+from thunder_fsdp_sched.ir.read_schedule import read_program, read_schedule
+from thunder_fsdp_sched.ir.registry import caching
+from thunder_fsdp_sched.ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
+from thunder_fsdp_sched.ir.symbols import (
+    fsdp_all_gather,
+    fsdp_matmul_into,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+    gather_of,
+    reduction_of,
+)
+from thunder_fsdp_sched.plan.layout import make_layout
+from thunder_fsdp_sched.plan.specs import BucketOptions
+from thunder_fsdp_sched.private_torch import timeout_of
+from thunder_fsdp_sched.proof import verify
+from thunder_fsdp_sched.ranks import channel, process_groups
+from thunder_fsdp_sched.ranks.deadlock import find_fault
+from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
+from thunder_fsdp_sched.runtime import ops
+from thunder_fsdp_sched.runtime.accumulation import Accumulation
+from thunder_fsdp_sched.runtime.bucket import Bucket
+from thunder_fsdp_sched.runtime.memory import Arena, InFlight, slot_bytes
+from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, RowDTensor, local_rows
+from thunder_fsdp_sched.runtime.rows import Rows
+from thunder_fsdp_sched.sharding import shard_module
+from thunder_fsdp_sched.transform import find_transform
+from thunder_fsdp_sched.transforms.assign_slots import assign_slots
+from thunder_fsdp_sched.transforms.sort_communication import sort_communication
+from thunder_fsdp_sched.transforms.write_grads_in_place import share_written_in_place, write_grads_in_place
