@@ -12,9 +12,8 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from internals import DTENSORS
 from models import Layer, Model
-from scenario import loss_of
+from scenario import loss_of, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -109,10 +108,6 @@ def contents(model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict
             values |= {f"{key} of {name}": whole(value) for key, value in state.items()}
         values |= {f"group {number}": group for number, group in enumerate(saved["param_groups"])}
     return values
-
-
-def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTENSORS) else value
 
 
 def assert_equal(actual: dict[str, Any], expected: dict[str, Any], what: Any = "") -> None:

@@ -63,6 +63,11 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
+def whole(value: Any) -> Any:
+    """Return the whole tensor of a DTensor, and anything else as it is."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def everywhere(value: Any) -> list[Any]:
     """Return the values of all ranks."""
     values = [None] * dist.get_world_size()
@@ -518,7 +523,7 @@ def _is_jitted(model: nn.Module) -> bool:
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
     if _is_jitted(model):
         return tfs.full_state_dict(model)
-    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.state_dict().items()}
+    return {name: whole(value) for name, value in model.state_dict().items()}
 
 
 @contextlib.contextmanager

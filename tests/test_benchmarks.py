@@ -65,6 +65,7 @@ def test_a_trace_becomes_compute_and_exposed_communication(tmp_path: Path) -> No
     assert measured(tmp_path / "trace.json") == pytest.approx(expected)
 
 
+@LONG_ONLY
 def test_the_stand_in_run_on_cpus_trains_and_is_profiled(tmp_path: Path) -> None:
     """Everything that does not need a GPU, in real processes: workers, training, digests, the page."""
     program = tmp_path / "first.py"  # without a list of everything that is installed here, which takes seconds

@@ -93,26 +93,6 @@ def test_waits_for_gloo_count_while_a_collective_runs(tmp_path):
     assert "ProfilerStep" not in text and "reduce_scatter" in text and "11.00" in text
 
 
-def test_other_codes_collectives_are_exposed_while_no_operator_runs(tmp_path):
-    events = [
-        ranged("ProfilerStep#1", 0, 100),
-        ranged("FSDP::all_gather (blocks.0)", 10, 40),
-        event("c10d::_allgather_base_", 11, 12),
-        ranged("gloo:all_gather", 12, 30, 7),
-        event("aten::addmm", 41, 60),
-        event("autograd::engine::evaluate_function: AccumulateGrad", 60, 90),
-        ranged("FSDP::post_backward_reduce", 65, 70),
-        event("c10d::_reduce_scatter_base_", 66, 67),
-        ranged("gloo:all_reduce", 68, 85, 7),
-        event("aten::mm", 70, 80),
-    ]
-    found = tfs.exposed_communication(written(tmp_path / "profile.json", events))
-    assert {key: of[0] for key, of in found.by_bucket.items()} == {
-        ("forward", "all_gather", "blocks.0"): pytest.approx(18e-3),
-        ("backward", "reduce", "(root)"): pytest.approx(7e-3),
-    }
-
-
 def test_fsdp2_on_a_gpu_that_lags_behind_its_host(tmp_path):
     """Copies and collectives on other streams communicate; what they launch on the compute stream is compute.
 

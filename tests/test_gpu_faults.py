@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import Init, Ranks, clip_grad_norm_, fsdp, get_model_state_dict, get_optimizer_state_dict
+from thunder_fsdp_sched import Init, Ranks, fsdp, get_model_state_dict, get_optimizer_state_dict
 
 import pytest
 import thunder
@@ -104,20 +104,6 @@ def _write_offloaded_shards(rank: Rank, write: str) -> None:
 @pytest.mark.parametrize("write", ["after inference", "after forward", "after backward"])
 def test_offloaded_shards_may_be_written_after_every_call(write: str) -> None:
     run(_write_offloaded_shards, write, ranks=[0]).assert_clean()
-
-
-def _clip(rank: Rank) -> None:
-    model = make_model(rank, width=32, offload_policy=CPUOffloadPolicy(), bucketing_strategy="block")
-    model(torch.ones(4, 32, device=rank.device)).sum().backward()
-    with rank.phase("clip"):
-        clip_grad_norm_(model, 1.0)
-
-
-def test_clipping_offloaded_gradients_copies_one_norm_per_bucket() -> None:
-    result = run(_clip, ranks=[0])
-    result.assert_clean()
-    buckets = 5  # first, three blocks, last
-    assert result.count("clip")["copy"] == buckets + 1, "expected one per bucket and one of the scale back to the CPU"
 
 
 #
@@ -286,27 +272,6 @@ def test_each_group_of_a_mesh_has_one_allocation() -> None:
     result = run(shard_over_a_mesh, world_size=4, ranks=[0, 1])  # which shard over the same group
     result.assert_clean()
     assert result.values == [2, 2], "shards, and the workspace of reductions"
-
-
-def count_tensors_of_peers(rank: Rank) -> tuple[int, int]:
-    model = make_model(rank, transport="symmetric_memory")
-    requests = []
-    get_buffer = Handle.get_buffer
-
-    def counted(self: Handle, peer: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
-        requests.append((peer, storage_offset))
-        return get_buffer(self, peer, sizes, dtype, storage_offset)
-
-    with mock.patch.object(Handle, "get_buffer", counted):
-        evaluate(rank, model)
-        once = len(requests)
-        evaluate(rank, model)
-    assert len({offset for peer, offset in requests if peer == rank.rank}) == 5, "shards must be at different offsets"
-    return once, len(requests)
-
-
-def test_tensors_in_peers_memory_are_created_once_for_each_bucket() -> None:
-    assert run(count_tensors_of_peers).values == [(10, 10), (10, 10)]
 
 
 def write_one_shard(rank: Rank) -> None:

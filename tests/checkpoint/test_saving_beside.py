@@ -161,17 +161,6 @@ def test_on_a_gpu_the_host_does_not_wait_and_the_optimizer_comes_after_the_copie
         run(_save_on_a_gpu, waits=False).assert_clean()
 
 
-@on_ranks(1)
-def test_one_rank_saves_beside_training(tmp_path: Path) -> None:
-    model, optimizer = small()
-    save_checkpoint_async(tmp_path / "0", model, optimizer)
-    tfs.save_safetensors_async(model, tmp_path / "whole")
-    other, second = small(5.0)
-    load_checkpoint(tmp_path / "0", other, second)
-    assert_equal(contents(other, second), contents(model, optimizer))
-    tfs.load_safetensors(other, tmp_path / "whole")
-
-
 #
 # Errors
 #

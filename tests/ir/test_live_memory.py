@@ -16,7 +16,6 @@ from thunder_fsdp_sched.extras.planning.choosing import check_memory
 from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
 from thunder_fsdp_sched.extras.reports.memory_files import load_memory, save_memory, save_snapshot
 from thunder_fsdp_sched.extras.step_memory.step_memory import TensorMemory
-from thunder_fsdp_sched.extras.testing import gathers
 from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS
 from thunder_fsdp_sched.transports import TRANSPORTS
 
@@ -25,7 +24,6 @@ import thunder
 import torch
 import torch.cuda._memory_viz
 from extending import extended
-from internals import fsdp_all_gather
 from memory_count import Tracker, compare, count_on_fake_ranks
 from models import CASES, GPT, FeedForward, Stack, compile_model
 from profiles import LONG_ONLY
@@ -365,21 +363,3 @@ def test_the_copies_of_gloo_are_bounded_by_transport(one_rank: None) -> None:
         assert gather.name == reduction.name == "gloo" and len(bucket.spec.layout.segments) == 1
         found[transport] = [(u.nbytes - 128 * 1024) / bucket.spec.unsharded_bytes for u in (gather, reduction)]
     assert found == {"flat": [2, 2], "all_to_all": [2, 0], "all_reduce": [1, 2]}
-
-
-def test_waste_is_what_slots_hold_without_a_later_use(compiled: CompiledTraces) -> None:
-    forward, memory = compiled.forward, compiled.memory
-    assert forward is not None
-    slots = {b.output.name: b.args[1] for b in forward.bound_symbols if b.sym is fsdp_all_gather}
-    allocated = {b.arena: b.arena.nbytes for b in compiled.buckets}
-    [nbytes] = allocated.values()
-    for position in range(memory.backward):
-        used = bytearray(nbytes)
-        for gather, slot in zip(gathers(forward), slots.values(), strict=True):
-            # Backward reads the last buckets again, which forward leaves in their slots.
-            left = any(op.slot == slot.name and not op.travels for op in compiled.backward_schedule or ())
-            last = memory.backward if left else max(gather.last_consumer or 0, gather.wait)
-            if gather.issue <= position <= last:
-                used[slot.offset : slot.end] = b"1" * slot.nbytes
-        assert memory.wasted[position] == used.count(0)
-    assert min(memory.wasted) < max(memory.wasted) == nbytes

@@ -193,13 +193,3 @@ def test_buckets_are_divided_by_dtype_and_by_requires_grad():
     for bucket in plan(model):
         assert len({(p.dtype, p.requires_grad) for p in bucket.params}) == 1
     assert len({b.name for b in plan(model)}) == len(plan(model)) == 4
-
-
-def test_the_plan_knows_the_bytes_of_buckets():
-    bucket = plan(nn.Linear(3, 5)).buckets[0]
-    assert bucket.param_bytes == (15 + 5) * 4
-    assert bucket.unsharded_bytes >= bucket.param_bytes
-    assert bucket.shard_bytes * 2 == bucket.unsharded_bytes
-    assert plan(nn.Linear(3, 5))["root"].name == "root"
-    with pytest.raises(KeyError, match="root"):
-        plan(nn.Linear(3, 5))["nope"]

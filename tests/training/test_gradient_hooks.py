@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import discard_unreduced, fsdp
@@ -16,7 +16,7 @@ import torch
 from models import Halves
 from profiles import LONG_ONLY
 from ranks import on_ranks
-from scenario import loss_of
+from scenario import loss_of, whole
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules import module as modules
@@ -41,12 +41,8 @@ def _waiting(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
 
 
-def _whole(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
-
-
 def _grads(model: nn.Module) -> list[torch.Tensor | None]:
-    return _whole([param.grad for param in model.parameters()])
+    return [whole(param.grad) for param in model.parameters()]
 
 
 def _close(ours: Any, theirs: Any) -> None:
@@ -123,7 +119,7 @@ def test_only_requested_gradients_accumulate(strategy: str, accumulate: str) -> 
             found.append(of_input(net, 1))
         # Outside of no_sync, while gradients wait for their reduction.
         found.append(of_input(net, 2))
-        found += _whole(torch.autograd.grad(loss_of(net(_batch(3))), list(net.parameters())))
+        found += map(whole, torch.autograd.grad(loss_of(net(_batch(3))), list(net.parameters())))
         with _waiting(net):
             x = _batch(4).requires_grad_()
             loss_of(net(x)).backward(inputs=[x])

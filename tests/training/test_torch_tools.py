@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
@@ -12,25 +11,14 @@ from thunder_fsdp_sched import fsdp
 import pytest
 import thunder
 import torch
-from internals import DTENSORS, RowDTensor
 from models import Stack
 from ranks import on_ranks
-from scenario import Run, fsdp2, sgd
+from scenario import Run, fsdp2, sgd, whole
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 TRANSPORTS = ["coalesced", "flat"]
 """With ``coalesced``, rows are cut like those of FSDP2, so bits are equal. Norms of other rows round differently."""
-
-ADAMW = partial(torch.optim.AdamW, lr=0.1, foreach=True)
 
 
 def _beside_fsdp2(transport: str, optimizer: Any = sgd, seed: int = 0) -> Run:
@@ -47,7 +35,7 @@ def _compare(run: Run) -> None:
 
 
 def _check(run: Run, ours: Any, theirs: Any, what: str) -> None:
-    ours, theirs = (v.full_tensor() if isinstance(v, DTENSORS) else v for v in (ours, theirs))
+    ours, theirs = map(whole, (ours, theirs))
     if isinstance(ours, torch.Tensor):
         run.close(ours, theirs, what, tolerance=run.others_tolerance)
     else:
@@ -92,53 +80,4 @@ def test_parameters_and_buffers_are_averaged() -> None:
         ours, theirs = (average.state_dict() for average in averages)
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
-            actual = ours[name].full_tensor() if isinstance(ours[name], DTENSORS) else ours[name]
-            torch.testing.assert_close(actual, value, msg=name)
-
-
-@pytest.mark.skipif(not issubclass(RowDTensor, DTensor), reason="torch 2.10 and 2.11 gather instances of DTensor alone")
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@on_ranks(2)
-def test_state_dicts_are_exchanged_with_fsdp2(rank: int, transport: str) -> None:
-    run = _beside_fsdp2(transport, ADAMW)
-    run.gradients(1)
-    for optimizer in run.optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    for options in (
-        None,
-        StateDictOptions(full_state_dict=True),
-        StateDictOptions(full_state_dict=True, cpu_offload=True),
-    ):
-        (ours, our_state), (theirs, their_state) = (
-            get_state_dict(model, optimizer, options=options)
-            for model, optimizer in zip(run.models, run.optimizers, strict=True)
-        )
-        assert ours.keys() == theirs.keys()
-        if options is not None and options.cpu_offload and rank:  # only the first rank gets values
-            continue
-        assert our_state["state"].keys() == their_state["state"].keys()
-        for name, value in theirs.items():
-            _check(run, ours[name], value, name)
-        for name, values in their_state["state"].items():
-            for key, value in values.items():
-                _check(run, our_state["state"][name][key], value, f"{key} of {name}")
-
-    # Loaded from full values on all ranks, and on the first rank alone.
-    for first_alone in (False, True):
-        other = _beside_fsdp2(transport, ADAMW, seed=3)
-        saving = StateDictOptions(full_state_dict=True, cpu_offload=first_alone)
-        loading = StateDictOptions(full_state_dict=True, broadcast_from_rank0=first_alone)
-        state = get_state_dict(run.models[1], run.optimizers[1], options=saving)
-        model, optimizer = copy.deepcopy(state)  # it shares memory with what it was taken from
-        assert bool(model) == (not first_alone or rank == 0)
-        set_model_state_dict(other.model, model, options=loading)
-        set_optimizer_state_dict(other.model, other.optimizers[0], optimizer, options=loading)
-        other.models[1], other.optimizers[1] = run.models[1], run.optimizers[1]
-        _compare(other)
-        other.gradients(5)
-        for each in other.optimizers:
-            each.step()
-            each.zero_grad()
-        _compare(other)
-    assert isinstance(next(iter(get_model_state_dict(other.model).values())), DTensor)
+            torch.testing.assert_close(whole(ours[name]), value, msg=name)

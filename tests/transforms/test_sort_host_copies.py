@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.activation_offload.host_copies import (
@@ -17,8 +16,6 @@ from thunder_fsdp_sched.extras.activation_offload.sort_host_copies import (
     CopyTimes,
     sort_host_copies,
 )
-from thunder_fsdp_sched.extras.replay.schedule_files import save_schedules
-from thunder_fsdp_sched.extras.step_memory.value_memory import MemoryAnalysis
 
 import pytest
 from internals import args_of, declared, nbytes_of, outs_of, statements
@@ -91,36 +88,3 @@ def test_a_copy_to_the_device_starts_as_late_as_it_is_hidden_and_ends_before_its
         between = sum(not declared(b).copies_activation for b in bsyms[issue:wait])
         assert between == 0 if copy == 0 else between >= 3 or "from the start" in str(bsyms[issue].header)
     assert (most > 1) is (copy == 1000)
-
-
-def test_offloading_frees_device_memory_from_the_wait_to_the_issue_of_the_copy_back() -> None:
-    compiled, plain = _compiled(), _compiled(False)
-    traces = compiled.forward, compiled.backward
-    bsyms = [b for trace in traces for b in trace.bound_symbols]
-    intervals = {i.name: i for i in MemoryAnalysis(*traces).memory}
-    for position, bsym in enumerate(bsyms):
-        if bsym.sym is fsdp_wait_host_copy:
-            assert intervals[bsym.args[1].name].last == position
-            assert bsym.output.name not in intervals and bsym.args[0].name not in intervals
-        elif bsym.sym is fsdp_copy_to_device:
-            back = intervals[bsym.output.name]
-            wait = next(b for b in bsyms[position:] if bsym.output.name in args_of(b))
-            reads = [i for i, b in enumerate(bsyms) if wait.output.name in args_of(b) and b.sym.name != "python_del"]
-            assert (back.first, back.nbytes) == (position, nbytes_of(wait.output)) and back.last >= reads[-1]
-    # Backward's trace on its own also counts nothing for what it finds in host memory.
-    alone = {i.name for i in MemoryAnalysis(compiled.backward).memory}
-    assert not any(name.startswith("host_") for name in alone)
-    saved = [c.memory.bytes_at(c.memory.backward)["saved for backward"] for c in (plain, compiled)]
-    freed = sum(nbytes_of(b.output) for b in bsyms if b.sym is fsdp_wait_host_copy)
-    assert freed and saved[0] - saved[1] == freed
-
-
-def test_a_saved_schedule_leaves_the_copies_in_place(tmp_path: Path) -> None:
-    path = tmp_path / "schedule.json"
-    with offloading():
-        first = compile_model(lambda: Stack(2).double(), prefetch=2)
-        save_schedules([first.schedule], path)
-        again = compile_model(lambda: Stack(2).double(), schedule=path)
-    assert again.schedule == first.schedule
-    for a, b in ((first.forward, again.forward), (first.backward, again.backward)):
-        assert [s.sym.name for s in statements(a)] == [s.sym.name for s in statements(b)]
