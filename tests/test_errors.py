@@ -8,17 +8,28 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import Debug, FSDPTransform, Init, Ranks, ScheduleDisagreement, Sharding, fsdp, full_state_dict
+from thunder_fsdp_sched import (
+    CommPolicy,
+    Debug,
+    FSDPTransform,
+    Init,
+    Ranks,
+    ScheduleDisagreement,
+    Sharding,
+    fsdp,
+    full_state_dict,
+)
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from models import Model, Stack
+from models import Model, Stack, compile_model
 from ranks import on_ranks
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 #
 # Options, which are checked before there is a module or a process group
@@ -60,6 +71,8 @@ def test_errors_name_an_invalid_option(option: str, value: Any, error: type[Exce
         fsdp(**{option: value})
 
 
+GATHERS = "None, 'bfloat16', 'float8_e4m3fn', 'int8', 'mxfp8'"
+REDUCTIONS = "None, 'bfloat16', 'float8_e4m3fn', 'int8', 'int4'"
 # A group of options, a field, a value, the error, and what it says after the field's name.
 WRONG_FIELDS: list[tuple[type, str, Any, type[Exception], str]] = [
     (Sharding, "strategy", "zero4", ValueError, "expected 'zero2', 'zero3'.*got 'zero4'"),
@@ -79,6 +92,17 @@ WRONG_FIELDS: list[tuple[type, str, Any, type[Exception], str]] = [
     (Init, "ignored_params", nn.Parameter(torch.zeros(2, 2)), TypeError, ".* got tensor"),
     (Init, "ignored_params", [torch.zeros(1)], TypeError, "expected parameters or their names, got tensor"),
     (Debug, "audit", "no", TypeError, "expected a bool, got 'no' of type str"),
+    (CommPolicy, "gather", "int4", ValueError, f"expected {GATHERS}, got 'int4'"),
+    (CommPolicy, "reduce", "mxfp8", ValueError, f"expected {REDUCTIONS}, got 'mxfp8'"),
+    (CommPolicy, "reduce", ["int8"], ValueError, rf"expected {REDUCTIONS}, got \['int8'\]"),
+    *((CommPolicy, "block", n, ValueError, f"expected a positive, even number of elements, got {n}") for n in (0, 127)),
+    (CommPolicy, "block", 64.0, TypeError, r"expected a number of elements \(int\), got 64.0"),
+    (CommPolicy, "exempt", "head", TypeError, "expected a list or tuple of names, got 'head'"),
+    (CommPolicy, "exempt", {"a", "b"}, TypeError, "expected a list or tuple of names, got {"),
+    (CommPolicy, "exempt", ("a", 1), TypeError, r"expected a list or tuple of names, got \('a', 1\)"),
+    (CommPolicy, "min_ndim", 1.0, TypeError, r"expected a number of dimensions \(int\), got 1.0"),
+    (CommPolicy, "error_feedback", 1, TypeError, "expected a bool, got 1"),
+    (CommPolicy, "error_feedback", True, ValueError, "nothing is lost without reduce; choose one of 'bfloat16', 'floa"),
 ]
 
 
@@ -160,6 +184,60 @@ def test_options_are_accepted_in_all_spellings_and_shown_in_repr(
     options: dict[str, Any], expected_in_repr: str
 ) -> None:
     assert expected_in_repr in repr(fsdp(**options))
+
+
+# Options that need a module: the option, a value, the error, and what it says after the option's name.
+ENCODED, OF_LAST = CommPolicy(gather="int8"), CommPolicy(gather="int8", exempt=("*.wieght",))
+CALLABLE = ", returned by the callable for "
+WRONG_FOR_A_MODULE: list[tuple[str, Any, type[Exception], str]] = [
+    ("comm_policy", "int8", TypeError, ": expected a CommPolicy or None, got"),
+    ("comm_policy", CommPolicy, TypeError, ": expected a CommPolicy or None, got"),
+    ("comm_policy", lambda *_: "int8", TypeError, f"{CALLABLE}the root module: exp"),
+    (
+        "comm_policy",
+        CommPolicy(gather="int8", exempt=("first", "frist")),
+        ValueError,
+        ".*exempt: 'frist' matches no .*are 'first.w",
+    ),
+    ("comm_policy", lambda n, _: OF_LAST if n == "last" else None, ValueError, r".*exempt: '\*.wieght' matches no par"),
+    (
+        "sharding_strategy",
+        lambda n, _: True if n == "last" else None,
+        ValueError,
+        f"{CALLABLE}module 'last': expected 'zero2', 'zero3' or .*, got True",
+    ),
+    (
+        "sharding_strategy",
+        lambda *_: "zero1",
+        ValueError,
+        f"{CALLABLE}the root module: expected 'zero2', .*, got 'zero1'",
+    ),
+    (
+        "mp_policy",
+        lambda n, _: torch.bfloat16 if n == "blocks.0" else None,
+        TypeError,
+        f"{CALLABLE}module 'blocks.0': expected a MixedPrecisionPolicy or None, got",
+    ),
+    (
+        "mp_policy",
+        lambda *_: MixedPrecisionPolicy(torch.int8),
+        ValueError,
+        ", .* for the root module: param_dtype must be a floating-point dtype, got torch.int8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "error", "message"), WRONG_FOR_A_MODULE)
+def test_errors_name_an_option_that_is_wrong_for_a_module(
+    option: str, value: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"{option}{message}"):
+        compile_model(lambda: Stack(1).double(), **{option: value})
+
+
+def test_a_transport_that_cannot_send_a_format_names_one_that_can() -> None:
+    with pytest.raises(ValueError, match=r"all_reduce': .*; use 'flat' or .*\(bucket 'f"):
+        compile_model(lambda: Stack(1).double(), comm_policy=ENCODED, transport="all_reduce")
 
 
 #

@@ -1,4 +1,4 @@
-"""``CommPolicy``: errors, exempt parameters, decisions by module, and what plans, traces and other ranks see of it."""
+"""``CommPolicy``: exempt parameters, decisions by module, and what plans, traces and other ranks see of it."""
 
 from __future__ import annotations
 
@@ -21,74 +21,6 @@ P = CommPolicy
 
 def compile_model(make: Callable[[], nn.Module], **options: Any) -> Any:
     return models.compile_model(lambda: make().double(), **options)
-
-
-GATHERS = "None, 'bfloat16', 'float8_e4m3fn', 'int8', 'mxfp8'"
-REDUCTIONS = "None, 'bfloat16', 'float8_e4m3fn', 'int8', 'int4'"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"gather": "int4"}, ValueError, f"CommPolicy: gather: expected {GATHERS}, got 'int4'"),
-        ({"reduce": "mxfp8"}, ValueError, f"CommPolicy: reduce: expected {REDUCTIONS}, got 'mxfp8'"),
-        ({"reduce": ["int8"]}, ValueError, rf"reduce: expected {REDUCTIONS}, got \['int8'\]"),
-        ({"block": 0}, ValueError, "block: expected a positive, even number of elements, got 0"),
-        ({"block": 127}, ValueError, "block: expected a positive, even number of elements, got 127"),
-        ({"block": 64.0}, TypeError, r"block: expected a number of elements \(int\), got 64.0"),
-        ({"exempt": "head"}, TypeError, "exempt: expected a list or tuple of names, got 'head'"),
-        ({"exempt": {"a", "b"}}, TypeError, "exempt: expected a list or tuple of names, got {"),
-        ({"exempt": (name for name in "ab")}, TypeError, "exempt: expected a list or tuple of names, got <generator"),
-        ({"exempt": ("a", 1)}, TypeError, r"exempt: expected a list or tuple of names, got \('a', 1\)"),
-        ({"min_ndim": 1.0}, TypeError, r"min_ndim: expected a number of dimensions \(int\), got 1.0"),
-        ({"error_feedback": 1, "reduce": "int8"}, TypeError, "error_feedback: expected a bool, got 1"),
-        (
-            {"error_feedback": True},
-            ValueError,
-            "error_feedback: nothing is lost without reduce; choose one of 'bfloat16', 'float8_e4m3fn', 'int8', 'int4'",
-        ),
-    ],
-)
-def test_a_wrong_argument_names_itself_and_the_choices(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        CommPolicy(**arguments)
-
-
-ENCODED, OF_LAST = P(gather="int8"), P(gather="int8", exempt=("*.wieght",))
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"comm_policy": "int8"}, TypeError, "comm_policy: expected a CommPolicy or None, got"),
-        ({"comm_policy": CommPolicy}, TypeError, "comm_policy: expected a CommPolicy or None, got"),
-        (
-            {"comm_policy": lambda *_: "int8"},
-            TypeError,
-            "comm_policy, returned by the callable for the root module: exp",
-        ),
-        (
-            {"comm_policy": P(exempt=("first", "frist"))},
-            ValueError,
-            r"exempt: 'frist' matches no .*are 'first.weight', ",
-        ),
-        (
-            {"comm_policy": lambda n, _: OF_LAST if n == "last" else None},
-            ValueError,
-            r"exempt: '\*.wieght' matches no par",
-        ),
-        (
-            {"comm_policy": ENCODED, "transport": "all_reduce"},
-            ValueError,
-            r"all_reduce': .*; use 'flat' or .*\(bucket 'f",
-        ),
-    ],
-)
-def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        compile_model(lambda: Stack(1), **options)
 
 
 def _formats(compiled: Any) -> dict[str, tuple[str | None, str | None]]:

@@ -131,38 +131,6 @@ def _plan(make: Any, **options: Any) -> Any:
     return compiled
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"sharding_strategy": lambda name, module: True if name == "last" else None},
-            ValueError,
-            r"sharding_strategy, returned by the callable for module 'last': expected 'zero2', 'zero3' or .*, got True",
-        ),
-        (
-            {"sharding_strategy": lambda name, module: "zero1"},
-            ValueError,
-            r"sharding_strategy, returned by the callable for the root module: expected 'zero2', .*, got 'zero1'",
-        ),
-        (
-            {"mp_policy": lambda name, module: torch.bfloat16 if name == "blocks.0" else None},
-            TypeError,
-            r"mp_policy, returned by the callable for module 'blocks.0': expected a MixedPrecisionPolicy or None, got",
-        ),
-        (
-            {"mp_policy": lambda name, module: MixedPrecisionPolicy(torch.int8)},
-            ValueError,
-            r"mp_policy, .* for the root module: param_dtype must be a floating-point dtype, got torch.int8",
-        ),
-    ],
-)
-def test_a_wrong_answer_names_the_option_and_the_module(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        _plan(lambda: Stack(1), **options)
-
-
 @pytest.mark.parametrize(("option", "answer"), [("sharding_strategy", "zero2"), ("mp_policy", LOW)])
 def test_modules_that_share_a_parameter_must_be_decided_alike(option: str, answer: Any) -> None:
     with pytest.raises(
