@@ -20,7 +20,6 @@ from typing import Any
 import thunder_fsdp_sched  # noqa: F401  before thunder
 from thunder_fsdp_sched.extras.low_precision.formats import FORMATS, decode, encode
 
-import thunder
 import torch
 import torch.distributed as dist
 from harness import in_turns, show_nbytes, table
@@ -40,16 +39,6 @@ ENCODED = 1 << 26
 """Elements that the encoders get, in bfloat16."""
 
 
-class NoEmulation(Emulation):
-    """Compute that takes the time that it takes."""
-
-    def transform(self) -> thunder.Transform:
-        return thunder.Transform()
-
-    def eager(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
@@ -61,7 +50,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     backend = "gloo" if arguments.cpu else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    emulation, tokens = NoEmulation(shape), shape.tokens()
+    emulation, tokens = Emulation(shape, real=True), shape.tokens()
     systems = {name: make(name, shape, emulation) for name, make in SYSTEMS.items()}
     hosts: dict[str, list[float]] = {name: [] for name in systems}
     for name, system in systems.items():

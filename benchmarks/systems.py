@@ -102,11 +102,12 @@ def sleeping(sleep: Callable[[float], object]) -> thunder.Transform:
 class Emulation:
     """The emulation of compute: matrix multiplications of a model sleep, ``seconds`` in total for forward and backward.
 
-    ``seconds`` may change at any time, without compiling again. 0 emulates nothing.
+    ``seconds`` may change at any time, without compiling again. 0 emulates nothing. With ``real``, models have no calls
+    that could sleep, which take time of the host.
     """
 
-    def __init__(self, shape: Shape) -> None:
-        self.seconds = 0.0
+    def __init__(self, shape: Shape, *, real: bool = False) -> None:
+        self.seconds, self.real = 0.0, real
         self._flops = shape.flops
 
     def sleep(self, flops: float) -> None:
@@ -115,7 +116,7 @@ class Emulation:
 
     def transform(self) -> thunder.Transform:
         """Return the transform for ``thunder.jit(transforms=[..., emulation.transform()])``."""
-        return sleeping(self.sleep)
+        return thunder.Transform() if self.real else sleeping(self.sleep)
 
     def eager(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make every ``Linear`` of an uncompiled module sleep, in forward and in backward; return the module."""
@@ -135,7 +136,7 @@ class Emulation:
         def slow_down(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
             return Sleep.apply(output, 2.0 * inputs[0].numel() * module.out_features)
 
-        for module in model.modules():
+        for module in () if self.real else model.modules():
             if isinstance(module, torch.nn.Linear):
                 module.register_forward_hook(slow_down)
         return model

@@ -219,42 +219,6 @@ print(*missing)
 # ---- Function.apply
 
 
-def test_function_apply_gets_a_func_and_still_works(run_after_torch):
-    run_after_torch(
-        LIKE_TORCH_2_14
-        + SCALE
-        + LOAD_COMPAT
-        + """
-assert not hasattr(Scale.apply, "__func__")
-assert "torch.autograd.Function.apply.__func__" in compat.prepare()
-assert Scale.apply.__func__ is Function.apply.__func__ is torch.autograd.Function.apply.__func__
-assert Scale.apply.__self__ is Scale and Scale.apply.__name__ == "apply"
-standing = Function.__dict__["apply"]
-assert compat.prepare() == () and Function.__dict__["apply"] is standing
-
-class Twice(Scale):                         # inherited
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * Scale.backward(ctx, grad)[0], None
-
-class Shifted(Scale):                       # calls up, as torch._dynamo does
-    @classmethod
-    def apply(cls, x, factor):
-        return super().apply(x, factor) + 1
-
-for function, value, slope in ((Scale, 6.0, 30.0), (Twice, 6.0, 60.0), (Shifted, 7.0, 30.0)):
-    x = torch.tensor([2.0], requires_grad=True)
-    y = function.apply(x, 3.0)
-    y.backward()
-    assert (y.item(), x.grad.item()) == (value, slope), (function, y, x.grad)
-
-torch.func.vmap(torch.sin)(torch.ones(2))   # functions that torch itself makes
-checkpointed = torch.utils.checkpoint.checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=True)
-checkpointed.sum().backward()
-"""
-    )
-
-
 # ---- with thunder
 
 
