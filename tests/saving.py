@@ -13,7 +13,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Layer, Model
-from scenario import loss_of, whole
+from scenario import loss_of, whole_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -105,7 +105,7 @@ def contents(model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict
     if optimizer is not None:
         saved = tfs.get_optimizer_state_dict(model, optimizer)
         for name, state in saved["state"].items():
-            values |= {f"{key} of {name}": whole(value) for key, value in state.items()}
+            values |= {f"{key} of {name}": whole_of(value) for key, value in state.items()}
         values |= {f"group {number}": group for number, group in enumerate(saved["param_groups"])}
     return values
 
@@ -116,7 +116,7 @@ def assert_equal(actual: dict[str, Any], expected: dict[str, Any], what: Any = "
     for name, value in actual.items():
         if isinstance(value, torch.Tensor):
             message = lambda text, name=name: f"{what} {name}: {text}"  # noqa: E731
-            torch.testing.assert_close(whole(value), whole(expected[name]), rtol=0, atol=0, msg=message)
+            torch.testing.assert_close(whole_of(value), whole_of(expected[name]), rtol=0, atol=0, msg=message)
         else:
             assert value == expected[name], (what, name)
 

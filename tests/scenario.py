@@ -63,7 +63,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
-def whole(value: Any) -> Any:
+def whole_of(value: Any) -> Any:
     """Return the whole tensor of a DTensor, and anything else as it is."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
@@ -523,7 +523,7 @@ def _is_jitted(model: nn.Module) -> bool:
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
     if _is_jitted(model):
         return tfs.full_state_dict(model)
-    return {name: whole(value) for name, value in model.state_dict().items()}
+    return {name: whole_of(value) for name, value in model.state_dict().items()}
 
 
 @contextlib.contextmanager

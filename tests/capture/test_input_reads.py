@@ -19,7 +19,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from scenario import whole
+from scenario import whole_of
 from thunder.core.interpreter import INTERPRETER_CALLBACKS, InterpreterCompileCtx
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -232,7 +232,7 @@ def _step(module: nn.Module, original: nn.Module) -> tuple[Any, ...]:
     losses = [part.loss for part in original.modules() if getattr(part, "loss", None) is not None]
     (output.sum() + sum(losses)).backward()
     params = list(module.parameters())
-    grads = [whole(p.grad) for p in params]
+    grads = [whole_of(p.grad) for p in params]
     result = output.detach(), *[grad.clone() for grad in grads]
     module.zero_grad()
     return result

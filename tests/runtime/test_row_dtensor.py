@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from internals import BucketRanks, ProcessGroupRef, RowDTensor, Rows, make_layout
 from ranks import on_ranks
+from scenario import whole_of
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -200,10 +201,10 @@ def test_losses_have_the_gradient_of_the_whole_tensor(even: bool) -> None:
         "penalty": lambda p: p.pow(2).sum(),
         "linear": lambda p: p.sum() + p.mean(),
         "absolute": lambda p: p.abs().mean(),
-        "norm": lambda p: whole(p.norm()),
-        "maximum": lambda p: whole(p.amax()),
-        "variance": lambda p: whole(p.var(correction=0)),
-        "whole": lambda p: whole(p).sum(),
+        "norm": lambda p: whole_of(p.norm()),
+        "maximum": lambda p: whole_of(p.amax()),
+        "variance": lambda p: whole_of(p.var(correction=0)),
+        "whole": lambda p: whole_of(p).sum(),
     }
     for name, loss_of_param in losses.items():
         for x, whole in _pairs(even=even):
@@ -252,21 +253,21 @@ def test_changes_reach_the_rows_and_views_of_other_rows_are_refused(even: bool) 
             tensor.add_(1)
             if tensor.ndim > 1 and tensor.numel():
                 tensor.copy_(tensor - tensor.mean(1, keepdim=True))
-        assert torch.equal(whole(x), whole) or torch.allclose(whole(x), whole)
+        assert torch.equal(whole_of(x), whole) or torch.allclose(whole_of(x), whole)
         assert x._version > version and x.to_local()._version > local_version
         version, local_version = x._version, x.to_local()._version
         torch._foreach_mul_([x], 1.0)
         assert x._version > version and x.to_local()._version > local_version
         x.data.mul_(2)
         x.detach().mul_(2)
-        torch.testing.assert_close(whole(x), whole * 4)
+        torch.testing.assert_close(whole_of(x), whole * 4)
         whole *= 4
         for tensor in (x, whole):
             if tensor.ndim:
                 tensor.view(-1).add_(1)
             if tensor.ndim > 1:
                 tensor[:, -1].mul_(3)
-        torch.testing.assert_close(whole(x), whole)
+        torch.testing.assert_close(whole_of(x), whole)
         if whole.numel() > 1:
             for one, other in ((x, whole), (whole, x)):
                 with pytest.raises(RuntimeError, match="mixes rows of 'tensor"):

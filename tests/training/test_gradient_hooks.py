@@ -16,7 +16,7 @@ import torch
 from models import Halves
 from profiles import LONG_ONLY
 from ranks import on_ranks
-from scenario import loss_of, whole
+from scenario import loss_of, whole_of
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules import module as modules
@@ -42,7 +42,7 @@ def _waiting(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 
 def _grads(model: nn.Module) -> list[torch.Tensor | None]:
-    return [whole(param.grad) for param in model.parameters()]
+    return [whole_of(param.grad) for param in model.parameters()]
 
 
 def _close(ours: Any, theirs: Any) -> None:
@@ -119,7 +119,7 @@ def test_only_requested_gradients_accumulate(strategy: str, accumulate: str) -> 
             found.append(of_input(net, 1))
         # Outside of no_sync, while gradients wait for their reduction.
         found.append(of_input(net, 2))
-        found += map(whole, torch.autograd.grad(loss_of(net(_batch(3))), list(net.parameters())))
+        found += map(whole_of, torch.autograd.grad(loss_of(net(_batch(3))), list(net.parameters())))
         with _waiting(net):
             x = _batch(4).requires_grad_()
             loss_of(net(x)).backward(inputs=[x])

@@ -13,7 +13,7 @@ import thunder
 import torch
 from models import Stack
 from ranks import on_ranks
-from scenario import Run, fsdp2, sgd, whole
+from scenario import Run, fsdp2, sgd, whole_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -35,7 +35,7 @@ def _compare(run: Run) -> None:
 
 
 def _check(run: Run, ours: Any, theirs: Any, what: str) -> None:
-    ours, theirs = map(whole, (ours, theirs))
+    ours, theirs = map(whole_of, (ours, theirs))
     if isinstance(ours, torch.Tensor):
         run.close(ours, theirs, what, tolerance=run.others_tolerance)
     else:
@@ -80,4 +80,4 @@ def test_parameters_and_buffers_are_averaged() -> None:
         ours, theirs = (average.state_dict() for average in averages)
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
-            torch.testing.assert_close(whole(ours[name]), value, msg=name)
+            torch.testing.assert_close(whole_of(ours[name]), value, msg=name)

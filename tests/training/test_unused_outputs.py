@@ -16,7 +16,7 @@ import thunder
 import torch
 from profiles import LONG_ONLY
 from ranks import on_ranks
-from scenario import whole
+from scenario import whole_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -93,13 +93,13 @@ def test_what_no_rank_has_used_has_no_gradient(rank: int, world_size: int, strat
         for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert (ours.grad is None) is (theirs.grad is None), (number, name)
             if theirs.grad is not None:
-                torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-11, atol=1e-11)
+                torch.testing.assert_close(whole_of(ours.grad), theirs.grad, rtol=1e-11, atol=1e-11)
         assert sorted(calls) == sorted(name for name, param in reference.named_parameters() if param.grad is not None)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(whole(ours), theirs.data, rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(whole_of(ours), theirs.data, rtol=1e-11, atol=1e-11)
     steps = [
         [float(optimizer.state[p]["step"]) for p in optimizer.param_groups[0]["params"]] for optimizer in optimizers
     ]
@@ -166,7 +166,7 @@ def test_what_reaches_no_output_has_no_gradient(rank: int, world_size: int, buck
             optimizer.step()
             optimizer.zero_grad()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours), theirs.data, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(whole_of(ours), theirs.data, rtol=1e-11, atol=1e-11)
 
 
 class Reaching(nn.Module):

@@ -15,7 +15,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from scenario import whole
+from scenario import whole_of
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -90,7 +90,7 @@ def _gradients_and_values(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -
         found += [tensor.detach().clone() for tensor in (*outputs, *arguments)]
     for param in module.parameters():
         grad = torch.zeros(param.shape, dtype=param.dtype) if param.grad is None else param.grad
-        found.append(whole(grad))
+        found.append(whole_of(grad))
     return found
 
 
