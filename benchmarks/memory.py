@@ -10,9 +10,8 @@ one thread, is pinned to a core, and has its own network namespace with a rate-l
 one run: one step of each in every round. Seconds are those of forward and backward on the slowest rank.
 
 * Systems: this project's ``fsdp``, without and with ``max_memory``; FSDP2 with asynchronous custom collectives and
-  explicit prefetching ("FSDP2 overlapped"), and as it ships, which overlaps nothing on a CPU; Thunder's own FSDP. The others
-  recompute nothing, every second or every block (``torch.utils.checkpoint``). FSDP2 also has selective checkpoints and
-  the activation budget of ``torch.compile``, which chooses in each block what to save.
+  explicit prefetching ("FSDP2 overlapped"), which recomputes nothing, every second or every block
+  (``torch.utils.checkpoint``), selectively, or what the activation budget of ``torch.compile`` chooses in each block.
 * Kernels: all systems run the same kernels of torch. Thunder has no executor for layer norm, GELU and attention on a CPU,
   so the benchmark gives it one (``memory_systems.py``).
 * Emulated compute: every matrix multiplication and attention takes a time in proportion to its FLOPs
@@ -50,14 +49,12 @@ from systems import (
     Make,
     System,
     arenas,
-    fsdp2,
     local,
     matching,
     ours,
     overlapped_fsdp2,
     step,
     these_ranks,
-    thunders_fsdp,
 )
 from live_memory import LiveMemory
 from memory_systems import PacedKernels, RecomputingShape, executor, loss_systems
@@ -90,25 +87,16 @@ def parse(command_line: list[str] | None = None) -> argparse.Namespace:
 
 def systems() -> dict[str, tuple[Make, str]]:
     """Return the function that builds each system and what the model itself recomputes, keyed by the system's name."""
-    made: dict[str, tuple[Make, str]] = {}
-    blocks = ("none", "every second block", "every block")
-    for strategy in ("zero3", "zero2"):
-        made[f"ours {strategy}"] = partial(ours, sharding_strategy=strategy), "none"
-    made["ours zero3, every block"] = partial(ours, sharding_strategy="zero3"), "every block"
-    for strategy, reshard in (("zero3", True), ("zero2", False)):
-        build = partial(overlapped_fsdp2, reshard=reshard, ahead=1, max_reductions=1)
-        for how in (*blocks, "selective"):
-            made[_name(f"FSDP2 overlapped {strategy}", how)] = build, how
-        for share in ("0.5", "0.25", "0") if reshard else ():
-            made[f"FSDP2 overlapped {strategy}, compiled {share}"] = build, share
-    for how in blocks:
-        made[_name("FSDP2 zero3", how)] = partial(fsdp2, reshard=True), how
-        made[_name("Thunder fsdp", how)] = partial(thunders_fsdp, strategy="zero3", bucketing="block"), how
+    made: dict[str, tuple[Make, str]] = {
+        REFERENCE: (partial(ours, sharding_strategy="zero3"), "none"),
+        f"{REFERENCE}, every block": (partial(ours, sharding_strategy="zero3"), "every block"),
+    }
+    build = partial(overlapped_fsdp2, reshard=True, ahead=1, max_reductions=1)
+    for how in ("none", "every second block", "every block", "selective"):
+        made[COMPARED if how == "none" else f"{COMPARED}, {how}"] = build, how
+    for share in ("0.5", "0.25", "0"):
+        made[f"{COMPARED}, compiled {share}"] = build, share
     return made
-
-
-def _name(system: str, how: str) -> str:
-    return system if how == "none" else f"{system}, {how}"
 
 
 def run(arguments: argparse.Namespace) -> None:
