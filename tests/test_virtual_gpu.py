@@ -197,7 +197,7 @@ def test_memory_is_given_back_only_after_the_wait_for_its_last_use(transport: st
 
 
 def _is_copy(entry: Entry) -> bool:
-    return "activation_offload.py" in site_of(entry)
+    return "copies.py" in site_of(entry)
 
 
 def _offload(rank: Rank) -> None:
@@ -280,10 +280,10 @@ def test_every_wait_of_a_copy_is_needed_or_redundant() -> None:
     needed = {(mutation.kind, site_of(mutation.entry)) for mutation, flagged in verdicts if flagged}
     assert needed == {
         *(
-            (kind, f"activation_offload.py:_issue < activation_offload.py:copy_to_{where}")
+            (kind, f"copies.py:_issue < copies.py:copy_to_{where}")
             for kind in ("event", "wait")
             for where in ("host", "device")
         ),
-        ("wait", "activation_offload.py:wait < activation_offload.py:wait_host_copy"),
-        ("wait", "activation_offload.py:wait < activation_offload.py:wait_device_copy"),
+        ("wait", "copies.py:wait < copies.py:wait_host_copy"),
+        ("wait", "copies.py:wait < copies.py:wait_device_copy"),
     }
