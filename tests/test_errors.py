@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -91,6 +92,9 @@ WRONG_FIELDS: list[tuple[type, str, Any, type[Exception], str]] = [
     (Init, "ignored_params", "wte.weight", TypeError, "expected parameters or their names, got str"),
     (Init, "ignored_params", nn.Parameter(torch.zeros(2, 2)), TypeError, ".* got tensor"),
     (Init, "ignored_params", [torch.zeros(1)], TypeError, "expected parameters or their names, got tensor"),
+    (Init, "device", "gpu", ValueError, "expected a torch.device, its name or None, got 'gpu': "),
+    (Init, "device", "meta", ValueError, "shards need memory.*name the device on which to train it"),
+    (Init, "device", True, TypeError, "expected a torch.device.*got True of type bool"),
     (Debug, "audit", "no", TypeError, "expected a bool, got 'no' of type str"),
     (CommPolicy, "gather", "int4", ValueError, f"expected {GATHERS}, got 'int4'"),
     (CommPolicy, "reduce", "mxfp8", ValueError, f"expected {REDUCTIONS}, got 'mxfp8'"),
@@ -124,9 +128,25 @@ def test_errors_name_options_that_exclude_each_other(options: dict[str, Any], me
         Sharding("zero2", **options)
 
 
-def test_the_error_names_an_unknown_device() -> None:
-    with pytest.raises((RuntimeError, ValueError), match="nonsense"):
-        fsdp(init=Init(device="nonsense"))
+def test_errors_name_a_field_of_a_policy_that_is_no_dtype() -> None:
+    with pytest.raises(ValueError, match="mp_policy: param_dtype must be a floating-point dtype, got 'bf16'"):
+        fsdp(mp_policy=MixedPrecisionPolicy(param_dtype="bf16"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "arguments"),
+    [
+        *((name, "module name, module") for name in ("sharding_strategy", "mp_policy", "gradient_divide_factor")),
+        ("bucketing_strategy", "parameter name, parameter"),
+        ("transport", "bucket name, parameters"),
+        ("all_reduce_hook", "bucket name, gradients"),
+    ],
+)
+def test_errors_name_an_option_whose_function_takes_other_arguments(option: str, arguments: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{option}: the callable must accept \({arguments}\), but .* are \(name\)"):
+        fsdp(**{option: lambda name: None})  # type: ignore[arg-type]
+    fsdp(**{option: functools.partial(lambda prefix, name, value: None, "a")})  # type: ignore[arg-type]
+    fsdp(**{option: lambda *args: None})  # type: ignore[arg-type]
 
 
 def test_options_must_be_known_keywords() -> None:
@@ -139,13 +159,15 @@ def test_options_must_be_known_keywords() -> None:
         fsdp(zzz=1)  # type: ignore[call-arg]
 
 
-def test_former_names_of_options_raise_an_error_with_the_new_spelling() -> None:
+def test_former_names_of_options_and_fields_of_groups_raise_an_error_with_the_spelling() -> None:
     for name, spelling in (
         ("mesh", "ranks=mesh"),
         ("device", "init=Init(device=...)"),
         ("release", "sharding_strategy=Sharding(release=True)"),
         ("reshard_after_forward", 'sharding_strategy="zero3" for True'),
         ("audit", "debug=Debug(audit=...)"),
+        ("secondary_ranks", "sharding_strategy=Sharding(secondary_ranks=...)"),
+        ("skip_passes", "debug=Debug(skip_passes=...)"),
     ):
         with pytest.raises(TypeError, match=f"^{name}: now {re.escape(spelling)}"):
             fsdp(**{name: 1})  # type: ignore[arg-type]
@@ -308,12 +330,12 @@ REFUSED: dict[str, tuple[Callable[[Any], list[FSDPTransform]], type[Exception], 
     "unknown ignored name": (
         lambda m: [fsdp(init=Init(ignored_params=["first.weight", "blocks.7.up.weight"]))],
         ValueError,
-        r"ignored_params: 'blocks\.7\.up\.weight' is not a parameter of the module",
+        r"Init: ignored_params: 'blocks\.7\.up\.weight' is not a parameter of the module",
     ),
     "foreign ignored parameter": (
         lambda m: [fsdp(init=Init(ignored_params=[nn.Parameter(torch.zeros(4, 9))]))],
         ValueError,
-        r"ignored_params: a parameter of shape \(4, 9\) is not a parameter of the module",
+        r"Init: ignored_params: a parameter of shape \(4, 9\) is not a parameter of the module",
     ),
     "rule gives no name": (
         lambda m: [fsdp(bucketing_strategy=lambda name, param: None if name == "last.bias" else "all")],
@@ -323,12 +345,12 @@ REFUSED: dict[str, tuple[Callable[[Any], list[FSDPTransform]], type[Exception], 
     "broadcast from outside": (
         lambda m: [fsdp(init=Init(broadcast_from=2))],
         ValueError,
-        "broadcast_from: rank 2 is not in the process group",
+        "Init: broadcast_from: rank 2 is not in the process group",
     ),
     "broadcast of meta": (
         lambda m: m.to("meta") and [fsdp(init=Init(broadcast_from=0))],
         ValueError,
-        "broadcast_from: the module is on the meta device",
+        "Init: broadcast_from: the module is on the meta device",
     ),
     "three-dimensional mesh": (
         lambda m: [fsdp(ranks=_mesh(1, 1, 2))],

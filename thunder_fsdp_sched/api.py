@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 from typing import ParamSpec as Arguments
@@ -48,21 +49,22 @@ if TYPE_CHECKING:
 P = Arguments("P")
 R = TypeVar("R")
 
+_GROUPS = {"sharding_strategy": Sharding, "ranks": Ranks, "init": Init, "debug": Debug}
+
 _FORMER = {
-    **{name: f"sharding_strategy=Sharding({name}=...)" for name in ("max_unsharded_bytes", "reshard_after_backward")},
+    **{
+        each.name: f"{name}={kind.__name__}({each.name}=...)" for name, kind in _GROUPS.items() for each in fields(kind)
+    },
     "reshard_after_forward": (
         'sharding_strategy="zero3" for True, "zero2" for False, and Sharding(secondary_ranks=8) for a number'
     ),
     "release": 'sharding_strategy=Sharding(release=True) for "step"',
     "process_group": "ranks=process_group",
     "mesh": "ranks=mesh",
-    **{name: f"ranks=Ranks({name}=...)" for name in ("process_group_for", "separate_reduce_scatter_group")},
-    **{name: f"init=Init({name}=...)" for name in ("device", "param_init_fn", "broadcast_from", "ignored_params")},
     "allow_different_initialization": "init=Init(allow_different_values=True)",
-    "move_state_dict_to_cpu": "stream_full_parameters(model) or save_safetensors(path, model)",
-    **{name: f"debug=Debug({name}=...)" for name in ("audit", "trace_modules_once", "allow_different_computation")},
+    "move_state_dict_to_cpu": "stream_full_parameters(model) or save_safetensors(model, path)",
 }
-"""How options of earlier releases, or of FSDP2, are spelled now."""
+"""How fields of groups, and options of earlier releases or of FSDP2, are spelled as options."""
 
 
 def _explains_misuse(function: Callable[P, R]) -> Callable[P, R]:

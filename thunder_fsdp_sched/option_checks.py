@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -68,7 +69,28 @@ def one_of(*choices: str | None) -> Check:
 
 def or_by_module(check: Check) -> Check:
     """Accept a function of (module name, module) as well; ``check`` then checks each of its answers."""
-    return lambda name, value: value if callable(value) and not isinstance(value, type) else check(name, value)
+
+    def check_either(name: str, value: Any) -> Any:
+        if callable(value) and not isinstance(value, type):
+            return _of_two(name, value, "(module name, module)")
+        return check(name, value)
+
+    return check_either
+
+
+def _of_two(name: str, function: Callable[..., Any], arguments: str) -> Callable[..., Any]:
+    """Return ``function`` if it can be called with two arguments; raise TypeError otherwise."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none
+        return function
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}: the callable must accept {arguments}, but its parameters are {signature}: {error}"
+        ) from None
+    return function
 
 
 def check_bytes(name: str, value: Any) -> int | None:
@@ -117,8 +139,8 @@ def _mixed_precision(name: str, policy: MixedPrecisionPolicy | None) -> MixedPre
     policy = _only_known(name, policy or MixedPrecisionPolicy())
     for attribute in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, attribute)
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"{name}: {attribute} must be a floating-point dtype, got {dtype}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"{name}: {attribute} must be a floating-point dtype, got {dtype!r}")
     override = override_of(policy)
     if override is not None and not callable(override):
         raise TypeError(
@@ -175,7 +197,7 @@ def check_bucketing(name: str, strategy: Any) -> BucketingStrategy | int | Bucke
     if isinstance(strategy, str) and re.match(r"\s*[-+.\d]", strategy):
         return parse_bytes(name, strategy)
     if callable(strategy):
-        return strategy
+        return _of_two(name, strategy, "(parameter name, parameter)")
     raise ValueError(
         f"{name}: expected 'none', 'layer', 'block', a thunder.distributed.FSDPBucketingStrategy, a size in "
         f"bytes (an int, or a string such as '25MB') or a callable (name, parameter) -> bucket name, got {strategy!r}"
@@ -184,7 +206,9 @@ def check_bucketing(name: str, strategy: Any) -> BucketingStrategy | int | Bucke
 
 def check_transport(name: str, transport: Any) -> Any:
     """Return ``transport`` if it is a callable or the name of a transport; raise ValueError otherwise."""
-    if callable(transport) or (isinstance(transport, str) and (transport == "auto" or transport in TRANSPORTS)):
+    if callable(transport):
+        return _of_two(name, transport, "(bucket name, parameters)")
+    if isinstance(transport, str) and (transport == "auto" or transport in TRANSPORTS):
         return transport
     raise ValueError(
         f"{name}: expected 'auto', one of {sorted(TRANSPORTS)}, or a callable (bucket name, parameters) -> one of these, "
@@ -221,9 +245,19 @@ def _one_or_two_dimensions(name: str, mesh: DeviceMesh | None) -> DeviceMesh | N
 
 
 def check_device(name: str, device: Any) -> torch.device | None:
-    if isinstance(device, (str, int)):
-        device = torch.device(device)
-    return is_a(torch.device, "a torch.device, its name or None")(name, device)
+    expected = "a torch.device, its name or None"
+    if isinstance(device, (str, int)) and not isinstance(device, bool):
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"{name}: expected {expected}, got {device!r}: {error}") from error
+    checked: torch.device | None = is_a(torch.device, expected)(name, device)
+    if checked is not None and checked.type == "meta":
+        raise ValueError(
+            f"{name}: shards need memory, got {device!r}; to shard a module on the meta device, name the device on which to "
+            f"train it"
+        )
+    return checked
 
 
 flag = is_a(bool, "a bool")
@@ -244,14 +278,22 @@ check_agree = one_of(*get_args(Agreement))
 check_mp_policy = is_a(MixedPrecisionPolicy, "a MixedPrecisionPolicy or None", _mixed_precision)
 check_offload_policy = is_a(OffloadPolicy, "a CPUOffloadPolicy, OffloadPolicy or None", _offload)
 check_factor = is_a((int, float), "a positive number or None", _positive)
-check_hook = is_a(Callable, "a callable (bucket name, gradients) -> None, or None")
+check_hook = is_a(
+    Callable,
+    "a callable (bucket name, gradients) -> None, or None",
+    lambda name, hook: hook if hook is None else _of_two(name, hook, "(bucket name, gradients)"),
+)
 check_process_group = is_a(
     (ProcessGroup, ProcessGroupRef),
     "a torch.distributed.ProcessGroup or None",
     lambda _, group: ProcessGroupRef.of(group) if isinstance(group, ProcessGroup) else group,
 )
 check_mesh = is_a(DeviceMesh, "a 1-D or 2-D torch.distributed.device_mesh.DeviceMesh or None", _one_or_two_dimensions)
-check_group_rule = is_a(Callable, "a callable (parameter name, parameter) -> process group, mesh or None")
+check_group_rule = is_a(
+    Callable,
+    "a callable (parameter name, parameter) -> process group, mesh or None",
+    lambda name, rule: rule if rule is None else _of_two(name, rule, "(parameter name, parameter)"),
+)
 check_init_fn = is_a(Callable, "a callable that initializes a module, or None")
 check_rank = is_a(int, "a global rank (int) or None")
 

@@ -94,7 +94,7 @@ def test_a_budget_keeps_the_buckets_that_fit_and_gathers_the_others_again():
 
 def test_the_error_of_a_budget_that_is_too_small_says_how_much_is_needed():
     with pytest.raises(
-        ValueError, match=r"max_unsharded_bytes: 1,000 bytes are too few: .* need ([\d,]+) bytes"
+        ValueError, match=r"Sharding: max_unsharded_bytes: 1,000 bytes are too few: .* need ([\d,]+) bytes"
     ) as error:
         compiled(sharding_strategy=Sharding(max_unsharded_bytes=1000), prefetch=1)
     needed = int(str(error.value).split("need ")[1].split(" bytes")[0].replace(",", ""))

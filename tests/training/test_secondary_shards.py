@@ -222,7 +222,7 @@ def test_fewer_ranks_own_the_same_rows_together(
 
 
 def test_a_number_that_does_not_divide_the_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"secondary_ranks: 3 ranks cannot hold bucket '\S+' for backward"):
+    with pytest.raises(ValueError, match=r"Sharding: secondary_ranks: 3 ranks cannot hold bucket '\S+' for backward"):
         testing.compile_on_fake_ranks(_make, 4, sharding_strategy=Sharding(secondary_ranks=3))
 
 

@@ -103,7 +103,7 @@ def _secondary_size(name: str, options: BucketOptions, ranks: int) -> int | None
         return None
     if ranks % size:
         raise ValueError(
-            f"secondary_ranks: {size} ranks cannot hold bucket {name!r} for backward, because it is sharded over "
+            f"Sharding: secondary_ranks: {size} ranks cannot hold bucket {name!r} for backward, because it is sharded over "
             f"{ranks} ranks; choose a number that divides {ranks}"
         )
     return size

@@ -162,15 +162,19 @@ class Channel:
         dist.all_gather_object(values, value, group=self.group.process_group)
         return values
 
-    def explain(self, text: str) -> str:
-        """Publish the failure of this rank, wait shortly for those of the others, and return them."""
+    def explain(self, text: str, unagreed: str = "") -> str:
+        """Publish the failure of this rank, wait shortly for those of the others, and return them.
+
+        Args:
+            unagreed: what to say instead of the last round, if ranks may have gone different ways since.
+        """
         number = self.rounds + (self.pending is not None)
         reports = self._exchange_texts(f"failure/{number}", text, _FAILURE_PATIENCE)
         others = [rank for rank in self.group.global_ranks if rank != self.global_rank]
         lines = [f"    rank {rank}: {first_line(reports[rank])}" for rank in others if rank in reports]
         if silent := [rank for rank in others if rank not in reports]:
             lines.append(f"    {named(silent)} reported nothing within {_FAILURE_PATIENCE.total_seconds():g} s")
-        agreed = f"All ranks had agreed on {self.last.describe()}. " if self.last is not None else ""
+        agreed = unagreed or (f"All ranks had agreed on {self.last.describe()}. " if self.last is not None else "")
         return "\n".join([f"{agreed}The other ranks:", *lines])
 
     def _close(self, action: RoundAction, error: RuntimeError) -> ScheduleDisagreement:

@@ -281,7 +281,14 @@ class Control:
 
     def explain(self, text: str) -> str:
         """Report a failure to the other ranks and return their reports; empty without other ranks."""
-        return self.channel.explain(text) if self.channel is not None else ""
+        if self.channel is None:
+            return ""
+        unagreed = (
+            ""
+            if self.agrees_in_steps
+            else f"With agree={self.agreement!r}, ranks may be in different steps; agree='step' names the one that differs. "
+        )
+        return self.channel.explain(text, unagreed)
 
     def report(self, what: str, failure: Exception | None) -> None:
         """Tell the other ranks whether work of this rank has failed, and learn the same of theirs; a collective.

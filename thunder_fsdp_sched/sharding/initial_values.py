@@ -93,18 +93,19 @@ class ValueSource:
             theirs = self._theirs.get(name, own)  # names of parameters and buffers are compared later
             if theirs == "meta" and name in params and not initializes:
                 raise ValueError(
-                    f"broadcast_from: the module is on the meta device on rank {self.rank} ({name!r}), so there is nothing "
-                    f"to broadcast; pass param_init_fn to initialize it"
+                    f"Init: broadcast_from: the module is on the meta device on rank {self.rank} ({name!r}), so "
+                    f"there is nothing to broadcast; pass param_init_fn to initialize it"
                 )
             if own != theirs and name in self._attributes:
                 raise ValueError(
-                    f"broadcast_from: attribute {name!r} is a tensor on {own}, and on {theirs} on rank {self.rank}. Only "
-                    f"parameters and buffers are broadcast: make it one, register_buffer(..., persistent=False)"
+                    f"Init: broadcast_from: attribute {name!r} is a tensor on {own}, and on {theirs} on rank "
+                    f"{self.rank}. Only parameters and buffers are broadcast: make it one, "
+                    f"register_buffer(..., persistent=False)"
                 )
             if own not in (theirs, "meta"):
                 raise ValueError(
-                    f"broadcast_from: {name!r} is on {own}, but on {theirs} on rank {self.rank}, which broadcasts it: make "
-                    f"the module there as on this rank, or here on the meta device"
+                    f"Init: broadcast_from: {name!r} is on {own}, but on {theirs} on rank {self.rank}, which broadcasts "
+                    f"it: make the module there as on this rank, or here on the meta device"
                 )
 
 

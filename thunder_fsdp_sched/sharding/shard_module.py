@@ -171,7 +171,9 @@ class _ShardingSteps:
         if source.rank is not None:
             for ranks in (assignment.default_ranks, *(param.ranks for param in self.params)):
                 if source.rank not in ranks.all_ranks:
-                    raise ValueError(f"broadcast_from: rank {source.rank} is not in the process group to shard over")
+                    raise ValueError(
+                        f"Init: broadcast_from: rank {source.rank} is not in the process group to shard over"
+                    )
         self.plan = make_plan(
             module,
             [(p.spec, p.param, assignment.key(p.ranks), self.policies.of(p.spec, p.own)) for p in self.params],
@@ -187,7 +189,7 @@ class _ShardingSteps:
             matches = [p for n, p in named.items() if (wanted in (n, state_name(n)) if is_name else p is wanted)]
             if not matches:
                 what = repr(wanted) if isinstance(wanted, str) else f"a parameter of shape {tuple(wanted.shape)}"
-                raise ValueError(f"ignored_params: {what} is not a parameter of the module")
+                raise ValueError(f"Init: ignored_params: {what} is not a parameter of the module")
             ignored |= {n for n, p in named.items() if any(p is match for match in matches)}
         return ignored
 

@@ -351,9 +351,9 @@ class Search:
         least = min(self._unfit, key=lambda c: c.unsharded_bytes)
         if limits.unsharded_bytes is not None and least.unsharded_bytes > limits.unsharded_bytes:
             return ValueError(
-                f"max_unsharded_bytes: {limits.unsharded_bytes:,} bytes are too few: with prefetch={least.prefetch} and "
-                f"nothing kept for backward the slots need {least.unsharded_bytes:,} bytes. Allow more, or make smaller "
-                f"buckets (bucketing_strategy)"
+                f"Sharding: max_unsharded_bytes: {limits.unsharded_bytes:,} bytes are too few: with "
+                f"prefetch={least.prefetch} and nothing kept for backward the slots need "
+                f"{least.unsharded_bytes:,} bytes. Allow more, or make smaller buckets (bucketing_strategy)"
             )
         least = min(self._unfit, key=lambda c: c.peak_bytes)
         less = "another prefetch distance (leave out prefetch=), " if prefetch else ""
