@@ -191,7 +191,7 @@ def train(name: str, options: DemoOptions, text: torch.Tensor) -> Run:
     if transform is not None:
         run.plan, run.traces = transform.plan, transform.compiled[-1]
         sharded = transform.sharded
-        arenas = {*(b.arena for b in sharded.buckets), *(b.private_slot.arena for b in sharded.kept)}
+        arenas = {*(b.arena for b in sharded.buckets), *(b.private_slot.arena for b in sharded.kept_buckets)}
         run.kept_bytes = sum(arena.nbytes for arena in arenas)
     return run
 

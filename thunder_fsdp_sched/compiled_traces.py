@@ -27,7 +27,7 @@ class StepSettings:
     Attributes:
         prefetch: how many prefetch steps ahead gathers are issued.
         accumulate: how gradients accumulate under ``no_sync``.
-        kept: the buckets that stay unsharded from forward to backward.
+        kept_buckets: the buckets that stay unsharded from forward to backward.
         reductions_in_flight: how many equally large reductions of one process group may be in flight; ``max_memory``
             chooses fewer than usual if that fits and costs less than recomputation.
         backward_arena: whether ``max_memory`` makes backward allocate the memory of slots that only backward needs.
@@ -37,7 +37,7 @@ class StepSettings:
 
     prefetch: int = 0
     accumulate: AccumulationMode = "unsharded"
-    kept: frozenset[Bucket] = frozenset()
+    kept_buckets: frozenset[Bucket] = frozenset()
     reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT
     backward_arena: bool = False
     recomputed: frozenset[str] = frozenset()

@@ -159,10 +159,14 @@ PIPELINE: tuple[Phase, ...] = (
         "The settings are chosen, by the search if an option asks for it.",
         Step(
             regather_for_backward,
-            lambda trace, c: regather_for_backward(trace, kept=c.settings.kept, recomputed=c.settings.recomputed),
+            lambda trace, c: regather_for_backward(
+                trace, kept_buckets=c.settings.kept_buckets, recomputed=c.settings.recomputed
+            ),
             searched=True,
         ),
-        Step(check_params_unchanged, lambda trace, c: check_params_unchanged(trace, kept=c.settings.kept)),
+        Step(
+            check_params_unchanged, lambda trace, c: check_params_unchanged(trace, kept_buckets=c.settings.kept_buckets)
+        ),
         Step(keep_fusions_apart, lambda trace, c: keep_fusions_apart(trace, fusions=c.fusions), when=_FUSES),
         Step(mark_draws, when=_FUSES),
     ),
@@ -173,7 +177,7 @@ PIPELINE: tuple[Phase, ...] = (
         Step(remove_cuts, when=_FUSES),
         Step(
             regather_for_backward,
-            lambda trace, c: regather_for_backward(trace, kept=c.settings.kept),
+            lambda trace, c: regather_for_backward(trace, kept_buckets=c.settings.kept_buckets),
             when=("if an executor can fuse operators, which can make backward read parameters of forward", _FUSES[1]),
         ),
         Step(
@@ -221,7 +225,7 @@ PIPELINE: tuple[Phase, ...] = (
                 max_unsharded_bytes=c.options.sharding_strategy.max_unsharded_bytes,
                 max_gathers_in_flight=c.options.max_gathers_in_flight,
                 reductions_in_flight=c.settings.reductions_in_flight,
-                kept=c.settings.kept,
+                kept_buckets=c.settings.kept_buckets,
                 forward=c.forward,
             ),
             when=("unless a schedule is pinned", lambda c: c.options.schedule is None),
@@ -242,7 +246,7 @@ PIPELINE: tuple[Phase, ...] = (
             assign_slots,
             lambda trace, c: assign_slots(
                 trace,
-                kept=c.settings.kept,
+                kept_buckets=c.settings.kept_buckets,
                 arena_of=c.arena_of,
                 forward=c.forward,
                 max_unsharded_bytes=c.options.sharding_strategy.max_unsharded_bytes,

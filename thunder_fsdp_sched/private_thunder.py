@@ -191,16 +191,16 @@ class CachingBoundSymbol(BoundSymbol):
         state["args"] = tuple(state["args"])
         keeps_args = _is_same(state["args"], self.args) and state["kwargs"] is self.kwargs
         keeps_output = _is_same(state["output"], self.output)
-        kept: Sequence[str] = ()
+        copied: Sequence[str] = ()
         if keeps_args:
-            kept = (*kept, *_OF_ARGS)
+            copied = (*copied, *_OF_ARGS)
         if keeps_output:
-            kept = (*kept, *_OF_OUTPUT)
+            copied = (*copied, *_OF_OUTPUT)
         if keeps_args and keeps_output and is_same_symbol:
-            kept = (*kept, "_is_plain", DEFINED)
+            copied = (*copied, "_is_plain", DEFINED)
             if self._is_same_operator(new):
-                kept = (*kept, *FACTS, EFFECTS, OBSERVED_EFFECTS)
-        state.update({name: known[name] for name in kept if name in known})
+                copied = (*copied, *FACTS, EFFECTS, OBSERVED_EFFECTS)
+        state.update({name: known[name] for name in copied if name in known})
         if new.sym._bind_postprocess:
             new.sym._bind_postprocess(new)
         return new

@@ -302,7 +302,7 @@ class Compilation:
             StepSettings(
                 prefetch=0 if self.options.prefetch == "auto" else self.options.prefetch,
                 accumulate=self.options.accumulate or "unsharded",
-                kept=frozenset(self.sharded.kept),
+                kept_buckets=frozenset(self.sharded.kept_buckets),
             ),
             no_sync,
             TracedHooks(self.sharded.module),
@@ -442,11 +442,11 @@ class Compilation:
         found = self.transform._planner.Chooser(
             joint, context, sharded=sharded, compiled=self.transform.compiled
         ).choose()
-        if found.kept is not None:
-            sharded.set_kept_buckets(found.kept)
-            sharded.kept_is_final = True
+        if found.kept_buckets is not None:
+            sharded.set_kept_buckets(found.kept_buckets)
+            sharded.kept_buckets_are_final = True
         self._pending_grads, self.traces.choice = found.pending_grads, found.choice
-        context.copy_times, context.settings = found.copy_times, found.settings(sharded.kept)
+        context.copy_times, context.settings = found.copy_times, found.settings(sharded.kept_buckets)
         bucketed: TraceCtx = found.bucketed
         return bucketed
 

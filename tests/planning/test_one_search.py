@@ -105,7 +105,7 @@ def test_ranks_that_would_find_different_schedules_alone_compile_the_one_of_rank
 
 def _settings(choice: Choice) -> list[Any]:
     chosen = choice.chosen
-    return [chosen.prefetch, chosen.kept, chosen.reductions]
+    return [chosen.prefetch, chosen.kept_buckets, chosen.reductions]
 
 
 def _train_one_step(rank: int, world_size: int, options: dict[str, Any]) -> Choice:

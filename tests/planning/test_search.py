@@ -77,12 +77,12 @@ def test_a_budget_keeps_the_buckets_that_fit_and_gathers_the_others_again():
     bytes_of_everything = slot_bytes(frugal)  # gradients take the place of their parameters
     regions = [e.slot_issue.region for e in map(effects, frugal.forward.bound_symbols) if e.slot_issue is not None]
     assert bytes_of_everything == sum(region.nbytes for region in regions)
-    assert set(frugal.choice.chosen.kept) == {g.bucket for g in testing.gathers(frugal.forward)}
+    assert set(frugal.choice.chosen.kept_buckets) == {g.bucket for g in testing.gathers(frugal.forward)}
     assert not testing.gathers(frugal.backward)
 
     tight = compiled(5, sharding_strategy=Sharding(max_unsharded_bytes=bytes_of_everything - 1), prefetch=1)
     assert slot_bytes(tight) <= bytes_of_everything - 1
-    kept = set(tight.choice.chosen.kept)
+    kept = set(tight.choice.chosen.kept_buckets)
     assert kept
     assert {g.bucket for g in testing.gathers(tight.backward)} == {
         g.bucket for g in testing.gathers(tight.forward)
@@ -100,7 +100,7 @@ def test_the_error_of_a_budget_that_is_too_small_says_how_much_is_needed():
     needed = int(str(error.value).split("need ")[1].split(" bytes")[0].replace(",", ""))
     traces = compiled(sharding_strategy=Sharding(max_unsharded_bytes=needed), prefetch=1)
     assert slot_bytes(traces) <= needed
-    assert traces.choice.chosen.kept == ()
+    assert traces.choice.chosen.kept_buckets == ()
 
 
 def least(**options) -> tuple[int, int, int]:
@@ -178,7 +178,7 @@ def test_a_candidate_of_the_search_changes_no_bucket(monkeypatch):
 
     monkeypatch.setattr(Search, "_run", checked)
     chosen = compiled(max_memory=int(0.8 * compiled().memory.peak.nbytes)).choice.chosen
-    assert any(candidate.kept and candidate != chosen for candidate in candidates)
+    assert any(candidate.kept_buckets and candidate != chosen for candidate in candidates)
 
 
 def test_automatic_prefetch_minimizes_the_simulated_step_time():
@@ -207,7 +207,7 @@ def step_of_default(joint, cost):
     """Return bytes and simulated seconds of prefetch=1 with nothing kept and no budget, from the passes themselves."""
     arena = Arena(torch.device("cpu"))
     halves = []
-    for half in map(write_grads_in_place, split_joint(regather_for_backward(joint, kept=()))):
+    for half in map(write_grads_in_place, split_joint(regather_for_backward(joint, kept_buckets=()))):
         forward = halves[0] if halves else None
         half = assign_slots(sort_communication(half, prefetch=1), arena_of=lambda _: arena, forward=forward)
         halves.append(mark_retained_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward))

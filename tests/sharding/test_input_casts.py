@@ -139,7 +139,7 @@ def test_a_kept_bucket_is_kept_in_low_precision():
     options = {"sharding_strategy": Sharding(max_unsharded_bytes="1MB"), "cluster": "h100-sxm"}
     with torch.autocast("cpu", torch.bfloat16):
         [compiled] = testing.compile_on_fake_ranks(lambda: (Blocks(), (torch.randn(3, 8),)), 2, **options)
-    assert set(compiled.choice.chosen.kept) == {"h.0", "h.1", "back"}
+    assert set(compiled.choice.chosen.kept_buckets) == {"h.0", "h.1", "back"}
     assert not compiled.schedule.backward.of("fsdp_all_gather")
     slots = {op.slot for op in compiled.schedule.forward.of("fsdp_all_gather")}
     assert all(slot.startswith("own_") for slot in slots) and len(slots) == 5

@@ -194,7 +194,11 @@ def test_recomputation_changes_no_bit_of_a_step(
     _assert_same_bits(found, expected, name)
     assert all(compiled.memory.peak.nbytes <= limit for compiled in limited.compiled)
     # Memory is saved by computing values again, or time by buckets that stay unsharded.
-    assert any(compiled.settings.recomputed for compiled in limited.compiled) if share < 1 else limited.sharded.kept
+    assert (
+        any(compiled.settings.recomputed for compiled in limited.compiled)
+        if share < 1
+        else limited.sharded.kept_buckets
+    )
     assert not within or all(bucket.arena._memory is None for bucket in limited.sharded.buckets)
     assert min(compiled.settings.reductions_in_flight for compiled in limited.compiled) <= most
 

@@ -55,7 +55,7 @@ def _each(run: Run) -> Counter[str]:
 def _reuse(run: Run, *, all_kept: bool = True) -> None:
     for window in range(2):
         first, second, third = (_sent(run, do.micro_batch(10 * window + step, no_sync=step < 2)) for step in range(3))
-        kept = {bucket.spec.name for bucket in run.transform.sharded.kept}
+        kept = {bucket.spec.name for bucket in run.transform.sharded.kept_buckets}
         assert kept and set(first) == set(_each(run)) and all(first[name] == 1 for name in kept)
         assert not kept & {*second, *third}
         run.step()

@@ -173,26 +173,27 @@ class Allocation(NamedTuple):
         device: the type of its device.
         scope: until when it exists. ``"value"``: the last use of the result or a view of it; ``"call"``: only while the
             symbol runs; ``"wait"``: only while the symbol runs that waits for what it issues; ``"pool"``: it is taken from
-            idle memory, and given back by the wait; ``"steps"``: in all steps; ``"kept"``: until a symbol ``forgets`` the
-            key; ``"kept later"``: the same, but until the symbol it is the memory of the operation that it waits for.
+            idle memory, and given back by the wait; ``"steps"``: in all steps; ``"persistent"``: until a symbol ``forgets``
+            the key; ``"persistent later"``: the same, but until then it is the memory of the operation that the symbol
+            waits for.
         kind: what it counts as in reports: ``"communication"``, ``"gradients"``, ``"temporaries"``, or ``"values"`` for what
             depends on its lifetime.
         label: what it is, for reports; a result has a name.
-        if_kept: it is allocated only if this key has memory.
+        only_with: it is allocated only if this key has memory.
         on_host: whether it is in host memory, also in a plan on a CPU for a GPU.
     """
 
     owner: Hashable
     nbytes: int
     device: str
-    scope: Literal["value", "call", "wait", "pool", "steps", "kept", "kept later"] = "value"
+    scope: Literal["value", "call", "wait", "pool", "steps", "persistent", "persistent later"] = "value"
     kind: str = "communication"
     label: str = ""
-    if_kept: Hashable = None
+    only_with: Hashable = None
     on_host: bool = False
 
 
-KEPT = ("kept", "kept later")
+PERSISTENT = ("persistent", "persistent later")
 """The scopes of memory that is left for a later micro-batch."""
 
 
@@ -200,14 +201,14 @@ def unsharded_gradients(bucket: Bucket) -> Allocation:
     """Return the memory of the gradients that ``no_sync`` leaves unsharded."""
     spec = bucket.spec
     label, key = f"unreduced gradients of {spec.name}", ("unsharded gradients", bucket)
-    return Allocation(key, spec.grad_bytes, spec.device.type, "kept", "gradients", label)
+    return Allocation(key, spec.grad_bytes, spec.device.type, "persistent", "gradients", label)
 
 
 def reduced_gradients(bucket: Bucket) -> Allocation:
     """Return the memory of this rank's rows of the gradients that ``no_sync`` reduces and leaves."""
     spec = bucket.spec
     label, key = f"reduced gradients of {spec.name}", ("reduced gradients", bucket)
-    return Allocation(key, spec.accumulated_bytes, spec.device.type, "kept", "gradients", label)
+    return Allocation(key, spec.accumulated_bytes, spec.device.type, "persistent", "gradients", label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +284,7 @@ class Effects:
     @property
     def leaves(self) -> tuple[Hashable, ...]:
         """The keys of the gradients that it leaves for a later micro-batch."""
-        return tuple(m.owner for m in self.allocates if m.scope in KEPT and m.if_kept is None)
+        return tuple(m.owner for m in self.allocates if m.scope in PERSISTENT and m.only_with is None)
 
     @property
     def missing_gradients(self) -> tuple[int, ...]:
@@ -343,18 +344,18 @@ def effects(bsym: BoundSymbol) -> Effects:
     ``allocates`` are empty: see ``observed_effects``.
     """
     known = vars(bsym)
-    kept: Effects | None = known.get(EFFECTS)
+    known_effects: Effects | None = known.get(EFFECTS)
     if (declaration := DECLARED.get(bsym.sym)) is not None:
-        if kept is None:
-            kept = known[EFFECTS] = declaration(bsym)
-        return kept
+        if known_effects is None:
+            known_effects = known[EFFECTS] = declaration(bsym)
+        return known_effects
     if bsym.sym.id in UNPACKING or bsym.sym.id in (PrimIDs.DEL, PrimIDs.RETURN):
         return NOTHING
-    if kept is None:
+    if known_effects is None:
         facts = facts_of(bsym)
         writes = facts.writes if facts.known else frozenset(args_of(bsym))
-        kept = known[EFFECTS] = Effects(aliases=facts.aliases, writes=writes, communicates=communicates(bsym))
-    return kept
+        known_effects = known[EFFECTS] = Effects(aliases=facts.aliases, writes=writes, communicates=communicates(bsym))
+    return known_effects
 
 
 def sends(bsym: BoundSymbol) -> Issue | None:

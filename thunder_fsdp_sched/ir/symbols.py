@@ -222,10 +222,10 @@ fsdp_params_unchanged = register("fsdp_params_unchanged", ops.params_unchanged, 
 #
 
 
-def _call(bucket: Bucket, label: str, nbytes: int, if_kept: Hashable = None) -> tuple[Allocation, ...]:
+def _call(bucket: Bucket, label: str, nbytes: int, only_with: Hashable = None) -> tuple[Allocation, ...]:
     """Return memory that exists only during a call."""
     memory = Allocation(
-        None, nbytes, bucket.spec.device.type, "call", label=f"{label} ({bucket.spec.name})", if_kept=if_kept
+        None, nbytes, bucket.spec.device.type, "call", label=f"{label} ({bucket.spec.name})", only_with=only_with
     )
     return (memory,) if nbytes else ()
 
@@ -248,16 +248,18 @@ def _afterwards(bucket: Bucket, what: str, nbytes: int) -> tuple[Allocation, ...
     return (Allocation(None, nbytes, spec.device.type, scope, label=f"{what} ({spec.name})"),) if nbytes else ()
 
 
-def _pooled(bucket: Bucket, buffers: Sequence[Buffer], if_kept: Hashable = None) -> list[Allocation]:
+def _pooled(bucket: Bucket, buffers: Sequence[Buffer], only_with: Hashable = None) -> list[Allocation]:
     device = bucket.spec.device.type
-    return [Allocation(b, b.nbytes, device, "pool", label="buffer of a transport", if_kept=if_kept) for b in buffers]
+    return [
+        Allocation(b, b.nbytes, device, "pool", label="buffer of a transport", only_with=only_with) for b in buffers
+    ]
 
 
-def _transport_memory(bucket: Bucket, if_kept: Hashable = None) -> tuple[Allocation, ...]:
+def _transport_memory(bucket: Bucket, only_with: Hashable = None) -> tuple[Allocation, ...]:
     """Return the receive buffers and the workspace of a reduction."""
     spec, transport = bucket.spec, bucket.transport
     device, key = spec.device.type, ("workspace", spec.comm.transport, bucket.ranks.reductions.description)
-    buffers = _pooled(bucket, transport.reduce_buffers(spec), if_kept)
+    buffers = _pooled(bucket, transport.reduce_buffers(spec), only_with)
     if spec.has_error_feedback:
         label = f"error feedback of {spec.name}"
         buffers.append(Allocation(("feedback", bucket), spec.grad_bytes, device, "steps", "gradients", label))
@@ -403,7 +405,7 @@ def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
     bucket, spec, future = bucket_of(bsym), bucket_of(bsym).spec, bsym.args[1].name
     wait, kept = Wait(future, (fsdp_reduce_scatter.name,)), reduced_gradients(bucket)
     if spec.accumulate_dtype == spec.reduce_dtype:  # the first ones stay where the reduction has put them
-        kept = kept._replace(scope="kept later")
+        kept = kept._replace(scope="persistent later")
     moved = _shard_bytes(bucket, spec.reduce_dtype) + 2 * spec.accumulated_bytes
     work = LocalWork(moved=moved, moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after)
     return Effects(waits=wait, work=work, bucket=bucket, allocates=(kept,))
@@ -436,7 +438,14 @@ def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
             *_transport_memory(bucket, unsharded),
             *(
                 Allocation(
-                    ("sharded gradients", bucket), flat, device, "kept", "gradients", grads, key, spec.comm.offload
+                    ("sharded gradients", bucket),
+                    flat,
+                    device,
+                    "persistent",
+                    "gradients",
+                    grads,
+                    key,
+                    spec.comm.offload,
                 )
                 for key in (unsharded, reduced)
             ),

@@ -63,7 +63,7 @@ class ShardedModule:
     former_params: FormerParameters
     replaced: dict[str, torch.Tensor]
     began_on_meta: set[str]
-    kept_is_final: bool = False
+    kept_buckets_are_final: bool = False
     found: dict[int, Any] = field(default_factory=dict)
     running_eagerly: bool = False
 
@@ -79,7 +79,7 @@ class ShardedModule:
         self._model: Callable[[], ThunderModule | None] = lambda: None
 
     @property
-    def kept(self) -> set[Bucket]:
+    def kept_buckets(self) -> set[Bucket]:
         """The buckets that stay unsharded between forward and backward."""
         return {bucket for bucket in self.buckets if bucket.spec.options.sharding_strategy == "zero2"}
 

@@ -37,7 +37,7 @@ pieces of a block have a little more padding than the block itself."""
 def assign_slots(
     trace: TraceCtx,
     *,
-    kept: Collection[Bucket] = (),
+    kept_buckets: Collection[Bucket] = (),
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena,
     forward: TraceCtx | None = None,
     max_unsharded_bytes: int | None = None,
@@ -65,8 +65,8 @@ def assign_slots(
     See [Note: Interval allocation].
 
     Args:
-        kept: buckets that stay unsharded (ZeRO-2). They are gathered into private slots, where their gradients replace
-            them if that is safe. The others, and all other gradients, share an arena.
+        kept_buckets: those that stay unsharded (ZeRO-2). They are gathered into private slots, where their gradients
+            replace them if that is safe. The others, and all other gradients, share an arena.
         arena_of: returns a bucket's arena. Pass another arena to try out a plan without changing the real one.
         forward: for a backward trace, its forward trace after ``mark_retained_by_forward``. See
             [Note: Buckets left by forward] in ``reuse_from_forward``.
@@ -77,14 +77,14 @@ def assign_slots(
             allocates. See [Note: Memory that only backward needs] in ``release_slots``.
     """
     if release and not trains:
-        kept = ()  # another forward may wait for its backward in the private slots, and this one would free them
+        kept_buckets = ()  # another forward may wait for its backward in the private slots, and this one would free them
     ranges = Analysis(trace).slots
-    private = {issue for issue, live in ranges.items() if live.is_gather and live.bucket.base in kept}
-    if kept and forward is not None:
+    private = {issue for issue, live in ranges.items() if live.is_gather and live.bucket.base in kept_buckets}
+    if kept_buckets and forward is not None:
         private |= grads_over_kept_params(forward, trace)
     arena_split = _bytes_of_forward(forward, arena_of) if backward_arena and forward is not None else None
     shared = _SharedSlots([live for issue, live in ranges.items() if issue not in private], arena_split)
-    room = None if max_unsharded_bytes is None else max_unsharded_bytes - private_bytes(trace, kept)
+    room = None if max_unsharded_bytes is None else max_unsharded_bytes - private_bytes(trace, kept_buckets)
     offsets = _offsets(trace, shared, forward, room)
     bsyms = list(trace.bound_symbols)
     for issue, live in ranges.items():
@@ -101,7 +101,7 @@ def assign_slots(
 
 
 def unsharded_bytes(
-    trace: TraceCtx, *, kept: Collection[Bucket], forward: TraceCtx | None, max_unsharded_bytes: int
+    trace: TraceCtx, *, kept_buckets: Collection[Bucket], forward: TraceCtx | None, max_unsharded_bytes: int
 ) -> int:
     """Return the bytes that all slots of a sorted trace would need, kept buckets included."""
     unused: dict[Arena, Arena] = {}
@@ -109,15 +109,19 @@ def unsharded_bytes(
     def arena_of(bucket: Bucket) -> Arena:
         return unused.setdefault(bucket.arena, Arena(bucket.arena.device))
 
-    assign_slots(trace, kept=kept, arena_of=arena_of, forward=forward, max_unsharded_bytes=max_unsharded_bytes)
-    return private_bytes(trace, kept) + sum(arena.nbytes for arena in unused.values())
+    assign_slots(
+        trace, kept_buckets=kept_buckets, arena_of=arena_of, forward=forward, max_unsharded_bytes=max_unsharded_bytes
+    )
+    return private_bytes(trace, kept_buckets) + sum(arena.nbytes for arena in unused.values())
 
 
-def private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
+def private_bytes(trace: TraceCtx, kept_buckets: Collection[Bucket]) -> int:
     """Return the bytes of the slots of kept buckets; for those that this trace does not gather, the planned bytes."""
     issues = (e.slot_issue for e in map(effects, trace.bound_symbols) if e.is_gather)
-    gathered = [i.region for i in issues if i is not None and i.region is not None and i.region.bucket.base in kept]
-    elsewhere = set(kept) - {region.bucket.base for region in gathered}
+    gathered = [
+        i.region for i in issues if i is not None and i.region is not None and i.region.bucket.base in kept_buckets
+    ]
+    elsewhere = set(kept_buckets) - {region.bucket.base for region in gathered}
     return sum(region.nbytes for region in gathered) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
 
 

@@ -11,7 +11,7 @@ from ..ir.symbols import fsdp_params_unchanged
 from ..runtime.bucket import Bucket
 
 
-def check_params_unchanged(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
+def check_params_unchanged(trace: TraceCtx, *, kept_buckets: Collection[Bucket]) -> TraceCtx:
     """Insert a guard into backward for every kept bucket, with the bucket's shards as arguments.
 
     Runs on the joint trace after ``regather_for_backward`` and before ``keep_fusions_apart``. Does nothing if no bucket
@@ -32,7 +32,7 @@ def check_params_unchanged(trace: TraceCtx, *, kept: Collection[Bucket]) -> Trac
     they are saved anyway, because backward gathers them. At run time the guard also gathers a bucket again if an
     aborted forward or an evaluation may have overwritten it since.
     """
-    gathers = [b for b in trace.bound_symbols if effects(b).is_gather and bucket_of(b).base in kept]
+    gathers = [b for b in trace.bound_symbols if effects(b).is_gather and bucket_of(b).base in kept_buckets]
     if not gathers or all(forward_part(trace)[:-1]):
         return trace
     guards = [

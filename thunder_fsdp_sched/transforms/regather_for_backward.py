@@ -42,8 +42,10 @@ from ..ir.symbols import gather_and_wait
 from ..runtime.bucket import Bucket
 
 
-def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket], recomputed: Collection[str] = ()) -> TraceCtx:
-    """Insert a second gather of every bucket that backward reads, except those that are ``kept``.
+def regather_for_backward(
+    trace: TraceCtx, *, kept_buckets: Collection[Bucket], recomputed: Collection[str] = ()
+) -> TraceCtx:
+    """Insert a second gather of every bucket that backward reads, except those that are ``kept_buckets``.
 
     Runs on the joint trace after ``fuse_downcast`` and before ``check_params_unchanged``, and again after the fusion
     executors and ``remove_cuts``; see [Note: Twice, before and after fusion]. Does nothing if the trace has no backward
@@ -62,16 +64,16 @@ def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket], recomput
     [Note: Recomputation of values].
 
     Args:
-        kept: buckets that stay unsharded from forward to backward.
+        kept_buckets: buckets that stay unsharded from forward to backward.
         recomputed: names of values of forward that backward computes again. Their operators must be pure.
     """
     forward = forward_part(trace)
-    regathers = any(effects(b).is_gather and bucket_of(b).base not in kept for b in trace.bound_symbols)
+    regathers = any(effects(b).is_gather and bucket_of(b).base not in kept_buckets for b in trace.bound_symbols)
     if all(forward[:-1]) or not (regathers or recomputed):
         return trace
     new = with_bound_symbols(trace, (), "fsdp: regather for backward")
     with tracectx(new):
-        _Regather(new, kept, recomputed).run(trace, forward)
+        _Regather(new, kept_buckets, recomputed).run(trace, forward)
     return new
 
 
@@ -128,9 +130,9 @@ class BackwardCopies:
 
 
 class _Regather(BackwardCopies):
-    def __init__(self, new: TraceCtx, kept: Collection[Bucket], recomputed: Collection[str]) -> None:
+    def __init__(self, new: TraceCtx, kept_buckets: Collection[Bucket], recomputed: Collection[str]) -> None:
         super().__init__(new)
-        self.kept = kept
+        self.kept_buckets = kept_buckets
         self.recomputed = recomputed
         self.producers: dict[str, BoundSymbol] = {}
         self.order: dict[str, int] = {}  # in which forward defines values
@@ -165,7 +167,7 @@ class _Regather(BackwardCopies):
         for out in (out for part in parts for out in outs_of(part)):
             self.order[out] = len(self.order)
         if effects(bsym).unshards:
-            if bucket_of(bsym).base not in self.kept:
+            if bucket_of(bsym).base not in self.kept_buckets:
                 self.derived.update(dict.fromkeys(outs_of(bsym), True))
         elif not effects(bsym).is_gather and bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
             for part in filter(is_pure, parts):

@@ -34,7 +34,7 @@ def sort_communication(
     max_unsharded_bytes: int | None = None,
     max_gathers_in_flight: int | None = None,
     reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT,
-    kept: Collection[Bucket] = (),
+    kept_buckets: Collection[Bucket] = (),
     forward: TraceCtx | None = None,
 ) -> TraceCtx:
     """Reorder the communication of a forward or backward execution trace.
@@ -93,21 +93,24 @@ def sort_communication(
         max_unsharded_bytes: the budget (bytes) for all slots together.
         max_gathers_in_flight: limit on the gathers that are issued and not waited for, at least 1.
         reductions_in_flight: how many equally large reductions of one process group may be in flight.
-        kept: buckets that stay unsharded from forward to backward.
+        kept_buckets: buckets that stay unsharded from forward to backward.
         forward: for a backward trace, its forward trace with slots.
     """
 
     limits = max_gathers_in_flight, reductions_in_flight
     found = with_bound_symbols(trace, _Sorter(trace, prefetch, None, *limits).run(), "fsdp: sort communication")
     budget = max_unsharded_bytes
-    if budget is None or unsharded_bytes(found, kept=kept, forward=forward, max_unsharded_bytes=budget) <= budget:
+    if (
+        budget is None
+        or unsharded_bytes(found, kept_buckets=kept_buckets, forward=forward, max_unsharded_bytes=budget) <= budget
+    ):
         return found
     # Besides kept buckets there are unsharded gradients: of the reductions that may be in flight, and in the slots that
     # gradients are written to meanwhile, without the gradients that replace their parameters in a private slot.
-    private = grads_over_kept_params(forward, found) if kept and forward is not None else set()
+    private = grads_over_kept_params(forward, found) if kept_buckets and forward is not None else set()
     reduced = [r for issue, r in Analysis(found).slots.items() if not r.is_gather and issue not in private]
     held = _bytes_in_flight(((r.bucket.ranks.reductions, r.nbytes) for r in reduced), reductions_in_flight)
-    left = budget - private_bytes(found, kept) - sum(held.values()) - filling_bytes(found, without=private)
+    left = budget - private_bytes(found, kept_buckets) - sum(held.values()) - filling_bytes(found, without=private)
     sorter = _Sorter(trace, prefetch, max(left, 0), *limits)
     return with_bound_symbols(trace, sorter.run(), "fsdp: sort communication")
 

@@ -12,7 +12,7 @@ accumulate are planned unless one is given: whichever fits and is faster for one
 [Note: One rank searches]
 What a search finds depends on names of GPUs, on the sizes of a rank's batch and shards, and on how ties end. So of all
 ranks with one computation (equal up to numbers that may stem from a size) the one with the largest values searches, and the
-others take its :class:`Decision`. It contains everything that a search decides: the way to accumulate, the candidate with
+others take its :class:`Decision`. It contains everything that a search decides: the mode to accumulate, the candidate with
 its prefetch distance, kept buckets, reductions in flight, recomputed and offloaded values, and the machine by whose speed
 copies of offloaded values are placed. Values are known by their positions in the trace, because names may differ.
 
@@ -68,14 +68,14 @@ class Decision(NamedTuple):
     Attributes:
         accumulate: how gradients accumulate.
         choice: the candidates.
-        kept: names of the buckets that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
+        kept_buckets: names of those that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
         positions: the positions in the trace of all values that candidates name.
         cluster: the machine that was simulated.
     """
 
     accumulate: AccumulationMode
     choice: Choice
-    kept: Sequence[str] | None
+    kept_buckets: Sequence[str] | None
     positions: Mapping[str, int]
     cluster: ClusterSpec
 
@@ -89,7 +89,7 @@ class Chosen(NamedTuple):
         pending_grads: the gradients of earlier micro-batches that the step finds in memory.
         choice: the outcome of the search.
         copy_times: the times by which copies of offloaded values are placed.
-        kept: names of the buckets that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
+        kept_buckets: names of those that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
         seconds: the simulated time by which the two ways to accumulate are compared.
     """
 
@@ -98,12 +98,12 @@ class Chosen(NamedTuple):
     pending_grads: PendingGrads
     choice: Choice
     copy_times: CopyTimes
-    kept: Sequence[str] | None
+    kept_buckets: Sequence[str] | None
     seconds: float
 
-    def settings(self, kept: Iterable[Bucket]) -> StepSettings:
+    def settings(self, kept_buckets: Iterable[Bucket]) -> StepSettings:
         """Return the settings of the step, with the buckets that the module keeps now."""
-        return self.choice.chosen.settings(frozenset(kept), self.accumulate)
+        return self.choice.chosen.settings(frozenset(kept_buckets), self.accumulate)
 
 
 def check_memory(
@@ -171,7 +171,7 @@ class Chooser:
         self._own: Chosen | None = None
         has_choice = self.limits.any_bytes and len(split_joint(joint)) == 2
         self.plans_window = has_choice and traces.no_sync
-        self.decides_kept = has_choice and not sharded.kept_is_final
+        self.decides_kept_buckets = has_choice and not sharded.kept_buckets_are_final
 
     def choose(self) -> Chosen:
         """Return the settings; a collective unless they are known, see [Note: One rank searches].
@@ -205,7 +205,7 @@ class Chooser:
             return error
         named = {name for candidate in own.choice.considered for name in candidate.recomputed | candidate.offloaded}
         positions = {name: at for at, name in enumerate(_values(own.bucketed)) if name in named}
-        return Decision(own.accumulate, own.choice, own.kept, positions, self._cluster)
+        return Decision(own.accumulate, own.choice, own.kept_buckets, positions, self._cluster)
 
     def _taken(self, decision: Decision) -> Chosen:
         """Return the settings for this rank's trace that another rank has decided on."""
@@ -216,7 +216,7 @@ class Chooser:
         chosen, considered = decision.choice
         choice = Choice(chosen.renamed(names), tuple(candidate.renamed(names) for candidate in considered))
         pending_grads = self._pending_grads(bucketed)
-        return Chosen(decision.accumulate, bucketed, pending_grads, choice, self.copy_times, decision.kept, 0.0)
+        return Chosen(decision.accumulate, bucketed, pending_grads, choice, self.copy_times, decision.kept_buckets, 0.0)
 
     def _allows(self, decision: Decision) -> bool:
         """Return whether the limits allow a known decision for this trace, too. Without ``max_memory`` they do."""
@@ -226,7 +226,7 @@ class Chooser:
             settings = self._taken(decision)
         except MemoryLimitError:
             return False
-        search = self._searching(settings.bucketed, settings.pending_grads, self.limits, self.sharded.kept)
+        search = self._searching(settings.bucketed, settings.pending_grads, self.limits, self.sharded.kept_buckets)
         return self.limits.allow(search.run(settings.choice.chosen))
 
     def _simulate(self, cluster: ClusterSpec) -> None:
@@ -241,9 +241,9 @@ class Chooser:
             return self.for_step()
         given, found, errors = self.options.accumulate, [], []
         both = given is None and self.options.max_memory is not None
-        for way in get_args(AccumulationMode) if both else (given or "unsharded",):
+        for mode in get_args(AccumulationMode) if both else (given or "unsharded",):
             try:
-                found.append(self.for_window(way))
+                found.append(self.for_window(mode))
             except MemoryLimitError as error:
                 errors.append(error)
         if not found:
@@ -252,21 +252,21 @@ class Chooser:
 
     def for_step(self) -> Chosen:
         """Return the settings of a step that ends a window of those compiled so far, or of one without limits."""
-        way = self.options.accumulate or "unsharded"
-        bucketed = self._bucketed(way, no_sync=self.traces.no_sync)
+        mode = self.options.accumulate or "unsharded"
+        bucketed = self._bucketed(mode, no_sync=self.traces.no_sync)
         pending_grads = self._pending_grads(bucketed)
         choice = self._search(bucketed, pending_grads, self.limits)
-        return self._settings(way, bucketed, pending_grads, choice, choice)
+        return self._settings(mode, bucketed, pending_grads, choice, choice)
 
-    def for_window(self, way: AccumulationMode) -> Chosen:
+    def for_window(self, mode: AccumulationMode) -> Chosen:
         """Return the settings of a micro-batch under ``no_sync``; see [Note: Planning for the end of a window]."""
-        bucketed, ending = (self._bucketed(way, no_sync=no_sync) for no_sync in (True, False))
+        bucketed, ending = (self._bucketed(mode, no_sync=no_sync) for no_sync in (True, False))
         pending_grads, limits = self._pending_grads(bucketed), self.limits
         last = self._search(ending, pending_grads, limits)
         if limits.memory is not None:
             limits = limits._replace(persistent_bytes=last.chosen.persistent_bytes)
-        choice = self._search(bucketed, pending_grads, limits, kept=last.chosen.kept)
-        return self._settings(way, bucketed, pending_grads, choice, last)
+        choice = self._search(bucketed, pending_grads, limits, kept_buckets=last.chosen.kept_buckets)
+        return self._settings(mode, bucketed, pending_grads, choice, last)
 
     def _pending_grads(self, bucketed: TraceCtx) -> PendingGrads:
         """Return the gradients of earlier micro-batches that the step finds, or that the end of its window will find.
@@ -285,25 +285,34 @@ class Chooser:
         return pending_grads
 
     def _settings(
-        self, way: AccumulationMode, bucketed: TraceCtx, pending_grads: PendingGrads, choice: Choice, last: Choice
+        self, mode: AccumulationMode, bucketed: TraceCtx, pending_grads: PendingGrads, choice: Choice, last: Choice
     ) -> Chosen:
-        kept = last.chosen.kept if self.decides_kept else None
+        kept_buckets = last.chosen.kept_buckets if self.decides_kept_buckets else None
         seconds = last.chosen.step_seconds + choice.chosen.step_seconds
-        return Chosen(way, bucketed, pending_grads, choice, self.copy_times, kept, seconds)
+        return Chosen(mode, bucketed, pending_grads, choice, self.copy_times, kept_buckets, seconds)
 
-    def _bucketed(self, way: AccumulationMode, *, no_sync: bool) -> TraceCtx:
-        settings = replace(self.context.settings, accumulate=way)
+    def _bucketed(self, mode: AccumulationMode, *, no_sync: bool) -> TraceCtx:
+        settings = replace(self.context.settings, accumulate=mode)
         return pipeline.run("joint", self.joint, replace(self.context, no_sync=no_sync, settings=settings))
 
     def _search(
-        self, bucketed: TraceCtx, pending_grads: PendingGrads, limits: Limits, *, kept: Collection[str] | None = None
+        self,
+        bucketed: TraceCtx,
+        pending_grads: PendingGrads,
+        limits: Limits,
+        *,
+        kept_buckets: Collection[str] | None = None,
     ) -> Choice:
-        """Search for the settings of a trace; with ``kept``, what stays unsharded is decided."""
+        """Search for the settings of a trace; with ``kept_buckets``, what stays unsharded is decided."""
         started = time.process_time()
-        always = self.sharded.kept if kept is None else [b for b in self.sharded.buckets if b.spec.name in kept]
+        always = (
+            self.sharded.kept_buckets
+            if kept_buckets is None
+            else [b for b in self.sharded.buckets if b.spec.name in kept_buckets]
+        )
         search = self._searching(bucketed, pending_grads, limits, always)
         prefetch = None if self.options.prefetch == "auto" else self.options.prefetch
-        choice = search.choose(prefetch=prefetch, may_keep=self.decides_kept and kept is None)
+        choice = search.choose(prefetch=prefetch, may_keep=self.decides_kept_buckets and kept_buckets is None)
         seconds = time.process_time() - started
         self.traces.pass_seconds["choose"] += seconds
         LOGGER.debug("choose: %d candidates, %.1f ms\n%s", len(choice.considered), 1e3 * seconds, choice)
@@ -313,7 +322,7 @@ class Chooser:
         self, bucketed: TraceCtx, pending_grads: PendingGrads, limits: Limits, always_kept: Iterable[Bucket]
     ) -> Search:
         no_sync = any(effects(bsym).leaves for bsym in bucketed.bound_symbols)
-        settings = replace(self.context.settings, kept=frozenset(always_kept))
+        settings = replace(self.context.settings, kept_buckets=frozenset(always_kept))
         context = replace(self.context, no_sync=no_sync, settings=settings)
         return Search(bucketed, self.cost, limits, context, pending_grads)
 

@@ -129,7 +129,7 @@ class Candidate(NamedTuple):
 
     Attributes:
         prefetch: how many prefetch steps gathers are issued ahead of their waits.
-        kept: names of the buckets that stay unsharded from forward to backward.
+        kept_buckets: names of the buckets that stay unsharded from forward to backward.
         reductions: how many equally large reductions of one process group may be in flight; see ``backward_arena``.
         recomputed: names of the values that backward computes again.
         offloaded: names of the values that wait in host memory between forward and backward.
@@ -141,7 +141,7 @@ class Candidate(NamedTuple):
     """
 
     prefetch: int
-    kept: tuple[str, ...] = ()
+    kept_buckets: tuple[str, ...] = ()
     reductions: int = MAX_REDUCTIONS_IN_FLIGHT
     recomputed: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
@@ -157,19 +157,19 @@ class Candidate(NamedTuple):
         return self.reductions < MAX_REDUCTIONS_IN_FLIGHT
 
     def __str__(self) -> str:
-        text = f"prefetch {self.prefetch}  {len(self.kept):3d} buckets kept  {self.unsharded_bytes:>15,} bytes"
+        text = f"prefetch {self.prefetch}  {len(self.kept_buckets):3d} buckets kept  {self.unsharded_bytes:>15,} bytes"
         if self.peak_bytes:
             text += f"  {self.reductions} reductions in flight"
             text += f"  {len(self.recomputed):5d} values recomputed  {len(self.offloaded):4d} offloaded"
             text += f"  {self.peak_bytes:>17,} bytes in all{', extended in backward' if self.backward_arena else ''}"
         return f"{text}  {self.step_seconds * 1e3:10.3f} ms"
 
-    def settings(self, kept: frozenset[Bucket], accumulate: AccumulationMode) -> StepSettings:
-        """Return the settings of a step that keeps ``kept``, the buckets that are named here."""
+    def settings(self, kept_buckets: frozenset[Bucket], accumulate: AccumulationMode) -> StepSettings:
+        """Return the settings of a step that keeps ``kept_buckets``, the buckets that are named here."""
         return StepSettings(
             prefetch=self.prefetch,
             accumulate=accumulate,
-            kept=kept,
+            kept_buckets=kept_buckets,
             reductions_in_flight=self.reductions,
             backward_arena=self.backward_arena,
             recomputed=self.recomputed,
@@ -214,7 +214,7 @@ class Search:
         joint: the joint trace with bucketed communication, before ``regather_for_backward``.
         cost: the cost model.
         limits: the memory of a step is predicted only if it is limited.
-        context: that of the compilation; its ``kept`` are the buckets that stay unsharded in any case.
+        context: that of the compilation; its ``kept_buckets`` are the buckets that stay unsharded in any case.
         pending_grads: the gradients that earlier micro-batches under ``no_sync`` have left; they count as memory.
     """
 
@@ -246,8 +246,8 @@ class Search:
             self._keep_more()
         longest = min([self._fastest.step_seconds * (1 + _SAME), *(c.step_seconds for c in default)])
         good = [c for c in self._fitting if c.step_seconds <= longest]
-        chosen = min(good, key=lambda c: (-len(c.kept), c.unsharded_bytes, c.prefetch))
-        in_order = sorted(self._fitting, key=lambda c: (c.prefetch, len(c.kept), c.reductions))
+        chosen = min(good, key=lambda c: (-len(c.kept_buckets), c.unsharded_bytes, c.prefetch))
+        in_order = sorted(self._fitting, key=lambda c: (c.prefetch, len(c.kept_buckets), c.reductions))
         return Choice(chosen, tuple(in_order))
 
     @property
@@ -292,8 +292,8 @@ class Search:
         number = high = len(self._regathered)
         low = 0  # fits
         while low < high:
-            kept = _names_of((*self.context.settings.kept, *self._regathered[:number]))
-            fits = self._fits(self.run(fastest._replace(kept=kept)))
+            kept_buckets = _names_of((*self.context.settings.kept_buckets, *self._regathered[:number]))
+            fits = self._fits(self.run(fastest._replace(kept_buckets=kept_buckets)))
             low, high = (number, high) if fits else (low, number - 1)
             number = (low + high + 1) // 2
 
@@ -377,7 +377,7 @@ class Search:
 
     @cached_property
     def _always_kept(self) -> tuple[str, ...]:
-        return _names_of(self.context.settings.kept)
+        return _names_of(self.context.settings.kept_buckets)
 
     @cached_property
     def _offloadable(self) -> frozenset[str]:
@@ -414,7 +414,9 @@ class Search:
         for half in unsorted:
             context.forward = halves[0] if halves else None
             halves.append(pipeline.run("scheduled", half, context, search=True))
-        lasting = private_bytes(halves[0], context.settings.kept) + sum(arena.nbytes for arena in scratch.values())
+        lasting = private_bytes(halves[0], context.settings.kept_buckets) + sum(
+            arena.nbytes for arena in scratch.values()
+        )
         nbytes = lasting + sum(arena.extension.nbytes for arena in scratch.values())
         seconds = simulate(halves, None, self.cost).step_seconds
         found = candidate._replace(unsharded_bytes=nbytes, persistent_bytes=lasting, step_seconds=seconds)
@@ -429,9 +431,11 @@ class Search:
         return found
 
     def _context(self, candidate: Candidate) -> Context:
-        further = [] if candidate.kept == self._always_kept else self._regathered
-        kept = frozenset(b for b in (*self.context.settings.kept, *further) if b.spec.name in candidate.kept)
-        return replace(self.context, settings=candidate.settings(kept, self.context.settings.accumulate))
+        further = [] if candidate.kept_buckets == self._always_kept else self._regathered
+        kept_buckets = frozenset(
+            b for b in (*self.context.settings.kept_buckets, *further) if b.spec.name in candidate.kept_buckets
+        )
+        return replace(self.context, settings=candidate.settings(kept_buckets, self.context.settings.accumulate))
 
     @cached_property
     def _joint_with_gathers(self) -> TraceCtx:
@@ -445,12 +449,12 @@ class Search:
     def _split(self, candidate: Candidate) -> list[TraceCtx]:
         """Return forward and backward; those of candidates that keep the same and change no values are made once."""
         changes_values = bool(candidate.recomputed or candidate.offloaded)
-        if not changes_values and candidate.kept in self._halves:
-            return self._halves[candidate.kept]
+        if not changes_values and candidate.kept_buckets in self._halves:
+            return self._halves[candidate.kept_buckets]
         context = self._context(candidate)
         halves = [
             pipeline.run("split", half, context, search=True) for half in split_joint(self._with_gathers(context))
         ]
         if not changes_values:
-            self._halves[candidate.kept] = halves
+            self._halves[candidate.kept_buckets] = halves
         return halves

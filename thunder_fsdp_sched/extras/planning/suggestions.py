@@ -361,6 +361,6 @@ def _detail(step: DryRun) -> str:
         moved = sum(origins[name].nbytes for name in compiled.settings.offloaded if name in origins)
         named = describe_origins(compiled.settings.offloaded, compiled.forward)
         parts.append(f"move {human_bytes(moved, 4)} to host memory and back: {named}")
-    if compiled.choice is not None and compiled.choice.chosen.kept:
-        parts.append(f"keep {len(compiled.choice.chosen.kept)} buckets unsharded until backward")
+    if compiled.choice is not None and compiled.choice.chosen.kept_buckets:
+        parts.append(f"keep {len(compiled.choice.chosen.kept_buckets)} buckets unsharded until backward")
     return "; ".join(parts)

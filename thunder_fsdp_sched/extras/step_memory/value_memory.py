@@ -35,7 +35,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ...ir.analysis import BEFORE_TRACE, NO_PENDING_GRADS, Analysis, Lifetime, PendingGrads
-from ...ir.effects import KEPT, Allocation, Effects, effects, reduced_gradients, unsharded_gradients
+from ...ir.effects import PERSISTENT, Allocation, Effects, effects, reduced_gradients, unsharded_gradients
 from ...ir.inspection import UNPACKING, is_statement, names, nbytes_of
 from ...runtime.bucket import Bucket
 from .observed_effects import device_of, observed
@@ -157,7 +157,7 @@ class MemoryAnalysis(Analysis):
         waits = {e.waits.future: position for position, e in enumerate(self.effects) if e.waits is not None}
         for position, e in enumerate(self.effects):
             for m in e.allocates:
-                if m.if_kept is not None and m.if_kept not in before:
+                if m.only_with is not None and m.only_with not in before:
                     continue
                 if m.scope == "call":
                     found.append(_lifetime(m, position, position))
@@ -166,9 +166,9 @@ class MemoryAnalysis(Analysis):
                     later = sum(a.nbytes for a in self.effects[at].allocates if _is_new(a, before, kept))
                     if m.nbytes > later:  # it is freed before the wait allocates anything
                         found.append(_lifetime(m._replace(nbytes=m.nbytes - later), at, at))
-                elif m.scope in KEPT and m.owner not in kept:
+                elif m.scope in PERSISTENT and m.owner not in kept:
                     following = (i for i in range(position + 1, end + 1) if is_statement(self.bsyms[i]))
-                    kept[m.owner] = _lifetime(m, position if m.scope == "kept" else next(following), end)
+                    kept[m.owner] = _lifetime(m, position if m.scope == "persistent" else next(following), end)
                     found.append(kept[m.owner])
             for key in e.forgets:
                 if key in kept:
@@ -202,7 +202,7 @@ def _receive_buffers(step: Sequence[Effects], kept: Collection[Hashable]) -> lis
     for position, e in enumerate(step):
         used = []
         for m in e.allocates:
-            if m.scope == "pool" and (m.if_kept is None or m.if_kept in kept):
+            if m.scope == "pool" and (m.only_with is None or m.only_with in kept):
                 if not idle[m.owner]:
                     found.append(_lifetime(m, position, len(step) - 1))
                     idle[m.owner].append(found[-1])
@@ -226,9 +226,9 @@ def _receive_buffers(step: Sequence[Effects], kept: Collection[Hashable]) -> lis
 
 def _is_new(m: Allocation, before: Collection[Hashable], kept: Collection[Hashable]) -> bool:
     """Return whether a symbol allocates this memory, given keys of what exists before the step and before the symbol."""
-    if m.if_kept is not None and m.if_kept not in before:
+    if m.only_with is not None and m.only_with not in before:
         return False
-    return m.scope in ("value", "call") or (m.scope == "kept" and m.owner not in kept)
+    return m.scope in ("value", "call") or (m.scope == "persistent" and m.owner not in kept)
 
 
 def _own(value: Lifetime, memory: Allocation) -> None:
