@@ -329,6 +329,8 @@ def test_optimizers_that_differ_between_ranks_are_refused(rank: int, tmp_path: P
     message = r"ranks load into different optimizers, nothing is changed: optimizers:"
     refused(message, model, load_checkpoint, tmp_path / "same", model, [same] if rank else [])
     load_checkpoint(tmp_path / "same", model, iter([same]))
+    of_iterator, of_list = (tfs.get_optimizer_state_dict(model, several) for several in (iter([same]), [same]))
+    assert len(of_iterator["param_groups"]) == len(of_list["param_groups"]) == 1
 
 
 # The optimizer that was saved, the one it is loaded into, and the error.

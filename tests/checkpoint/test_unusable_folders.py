@@ -67,10 +67,10 @@ def test_a_folder_that_one_rank_cannot_use_is_refused_on_all(rank: int, tmp_path
         for call in CALLS:
             text = refused(str(tmp_path / "file" / "step-1"), model, call, folder, model)
             assert f"(on ranks [{culprit}])" in text
-    for chosen in (5, [5]):
-        optimizers = chosen if rank else optimizer
-        refused(r"\(on ranks \[1\]\)", model, tfs.save_checkpoint, tmp_path / "new", model, optimizers)
-    refused(r"\(on ranks \[1\]\)", model, tfs.load_checkpoint, tmp_path / "new", model, 5 if rank else optimizer)
+    for chosen, shown in ((5, "5 of type int"), ([5], "5 of type int"), (None, "None of type NoneType")):
+        for call in (tfs.save_checkpoint, tfs.load_checkpoint):
+            message = rf"optimizers: expected an optimizer or several, got {shown} \(on ranks \[1\]\)"
+            refused(message, model, call, tmp_path / "new", model, chosen if rank else optimizer)
     assert tfs.latest_checkpoint(tmp_path) is None
     dist.barrier()
 

@@ -66,11 +66,12 @@ def get_optimizer_state_dict(
     model, sharded = find_jitted(model)
     for bucket in sharded.buckets:
         refuse_unshared(bucket)
-    names = names_of_params(model, listed(optimizers))
-    owned = owned_names(names, listed(optimizers))
+    chosen = listed(optimizers)
+    names = names_of_params(model, chosen)
+    owned = owned_names(names, chosen)
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
-    for optimizer in listed(optimizers):
+    for optimizer in chosen:
         for group in optimizer.param_groups:
             groups.append({**group, "params": [names[p] for p in group["params"]]})
             for param in group["params"]:
@@ -93,11 +94,19 @@ def full_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
 
 
 def listed(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return one or several optimizers as a list, without the wrappers of Lightning Fabric and of accelerate."""
-    every = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    """Return one or several optimizers as a list, without the wrappers of Lightning Fabric and of accelerate.
+
+    Raises:
+        TypeError: one of them is none.
+    """
+    every = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     accelerate = sys.modules.get("accelerate.optimizer")
     wrapper: Any = () if accelerate is None else accelerate.AcceleratedOptimizer
-    return [o.optimizer if isinstance(o, wrapper) else unwrap_fabric(o) for o in every]
+    unwrapped = [o.optimizer if isinstance(o, wrapper) else unwrap_fabric(o) for o in every]
+    for each in unwrapped:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(f"optimizers: expected an optimizer or several, got {each!r} of type {type(each).__name__}")
+    return unwrapped
 
 
 def labelled_groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
