@@ -33,7 +33,7 @@ from .transforms.differentiate import differentiate
 from .transforms.draw_once import draw_once, reject_resampled_random_grads
 from .transforms.end_backward import end_backward
 from .transforms.fuse_downcast import fuse_downcast
-from .transforms.guard_outputs import detach_state, guard_outputs
+from .transforms.guard_outputs import detach_constants, guard_outputs
 from .transforms.insert_unshard import insert_unshard
 from .transforms.refuse_wrong_gradients import refuse_wrong_gradients
 from .transforms.regather_for_backward import regather_for_backward
@@ -86,7 +86,7 @@ PIPELINE: tuple[Phase, ...] = (
     Phase(
         "epilogue",
         "Thunder has traced the module, and what the computation changes in place is written out of place.",
-        Step(detach_state, lambda trace, c: detach_state(trace, computation=c.computation)),
+        Step(detach_constants, lambda trace, c: detach_constants(trace, computation=c.computation)),
         Step(guard_outputs, lambda trace, c: guard_outputs(trace, no_sync=c.no_sync, computation=c.computation)),
     ),
     Phase(
@@ -331,7 +331,7 @@ PIPELINE: tuple[Phase, ...] = (
 """All passes from the computation that Thunder has traced to the traces that run, in order."""
 
 ORDER: tuple[Order, ...] = (
-    (detach_state, guard_outputs, "no input reaches an output through a value that is detached"),
+    (detach_constants, guard_outputs, "no input reaches an output through a value that is detached"),
     (
         guard_outputs,
         shard_prologue,

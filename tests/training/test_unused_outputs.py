@@ -7,7 +7,7 @@ import copy
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import Debug, fsdp
+from thunder_fsdp_sched import Debug, Init, fsdp
 from thunder_fsdp_sched.ranks.control import Control
 from thunder_fsdp_sched.transforms.guard_outputs import outputs_reached
 
@@ -209,3 +209,35 @@ def test_traces_whose_inputs_reach_the_same_outputs_need_no_hooks(fake_ranks: No
             if bsym.sym.name == "fsdp_guard_backward"
         ]
         assert "reached" not in guard.kwargs
+
+
+class Tied(nn.Module):
+    """Two outputs that read one parameter under two names, one of them in part without its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        constant = torch.nn.functional.linear(x, self.first.weight.detach())
+        return {"a": self.first(x), "b": self.second(x), "c": self.second(constant), "log": constant.mean()}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_tied_parameter_has_a_gradient_if_an_output_that_reads_it_has_one(ignored: bool) -> None:
+    torch.manual_seed(0)
+    module = Tied().double()
+    reference, x = copy.deepcopy(module), torch.randn(2, 3, dtype=torch.float64)
+    model = thunder.jit(module, transforms=[fsdp(init=Init(ignored_params={module.first.weight} if ignored else ()))])
+    for used in "a", "b", "c", "ab":
+        outputs = [net(x) for net in (reference, model)]
+        assert [[out.requires_grad for out in each.values()] for each in outputs] == [[True, True, True, False]] * 2
+        for net, each in zip((reference, model), outputs, strict=True):
+            net.zero_grad()
+            _loss(each, used).backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (ours.grad is None) is (theirs.grad is None)
+            if theirs.grad is not None:
+                torch.testing.assert_close(whole_of(ours.grad), theirs.grad)

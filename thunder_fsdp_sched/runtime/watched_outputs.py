@@ -5,6 +5,7 @@ See [Note: Outputs without gradient] in ``unused_outputs``.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -51,7 +52,13 @@ def watch_outputs(first: Any, compiled: Any, reached: Sequence[int]) -> None:
     nodes = [following for following, _ in compiled.next_functions]
     assert len(nodes) == len(reached), "the node has an edge for each tensor among the inputs of the computation"
     leaves = [getattr(node, "variable", None) for node in nodes]
-    inputs = [(id(leaf) if hasattr(leaf, "rows") else None, bits) for leaf, bits in zip(leaves, reached, strict=True)]
+    total: dict[int, int] = defaultdict(int)  # a tied parameter is several inputs, whose gradient one of them gets
+    for leaf, bits in zip(leaves, reached, strict=True):
+        total[id(leaf)] |= bits
+    inputs = [
+        (id(leaf) if hasattr(leaf, "rows") else None, bits if leaf is None else total[id(leaf)])
+        for leaf, bits in zip(leaves, reached, strict=True)
+    ]
     running = compiled.metadata[_KEY] = _Running()
     first.register_prehook(partial(_see_given, running, inputs))
     compiled.register_hook(partial(_drop_unused, running, inputs))

@@ -7,7 +7,8 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from thunder.core import prims
+from thunder.core import dtypes, prims
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_flatten
 from thunder.core.trace import TraceCtx, tracectx
@@ -20,7 +21,7 @@ from ..ir.symbols import fsdp_detached, fsdp_guard_backward
 def guard_outputs(epilogue: TraceCtx, *, no_sync: bool, computation: TraceCtx) -> TraceCtx:
     """Insert ``fsdp_guard_backward`` into the epilogue, which gets the outputs when they are connected to autograd.
 
-    Runs on the epilogue after ``detach_state`` and before ``shard_prologue``. Before::
+    Runs on the epilogue after ``detach_constants`` and before ``shard_prologue``. Before::
 
         return {'h': h, 'loss': t52}
 
@@ -39,39 +40,45 @@ def guard_outputs(epilogue: TraceCtx, *, no_sync: bool, computation: TraceCtx) -
     return before_return(epilogue, guard, pass_name="fsdp: guard outputs")
 
 
-def detach_state(epilogue: TraceCtx, *, computation: TraceCtx) -> TraceCtx:
-    """Detach tensors that forward assigns to attributes of modules, if they do not depend on what requires a gradient.
+def detach_constants(epilogue: TraceCtx, *, computation: TraceCtx) -> TraceCtx:
+    """Detach results that need no gradient, where forward returns them or assigns them to attributes.
 
-    Runs first, on the epilogue. Thunder connects all results of the computation to autograd. A later call that reads the
-    attribute would then differentiate this call as well. Before::
+    Runs first, on the epilogue. Thunder connects all results of the computation to autograd. What the program keeps of them
+    would keep all that backward has saved, and a later call that reads such an attribute would differentiate this call as
+    well. Before::
 
         module.mask = t3
+        return {'loss': t9, 'mask': t3}
 
     After::
 
         t3_detached = fsdp_detached(t3)
         module.mask = t3_detached
+        return {'loss': t9, 'mask': t3_detached}
     """
     results = return_of(computation).args[0]["output"]
     needing = needing_gradient(computation)
     of_results = epilogue.args[len(epilogue.args) - len(results) :]
     constant = {
-        argument.name: argument
+        argument.name: result
         for argument, result in zip(of_results, results, strict=True)
         if isinstance(argument, TensorProxy) and result.name not in needing
     }
+    inputs = {*names(computation.args)}
+    returned = {
+        name for name, result in constant.items() if result.name not in inputs and dtypes.is_inexact_dtype(result.dtype)
+    }
     bsyms, detached = [], dict[str, TensorProxy]()
     for bsym in epilogue.bound_symbols:
-        if bsym.sym is prims.pack_attr:
-            for argument in bsym.flat_proxy_args:
-                if argument.name in constant and argument.name not in detached:
-                    with tracectx(epilogue):
-                        new = TensorProxy(f"{argument.name}_detached", like=argument, requires_grad=False)
-                    detached[argument.name] = new
-                    bsyms.append(fsdp_detached.bind(argument, output=new))
-            bsym = swap_args(bsym, detached)
-        bsyms.append(bsym)
-    return with_bound_symbols(epilogue, bsyms, "fsdp: detach state") if detached else epilogue
+        swapped = {prims.pack_attr.id: constant.keys(), PrimIDs.RETURN: returned}.get(bsym.sym.id, ())
+        for argument in bsym.flat_proxy_args:
+            if argument.name in swapped and argument.name not in detached:
+                with tracectx(epilogue):
+                    new = TensorProxy(f"{argument.name}_detached", like=argument, requires_grad=False)
+                detached[argument.name] = new
+                bsyms.append(fsdp_detached.bind(argument, output=new))
+        bsyms.append(swap_args(bsym, detached) if swapped else bsym)
+    return with_bound_symbols(epilogue, bsyms, "fsdp: detach constants") if detached else epilogue
 
 
 def outputs_reached(computation: TraceCtx, epilogue: TraceCtx) -> tuple[int, ...] | None:
