@@ -447,6 +447,7 @@ def test_invalid_options_raise_errors_before_the_launch() -> None:
     for options, error, text in (
         ({"state_dict_type": "whole"}, ValueError, "state_dict_type: expected 'sharded' or 'full'"),
         ({"init": Init(device="cpu")}, TypeError, "device: Fabric chooses"),
+        ({"init": "cpu"}, TypeError, r"init: expected Init\(...\), got 'cpu' of type str"),
         ({"ranks": (2, 0)}, TypeError, "ranks: expected a DeviceMesh or the sizes"),
         ({"prefetch": -1}, ValueError, "prefetch"),
     ):

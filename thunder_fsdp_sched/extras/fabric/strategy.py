@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...api import fsdp
+from ...option_checks import is_a
 from ...option_groups import Init, Ranks
 from ...private_torch import control_fabric_sync
 from ...runtime.row_dtensor import DTENSORS
@@ -84,7 +85,7 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     ) -> None:
         if state_dict_type not in ("sharded", "full"):
             raise ValueError(f"state_dict_type: expected 'sharded' or 'full', got {state_dict_type!r}")
-        if init.device is not None:
+        if is_a(Init, "Init(...)")("init", init).device is not None:
             raise TypeError("Init: device: Fabric chooses the device; pass Fabric(accelerator=..., devices=...)")
         if isinstance(ranks, tuple):
             _check_sizes(ranks)
