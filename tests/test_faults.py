@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 import time
@@ -64,7 +65,10 @@ def _train_until(
             model._lc_transforms[-1].sharded.buckets[1].source.shard = lambda **kwargs: stop()
         loss = loss_of(model(x))
         if stops_here and stage == "backward":
-            model._lc_transforms[-1].sharded.buckets[1].accumulation.check_complete = lambda: stop()
+            # Between the reductions of backward.
+            bucket = model._lc_transforms[-1].sharded.buckets[1]
+            bucket.transport = copy.copy(bucket.transport)
+            bucket.transport.reduce_scatter = lambda *args: stop()
         loss.backward()
         if stops_here and stage == "optimizer":
             optimizer.register_step_pre_hook(lambda *args: stop())

@@ -53,7 +53,7 @@ def run(rank, store, how):
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30))
     other = dist.new_group([0, 1]) if how == "other group" else None
-    transform = tfs.fsdp(bucketing_strategy="layer", separate_reduce_scatter_group=how == "twin")
+    transform = tfs.fsdp(bucketing_strategy="layer", ranks=tfs.Ranks(separate_reduce_scatter_group=how == "twin"))
     model = thunder.jit(torch.nn.Sequential(torch.nn.Linear(64, 64)), transforms=[transform])
     for task in os.listdir("/proc/self/task"):
         if int(task) != main:

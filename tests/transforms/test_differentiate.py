@@ -215,7 +215,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "checkpoint": (lambda: Checkpointed(Layer, count=4), 0),
     "changes of buffers": (lambda: blocks(lambda index: nn.Sequential(Layer(index), nn.BatchNorm1d(4))), 4),
     "parts without gradients": (lambda: blocks(running(partly_without_gradients)), 4),
-    "detached blocks": (lambda: nn.Sequential(blocks(Detaching), nn.Linear(4, 4)), 4),
+    "detached blocks": (lambda: nn.Sequential(blocks(Detaching), nn.Linear(4, 4)), 3),  # as without gradients
 }
 """Models of blocks, and how many regions are computed by a program."""
 
