@@ -200,6 +200,7 @@ def test_windows_count_the_collectives_of_each_bucket(rank: int) -> None:
 #
 
 
+@LONG_ONLY
 @on_ranks()
 def test_rolled_batches_are_trained_to_the_same_loss_but_for_rounding(rank: int) -> None:
     text = accuracy.standard_library(held_out=False)[:100_000], accuracy.standard_library(held_out=True)[:100_000]

@@ -15,6 +15,7 @@ from thunder_fsdp_sched.extras.reports.memory_files import load_memory
 import pytest
 import torch
 from models import Stack
+from profiles import LONG_ONLY
 from typer.testing import CliRunner
 
 
@@ -63,6 +64,7 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     assert "fsdp_all_gather" in invoke("diff", str(files[2]), str(other), exit_code=1)
 
 
+@LONG_ONLY
 def test_a_model_by_name_is_planned_in_mixed_precision_with_optimizer_state_in_float32(monkeypatch, tmp_path):
     small = MODELS["Llama-3-8B"]._replace(blocks=4, width=32, heads=4, kv_heads=2, hidden=64, vocabulary=512)
     monkeypatch.setitem(MODELS, "Llama-3-8B", small)
