@@ -6,7 +6,7 @@ import thunder.torch as ltorch
 from thunder.core.trace import TraceCtx
 
 from ..ir.gradients import needing_gradient
-from .draw_once import described
+from ..ir.inspection import source_of
 
 
 def refuse_wrong_gradients(trace: TraceCtx) -> TraceCtx:
@@ -19,8 +19,9 @@ def refuse_wrong_gradients(trace: TraceCtx) -> TraceCtx:
     for bsym in trace.bound_symbols:
         values = bsym.args[2:3] or [bsym.kwargs.get("values")]
         if bsym.sym.id == ltorch.index_put.id and getattr(values[0], "name", None) in needing:
+            where = f" ({source})" if (source := source_of(bsym)) else ""
             raise NotImplementedError(
-                f"fsdp: Thunder computes no gradient of the values of {described(bsym)}. Write to a copy instead, "
+                f"fsdp: Thunder computes no gradient of the values of {bsym.sym.name!r}{where}. Write to a copy instead, "
                 f"z = y.clone(); z[indices] = values, or with accumulate=True use scatter_add"
             )
     return trace
