@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""What many tests read of the package's inner rooms, imported here alone: a room that moves changes this file.
+"""Internals of the package that several test files use. If a room moves, only this file changes.
 
 Tests of one room import it themselves, and nothing here is of ``extras``.
 """

@@ -205,7 +205,7 @@ _CHANGES = re.compile(
     r"register_general_jit_lookaside\(|filterwarnings\(|simplefilter\(|safe_globals\(|\.disabled = ",
     re.MULTILINE,
 )
-"""What changes Python, torch or Thunder for all of a process: hooks, threads, processes, tables, attributes of classes."""
+"""Patterns of code that changes the whole process: hooks, threads, processes, tables, attributes of classes."""
 
 
 def test_the_table_of_process_wide_state_is_complete() -> None:

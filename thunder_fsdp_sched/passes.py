@@ -1,4 +1,4 @@
-"""What a pass gets, and how it runs: the context of a compilation, the rows of the table of passes, and the executors."""
+"""The context that passes read, the rows of the table of passes, and the executors that run them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ forward or backward trace when Thunder has split them; until its schedule is rea
 
 @dataclass
 class Context:
-    """What the passes of one compilation read besides traces. A candidate of the search has a copy with other settings.
+    """The input of the passes of one compilation, besides traces. A candidate of the search has a copy with other settings.
 
     Attributes:
         buckets: those of the module.

@@ -1,1 +1,1 @@
-"""What an option, a function or a command asks for, a room each: see [Note: Core and extras] in ``extensions``."""
+"""Optional parts, one room for each option, function or command: see [Note: Core and extras] in ``extensions``."""

@@ -38,9 +38,14 @@ def with_gradient(bsym: BoundSymbol) -> list[str]:
     return [out.name for out in tensors if ProxyTag.DETACHED_AUTOGRAD_GRAPH not in out.tags]
 
 
+def requiring_gradient(trace: TraceCtx) -> set[str]:
+    """Return the names of the arguments of a trace that require gradients."""
+    return {arg.name for arg in trace.args if isinstance(arg, TensorProxy) and arg.requires_grad}
+
+
 def needing_gradient(trace: TraceCtx) -> frozenset[str]:
     """Return the names of values that derive, through operators with gradients, from arguments that require them."""
-    needing = {arg.name for arg in trace.args if isinstance(arg, TensorProxy) and arg.requires_grad}
+    needing = requiring_gradient(trace)
     for bsym in trace.bound_symbols:
         if not needing.isdisjoint(args_of(bsym)):
             needing.update(with_gradient(bsym))

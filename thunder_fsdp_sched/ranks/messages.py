@@ -1,4 +1,4 @@
-"""What each of several ranks does, and where that differs."""
+"""Messages that list what each rank does, and where ranks differ."""
 
 from __future__ import annotations
 

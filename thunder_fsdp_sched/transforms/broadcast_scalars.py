@@ -10,7 +10,7 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.gradients import with_gradient
+from ..ir.gradients import requiring_gradient, with_gradient
 from ..ir.inspection import args_of, swap_args, with_bound_symbols
 from .bucket_communication import like
 
@@ -37,9 +37,8 @@ def broadcast_scalars(trace: TraceCtx) -> TraceCtx:
         t2 = prims.mul(y, t3)
     """
     new = with_bound_symbols(trace, (), "fsdp: broadcast scalars")
-    needing = {arg.name for arg in trace.args if isinstance(arg, TensorProxy) and arg.requires_grad}
     with tracectx(new):
-        new.bound_symbols = _broadcast(trace.bound_symbols, needing, new)
+        new.bound_symbols = _broadcast(trace.bound_symbols, requiring_gradient(trace), new)
     return new if _differ(new.bound_symbols, trace.bound_symbols) else trace
 
 

@@ -15,10 +15,11 @@ def refuse_wrong_gradients(trace: TraceCtx) -> TraceCtx:
     Runs on the computation before it is differentiated. Changes nothing. So far that is ``index_put`` with values that need
     a gradient: Thunder returns theirs as that of the first index.
     """
-    needing = needing_gradient(trace)
-    for bsym in trace.bound_symbols:
-        values = bsym.args[2:3] or [bsym.kwargs.get("values")]
-        if bsym.sym.id == ltorch.index_put.id and getattr(values[0], "name", None) in needing:
+    writes = [bsym for bsym in trace.bound_symbols if bsym.sym.id == ltorch.index_put.id]
+    needing = needing_gradient(trace) if writes else frozenset()
+    for bsym in writes:
+        values = bsym.args[2] if len(bsym.args) > 2 else bsym.kwargs["values"]
+        if values.name in needing:
             where = f" ({source})" if (source := source_of(bsym)) else ""
             raise NotImplementedError(
                 f"fsdp: Thunder computes no gradient of the values of {bsym.sym.name!r}{where}. Write to a copy instead, "

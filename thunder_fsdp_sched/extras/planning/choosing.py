@@ -81,7 +81,7 @@ class Decision(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What was chosen for one compilation.
+    """The settings that the search has chosen for one compilation.
 
     Attributes:
         accumulate: how gradients accumulate.

@@ -1,4 +1,4 @@
-"""What a pass has changed, in a line of the log."""
+"""A line of the log that describes what a pass has changed."""
 
 from __future__ import annotations
 
