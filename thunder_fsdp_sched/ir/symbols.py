@@ -62,7 +62,7 @@ from ..runtime.autograd import guard_backward
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot, slot_bytes
 from ..runtime.module_hooks import check_hooks
-from ..runtime.traced_inputs import check_inputs, check_memory
+from ..runtime.traced_inputs import check_inputs, check_memory, check_parameters
 from ..transports.base import Buffer, Traffic
 from .effects import (
     Allocation,
@@ -478,6 +478,7 @@ fsdp_check_no_sync = register("fsdp_check_no_sync", ops.check_no_sync)
 fsdp_check_hooks = register("fsdp_check_hooks", check_hooks)
 fsdp_check_inputs = register("fsdp_check_inputs", check_inputs)
 fsdp_check_memory = register("fsdp_check_memory", check_memory)
+fsdp_check_parameters = register("fsdp_check_parameters", check_parameters)
 fsdp_guard_backward = register("fsdp_guard_backward", guard_backward)
 fsdp_detached = register("fsdp_detached", torch.Tensor.detach, meta=lambda tensor: TensorProxy(like=tensor))
 

@@ -344,8 +344,9 @@ class Arena:
         The backward of an earlier forward may fail before its first issue. Buckets that it has overwritten by then must
         not count as resident from the latest forward.
         """
-        self.wait_for_overlapping(slot)
-        if not all(is_of_running_backward(retained.left_at) for retained in self._retained.values()):
+        if self._in_flight:
+            self.wait_for_overlapping(slot)
+        if self._retained and not all(is_of_running_backward(retained.left_at) for retained in self._retained.values()):
             self._retained.clear()
 
     def finish(self, flight: InFlight) -> None:

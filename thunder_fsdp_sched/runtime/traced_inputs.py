@@ -107,6 +107,33 @@ def check_inputs(args: Any, kwargs: Any, inputs: TracedInputs) -> None:
     inputs.check(args, kwargs)
 
 
+class TracedParameters:
+    """The sharded parameters that traces expect, with what may change of them: the dtype, and whether they have a gradient.
+
+    Gathers notice a parameter that is on another device or whose rows are in other memory.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._names = tuple(parameters)
+        self._expected = [(p, p.dtype, p.requires_grad) for p in parameters.values()]
+
+    def __str__(self) -> str:
+        return "traced_parameters"  # in the prologue
+
+    def check(self, parameters: tuple[torch.nn.Parameter, ...]) -> None:
+        """Raise an error unless these are the parameters that were traced, and unchanged."""
+        for index, (found, (parameter, dtype, requires_grad)) in enumerate(
+            zip(parameters, self._expected, strict=True)
+        ):
+            if found is not parameter or found.dtype is not dtype or found.requires_grad is not requires_grad:
+                raise RuntimeError(f"fsdp: parameter {self._names[index]!r} has changed since it was traced")
+
+
+def check_parameters(traced: TracedParameters, *parameters: torch.nn.Parameter) -> None:
+    """Raise an error, which makes Thunder look for other traces, if parameters differ from ``traced``."""
+    traced.check(parameters)
+
+
 class MemoryOfInputs(NamedTuple):
     """The memory layout that traces expect of tensors among the arguments, by name.
 
