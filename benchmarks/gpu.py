@@ -37,10 +37,10 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched
-from thunder_fsdp_sched.extras.planning.calibration import calibrate
 from thunder_fsdp_sched.extras.planning.clusters import preset_of_gpu
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.recorded import read_recorded
+from thunder_fsdp_sched.extras.reports.exposed import calibrate
 from thunder_fsdp_sched.transports import TRANSPORTS
 
 import thunder

@@ -46,11 +46,10 @@ from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import CommPolicy, Sharding, exposed_communication
-from thunder_fsdp_sched.extras.planning.calibration import calibrate
 from thunder_fsdp_sched.extras.planning.clusters import cluster
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.simulate import simulate
-from thunder_fsdp_sched.extras.reports.exposed import ExposedCommunication
+from thunder_fsdp_sched.extras.reports.exposed import ExposedCommunication, calibrate
 
 import harness
 import torch

@@ -19,7 +19,7 @@ from typing import Any
 import thunder_fsdp_sched
 from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before thunder
 from thunder_fsdp_sched.extras.planning.clusters import ClusterSpec, cluster
-from thunder_fsdp_sched.extras.planning.flops import flops_of
+from thunder_fsdp_sched.extras.planning.cost import flops_of
 from thunder_fsdp_sched.ir.effects import sends
 from thunder_fsdp_sched.ir.schedule import ISSUES, WAITS
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather

@@ -2,8 +2,7 @@
 
     python benchmarks/this_machine.py                  # a rank for each core that this process may use
 
-Each rank has one thread and one core, and gloo between them. The result can be saved with
-``thunder_fsdp_sched.extras.planning.clusters.save_cluster`` and named in ``--cluster``.
+Each rank has one thread and one core, and gloo between them. The output, in a file, is for ``--cluster``.
 """
 
 from __future__ import annotations

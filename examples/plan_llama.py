@@ -6,7 +6,6 @@ import sys
 
 from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step, replan  # before thunder
 from thunder_fsdp_sched.extras.planning.fit import describe_fit, optimizer_state_bytes
-from thunder_fsdp_sched.extras.planning.suggestions import suggest
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as Precision
@@ -48,11 +47,11 @@ def main(length=8192, blocks=32):
             return Llama(blocks), (torch.zeros(1, length).long(), *torch.zeros(2, length, 128).bfloat16())
 
     first = dry_run_step(make, world_size=8, on="h100-sxm", mp_policy=Precision(torch.bfloat16, torch.float32))
-    for step in (first, replan(first, world_size=64), replan(first, world_size=512)):
+    changes = ({"world_size": 64}, {"world_size": 512}, {"max_memory": "66GB"})
+    for step in (first, *(replan(first, **change) for change in changes)):
         state = optimizer_state_bytes(step.compiled.buckets)
         fit = describe_fit(step.memory.with_optimizer_state(state), step.cluster.memory, "H100")
         print(f"{step.world_size} ranks, {1e3 * step.after.step_seconds:,.2f} ms a step: {fit}", flush=True)
-    print(suggest(first))
 
 
 if __name__ == "__main__":

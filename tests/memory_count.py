@@ -10,7 +10,6 @@ it. What the program cannot see are buffers inside a kernel and those of gloo's 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -259,7 +258,7 @@ class Count:
     """A counted step beside its prediction.
 
     Attributes:
-        wrong: for each position where they differ by more than what is listed as unknown there: predicted bytes, counted
+        wrong: for each position where they differ predicted bytes, counted
             bytes, and the bound symbol.
         predicted, counted: the peaks in bytes, without inputs.
     """
@@ -276,9 +275,6 @@ def compare(memory: StepMemory, compiled: CompiledTraces, tracker: Tracker) -> C
     """Return where the predicted and the counted bytes of a step differ, inputs aside."""
     traces = compiled.traces
     bsyms = [bsym for trace in traces for bsym in trace.bound_symbols]
-    unknown: Counter[int] = Counter()
-    for one in memory.unknowns:
-        unknown.update(dict.fromkeys(one.positions, one.nbytes or 0))
     numbers = {id(b): n for n, b in enumerate(b for trace in traces for b in statements(trace))}
     wrong, predicted = [], []
     for position, found in tracker.bytes_at.items():
@@ -288,6 +284,8 @@ def compare(memory: StepMemory, compiled: CompiledTraces, tracker: Tracker) -> C
             predicted.append(sum(at.values()) - at["inputs"])
             # What these symbols free counts there in the prediction, but not for the tracker, which looks after them.
             frees = bsyms[position].sym in (fsdp_release, fsdp_backward_done)
-            if not (0 <= found - predicted[-1] <= unknown[number] or (frees and found < predicted[-1])):
+            # An embedding bag makes one offset more than torch's rule for fake tensors.
+            unknown = 8 * ("embedding_bag" in bsyms[position].sym.name)
+            if not (0 <= found - predicted[-1] <= unknown or (frees and found < predicted[-1])):
                 wrong.append((predicted[-1], found, str(bsyms[position]).partition("\n")[0]))
     return Count(wrong, max(predicted), max(tracker.bytes_at.values()))

@@ -11,11 +11,11 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.extras.command_line import app
-from thunder_fsdp_sched.extras.planning.calibration import calibrate
 from thunder_fsdp_sched.extras.planning.clusters import cluster
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.recorded import read_recorded
 from thunder_fsdp_sched.extras.planning.simulate import simulate
+from thunder_fsdp_sched.extras.reports.exposed import calibrate
 
 import pytest
 import thunder
@@ -83,7 +83,6 @@ def test_waits_for_gloo_count_while_a_collective_runs(tmp_path):
         ("forward", "all_gather", "a"): pytest.approx(10e-3),
         ("backward", "reduce_scatter", "b"): pytest.approx(1e-3),
     }
-    assert not found.waited_for
     [step] = found.steps
     assert (step.rank, step.name) == (0, "ProfilerStep#3")
     assert step.passes == pytest.approx((11e-3, 95e-3)) and step.compute_seconds == pytest.approx(73e-3)
@@ -132,13 +131,11 @@ def test_fsdp2_on_a_gpu_that_lags_behind_its_host(tmp_path):
     assert [(i.bucket, i.trace, i.seconds) for i in reduces] == [("blocks.0", 1, pytest.approx(30e-3))]
 
 
-def test_a_rank_waits_for_the_one_that_begins_last(tmp_path):
-    """Rank 1 begins the gather of ``a`` 20 ms later. Rank 0 waits for it from 30 to 40 ms, until rank 1 begins at 35 ms."""
+def test_ranks_are_read_in_their_order(tmp_path):
     paths = [written(tmp_path / f"{rank}.json", gloo_step(late=20.0 * rank), rank) for rank in (1, 0)]
     found = tfs.exposed_communication(paths)
-    assert found.waited_for == {(0, 1): pytest.approx(5e-3)}
     assert [step.rank for step in found.steps] == [0, 1]
-    assert "waits for late ranks" in str(found)
+    assert found.by_rank[0] > found.by_rank[1]
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=8)
@@ -202,8 +199,8 @@ def _train(rank: int, world_size: int, folder: Path) -> tuple[str, list[str]]:
             with pytest.raises(ValueError, match="exported before, so pass the path of that file"):
                 tfs.exposed_communication(profiler)
             path = folder / f"{name}{rank}.json"
-            found = tfs.exposed_communication(path, compiled=ours.compiled[-1], cluster="cpu-2core")
-            assert list(found.by_rank) == [rank] and found.predicted is not None and "predicted" in str(found)
+            found = tfs.exposed_communication(path)
+            assert list(found.by_rank) == [rank]
             spec = calibrate(cluster("cpu-2core"), ours.compiled[-1], found.steps)
             step = simulate(ours.compiled[-1].forward, ours.compiled[-1].backward, AnalyticCost(spec))
             recorded = sorted(step.compute_seconds for step in found.steps)
@@ -215,11 +212,6 @@ def _train(rank: int, world_size: int, folder: Path) -> tuple[str, list[str]]:
         model(torch.randn(4, 32)).sum().backward()
     assert tfs.exposed_communication(profiler).by_rank[rank] > 0
     return [bucket.name for bucket in ours.plan]
-
-
-def make_on_meta():
-    with torch.device("meta"):
-        return Stack(2, 32), (torch.randn(4, 32),)
 
 
 def test_real_ranks_of_ours_and_of_fsdp2(ranks, tmp_path):
@@ -239,18 +231,11 @@ def test_real_ranks_of_ours_and_of_fsdp2(ranks, tmp_path):
             assert t.exposed_seconds <= sum(t.communication_seconds.values()) and t.exposed_seconds < t.step_seconds
             assert t.compute_seconds + t.exposed_seconds == pytest.approx(t.step_seconds)
             assert {i.bucket for i in t.collectives} == names
-        assert found.waited_for[0, 1] > 0.02, found.waited_for
     files = [str(tmp_path / f"ours{rank}.json") for rank in (0, 1)]
     result = CliRunner().invoke(
         app, ["exposed", *files, "--save", str(tmp_path / "exposed.png")], env={"COLUMNS": "100"}
     )
     assert result.exit_code == 0 and (tmp_path / "exposed.png").stat().st_size
-    planned = ["plan", "test_exposed:make_on_meta", "--world-size", "2", "--cluster", "cpu-2core"]
-    profiles = ["--profile", files[0], "--profile", files[1]]
-    result = CliRunner().invoke(app, [*planned, *profiles], env={"COLUMNS": "100"})
-    assert result.exit_code == 0 and "cpu-2core as recorded" in result.output and "predicted" in result.output
-    result = CliRunner().invoke(app, [*planned, "--micro-batches", "2", *profiles])
-    assert result.exit_code == 2 and "--micro-batches 1" in result.output
 
 
 #

@@ -15,7 +15,7 @@ from unittest import mock
 
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.extras.reports import trace_changes
+from thunder_fsdp_sched.extras.reports import texts as report_texts
 from thunder_fsdp_sched.logs import following_stages
 
 import pytest
@@ -48,7 +48,7 @@ def test_functions_that_follow_compilations_get_their_stages() -> None:
 def test_the_first_rank_logs_the_phases_of_compilation_and_describes_no_changes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(trace_changes, "describe_change")
+    monkeypatch.delattr(report_texts, "describe_change")
     with caplog.at_level(logging.INFO, logger=NAME):
         compile_as_rank(_make, fsdp(), rank=0, world_size=4)
     texts = "\n".join(_messages(caplog, logging.INFO))

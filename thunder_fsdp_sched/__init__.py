@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         save_safetensors_async,
     )
     from .extras.low_precision.policy import CommPolicy
-    from .extras.replay.replay_schedule import ScheduleMismatch
+    from .extras.replay import ScheduleMismatch
     from .extras.reports.exposed import exposed_communication
     from .extras.step_memory.step_memory import StepMemory
     from .extras.thunder_recipes import FSDPSched
@@ -100,7 +100,7 @@ _LOADED_WHEN_USED = (
     "extras.low_precision.policy",
     "extras.thunder_recipes",
     "extras.step_memory.step_memory",
-    "extras.replay.replay_schedule",
+    "extras.replay",
     "extras.reports.exposed",
 )
 """Modules that a training step does not need, in the order in which they are searched for a public name."""

@@ -107,5 +107,5 @@ class Artifacts:
 def log_pass(name: str, seconds: float, before: TraceCtx, after: TraceCtx) -> None:
     """Log at DEBUG what a pass changed and the processor time (s) that it took."""
     if LOGGER.isEnabledFor(logging.DEBUG):
-        changed = load("extras.reports.trace_changes:describe_change")(before, after)
+        changed = load("extras.reports.texts:describe_change")(before, after)
         LOGGER.debug("pass %s: %s, %.1f ms", name, changed, 1e3 * seconds)

@@ -219,7 +219,7 @@ def check_transport(name: str, transport: Any) -> Any:
 def check_schedule(name: str, schedule: Any) -> tuple[Any, ...] | None:
     if schedule is None:
         return None
-    checked: tuple[Any, ...] = load("extras.replay.check:check_schedule")(name, schedule)
+    checked: tuple[Any, ...] = load("extras.replay:check_schedule")(name, schedule)
     return checked
 
 

@@ -45,7 +45,7 @@ from .transforms.write_grads_in_place import write_grads_in_place
 if TYPE_CHECKING:  # so that a checker of types sees their arguments
     from .extras.activation_offload.offload_activations import offload_activations
     from .extras.activation_offload.sort_host_copies import sort_host_copies
-    from .extras.replay.replay_schedule import replay_schedule
+    from .extras.replay import replay_schedule
     from .extras.secondary_shards.gather_from_secondary import gather_from_secondary
     from .transforms.average_counted_targets import average_counted_targets
     from .transforms.draws_in_fusions import mark_draws, refuse_merged_draws
@@ -66,7 +66,7 @@ else:
     gather_from_secondary = Later("extras.secondary_shards.gather_from_secondary:gather_from_secondary")
     offload_activations = Later("extras.activation_offload.offload_activations:offload_activations")
     sort_host_copies = Later("extras.activation_offload.sort_host_copies:sort_host_copies")
-    replay_schedule = Later("extras.replay.replay_schedule:replay_schedule")
+    replay_schedule = Later("extras.replay:replay_schedule")
 
 
 def _operators(c: Context) -> Sequence[BoundSymbol]:
@@ -236,7 +236,7 @@ PIPELINE: tuple[Phase, ...] = (
             replay_schedule,
             lambda trace, c: replay_schedule(
                 trace,
-                schedule=load("extras.replay.replay_schedule:pinned_schedule")(
+                schedule=load("extras.replay:pinned_schedule")(
                     trace, given(c.options.schedule), c.traces.forward_schedule, no_sync=c.no_sync
                 ),
             ),

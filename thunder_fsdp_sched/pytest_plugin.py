@@ -35,7 +35,7 @@ def schedule_snapshot(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     def compare(subject: Any, *, name: str = "") -> None:
         __tracebackhide__ = True
-        from thunder_fsdp_sched.extras.replay.schedule_files import load_schedules, save_schedules
+        from thunder_fsdp_sched.extras.replay import load_schedules, save_schedules
         from thunder_fsdp_sched.extras.testing import step_schedule
 
         schedule = step_schedule(subject)

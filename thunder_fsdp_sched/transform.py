@@ -131,7 +131,7 @@ class FSDPTransform(ShardingTransform):
 
     def save_schedules(self, path: str | Path) -> None:
         """Write :attr:`schedules` to a file that ``fsdp(schedule=path)`` replays."""
-        load("extras.replay.schedule_files:save_schedules")(self.schedules, path)
+        load("extras.replay:save_schedules")(self.schedules, path)
 
     def transform_module(self, model: ThunderModule) -> None:
         if any(isinstance(transform, FSDPTransform) for transform in model._lc_transforms):

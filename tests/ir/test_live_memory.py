@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import pickle
-import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched import CommPolicy, CompiledTraces, Sharding, StepMemory, fsdp, set_gradient_divide_factor
 from thunder_fsdp_sched.extras.planning.choosing import check_memory
 from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
-from thunder_fsdp_sched.extras.reports.memory_files import load_memory, save_memory, save_snapshot
-from thunder_fsdp_sched.extras.step_memory.step_memory import TensorMemory
 from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS
 from thunder_fsdp_sched.transports import TRANSPORTS
 
 import pytest
-import thunder
 import torch
 import torch.cuda._memory_viz
 from extending import extended
@@ -266,69 +258,6 @@ def compiled() -> CompiledTraces:
     return compile_model(lambda: GPT(block=FeedForward), transport="all_to_all")
 
 
-def test_memory_is_saved_loaded_and_compared(compiled: CompiledTraces, tmp_path: Path) -> None:
-    memory = compiled.memory
-    save_memory(memory, tmp_path / "memory.json")
-    loaded = load_memory(tmp_path / "memory.json")
-    assert loaded == memory and memory == loaded and str(loaded) == str(memory)
-    assert loaded.unknowns == memory.unknowns and loaded.wasted == memory.wasted
-    assert memory.difference(loaded) == ""
-
-    largest = memory.peak.largest[0]
-    grown = replace(memory, tensors=tuple(t._replace(nbytes=t.nbytes + 7 * (t == largest)) for t in memory.tensors))
-    grown = grown.with_optimizer_state(100)
-    assert grown != memory
-    difference = grown.difference(memory)
-    assert "(+107)" in difference and re.search(r"optimizer state +\+100$", difference, re.MULTILINE)
-    assert re.search(rf"\+7  {largest.kind} +{re.escape(largest.source)}$", difference, re.MULTILINE)
-    assert "-107" in memory.difference(grown)
-    unlike = replace(memory, tensors=(*memory.tensors, TensorMemory("inputs", "x", 1, 0, 0, "")))
-    assert "other positions differ" in unlike.difference(memory)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda content: content.update(format=0), "format 0, this version reads 1"),
-        (lambda content: content.pop("wasted"), "the file has no 'wasted'"),
-        (lambda content: content["tensors"][1].update(nbytes="8"), r"tensors\[1\].nbytes: expected int, got str"),
-        (lambda content: content["tensors"][0].update(end=10**6), r"tensors\[0\]: it exists from"),
-        (lambda content: content["tensors"][0].update(kind="cake"), r"tensors\[0\].kind: 'cake' is none of shards"),
-    ],
-)
-def test_a_file_that_holds_no_memory_is_refused(
-    compiled: CompiledTraces, tmp_path: Path, change: Callable[[Any], Any], message: str
-) -> None:
-    path = tmp_path / "memory.json"
-    save_memory(compiled.memory, path)
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"memory.json holds no memory of a step: {message}"):
-        load_memory(path)
-
-
-def test_a_snapshot_shows_the_prediction_beside_what_was_measured(compiled: CompiledTraces, tmp_path: Path) -> None:
-    memory, path = compiled.memory, tmp_path / "snapshot.pickle"
-    alloc = {"action": "alloc", "addr": 0, "size": 512, "stream": 0, "frames": []}
-    save_snapshot(memory, path, {"segments": [], "device_traces": [[alloc]], "allocator_settings": {}})
-    written = pickle.loads(path.read_bytes())
-    assert written["allocator_settings"] == {}
-    measured, predicted = written["device_traces"]
-    assert measured == [alloc]
-    now, most = 0, [0] * (len(memory.statements) + 1)
-    for event in predicted:
-        now += {"alloc": event["size"], "free_completed": -event["size"]}.get(event["action"], 0)
-        most[event["time_us"]] = max(most[event["time_us"]], now)
-    assert now == 0 and max(most) == memory.peak.nbytes and most.index(max(most)) == memory.peak.position
-    names = {frame["name"] for event in predicted for frame in event["frames"]}
-    assert "shards" in names and set(memory.statements) & names
-    assert "cudaMalloc" not in torch.cuda._memory_viz.trace(written)  # it reads the file
-    assert "<html>" in torch.cuda._memory_viz.trace_plot(written)
-    save_snapshot(memory, path)
-    assert len(pickle.loads(path.read_bytes())["device_traces"]) == 1
-
-
 def test_cuda_rounds_each_allocation_to_512_bytes(compiled: CompiledTraces) -> None:
     exact, rounded = compiled.memory, compiled.predict_memory(device="cuda")
     for one, other in zip(exact.tensors, rounded.tensors, strict=True):
@@ -336,30 +265,3 @@ def test_cuda_rounds_each_allocation_to_512_bytes(compiled: CompiledTraces) -> N
         assert other._replace(nbytes=one.nbytes) == one
     assert rounded.fixed["shards"] == sum(-(-b.shard.nbytes // 512) * 512 for b in compiled.buckets)
     assert all(nbytes % 512 == 0 for nbytes in rounded.fixed.values())
-
-
-def test_memory_that_traces_do_not_tell_is_named_and_bounded(compiled: CompiledTraces) -> None:
-    on_cpu = {unknown.name for unknown in compiled.memory.unknowns}
-    assert on_cpu == {"torch.ops.aten.embedding_backward"}
-    on_gpu = {unknown.name: unknown for unknown in compiled.predict_memory(device="cuda").unknowns}
-    assert on_gpu.keys() == on_cpu | {"cuBLAS", "NCCL", "CUDA context and kernels", "fragmentation"}
-    assert on_gpu["cuBLAS"].nbytes == 32 << 20 and on_gpu["NCCL"].nbytes is None
-    matmuls = {n for n, line in enumerate(compiled.memory.statements) if "linear(" in line or "matmul" in line}
-    assert set(on_gpu["cuBLAS"].positions) == matmuls
-    assert "cuBLAS: at most 33,554,432 bytes" in str(compiled.predict_memory(device="cuda"))
-
-
-def test_the_copies_of_gloo_are_bounded_by_transport(one_rank: None) -> None:
-    found = {}
-    for transport in ("flat", "all_to_all", "all_reduce"):
-        transform = fsdp(transport=transport, bucketing_strategy=1 << 20)
-        model = Stack(1)
-        (x,) = model.inputs(torch.Generator().manual_seed(0))
-        thunder.jit(model, transforms=[transform])(x.float())
-        unknowns = transform.compiled[-1].memory.unknowns
-        [gather] = [u for u in unknowns if "fsdp_all_gather" in u.reason]
-        [reduction] = [u for u in unknowns if "fsdp_reduce_scatter" in u.reason]
-        [bucket] = transform.sharded.buckets
-        assert gather.name == reduction.name == "gloo" and len(bucket.spec.layout.segments) == 1
-        found[transport] = [(u.nbytes - 128 * 1024) / bucket.spec.unsharded_bytes for u in (gather, reduction)]
-    assert found == {"flat": [2, 2], "all_to_all": [2, 0], "all_reduce": [1, 2]}

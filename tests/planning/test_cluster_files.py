@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from thunder_fsdp_sched.extras.planning.clusters import CLUSTERS, read_cluster, save_cluster
+from thunder_fsdp_sched.extras.planning.clusters import CLUSTERS, as_json, read_cluster
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import torch
 
 def test_every_preset_survives_saving_and_reading(tmp_path):
     for name, spec in CLUSTERS.items():
-        save_cluster(spec, tmp_path / "cluster.json")
+        (tmp_path / "cluster.json").write_text(as_json(spec))
         assert read_cluster(str(tmp_path / "cluster.json")) == spec
         assert read_cluster(name) is spec
 

@@ -16,8 +16,7 @@ from thunder_fsdp_sched.extras.planning.clusters import (
     cluster_of_this_process,
     preset_of_gpu,
 )
-from thunder_fsdp_sched.extras.planning.cost import AnalyticCost, bytes_of, ring_seconds
-from thunder_fsdp_sched.extras.planning.flops import flops_of
+from thunder_fsdp_sched.extras.planning.cost import AnalyticCost, bytes_of, flops_of, ring_seconds
 from thunder_fsdp_sched.extras.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.flat import Flat

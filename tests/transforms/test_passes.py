@@ -8,7 +8,7 @@ from unittest import mock
 
 from thunder_fsdp_sched import VerificationError
 from thunder_fsdp_sched.extras import testing
-from thunder_fsdp_sched.extras.step_memory.slot_memory import shared_slots
+from thunder_fsdp_sched.extras.step_memory.value_memory import shared_slots
 from thunder_fsdp_sched.ir.slots import filling_bytes, grads_over_params
 from thunder_fsdp_sched.transforms.sort_communication import issue_points
 

@@ -6,8 +6,7 @@ import json
 import operator
 
 from thunder_fsdp_sched import ScheduleMismatch, StepSchedule
-from thunder_fsdp_sched.extras.replay.replay_schedule import replay_schedule
-from thunder_fsdp_sched.extras.replay.schedule_files import load_schedules, save_schedules
+from thunder_fsdp_sched.extras.replay import load_schedules, replay_schedule, save_schedules
 
 import pytest
 from hypothesis import given, settings

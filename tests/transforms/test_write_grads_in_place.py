@@ -9,7 +9,7 @@ from typing import Any
 
 from thunder_fsdp_sched import full_state_dict
 from thunder_fsdp_sched.extras import testing
-from thunder_fsdp_sched.extras.step_memory.slot_memory import shared_slots
+from thunder_fsdp_sched.extras.step_memory.value_memory import shared_slots
 
 import pytest
 import torch

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -19,21 +19,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..logs import following_stages
 from ..option_groups import Sharding
-from ..sizes import parse_bytes
+from ..plan.specs import ShardingStrategy
 from ..transports import TRANSPORTS
-from .planning.calibration import calibrate
 from .planning.clusters import CLUSTERS, read_cluster
-from .planning.dry_run import DryRun, dry_run_step, find_model, replan
+from .planning.dry_run import DryRun, dry_run_step, find_model
 from .planning.fit import describe_fit, optimizer_state_bytes
 from .planning.models import MODELS
-from .planning.recorded import RecordedStep, read_recorded
-from .planning.suggestions import HEADROOM, suggest
-from .replay.schedule_files import load_schedules
-from .reports.dry_run_table import answer, dry_run_table, window_table
-from .reports.exposed import ExposedCommunication, exposed_communication
-from .reports.memory_files import save_memory, save_snapshot
-from .reports.plot import plot_memory, plot_timelines, save_perfetto
-from .reports.report import make_console, plan_table, step_before_and_after
+from .replay import load_schedules
+from .reports.exposed import exposed_communication
+from .reports.plot import plot_memory, plot_timelines, save_memory, save_perfetto
+from .reports.report import answer, dry_run_table, make_console, plan_table, step_before_and_after, window_table
 from .step_memory.step_memory import StepMemory
 
 app = typer.Typer(
@@ -49,13 +44,6 @@ PRESETS = f"Clusters: {', '.join(CLUSTERS)}."
 UNITS = "Units: sizes are bytes, as 8GiB, 25MB or 8589934592; bandwidths are bytes/s; times are seconds."
 
 Spinner = Callable[[str], None]
-
-StrategyChoice = Literal["zero2", "zero3", "both"]
-
-
-def strategies_of(sharding: StrategyChoice) -> tuple[str, ...]:
-    """Return the sharding strategies that a command runs."""
-    return ("zero2", "zero3") if sharding == "both" else (sharding,)
 
 
 @contextmanager
@@ -91,7 +79,7 @@ class StepOptions:
             help="Change an attribute of the machine, such as inter_node_bandwidth=25GB; may be repeated.",
         ),
     ] = None
-    sharding: Annotated[StrategyChoice, typer.Option(help="What to compile.")] = "zero3"
+    sharding: Annotated[ShardingStrategy, typer.Option(help="The sharding strategy.")] = "zero3"
     bucketing: Annotated[str, typer.Option(help="block, layer, none, or the size of a bucket, such as 25MB.")] = "block"
     prefetch: Annotated[
         str | None,
@@ -129,13 +117,8 @@ class StepOptions:
         ),
     ] = None
 
-    def compile(
-        self, console: Console, strategy: str, *, micro_batches: int = 1, recorded: Sequence[RecordedStep] = ()
-    ) -> DryRun:
-        """Compile the model as one of many ranks and simulate it, with a spinner that shows stage and elapsed time.
-
-        If there are recorded steps, compute and links get their speed.
-        """
+    def compile(self, console: Console, *, micro_batches: int = 1) -> DryRun:
+        """Compile the model as one of many ranks and simulate it, with a spinner that shows stage and elapsed time."""
         dtype = _dtype("dtype", self.dtype)
         lower = self.mixed_precision or ("none" if ":" in self.model else "bfloat16")
         policy = None if lower == "none" else MixedPrecisionPolicy(_dtype("mixed-precision", lower), torch.float32)
@@ -146,14 +129,14 @@ class StepOptions:
             make = find_model(self.model, batch=self.batch, length=self.length, dtype=dtype)
             with _spinner(console, f"{self.model}: making the model") as show:
                 with following_stages(lambda stage: show(f"{self.model}: {stage}")):
-                    step = dry_run_step(
+                    return dry_run_step(
                         make,
                         on=spec,
                         world_size=self.world_size,
                         sharding_strategy=Sharding(
-                            strategy,
+                            self.sharding,
                             max_unsharded_bytes=self.max_unsharded,
-                            secondary_ranks=self.secondary_ranks if strategy == "zero3" else None,
+                            secondary_ranks=self.secondary_ranks,
                         ),
                         bucketing_strategy=self.bucketing,
                         prefetch=int(self.prefetch) if self.prefetch and self.prefetch.isdigit() else self.prefetch,
@@ -164,7 +147,6 @@ class StepOptions:
                         transport=self.transport,
                         mp_policy=policy,
                     )
-                    return replan(step, on=calibrate(spec, step.compiled, recorded)) if recorded else step
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
 
@@ -202,7 +184,7 @@ def _takes(options: type, **defaults: Any) -> Callable[[Callable[..., None]], Ca
 
 @app.command(
     epilog=f"{PRESETS}\n\n{UNITS}\n\n"
-    "Example: python -m thunder_fsdp_sched trace my_models:make --world-size 64 --sharding both --prefetch 2"
+    "Example: python -m thunder_fsdp_sched trace my_models:make --world-size 64 --sharding zero2 --prefetch 2"
 )
 @_takes(StepOptions)
 def trace(options: StepOptions) -> None:
@@ -211,11 +193,10 @@ def trace(options: StepOptions) -> None:
     This runs in one process, with a fake process group that sends no data.
     """
     console = make_console()
-    for strategy in strategies_of(options.sharding):
-        step = options.compile(console, strategy)
-        console.print(plan_table(step.transform.plan))
-        title = f"{strategy.replace('zero', 'ZeRO-')}, {options.world_size} ranks"
-        console.print(step_before_and_after(step.transform.compiled[-1], title=title, width=console.width))
+    step = options.compile(console)
+    console.print(plan_table(step.transform.plan))
+    title = f"{options.sharding.replace('zero', 'ZeRO-')}, {options.world_size} ranks"
+    console.print(step_before_and_after(step.transform.compiled[-1], title=title, width=console.width))
 
 
 @app.command(
@@ -234,37 +215,12 @@ def plan(
         float | None,
         typer.Option(min=0, help="Bytes of optimizer state for each element that trains; by default those of AdamW."),
     ] = None,
-    suggestions: Annotated[
-        bool | None,
-        typer.Option(
-            "--suggest/--no-suggest",
-            help="Say what to change, each with its simulated time; by default in detail only if the step does not fit with "
-            "the headroom.",
-        ),
-    ] = None,
-    headroom: Annotated[
-        str | None,
-        typer.Option(help="Memory of the device to leave free, such as 2GB; by default 5 % of it."),
-    ] = None,
-    profile: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="A file of torch's profiler of a run of this model; repeat it for other ranks. Compute and links get the "
-            "recorded speed, and the recorded exposed communication is shown beside the planned.",
-        ),
-    ] = None,
-    dry_runs: Annotated[
-        int, typer.Option(min=0, help="Dry runs for suggestions, such as half the batch, that need another trace.")
-    ] = 2,
     picture: Annotated[Path | None, typer.Option(help="Where to draw the timeline (.png, .svg).")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for Perfetto (.json).")] = None,
     schedule: Annotated[Path | None, typer.Option(help="Where to save the schedule (.json).")] = None,
     memory_file: Annotated[
         Path | None,
-        typer.Option(
-            "--memory", help="Where to draw the memory of the step (.png, .svg), or to save it (.json, .pickle)."
-        ),
+        typer.Option("--memory", help="Where to draw the memory of the step (.png, .svg), or to save it (.json)."),
     ] = None,
 ) -> None:
     """Plan a training step on a cluster that you do not have: memory, time, and exposed communication.
@@ -273,60 +229,34 @@ def plan(
     nearly all of it in Thunder's own tracing.
     """
     console = make_console()
-    both = options.sharding == "both"
-    if both and any((picture, perfetto, schedule, memory_file)):
-        raise typer.BadParameter("files hold one step: give --sharding zero2 or zero3, not both")
-    if profile and micro_batches > 1:
-        raise typer.BadParameter("--profile is compared with one forward and backward: give --micro-batches 1")
-    try:
-        recorded = read_recorded(profile) if profile else []
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    for strategy in strategies_of(options.sharding):
-        step = options.compile(console, strategy, micro_batches=micro_batches, recorded=recorded)
-        if both:
-            console.print(strategy.replace("zero", "ZeRO-"), style="bold")
-        compiled = step.compiled
-        memory = step.memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
-        fit = describe_fit(memory, step.cluster.memory, step.cluster.name, compiled.forward)
-        verdict, _, parts = fit.partition("\n")
-        free = int(HEADROOM * step.cluster.memory)
-        if headroom is not None:
-            try:
-                free = 0 if headroom == "0" else parse_bytes("headroom", headroom)
-            except ValueError as error:
-                raise typer.BadParameter(str(error)) from error
-        found = None
-        if suggestions is not False:
-            with _spinner(console, "looking for suggestions") as show, following_stages(lambda stage: None):
-                found = suggest(step, progress=show, optimizer_bytes=optimizer_bytes, headroom=free, dry_runs=dry_runs)
-        console.print(answer(step, options.model, verdict, found), markup=False)
-        if found is not None and (suggestions or not found.plan.fits):
-            console.print(str(found), markup=False)
-        console.print(plan_table(step.transform.plan))
-        if step.window is not None:
-            console.print(window_table(step))
-        console.print(dry_run_table(step))
-        if recorded:
-            console.print(ExposedCommunication(recorded, step.after).table())
-        console.print(parts, markup=False)
-        if compiled.choice is not None:
-            console.print(str(compiled.choice))
-        files: dict[str, tuple[Path | None, Callable[[Path], object]]] = {
-            "picture": (picture, partial(plot_timelines, [("unsorted", step.before), ("scheduled", step.after)])),
-            "Perfetto": (perfetto, partial(save_perfetto, step.after)),
-            "schedule": (schedule, step.transform.save_schedules),
-            "memory": (memory_file, partial(_write_memory, memory, step)),
-        }
-        for name, (path, write) in files.items():
-            if path is not None:
-                write(path)
-                console.print(f"{name}: {path}")
+    step = options.compile(console, micro_batches=micro_batches)
+    compiled = step.compiled
+    memory = step.memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
+    fit = describe_fit(memory, step.cluster.memory, step.cluster.name, compiled.forward)
+    verdict, _, parts = fit.partition("\n")
+    console.print(answer(step, options.model, verdict, memory), markup=False)
+    console.print(plan_table(step.transform.plan))
+    if step.window is not None:
+        console.print(window_table(step))
+    console.print(dry_run_table(step))
+    console.print(parts, markup=False)
+    if compiled.choice is not None:
+        console.print(str(compiled.choice))
+    files: dict[str, tuple[Path | None, Callable[[Path], object]]] = {
+        "picture": (picture, partial(plot_timelines, [("unsorted", step.before), ("scheduled", step.after)])),
+        "Perfetto": (perfetto, partial(save_perfetto, step.after)),
+        "schedule": (schedule, step.transform.save_schedules),
+        "memory": (memory_file, partial(_write_memory, memory, step)),
+    }
+    for name, (path, write) in files.items():
+        if path is not None:
+            write(path)
+            console.print(f"{name}: {path}")
 
 
 def _write_memory(memory: StepMemory, step: DryRun, path: Path) -> None:
-    if save := {".json": save_memory, ".pickle": save_snapshot}.get(path.suffix):
-        save(memory, path)
+    if path.suffix == ".json":
+        save_memory(memory, path)
     else:
         plot_memory(memory, path, timeline=step.after)
 

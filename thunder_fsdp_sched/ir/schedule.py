@@ -1,4 +1,4 @@
-"""The schedule of a compiled trace as a value: printed and compared; ``schedule_files`` saves and loads it."""
+"""The schedule of a compiled trace as a value: printed and compared; ``extras.replay`` saves and loads it."""
 
 from __future__ import annotations
 

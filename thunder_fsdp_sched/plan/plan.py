@@ -46,6 +46,6 @@ class Plan:
     @property
     def table(self) -> Any:
         """The cells of the table that ``print`` shows, a ``PlanTable``."""
-        return load("extras.reports.plan_table:table_of")(
+        return load("extras.reports.texts:table_of")(
             self.buckets, f"{self.world_size} ranks of process group {self.group!r}"
         )

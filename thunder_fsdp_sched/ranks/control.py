@@ -41,7 +41,7 @@ whether forward has left a bucket for backward     offered (``TraceStart.reusabl
 whether a window has left a bucket for forward     offered (``TraceStart.reusable_gathers``): else all gather it
 which parameters have no gradient                  the last hash; if it differs, names: those that no rank has used
 whether a save beside training has failed          offered: the error is raised once all ranks know of it
-what a search for settings finds                   one rank searches for all: ``deciding.decide_once``
+what a search for settings finds                   one rank searches for all: ``choosing.decide_once``
 whether the first run of its trace is audited      offered: then all ranks end the run with ``report``
 that its traces exceed ``max_memory``, or a later
 transform has broken them                          an error here, of which ``announcing_failure`` tells the others

@@ -23,7 +23,7 @@ from thunder.core.trace import TraceCtx
 
 from ...ir.analysis import Lifetime
 from ...ir.effects import effects
-from .cost import CostModel
+from .cost import AnalyticCost
 from .recomputation import ForwardSegment, SavedValues, Span, choices_of, timeline
 
 _HIDDEN_SHARE = 0.7
@@ -107,7 +107,7 @@ class ActivationPlans:
         peak: the estimated peak of values (bytes) if everything is saved.
     """
 
-    def __init__(self, halves: Sequence[TraceCtx], cost: CostModel, offloadable: Iterable[str] = ()) -> None:
+    def __init__(self, halves: Sequence[TraceCtx], cost: AnalyticCost, offloadable: Iterable[str] = ()) -> None:
         self._cost, self._offloadable = cost, frozenset(offloadable)
         saved = self._saved = SavedValues(halves, [max(seconds) for seconds in cost.seconds(halves[0])])
         computing = sum(operator.seconds for operator in saved.operators)

@@ -27,10 +27,11 @@ is compared when they compile.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
+import torch.distributed as dist
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 
@@ -42,7 +43,8 @@ from ...ir.effects import effects
 from ...ir.inspection import names, nbytes_of, split_joint
 from ...logs import LOGGER
 from ...passes import Context
-from ...ranks.control import hash64
+from ...ranks.control import Control, hash64
+from ...ranks.messages import sides
 from ...runtime.accumulation import AccumulationMode
 from ...runtime.bucket import Bucket
 from ...sharding.sharded_module import ShardedModule
@@ -51,7 +53,6 @@ from ..step_memory.step_memory import StepMemory
 from ..step_memory.value_memory import pending_grads_of
 from .clusters import ClusterSpec, cluster_of_this_process
 from .cost import AnalyticCost
-from .deciding import decide_once
 from .search import Choice, Limits, MemoryLimitError, Search, copy_times
 
 _SEARCH = "the search for the schedule of a trace"
@@ -188,7 +189,7 @@ class Chooser:
         if kind not in found or not self._allows(found[kind]):
             outputs = (p for bsym in self.joint.bound_symbols for p in bsym.flat_proxy_outs)
             size = sum(nbytes_of(p) for p in outputs if isinstance(p, TensorProxy))
-            decided = decide_once(control, _SEARCH, kind, size, self._decide)
+            decided = decide_once(control, kind, size, self._decide)
             if errors := {of: error for of, error in decided.items() if isinstance(error, ValueError)}:
                 raise errors.get(kind) or control.disagreement(f"{_SEARCH} failed: {next(iter(errors.values()))}")
             found.update(decided)
@@ -325,6 +326,55 @@ class Chooser:
         settings = replace(self.context.settings, kept_buckets=frozenset(always_kept))
         context = replace(self.context, no_sync=no_sync, settings=settings)
         return Search(bucketed, self.cost, limits, context, pending_grads)
+
+
+def decide_once(
+    control: Control, kind: int, size: int, decide: Callable[[], Decision | ValueError]
+) -> dict[int, Decision | ValueError]:
+    """Meet the other ranks, and let one rank of each kind decide for all ranks of its kind; a collective.
+
+    No rank waits for a decision before all ranks have come to this call. Of each kind, the rank with the largest size
+    decides, the first among equals, and sends its decision to all ranks: O(log W) messages for each kind.
+
+    Args:
+        kind: equal on the ranks for which one decision holds.
+        size: the size of the work for which this rank needs the decision.
+        decide: returns a decision or an error, which can be pickled.
+
+    Returns:
+        The decisions, keyed by kind.
+
+    Raises:
+        ScheduleDisagreement: a rank does something else or does not come, or ``decide`` failed on another rank.
+    """
+    if control.channel is None:
+        return {kind: decide()}
+    ranks = control.group.global_ranks
+    deciding: dict[int, tuple[int, int]] = {}  # for each kind, the largest size, and the negative rank that has it
+    for rank, (of, its_size) in zip(ranks, control.exchange(_SEARCH, (kind, size)), strict=True):
+        deciding[of] = max(deciding.get(of, (its_size, -rank)), (its_size, -rank))
+    failure: Exception | None = None
+    own: tuple[Decision | ValueError | None, str] = None, ""
+    if deciding[kind][1] == -control.global_rank:
+        try:
+            own = decide(), ""
+        except Exception as error:
+            failure, own = error, (None, f"{type(error).__name__}: {error}")
+    decisions: dict[int, Any] = {}
+    failed: dict[int, str] = {}
+    with control.doing(f"the exchange of {_SEARCH}"):
+        for of, (_, negative) in deciding.items():
+            sent = [own if -negative == control.global_rank else None]
+            dist.broadcast_object_list(sent, -negative, group=control.channel.group.process_group)
+            assert sent[0] is not None
+            decisions[of], error_text = sent[0]
+            if error_text:
+                failed[-negative] = error_text
+    if failure is not None:
+        raise failure
+    if failed:
+        raise control.disagreement(f"{_SEARCH} failed:\n{sides(failed)}")
+    return decisions
 
 
 def _values(trace: TraceCtx) -> list[str]:

@@ -112,18 +112,16 @@ class ClusterSpec:
     host_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
-        positive = ("devices_per_node", "memory", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth")
-        for name in positive:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"cluster {self.name!r}: {name} must be positive, got {getattr(self, name)}")
-        if self.host_bandwidth < 0:
-            raise ValueError(f"cluster {self.name!r}: host_bandwidth must not be negative, got {self.host_bandwidth}")
-        if not self.protocols:
-            raise ValueError(f"cluster {self.name!r}: protocols must hold at least one")
-        if not self.flops or min(self.flops.values()) <= 0:
-            raise ValueError(f"cluster {self.name!r}: flops must give a positive peak for some dtype, got {self.flops}")
-        if not 0 <= self.contention < 1:
-            raise ValueError(f"cluster {self.name!r}: contention must be in [0, 1), got {self.contention}")
+        for name in ("devices_per_node", "memory", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth"):
+            self._check(name, getattr(self, name) > 0, "be positive")
+        self._check("host_bandwidth", self.host_bandwidth >= 0, "not be negative")
+        self._check("protocols", bool(self.protocols), "hold at least one")
+        self._check("flops", min(self.flops.values(), default=0.0) > 0, "give a positive peak for some dtype")
+        self._check("contention", 0 <= self.contention < 1, "be in [0, 1)")
+
+    def _check(self, name: str, valid: bool, rule: str) -> None:
+        if not valid:
+            raise ValueError(f"cluster {self.name!r}: {name} must {rule}, got {getattr(self, name)}")
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """Return the FLOP/s that one device reaches in ``dtype``; without a peak, those of the slowest known dtype."""
@@ -320,11 +318,6 @@ def read_cluster(name: str, changes: Sequence[str] = ()) -> ClusterSpec:
     return _changed(spec, values, "cluster") if values else spec
 
 
-def save_cluster(spec: ClusterSpec, path: str | Path) -> None:
-    """Write a cluster to a JSON file that :func:`read_cluster` reads."""
-    Path(path).write_text(f"{as_json(spec)}\n")
-
-
 def as_json(spec: ClusterSpec) -> str:
     """Return a cluster as the content of a file that :func:`read_cluster` reads."""
     values = dataclasses.asdict(spec)
@@ -366,14 +359,16 @@ def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     checked = {}
     for name, value in values.items():
         try:
-            if name in _CONVERTED:
-                checked[name] = _CONVERTED[name](value)
-            else:
-                number = parse_bytes(name, value) if _is_text_of_bytes(name, value) else float(value)
-                checked[name] = int(number) if fields[name] == "int" else number
+            checked[name] = _READ[fields[name]](value)
         except (TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{where}: {name} cannot be {value!r}: {error}") from error
     return checked
+
+
+def _number(value: Any) -> float:
+    """Return a number, or as many bytes as a text with a unit says: ``"25GB"``."""
+    has_unit = isinstance(value, str) and value[-1:].isalpha()
+    return float(parse_bytes("value", value) if has_unit else value)
 
 
 def _flag(value: Any) -> bool:
@@ -382,20 +377,16 @@ def _flag(value: Any) -> bool:
     return value in (True, "true")
 
 
-def _is_text_of_bytes(name: str, value: Any) -> bool:
-    """Return whether a value has a unit, as memory and bandwidths may."""
-    return (name == "memory" or name.endswith("_bandwidth")) and isinstance(value, str) and value[-1:].isalpha()
-
-
-_CONVERTED: dict[str, Callable[[Any], Any]] = {
-    "name": str,
-    "source": str,
-    "flops": lambda peaks: {getattr(torch, dtype): float(peak) for dtype, peak in peaks.items()},
-    "protocols": lambda protocols: tuple(Protocol(**protocol) for protocol in protocols),
-    "efficiency": lambda shares: Efficiency(**shares),
-    "synchronous": _flag,
+_READ: dict[Any, Callable[[Any], Any]] = {
+    "str": str,
+    "int": lambda number: int(_number(number)),
+    "float": _number,
+    "bool": _flag,
+    "Mapping[torch.dtype, float]": lambda peaks: {getattr(torch, dtype): float(of) for dtype, of in peaks.items()},
+    "tuple[Protocol, ...]": lambda protocols: tuple(Protocol(**protocol) for protocol in protocols),
+    "Efficiency": lambda shares: Efficiency(**shares),
 }
-"""Functions for the attributes that are no numbers."""
+"""Functions that read the values of a file or of the command line, by the types of attributes."""
 
 
 if __name__ == "__main__":

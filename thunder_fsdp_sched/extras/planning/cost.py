@@ -7,7 +7,8 @@ one, else for its subsymbols. Bytes are those of its inputs and outputs, so a fu
 leaves it.
 
 A view runs no kernel and costs only host time. Whether an operator returns a view depends on the strides of its input,
-which are observed (see ``extras.step_memory.observed_effects``). An expanded value does not occupy the bytes of its shape.
+which are observed (see [Note: Observed strides] in ``extras.step_memory.value_memory``). An expanded value does not occupy
+the bytes of its shape.
 
 [Note: Time of a collective]
 A ring of W ranks sends W-1 of W pieces through every link, one after the other. That takes W-1 hops of latency, plus
@@ -21,18 +22,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ...ir.effects import Effects, Issue, is_declared
 from ...ir.inspection import defined_by, nbytes_of, runs_nothing
-from ..step_memory.observed_effects import observed, observed_effects
+from ...ir.observation import observe_call
+from ..step_memory.value_memory import observed, observed_effects
 from .clusters import ClusterSpec, cluster
-from .flops import flops_of
 
 Strides = Mapping[str, tuple[int, ...]]
 """Strides of values by name."""
@@ -45,42 +49,17 @@ class Seconds(NamedTuple):
     device: float
 
 
-class CostModel(Protocol):
-    """The interface between cost models and :func:`~.simulate.simulate`. Times are in seconds.
+class AnalyticCost:
+    """The cost model that computes costs from the description of a cluster. Times are in seconds.
+
+    Args:
+        spec: the cluster, or the name of a preset.
 
     Attributes:
         synchronous: whether the host itself computes (CPU), so that issuing and computing coincide.
         concurrent: collectives of one process group that run at once.
         gather_share: share of the link that an all-gather gets while reductions run.
         reduction_share: share of the link that all reductions get while an all-gather runs; together at most 1.
-    """
-
-    synchronous: bool
-    concurrent: int
-    gather_share: float
-    reduction_share: float
-
-    def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
-        """Return the cost of each bound symbol of the trace; for a collective or its wait, the work besides communication.
-
-        The argument is a whole trace, because a cost can depend on earlier bound symbols (strides, expanded values).
-        """
-
-    def collective_seconds(self, issue: Issue) -> float:
-        """Return the time of one collective alone on the link."""
-
-    def contention(self, kind: str) -> float:
-        """Return the share of compute speed that is lost while a collective of that kind runs."""
-
-    def host_copy_seconds(self, nbytes: int) -> float:
-        """Return the time of a copy of so many bytes between a device and its host's memory."""
-
-
-class AnalyticCost:
-    """The cost model that computes costs from the description of a cluster.
-
-    Args:
-        spec: the cluster, or the name of a preset.
 
     Raises:
         ValueError: no preset has that name.
@@ -97,6 +76,10 @@ class AnalyticCost:
         return f"AnalyticCost({self.spec.name})"
 
     def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
+        """Return the cost of each bound symbol of the trace; for a collective or its wait, the work besides communication.
+
+        The argument is a whole trace, because a cost can depend on earlier bound symbols (strides, expanded values).
+        """
         in_place: set[str] = set()  # gradients in the slot of their reduction
         return [
             self._bound_symbol(bsym, e, strides, in_place)
@@ -104,6 +87,7 @@ class AnalyticCost:
         ]
 
     def collective_seconds(self, issue: Issue) -> float:
+        """Return the time of one collective alone on the link."""
         traffic, group = issue.traffic, issue.group
         assert traffic is not None and group is not None
         passes = traffic.passes * (self.spec.reduce_scatter_factor if traffic.is_reduce_scatter else 1.0)
@@ -116,9 +100,11 @@ class AnalyticCost:
         return seconds
 
     def contention(self, kind: str) -> float:
+        """Return the share of compute speed that is lost while a collective of that kind runs."""
         return self.spec.contention
 
     def host_copy_seconds(self, nbytes: int) -> float:
+        """Return the time of a copy of so many bytes between a device and its host's memory."""
         if self.synchronous:  # reads and writes the same memory
             return 2 * nbytes / self.spec.bytes_per_second
         return nbytes / self.spec.host_bytes_per_second
@@ -150,7 +136,7 @@ class AnalyticCost:
         return Seconds(spec.launch_overhead, spec.kernel_overhead + max(computing, moving))
 
 
-def compute_seconds(cost: CostModel, trace: TraceCtx) -> list[float]:
+def compute_seconds(cost: AnalyticCost, trace: TraceCtx) -> list[float]:
     """Return the time of each bound symbol on the compute stream."""
     return [s.host + s.device if cost.synchronous else s.device for s in cost.seconds(trace)]
 
@@ -205,3 +191,57 @@ def _occupied(tensor: TensorProxy, strides: tuple[int, ...] | None) -> int:
 _SELECTING = frozenset({"gather", "index_select", "take"})
 """Base operators that read only what they return. An embedding counts with its table: if it cost less, the planner would
 recompute it, which makes backward gather the table, and that is not in the costs of recomputation."""
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    PrimIDs.LINEAR: torch.nn.functional.linear,
+    PrimIDs.MATMUL: torch.matmul,
+    PrimIDs.CONVOLUTION: torch.convolution,
+}
+"""The functions of the prims that multiply matrices, which a fusion may consist of."""
+
+_ATTENTION = {
+    "sdpaex_grad_forward_scaled_dot_product_efficient_attention": (0, 2),
+    "sdpaex_scaled_dot_product_efficient_attention_backward": (1, 5),
+    "sdpafx_grad_forward_scaled_dot_product_efficient_attention": (0, 2),
+    "sdpafx_scaled_dot_product_efficient_attention_backward": (1, 5),
+    "cudnn_sdpa_fwd": (0, 2),
+    "cudnn_sdpa_bwd": (1, 5),
+    "fa3_fwd": (0, 2),
+    "fa3_bwd": (1, 5),
+    "scaled_dot_product_attention": (0, 2),
+}
+"""Attention in one kernel: the index of its query, and of how many matrix products it consists.
+
+The formulas of ``flop_counter`` ignore causality. Fused kernels skip the part above the diagonal, which is half of the work
+if there are as many queries as keys.
+"""
+
+
+def flops_of(bsym: BoundSymbol, known: Effects | None = None) -> Mapping[torch.dtype, int]:
+    """Return the FLOPs of a bound symbol by dtype; those of its subsymbols if it cannot be observed.
+
+    Args:
+        known: its observed effects; by default those for contiguous inputs.
+    """
+    if bsym.sym.name in _ATTENTION:
+        return _of_attention(bsym)
+    observed = (known or observed_effects(bsym, {})).flops
+    if observed is not None:
+        return observed
+    if bsym.sym.id in _FUNCTIONS and (calls := observe_call(bsym, _FUNCTIONS[bsym.sym.id], {})):
+        return calls[0].flops or {}
+    flops: Counter[torch.dtype] = Counter()
+    for sub in bsym.subsymbols:
+        flops.update(flops_of(sub))
+    return flops
+
+
+def _of_attention(bsym: BoundSymbol) -> dict[torch.dtype, int]:
+    first, products = _ATTENTION[bsym.sym.name]
+    query, key = bsym.args[first : first + 2]
+    axis = 1 if bsym.sym.name.startswith("fa3") else 2  # that of the sequence
+    length, keys = int(query.shape[axis]), int(key.shape[axis])
+    flops = 2 * products * math.prod(map(int, query.shape)) * keys
+    causal = any(arg is True for arg in bsym.args[first + 3 :]) or bsym.kwargs.get("is_causal", False)
+    return {to_torch_dtype(query.dtype): flops // 2 if causal and length == keys else flops}

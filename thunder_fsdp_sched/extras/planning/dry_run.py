@@ -52,8 +52,6 @@ class DryRun:
         micro_batches: number of micro-batches between two optimizer steps.
         options: options of :func:`thunder_fsdp_sched.fsdp`.
         transform: the transform with the plan, the traces and the schedules.
-        traced: whether the model was traced for this plan; otherwise the trace is that of another plan of the same step,
-            see [Note: Planning again] in ``replanning``.
     """
 
     make: Callable[[], Made]
@@ -63,7 +61,6 @@ class DryRun:
     micro_batches: int
     options: Mapping[str, Any]
     transform: FSDPTransform
-    traced: bool
 
     @property
     def compiled(self) -> CompiledTraces:
@@ -221,10 +218,6 @@ def _plan(
             more["ranks"] = replace(Ranks.of(options.get("ranks")), mesh=mesh)
         return fsdp(cluster=spec, **{**options, **more})
 
-    def planned(transform: FSDPTransform, is_traced: bool) -> DryRun:
-        return DryRun(make, spec, world_size, replicas, micro_batches, options, transform, is_traced)
-
-    is_traced = traced is None
     if traced is None:
         # A window is planned from the trace of a step that never runs, so nothing needs to be chosen for it.
         sharding = replace(Sharding.of(options.get("sharding_strategy", "zero3")), max_unsharded_bytes=None)
@@ -233,13 +226,13 @@ def _plan(
         made = partial(module_and_inputs, make)
         traced = compile_as_rank(made, chosen_later, rank=0, world_size=world_size, executors=executors)
         if micro_batches == 1:
-            return planned(traced, is_traced)
+            return DryRun(make, spec, world_size, replicas, micro_batches, options, traced)
     with fake_rank(0, world_size):
         new = transform()
         jitted = jit(module_and_inputs(make)[0], new, executors)
         for no_sync in (True, False) if micro_batches > 1 else (False,):
             plan_again(traced, new, jitted, no_sync=no_sync)
-    return planned(new, is_traced)
+    return DryRun(make, spec, world_size, replicas, micro_batches, options, new)
 
 
 def module_and_inputs(make: Callable[[], Made]) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:

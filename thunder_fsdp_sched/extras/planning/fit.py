@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ...ir.effects import effects
-from ...ir.inspection import args_of, defined_by, is_library, nbytes_of, source_of
+from ...ir.inspection import args_of, defined_by, is_library, source_of
 from ...ir.read_schedule import is_communication
 from ...runtime.bucket import Bucket
 from ...sizes import human_bytes
 from ..step_memory.step_memory import StepMemory
-
-_SHOWN = 3
-"""How many ranges of blocks, and how many lines, a description lists."""
 
 
 def optimizer_state_bytes(buckets: Iterable[Bucket], per_element: float | None = None) -> int:
@@ -52,10 +47,9 @@ def describe_fit(memory: StepMemory, device_bytes: int, device: str, forward: Tr
         if free >= 0
         else f"does not fit on {device}: {human_bytes(-free, 4)} too much"
     )
-    origins = {} if forward is None else origins_of(forward)
+    blocks = {} if forward is None else blocks_of(forward)
     made_by = {
-        t: "".join(f", {text}" for text in (getattr(origins.get(t.name), "block", ""), _line_of(t.source)) if text)
-        for t in peak.largest
+        t: "".join(f", {text}" for text in (blocks.get(t.name, ""), _line_of(t.source)) if text) for t in peak.largest
     }
     lines = [
         f"{verdict} of {human_bytes(device_bytes, 4)}",
@@ -75,23 +69,10 @@ def _line_of(source: str) -> str:
     return "" if is_library(file) else source.rpartition("/")[2]
 
 
-class Origin(NamedTuple):
-    """Where a value of forward comes from.
+def blocks_of(forward: TraceCtx) -> dict[str, str]:
+    """Return the block of the model that computes each tensor of a forward trace, by the tensor's name.
 
-    Attributes:
-        block: the block of the model, as ``"blocks.3"``; a module outside of any block by its own name; empty if unknown.
-        source: the line that made it, as ``"model.py:70"``; empty if none is known.
-        nbytes: bytes of its elements.
-    """
-
-    block: str
-    source: str
-    nbytes: int
-
-
-def origins_of(forward: TraceCtx) -> dict[str, Origin]:
-    """Return the origin of each tensor that a forward trace computes, keyed by its name.
-
+    A block has a path such as ``"blocks.3"``; a module outside of any block has its own name.
     A line of the model belongs to the block whose parameters it reads, and a line that reads none to the block whose
     parameters were read last. So the residual sum at the end of a block belongs to that block, and a norm to the block of
     its weight.
@@ -99,55 +80,28 @@ def origins_of(forward: TraceCtx) -> dict[str, Origin]:
     Args:
         forward: the forward trace of a compiled step.
     """
-    blocks: dict[str, str] = {}  # of unsharded parameters, by their names in the trace
-    origins: dict[str, Origin] = {}
+    of_params: dict[str, str] = {}  # by the names of unsharded parameters in the trace
+    found: dict[str, str] = {}
     last = ""
     computing: list[BoundSymbol] = []
     for bsym in forward.bound_symbols:
         e = effects(bsym)
         if e.unshards and e.bucket is not None:
-            blocks.update({out: block_of(p.name) for out, p in zip(e.in_place, e.bucket.spec.params, strict=True)})
+            of_params.update({out: block_of(p.name) for out, p in zip(e.in_place, e.bucket.spec.params, strict=True)})
         elif not is_communication(bsym):
             computing.append(bsym)
-    for source, run in itertools.groupby(computing, key=lambda bsym: source_of(bsym).rpartition("/")[2]):
-        bsyms = list(run)
-        found = next((blocks[name] for bsym in bsyms for name in args_of(bsym) if name in blocks), last)
-        if found and not last:  # what precedes the first read of a parameter belongs to its block, too
-            origins = {name: origin._replace(block=found) for name, origin in origins.items()}
-        last = found
+    for _, line in itertools.groupby(computing, key=lambda bsym: source_of(bsym).rpartition("/")[2]):
+        bsyms = list(line)
+        block = next((of_params[name] for bsym in bsyms for name in args_of(bsym) if name in of_params), last)
+        if block and not last:  # what precedes the first read of a parameter belongs to its block, too
+            found = dict.fromkeys(found, block)
+        last = block
         outs = [out for bsym in bsyms for out in defined_by(bsym) if isinstance(out, TensorProxy)]
-        origins.update({out.name: Origin(last, source, nbytes_of(out)) for out in outs})
-    return origins
+        found.update({out.name: block for out in outs})
+    return found
 
 
 def block_of(parameter: str) -> str:
     """Return the path of the block that holds a parameter: up to the first number, else without the parameter's own name."""
     numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", parameter)
     return numbered.group() if numbered else parameter.rpartition(".")[0] or parameter
-
-
-def describe_origins(names: Collection[str], forward: TraceCtx) -> str:
-    """Return which blocks and lines make these values: ``"blocks.0-blocks.11 (model.py:28, model.py:31)"``.
-
-    Lines are those that make most bytes.
-    """
-    origins = origins_of(forward)
-    found = [origins[name] for name in names if name in origins]
-    ranges = list(_ranges({origin.block for origin in found if origin.block}))
-    lines: Counter[str] = Counter()
-    for origin in found:
-        lines[origin.source] += origin.nbytes
-    del lines[""]
-    shown = [*ranges[:_SHOWN], *([f"{len(ranges) - _SHOWN} more"] if len(ranges) > _SHOWN else [])]
-    sources = [line for line, _ in lines.most_common(_SHOWN)]
-    return ", ".join(shown) + (f" ({', '.join(sources)})" if sources else "")
-
-
-def _ranges(blocks: set[str]) -> Iterator[str]:
-    """Yield the blocks, consecutive ones as ``"blocks.0-blocks.11"``."""
-    parts = [(block, *block.rpartition(".")) for block in blocks]
-    numbered = sorted((prefix, int(number), block) for block, prefix, _, number in parts if number.isdecimal())
-    yield from sorted(blocks.difference(block for _, _, block in numbered))
-    for _, run in itertools.groupby(enumerate(numbered), key=lambda pair: (pair[1][0], pair[1][1] - pair[0])):
-        members = [block for _, (_, _, block) in run]
-        yield members[0] if len(members) == 1 else f"{members[0]}-{members[-1]}"

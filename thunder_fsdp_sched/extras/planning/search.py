@@ -53,7 +53,7 @@ from ..activation_offload.offload_activations import offloadable
 from ..activation_offload.sort_host_copies import CopyTimes
 from ..step_memory.step_memory import StepMemory
 from .activation_plan import ActivationPlans
-from .cost import CostModel, compute_seconds
+from .cost import AnalyticCost, compute_seconds
 from .simulate import simulate
 
 _MAX_PREFETCH = 8
@@ -201,7 +201,7 @@ class Choice(NamedTuple):
         return "\n".join(f"{'>' if c == self.chosen else ' '} {c}" for c in self.considered)
 
 
-def copy_times(cost: CostModel) -> CopyTimes:
+def copy_times(cost: AnalyticCost) -> CopyTimes:
     """Return the times of compute and of copies."""
     return CopyTimes(partial(compute_seconds, cost), cost.host_copy_seconds)
 
@@ -219,7 +219,7 @@ class Search:
     """
 
     joint: TraceCtx
-    cost: CostModel
+    cost: AnalyticCost
     limits: Limits
     context: Context
     pending_grads: PendingGrads = NO_PENDING_GRADS

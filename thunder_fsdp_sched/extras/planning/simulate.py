@@ -5,11 +5,11 @@ The host issues bound symbols one after the other. Compute runs in order on the 
 stream of its process group, after the previous collective there. It starts only when all work that was issued to the
 compute stream earlier has finished, because NCCL waits for the stream that is current at the issue. A wait blocks the
 compute stream, not the host, until its collective has finished. On a CPU the host is the compute stream. While
-collectives run, compute can be slower (``CostModel.contention``), because collectives occupy processors of the GPU or
+collectives run, compute can be slower (``AnalyticCost.contention``), because collectives occupy processors of the GPU or
 the host. Collectives themselves are not slowed down.
 
 [Note: Several collectives at once]
-NCCL runs the collectives of one group one after the other (``CostModel.concurrent`` is 1). gloo has two threads per
+NCCL runs the collectives of one group one after the other (``AnalyticCost.concurrent`` is 1). gloo has two threads per
 group, so two collectives share the link. Two reductions get half of it each: both finish late, the first no earlier
 than if it had been issued last. An all-gather sends its data in one piece, whereas a reduction sends segment after
 segment, each only when the previous one has arrived. So of these two, the all-gather gets the larger share of the link
@@ -36,14 +36,14 @@ from ...ir.effects import Effects, Issue, Wait, effects
 from ...ir.inspection import is_statement
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Slot
-from .cost import CostModel, Seconds
+from .cost import AnalyticCost, Seconds
 from .timeline import COMPUTE, TO_DEVICE, TO_HOST, Interval, SlotUse, Timeline
 
 
 def simulate(
     forward: TraceCtx | Sequence[TraceCtx],
     backward: TraceCtx | None,
-    cost: CostModel,
+    cost: AnalyticCost,
     *,
     in_window: bool = False,
 ) -> Timeline:
@@ -87,7 +87,7 @@ class _Link:
     Its simulated time lags that of the streams that issue to it, and advances only while no new collective can arrive.
     """
 
-    def __init__(self, name: str, cost: CostModel, intervals: list[Interval]) -> None:
+    def __init__(self, name: str, cost: AnalyticCost, intervals: list[Interval]) -> None:
         self.cost = cost
         self.to_host = name in (TO_HOST, TO_DEVICE)
         self.concurrent = 1 if self.to_host else cost.concurrent
@@ -164,7 +164,7 @@ class _Link:
 class _Simulator:
     """The state of all streams while traces run."""
 
-    def __init__(self, cost: CostModel, in_window: bool) -> None:
+    def __init__(self, cost: AnalyticCost, in_window: bool) -> None:
         self.cost = cost
         self.in_window = in_window
         self.intervals: list[Interval] = []

@@ -103,26 +103,10 @@ class Timeline:
         return length(union(i.span for i in self.collectives))
 
     @cached_property
-    def exposed_by_bucket(self) -> dict[str, float]:
-        """Return the time in which the bucket's collectives run and compute does not. Concurrent collectives both count."""
-        exposed: dict[str, float] = {}
-        for c in self.collectives:
-            exposed[c.bucket] = exposed.get(c.bucket, 0.0) + self._without_compute([c])
-        return exposed
-
-    @cached_property
     def exposed_seconds(self) -> float:
         """The time in which a collective runs and compute does not."""
-        return self._without_compute(self.collectives)
-
-    def _without_compute(self, intervals: Iterable[Interval]) -> float:
-        """Return the time in which one of the intervals runs and compute does not."""
-        shared = overlaps(self._not_computing, union(i.span for i in intervals))
-        return sum(end - start for start, end, _ in shared)
-
-    @cached_property
-    def _not_computing(self) -> tuple[tuple[float, float], ...]:
-        return self._gaps(i for i in self.intervals if i.kind == COMPUTE)
+        not_computing = self._gaps(i for i in self.intervals if i.kind == COMPUTE)
+        return sum(end - start for start, end, _ in overlaps(not_computing, union(i.span for i in self.collectives)))
 
     @cached_property
     def launch_gaps(self) -> tuple[tuple[float, float], ...]:

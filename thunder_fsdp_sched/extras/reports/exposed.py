@@ -1,27 +1,27 @@
-"""Exposed communication of recorded steps: by rank, by bucket and phase, and which ranks waited for which."""
+"""Exposed communication of recorded steps: by rank, by bucket and phase; and a cluster that is as fast."""
 
 from __future__ import annotations
 
 import io
+import math
 import statistics
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 
-from ..planning.calibration import calibrate
-from ..planning.clusters import ClusterSpec, cluster_of_this_process
-from ..planning.clusters import cluster as cluster_of
+from ...ir.effects import sends
+from ...ir.schedule import GATHERS
+from ..planning.clusters import ClusterSpec
 from ..planning.cost import AnalyticCost
 from ..planning.recorded import RecordedStep, read_recorded
 from ..planning.simulate import simulate
-from ..planning.timeline import Interval, Timeline, overlaps
+from ..planning.timeline import Interval, Timeline, length, overlaps, union
 from .plot import plot_timelines
 from .report import milliseconds, plain_table
 
@@ -37,9 +37,7 @@ Key = tuple[str, str, str]
 """Phase (``"forward"``, ``"backward"``, or ``"outside"`` of them), kind of collective, and bucket."""
 
 
-def exposed_communication(
-    profile: Any, *, compiled: CompiledTraces | None = None, cluster: ClusterSpec | str | None = None
-) -> ExposedCommunication:
+def exposed_communication(profile: Any) -> ExposedCommunication:
     """Measure the communication that compute did not hide in steps that torch's profiler recorded, of any training run.
 
     It is the time in which communication runs and compute does not, by the union of intervals. On a GPU it is read from
@@ -49,8 +47,6 @@ def exposed_communication(
     Args:
         profile: a ``torch.profiler.profile`` that has ended (it can be exported only once), or the path of a file of its
             ``export_chrome_trace`` (``.json`` or ``.json.gz``), or the paths of several ranks' files.
-        compiled: the traces of the recorded step, ``transform.compiled[-1]``, to simulate beside it.
-        cluster: the machine to simulate, by default that of this process; compute and links get the recorded speed.
 
     Raises:
         ValueError: a file is not one of torch's profiler, or has no step or no communication, or files are of one rank
@@ -62,13 +58,72 @@ def exposed_communication(
                 profile.export_chrome_trace(path := f"{folder}/profile.json")
             except RuntimeError as error:
                 raise ValueError(f"profile: it was exported before, so pass the path of that file ({error})") from error
-            steps = read_recorded([path])
-    else:
-        steps = read_recorded([profile] if isinstance(profile, (str, Path)) else profile)
-    if compiled is None:
-        return ExposedCommunication(steps)
-    spec = calibrate(cluster_of(cluster) if cluster else cluster_of_this_process(), compiled, steps)
-    return ExposedCommunication(steps, simulate(compiled.forward, compiled.backward, AnalyticCost(spec)))
+            return ExposedCommunication(read_recorded([path]))
+    return ExposedCommunication(read_recorded([profile] if isinstance(profile, (str, Path)) else profile))
+
+
+def calibrate(spec: ClusterSpec, compiled: CompiledTraces, steps: Sequence[RecordedStep]) -> ClusterSpec:
+    """Return the cluster with the speed of compute and of links at which recorded steps ran.
+
+    The compute of a step keeps its relative costs. The bandwidth of links is such that the recorded collectives take the
+    time for which the link was busy; that of the rank which was busy for the least time, because the others waited for it.
+
+    Args:
+        spec: the cluster that resembles the machine most.
+        compiled: traces of the same model, with inputs of the same shapes, on as many ranks; the schedule may be another.
+        steps: steps of this package, from :func:`~thunder_fsdp_sched.extras.planning.recorded.read_recorded`.
+
+    Raises:
+        ValueError: no recorded collective is of a bucket of these traces.
+    """
+    issues = {
+        (issue.kind, issue.bucket.spec.name): issue
+        for trace in compiled.traces
+        for bsym in trace.bound_symbols
+        if (issue := sends(bsym)) is not None and issue.bucket is not None
+    }
+    planned = simulate(compiled.forward, compiled.backward, AnalyticCost(spec)).compute_seconds
+    slower = statistics.median(step.compute_seconds for step in steps) / planned
+    found = [[i for i in step.timeline.collectives if (i.kind, i.bucket) in issues] for step in steps]
+    if not all(found):
+        raise ValueError(
+            f"profile: {steps[0].path} holds no collective of the buckets {sorted({name for _, name in issues})}; "
+            "record a run of this model with the same bucketing_strategy"
+        )
+    busy = _busy_seconds(spec, steps, found)
+    at_any_rate = replace(spec, intra_node_bandwidth=math.inf, inter_node_bandwidth=math.inf)
+    expected, latency = (
+        sum(AnalyticCost(of).collective_seconds(issues[i.kind, i.bucket]) for i in found[0])
+        for of in (spec, at_any_rate)
+    )
+    # Latencies stay, unless they alone take longer than the recorded collectives.
+    slower_link = 1.0  # one rank sends nothing
+    if expected > latency:
+        slower_link = max((busy - latency) / (expected - latency), 0.1 * busy / expected)
+    return replace(
+        spec,
+        name=f"{spec.name} as recorded",
+        flops={dtype: peak / slower for dtype, peak in spec.flops.items()},
+        memory_bandwidth=spec.memory_bandwidth / slower,
+        kernel_overhead=spec.kernel_overhead * slower,
+        launch_overhead=spec.launch_overhead * (slower if spec.synchronous else 1.0),
+        intra_node_bandwidth=spec.intra_node_bandwidth / slower_link,
+        inter_node_bandwidth=spec.inter_node_bandwidth / slower_link,
+        contention=0.0,  # recorded compute contains it
+    )
+
+
+def _busy_seconds(spec: ClusterSpec, steps: Sequence[RecordedStep], found: Sequence[Sequence[Interval]]) -> float:
+    """Return the time of the collectives of a step at full speed of the link, on the rank that waits least for others."""
+    by_step: dict[str, list[float]] = {}
+    for step, collectives in zip(steps, found, strict=True):
+        gathers, reductions = (
+            union(i.span for i in collectives if (i.kind in GATHERS) is gathers) for gathers in (True, False)
+        )
+        both = sum(end - start for start, end, _ in overlaps(gathers, reductions))
+        lost = both * (2 - spec.gather_share - spec.reduction_share)
+        by_step.setdefault(step.name, []).append(length(gathers) + length(reductions) - lost)
+    return statistics.median(map(min, by_step.values()))
 
 
 @dataclass(frozen=True)
@@ -79,11 +134,9 @@ class ExposedCommunication:
 
     Attributes:
         steps: the steps in order, and of each the ranks in order.
-        predicted: the simulated step, if there is one.
     """
 
     steps: Sequence[RecordedStep]
-    predicted: Timeline | None = None
 
     @cached_property
     def by_rank(self) -> dict[int, float]:
@@ -100,34 +153,6 @@ class ExposedCommunication:
         return dict(found)
 
     @cached_property
-    def waited_for(self) -> dict[tuple[int, int], float]:
-        """The exposed communication of one rank in which it waited until another, the last, began the same collective.
-
-        The clocks of ranks are aligned by the ends of their collectives.
-        """
-        waited: dict[tuple[int, int], float] = defaultdict(float)
-        for _, of_step in groupby(self.steps, key=lambda step: step.name):
-            ranks = list(of_step)
-            runs = [_numbered(step) for step in ranks]
-            shared = [key for key in runs[0] if all(key in of_rank for of_rank in runs)]
-            if not shared:
-                continue
-            clocks = [statistics.median(of[key].end - runs[0][key].end for key in shared) for of in runs]
-            waits: list[dict[Key, list[tuple[float, float]]]] = [defaultdict(list) for _ in ranks]
-            for step, of_rank in zip(ranks, waits, strict=True):
-                for wait in _waits(step.timeline):
-                    of_rank[_key(wait)].append(wait.span)
-            for key in shared:
-                begins = [of[key].start - clock for of, clock in zip(runs, clocks, strict=True)]
-                last = max(range(len(ranks)), key=begins.__getitem__)
-                for number, step in enumerate(ranks):
-                    span = runs[number][key].start, begins[last] + clocks[number]
-                    seconds = sum(end - start for start, end, _ in overlaps(waits[number][key[:3]], [span]))
-                    if seconds:
-                        waited[step.rank, ranks[last].rank] += seconds / len(self._ranks[step.rank])
-        return dict(waited)
-
-    @cached_property
     def _ranks(self) -> dict[int, list[RecordedStep]]:
         ranks: dict[int, list[RecordedStep]] = defaultdict(list)
         for step in self.steps:
@@ -141,29 +166,18 @@ class ExposedCommunication:
             [rank, *milliseconds(_mean(s.passes[1] - s.passes[0] for s in of), *_parts(s.timeline for s in of))]
             for rank, of in steps.items()
         ]
-        expected: dict[Key, float] = {}
-        if self.predicted is not None:
-            expected = _exposed(self.predicted)
-            ranks.append(["predicted", *milliseconds(self.predicted.step_seconds, *_parts([self.predicted]))])
         buckets = []
         for key, seconds in sorted(self.by_bucket.items(), key=lambda item: -sum(item[1].values())):
             most = max(seconds, key=seconds.__getitem__)
             figures = [_mean(seconds.values()), seconds[most]]
-            predicted = milliseconds(expected.get(key, 0.0)) if expected else []
-            buckets.append([*key, *milliseconds(*figures), str(most), *predicted])
-        waited = sorted(self.waited_for.items(), key=lambda item: -item[1])
-        waits = [[str(rank), str(last), *milliseconds(seconds)] for (rank, last), seconds in waited]
+            buckets.append([*key, *milliseconds(*figures), str(most)])
         count = len(next(iter(steps.values())))
         columns = ["rank", "forward +\nbackward", "whole\nstep", "compute", "communi-\ncation", "exposed", "idle"]
         tables = [plain_table(f"exposed communication; ms, mean of {count} step{'s' * (count > 1)}", columns, ranks)]
         columns = ["phase", "collective", "bucket", "exposed,\nmean", "on the\nworst", "rank"]
-        columns += ["predicted"] * bool(expected)
         tables.append(plain_table("by bucket, most first", columns, buckets[:_ROWS], texts=3))
         if len(buckets) > _ROWS:
             tables[-1].caption = f"and {len(buckets) - _ROWS} more"
-        if waits:
-            columns = ["rank", "waited for rank", "exposed"]
-            tables.append(plain_table("waits for late ranks", columns, waits[:_ROWS]))
         return Group(*tables)
 
     def __str__(self) -> str:
@@ -172,44 +186,22 @@ class ExposedCommunication:
         return console.file.getvalue()  # type: ignore[attr-defined]
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw the last step of each rank, and the prediction, with exposed communication in red.
+        """Draw the last step of each rank, with exposed communication in red.
 
         Args:
             path: the file to write; its extension chooses the format (.png, .svg, .pdf).
         """
         named = [(f"rank {rank}, {steps[-1].name}", steps[-1].timeline) for rank, steps in self._ranks.items()]
-        named += [("predicted", self.predicted)] if self.predicted is not None else []
         return plot_timelines(named, path)
 
 
-def _waits(timeline: Timeline) -> list[Interval]:
-    return [interval for interval in timeline.intervals if interval.kind == "wait"]
-
-
-_KINDS = {"fsdp_wait_params": "all_gather", "fsdp_wait_grads": "reduce_scatter"}
-"""The collectives that simulated waits wait for."""
-
-
-def _key(interval: Interval) -> Key:
-    return _PHASES[interval.trace], _KINDS.get(interval.label, interval.label), interval.bucket
-
-
 def _exposed(timeline: Timeline) -> dict[Key, float]:
+    """Return the seconds of the waits of a recorded step."""
     found: dict[Key, float] = defaultdict(float)
-    for wait in _waits(timeline):
-        found[_key(wait)] += wait.seconds
+    for wait in timeline.intervals:
+        if wait.kind == "wait":
+            found[_PHASES[wait.trace], wait.label, wait.bucket] += wait.seconds
     return found
-
-
-def _numbered(step: RecordedStep) -> dict[Any, Interval]:
-    """Return the collectives of a step, keyed by what they are and their number among those."""
-    counts: Counter[Key] = Counter()
-    numbered = {}
-    for interval in step.timeline.collectives:
-        key = _key(interval)
-        numbered[(*key, counts[key])] = interval
-        counts[key] += 1
-    return numbered
 
 
 def _parts(timelines: Iterable[Timeline]) -> list[float]:

@@ -207,6 +207,17 @@ def plot_memory(memory: StepMemory, path: str | Path | None = None, *, timeline:
     return figure
 
 
+def save_memory(memory: StepMemory, path: str | Path) -> None:
+    """Write the memory of a step as JSON: the bytes of each kind at each position, and all tensors."""
+    content = {
+        "backward": memory.backward,
+        "bytes": {kind: memory.bytes_of(kind) for kind in KINDS},
+        "statements": list(memory.statements),
+        "tensors": [tensor._asdict() for tensor in memory.tensors],
+    }
+    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
 def _milliseconds(memory: StepMemory, timeline: Timeline) -> Sequence[float]:
     """Return when each position begins, and the end of the step."""
     begins = [0.0] * len(memory.totals)

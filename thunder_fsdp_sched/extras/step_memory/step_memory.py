@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -18,9 +17,7 @@ from ...ir.effects import Effects
 from ...ir.inspection import is_statement, source_of, statement, statements
 from ...runtime.bucket import Bucket
 from ...sizes import round_up
-from .slot_memory import arena_allocations, slots_in_use
-from .unknown_memory import UnknownMemory, unknown_memory
-from .value_memory import MemoryAnalysis
+from .value_memory import MemoryAnalysis, arena_allocations, slots_in_use
 
 KINDS = (
     "shards",
@@ -37,9 +34,6 @@ KINDS = (
 
 _FIXED = ("shards", "unsharded buckets", "communication")
 """The kinds of memory that may be allocated during the whole step."""
-
-_MOST_SHOWN = 10
-"""How many differences between tensors are printed."""
 
 _CUDA_BLOCK = 512
 """Bytes to a multiple of which CUDA's caching allocator rounds each allocation."""
@@ -92,7 +86,8 @@ class StepMemory:
     It counts what the step allocates or keeps: shards, slots of unsharded buckets as they are allocated, inputs,
     gradients, what forward saves for backward, outputs, temporaries, and what communication allocates. On CUDA each
     allocation counts as the caching allocator rounds it, to 512 bytes. See [Note: Bytes of values] and
-    [Note: Memory of communication] for the rules. What cannot be known from traces is in :attr:`unknowns`.
+    [Note: Memory of communication] for the rules. Traces do not tell what fusions and kernels allocate inside of
+    themselves, what libraries (cuBLAS, NCCL) keep, what gloo copies, and how much fragmentation takes; none of it counts.
 
     Only the devices of the buckets count, so host memory does not if they are on GPUs. The first step allocates part of
     this only as it runs, and its peak is not higher.
@@ -108,7 +103,7 @@ class StepMemory:
     tensors: tuple[TensorMemory, ...]
     backward: int
     statements: Sequence[str] = field(repr=False, compare=False)
-    _details: Callable[[], Details] = field(repr=False, compare=False)
+    _wasted: Callable[[], tuple[int, ...]] = field(repr=False, compare=False)
 
     @classmethod
     def of(
@@ -177,14 +172,12 @@ class StepMemory:
                 tensors.append(each)
 
         @cache
-        def details() -> Details:
+        def wasted() -> tuple[int, ...]:  # when it is asked for: a search reads only the bytes of its many traces
             spans = [(first, last, arena.nbytes) for arena, spans in allocations.items() for first, last in spans]
-            wasted = map(operator.sub, bytes_at(spans, len(bsyms)), slots_in_use(analysis))
-            return Details(
-                unknown_memory(analysis, device), tuple(itertools.compress(wasted, map(is_statement, bsyms)))
-            )
+            found = map(operator.sub, bytes_at(spans, len(bsyms)), slots_in_use(analysis))
+            return tuple(itertools.compress(found, map(is_statement, bsyms)))
 
-        return cls(fixed, tuple(tensors), len(statements(traces[0])), _Statements(counted), details)
+        return cls(fixed, tuple(tensors), len(statements(traces[0])), _Statements(counted), wasted)
 
     def with_optimizer_state(self, nbytes: int) -> StepMemory:
         """Return the memory of a step with ``nbytes`` bytes of optimizer state on this rank."""
@@ -209,14 +202,9 @@ class StepMemory:
         }
 
     @property
-    def unknowns(self) -> tuple[UnknownMemory, ...]:
-        """The memory that is not counted because it cannot be known from the traces, by name; see :mod:`.unknown_memory`."""
-        return self._details().unknowns
-
-    @property
     def wasted(self) -> tuple[int, ...]:
         """The bytes of unsharded buckets at each position that are allocated and hold nothing that is used again."""
-        return self._details().wasted
+        return self._wasted()
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
@@ -236,38 +224,6 @@ class StepMemory:
         by_kind = self.bytes_at(position)
         return MemoryPeak(position, self.totals[position], by_kind, phase, self.statements[position], largest)
 
-    def difference(self, other: StepMemory) -> str:
-        """Return what this step needs more or less than ``other``, at the two peaks; empty if they are equal.
-
-        Tensors count by kind and the line that made them, because names differ between compilations.
-        """
-        if self == other:
-            return ""
-        ours, theirs = self.peak, other.peak
-        lines = [
-            f"peak {theirs.nbytes:,} -> {ours.nbytes:,} bytes ({ours.nbytes - theirs.nbytes:+,}), in {theirs.phase} at "
-            f"position {theirs.position} -> in {ours.phase} at position {ours.position}"
-        ]
-        kinds = {kind: ours.by_kind[kind] - theirs.by_kind[kind] for kind in KINDS}
-        lines += [f"  {kind:20s} {nbytes:>+17,}" for kind, nbytes in kinds.items() if nbytes]
-        tensors = self._by_source(ours.position)
-        tensors.subtract(other._by_source(theirs.position))
-        changed = sorted(((n, key) for key, n in tensors.items() if n), key=lambda found: (-abs(found[0]), found[1]))
-        if changed:
-            lines.append("tensors, by the lines that made them:")
-            lines += [f"  {nbytes:>+17,}  {kind:20s} {source}" for nbytes, (kind, source) in changed[:_MOST_SHOWN]]
-        if len(changed) > _MOST_SHOWN:
-            lines.append(f"  and {len(changed) - _MOST_SHOWN} more")
-        if not any(kinds.values()) and not changed:
-            lines.append("the peaks consist of the same; other positions differ")
-        return "\n".join(lines)
-
-    def _by_source(self, position: int) -> Counter[tuple[str, str]]:
-        found: Counter[tuple[str, str]] = Counter()
-        for tensor in self.alive_at(position):
-            found[tensor.kind, tensor.source or tensor.name] += tensor.nbytes
-        return found
-
     def __str__(self) -> str:
         peak = self.peak
         lines = [f"peak {peak.nbytes:,} bytes in {peak.phase}, position {peak.position}: {peak.statement}"]
@@ -277,16 +233,8 @@ class StepMemory:
         if allocated := peak.by_kind["unsharded buckets"]:
             wasted = self.wasted[peak.position]
             lines.append(f"unsharded buckets: {allocated:,} allocated, {allocated - wasted:,} live, {wasted:,} wasted")
-        if self.unknowns:
-            lines += ["not counted, as it cannot be known from the traces:", *(f"  {u}" for u in self.unknowns)]
+        lines.append("not counted: memory inside of fusions, workspaces of kernels, and what libraries allocate")
         return "\n".join(lines)
-
-
-class Details(NamedTuple):
-    """Unknown and wasted memory, computed on first access, because a search reads only the bytes of its many traces."""
-
-    unknowns: tuple[UnknownMemory, ...]
-    wasted: tuple[int, ...]
 
 
 class _Statements(Sequence[str]):

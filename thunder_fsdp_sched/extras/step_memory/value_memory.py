@@ -1,4 +1,4 @@
-"""The memory of the values of traces, and of what their communication allocates.
+"""The memory of the values of traces, of slots, and of what communication allocates.
 
 [Note: Bytes of values]
 A value occupies memory from the bound symbol that defines it to the last one that reads it or a view of it: there
@@ -6,7 +6,7 @@ Thunder deletes it. What a trace returns lives on, outputs to the end of the las
 until backward has read it. Inputs count as contiguous. If nothing is known about an operator, its outputs count as views
 of all inputs and as new memory, so the bytes are an upper bound. What a function of torch allocates and frees again
 counts, too: the most bytes of what its base operators return. What a base operator or a fusion allocates inside itself is
-in ``unknown_memory``.
+not counted.
 
 [Note: Memory of communication]
 What this package's symbols allocate is declared in their effects. Casts of shards and workspaces of transports stay
@@ -18,27 +18,121 @@ Gradients that ``no_sync`` accumulates outlive their backward, unsharded or redu
 the reduction has put them, unless they are added up in a wider dtype. Later ones, and the one that returns them, find them
 allocated. Which buckets have such gradients depends on the micro-batches that ran before, so the caller names them
 (:class:`PendingGrads`).
+
+[Note: Observed strides]
+A result's memory may depend on strides (a reshape copies a transposed tensor), so an operator is observed with the strides
+that earlier operators have returned. A bound symbol keeps what was observed for each choice of strides.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ...ir.analysis import BEFORE_TRACE, NO_PENDING_GRADS, Analysis, Lifetime, PendingGrads
-from ...ir.effects import PERSISTENT, Allocation, Effects, effects, reduced_gradients, unsharded_gradients
-from ...ir.inspection import UNPACKING, is_statement, names, nbytes_of
+from ...ir.analysis import BEFORE_TRACE, NO_PENDING_GRADS, Analysis, Lifetime, PendingGrads, bytes_at
+from ...ir.effects import (
+    PERSISTENT,
+    Allocation,
+    Effects,
+    effects,
+    is_declared,
+    reduced_gradients,
+    unsharded_gradients,
+)
+from ...ir.inspection import UNPACKING, args_of, defined_by, is_statement, names, nbytes_of
+from ...ir.operator_facts import facts_of, observed_call, tensors_read, tensors_returned
+from ...ir.slots import peak_live_bytes, spans_of
+from ...private_thunder import OBSERVED_EFFECTS
 from ...runtime.bucket import Bucket
-from .observed_effects import device_of, observed
+from ...runtime.memory import Arena
+
+
+def observed_effects(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> Effects:
+    """Return the effects of a bound symbol with the views that it returns and the memory that it allocates.
+
+    Args:
+        strides: strides by name, of inputs that are not contiguous. They change the effects of operators that are not ours
+            only.
+    """
+    kept = effects(bsym)
+    if is_declared(bsym.sym) or bsym.sym.id in UNPACKING or bsym.sym.id in (PrimIDs.DEL, PrimIDs.RETURN):
+        return kept
+    observed: dict[Any, Effects] = vars(bsym).setdefault(OBSERVED_EFFECTS, {})
+    key = tuple([strides.get(name) for name in args_of(bsym)])
+    if key not in observed:
+        observed[key] = _observed(bsym, kept, strides)
+    return observed[key]
+
+
+def observed(bsyms: Iterable[BoundSymbol]) -> Iterator[tuple[Effects, dict[str, tuple[int, ...]]]]:
+    """Yield the effects of each bound symbol on inputs with the strides that they have, and the strides of these inputs.
+
+    Strides are those that the bound symbols before it have returned, by name. Values without are contiguous.
+    """
+    strides: dict[str, tuple[int, ...]] = {}
+    for bsym in bsyms:
+        e = observed_effects(bsym, strides)
+        yield e, strides
+        for out in () if bsym.sym.id in UNPACKING else defined_by(bsym):  # perhaps saved by an earlier trace
+            known = e.strides.get(out.name) or strides.get(e.layouts.get(out.name, ""))
+            if known is None:
+                strides.pop(out.name, None)
+            else:
+                strides[out.name] = known
+
+
+def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int, ...]]) -> Effects:
+    """Return the effects of an operator that is not ours, on inputs with these strides."""
+    facts, call = facts_of(bsym), observed_call(bsym, strides)
+    inputs, outs, by_name = tensors_read(bsym), tensors_returned(bsym), {p.name: p for p in bsym.flat_proxy_args}
+    views: dict[str, tuple[str, ...]] = {}
+    found: dict[str, tuple[int, ...]] = {}
+    memory = []
+    for out in defined_by(bsym):
+        nbytes = nbytes_of(out) if isinstance(out, TensorProxy) else 0
+        if call is not None and out.name in outs:
+            index = outs.index(out.name)
+            first, nbytes = call.storages[index]
+            if (of_out := call.strides[index]) is not None:
+                found[out.name] = of_out
+            of = tuple(inputs[i] for i in sorted(call.aliases[index])) or (outs[first],) * (first != index)
+            is_new = not of
+        else:
+            of = tuple(name for name in facts.aliases.get(out.name, ()) if _may_be_view(out, by_name[name]))
+            is_new = not (of and facts.known)
+        views[out.name] = of
+        if is_new:
+            memory.append(Allocation(out.name, nbytes, device_of(out), kind="values"))
+    if call is not None and call.temporary_bytes:
+        tensors = (p for p in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy))
+        device = next(map(device_of, tensors), "cpu")
+        memory.append(Allocation(None, call.temporary_bytes, device, "call", "temporaries", bsym.sym.name))
+    operators, flops = (None, None) if call is None else (call.operators, call.flops)
+    return replace(known, views=views, strides=found, operators=operators, flops=flops, allocates=tuple(memory))
+
+
+def device_of(proxy: object) -> str:
+    """Return the type of the device of a value."""
+    return proxy.device.type if isinstance(proxy, (TensorProxy, FutureTensorProxy)) else "cpu"
+
+
+def _may_be_view(value: object, base: object) -> bool:
+    """Return whether dtype and device allow that a value, whose operator may return a view of ``base``, is one."""
+    return (
+        isinstance(value, TensorProxy)
+        and isinstance(base, TensorProxy)
+        and (value.dtype, value.device) == (base.dtype, base.device)
+    )
 
 
 def pending_grads_of(bsyms: Iterable[BoundSymbol]) -> PendingGrads:
@@ -251,3 +345,44 @@ def _outputs(last: BoundSymbol) -> Iterator[str]:
     """Return the names of the values that a trace returns to its caller, without those that it saves for backward."""
     returned = last.args[0] if last.args else None
     return names(tree_iter(returned["output"] if isinstance(returned, dict) and "output" in returned else last.args))
+
+
+def slots_in_use(analysis: Analysis) -> list[int]:
+    """Return the bytes of arenas that hold unsharded parameters or gradients at each position, each byte counted once.
+
+    Args:
+        analysis: that of traces with slots.
+    """
+    return bytes_at(spans_of([live for live in analysis.slots.values() if live.slot is not None]), len(analysis.bsyms))
+
+
+def shared_slots(trace: TraceCtx) -> tuple[int, int]:
+    """Return the bytes of arena that the shared slots of a trace occupy, and a lower bound for any allocation."""
+    ends: dict[Arena, int] = defaultdict(int)
+    for e in map(effects, trace.bound_symbols):
+        region = e.issues.region if e.issues is not None else None
+        if region is not None and region.slot is not None and not region.is_private:
+            ends[region.slot.arena] = max(ends[region.slot.arena], region.slot.end)
+    return sum(ends.values()), peak_live_bytes(trace)
+
+
+def arena_allocations(step: Sequence[Effects]) -> dict[Arena, list[tuple[int, int]]]:
+    """Return for each arena the positions, first and last included, between which its memory is allocated.
+
+    An arena that is freed is allocated from its next use on; one that nothing frees, all the time.
+
+    Args:
+        step: the effects of the traces of a step, with slots.
+    """
+    begins: dict[Arena, int] = {}
+    found: dict[Arena, list[tuple[int, int]]] = defaultdict(list)
+    for position, e in enumerate(step):
+        for arena in e.frees:
+            if arena in begins:
+                found[arena].append((begins.pop(arena), position))
+        if e.uses is not None:
+            begins.setdefault(e.uses.arena, position)
+    for arena, begin in begins.items():
+        since = begin if arena in found else 0
+        found[arena].append((since, len(step) - 1))
+    return dict(found)

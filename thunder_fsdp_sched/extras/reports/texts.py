@@ -1,10 +1,13 @@
-"""The table of buckets: cells for any renderer, and the text that ``print(plan)`` shows."""
+"""Texts without other libraries: the table of buckets that ``print(plan)`` shows, and what a pass changed, for logs."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
+
+from thunder.core.trace import TraceCtx
 
 from ...plan.specs import BucketSpec
 
@@ -109,3 +112,14 @@ def _dtypes(bucket: BucketSpec) -> str:
         str(dtype).removeprefix("torch.") for dtype in (bucket.dtype, bucket.param_dtype, bucket.reduce_dtype)
     )
     return shards if shards == gathered == reduced else f"{shards}, gathered {gathered}, reduced {reduced}"
+
+
+def describe_change(before: TraceCtx, after: TraceCtx) -> str:
+    """Return how many bound symbols a pass has added, removed or replaced, and which of this package's symbols."""
+    old, new = before.bound_symbols, after.bound_symbols
+    known = {id(bsym) for bsym in old}
+    own = Counter(bsym.sym.name for bsym in new if bsym.sym.name.startswith("fsdp_"))
+    own.subtract(bsym.sym.name for bsym in old if bsym.sym.name.startswith("fsdp_"))
+    changed = sum(id(bsym) not in known for bsym in new)
+    parts = [f"{len(old):,} -> {len(new):,} bound symbols ({changed:,} new or rewritten)"]
+    return ", ".join([*parts, *(f"{number:+} {name}" for name, number in sorted(own.items()) if number)])

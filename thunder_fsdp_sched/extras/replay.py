@@ -1,18 +1,26 @@
-"""Place communication where a pinned schedule has it, instead of sorting; refuse a schedule that does not fit."""
+"""Schedules in files, and traces that follow one (``schedule=``): communication is placed where the schedule has it."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import types
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ...ir.effects import bucket_of, effects
-from ...ir.inspection import statements, with_bound_symbols
-from ...ir.read_schedule import compute_digest, is_communication
-from ...ir.schedule import THEN_HOOK, Schedule, StepSchedule
-from ...ir.symbols import without_token
+from ..ir.effects import bucket_of, effects
+from ..ir.inspection import statements, with_bound_symbols
+from ..ir.read_schedule import compute_digest, is_communication
+from ..ir.schedule import THEN_HOOK, Schedule, StepSchedule
+from ..ir.symbols import without_token
+
+_FORMAT = 2
+"""The version of the files of schedules."""
 
 
 class ScheduleMismatch(ValueError):
@@ -107,3 +115,69 @@ def pinned_schedule(
     if schedule is None:
         raise ScheduleMismatch("schedule: it has no backward schedule, but this model has a backward trace")
     return schedule
+
+
+def save_schedules(schedules: Iterable[StepSchedule], path: str | Path) -> None:
+    """Write schedules, oldest first, as JSON that ``fsdp(schedule=path)`` replays."""
+    content = {"format": _FORMAT, "steps": [dataclasses.asdict(s) for s in schedules]}
+    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def load_schedules(path: str | Path) -> list[StepSchedule]:
+    """Read a file written by :func:`save_schedules`.
+
+    Raises:
+        ValueError: the file was not written by :func:`save_schedules`, or is damaged; the message names the first fault.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+        if (found := content.pop("format", None) if isinstance(content, dict) else None) != _FORMAT:
+            raise ValueError(f"format {found!r}, this version reads {_FORMAT}")
+        if content.keys() != {"steps"}:
+            raise ValueError(f"the file has {', '.join(content) or 'nothing'}, not steps")
+        return list(_read(content["steps"], tuple[StepSchedule, ...], "steps"))
+    except RecursionError:
+        raise ValueError(f"schedule: {path} holds no schedule: it is nested too deeply") from None
+    except ValueError as error:  # JSONDecodeError is one
+        raise ValueError(f"schedule: {path} holds no schedule: {error}") from error
+
+
+def _read(value: Any, annotation: Any, at: str) -> Any:
+    """Return what the JSON value at a path of the file stands for, by the types of the fields of dataclasses."""
+    options = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if value is None and types.NoneType in options:
+        return None
+    of = options[0]
+    fields = get_type_hints(of) if dataclasses.is_dataclass(of) else None
+    expected: Any = list if get_origin(of) is tuple else dict if fields is not None else of
+    if type(value) is not expected:  # isinstance accepts a bool as an int
+        names = expected.__name__ + " or null" * (types.NoneType in options)
+        raise ValueError(f"{at}: expected {names}, got {type(value).__name__}")
+    if expected is list:
+        return tuple([_read(each, get_args(of)[0], f"{at}[{number}]") for number, each in enumerate(value)])
+    if fields is None:
+        return value
+    if unknown := sorted(value.keys() - fields.keys()):
+        raise ValueError(f"{at}.{unknown[0]} is unknown")
+    if missing := [name for name in fields if name not in value]:
+        raise ValueError(f"{at} has no {missing[0]!r}")
+    return of(**{name: _read(value[name], type_, f"{at}.{name}") for name, type_ in fields.items()})
+
+
+def check_schedule(name: str, schedule: object) -> tuple[StepSchedule, ...]:
+    """Return the schedules that a user has given, or those of a file.
+
+    Raises:
+        TypeError: it is neither; the message begins with ``name``.
+        ValueError: there is no such file, or it has no schedules.
+    """
+    if isinstance(schedule, StepSchedule):
+        return (schedule,)
+    if not isinstance(schedule, (str, Path)):
+        raise TypeError(
+            f"{name}: expected a path to a saved schedule, a StepSchedule or None, got {schedule!r} of type "
+            f"{type(schedule).__name__}"
+        )
+    if not Path(schedule).is_file():
+        raise ValueError(f"{name}: there is no file {str(schedule)!r}; transform.save_schedules(path) writes one")
+    return tuple(load_schedules(schedule))

@@ -1,1 +1,0 @@
-"""Schedules in files, and traces that follow one: ``schedule=``."""
