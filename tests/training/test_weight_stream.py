@@ -203,7 +203,7 @@ def test_ranks_that_stop_early_or_ask_for_different_things_get_errors(rank: int)
     del never_started
     # Rank 0 stops in the first bucket, rank 1 goes on: both learn of it in the next thing that they do together.
     sides = (
-        r"rank 0: gathering of .*\n    "
+        r"rank 0: the whole state dict .*\n    "
         r"rank 1: stream_full_parameters\(dtype=None\): gathering blocks\.1 as torch\.float64"
     )
     with pytest.raises(tfs.ScheduleDisagreement, match=sides):

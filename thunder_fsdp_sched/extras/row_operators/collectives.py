@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,33 +15,50 @@ from ...runtime.rows import Rows
 def gather_rows(
     whole: torch.Tensor, local: torch.Tensor, starts: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Fill ``whole`` with the rows of all ranks, bit for bit, and return it; a collective.
+    """Fill ``whole`` with the rows of all ranks, bit for bit, and return it; one collective.
+
+    Rows that one rank has are broadcast. Others are summed as integers, as by the transport ``all_reduce``: that sends at
+    most twice the tensor's bytes, however the ranks share it. Padding to the longest share would send up to as many times
+    the tensor as there are ranks.
 
     Args:
+        whole: contiguous memory for the tensor.
         starts: as in :class:`RowShard`.
     """
-    for rank, (start, end) in enumerate(itertools.pairwise(starts)):
-        rows = whole[start:end]
-        if rank == group.rank():
-            rows.copy_(local)
-        if rows.numel():
-            dist.broadcast(rows, group=group, group_src=rank)
+    if not whole.numel():
+        return whole
+    rank, first = group.rank(), bisect.bisect_right(starts, 0) - 1  # the first that has rows
+    has_all = starts[first + 1] == starts[-1]
+    if not has_all:
+        whole.zero_()
+    whole[starts[rank] : starts[rank + 1]].copy_(local)
+    if has_all:
+        dist.broadcast(whole, group=group, group_src=first)
+    else:
+        words = torch.int32 if whole.nbytes % 4 == 0 else torch.uint8
+        dist.all_reduce(whole.view(-1).view(torch.uint8).view(words), group=group)
     return whole
 
 
 def gather(rows: Rows, local: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor, bit for bit, from the rows of all ranks; a collective.
+    """Return the whole tensor, bit for bit, from the rows of all ranks; one collective.
 
     It is on the device of the parameter's bucket, where offloaded rows are sent from.
+
+    Cost, whatever the number of ranks: a round of agreement and one collective. Each rank receives the tensor once if all
+    ranks have equally many rows or one has all of them, else twice.
 
     Raises:
         ValueError: the process group cannot send from that device.
         ScheduleDisagreement: other ranks do something else.
     """
     with _collective(rows, "gathering", local.device) as device:
-        local = local.detach()
+        local, starts, group = local.detach(), rows.starts, rows.ranks.group
         whole = local.new_empty(rows.shape or (1,), device=device)
-        gather_rows(whole, local, rows.starts, rows.ranks.group.process_group)
+        if rows.is_even and whole.numel() and starts[1] * group.size == starts[-1]:
+            dist.all_gather_into_tensor(whole, local.to(device).contiguous(), group=group.process_group)
+        else:
+            gather_rows(whole, local, starts, group.process_group)
     return whole.reshape(rows.shape)
 
 

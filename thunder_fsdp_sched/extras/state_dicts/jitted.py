@@ -23,9 +23,11 @@ import torch
 from thunder.core.module import ThunderModule
 
 from ...private_torch import state_name
-from ...runtime.row_dtensor import DTENSORS
+from ...runtime.bucket import Bucket
+from ...runtime.row_dtensor import DTENSORS, RowDTensor
 from ...sharding.sharded_module import ShardedModule
 from ...sharding.state_dict import ORIGINAL
+from .whole_buckets import gather_ahead
 
 
 def rows_by_name(model: ThunderModule) -> dict[str, torch.Tensor]:
@@ -36,23 +38,46 @@ def rows_by_name(model: ThunderModule) -> dict[str, torch.Tensor]:
 def gather_entries(
     entries: Mapping[str, Any], sharded: ShardedModule | None, *, keeps: bool = True, to_cpu: bool = True
 ) -> dict[str, Any]:
-    """Gather the DTensors of a state dict one by one; a collective.
+    """Gather the DTensors of a state dict; a collective.
+
+    Cost: for each bucket one round of agreement and one gather, whatever the number of ranks and parameters; one of each
+    for every other DTensor, such as optimizer state and what hooks have computed. A rank that keeps nothing has one bucket
+    at a time in memory.
 
     Args:
         sharded: tells which names are those of one parameter, which is gathered once.
         keeps: if not, return ``None`` in place of each tensor on this rank.
         to_cpu: move each tensor to host memory as soon as it is gathered.
     """
+
+    def kept(value: torch.Tensor) -> torch.Tensor | None:
+        return None if not keeps else value.detach().cpu() if to_cpu else value.detach()
+
     leading = {name: name if sharded is None else sharded.names_of(name)[0] for name in entries}
     whole: dict[str, Any] = {}  # by leading name
+    of_bucket: dict[Bucket, dict[str, int]] = {}
+    for name, value in entries.items():
+        if sharded is not None and (found := _location(value)) is not None:
+            of_bucket.setdefault(found[0], {}).setdefault(leading[name], found[1])
+    if sharded is not None and of_bucket:
+        wanted = [(bucket, bucket.spec.dtype) for bucket in sharded.buckets if bucket in of_bucket]
+        for bucket, tensors in gather_ahead(sharded, "the whole state dict", wanted, own_memory=True):
+            for name, index in of_bucket[bucket].items():
+                value = tensors[index].to(bucket.spec.shard_device)
+                whole[name] = kept(value.clone() if bucket.spec.comm.staging else value)  # staging is not to be kept
+                del value
+            del tensors
     for name, value in entries.items():
         if leading[name] not in whole:
-            if isinstance(value, DTENSORS):
-                value = value.full_tensor()
-            if isinstance(value, torch.Tensor):
-                value = None if not keeps else value.detach().cpu() if to_cpu else value.detach()
-            whole[leading[name]] = value
+            value = value.full_tensor() if isinstance(value, DTENSORS) else value
+            whole[leading[name]] = kept(value) if isinstance(value, torch.Tensor) else value
     return {name: whole[leading[name]] for name in entries}
+
+
+def _location(entry: Any) -> tuple[Bucket, int] | None:
+    """Return the bucket and the index of a parameter whose rows an entry shares; ``None`` if it is something else."""
+    found = entry.rows.in_bucket if isinstance(entry, RowDTensor) else None
+    return found if found is not None and entry._local_tensor is found[0].shard_views[found[1]] else None
 
 
 class JittedState:

@@ -22,8 +22,8 @@ from ...ranks.assignment import broadcast
 from ...runtime.bucket import Bucket
 from ...sharding.former_parameters import retire
 from ...sharding.sharded_module import ShardedModule, find_jitted
+from ..state_dicts.whole_buckets import gather_ahead
 from .eager import in_former_place
-from .weight_stream import gather_ahead
 
 _CHUNK = 1 << 24
 """Bytes that are copied to the host at once for a digest."""
