@@ -21,7 +21,7 @@ def gather_all(layout: Layout, params: list[torch.Tensor]) -> list[torch.Tensor]
         for rank in range(layout.world_size):
             own = rows[placement.row_starts[rank] : placement.row_starts[rank + 1]]
             assert own.shape == placement.shard_shape(rank)
-            begin = placement.shard_offsets[rank]
+            begin = placement.shard_offset(rank)
             destination = shards[rank, begin : begin + own.numel()]
             assert (destination == -1).all(), "two parameters overlap in a shard"
             destination.copy_(own.reshape(-1))

@@ -212,7 +212,7 @@ def test_fewer_ranks_own_the_same_rows_together(
         for placement in coarse.placements:
             rows = placement.row_starts[rank], placement.row_starts[rank + 1]
             if rows[0] < rows[1] and placement.row_numel:
-                at = placement.shard_offsets[rank]
+                at = placement.shard_offset(rank)
                 assert int(shard[at]) == placement.unsharded_offset + rows[0] * placement.row_numel
 
 

@@ -22,7 +22,7 @@ import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from ..sizes import round_up
 
@@ -46,14 +46,52 @@ class Segment:
     exempt: bool = False  # whether its parameters travel exactly although others are encoded
 
 
+@dataclass(frozen=True, eq=False)
+class RowStarts(Sequence[int]):
+    """The first row of each rank, and last the number of rows: computed, so that it takes no memory for each rank.
+
+    It equals the tuple of these numbers.
+    """
+
+    rows: int
+    row_numel: int
+    offset: int  # the parameter's first element in its segment
+    shard_numel: int  # elements of the segment that each rank owns
+    world_size: int
+
+    def __len__(self) -> int:
+        return self.world_size + 1
+
+    @overload
+    def __getitem__(self, rank: int) -> int: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, rank: int | slice) -> int | tuple[int, ...]:
+        if isinstance(rank, slice):
+            return tuple(map(self.__getitem__, range(*rank.indices(len(self)))))
+        rank = range(len(self))[rank]
+        if not self.row_numel:  # rows without elements: the last rank has them all
+            return self.rows if rank == self.world_size else 0
+        elements = min(max(rank * self.shard_numel - self.offset, 0), self.rows * self.row_numel)
+        return elements // self.row_numel
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RowStarts) and vars(self) == vars(other):
+            return True
+        return isinstance(other, RowStarts | tuple) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 @dataclass(frozen=True)
 class Placement:
     """The position of one parameter in its bucket. A 0-dim parameter counts as one row."""
 
     shape: tuple[int, ...]  # of the unsharded parameter
     unsharded_offset: int  # its first element in the unsharded buffer
-    row_starts: tuple[int, ...]  # world_size + 1 numbers; rank r owns rows [row_starts[r], row_starts[r + 1])
-    shard_offsets: tuple[int, ...]  # for each rank, the element of its shard buffer at which its rows start
+    row_starts: RowStarts  # world_size + 1 numbers; rank r owns rows [row_starts[r], row_starts[r + 1])
+    segment_offset: int  # the first element of its segment in a rank's shard buffer
 
     @property
     def numel(self) -> int:
@@ -67,6 +105,12 @@ class Placement:
     def shard_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of the rows of ``rank``; for a 0-dim parameter ``(1,)`` on its owner and ``(0,)`` elsewhere."""
         return (self.row_starts[rank + 1] - self.row_starts[rank], *self.shape[1:])
+
+    def shard_offset(self, rank: int) -> int:
+        """Return the element of the shard buffer of ``rank`` at which its rows start."""
+        starts = self.row_starts
+        begin = starts.offset + starts[rank] * self.row_numel - rank * starts.shard_numel
+        return self.segment_offset + min(max(begin, 0), starts.shard_numel)
 
 
 @dataclass(frozen=True)
@@ -108,7 +152,7 @@ class Layout:
     def shard_views(self, rank: int, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the rows that ``rank`` owns of each parameter, as views of its flat shard, or of the gradients."""
         shapes = [placement.shard_shape(rank) for placement in self.placements]
-        offsets = [placement.shard_offsets[rank] for placement in self.placements]
+        offsets = [placement.shard_offset(rank) for placement in self.placements]
         return tuple(
             flat.narrow(0, offset, math.prod(shape)).view(shape) for offset, shape in zip(offsets, shapes, strict=True)
         )
@@ -182,20 +226,11 @@ def _divided(shapes: Sequence[tuple[int, ...]], members: list[int], world_size: 
 def make_placement(shape: tuple[int, ...], offset: int, segment: Segment, world_size: int) -> Placement:
     row_numel = math.prod(shape[1:])
     rows = shape[0] if shape else 1
-    starts = []
-    for rank in range(world_size + 1):
-        elements = min(max(rank * segment.shard_numel - offset, 0), rows * row_numel)
-        start, rest = divmod(elements, row_numel) if row_numel else (0, 0)
-        assert rest == 0, f"a cut between ranks falls into a row of a parameter of shape {shape}"
-        starts.append(start)
-    if not row_numel:  # rows without elements: assign them all to the last rank
-        starts[-1] = rows
-    shard_offsets = tuple(
-        segment.shard_offset
-        + min(max(offset + starts[r] * row_numel - r * segment.shard_numel, 0), segment.shard_numel)
-        for r in range(world_size)
-    )
-    return Placement(shape, segment.unsharded_offset + offset, tuple(starts), shard_offsets)
+    if rows * row_numel:
+        cuts = range(-offset % segment.shard_numel, rows * row_numel, segment.shard_numel)
+        assert not any(cut % row_numel for cut in cuts), f"a cut between ranks falls into a row of shape {shape[1:]}"
+    starts = RowStarts(rows, row_numel, offset, segment.shard_numel, world_size)
+    return Placement(shape, segment.unsharded_offset + offset, starts, segment.shard_offset)
 
 
 def _fill_segment(

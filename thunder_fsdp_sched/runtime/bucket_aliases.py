@@ -108,7 +108,7 @@ def _layout_of(spec: BucketSpec, indices: Sequence[int]) -> Layout:
 
 def _local_slice(placement: Placement, rank: int) -> tuple[slice, slice]:
     first, last = (placement.row_starts[r] * placement.row_numel for r in (rank, rank + 1))
-    begin = placement.shard_offsets[rank]
+    begin = placement.shard_offset(rank)
     return (
         slice(begin, begin + last - first),
         slice(placement.unsharded_offset + first, placement.unsharded_offset + last),

@@ -6,6 +6,7 @@ it that concerns one parameter. The parameter, its gradients and its optimizer s
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import weakref
@@ -31,14 +32,14 @@ class RowShard(Shard):
     case, and returns a DTensor with a plain ``Shard(0)``.
     """
 
-    starts: tuple[int, ...]
+    starts: Sequence[int]
 
     def __new__(cls, starts: Sequence[int]) -> RowShard:
         return super().__new__(cls, 0)  # type: ignore[call-arg]
 
     def __init__(self, starts: Sequence[int]) -> None:
         super().__init__(0)
-        object.__setattr__(self, "starts", tuple(starts))
+        object.__setattr__(self, "starts", starts)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RowShard):
@@ -46,15 +47,15 @@ class RowShard(Shard):
         return super().__eq__(other)  # torch asserts that it equals Shard(0)
 
     def __hash__(self) -> int:
-        return hash((RowShard, self.starts))  # other than that of Shard(0), so that torch's caches keep them apart
+        return hash((RowShard, *_sample(self.starts)))  # not that of Shard(0), so that torch's caches keep them apart
 
     def __repr__(self) -> str:
-        return f"RowShard(starts={self.starts})"
+        return f"RowShard(starts={tuple(self.starts)})"
 
     __str__ = __repr__
 
     def __reduce__(self) -> Any:
-        return RowShard, (self.starts,)
+        return RowShard, (tuple(self.starts),)
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
         return self.starts[rank + 1] - self.starts[rank], self.starts[rank]
@@ -74,6 +75,11 @@ class RowShard(Shard):
             whole, local_tensor, self.starts, mesh.get_group(mesh_dim)
         )
         return gathered
+
+
+def _sample(starts: Sequence[int]) -> tuple[int, ...]:
+    """Return some of these numbers, for a hash whose time does not grow with the number of ranks."""
+    return len(starts), starts[len(starts) // 2], starts[-1]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -99,7 +105,7 @@ class Rows:
         return self is other or (isinstance(other, Rows) and self.shape == other.shape and self.has_cuts_of(other))
 
     def __hash__(self) -> int:
-        return hash((self.shape, tuple(self.starts), self.ranks.group.global_ranks))
+        return hash((self.shape, *_sample(self.starts), self.ranks.group.global_ranks))
 
     def has_cuts_of(self, other: Rows) -> bool:
         """Return whether each rank has rows of the same numbers of both tensors."""
@@ -122,7 +128,7 @@ class Rows:
         """The row after the last of this rank."""
         return self.starts[self.rank + 1]
 
-    @functools.cached_property
+    @property
     def lengths(self) -> list[int]:
         """The number of rows that each rank has."""
         return [end - start for start, end in itertools.pairwise(self.starts)]
@@ -135,7 +141,8 @@ class Rows:
     @property
     def is_cut(self) -> bool:
         """Whether more than one rank has rows."""
-        return len(self.holders) > 1
+        end = bisect.bisect_right(self.starts, 0)  # of the first that has some
+        return end < len(self.starts) and self.starts[end] < self.starts[-1]
 
     @functools.cached_property
     def is_even(self) -> bool:
@@ -170,13 +177,13 @@ class Rows:
         return spec
 
     @functools.cached_property
-    def _reshaped(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], Rows]:
+    def _reshaped(self) -> dict[tuple[tuple[int, ...], Sequence[int]], Rows]:
         return {}
 
     def reshaped(self, shape: Sequence[int], starts: Sequence[int] | None = None) -> Rows:
         """Return the rows of a tensor of another shape, cut between the same rows, or those of other numbers."""
-        key = (tuple(shape), tuple(self.starts if starts is None else starts))
-        if key == (self.shape, tuple(self.starts)):
+        key = (tuple(shape), self.starts if starts is None or self.starts == tuple(starts) else tuple(starts))
+        if key == (self.shape, self.starts):
             return self
         if key not in self._reshaped:
             self._reshaped[key] = replace(self, shape=torch.Size(shape), starts=key[1], is_reshaped=True)

@@ -73,7 +73,7 @@ def exchange(rows: Rows, part: torch.Tensor, what: str, *labels: str) -> torch.T
         ValueError: the process group cannot send from the parameter's device.
         ScheduleDisagreement: other ranks do something else.
     """
-    size = len(rows.lengths)
+    size = rows.ranks.group.size
     with _collective(rows, what, part.device, *labels) as device:
         sent = part.detach().to(device).reshape(-1).contiguous().view(torch.uint8)  # gloo sends no booleans
         received = sent.new_empty(size, sent.numel())
