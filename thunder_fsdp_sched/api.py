@@ -121,6 +121,9 @@ def fsdp(
     flat buffer per bucket. Create optimizers, and take parameters for hooks and groups, after that. Code that would mistake
     rows for whole parameters raises an error.
 
+    On any number of ranks, a step costs at most two gathers and one reduction for each bucket, and two rounds of agreement
+    (``agree``). A rank receives the unsharded parameters twice and sends their gradients once.
+
     Args:
         sharding_strategy: ``"zero3"`` frees unsharded parameters after their last use in forward and gathers them again
             in backward. This needs the least memory and 1.5 times the communication of ``"zero2"``. Buckets that are

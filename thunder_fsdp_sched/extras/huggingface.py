@@ -28,6 +28,8 @@ def save_pretrained(model: torch.nn.Module, folder: str | os.PathLike[str], **op
     are gathered one by one. The first rank collects them in host memory: all that are saved, so only the adapters of a
     PEFT model.
 
+    Cost, on any number of ranks: four exchanges, and a round of agreement and a gather for each bucket.
+
     Args:
         model: the jitted module, whose original module is a ``PreTrainedModel`` or a ``PeftModel``.
         folder: the folder to save into, on the first rank. As usual in transformers, existing files are overwritten.

@@ -127,7 +127,7 @@ class RowDTensor(StateEntry, _Base):
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Gather the whole tensor on every rank; a collective."""
+        """Gather the whole tensor on every rank; a round of agreement and one collective on any number of ranks."""
         whole: torch.Tensor = load("extras.row_operators.conversions:full_tensor")(self)
         return whole
 

@@ -74,7 +74,7 @@ class RowShard(Shard):
         gathered: torch.Tensor = load("extras.row_operators.collectives:gather_rows")(
             whole, local_tensor, self.starts, mesh.get_group(mesh_dim)
         )
-        return gathered
+        return gathered.reshape(current_logical_shape)  # a 0-dim tensor has one row
 
 
 def _sample(starts: Sequence[int]) -> tuple[int, ...]:

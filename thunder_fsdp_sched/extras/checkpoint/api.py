@@ -91,6 +91,9 @@ def save_checkpoint(
             as a whole model in ``reduce_dtype``. Without it, feedback starts from zero after loading, which costs what
             rounding has lost of one step.
 
+    Cost: three exchanges, and each rank sends the first one two messages, which it answers: the list of its rows, and what
+    it has written. The list of all has an entry for each parameter and for each cut between ranks in a bucket.
+
     Returns:
         The folder, whose checkpoint is complete.
 
@@ -119,7 +122,7 @@ def save_checkpoint_async(
 ) -> Saving:
     """Copy what :func:`save_checkpoint` saves to host memory, and write it while training goes on; a collective.
 
-    See [saving beside training](checkpoints.md#saving-beside-training). The other arguments, and the errors, are those of
+    See [saving beside training](checkpoints.md#saving-beside-training). Other arguments, errors and cost are those of
     :func:`save_checkpoint`.
 
     Args:
@@ -218,6 +221,8 @@ def load_checkpoint(
     then starts from zero, with a warning on the first rank. While reading, it needs as much
     additional memory as the model's shards. Entries of another dtype are cast, as by DCP, with a warning on the first
     rank.
+
+    Cost: nine exchanges on any number of ranks; values are read, not sent. A DTensor that is sharded otherwise is gathered.
 
     Args:
         folder: the checkpoint.

@@ -83,6 +83,9 @@ class _State:
 def save(path: Path, state: Mapping[str, Any], *, whole: bool, keep: Filter | None) -> None:
     """Save a module, its optimizers and everything else; a collective.
 
+    A file costs what :func:`gather_entries` does for the module and for the state of each parameter, a folder what
+    :func:`save_checkpoint` does.
+
     Args:
         path: the same on all ranks.
         whole: write one file, else a folder.

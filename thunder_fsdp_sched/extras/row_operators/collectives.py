@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ...runtime.rows import Rows
+from ...transports.flat import all_gather_flat
 
 
 def gather_rows(
@@ -33,11 +34,15 @@ def gather_rows(
         whole.zero_()
     whole[starts[rank] : starts[rank + 1]].copy_(local)
     if has_all:
-        dist.broadcast(whole, group=group, group_src=first)
+        dist.broadcast(_bytes(whole), group=group, group_src=first)
     else:
-        words = torch.int32 if whole.nbytes % 4 == 0 else torch.uint8
-        dist.all_reduce(whole.view(-1).view(torch.uint8).view(words), group=group)
+        dist.all_reduce(_bytes(whole).view(torch.int32 if whole.nbytes % 4 == 0 else torch.uint8), group=group)
     return whole
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor: backends send neither all dtypes nor all shapes."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def gather(rows: Rows, local: torch.Tensor) -> torch.Tensor:
@@ -56,7 +61,7 @@ def gather(rows: Rows, local: torch.Tensor) -> torch.Tensor:
         local, starts, group = local.detach(), rows.starts, rows.ranks.group
         whole = local.new_empty(rows.shape or (1,), device=device)
         if rows.is_even and whole.numel() and starts[1] * group.size == starts[-1]:
-            dist.all_gather_into_tensor(whole, local.to(device).contiguous(), group=group.process_group)
+            all_gather_flat(_bytes(whole), _bytes(local.to(device).contiguous()), group=group.process_group)
         else:
             gather_rows(whole, local, starts, group.process_group)
     return whole.reshape(rows.shape)
@@ -75,7 +80,7 @@ def exchange(rows: Rows, part: torch.Tensor, what: str, *labels: str) -> torch.T
     """
     size = rows.ranks.group.size
     with _collective(rows, what, part.device, *labels) as device:
-        sent = part.detach().to(device).reshape(-1).contiguous().view(torch.uint8)  # gloo sends no booleans
+        sent = _bytes(part.detach().to(device).contiguous())
         received = sent.new_empty(size, sent.numel())
         dist.all_gather(list(received), sent, group=rows.ranks.group.process_group)
     return received.view(part.dtype).view(size, *part.shape).to(part.device)

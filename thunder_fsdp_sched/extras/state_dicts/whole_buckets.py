@@ -56,7 +56,10 @@ def gather_ahead(
     versions = [bucket.version() for bucket, _ in wanted]
     flights: list[tuple[Bucket, InFlight]] = []
     with contextlib.ExitStack() as undo:
-        slots = _new_slots(wanted) if own_memory else _alternating_slots(wanted, undo)
+        if own_memory:
+            slots = {n: Arena(b.spec.device).slot(0, slot_bytes(b.spec, dtype)) for n, (b, dtype) in enumerate(wanted)}
+        else:
+            slots = _alternating_slots(wanted, undo)
         undo.callback(_release_shards, flights)
 
         def issue(number: int) -> tuple[Bucket, InFlight]:
@@ -93,14 +96,6 @@ def _release_shards(flights: Sequence[tuple[Bucket, InFlight]]) -> None:
         bucket.source.finish_copy()
         if bucket is not bucket.base:
             bucket.source.free()
-
-
-def _new_slots(wanted: Sequence[tuple[Bucket, torch.dtype]]) -> dict[int, Slot]:
-    """Return a slot for each bucket by its number, in memory of its own, which its gather allocates."""
-    return {
-        number: Arena(bucket.spec.device).slot(0, slot_bytes(bucket.spec, dtype))
-        for number, (bucket, dtype) in enumerate(wanted)
-    }
 
 
 def _alternating_slots(wanted: Sequence[tuple[Bucket, torch.dtype]], undo: contextlib.ExitStack) -> dict[int, Slot]:

@@ -50,6 +50,9 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
     the slowest rank is done. This is checked before each gather and at the end. Call modules, not their ``forward``. A
     parameter that a module other than its own uses is on the meta device then, unless both are in one block.
 
+    Cost, on any number of ranks: an exchange at the end, and for each call of a block a round of agreement and a gather of
+    its bucket. So a rank receives the model once for each call of it.
+
     Args:
         model: the result of ``thunder.jit(module, transforms=[fsdp(...)])``.
         reshard_after_forward: if false, all parameters are gathered at the start and stay unsharded until the end. That

@@ -28,6 +28,8 @@ def clip_grad_norm_(
         norm_type: p of the p-norm, or ``math.inf``.
         error_if_nonfinite: raise an error on all ranks if the norm is nan or infinite, before anything is scaled.
 
+    Cost, on any number of ranks: a round of agreement and an all-reduce of one number.
+
     torch's own function gives the same norm, up to rounding, if all parameters are sharded over the same ranks. This one
     has a single collective and tells which gradients are not finite.
 
@@ -122,7 +124,7 @@ def set_gradient_divide_factor(model: ThunderModule, factor: float | None, *, mo
 
     It applies to every reduction that is waited for from now on, with or without replicas, also in traces that are compiled
     already. With ``no_sync``, it applies to the whole sum when that is reduced. Call it on all ranks: they meet once and
-    compare the arguments, which takes 0.3 ms for 2 ranks of one machine.
+    compare the arguments, which takes a round of agreement, 0.3 ms for 2 ranks of one machine.
 
     In each backward, another factor than the number of ranks costs one more pass over this rank's rows of the gradients,
     right after the wait, because transports compute the mean. Results have the bits of FSDP2 if the number of ranks is a

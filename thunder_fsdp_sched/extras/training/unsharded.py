@@ -56,6 +56,10 @@ def unsharded(
     exception on any rank, nothing is written on any rank. Buffers and parameters that are not sharded are always the
     model's own: changes to them take effect at once, on this rank alone.
 
+    Cost, on any number of ranks: that of :func:`stream_full_parameters` for the buckets with these parameters, and a round.
+    Writing back costs three exchanges, of digests and of the names of changed parameters; with ``from_rank`` two, and a
+    broadcast of each parameter.
+
     Args:
         only: submodules, or names of submodules or parameters, to make whole; by default all. A tied parameter belongs to
             all modules that have it. The other parameters remain shards.

@@ -36,6 +36,9 @@ def stream_full_parameters(
     order of the plan. Then come those that are not sharded (``ignored_params``), which may be this rank's own memory.
     Buffers are not included; every rank has them.
 
+    Cost, on any number of ranks: one exchange, and a round of agreement and a gather for each bucket. A rank receives the
+    model once.
+
     All ranks must run the loop to its end, or leave it within the same bucket. Otherwise the next thing that they do
     together raises an error. Parameters must not change during the loop. The model may be called in it.
 

@@ -56,9 +56,10 @@ class WholeParameters(torch.optim.Optimizer):
     on one rank. Parameters are distributed so that their ranks own about equally many elements.
 
     A step sends the rows of gradients and parameters, and returns the new rows, with two collectives for each process
-    group and dtype. While it runs, each rank holds the whole gradients and parameters that it owns. The constructor,
-    ``step`` and ``add_param_group`` are collectives. ``state_dict`` has the state of the parameters that this rank
-    owns; use :func:`save_checkpoint` to change the number of ranks.
+    group and dtype. These are all-to-alls: a message to each rank, but no more bytes on more ranks, which are three times
+    a rank's rows and what it owns. While it runs, each rank holds the whole gradients and parameters that it owns. The
+    constructor, ``step`` and ``add_param_group`` are collectives. ``state_dict`` has the state of the parameters that this
+    rank owns; use :func:`save_checkpoint` to change the number of ranks.
 
     Args:
         optimizer_class: any ``torch.optim.Optimizer`` whose ``step`` needs no closure.
