@@ -16,7 +16,8 @@ from unittest import mock
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.extras.reports import texts as report_texts
-from thunder_fsdp_sched.logs import following_stages
+from thunder_fsdp_sched.ir.schedule import Schedule
+from thunder_fsdp_sched.logs import Artifacts, following_stages
 
 import pytest
 import thunder
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from models import Stack
 from ranks import on_ranks
+from thunder.core.trace import TraceCtx
 from torch._logging import _internal
 
 NAME = "thunder_fsdp_sched"
@@ -74,6 +76,16 @@ def test_other_ranks_log_what_each_pass_changed(caplog: pytest.LogCaptureFixture
     buckets = len(transform.plan)
     [bucketed] = {found[2] for found in changes if found and found[1] == "bucket_communication"}
     assert f"+{buckets} fsdp_all_gather" in bucketed and f"+{buckets} fsdp_reduce_scatter" in bucketed
+
+
+def test_no_trace_is_printed_for_a_log_that_torch_does_not_write() -> None:
+    trace = TraceCtx()
+    with (
+        mock.patch.object(_internal.trace_log, "handlers", [_internal.LazyTraceHandler(None)]),  # as in a new process
+        mock.patch.object(TraceCtx, "__repr__", side_effect=AssertionError) as printed,
+    ):
+        Artifacts().log_schedule("forward", trace, Schedule((), 0, ""))
+    assert not printed.called
 
 
 #

@@ -98,9 +98,13 @@ class Artifacts:
             self.log(f"fsdp_after_{name}", half, lambda: str(trace), encoding="string")
 
     def log_schedule(self, half: str, unscheduled: TraceCtx, schedule: Any) -> None:
-        """Log a trace before it is scheduled, and its ``Schedule``, before the ranks compare theirs."""
-        self.log(f"fsdp_{half}_before", half, lambda: str(unscheduled), encoding="string")
+        """Log a trace before it is scheduled, and its ``Schedule``, before the ranks compare theirs.
+
+        The shortest comes first: without ``TORCH_TRACE``, torch finds out that it writes no log from the first message of a
+        process, whose payload it asks for. Printing a trace of 32 blocks takes 0.3 s.
+        """
         self.log("inductor_collective_schedule", half, schedule.collectives)
+        self.log(f"fsdp_{half}_before", half, lambda: str(unscheduled), encoding="string")
         self.log(f"fsdp_{half}_schedule", half, lambda: dataclasses.asdict(schedule))
 
 
