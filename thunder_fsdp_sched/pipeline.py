@@ -43,8 +43,6 @@ from .transforms.sort_communication import sort_communication
 from .transforms.write_grads_in_place import write_grads_in_place
 
 if TYPE_CHECKING:  # so that a checker of types sees their arguments
-    from .extras.activation_offload.offload_activations import offload_activations
-    from .extras.activation_offload.sort_host_copies import sort_host_copies
     from .extras.replay import replay_schedule
     from .extras.secondary_shards.gather_from_secondary import gather_from_secondary
     from .transforms.average_counted_targets import average_counted_targets
@@ -64,8 +62,6 @@ else:
     release_slots = Later("transforms.release_slots:release_slots")
     release_extension = Later("transforms.release_slots:release_extension")
     gather_from_secondary = Later("extras.secondary_shards.gather_from_secondary:gather_from_secondary")
-    offload_activations = Later("extras.activation_offload.offload_activations:offload_activations")
-    sort_host_copies = Later("extras.activation_offload.sort_host_copies:sort_host_copies")
     replay_schedule = Later("extras.replay:replay_schedule")
 
 
@@ -80,7 +76,6 @@ def _retains(c: Context) -> bool:
 
 
 _FUSES: Condition = ("if an executor can fuse operators", lambda c: bool(c.fusions))
-_OFFLOADS: Condition = ("if `max_memory` offloads values", lambda c: bool(c.settings.offloaded))
 
 PIPELINE: tuple[Phase, ...] = (
     Phase(
@@ -189,13 +184,6 @@ PIPELINE: tuple[Phase, ...] = (
             searched=True,
             required=False,
         ),
-        Step(
-            offload_activations,
-            lambda trace, c: offload_activations(trace, offloaded=c.settings.offloaded),
-            when=_OFFLOADS,
-            searched=True,
-            required=False,
-        ),
     ),
     Phase(
         "split",
@@ -211,12 +199,6 @@ PIPELINE: tuple[Phase, ...] = (
     Phase(
         "scheduled",
         "",
-        Step(
-            sort_host_copies,
-            lambda trace, c: sort_host_copies(trace, times=given(c.copy_times)),
-            when=_OFFLOADS,
-            searched=True,
-        ),
         Step(
             sort_communication,
             lambda trace, c: sort_communication(
@@ -360,8 +342,6 @@ ORDER: tuple[Order, ...] = (
     (keep_fusions_apart, remove_cuts, "the cuts have to exist before they are removed"),
     (remove_cuts, regather_for_backward, "a cut hides which values derive from parameters alone"),
     (regather_for_backward, gather_from_secondary, "backward's gathers have to exist before they change"),
-    (regather_for_backward, offload_activations, "what backward computes again is not saved, so it is not offloaded"),
-    (gather_from_secondary, offload_activations, "the values that forward saves are settled by then"),
     (
         reject_resampled_random_grads,
         write_grads_in_place,
@@ -371,9 +351,6 @@ ORDER: tuple[Order, ...] = (
     (write_grads_in_place, assign_slots, "the writes of gradients get a slot, too"),
     (guard_first, sort_communication, "the guards stay where they are then, and have to be first"),
     (guard_first, replay_schedule, "the guards stay where they are then, and have to be first"),
-    (offload_activations, sort_host_copies, "the copies have to exist before they move"),
-    (sort_host_copies, sort_communication, "communication is placed between copies as between compute"),
-    (sort_host_copies, replay_schedule, "communication is placed between copies as between compute"),
     (sort_communication, assign_slots, "the order decides how long a slot is in use"),
     (replay_schedule, assign_slots, "the order decides how long a slot is in use"),
     (assign_slots, mark_retained_by_forward, "slots can only be compared once they are assigned"),

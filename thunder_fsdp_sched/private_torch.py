@@ -318,12 +318,6 @@ def is_hooked(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None or bool(find_hooks([module]))
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Return whether hooks, such as ``torch.autograd.graph.save_on_cpu``, read what this thread saves for backward."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None
-
-
 def running_node() -> Any:
     """Return the autograd node whose backward this thread runs, ``None`` outside of a backward."""
     return torch._C._current_autograd_node()

@@ -20,7 +20,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -379,12 +378,8 @@ class Compilation:
         return traces.joint
 
     def after_fusion(self, joint: TraceCtx) -> TraceCtx:
-        """Remove from the joint trace what only kept fusions apart, and offload the chosen activations."""
-        joint = self.run("fused", joint)
-        if self.context.settings.offloaded:  # a fusion may have taken in a value that was to be offloaded
-            offloaded = load("extras.activation_offload.offload_activations:offloaded_values")(joint)
-            self.context.settings = replace(self.context.settings, offloaded=frozenset(offloaded))
-        return joint
+        """Remove from the joint trace what only kept fusions apart."""
+        return self.run("fused", joint)
 
     def schedule(self, unscheduled: TraceCtx) -> TraceCtx:
         """Return the forward or backward trace that runs: sorted, with slots, verified, and agreed on by all ranks."""
@@ -446,7 +441,7 @@ class Compilation:
             sharded.set_kept_buckets(found.kept_buckets)
             sharded.kept_buckets_are_final = True
         self._pending_grads, self.traces.choice = found.pending_grads, found.choice
-        context.copy_times, context.settings = found.copy_times, found.settings(sharded.kept_buckets)
+        context.settings = found.settings(sharded.kept_buckets)
         bucketed: TraceCtx = found.bucketed
         return bucketed
 

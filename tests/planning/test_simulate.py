@@ -9,12 +9,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from thunder_fsdp_sched.extras.activation_offload.host_copies import (
-    fsdp_copy_to_device,
-    fsdp_copy_to_host,
-    fsdp_wait_device_copy,
-    fsdp_wait_host_copy,
-)
 from thunder_fsdp_sched.extras.planning.cost import Seconds
 from thunder_fsdp_sched.extras.planning.simulate import simulate
 from thunder_fsdp_sched.extras.planning.timeline import COMPUTE, Timeline
@@ -51,7 +45,6 @@ class ConstantCost:
     gather: float = 1.0
     reduction: float = 1.0
     slowdown: float = 0.0
-    host_copy: float = 1.0
     synchronous: bool = True
     concurrent: int = 1
     gather_share: float = 1.0
@@ -68,9 +61,6 @@ class ConstantCost:
 
     def contention(self, kind: str) -> float:
         return self.slowdown
-
-    def host_copy_seconds(self, nbytes: int) -> float:
-        return self.host_copy
 
 
 class TraceBuilder:
@@ -148,38 +138,6 @@ def test_compute_hides_a_prefetched_gather_but_not_the_first():
     assert timeline.over_sum == 0.8
     assert timeline.overlap == 0.5
     assert timeline.idle_seconds == 0.0
-
-
-def offloaded() -> tuple[TraceCtx, TraceCtx]:
-    """Return a forward that offloads two values and a backward that copies the second back, then the first."""
-    forward = TraceBuilder()
-    copies = []
-    for _ in range(2):
-        forward.compute()
-        copies.append((forward.value, forward.write(fsdp_copy_to_host, forward.value)))
-    forward.compute(symbol=prims.sin)
-    hosts = [forward.write(fsdp_wait_host_copy, future, value) for value, future in copies]
-    backward = TraceBuilder(after=forward)
-    futures = [backward.write(fsdp_copy_to_device, host, "cpu") for host in reversed(hosts)]
-    backward.compute()
-    for future in futures:
-        backward.value = backward.write(fsdp_wait_device_copy, future)
-        backward.compute()
-    return forward.finish_trace(), backward.finish_trace()
-
-
-def test_copies_of_one_direction_run_one_after_the_other_and_delay_compute_only_at_their_waits():
-    cost = ConstantCost({"neg": 1.0, "sin": 2.0}, host_copy=2.5, synchronous=False)
-    timeline = simulate(*offloaded(), cost)
-    assert spans(timeline, "to host memory") == [(1.0, 3.5), (3.5, 6.0)]
-    assert spans(timeline, "to the device") == [(6.0, 8.5), (8.5, 11.0)]
-    assert spans(timeline, COMPUTE, "wait") == [(4.0, 6.0), (7.0, 8.5), (9.5, 11.0)]
-    assert timeline.step_seconds == 12.0 and timeline.compute_seconds == 7.0
-    assert timeline.exposed_seconds == 5.0 and timeline.contention_seconds == 0.0
-    assert timeline.communication_seconds == {"to host memory": 5.0, "to the device": 5.0}
-    assert timeline.lower_bound == 7.0
-    hidden = simulate(*offloaded(), dataclasses.replace(cost, host_copy=0.5))
-    assert hidden.step_seconds == 7.0 and hidden.overlap == 1.0
 
 
 def test_collectives_queue_within_a_group_but_not_across_groups():

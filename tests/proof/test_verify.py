@@ -32,8 +32,7 @@ from internals import (
     sort_communication,
     verify,
 )
-from models import Chain, Stack
-from offloading import offloading
+from models import Chain
 from synthetic_traces import FakeProcessGroup, chain
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
@@ -46,8 +45,6 @@ from torch import nn
 GATHER, REDUCE, GRAD = "fsdp_all_gather", "fsdp_reduce_scatter", "fsdp_matmul_into"
 PARAMS, GUARD = "fsdp_wait_params", "fsdp_params_unchanged"
 RELEASE, SECONDARY = "fsdp_release", "fsdp_copy_secondary_shard"
-COPY, COPY_BACK = "fsdp_copy_to_host", "fsdp_copy_to_device"
-COPIED, COPIED_BACK = "fsdp_wait_host_copy", "fsdp_wait_device_copy"
 
 
 def blocks() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
@@ -57,7 +54,6 @@ def blocks() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "zero3": {"prefetch": 2},
     "zero2": {"sharding_strategy": "zero2"},
-    "offload": {},
     "released": {"sharding_strategy": Sharding(release=True), "prefetch": 0},
     "kept+released": {"sharding_strategy": Sharding("zero2", release=True)},
     "secondary": {"sharding_strategy": Sharding(secondary_ranks=2), "bucketing_strategy": "layer"},
@@ -67,9 +63,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @cache
 def compiled(options: str) -> testing.CompiledTraces:
-    if options == "offload":
-        with offloading():
-            return testing.compile_on_fake_ranks(lambda: (Stack(3), (torch.ones(2, 4),)), 2)[0]
     world_size = 4 if options == "secondary" else 2
     return testing.compile_on_fake_ranks(blocks, world_size, **OPTIONS[options])[0]
 
@@ -235,34 +228,10 @@ def expect_left(step: Step) -> None:
     step.change(last, {1: step.slot(GATHER)}, issues_before=before)
 
 
-def forget_host_copy(step: Step) -> None:
-    wait = step.bsyms.pop(step.at(COPIED, 1))
-    outputs, (tensors, others) = step.bsyms[-1].args
-    kept = tuple(t for t in tensors if t.name != wait.output.name)
-    step.bsyms[-1] = step.bsyms[-1].from_bsym(args=(outputs, (kept, others)))
-
-
-def other_shape(step: Step) -> None:
-    wait = step.at(COPIED_BACK)
-    out = step.bsyms[wait].output
-    with tracectx(TraceCtx()):  # where the name is free
-        other = TensorProxy(out.name, like=out, shape=(1, *out.shape))
-    step.bsyms[wait] = step.bsyms[wait].from_bsym(output=other)
-
-
-def source(step: Step) -> TensorProxy:
-    return step.get(COPY, 1).args[0]
-
-
-def write_to(step: Step, value: TensorProxy) -> None:
-    step.insert(step.at(COPIED, 1), prims.copy_, value, value, grad_enabled=False)
-
-
 Mutation = Callable[[Step], Any]
 
 ANY = ("chain forward", "zero3 forward", "zero3 backward")
 FW, BW, KEPT = ("chain forward", "zero3 forward"), ("zero3 backward",), ("zero2 backward",)
-HOST, BACK = ("offload forward",), ("offload backward",)
 RELEASED, SHARDS = ("released backward", "kept+released backward"), ("secondary forward", "secondary backward")
 
 _OVERWRITTEN = r"reads '\w+' of bucket '\S+' in \S+, which bound symbol \d+ of \w+ has overwritten for bucket '\S+'"
@@ -439,48 +408,10 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
             r"calls the all_reduce_hook None, expected \S+",
         )
     },
-    HOST: {
-        # Definitions, issues and waits
-        "a future in flight is read": (
-            lambda s: s.read(s.at(COPIED, 1), s.get(COPY, 1).output),
-            "which it does not wait for",
-        ),
-        # Copies in host memory
-        "no wait for a copy": (forget_host_copy, "fsdp_copy_to_host is never waited for"),
-        "a wait keeps another value alive": (
-            lambda s: s.change(s.at(COPIED, 1), {1: s.trace.args[0]}),
-            r"waits for a copy of \w+ with '\w+'",
-        ),
-        "the source is read after the wait": (
-            lambda s: s.read(s.at(COPIED, 1) + 1, source(s)),
-            "where its memory was freed",
-        ),
-        "the source is saved, too": (lambda s: s.save(source(s)), "where its memory was freed"),
-        "the source is written": (lambda s: write_to(s, source(s)), _WRITES_SOURCE),
-        "a view of the source is written": (lambda s: write_to(s, s.view(s.at(COPIED, 1), source(s))), _WRITES_SOURCE),
-        "the host copy is computed with": (
-            lambda s: s.read(s.at(COPIED, 1) + 1, s.get(COPIED, 1).output),
-            "which is in host memory",
-        ),
-        "the host copy is an output": (
-            lambda s: s.return_(s.get(COPIED, 1).output),
-            "returns 'host_.*', which is in host memory",
-        ),
-    },
-    BACK: {
-        "a copy back is not waited for": (lambda s: s.bsyms.pop(s.at(COPIED_BACK, 1)), _UNDEFINED),
-        "a copy back has another shape": (other_shape, r"returns '\w+' as .*, but .* was sent"),
-        "another value is copied back": (
-            lambda s: s.change(
-                s.at(COPY_BACK, 1), {0: next(p for b in s.bsyms for p in b.flat_proxy_outs if p.name.startswith("t_"))}
-            ),
-            "which is not in host memory",
-        ),
-    },
 }
 
 
-@pytest.mark.parametrize("trace", [*ANY, *KEPT, *HOST, *BACK, *RELEASED, *SHARDS, "zero2 forward", "hook backward"])
+@pytest.mark.parametrize("trace", [*ANY, *KEPT, *RELEASED, *SHARDS, "zero2 forward", "hook backward"])
 def test_correct_traces_pass(trace: str) -> None:
     Step(*trace.split()).verify()
 

@@ -23,7 +23,7 @@ from scenario import Run
 from test_optimizers import Matrices
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -53,20 +53,6 @@ class ScalarState(_Own):
         param.sub_(grad / (state["power"].sqrt() + 1e-3), alpha=lr)
 
 
-class FactoredState(_Own):
-    """An optimizer with state for each row and each column of a matrix."""
-
-    def update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], lr: float) -> None:
-        square = grad.square() + 1e-8
-        if param.ndim == 2:
-            if not state:
-                state["row"], state["column"] = (torch.zeros_like(square.mean(dim)) for dim in (1, 0))
-            state["row"].lerp_(square.mean(1), 0.1)
-            state["column"].lerp_(square.mean(0), 0.1)
-            square = state["row"].unsqueeze(1) * (state["column"] / state["row"].mean()).unsqueeze(0)
-        param.addcdiv_(grad, square.sqrt(), value=-lr)
-
-
 class NestedState(_Own):
     """An optimizer whose state contains dictionaries and lists."""
 
@@ -89,7 +75,7 @@ class Derived(AdamW):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None and param.ndim > 1:
-                    param.grad = param.grad - param.grad.mean(1, keepdim=True)
+                    param.grad = param.grad - param.grad.mean()
         return super().step(closure)
 
 
@@ -104,12 +90,11 @@ TORCH: dict[str, tuple[type[Optimizer], dict[str, Any], tuple[str, ...]]] = {
     "NAdam": (NAdam, {"lr": 0.1, "decoupled_weight_decay": True, "weight_decay": 0.1}, ("foreach",)),
     "RAdam": (RAdam, {"lr": 0.1}, ("foreach",)),
     "RMSprop": (RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5}, ("foreach",)),
-    "Rprop": (Rprop, {"lr": 0.01}, ("foreach",)),
     "SGD": (SGD, {"lr": 0.1}, ("foreach", "fused")),
     "SGD, momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, ("foreach", "fused")),
 }
 
-OWN: dict[str, Make] = {"scalar": ScalarState, "factored": FactoredState, "nested": NestedState, "derived": Derived}
+OWN: dict[str, Make] = {"scalar": ScalarState, "nested": NestedState, "derived": Derived}
 
 
 def _optimizers() -> Iterator[tuple[str, Make]]:

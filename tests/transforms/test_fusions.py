@@ -22,7 +22,6 @@ import thunder
 import torch
 from internals import args_of, facts_of, fsdp_wait_params, outs_of
 from models import CASES, GPT, Chain, FeedForward, Stack
-from offloading import offloading
 from profiles import LONG_ONLY, mostly_zero3
 from ranks import Ranks, on_ranks, worker_pool
 from scenario import Run, train_and_check_what_is_saved
@@ -273,26 +272,6 @@ def test_fused_models_accumulate_and_evaluate_correctly(strategy: str) -> None:
 #
 # Cuts between fusion regions
 #
-
-
-@on_ranks()
-def test_activations_that_regions_save_are_offloaded_with_the_same_bits(rank: int) -> None:
-    results = []
-    for offloads in (False, True):
-        torch.manual_seed(0)
-        model = FeedForwards(width=8, blocks=1, length=4)
-        transform = fsdp()
-        jitted = thunder.jit(model, transforms=[transform], **jit_options("nvfuser"))
-        with offloading(lambda found: found if offloads else ()):  # noqa: B023
-            jitted(*model.inputs(torch.Generator().manual_seed(rank))).backward()
-        [traces] = transform.compiled
-        assert any(b.sym.is_fusion for b in traces.forward.bound_symbols)
-        assert sum(b.sym.name == "fsdp_copy_to_host" for b in traces.forward.bound_symbols) == len(
-            traces.settings.offloaded
-        )
-        assert offloads == (len(traces.settings.offloaded) > 3)
-        results.append([p.grad for p in jitted.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 #

@@ -11,9 +11,6 @@ other constant of the model. So there are two comparisons:
   dimensions, and floats that are an integer, its square root, or the reciprocal of either. Dimensions, other constants,
   flags, dtypes and data flow must still be equal.
 
-Ranks must offload the same values, but may copy them at different positions, because these depend on sizes. So the
-copies have no lines, and in the lines of others a copy is named after the value.
-
 Lines contain neither shapes nor anything that always differs between ranks: device indices, buffers and slots.
 """
 
@@ -40,7 +37,7 @@ from thunder.core.trace import TraceCtx
 from ..ranks.control import Computation
 from ..runtime.bucket import Bucket
 from .effects import effects
-from .inspection import outs_of, statements
+from .inspection import statements
 
 _DIMENSION = re.compile("dim|axis|axes|permutation")
 """Matches the names of operator parameters that are dimensions."""
@@ -59,11 +56,6 @@ def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
     known.update({p.name: f"input_{i}" for i, p in enumerate(trace.args or ()) if isinstance(p, Proxy)})
     for bsym in statements(trace):
         e = effects(bsym)
-        if e.copies_activation:
-            source = known[bsym.args[0].name]
-            to_host = e.issues is not None and not e.reads_host
-            known.update(dict.fromkeys(outs_of(bsym), f"host copy of {source}" if to_host else source))
-            continue
         if e.waits is not None and e.issues is None and e.bucket is not None and bsym.output is not None:
             kind = "" if e.unshards else "gradient of "
             # The order of parameters in a bucket is the same on all ranks.

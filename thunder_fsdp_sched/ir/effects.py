@@ -1,7 +1,7 @@
 """Effects of bound symbols on memory and communication, declared as data.
 
 [Note: Effects]
-Each symbol of this package declares its effects next to its definition, in ``symbols`` and ``host_copies``. Everything that
+Each symbol of this package declares its effects next to its definition, in ``symbols``. Everything that
 sorts, allocates, predicts, simulates, prints or proves reads them through :func:`effects`, and knows no symbol by name. So a
 new kind of communication is one declaration and one function that runs.
 
@@ -82,7 +82,7 @@ class Issue(NamedTuple):
         issues_after: how many issues on the arena follow in the trace, if the bucket is still there at its end.
         issues_before: how many issues on the arena precede it in the trace, if it is :attr:`resident`.
         window: whether an earlier micro-batch may have left the bucket; see [Note: Gathered once in a window].
-        traffic: the bytes that it sends and copies; ``None`` for a copy of an activation.
+        traffic: the bytes that it sends and copies.
         from_host: bytes that are first copied from the host's memory.
     """
 
@@ -125,12 +125,10 @@ class Wait(NamedTuple):
     Attributes:
         future: the name of its future.
         kinds: the kinds of operation that it can wait for.
-        copied: the value that the operation must copy, if it is one of those that the wait names.
     """
 
     future: str
     kinds: tuple[str, ...]
-    copied: str | None = None
 
 
 class UnbucketedParam(NamedTuple):
@@ -241,9 +239,6 @@ class Effects:
         writes: values that it writes in place.
         allocates: memory that it allocates.
         forgets: keys whose memory it frees.
-        on_host: results in host memory, which only symbols that read the host may read.
-        reads_host: whether it does.
-        frees_value: a value whose memory may be freed afterwards, so nothing may read it.
         faults: contradictions to the settings of the bucket.
         single: the one parameter that it handles, before communication is bucketed.
         is_fusion_barrier: whether it only gives its arguments other names, to keep fusions apart.
@@ -274,9 +269,6 @@ class Effects:
     writes: frozenset[str] = frozenset()
     allocates: tuple[Allocation, ...] = ()
     forgets: tuple[Hashable, ...] = ()
-    on_host: tuple[str, ...] = ()
-    reads_host: bool = False
-    frees_value: str | None = None
     faults: tuple[str, ...] = ()
     single: UnbucketedParam | None = None
     is_fusion_barrier: bool = False
@@ -298,11 +290,6 @@ class Effects:
     def in_schedule(self) -> bool:
         """Whether it is a line of the schedule: it communicates for its bucket, or leaves gradients that will be reduced."""
         return self.bucket is not None and (self.issues is not None or self.waits is not None or bool(self.leaves))
-
-    @property
-    def copies_activation(self) -> bool:
-        """Whether it issues, or waits for, a copy of an activation between a device and its host."""
-        return self.bucket is None and (self.issues is not None or self.waits is not None)
 
     @property
     def is_gather(self) -> bool:
@@ -364,11 +351,8 @@ def sends(bsym: BoundSymbol) -> Issue | None:
     return issue if issue is not None and issue.bucket is not None and not issue.resident else None
 
 
-def operations(bsyms: Iterable[BoundSymbol], *, of_buckets: bool) -> tuple[list[BoundSymbol], list[list[BoundSymbol]]]:
-    """Separate asynchronous operations from all other bound symbols.
-
-    Args:
-        of_buckets: whether the operations are the collectives of buckets, or else the copies of activations.
+def operations(bsyms: Iterable[BoundSymbol]) -> tuple[list[BoundSymbol], list[list[BoundSymbol]]]:
+    """Separate the collectives of buckets from all other bound symbols.
 
     Returns:
         The others, and for each operation what issues it, goes on with it (an all-reduce after a reduce-scatter) and waits
@@ -379,7 +363,7 @@ def operations(bsyms: Iterable[BoundSymbol], *, of_buckets: bool) -> tuple[list[
     of_future: dict[str, list[BoundSymbol]] = {}
     for bsym in bsyms:
         e = effects(bsym)
-        if (e.issues is None and e.waits is None) or (e.bucket is not None) is not of_buckets:
+        if e.bucket is None or (e.issues is None and e.waits is None):
             others.append(bsym)
             continue
         operation = [*of_future[e.waits.future], bsym] if e.waits is not None else [bsym]

@@ -255,5 +255,5 @@ def unused_name(trace: TraceCtx, name: str) -> str:
 
 
 def first_tensor(trace: TraceCtx) -> TensorProxy:
-    """Return the first argument of a joint trace that is a tensor: a token, see [Note: Tokens of host copies]."""
+    """Return the first argument of a joint trace that is a tensor: a token, see [Note: Tokens of copies]."""
     return next(arg for arg in return_of(trace).args[0]["flat_args"] if isinstance(arg, TensorProxy))

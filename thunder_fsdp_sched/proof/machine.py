@@ -93,7 +93,6 @@ class Machine:
         self.needs: dict[str, _Range] = {}
         self.roots: dict[str, frozenset[str]] = {}
         self.contents: dict[str, Hashable] = {}
-        self.on_host: set[str] = set()
         self.left: dict[Bucket, SlotRegion] = {}
         self.ran_forward = False
 
@@ -102,7 +101,6 @@ class Machine:
         self.trace, self.is_awaited = trace, has_backward(trace)
         self.name = "backward" if is_backward_trace(trace) else "forward"
         self.defined_at = dict.fromkeys(names(tree_iter((trace.args, trace.kwargs))), -1)
-        self.freed_at: dict[str, int] = {}
         self.flights: dict[str, _Pending] = {}
         self.waited: set[str] = set()
         self.filling: dict[str, tuple[SlotRegion, int]] = {}
@@ -168,7 +166,6 @@ class Machine:
         for out in outs_of(bsym):
             for known in (self.needs, self.roots, self.contents):
                 known.pop(out, None)  # another trace may have used the name
-            self.on_host.discard(out)
             if out in effect.aliases:
                 self.roots[out] = frozenset().union(*map(self._roots, effect.aliases[out]))
         for index, out in enumerate(effect.in_place):
@@ -183,9 +180,6 @@ class Machine:
             self.needs[out] = _Range(*region.span, _params(region), region)
             self.contents[out] = (*_params(region), region.param)
         self.contents.update(effect.gives)
-        self.on_host.update(effect.on_host)
-        if effect.frees_value is not None:
-            self.freed_at[effect.frees_value] = self.position
 
     def _roots(self, name: str) -> frozenset[str]:
         return self.roots.get(name, frozenset({name}))
@@ -193,12 +187,8 @@ class Machine:
     def _read(self, name: str, bsym: BoundSymbol, effect: Effects) -> None:
         if name not in self.defined_at:
             self.fail(f"reads {name!r}, which nothing before it defines")
-        if name in self.freed_at:
-            self.fail(f"reads {name!r} after bound symbol {self.freed_at[name]}, where its memory was freed")
         if name in self.flights and (effect.waits is None or name != effect.waits.future):
             self.fail(f"reads {name!r}, the future of {self.flights[name].issue.kind}, which it does not wait for")
-        if (name in self.on_host) is not effect.reads_host and bsym.sym.id is not PrimIDs.RETURN:
-            self.fail(f"reads {name!r}, which is {'not ' * effect.reads_host}in host memory")
         for root in self._roots(name):
             if root in self.filling and root not in effect.collects:
                 self.fail(f"reads {name!r}, {_show(self.filling[root][0])}, before its reduction")
@@ -330,7 +320,7 @@ class Machine:
 
     def _wait(self, effect: Effects) -> _Pending:
         assert effect.waits is not None
-        future, kinds, copied = effect.waits
+        future, kinds = effect.waits
         flight = self.flights.pop(future, None)
         if flight is None:
             self.fail(f"waits {'a second time ' * (future in self.waited)}for {future!r}, which is not in flight")
@@ -339,8 +329,6 @@ class Machine:
         if issue.kind not in kinds or issue.bucket is not effect.bucket:
             what = f"{issue.kind} of bucket {_name(issue)}" if issue.bucket else issue.kind
             self.fail(f"waits for {future!r}, {what}, but expects {' or '.join(kinds)} of its own bucket")
-        if copied is not None and copied not in flight.reads:
-            self.fail(f"waits for a copy of {', '.join(flight.reads)} with {copied!r}")
         for out, content in effect.gives.items():
             if flight.sent and content not in flight.sent:
                 self.fail(f"returns {out!r} as {content}, but {', '.join(map(str, flight.sent))} was sent")
@@ -353,8 +341,6 @@ class Machine:
             self.fail(f"writes {_show(region)}, which nothing reduces", position)
         last = return_of(self.trace)
         returned, saved = (last.args[0]["output"], last.args[1:]) if self.is_awaited else (last.args, ())
-        for name in self.on_host.intersection(names(tree_iter(returned))):
-            self.fail(f"returns {name!r}, which is in host memory")
         for what, values in (("returns", returned), ("saves", saved)):
             for name in names(tree_iter(values)):
                 for region in (self.needs[root].region for root in self._roots(name) & self.needs.keys()):

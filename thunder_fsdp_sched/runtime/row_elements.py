@@ -73,7 +73,9 @@ def on_elements(func: Any, *args: Any, **kwargs: Any) -> Any:
     values = [*args, *kwargs.values()]
     written = _written(func, len(args), tuple(kwargs))
     rows: Sequence[Rows | None]
-    operands, rows = _unwrapped(values, written) or load("extras.row_operators.operands:aligned")(func, values, written)
+    operands, rows = _unwrapped(values, written) or load("extras.row_operators.operators:aligned")(
+        func, values, written
+    )
     result = func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
     if not written:
         if isinstance(values[0], (list, tuple)):

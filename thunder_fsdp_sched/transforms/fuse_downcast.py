@@ -50,7 +50,7 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
 
     DeepSpeed's pull request 7588 does the same by configuration.
     """
-    _, found = operations(trace.bound_symbols, of_buckets=True)
+    _, found = operations(trace.bound_symbols)
     gathers = [(issue, wait) for issue, *_, wait in found if effects(wait).unshards and _is_long(bucket_of(wait).spec)]
     params = {p.name for _, wait in gathers for p in wait.output}
     casts: dict[str, list[_Downcast]] = defaultdict(list)

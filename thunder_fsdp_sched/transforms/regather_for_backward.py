@@ -145,7 +145,7 @@ class _Regather(BackwardCopies):
 
     def run(self, trace: TraceCtx, forward: Sequence[bool]) -> None:
         is_forward = dict(zip(map(id, trace.bound_symbols), forward, strict=True))
-        for operation in operations(trace.bound_symbols, of_buckets=True)[1]:
+        for operation in operations(trace.bound_symbols)[1]:
             if effects(wait := operation[-1]).unshards:
                 (self.in_forward if is_forward[id(wait)] else self.in_backward)[bucket_of(wait)] = operation
         for bucket, (_, wait) in self.in_backward.items():

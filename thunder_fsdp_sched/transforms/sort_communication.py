@@ -197,7 +197,7 @@ class _Sorter:
     max_reductions: int
 
     def __post_init__(self) -> None:
-        self.compute, found = operations(statements(self.trace), of_buckets=True)
+        self.compute, found = operations(statements(self.trace))
         self.live = Analysis(self.compute)
         collectives = [self._collective(bsyms) for bsyms in found]
         self.reductions = [each for each in collectives if not each.is_gather]

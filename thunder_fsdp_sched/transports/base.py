@@ -281,15 +281,14 @@ def take_idle(
     return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
 
 
-_side_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def side_stream(device: torch.device, purpose: str = "communication") -> torch.cuda.Stream:
-    """Return the side stream of a device for one kind of work."""
-    key = device, purpose
-    if key not in _side_streams:  # high priority if communication waits for its short copies and sums
-        _side_streams[key] = torch.cuda.Stream(device, priority=-1 if purpose == "communication" else 0)
-    return _side_streams[key]
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the side stream of a device, for communication."""
+    if device not in _side_streams:  # high priority, because communication waits for its short copies and sums
+        _side_streams[device] = torch.cuda.Stream(device, priority=-1)
+    return _side_streams[device]
 
 
 def issue_then(issue: Callable[[], Sequence[Work]], action: Callable[[], None], uses: Sequence[torch.Tensor]) -> Work:

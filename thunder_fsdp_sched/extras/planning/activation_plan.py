@@ -1,21 +1,17 @@
-"""Choose which saved values backward computes again and which wait in host memory, so that a step fits into memory.
+"""Choose which saved values backward computes again, so that a step fits into memory.
 
 [Note: Plans for activations]
 Forward is divided into segments, as many as it has gathers; if that is not enough, into half as many, and so on, because
 what crosses from one segment to the next is always saved. A segment has several options: each choice of operators that run
-again (``recomputation``), with what it then saves in the device's memory or in the host's. Memory is followed position by
-position. As long as its peak exceeds the limit, one segment takes another option, the one that frees the most bytes *at the
-peak* for its time. A value that is not in memory at the peak need not go, and what recomputation itself needs counts. At the
-end, each segment takes back what is not needed any more.
-
-A copy to host memory costs nearly nothing while compute hides it. That is assumed up to a share of forward's time
-(``_HIDDEN_SHARE``); further copies cost their full time in both directions. The simulator then tells the real time.
+again (``recomputation``), with what it then saves. Memory is followed position by position. As long as its peak exceeds the
+limit, one segment takes another option, the one that frees the most bytes *at the peak* for its time. A value that is not in
+memory at the peak need not go, and what recomputation itself needs counts. At the end, each segment takes back what is not
+needed any more.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy
@@ -26,27 +22,16 @@ from ...ir.effects import effects
 from .cost import AnalyticCost
 from .recomputation import ForwardSegment, SavedValues, Span, choices_of, timeline
 
-_HIDDEN_SHARE = 0.7
-"""Share of forward's compute time that copies to host memory may take and still count as hidden."""
-
-_HIDDEN_COST = 0.02
-"""Cost of a hidden copy, as a share of its time, so that nothing is copied for no gain."""
-
-_COPIES_IN_FLIGHT = 4
-"""How many copies of its size a value may have to wait for in host memory's queue, for the estimate of its lifetime."""
-
 
 class ActivationPlan(NamedTuple):
-    """The recomputed and offloaded values of a step.
+    """The recomputed values of a step.
 
     Attributes:
         recomputed: names of the values that backward computes again.
-        offloaded: names of the values that wait in host memory.
         peak: the estimated peak of values (bytes), without slots.
     """
 
     recomputed: frozenset[str]
-    offloaded: frozenset[str]
     peak: int
 
 
@@ -54,22 +39,14 @@ class _Option(NamedTuple):
     """An option of a segment.
 
     Attributes:
-        recomputed, offloaded: names of values.
+        recomputed: names of values.
         seconds: the time of recomputation.
-        copying: the time of copies in one direction.
         memory: bytes at each position, besides what forward alone needs.
     """
 
     recomputed: frozenset[str]
-    offloaded: frozenset[str]
     seconds: float
-    copying: float
     memory: numpy.ndarray
-
-    @property
-    def cost(self) -> float:
-        """Seconds if copies are hidden."""
-        return self.seconds + _HIDDEN_COST * self.copying
 
 
 class _Division(NamedTuple):
@@ -85,7 +62,7 @@ class _Division(NamedTuple):
     def take_back(self, chosen: list[_Option], limit: int) -> None:
         """Let each segment take its cheapest option with which the step still fits, the most expensive segment first."""
         total = self.total(chosen)
-        for number in sorted(range(len(chosen)), key=lambda number: -chosen[number].cost):
+        for number in sorted(range(len(chosen)), key=lambda number: -chosen[number].seconds):
             for option in self.options[number]:
                 if option is chosen[number]:
                     break
@@ -100,36 +77,30 @@ class ActivationPlans:
 
     Args:
         halves: forward and backward, as :func:`~..ir.inspection.split_joint` returns them, with backward's gathers.
-        cost: gives the time of operators and copies.
-        offloadable: names of the values that may move to host memory.
+        cost: gives the time of operators.
 
     Attributes:
         peak: the estimated peak of values (bytes) if everything is saved.
     """
 
-    def __init__(self, halves: Sequence[TraceCtx], cost: AnalyticCost, offloadable: Iterable[str] = ()) -> None:
-        self._cost, self._offloadable = cost, frozenset(offloadable)
-        saved = self._saved = SavedValues(halves, [max(seconds) for seconds in cost.seconds(halves[0])])
-        computing = sum(operator.seconds for operator in saved.operators)
-        self._hidden_seconds = _HIDDEN_SHARE * computing
-        self._positions_per_second = saved.begin / computing if computing else 0.0
+    def __init__(self, halves: Sequence[TraceCtx], cost: AnalyticCost) -> None:
+        self._saved = SavedValues(halves, [max(seconds) for seconds in cost.seconds(halves[0])])
         self._gathers = max(sum(effects(bsym).is_gather for bsym in halves[0].bound_symbols), 1)
         self._divisions: dict[int, _Division] = {}
         unchanged = self._division(self._gathers)
         self.peak = int(unchanged.total([options[0] for options in unchanged.options]).max())
 
-    def within(self, limit: int, *, offload: bool) -> ActivationPlan:
+    def within(self, limit: int) -> ActivationPlan:
         """Return a fast plan whose estimated peak is at most ``limit`` bytes, else that of the least peak found.
 
         Args:
             limit: bytes of all values together, without slots.
-            offload: whether values may move to host memory.
         """
         number = self._gathers
-        least = self._within(self._division(number), limit, offload)
+        least = self._within(self._division(number), limit)
         while least.peak > limit and number > 1:
             number //= 2
-            plan = self._within(self._division(number), limit, offload)
+            plan = self._within(self._division(number), limit)
             least = min(least, plan, key=lambda plan: plan.peak)
         return least
 
@@ -138,7 +109,7 @@ class ActivationPlans:
         if number not in self._divisions:
             saved = self._saved
             segments = saved.segments(number)
-            options = [sorted(self._options_of(s), key=lambda option: option.cost) for s in segments]
+            options = [sorted(self._options_of(s), key=lambda option: option.seconds) for s in segments]
             outs = [out for s in segments for o in s.operators for out in o.outputs if saved.owned(out)]
             made = dict.fromkeys(saved.owner[out] for out in outs)
             names = {owner.name for owner in made}
@@ -147,23 +118,20 @@ class ActivationPlans:
             self._divisions[number] = _Division(options, timeline(saved.length, spans))
         return self._divisions[number]
 
-    def _within(self, division: _Division, limit: int, offload: bool) -> ActivationPlan:
-        options = [[option for option in of_one if offload or not option.offloaded] for of_one in division.options]
+    def _within(self, division: _Division, limit: int) -> ActivationPlan:
+        options = division.options
         chosen = [of_one[0] for of_one in options]
         total = division.total(chosen)
         best, least = list(chosen), int(total.max())
         while int(total.max()) > limit:
             position = int(total.argmax())
-            copying = sum(option.copying for option in chosen)
             moves = []
             for number, now in enumerate(chosen):
                 at = next(index for index, option in enumerate(options[number]) if option is now)
                 for other in options[number][at + 1 :]:
                     freed = int(now.memory[position] - other.memory[position])
                     if freed > 0:
-                        seconds = other.seconds - now.seconds
-                        seconds += self._copy_cost(copying + other.copying - now.copying) - self._copy_cost(copying)
-                        moves.append((freed / (seconds + 1e-12), number, other))
+                        moves.append((freed / (other.seconds - now.seconds + 1e-12), number, other))
             if not moves:
                 break
             _, number, other = max(moves, key=lambda move: move[0])
@@ -172,44 +140,22 @@ class ActivationPlans:
             if int(total.max()) < least:
                 best, least = list(chosen), int(total.max())
         if least <= limit:
-            division._replace(options=options).take_back(best, limit)
+            division.take_back(best, limit)
         recomputed = frozenset(name for option in best for name in option.recomputed)
-        offloaded = frozenset(name for option in best for name in option.offloaded)
-        return ActivationPlan(recomputed, offloaded, int(division.total(best).max()))
-
-    def _copy_cost(self, copying: float) -> float:
-        return _HIDDEN_COST * copying + 2 * max(copying - self._hidden_seconds, 0.0)
+        return ActivationPlan(recomputed, int(division.total(best).max()))
 
     def _options_of(self, segment: ForwardSegment) -> Iterator[_Option]:
         saved = self._saved
         for choice in choices_of(saved, segment):
             recomputed = {out for index in choice.recomputed_operators for out in segment.operators[index].outputs}
-            spans, kept = _uses(saved, segment, choice.recomputed_operators)
-            memory, names = timeline(saved.length, spans), frozenset(value.name for value in recomputed)
-            yield _Option(names, frozenset(), choice.seconds, 0.0, memory)
-            away = {o: span for o, (last, first) in kept.items() if (span := self._absence(o, last, first)) is not None}
-            if away:
-                copying = sum(self._cost.host_copy_seconds(owner.nbytes) for owner in away)
-                offloaded = frozenset(owner.name for owner in away)
-                yield _Option(names, offloaded, choice.seconds, copying, memory - timeline(saved.length, away.values()))
-
-    def _absence(self, owner: Lifetime, last: int, first: int) -> Span | None:
-        """Return when a value would not be in memory that forward uses last and backward first at these positions."""
-        if owner.name not in self._offloadable:
-            return None
-        seconds = _COPIES_IN_FLIGHT * self._cost.host_copy_seconds(owner.nbytes)
-        delay = 1 + math.ceil(seconds * self._positions_per_second)
-        return (last + delay, first - delay, owner.nbytes) if last + delay < first - delay else None
+            memory = timeline(saved.length, _uses(saved, segment, choice.recomputed_operators))
+            yield _Option(frozenset(value.name for value in recomputed), choice.seconds, memory)
 
 
-def _uses(
-    saved: SavedValues, segment: ForwardSegment, recomputed_operators: frozenset[int]
-) -> tuple[list[Span], dict[Lifetime, tuple[int, int]]]:
-    """Return what backward needs if some operators of a segment, given by index, run again.
+def _uses(saved: SavedValues, segment: ForwardSegment, recomputed_operators: frozenset[int]) -> list[Span]:
+    """Return the memory that backward needs if some operators of a segment, given by index, run again.
 
-    Returns:
-        The memory after forward's last use, also of values of earlier segments; and the last use in forward and the first in
-        backward of each value that owns memory and is saved.
+    It is that after forward's last use, also of values of earlier segments.
     """
     uses: dict[Lifetime, tuple[int, int]] = {}  # first and last in backward
     for operator in segment.operators:
@@ -233,14 +179,13 @@ def _uses(
     inside = {
         saved.owner[value] for operator in segment.operators for value in operator.outputs if value in saved.owner
     }
-    spans, kept = [], {}
+    spans = []
     for owner, (first, last) in needed.items():
         if owner in recomputed:
             if first < last:  # otherwise it is made where it is read
                 spans.append((first, last, owner.nbytes))
         elif owner in inside:
-            kept[owner] = saved.last_in_forward[owner], first
             spans.append((saved.last_in_forward[owner] + 1, last, owner.nbytes))
         elif last > before[owner]:
             spans.append((before[owner] + 1, last, owner.nbytes))
-    return spans, kept
+    return spans

@@ -13,8 +13,8 @@ accumulate are planned unless one is given: whichever fits and is faster for one
 What a search finds depends on names of GPUs, on the sizes of a rank's batch and shards, and on how ties end. So of all
 ranks with one computation (equal up to numbers that may stem from a size) the one with the largest values searches, and the
 others take its :class:`Decision`. It contains everything that a search decides: the mode to accumulate, the candidate with
-its prefetch distance, kept buckets, reductions in flight, recomputed and offloaded values, and the machine by whose speed
-copies of offloaded values are placed. Values are known by their positions in the trace, because names may differ.
+its prefetch distance, kept buckets, reductions in flight, and recomputed values. Values are known by their positions in the
+trace, because names may differ.
 
 The ranks meet before one of them searches. A later trace with the same computation and other sizes takes the known
 decision without a meeting, unless ``max_memory`` does not allow it there. So a rank whose batch has another length can
@@ -48,12 +48,11 @@ from ...ranks.messages import sides
 from ...runtime.accumulation import AccumulationMode
 from ...runtime.bucket import Bucket
 from ...sharding.sharded_module import ShardedModule
-from ..activation_offload.sort_host_copies import CopyTimes
 from ..step_memory.step_memory import StepMemory
 from ..step_memory.value_memory import pending_grads_of
 from .clusters import ClusterSpec, cluster_of_this_process
 from .cost import AnalyticCost
-from .search import Choice, Limits, MemoryLimitError, Search, copy_times
+from .search import Choice, Limits, MemoryLimitError, Search
 
 _SEARCH = "the search for the schedule of a trace"
 
@@ -89,7 +88,6 @@ class Chosen(NamedTuple):
         bucketed: the joint trace with bucketed communication.
         pending_grads: the gradients of earlier micro-batches that the step finds in memory.
         choice: the outcome of the search.
-        copy_times: the times by which copies of offloaded values are placed.
         kept_buckets: names of those that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
         seconds: the simulated time by which the two ways to accumulate are compared.
     """
@@ -98,7 +96,6 @@ class Chosen(NamedTuple):
     bucketed: TraceCtx
     pending_grads: PendingGrads
     choice: Choice
-    copy_times: CopyTimes
     kept_buckets: Sequence[str] | None
     seconds: float
 
@@ -204,7 +201,7 @@ class Chooser:
             own = self._own = self._search_all()
         except ValueError as error:
             return error
-        named = {name for candidate in own.choice.considered for name in candidate.recomputed | candidate.offloaded}
+        named = {name for candidate in own.choice.considered for name in candidate.recomputed}
         positions = {name: at for at, name in enumerate(_values(own.bucketed)) if name in named}
         return Decision(own.accumulate, own.choice, own.kept_buckets, positions, self._cluster)
 
@@ -217,7 +214,7 @@ class Chooser:
         chosen, considered = decision.choice
         choice = Choice(chosen.renamed(names), tuple(candidate.renamed(names) for candidate in considered))
         pending_grads = self._pending_grads(bucketed)
-        return Chosen(decision.accumulate, bucketed, pending_grads, choice, self.copy_times, decision.kept_buckets, 0.0)
+        return Chosen(decision.accumulate, bucketed, pending_grads, choice, decision.kept_buckets, 0.0)
 
     def _allows(self, decision: Decision) -> bool:
         """Return whether the limits allow a known decision for this trace, too. Without ``max_memory`` they do."""
@@ -233,8 +230,6 @@ class Chooser:
     def _simulate(self, cluster: ClusterSpec) -> None:
         """Take the times of a machine from now on."""
         self._cluster, self.cost = cluster, AnalyticCost(cluster)
-        self.copy_times = copy_times(self.cost)
-        self.context = replace(self.context, copy_times=self.copy_times)
 
     def _search_all(self) -> Chosen:
         self._simulate(self.options.cluster or cluster_of_this_process())
@@ -290,7 +285,7 @@ class Chooser:
     ) -> Chosen:
         kept_buckets = last.chosen.kept_buckets if self.decides_kept_buckets else None
         seconds = last.chosen.step_seconds + choice.chosen.step_seconds
-        return Chosen(mode, bucketed, pending_grads, choice, self.copy_times, kept_buckets, seconds)
+        return Chosen(mode, bucketed, pending_grads, choice, kept_buckets, seconds)
 
     def _bucketed(self, mode: AccumulationMode, *, no_sync: bool) -> TraceCtx:
         settings = replace(self.context.settings, accumulate=mode)

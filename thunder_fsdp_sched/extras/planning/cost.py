@@ -123,8 +123,6 @@ class AnalyticCost:
             device = nbytes / spec.bytes_per_second + kernels * spec.kernel_overhead
             if work.to_host:
                 device += self.host_copy_seconds(work.to_host)
-            if e.issues is not None and e.issues.group is None and self.synchronous:
-                device += self.host_copy_seconds(e.issues.nbytes)
             return Seconds((work.launches + kernels) * spec.launch_overhead, device)
         if e.fills is not None:
             in_place.update(e.in_place)

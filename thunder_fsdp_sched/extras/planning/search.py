@@ -12,7 +12,6 @@ With ``max_memory``, a candidate whose step exceeds it computes values again in 
 corrected by the difference. That takes several runs of the passes. Once a candidate fits, memory is predicted only for
 candidates that would be faster: if recomputation took no time, or, for a larger distance, if it recomputed only what the
 fastest one does, which is less than it would need. Distance 1 comes first then, because it is usually the fastest.
-Values also move to host memory if recomputation alone does not suffice or makes the step slower by more than 1 %.
 
 If nothing fits, all distances are tried again with settings that need less memory (``_REDUCTION_LIMITS``): one large
 reduction in flight instead of two and an extension, see [Note: Memory that only backward needs] in
@@ -32,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 from thunder.core.trace import TraceCtx
@@ -49,11 +48,9 @@ from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena
 from ...transforms.assign_slots import private_bytes
 from ...transforms.sort_communication import sort_communication
-from ..activation_offload.offload_activations import offloadable
-from ..activation_offload.sort_host_copies import CopyTimes
 from ..step_memory.step_memory import StepMemory
 from .activation_plan import ActivationPlans
-from .cost import AnalyticCost, compute_seconds
+from .cost import AnalyticCost
 from .simulate import simulate
 
 _MAX_PREFETCH = 8
@@ -132,7 +129,6 @@ class Candidate(NamedTuple):
         kept_buckets: names of the buckets that stay unsharded from forward to backward.
         reductions: how many equally large reductions of one process group may be in flight; see ``backward_arena``.
         recomputed: names of the values that backward computes again.
-        offloaded: names of the values that wait in host memory between forward and backward.
         unsharded_bytes: bytes of all slots: kept buckets, gathered ones, and unsharded gradients.
         persistent_bytes: bytes of the slots that stay allocated from step to step.
         step_seconds: simulated time of forward and backward.
@@ -144,7 +140,6 @@ class Candidate(NamedTuple):
     kept_buckets: tuple[str, ...] = ()
     reductions: int = MAX_REDUCTIONS_IN_FLIGHT
     recomputed: frozenset[str] = frozenset()
-    offloaded: frozenset[str] = frozenset()
     unsharded_bytes: int = 0
     persistent_bytes: int = 0
     step_seconds: float = math.inf
@@ -160,7 +155,7 @@ class Candidate(NamedTuple):
         text = f"prefetch {self.prefetch}  {len(self.kept_buckets):3d} buckets kept  {self.unsharded_bytes:>15,} bytes"
         if self.peak_bytes:
             text += f"  {self.reductions} reductions in flight"
-            text += f"  {len(self.recomputed):5d} values recomputed  {len(self.offloaded):4d} offloaded"
+            text += f"  {len(self.recomputed):5d} values recomputed"
             text += f"  {self.peak_bytes:>17,} bytes in all{', extended in backward' if self.backward_arena else ''}"
         return f"{text}  {self.step_seconds * 1e3:10.3f} ms"
 
@@ -173,13 +168,11 @@ class Candidate(NamedTuple):
             reductions_in_flight=self.reductions,
             backward_arena=self.backward_arena,
             recomputed=self.recomputed,
-            offloaded=self.offloaded,
         )
 
     def renamed(self, names: Mapping[str, str]) -> Candidate:
         """Return the same settings for a trace whose values have other names."""
-        recomputed, offloaded = (frozenset(names[v] for v in values) for values in (self.recomputed, self.offloaded))
-        return self._replace(recomputed=recomputed, offloaded=offloaded)
+        return self._replace(recomputed=frozenset(names[v] for v in self.recomputed))
 
 
 def _names_of(buckets: Iterable[Bucket]) -> tuple[str, ...]:
@@ -187,8 +180,8 @@ def _names_of(buckets: Iterable[Bucket]) -> tuple[str, ...]:
 
 
 def _unchanged(candidate: Candidate) -> Candidate:
-    """Return a candidate that neither recomputes nor offloads."""
-    return candidate._replace(recomputed=frozenset(), offloaded=frozenset())
+    """Return a candidate that recomputes nothing."""
+    return candidate._replace(recomputed=frozenset())
 
 
 class Choice(NamedTuple):
@@ -199,11 +192,6 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         return "\n".join(f"{'>' if c == self.chosen else ' '} {c}" for c in self.considered)
-
-
-def copy_times(cost: AnalyticCost) -> CopyTimes:
-    """Return the times of compute and of copies."""
-    return CopyTimes(partial(compute_seconds, cost), cost.host_copy_seconds)
 
 
 @dataclass(eq=False)
@@ -267,7 +255,7 @@ class Search:
                 tried = (self.run(_unchanged(c)).step_seconds for c in (*self._fitting, *self._unfit))
                 if not reductions or self._fastest.step_seconds <= min(tried) * (1 + _SLOWDOWN):
                     return
-                unfit = {c.prefetch for c in self._unfit if c.recomputed or c.offloaded}
+                unfit = {c.prefetch for c in self._unfit if c.recomputed}
                 distances = [distance for distance in distances if distance in unfit | {self._fastest.prefetch}]
             self._try_distances(distances, reductions)
 
@@ -307,18 +295,13 @@ class Search:
         return self.limits.memory is not None and candidate.peak_bytes > self.limits.memory
 
     def _within_memory(self, candidate: Candidate) -> Candidate:
-        """Return the fastest step found that recomputes or offloads to keep the limit; else the smallest found.
+        """Return the fastest step found that recomputes to keep the limit; else the smallest found.
 
         A candidate that fits or cannot win stays as it is.
         """
         if not self._exceeds_memory(candidate) or len(split_joint(self.joint)) == 1 or not self._can_win(candidate):
             return candidate
-        best = self._corrected(candidate, offload=False)
-        slow = best.step_seconds > candidate.step_seconds * (1 + _SLOWDOWN)
-        if self._offloadable and (slow or self._exceeds_memory(best)):
-            both = best, self._corrected(candidate, offload=True)
-            best = min(both, key=lambda c: (max(c.peak_bytes, self.limits.memory or 0), c.step_seconds))
-        return best
+        return self._corrected(candidate)
 
     def _can_win(self, candidate: Candidate) -> bool:
         """Return whether a candidate that recomputes nothing yet may become faster than those that fit."""
@@ -326,18 +309,18 @@ class Search:
             return True
         fastest = self._fastest
         if candidate.prefetch > fastest.prefetch:
-            candidate = self.run(candidate._replace(recomputed=fastest.recomputed, offloaded=fastest.offloaded))
+            candidate = self.run(candidate._replace(recomputed=fastest.recomputed))
             return candidate.step_seconds < fastest.step_seconds * (1 - _WORTHWHILE)
         return candidate.step_seconds < fastest.step_seconds
 
-    def _corrected(self, unchanged: Candidate, *, offload: bool) -> Candidate:
-        """Estimate what to recompute and to offload until the real peak is within the limit."""
+    def _corrected(self, unchanged: Candidate) -> Candidate:
+        """Estimate what to recompute until the real peak is within the limit."""
         assert self.limits.memory is not None
         limit = self.limits.memory - (unchanged.peak_bytes - self._activations.peak)
         least = unchanged
         for correction in range(_CORRECTIONS + 1):
-            plan = self._activations.within(limit if correction < _CORRECTIONS else 0, offload=offload)
-            candidate = self.run(unchanged._replace(recomputed=plan.recomputed, offloaded=plan.offloaded))
+            plan = self._activations.within(limit if correction < _CORRECTIONS else 0)
+            candidate = self.run(unchanged._replace(recomputed=plan.recomputed))
             if candidate.peak_bytes < least.peak_bytes:
                 least = candidate
             if not self._exceeds_memory(candidate) or plan.peak > limit:  # the latter is the least by the estimate
@@ -360,7 +343,7 @@ class Search:
         needed = max(least.peak_bytes, least.largest_peak)
         return MemoryLimitError(
             f"max_memory: {limits.memory:,} bytes are too few: with prefetch={least.prefetch}, {least.reductions} large "
-            f"reductions in flight and as much recomputed or offloaded as helps the step needs {needed:,} bytes. "
+            f"reductions in flight and as much recomputed as helps the step needs {needed:,} bytes. "
             f"Allow more, or use {less}smaller batches, more ranks, lower precision (mp_policy) or smaller buckets "
             f"(bucketing_strategy)",
             needed,
@@ -380,14 +363,9 @@ class Search:
         return _names_of(self.context.settings.kept_buckets)
 
     @cached_property
-    def _offloadable(self) -> frozenset[str]:
-        """The values that may move to host memory. On a CPU that would free nothing."""
-        return frozenset() if self.cost.synchronous else frozenset(offloadable(self._joint_with_gathers))
-
-    @cached_property
     def _activations(self) -> ActivationPlans:
         """The plans for activations if no further bucket is kept; further ones hardly change them."""
-        return ActivationPlans(split_joint(self._joint_with_gathers), self.cost, self._offloadable)
+        return ActivationPlans(split_joint(self._joint_with_gathers), self.cost)
 
     def run(self, candidate: Candidate) -> Candidate:
         """Return a candidate with its bytes and its time, from the passes of a compilation in unused arenas.
@@ -448,7 +426,7 @@ class Search:
 
     def _split(self, candidate: Candidate) -> list[TraceCtx]:
         """Return forward and backward; those of candidates that keep the same and change no values are made once."""
-        changes_values = bool(candidate.recomputed or candidate.offloaded)
+        changes_values = bool(candidate.recomputed)
         if not changes_values and candidate.kept_buckets in self._halves:
             return self._halves[candidate.kept_buckets]
         context = self._context(candidate)

@@ -15,11 +15,6 @@ than if it had been issued last. An all-gather sends its data in one piece, wher
 segment, each only when the previous one has arrived. So of these two, the all-gather gets the larger share of the link
 (``gather_share``), and the reduction less than the rest (``reduction_share``). Of two all-gathers, the first gets the
 whole link.
-
-[Note: Simulated host copies]
-A copy of an offloaded activation runs on the host link, one direction independent of the other, after the previous copy
-in its direction and after the compute that was issued earlier. It neither uses a network link nor slows compute down,
-because copy engines do it. On a CPU it is compute.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ from ...ir.inspection import is_statement
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Slot
 from .cost import AnalyticCost, Seconds
-from .timeline import COMPUTE, TO_DEVICE, TO_HOST, Interval, SlotUse, Timeline
+from .timeline import COMPUTE, Interval, SlotUse, Timeline
 
 
 def simulate(
@@ -81,16 +76,13 @@ class _SimulatedTransfer:
 
 
 class _Link:
-    """The link of a process group, or one direction of the link to host memory. It runs what it is given in issue order,
-    several collectives at once if the backend does.
+    """The link of a process group. It runs collectives in issue order, several at once if the backend does.
 
     Its simulated time lags that of the streams that issue to it, and advances only while no new collective can arrive.
     """
 
-    def __init__(self, name: str, cost: AnalyticCost, intervals: list[Interval]) -> None:
-        self.cost = cost
-        self.to_host = name in (TO_HOST, TO_DEVICE)
-        self.concurrent = 1 if self.to_host else cost.concurrent
+    def __init__(self, cost: AnalyticCost, intervals: list[Interval]) -> None:
+        self.cost, self.concurrent = cost, cost.concurrent
         self.intervals = intervals
         self.now = 0.0
         self.dedicated_seconds = 0.0
@@ -142,10 +134,9 @@ class _Link:
         if self.waiting and len(self.active) < self.concurrent:
             ends.append(self.waiting[0].arrival)
         self.next_change = min(ends, default=float("inf"))
-        if not self.to_host:
-            self.load = sum(
-                self.cost.contention(f.interval.kind) * share for f, share in zip(self.active, shares, strict=True)
-            )
+        self.load = sum(
+            self.cost.contention(f.interval.kind) * share for f, share in zip(self.active, shares, strict=True)
+        )
 
     def _shares(self) -> list[float]:
         """Return the share of the link of each active collective: see [Note: Several collectives at once]."""
@@ -218,8 +209,7 @@ class _Simulator:
                 link.advance(link.next_change)
         self.intervals.sort(key=lambda i: (i.trace, i.position, i.kind != "wait"))
         end = max([self.host, *(i.end for i in self.intervals)])
-        links = sorted(self.links.items(), key=lambda item: item[1].to_host)
-        communication = {name: link.dedicated_seconds for name, link in links}
+        communication = {name: link.dedicated_seconds for name, link in self.links.items()}
         uses = _slot_uses(analysis, self.times)
         return Timeline(tuple(self.intervals), uses, end, self.compute_seconds, self.contention_seconds, communication)
 
@@ -238,14 +228,11 @@ class _Simulator:
             self.host = self.compute
 
     def _issue(self, e: Effects, issue: Issue, trace: int, position: int) -> _SimulatedTransfer:
-        """Issue a collective, or a copy of an offloaded activation; see [Note: Simulated host copies]."""
-        if issue.group is None:
-            name, seconds = TO_DEVICE if e.reads_host else TO_HOST, self.cost.host_copy_seconds(issue.nbytes)
-        else:
-            name, seconds = issue.group.description, self.cost.collective_seconds(issue)
+        assert issue.group is not None and issue.bucket is not None
+        name, seconds = issue.group.description, self.cost.collective_seconds(issue)
         if name not in self.links:
-            self.links[name] = _Link(name, self.cost, self.intervals)
-        label = name if issue.bucket is None else issue.bucket.spec.name
+            self.links[name] = _Link(self.cost, self.intervals)
+        label = issue.bucket.spec.name
         arrival = max(self.host, self.compute)
         interval = Interval(name, issue.kind, issue.kind, label, arrival, arrival, trace, position)
         flight = _SimulatedTransfer(interval, issue.gathers, arrival, seconds)
@@ -262,7 +249,7 @@ class _Simulator:
             of = flight.interval.bucket
             self.intervals.append(Interval(COMPUTE, "wait", bsym.sym.name, of, start, end, trace, position))
         self.compute = max(self.compute, end)
-        self._work(bsym, seconds, trace, position, "" if link.to_host else flight.interval.bucket)
+        self._work(bsym, seconds, trace, position, flight.interval.bucket)
 
     def _end_of(self, start: float, work: float) -> float:
         """Return when compute of ``work`` seconds at full speed ends if it starts at ``start``, given contention."""

@@ -2,9 +2,8 @@
 
 [Note: Exposed communication]
 Communication is exposed while a collective runs and compute does not, by union of intervals: two collectives at once
-count once. Copies of offloaded activations to host memory and back count as communication. So a step is compute +
-contention + exposed communication + idle. Idle is time in which the device has nothing to do because the host has not
-issued it yet.
+count once. So a step is compute + contention + exposed communication + idle. Idle is time in which the device has nothing
+to do because the host has not issued it yet.
 """
 
 from __future__ import annotations
@@ -17,11 +16,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 COMPUTE = "compute"
-"""Name of the compute stream; the other streams have the names of process groups or the two below."""
-
-TO_HOST, TO_DEVICE = "to host memory", "to the device"
-"""Names of the streams that copy offloaded activations."""
-
+"""Name of the compute stream; the other streams have the names of process groups."""
 
 _Span = TypeVar("_Span", bound="tuple[Any, ...]")
 
@@ -30,10 +25,10 @@ class Interval(NamedTuple):
     """An activity of a stream from ``start`` to ``end`` (seconds since the start of the step).
 
     Attributes:
-        stream: :data:`COMPUTE`, the process group's name, :data:`TO_HOST` or :data:`TO_DEVICE`.
+        stream: :data:`COMPUTE`, or the process group's name.
         kind: ``"compute"``, ``"wait"`` (the compute stream waits for a collective), or the collective's symbol.
         label: name of the symbol.
-        bucket: the bucket of a collective or its wait, the stream of a copy or its wait, else ``""``.
+        bucket: the bucket of a collective or its wait, else ``""``.
         trace: the index of its trace among the simulated ones.
         position: index of the bound symbol in its trace, ``del`` statements not counted.
     """

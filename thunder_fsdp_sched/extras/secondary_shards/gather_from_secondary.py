@@ -15,7 +15,7 @@ def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
     """Copy a secondary shard after forward's gather of a bucket, and gather it from these copies in backward.
 
     Runs on the joint trace after ``regather_for_backward`` has run for the last time, because fusion executors could
-    move the copies, and before ``offload_activations``. Does nothing without ``secondary_ranks`` or without a
+    move the copies. Does nothing without ``secondary_ranks`` or without a
     backward part. Before::
 
         ft150 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight)  # 16,384 bytes float32
@@ -33,8 +33,8 @@ def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
         ft157 = fsdp_all_gather(bucket_blocks_1_secondary, None, t_blocks_1_weight, secondary=t160)  # 16,384 bytes float32
         (bw_t109,) = fsdp_wait_params(bucket_blocks_1_secondary, ft157)
 
-    A bucket that only backward reads is gathered among all ranks. See [Note: Secondary shards] in
-    ``extras.secondary_shards.secondary`` and [Note: Tokens of host copies] in ``extras.activation_offload.host_copies``.
+    A bucket that only backward reads is gathered among all ranks. See [Note: Secondary shards] and
+    [Note: Tokens of copies] in ``extras.secondary_shards.secondary``.
     """
     bsyms, forward = trace.bound_symbols, forward_part(trace)
     in_forward, in_backward = (

@@ -15,6 +15,10 @@ The secondary shard is a value of the trace: forward returns it for backward, li
 the secondary shard of its own forward, no shard outlives an exception, and memory plans count its bytes. It is already
 in the dtype in which the bucket is gathered and on the device. Backward still takes the shards, although it does not
 send them: autograd then raises an error if a parameter has changed since forward, as it does in the unsharded model.
+
+[Note: Tokens of copies]
+Thunder's split moves everything to backward that no output of forward needs, and none needs the secondary shard. So the
+copy also takes and returns an argument of the trace, the token: Thunder counts a bound symbol that returns one as forward.
 """
 
 from __future__ import annotations

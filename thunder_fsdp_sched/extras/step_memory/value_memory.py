@@ -176,21 +176,17 @@ class MemoryAnalysis(Analysis):
 
         It also sets the owners and the bytes of values.
         """
-        on_host = {  # perhaps by an earlier trace
-            name for e, bsym in zip(self.effects, self.bsyms, strict=True) if e.reads_host for name in names(bsym.args)
-        }
         temporary = []
         for position, (bsym, e) in enumerate(zip(self.bsyms, self.observed, strict=True)):
             by_name = {value.name: value for value in (*self.args[position], *self.outs[position])}
             for value in self.args[position]:
                 if not value.owners:
-                    _own(value, _memory_of(value, counted=value.name not in on_host))
+                    _own(value, _memory_of(value, counted=True))
             own = {m.owner: m for m in e.allocates if m.scope == "value"}
             for value in self.outs[position]:
                 shared = dict.fromkeys(o for name in e.views.get(value.name, ()) for o in by_name[name].owners)
                 if value.name in own or not shared:
-                    counted = value.name not in on_host and bsym.sym.id in UNPACKING
-                    _own(value, own.get(value.name) or _memory_of(value, counted=counted))
+                    _own(value, own.get(value.name) or _memory_of(value, counted=bsym.sym.id in UNPACKING))
                     shared = {value: None, **shared}
                 value.owners = tuple(shared)
             temporary += [

@@ -1,1 +1,0 @@
-"""Keep activations in host memory between forward and backward, where ``max_memory`` chooses that."""

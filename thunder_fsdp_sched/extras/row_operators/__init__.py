@@ -1,1 +1,0 @@
-"""Rules for operators on rows that do not act on each element by itself."""
