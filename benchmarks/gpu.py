@@ -1,7 +1,7 @@
 """Try the package on GPUs for the first time, and print one page for an issue.
 
     python benchmarks/gpu.py first
-    python benchmarks/gpu.py first --cases 'flat|staged' --save first       # fewer configurations; keep all output
+    python benchmarks/gpu.py first --cases 'flat|coalesced' --save first       # fewer configurations; keep all output
     python benchmarks/gpu.py first --stand-in --cases 'zero3 flat$'          # test this program on a CPU, with gloo
 
 Every case of :data:`OURS` and the unsharded model run in every setup of :func:`setups`, each in processes of its own, so one
@@ -65,7 +65,7 @@ OURS: dict[str, dict[str, Any]] = {f"zero3 {transport}": {"transport": transport
     "zero2 flat": {"sharding_strategy": "zero2", "transport": "flat"},
     "zero2 symmetric_memory": {"sharding_strategy": "zero2", "transport": "symmetric_memory"},
     "zero3 flat bfloat16": {"transport": "flat", "mp_policy": BFLOAT16},
-    "zero3 staged bfloat16": {"transport": "staged", "mp_policy": BFLOAT16},
+    "zero3 coalesced bfloat16": {"transport": "coalesced", "mp_policy": BFLOAT16},
     "zero3 flat offload": {"transport": "flat", "offload_policy": OFFLOAD},
 }
 

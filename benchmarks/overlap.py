@@ -100,7 +100,7 @@ FORMATS = {
     " int8, bf16": CommPolicy("int8", "bfloat16"),
     " int8, int8": CommPolicy("int8", "int8"),
     " float8, bf16": CommPolicy("float8_e4m3fn", "bfloat16"),
-    " int8, int4 with feedback": CommPolicy("int8", "int4", error_feedback=True),
+    " int8, int8 with feedback": CommPolicy("int8", "int8", error_feedback=True),
 }
 
 BUCKETING_COLUMNS: harness.Columns = {
@@ -127,7 +127,7 @@ def systems(*, bucketing: bool = False, formats: bool = False) -> dict[str, Make
         " without agreement": {"agree": "compile"},
     }
     variants |= {f" prefetch {prefetch}": {"prefetch": prefetch} for prefetch in (0, 2)}
-    variants |= {f" {transport}": {"transport": transport} for transport in ("staged", "coalesced", "all_reduce")}
+    variants |= {f" {transport}": {"transport": transport} for transport in ("coalesced", "all_reduce")}
     if bucketing:
         variants = {f" {name}": {"bucketing_strategy": strategy} for name, strategy in BUCKETINGS.items()}
     if formats:

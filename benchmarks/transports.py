@@ -34,7 +34,7 @@ from netns import sent_bytes
 from step_counter import StepCounter
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-TRIED = ("flat", "all_to_all", "staged", "coalesced", "all_reduce")
+TRIED = ("flat", "all_to_all", "coalesced", "all_reduce")
 PRECISIONS = {
     "float32": MixedPrecisionPolicy(),
     "bf16, float32 sums": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -46,7 +46,6 @@ FORMATS = {
     "bf16": CommPolicy("bfloat16", "bfloat16"),
     "float8": CommPolicy("float8_e4m3fn", "float8_e4m3fn"),
     "int8": CommPolicy("int8", "int8"),
-    "mxfp8, int4": CommPolicy("mxfp8", "int4"),
     "int8, bf16": CommPolicy("int8", "bfloat16"),
 }
 

@@ -77,7 +77,7 @@ OPTIONS: dict[str, Frozen] = {
         f"transport_{name}_{strategy}": Frozen(
             Stack, {"transport": name, "sharding_strategy": strategy, "mp_policy": MIXED}, windows=True
         )
-        for name in ("flat", "all_to_all", "coalesced", "all_reduce", "staged")
+        for name in ("flat", "all_to_all", "coalesced", "all_reduce")
         for strategy in ("zero2", "zero3")
     },
     **{

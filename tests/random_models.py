@@ -274,7 +274,7 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
     options: dict[str, Any] = {
         "bucketing_strategy": draw(st.sampled_from(["block", "block", "layer", "none", 64, 300])),
         "prefetch": draw(st.sampled_from([0, 1, 1, 2, 5, "auto"])),
-        "transport": draw(st.sampled_from(["auto", "flat", "all_to_all", "coalesced", "all_reduce", "staged"])),
+        "transport": draw(st.sampled_from(["auto", "flat", "all_to_all", "coalesced", "all_reduce"])),
     }
     if strategy == "zero3" and draw(st.integers(0, 4)) == 0:
         limit = draw(st.sampled_from([1 << 14, 1 << 20] if numeric else [1 << 12, 1 << 13, 1 << 14]))

@@ -28,7 +28,7 @@ from virtual_gpu.world import Rank, run
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=guard.missing() or "nothing is missing")
 
-SIDE_STREAMS = ("staged", "all_to_all", "symmetric_memory")
+SIDE_STREAMS = ("all_to_all", "symmetric_memory")
 
 
 def _one_of_two(transport: str, rank: int) -> list[int] | None:
@@ -196,7 +196,7 @@ def test_a_twin_group_is_created_by_its_ranks_only(bind_device: bool) -> None:
 
 
 # The wait of forward or backward at which a step ends.
-_ENDS = [("staged", 10), ("all_to_all", 3), ("symmetric_memory", 10)]
+_ENDS = [("all_to_all", 3), ("symmetric_memory", 10)]
 _MORE_ENDS = [
     pytest.param(*end, marks=LONG_ONLY) for end in itertools.product(SIDE_STREAMS, (3, 10)) if end not in _ENDS
 ]

@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "encoded": {"comm_policy": CommPolicy("int8", "int8", block=4)},
     "zero2 encoded": {
         "sharding_strategy": "zero2",
-        "comm_policy": CommPolicy("mxfp8", "int4", min_ndim=0, error_feedback=True),
+        "comm_policy": CommPolicy("float8_e4m3fn", "int8", min_ndim=0, error_feedback=True),
     },
     "encoded offload": {
         "offload_policy": CPUOffloadPolicy(),
@@ -259,23 +259,23 @@ def is_supported(use: str, transport: str, option: str) -> bool:
 ORDINARY = [
     ("train", "flat", "zero2"),
     ("train", "coalesced", "bf16 reduced in fp32"),
-    ("train", "staged", "prefetch 3"),
+    ("train", "all_to_all", "prefetch 3"),
     ("train", "all_to_all", "two groups"),
-    ("train", "staged", "offload bf16"),
+    ("train", "all_to_all", "offload bf16"),
     ("train", "coalesced", "by module"),
     ("train", "all_to_all", "zero2, released"),
     ("raise_exceptions", "flat", "zero3"),
     ("raise_exceptions", "all_to_all", "zero3, released"),
     ("accumulate", "all_to_all", "zero3"),
-    ("accumulate", "staged", "zero3, released"),
-    ("interleave", "staged", "zero3"),
-    ("interleave", "staged", "bf16 reduced in fp32, released"),
-    ("use_another_stream", "staged", "zero3"),
+    ("accumulate", "all_to_all", "zero3, released"),
+    ("interleave", "all_to_all", "zero3"),
+    ("interleave", "all_to_all", "bf16 reduced in fp32, released"),
+    ("use_another_stream", "all_to_all", "zero3"),
     ("use_another_stream", "flat", "zero3, released"),
     ("run_eagerly", "all_to_all", "zero3"),
     ("save_and_load", "all_to_all", "offload"),
-    ("stream_weights", "staged", "offload"),
-    ("accumulate", "staged", "zero2, extended"),
+    ("stream_weights", "all_to_all", "offload"),
+    ("accumulate", "all_to_all", "zero2, extended"),
     ("raise_exceptions", "all_to_all", "zero3, extended"),
 ]
 SOME = ("zero3", "zero2", "bf16 reduced in fp32", "offload", "encoded")
@@ -292,7 +292,7 @@ MORE = [
     *itertools.product(["train"], TRANSPORTS, [name for name in OPTIONS if name not in _RELEASED]),
     *(("use_another_stream", "flat", "zero3, extended"), ("train", "all_to_all", "zero3, extended")),
     *itertools.product(USES, TRANSPORTS, ["zero3"]),
-    *itertools.product(USES, ("all_to_all", "staged", "symmetric_memory"), SOME[1:]),
+    *itertools.product(USES, ("all_to_all", "symmetric_memory"), SOME[1:]),
     *itertools.product([use for use in USES if use not in _NOT_RELEASED], TRANSPORTS, _RELEASED),
     *(("use_autocast", transport, "zero2") for transport in TRANSPORTS),
 ]
@@ -324,7 +324,7 @@ _USES_OF_STREAMS = ("train", "use_another_stream", "use_autocast", "clip", "rais
 @pytest.mark.parametrize(
     ("use", "transport", "option"),
     [
-        *(("train", transport, "zero3") for transport in ("staged", "all_to_all", "symmetric_memory")),
+        *(("train", transport, "zero3") for transport in ("all_to_all", "symmetric_memory")),
         ("save_and_load", "flat", "zero3"),
         *(pytest.param(use, *row, marks=pytest.mark.long) for use in _USES_OF_STREAMS for row in _MESHES),
     ],

@@ -173,9 +173,9 @@ def fsdp(
             ranks exchange pieces and sum them locally, which sends half the bytes of gloo's reduce-scatter.
             ``"coalesced"``: each parameter cut evenly, one launch for all collectives, no copy. ``"all_reduce"``: one
             all-reduce completes a buffer that holds each rank's shards in place, at twice the bytes.
-            ``"symmetric_memory"``: copy engines read the memory of peers, with CUDA within a node. ``"staged"``: one
-            collective and one copy. ``"auto"``: all_to_all with gloo; otherwise flat, or with NCCL coalesced where flat
-            would need several collectives. The plan gives the reason.
+            ``"symmetric_memory"``: copy engines read the memory of peers, with CUDA within a node. ``"auto"``:
+            all_to_all with gloo; otherwise flat, or with NCCL coalesced where flat would need several collectives. The
+            plan gives the reason.
         mp_policy: a :class:`~torch.distributed.fsdp.MixedPrecisionPolicy` of torch. Shards are cast to ``param_dtype``
             and then gathered. Gradients are averaged in ``reduce_dtype`` (the default is FSDP2's: before torch 2.15
             ``param_dtype``, from then on the parameters' dtype), and accumulated in it under ``no_sync`` unless

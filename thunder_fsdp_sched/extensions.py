@@ -27,7 +27,7 @@ class Answer:
 
 
 def load(path: str) -> Any:
-    """Return what a path such as ``"extras.transports.staged:Staged"`` names, or a module without a name after it."""
+    """Return what a path such as ``"extras.low_precision.encoded:Encoded"`` names, or a module without a name after it."""
     path, _, name = path.partition(":")
     module = importlib.import_module(f"{__package__}.{path}")
     return getattr(module, name) if name else module

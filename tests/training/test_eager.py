@@ -94,9 +94,9 @@ def _number_of_hooks(model: Any) -> int:
     [
         ({}, False, None),
         ({"bucketing_strategy": "layer"}, True, torch.bfloat16),
-        ({"ranks": "hybrid", "transport": "staged", "init": tfs.Init(ignored_params=["norm.weight"])}, True, None),
+        ({"ranks": "hybrid", "transport": "coalesced", "init": tfs.Init(ignored_params=["norm.weight"])}, True, None),
     ],
-    ids=["blocks", "tied-layers-bfloat16", "tied-hybrid-staged-ignored"],
+    ids=["blocks", "tied-layers-bfloat16", "tied-hybrid-coalesced-ignored"],
 )
 @on_ranks(2)
 def test_generation_is_bit_equal_to_the_unsharded_module(

@@ -79,14 +79,13 @@ AMONG_ALL = [{"sharding_strategy": "zero3"}]
 OPTIONS: dict[str, dict[str, Any]] = {
     "layers": {"bucketing_strategy": "layer", "prefetch": 2, "transport": "flat"},
     "coalesced": {"transport": "coalesced"},
-    "staged": {"transport": "staged"},
     "all_reduce": {"transport": "all_reduce"},
     "bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "offload": {"offload_policy": CPUOffloadPolicy()},
     "release": {"sharding_strategy": Sharding(secondary_ranks=2, release=True)},
     "sharded": {"accumulate": "sharded"},
 }
-CASES = [("layers", "sharded"), ("staged", "offload"), ("all_reduce", "release")]
+CASES = [("layers", "sharded"), ("coalesced", "offload"), ("all_reduce", "release")]
 LOW = ("coalesced", "bfloat16")
 
 STEPS = [

@@ -113,7 +113,7 @@ def test_training_after_surgery_is_bit_equal_to_the_unsharded_model(options: dic
 def test_adapters_are_merged_in_the_dtype_of_the_shards() -> None:
     for options in (
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-        {"offload_policy": CPUOffloadPolicy(pin_memory=False), "transport": "staged"},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False), "transport": "coalesced"},
     ):
         torch.manual_seed(1)
         plain = nn.Sequential(LoRALinear(5), LoRALinear(5))

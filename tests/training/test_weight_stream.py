@@ -45,7 +45,6 @@ DTYPES = (None, torch.bfloat16, torch.float64, torch.float8_e4m3fn)
 OPTIONS: list[dict[str, Any]] = [
     {"init": tfs.Init(ignored_params=["experts", "embedding.weight"])},
     {"transport": "coalesced", "bucketing_strategy": "layer"},
-    {"transport": "staged"},
     {"transport": "all_reduce", "sharding_strategy": "zero2"},
     {"transport": "shared_files", "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
     {"ranks": "hybrid", "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},

@@ -10,20 +10,18 @@ import torch
 from profiles import LONG_ONLY
 
 
-@pytest.mark.parametrize(
-    "name", ["int8", *(pytest.param(name, marks=LONG_ONLY) for name in ("float8_e4m3fn", "mxfp8", "int4"))]
-)
+@pytest.mark.parametrize("name", ["int8", pytest.param("float8_e4m3fn", marks=LONG_ONLY)])
 def test_compiled_functions_give_the_same_bits(name: str) -> None:
     form = FORMATS[name]
-    block = form.block or 128
+    block = 128
     x = torch.randn(2, 6, block, generator=torch.Generator().manual_seed(0))
 
     def all_bits(*, compiled: bool) -> list[torch.Tensor]:
         def call(function, *tensors):
             (formats._compiled(function, form, backend="aot_eager") if compiled else function)(form, *tensors)
 
-        codes = torch.zeros(2, 6, block // form.per_code, dtype=form.dtype)
-        scales = torch.zeros(2, 6, 1, dtype=form.scale)
+        codes = torch.zeros(2, 6, block, dtype=form.dtype)
+        scales = torch.zeros(2, 6, 1, dtype=torch.float32)
         decoded, mean = torch.empty_like(x), torch.empty(6, block)
         call(formats._encode, x, codes, scales)
         call(formats._decode, decoded, codes, scales)

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 def _check_transports(run: Run) -> None:
     ops = run.transform.compiled[-1].schedule
     used = {op.transport for schedule in (ops.forward, ops.backward) for op in schedule}
-    assert used == {bucket.comm.transport for bucket in run.transform.plan} == {"staged"}
+    assert used == {bucket.comm.transport for bucket in run.transform.plan} == {"coalesced"}
 
 
 def _every_transport(
@@ -52,7 +52,7 @@ def _every_transport(
         shared_memory.register()
         return {
             "sharding_strategy": strategy,
-            "transport": "staged",
+            "transport": "coalesced",
             **({**LOW, "dtype": torch.float32} if low else {}),
         }
 
@@ -74,7 +74,7 @@ def _tiny() -> nn.Module:
 
 
 def _own(bucket: str, params: Any) -> str:
-    return {"first": "all_reduce", "blocks.0": "coalesced", "blocks.1": "staged", "last": "flat"}[bucket]
+    return {"first": "all_reduce", "blocks.0": "coalesced", "blocks.1": "all_to_all", "last": "flat"}[bucket]
 
 
 def _check_own_transports(run: Run) -> None:
@@ -83,7 +83,7 @@ def _check_own_transports(run: Run) -> None:
 
 ACCUMULATE = [do.micro_batch(5), do.micro_batch(6, no_sync=False), do.step()]
 LOW = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
-OTHERS = ("flat", "all_to_all", "coalesced", "all_reduce", SHARED_MEMORY)
+OTHERS = ("flat", "all_to_all", "all_reduce", SHARED_MEMORY)
 SCENARIOS = {
     "zero3": _every_transport("zero3", 2, *OTHERS),
     "zero2": _every_transport("zero2", 2, *OTHERS, long=True),
@@ -94,14 +94,14 @@ SCENARIOS = {
     "bfloat16 as with FSDP2": Scenario(
         partial(Stack, 2, width=8, activation=torch.relu),
         [do.train(batch=4)],
-        {"transport": "staged", "dtype": torch.float32, **LOW},
+        {"transport": "coalesced", "dtype": torch.float32, **LOW},
         others=[partial(fsdp2, **LOW)],
         oracle=None,
     ),
     "each bucket its own": Scenario(
         lambda: Stack(2).double(), [_check_own_transports, do.train(2), *ACCUMULATE], {"transport": _own}
     ),
-    "unreduced gradients, staged": Scenario(lambda: UnevenRows().double(), ACCUMULATE, {"transport": "staged"}),
+    "unreduced gradients": Scenario(lambda: UnevenRows().double(), ACCUMULATE, {"transport": "coalesced"}),
 }
 
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from .clocks import Fault
 from .world import Rank, Result, run
 
-TRANSPORTS = ("flat", "coalesced", "all_to_all", "all_reduce", "staged", "symmetric_memory")
+TRANSPORTS = ("flat", "coalesced", "all_to_all", "all_reduce", "symmetric_memory")
 
 SETUPS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -35,7 +35,6 @@ SETUPS: dict[str, dict[str, Any]] = {
 
 _INTERRUPTED: dict[str, dict[str, Any]] = {
     "all_to_all": {"at": 7, "sharding_strategy": "zero2"},
-    "staged": {"at": 3},
     "symmetric_memory": {"at": 10},
 }
 """The wait at which an exception ends a step: one at which work is in flight on a side stream, but not in NCCL."""

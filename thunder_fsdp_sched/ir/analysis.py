@@ -48,7 +48,7 @@ class Lifetime:
             that is the first gradient that is written in place, for a gather of a resident bucket ``BEFORE_TRACE``.
         used: the last read of a value or, unless it is a view itself, of what may be a view of it; ``first`` without reads.
         last: the last position at which it occupies bytes.
-        nbytes: the bytes that it owns; 0 for a view and for what is in a slot. Of a slot, including alignment and staging.
+        nbytes: the bytes that it owns; 0 for a view and for what is in a slot. Of a slot, including alignment.
         device: the type of its device.
         kind: ``"inputs"``, ``"values"``, ``"temporaries"``, ``"communication"``, ``"gradients"`` or ``"slot"``.
         on_host: whether it is in host memory, also in a plan on a CPU for a GPU.

@@ -47,7 +47,7 @@ class SlotRegion(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole slot, including alignment and staging."""
+        """Bytes of the whole slot, including alignment."""
         return slot_bytes(self.bucket.spec, self.dtype)
 
     @property

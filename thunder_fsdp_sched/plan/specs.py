@@ -134,7 +134,6 @@ class CommSpec:
     transport: str = "flat"
     reason: str = "default"  # why this transport was chosen
     per_param: bool = False  # whether it needs a layout that splits every parameter evenly by rows
-    staging: bool = False  # whether slots have a second half, with the elements in the order in which ranks send them
     offload: bool = (
         False  # whether shards and their gradients are on the CPU; shards are copied to the device to be sent
     )
@@ -253,11 +252,6 @@ class BucketSpec:
     def padding_bytes(self) -> int:
         """Bytes of the unsharded buffer that belong to no parameter."""
         return self.layout.padding_numel * self.param_dtype.itemsize
-
-    @property
-    def sent_numel(self) -> int:
-        """Elements of the shards of all ranks together."""
-        return self.layout.shard_numel * self.layout.world_size
 
     @property
     def shard_bytes(self) -> int:

@@ -85,7 +85,7 @@ def alias_of_params(bucket: Bucket, indices: Sequence[int]) -> Bucket:
                 name=f"{spec.name}.{str(spec.dtype).removeprefix('torch.')}",
                 params=tuple(spec.params[i] for i in indices),
                 layout=layout,
-                comm=replace(spec.comm, transport="all_reduce", reason=reason, per_param=False, staging=False),
+                comm=replace(spec.comm, transport="all_reduce", reason=reason, per_param=False),
             ),
         )
         alias.local_slices = [_local_slice(placement, bucket.rank) for placement in layout.placements]

@@ -271,15 +271,10 @@ class Arena:
             # Collectives write through `flat`, a `.data` alias with its own version counter. gloo bumps the version
             # from a thread, and must not invalidate saved views of the parameters.
             flat = self._memory[slot.offset : slot.offset + nbytes].view(dtype).data
-            staging, end = None, nbytes
-            if spec.comm.staging:
-                begin = round_up(nbytes, SLOT_ALIGNMENT)
-                end = begin + spec.sent_numel * dtype.itemsize
-                staging = self._memory[slot.offset + begin : slot.offset + end].view(dtype).data
-            assert end <= slot.nbytes, (bucket, slot)
+            assert nbytes <= slot.nbytes, (bucket, slot)
             # `.data` also hides from autograd that parameters are views: Thunder detaches views that backward reads.
             tensors = tuple(view.data for view in spec.layout.unsharded_views(flat))
-            return Views(flat, tensors, [piece.data for piece in spec.layout.unsharded_segments(flat)], staging)
+            return Views(flat, tensors, [piece.data for piece in spec.layout.unsharded_segments(flat)])
 
     def make_params(self, bucket: Bucket, slot: Slot) -> Views:
         """Return the views of ``slot`` as parameters of ``bucket``, each with a storage of its own."""
@@ -394,9 +389,8 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def slot_bytes(spec: BucketSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of a slot that holds the bucket in ``dtype``, including staging and alignment."""
-    staging = round_up(spec.sent_numel * dtype.itemsize, SLOT_ALIGNMENT) if spec.comm.staging else 0
-    return round_up(spec.layout.unsharded_numel * dtype.itemsize, SLOT_ALIGNMENT) + staging
+    """Return the bytes of a slot that holds the bucket in ``dtype``, including alignment."""
+    return round_up(spec.layout.unsharded_numel * dtype.itemsize, SLOT_ALIGNMENT)
 
 
 def address(shard: torch.Tensor) -> int:

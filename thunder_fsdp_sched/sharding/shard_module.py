@@ -264,7 +264,7 @@ class _ShardingSteps:
             raise ValueError(f"{error} (bucket {name!r})") from error
         policy = self.options.offload_policy
         if not isinstance(policy, CPUOffloadPolicy):
-            return CommSpec(asked, reason, transport.per_param, transport.staging)
+            return CommSpec(asked, reason, transport.per_param)
         if transport.peers_read_shards:
             raise ValueError(
                 f"transport={asked!r}: peers read shards in GPU memory, but offload_policy keeps them on the CPU "
@@ -274,7 +274,6 @@ class _ShardingSteps:
             asked,
             f"{reason}; shards on the CPU",
             transport.per_param,
-            transport.staging,
             offload=True,
             pin_memory=policy.pin_memory and first.device.type == "cuda",
         )

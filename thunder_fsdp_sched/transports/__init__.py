@@ -26,7 +26,6 @@ TRANSPORTS: dict[str, Transport | str] = {
     "coalesced": "transports.coalesced:Coalesced",
     "all_reduce": "transports.all_reduce:AllReduce",
     "symmetric_memory": "extras.transports.symmetric_memory:SymmetricMemory",
-    "staged": "extras.transports.staged:Staged",
 }
 """All transports, keyed by name: the class until it is asked for, and then the transport."""
 

@@ -31,13 +31,11 @@ class Views(NamedTuple):
         tensors: the parameters, or their gradients, as views of ``flat``.
         pieces: the non-empty segments of the layout, as views of ``flat``, created in advance so that a step creates
             none.
-        staging: room for the same bytes in the order in which ranks send them, if the transport needs it.
     """
 
     flat: torch.Tensor
     tensors: tuple[torch.Tensor, ...]
     segments: list[torch.Tensor]
-    staging: torch.Tensor | None = None
 
 
 class TransportedBucket(Protocol):
@@ -113,13 +111,11 @@ class Transport(ABC):
     Attributes:
         per_param: whether it needs a layout that splits every parameter evenly by rows
             (``make_layout(per_param=True)``).
-        staging: whether its slots need a second half, in the order in which ranks send (``Views.staging``).
         peers_read_shards: whether other ranks read a shard directly, so that it must be on the device.
     """
 
     name: str
     per_param = False
-    staging = False
     peers_read_shards = False
 
     def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: BucketRanks) -> None:

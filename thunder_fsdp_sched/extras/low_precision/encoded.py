@@ -36,7 +36,6 @@ from ...transports.base import (
     returning,
     take_idle,
 )
-from ...transports.flat import Flat
 
 
 class Encoded(Transport):
@@ -47,10 +46,9 @@ class Encoded(Transport):
     """
 
     def __init__(self, inner: Transport, spec: BucketSpec) -> None:
-        self.name, self.per_param, self.staging = inner.name, inner.per_param, inner.staging
+        self.name, self.per_param = inner.name, inner.per_param
         self.peers_read_shards = inner.peers_read_shards
         self._inner = inner
-        self._sends = Flat() if inner.staging else inner  # decoding is the copy for which it stages
         self._on_wire = None if spec.gather_wire is None else _on_wire(spec, spec.gather_wire)
 
     def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: BucketRanks) -> None:
@@ -67,7 +65,7 @@ class Encoded(Transport):
         received = take_idle(bucket.scratch, self._on_wire.layout.unsharded_numel, torch.uint8, shard.device)
 
         def issue() -> Sequence[Work]:
-            return self._sends.all_gather(sent, shard, Views(received, (), [received]))
+            return self._inner.all_gather(sent, shard, Views(received, (), [received]))
 
         def decode() -> None:
             wire.decode(_by_rank(received, bucket), _segments(unsharded.segments, bucket))
@@ -102,7 +100,7 @@ class Encoded(Transport):
     def gather_traffic(self, spec: BucketSpec) -> Traffic:
         if self._on_wire is None or spec.gather_wire is None:
             return self._inner.gather_traffic(spec)
-        return self._sends.gather_traffic(self._on_wire)._replace(
+        return self._inner.gather_traffic(self._on_wire)._replace(
             copied_after=_moved(spec.gather_wire, spec, spec.unsharded_bytes)
         )
 

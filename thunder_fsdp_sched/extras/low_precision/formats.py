@@ -3,8 +3,7 @@
 [Note: Formats]
 A format with scales divides a rank's elements into blocks. The largest magnitude of a block is mapped to the largest code,
 and the others in proportion, rounded to nearest (half to even). So an integer code is off by at most half a scale, and a
-float8 code by at most 1/16 of its value or 2**-10 scales. The scales of ``"mxfp8"`` are powers of two (E8M0), rounded up, so
-that no element saturates (the OCP Microscaling specification rounds them down).
+float8 code by at most 1/16 of its value or 2**-10 scales. Scales are float32.
 
 An infinity or a NaN makes the scale of its block infinite or NaN, and with it every decoded element of that block: no
 overflow gets lost on its way to a check such as that of ``GradScaler``.
@@ -24,31 +23,19 @@ class Format(NamedTuple):
     """One format.
 
     Attributes:
-        dtype: of codes; of int4, of the bytes that hold two of them.
+        dtype: of codes.
         largest: the largest magnitude of a code; 0 for a cast, which has no scales.
-        per_code: elements in one element of ``dtype``.
-        scale: dtype of scales; ``uint8`` for the exponents of powers of two.
-        block: number of elements that share a scale, if the format fixes it.
     """
 
     dtype: torch.dtype
     largest: float = 0.0
-    per_code: int = 1
-    scale: torch.dtype = torch.float32
-    block: int | None = None
 
 
 FORMATS: dict[str, Format] = {
     "bfloat16": Format(torch.bfloat16),
     "float8_e4m3fn": Format(torch.float8_e4m3fn, 448.0),
     "int8": Format(torch.int8, 127.0),
-    "mxfp8": Format(torch.float8_e4m3fn, 448.0, scale=torch.uint8, block=32),
-    "int4": Format(torch.int8, 7.0, per_code=2),
 }
-
-GATHER_FORMATS = ("bfloat16", "float8_e4m3fn", "int8", "mxfp8")
-
-REDUCE_FORMATS = ("bfloat16", "float8_e4m3fn", "int8", "int4")
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 """The smallest scale: below it, dividing by a scale would overflow."""
@@ -62,7 +49,7 @@ def encode(form: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Ten
 
     Args:
         x: ``(ranks, blocks, block)`` elements, floating point.
-        codes: ``(ranks, blocks, block / per_code)``, to be filled.
+        codes: ``(ranks, blocks, block)``, to be filled.
         scales: ``(ranks, blocks, 1)``, to be filled; unused by a cast.
     """
     if not form.largest:
@@ -120,19 +107,11 @@ def _compiled(
 
 
 def _encode(form: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    scale = _magnitude(x).div_(form.largest)
-    if form.scale is torch.uint8:
-        scale = _power_of_two(scales.copy_(_exponents(scale)))
-    else:
-        scale = scales.copy_(scale.clamp_(min=_SMALLEST))
+    scale = scales.copy_(_magnitude(x).div_(form.largest).clamp_(min=_SMALLEST))
     scaled = torch.div(x, scale, out=torch.empty(x.shape, dtype=torch.float32, device=x.device))
     if not form.dtype.is_floating_point:
         scaled.round_()
-    if form.per_code == 2:  # the first half of a block in the low bits, the second half in the high bits
-        low, high = scaled.to(torch.int8).chunk(2, -1)
-        torch.bitwise_left_shift(high, 4, out=codes).bitwise_or_(low.bitwise_and_(15))
-    else:
-        codes.copy_(scaled)
+    codes.copy_(scaled)
 
 
 def _magnitude(x: torch.Tensor) -> torch.Tensor:
@@ -170,17 +149,10 @@ def _decode_into(x: torch.Tensor, form: Format, codes: torch.Tensor, scales: tor
     if form.dtype is torch.float8_e4m3fn:
         x.copy_(_as_float16(codes))
         x *= 2.0**8
-    elif form.per_code == 2:
-        both = torch.cat([codes, codes], -1)
-        low, high = both.chunk(2, -1)
-        low <<= 4
-        low >>= 4
-        high >>= 4
-        x.copy_(both)
     else:
         x.copy_(codes)
     if form.largest:
-        x *= _power_of_two(scales) if form.scale is torch.uint8 else scales
+        x *= scales
 
 
 def _as_float16(codes: torch.Tensor) -> torch.Tensor:
@@ -197,16 +169,6 @@ def _as_float16(codes: torch.Tensor) -> torch.Tensor:
 def sum_dtype(form: Format) -> torch.dtype:
     """Return the dtype in which ranks add up what travels in a format."""
     return torch.float64 if form.dtype is torch.float64 else torch.float32
-
-
-def _exponents(scale: torch.Tensor) -> torch.Tensor:
-    """Return the biased exponents of the next powers of two; 255 for infinities and NaN."""
-    bits = scale.nan_to_num_(nan=torch.inf, posinf=torch.inf).view(torch.int32)
-    return ((bits + 0x7FFFFF) >> 23).clamp_(min=1)
-
-
-def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    return (exponents.int() << 23).view(torch.float32)
 
 
 def temporary_bytes(form: Format, numel: int, block: int, dtype: torch.dtype, *, decodes: bool, adds: bool) -> int:
@@ -226,8 +188,7 @@ def temporary_bytes(form: Format, numel: int, block: int, dtype: torch.dtype, *,
     nbytes = chunk * own.itemsize * (not decodes or dtype is not own)
     if not form.largest:
         return nbytes
-    nbytes += chunk * own.itemsize * adds + chunk * (form.per_code == 2)
-    exponents = blocks * torch.int32.itemsize * (form.scale is torch.uint8)
+    nbytes += chunk * own.itemsize * adds
     if not decodes:
-        return max(nbytes + exponents, 3 * blocks * dtype.itemsize)
-    return nbytes + max(2 * exponents, chunk * torch.float16.itemsize * (form.dtype is torch.float8_e4m3fn))
+        return max(nbytes, 3 * blocks * dtype.itemsize)
+    return nbytes + chunk * torch.float16.itemsize * (form.dtype is torch.float8_e4m3fn)

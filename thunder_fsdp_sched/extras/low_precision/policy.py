@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...plan.specs import BucketSpec
-from .formats import FORMATS, GATHER_FORMATS, REDUCE_FORMATS, Format
+from .formats import FORMATS, Format
 from .wire import Wire
 
 
@@ -21,12 +21,12 @@ class CommPolicy:
     Elements are rounded to nearest. What the model computes with is the decoded value; shards stay exact.
 
     Args:
-        gather: the format of gathers: ``"bfloat16"``, ``"float8_e4m3fn"``, ``"int8"``, ``"mxfp8"`` (blocks of 32 with E8M0
-            scales); ``None`` for the exact values in ``param_dtype``.
-        reduce: the format of reductions: ``"bfloat16"``, ``"float8_e4m3fn"``, ``"int8"``, ``"int4"``; ``None`` for
-            ``reduce_dtype``. Ranks exchange encoded gradients, decode them and add them up in float32, in the order of
-            ranks, so ``"bfloat16"`` adds more precisely than ``reduce_dtype=torch.bfloat16``.
-        block: number of elements that share a scale, even; ``"bfloat16"`` has no scales, ``"mxfp8"`` has blocks of its own.
+        gather: the format of gathers: ``"bfloat16"``, ``"float8_e4m3fn"`` or ``"int8"``; ``None`` for the exact values in
+            ``param_dtype``.
+        reduce: the format of reductions, one of the same; ``None`` for ``reduce_dtype``. Ranks exchange encoded gradients,
+            decode them and add them up in float32, in the order of ranks, so ``"bfloat16"`` adds more precisely than
+            ``reduce_dtype=torch.bfloat16``.
+        block: number of elements that share a scale; ``"bfloat16"`` has no scales.
         exempt: parameters that travel exactly: names of parameters or modules, or patterns such as ``"*.head.*"``.
         min_ndim: parameters with fewer dimensions (norms, biases) are exempt, too; 0 for none.
         error_feedback: whether each rank keeps what rounding its gradients has lost, and adds it to the next ones. It takes
@@ -44,15 +44,15 @@ class CommPolicy:
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("gather", GATHER_FORMATS), ("reduce", REDUCE_FORMATS)):
+        choices = ", ".join(map(repr, FORMATS))
+        for name in ("gather", "reduce"):
             value = getattr(self, name)
-            if value is not None and value not in known:
-                choices = ", ".join(map(repr, known))
+            if value is not None and value not in tuple(FORMATS):
                 raise ValueError(f"CommPolicy: {name}: expected None, {choices}, got {value!r}")
         if isinstance(self.block, bool) or not isinstance(self.block, int):
             raise TypeError(f"CommPolicy: block: expected a number of elements (int), got {self.block!r}")
-        if self.block <= 0 or self.block % 2:
-            raise ValueError(f"CommPolicy: block: expected a positive, even number of elements, got {self.block}")
+        if self.block <= 0:
+            raise ValueError(f"CommPolicy: block: expected a positive number of elements, got {self.block}")
         exempt: Any = self.exempt
         if not isinstance(exempt, (list, tuple)) or not all(isinstance(name, str) for name in exempt):
             raise TypeError(f"CommPolicy: exempt: expected a list or tuple of names, got {exempt!r}")
@@ -62,8 +62,7 @@ class CommPolicy:
         if not isinstance(self.error_feedback, bool):
             raise TypeError(f"CommPolicy: error_feedback: expected a bool, got {self.error_feedback!r}")
         if self.error_feedback and self.reduce is None:
-            formats = ", ".join(map(repr, REDUCE_FORMATS))
-            raise ValueError(f"CommPolicy: error_feedback: nothing is lost without reduce; choose one of {formats}")
+            raise ValueError(f"CommPolicy: error_feedback: nothing is lost without reduce; choose one of {choices}")
 
     @property
     def encodes(self) -> bool:

@@ -35,16 +35,16 @@ class _Part(NamedTuple):
     def on(self, wire: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes and the scales, as views of ``(ranks, bytes)``."""
         codes = wire[:, self.codes : self.codes + self.code_bytes].view(self.form.dtype)
-        scales = wire[:, self.scales : self.scales + self.scale_bytes].view(self.form.scale)
+        scales = wire[:, self.scales : self.scales + self.scale_bytes].view(torch.float32)
         return codes.unflatten(1, (self.blocks, -1)), scales.unsqueeze(-1)
 
     @property
     def code_bytes(self) -> int:
-        return self.blocks * self.block // self.form.per_code * self.form.dtype.itemsize
+        return self.blocks * self.block * self.form.dtype.itemsize
 
     @property
     def scale_bytes(self) -> int:
-        return self.blocks * self.form.scale.itemsize if self.form.largest else 0
+        return self.blocks * torch.float32.itemsize if self.form.largest else 0
 
 
 class Wire(NamedTuple):
@@ -64,7 +64,7 @@ class Wire(NamedTuple):
         parts: list[_Part] = []
         end = 0
         for numel, form in segments:
-            size = (form.block or block) if form.largest else 1
+            size = block if form.largest else 1
             part = _Part(form, numel, size, -(-numel // size), codes=end, scales=0)
             part = part._replace(scales=round_up(end + part.code_bytes, _ALIGNMENT))
             end = round_up(part.scales + part.scale_bytes, _ALIGNMENT)
