@@ -70,7 +70,7 @@ def measure(arguments: argparse.Namespace) -> None:
     shared_memory = DefaultStager(StagingOptions(False, True, False, False))
     saves: dict[str, Callable[[Any, Any], Any]] = {
         f"ours, {writer}": lambda model, optimizer, writer=writer: tfs.save_checkpoint_async(
-            target, model, optimizer, writer=writer
+            model, target, optimizer, writer=writer
         )
         for writer in ("thread", "process")
     }

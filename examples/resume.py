@@ -28,7 +28,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
 
 first = 0
 if latest := tfs.latest_checkpoint(folder):
-    extra = tfs.load_checkpoint(latest, model, optimizer, extra={"step": 0, "scheduler": scheduler.state_dict()})
+    extra = tfs.load_checkpoint(model, latest, optimizer, extra={"step": 0, "scheduler": scheduler.state_dict()})
     scheduler.load_state_dict(extra["scheduler"])
     first = extra["step"] + 1
     print(f"rank {dist.get_rank()} goes on with step {first}")
@@ -50,7 +50,7 @@ for step in range(first, 200):
     optimizer.zero_grad()
     if step % 50 == 49:
         extra = {"step": step, "scheduler": scheduler.state_dict()}
-        tfs.save_checkpoint(folder / f"step-{step}", model, optimizer, extra=extra)
+        tfs.save_checkpoint(model, folder / f"step-{step}", optimizer, extra=extra)
         print(f"rank {dist.get_rank()}: step {step}, loss {loss.item()!r}", flush=True)
 
 if not (folder / "model" / "model.safetensors.index.json").exists():  # otherwise an earlier run wrote it

@@ -21,7 +21,7 @@ class ShardedTrainer(transformers.Trainer):
         if self.args.should_save:  # replace the checkpoint of a run that went further than the one resumed here
             Path(output_dir, ".metadata").unlink(missing_ok=True)
         extra = {"scheduler": self.lr_scheduler.state_dict()}
-        tfs.save_checkpoint(output_dir, self.model, self.optimizer, extra=extra)
+        tfs.save_checkpoint(self.model, output_dir, self.optimizer, extra=extra)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         pass  # the model is loaded together with the optimizer
@@ -29,7 +29,7 @@ class ShardedTrainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         if checkpoint is not None:
             extra = {"scheduler": self.lr_scheduler.state_dict()}
-            extra = tfs.load_checkpoint(checkpoint, self.model, self.optimizer, extra=extra)
+            extra = tfs.load_checkpoint(self.model, checkpoint, self.optimizer, extra=extra)
             self.lr_scheduler.load_state_dict(extra["scheduler"])
 
 

@@ -376,14 +376,14 @@ class HistoryRunner(Run):
             self.saved = values, copy.deepcopy(self.optimizers[1].state_dict()), self._with_state()
             self.saves += 1
             extra = {"save": self.saves}
-            tfs.save_checkpoint(self.folder / str(self.saves), self.model, self.optimizers[0], extra=extra)
+            tfs.save_checkpoint(self.model, self.folder / str(self.saves), self.optimizers[0], extra=extra)
 
     def _load(self, actions: Sequence[Action | None]) -> None:
         """Load what was saved with state for the parameters that have optimizer state now."""
         if self.saved is None or self.saved[2] != self._with_state():
             return
         folder = self.folder / str(self.saves)
-        extra = tfs.load_checkpoint(folder, self.model, self.optimizers[0], extra={"save": 0})
+        extra = tfs.load_checkpoint(self.model, folder, self.optimizers[0], extra={"save": 0})
         if extra != {"save": self.saves}:
             self.fail(f"extra of the checkpoint: {extra}, expected save {self.saves}")
         values, state, _ = self.saved

@@ -417,12 +417,12 @@ class Run:
         """Save checkpoints, zero parameters, create new optimizers, load, and compare."""
         folder = Path(everywhere(tempfile.mkdtemp())[0])
         for number, model in enumerate(self.models):
-            tfs.save_checkpoint(folder / str(number), model, self.optimizers[number])
+            tfs.save_checkpoint(model, folder / str(number), self.optimizers[number])
             with torch.no_grad():
                 for param in model.parameters():
                     param.zero_()
             self.optimizers[number] = self.make_optimizer([p for p in model.parameters() if p.requires_grad])
-            tfs.load_checkpoint(folder / str(number), model, self.optimizers[number])
+            tfs.load_checkpoint(model, folder / str(number), self.optimizers[number])
         self.compare_parameters()
         dist.barrier()
         shutil.rmtree(folder, ignore_errors=True)

@@ -249,9 +249,9 @@ def test_checkpoints_are_saved_and_loaded_as_folders_and_as_files(rank: int, wor
             with pytest.raises(KeyError, match="has no 'epoch'"):
                 fabric.load(path, {"model": new, "epoch": 0})
             assert fabric.load(path, {"model": new, "epoch": 0}, strict=False)["iteration"] == 3
-        tfs.save_checkpoint(tmp_path / "direct", model, optimizer)
+        tfs.save_checkpoint(model, tmp_path / "direct", optimizer)
         new, new_optimizer = _fresh(fabric)
-        tfs.load_checkpoint(tmp_path / "direct", new, new_optimizer)
+        tfs.load_checkpoint(new, tmp_path / "direct", new_optimizer)
         assert_same_state(new, new_optimizer, reference, theirs)
         tfs.save_safetensors(model, tmp_path / "safetensors")
         new, _ = _fresh(fabric)

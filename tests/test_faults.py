@@ -75,7 +75,7 @@ def _train_until(
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:
-            save_checkpoint(folder / "step-1", model, optimizer, extra={"step": step})
+            save_checkpoint(model, folder / "step-1", optimizer, extra={"step": step})
 
 
 def _resume_and_compare(rank: int, world_size: int, folder: Path) -> None:
@@ -83,7 +83,7 @@ def _resume_and_compare(rank: int, world_size: int, folder: Path) -> None:
     model, optimizer = _model(seed=3)
     latest = tfs.latest_checkpoint(folder)
     assert latest is not None
-    begin = load_checkpoint(latest, model, optimizer, extra={"step": 0})["step"] + 1
+    begin = load_checkpoint(model, latest, optimizer, extra={"step": 0})["step"] + 1
     uninterrupted, uninterrupted_optimizer = _model()
     for step in range(6):
         losses = []

@@ -48,21 +48,21 @@ def rank_main(rank):
     init("store2", rank, 2)
     model = make()
     expected = tfs.full_state_dict(model)["weight"].clone()
-    tfs.save_checkpoint_async(folder / "second", model, writer=WRITER).result()
+    tfs.save_checkpoint_async(model, folder / "second", writer=WRITER).result()
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    tfs.load_checkpoint(folder / "second", model)
+    tfs.load_checkpoint(model, folder / "second")
     assert torch.equal(tfs.full_state_dict(model)["weight"], expected)
     dist.destroy_process_group()
 
 if __name__ == "__main__":
     init("store1", 0, 1)
-    tfs.save_checkpoint_async(folder / "first", make(), writer=WRITER).result()
+    tfs.save_checkpoint_async(make(), folder / "first", writer=WRITER).result()
     dist.destroy_process_group()
     mp.start_processes(rank_main, nprocs=2, start_method="fork")
     init("store3", 0, 1)
-    tfs.save_checkpoint_async(folder / "third", make(), writer=WRITER).result()
+    tfs.save_checkpoint_async(make(), folder / "third", writer=WRITER).result()
     dist.destroy_process_group()
 """
 
@@ -78,13 +78,13 @@ _WORKERS = """
 init("store", 0, 1)
 model = make()
 optimizer = torch.optim.AdamW(model.parameters())
-tfs.save_checkpoint_async(folder / "0", model, optimizer).result()  # without state of the optimizer
+tfs.save_checkpoint_async(model, folder / "0", optimizer).result()  # without state of the optimizer
 loader = torch.utils.data.DataLoader([torch.ones(64)] * 2, 2, num_workers=1, multiprocessing_context="fork")
 for x in loader:
     model(x).sum().backward()
     optimizer.step()
-    tfs.save_checkpoint_async(folder / "1", model, optimizer).result()  # needs more memory
-tfs.load_checkpoint(folder / "1", model, optimizer)
+    tfs.save_checkpoint_async(model, folder / "1", optimizer).result()  # needs more memory
+tfs.load_checkpoint(model, folder / "1", optimizer)
 dist.destroy_process_group()
 """
 
@@ -104,14 +104,14 @@ def fail(*args):
 def rank_main(case):
     init(f"store-{case}", 0, 1)
     model = make()
-    tfs.save_checkpoint_async(folder / f"first-{case}", model, writer=WRITER).result()
+    tfs.save_checkpoint_async(model, folder / f"first-{case}", writer=WRITER).result()
     if case != "works":
         RunWriter.write_data = fail
     if case == "closed":
         sys.stderr.close()
     if case == "none":
         sys.stderr = None
-    tfs.save_checkpoint_async(folder / f"last-{case}", model, writer=WRITER)
+    tfs.save_checkpoint_async(model, folder / f"last-{case}", writer=WRITER)
     dist.destroy_process_group()
 
 for case in ("works", "fails", "closed", "none"):
@@ -168,13 +168,13 @@ def test_a_forked_process_neither_ends_a_save_nor_uses_the_groups_of_its_parent(
         return write_data(writer, *args)
 
     with mock.patch.object(RunWriter, "write_data", fork_and_write):
-        saving = tfs.save_checkpoint_async(tmp_path / "0", model, optimizer)
+        saving = tfs.save_checkpoint_async(model, tmp_path / "0", optimizer)
         has_returned.set()
         saving.result()
     _in_fork(lambda: None)
-    tfs.save_checkpoint_async(tmp_path / "1", model, optimizer).result()
+    tfs.save_checkpoint_async(model, tmp_path / "1", optimizer).result()
     for name in ("0", "1"):
-        tfs.load_checkpoint(tmp_path / name, model, optimizer)
+        tfs.load_checkpoint(model, tmp_path / name, optimizer)
         assert str(contents(model, optimizer)) == str(before)
     assert dist.is_initialized()
 

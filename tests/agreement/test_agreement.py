@@ -289,7 +289,7 @@ def test_ranks_that_run_different_traces_raise_and_can_continue(rank: int, tmp_p
         (run_eagerly, r"rank 1: gathering inside eager\(\.\.\.\) left of module"),
         (lambda: linear(two), r"rank 1: the forward for inputs float32\[2, 4\] \(.*\) of module \d+ \(Linear\)"),
         (lambda: full_state_dict(model), r"rank 1: the whole state dict left as .* of module"),
-        (lambda: tfs.save_checkpoint(tmp_path / "never", model), r"rank 1: save_checkpoint of module"),
+        (lambda: tfs.save_checkpoint(model, tmp_path / "never"), r"rank 1: save_checkpoint of module"),
         (lambda: tfs.clip_grad_norm_(model, 1.0), r"rank 1: clip_grad_norm_ with norm_type=2\.0 of module"),
     ]
     for other, expected in cases:

@@ -48,14 +48,14 @@ def test_other_numbers_of_ranks_load_the_same_bits(
     train(model, optimizer, 2)
     for group in optimizer.param_groups:
         group["lr"] /= 2
-    save_checkpoint(tmp_path / "rows", model, optimizer, extra={"step": 2, "rng": torch.arange(3)})
+    save_checkpoint(model, tmp_path / "rows", optimizer, extra={"step": 2, "rng": torch.arange(3)})
     tfs.save_safetensors(model, tmp_path / "whole")
     expected = contents(model, optimizer)
     for size in sizes:
         group = dist.new_group(list(range(size)))
         if rank < size:
             other, second = make(7, ranks=group, **loaded_with)
-            rest = load_checkpoint(tmp_path / "rows", other, second, extra={"step": 0, "rng": None})
+            rest = load_checkpoint(other, tmp_path / "rows", second, extra={"step": 0, "rng": None})
             assert rest["step"] == 2 and rest["rng"].tolist() == [0, 1, 2]
             assert_equal(contents(other, second), expected, size)
             assert all(param.grad is None for param in other.parameters())
@@ -95,7 +95,7 @@ def test_an_asynchronous_save_holds_the_values_at_its_start(tmp_path: Path) -> N
     fill(model, 0.0)
     saving.result()
     other, second = make(5)
-    load_checkpoint(tmp_path, other, second)
+    load_checkpoint(other, tmp_path, second)
     assert_equal(contents(other, second), expected)
 
 
@@ -160,14 +160,14 @@ OTHER_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
 @on_ranks(2)
 def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
     model, optimizer = make()
-    save_checkpoint(tmp_path / "rows", model, optimizer, extra={"step": 1})
+    save_checkpoint(model, tmp_path / "rows", optimizer, extra={"step": 1})
     tfs.save_safetensors(model, tmp_path / "whole")
     for change, message in OTHER_MODELS.values():
         other, _ = make(change=change)
-        refused(message, other, load_checkpoint, tmp_path / "rows", other)
+        refused(message, other, load_checkpoint, other, tmp_path / "rows")
         refused(message, other, tfs.load_safetensors, other, tmp_path / "whole")
     for load in (
-        lambda model: load_checkpoint(tmp_path / "rows", model, strict=False),
+        lambda model: load_checkpoint(model, tmp_path / "rows", strict=False),
         lambda model: tfs.load_safetensors(model, tmp_path / "whole", strict=False),
     ):
         fewer, _ = make(change=_remove)
@@ -176,27 +176,27 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank_and_changes_not
     for name, (damage, message) in DAMAGE.items():
         on_first(shutil.copytree, tmp_path / "rows", tmp_path / name)
         on_first(damage, tmp_path / name)
-        refused(message, model, load_checkpoint, tmp_path / name, model, optimizer)
+        refused(message, model, load_checkpoint, model, tmp_path / name, optimizer)
     trained = [param for param in model.parameters() if param.requires_grad]
     for make_optimizer, arguments, message in OTHER_ARGUMENTS.values():
-        refused(message, model, load_checkpoint, tmp_path / "rows", model, make_optimizer(trained), **arguments)
+        refused(message, model, load_checkpoint, model, tmp_path / "rows", make_optimizer(trained), **arguments)
 
 
 @on_ranks(2)
 def test_invalid_saves_are_refused_on_every_rank(rank: int, tmp_path: Path) -> None:
     model, optimizer = make()
-    save_checkpoint(tmp_path / "1", model)
-    refused("holds a checkpoint already", model, save_checkpoint, tmp_path / "1", model)
+    save_checkpoint(model, tmp_path / "1")
+    refused("holds a checkpoint already", model, save_checkpoint, model, tmp_path / "1")
     second = tmp_path / "2"
     twice = torch.optim.SGD(list(model.parameters())[:1])
-    refused("extra: the name 'optim' is taken", model, save_checkpoint, second, model, optimizer, extra={"optim": 1})
-    refused("expected a dictionary of values by name", model, save_checkpoint, second, model, extra=[1])
-    refused("is in two of them", model, save_checkpoint, second, model, [optimizer, twice])
+    refused("extra: the name 'optim' is taken", model, save_checkpoint, model, second, optimizer, extra={"optim": 1})
+    refused("expected a dictionary of values by name", model, save_checkpoint, model, second, extra=[1])
+    refused("is in two of them", model, save_checkpoint, model, second, [optimizer, twice])
     with pytest.raises(TypeError, match=r"expected the result of thunder\.jit"):
-        save_checkpoint(second, nn.Linear(2, 2))
+        save_checkpoint(nn.Linear(2, 2), second)
     # An error on one rank is raised on all ranks.
     place = second if rank == 0 else tmp_path / "1"
-    refused(r"holds a checkpoint already.* \(on ranks \[1\]\)", model, save_checkpoint, place, model)
+    refused(r"holds a checkpoint already.* \(on ranks \[1\]\)", model, save_checkpoint, model, place)
     assert tfs.latest_checkpoint(tmp_path) == tmp_path / "1" and not second.exists()
     assert tfs.latest_checkpoint(second) is None
 
@@ -208,13 +208,13 @@ def test_different_parameters_with_one_name_cannot_be_saved(rank: int, tmp_path:
         ranks=tfs.Ranks(process_group_for=lambda name, param: pairs[rank % 2] if name.startswith("blocks.0") else None)
     )
     with pytest.raises(tfs.CheckpointError, match=r"'blocks\.0\.\S+' is sharded over ranks \[\d, \d\] alone"):
-        save_checkpoint(tmp_path / "checkpoint", model)
+        save_checkpoint(model, tmp_path / "checkpoint")
 
 
 def _save_and_be_killed(rank: int, world_size: int, folder: Path) -> None:
     model, optimizer = make()
     train(model, optimizer)
-    save_checkpoint(folder / "good", model, optimizer)
+    save_checkpoint(model, folder / "good", optimizer)
     torch.save(contents(model, optimizer), folder / f"expected-{rank}")
     train(model, optimizer)
     if rank == 1:
@@ -224,17 +224,17 @@ def _save_and_be_killed(rank: int, world_size: int, folder: Path) -> None:
             os._exit(9)
 
         FileSystemWriter.write_data = die  # type: ignore[method-assign]
-    save_checkpoint(folder / "bad", model, optimizer)
+    save_checkpoint(model, folder / "bad", optimizer)
 
 
 def _load_the_last_good_one(rank: int, world_size: int, folder: Path) -> None:
     latest = tfs.latest_checkpoint(folder)
     assert latest == folder / "good"
     model, optimizer = make(9)
-    load_checkpoint(latest, model, optimizer)
+    load_checkpoint(model, latest, optimizer)
     assert_equal(contents(model, optimizer), torch.load(folder / f"expected-{rank}"))
-    refused("is a checkpoint whose save did not end", model, load_checkpoint, folder / "bad", model)
-    save_checkpoint(folder / "bad", model, optimizer)  # a restarted run saves into the same folder
+    refused("is a checkpoint whose save did not end", model, load_checkpoint, model, folder / "bad")
+    save_checkpoint(model, folder / "bad", optimizer)  # a restarted run saves into the same folder
     assert tfs.latest_checkpoint(folder) == folder / "bad"
 
 
@@ -323,12 +323,12 @@ def test_optimizers_that_differ_between_ranks_are_refused(rank: int, tmp_path: P
     model, same = small()
     choose, message = DIFFERENT[case]
     optimizers = choose(model, list(model.parameters()), rank)
-    refused(f"differ between ranks: {message}", model, save_checkpoint, tmp_path / "refused", model, optimizers)
+    refused(f"differ between ranks: {message}", model, save_checkpoint, model, tmp_path / "refused", optimizers)
     assert not (tmp_path / "refused").exists()
-    save_checkpoint(tmp_path / "same", model, iter([same]))
+    save_checkpoint(model, tmp_path / "same", iter([same]))
     message = r"ranks load into different optimizers, nothing is changed: optimizers:"
-    refused(message, model, load_checkpoint, tmp_path / "same", model, [same] if rank else [])
-    load_checkpoint(tmp_path / "same", model, iter([same]))
+    refused(message, model, load_checkpoint, model, tmp_path / "same", [same] if rank else [])
+    load_checkpoint(model, tmp_path / "same", iter([same]))
     of_iterator, of_list = (tfs.get_optimizer_state_dict(model, several) for several in (iter([same]), [same]))
     assert len(of_iterator["param_groups"]) == len(of_list["param_groups"]) == 1
 
@@ -357,7 +357,7 @@ OTHER_KINDS: dict[str, tuple[Callable[[Any], Optimizer], Callable[[Any], Optimiz
 def test_the_state_of_another_optimizer_class_is_refused(tmp_path: Path) -> None:
     for case, (saved, loaded, message) in OTHER_KINDS.items():
         model, _ = small()
-        save_checkpoint(tmp_path / case, model, update(model, saved(model.parameters())))
+        save_checkpoint(model, tmp_path / case, update(model, saved(model.parameters())))
         for steps in (0, 1):
             other, _ = small(5.0)
             optimizer = loaded(other.parameters())
@@ -365,7 +365,7 @@ def test_the_state_of_another_optimizer_class_is_refused(tmp_path: Path) -> None
                 update(other, optimizer)
             before = [dict(group) for group in optimizer.param_groups]
             expected = f"does not fit the optimizers, nothing is changed.*{message}"
-            refused(expected, other, load_checkpoint, tmp_path / case, other, optimizer)
+            refused(expected, other, load_checkpoint, other, tmp_path / case, optimizer)
             assert [dict(group) for group in optimizer.param_groups] == before
 
 
@@ -402,9 +402,9 @@ def test_the_state_of_the_same_class_is_loaded_into_new_optimizers(tmp_path: Pat
                 update(model, optimizers[0])
             for group in optimizers[0].param_groups:
                 group["initial_lr"] = group["lr"]  # as schedulers do
-            save_checkpoint(tmp_path / f"{case} {steps}", model, optimizers[0])
+            save_checkpoint(model, tmp_path / f"{case} {steps}", optimizers[0])
             hooks: list[str] = []
             optimizers[1].register_step_pre_hook(lambda *_, hooks=hooks: hooks.append("step"))
-            load_checkpoint(tmp_path / f"{case} {steps}", other, optimizers[1])
+            load_checkpoint(other, tmp_path / f"{case} {steps}", optimizers[1])
             assert not hooks and "initial_lr" in optimizers[1].param_groups[0]
             assert_equal(contents(other, optimizers[1]), contents(model, optimizers[0]), (case, steps))

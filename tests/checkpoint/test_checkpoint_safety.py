@@ -52,7 +52,7 @@ def _save_two(folder: Path, **options: Any) -> None:
     for number, value in enumerate((1.0, 2.0)):
         fill(model, value)
         save_checkpoint(
-            folder / str(number), model, optimizer, extra={"step": number, "rng": torch.arange(8)}, **options
+            model, folder / str(number), optimizer, extra={"step": number, "rng": torch.arange(8)}, **options
         )
         tfs.save_safetensors(model, folder / f"whole-{number}", **options)
 
@@ -61,14 +61,14 @@ def _save_two(folder: Path, **options: Any) -> None:
 def test_ranks_must_load_the_same_checkpoint_but_maybe_from_copies_of_it(rank: int, tmp_path: Path) -> None:
     _save_two(tmp_path)
     model, optimizer = small(5.0)
-    message = refused("ranks load different", model, load_checkpoint, tmp_path / str(rank), model, optimizer)
+    message = refused("ranks load different", model, load_checkpoint, model, tmp_path / str(rank), optimizer)
     assert f"ranks [0] {tmp_path}/0" in message and f"ranks [1] {tmp_path}/1" in message
     refused("ranks load different", model, tfs.load_safetensors, model, tmp_path / f"whole-{rank}")
 
     # Each rank may load its own copy, as on local disks.
     copy = shutil.copytree(tmp_path / "0", tmp_path / f"copy-{rank}")
     whole = shutil.copytree(tmp_path / "whole-0", tmp_path / f"whole-copy-{rank}")
-    assert load_checkpoint(copy, model, optimizer, extra=EXTRA)["step"] == 0 and _holds(model, 1.0)
+    assert load_checkpoint(model, copy, optimizer, extra=EXTRA)["step"] == 0 and _holds(model, 1.0)
     fill(model, 5.0)
     tfs.load_safetensors(model, whole)
     assert _holds(model, 1.0)
@@ -102,7 +102,7 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
         on_first(_flip, file, bit)
         fill(model, 5.0)
         try:
-            rest = load_checkpoint(folder, model, optimizer, extra=EXTRA)
+            rest = load_checkpoint(model, folder, optimizer, extra=EXTRA)
         except tfs.CheckpointError:
             found += _holds(model, 5.0)
         else:
@@ -115,13 +115,13 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
         refused("is damaged, nothing is changed", model, tfs.load_safetensors, model, whole)
         tfs.load_safetensors(model, whole, verify_checksums=False)
         on_first(_flip, file, bit)
-    load_checkpoint(folder, model, optimizer, extra=EXTRA)
+    load_checkpoint(model, folder, optimizer, extra=EXTRA)
 
     # A data file of another save, with the same names and lengths.
     mine, theirs = (min((tmp_path / n).glob("__1_*.distcp")) for n in "01")
     on_first(shutil.copy, theirs, mine)
-    refused("is damaged: the checksum of", model, load_checkpoint, folder, model, optimizer)
-    load_checkpoint(folder, model, optimizer, verify_checksums=False)
+    refused("is damaged: the checksum of", model, load_checkpoint, model, folder, optimizer)
+    load_checkpoint(model, folder, optimizer, verify_checksums=False)
 
 
 @on_ranks(2)
@@ -137,7 +137,7 @@ def test_checkpoints_without_checksums_are_loaded(tmp_path: Path) -> None:
         ("dcp", {"step": 9, "scheduler": blank}, {"step": 0, "scheduler": scheduler}),
     ):
         model, other = small(5.0)
-        assert load_checkpoint(tmp_path / folder, model, other, extra=extra) == expected
+        assert load_checkpoint(model, tmp_path / folder, other, extra=extra) == expected
         assert _holds(model, 1.0) and other.param_groups[0]["lr"] == 0.125
     tfs.load_safetensors(model, tmp_path / "whole-0")
     for wrong, message in (
@@ -146,27 +146,27 @@ def test_checkpoints_without_checksums_are_loaded(tmp_path: Path) -> None:
         ({"scheduler": None}, r"extra\['scheduler'\] is a dict in the checkpoint, but a NoneType was given"),
         ({"epoch": 0}, "holds no 'epoch', but"),
     ):
-        refused(message, model, load_checkpoint, tmp_path / "dcp", model, other, extra=wrong)
+        refused(message, model, load_checkpoint, model, tmp_path / "dcp", other, extra=wrong)
     # The archives that DCP writes have checksums of their own, which detect a flipped bit.
     file = min((tmp_path / "dcp").glob("__0_*.distcp"))
     on_first(_flip, file, 8 * file.read_bytes().index(torch.ones(3).numpy().tobytes()))
-    refused(r"is damaged: the checksum of", model, load_checkpoint, tmp_path / "dcp", model)
+    refused(r"is damaged: the checksum of", model, load_checkpoint, model, tmp_path / "dcp")
 
 
 @on_ranks(2)
 def test_loading_warns_once_about_casts_with_names(rank: int, tmp_path: Path) -> None:
     double, doubles = small(dtype=torch.float64)
     model, optimizer = small(5.0)
-    save_checkpoint(tmp_path / "double", double, doubles)
+    save_checkpoint(double, tmp_path / "double", doubles)
     tfs.save_safetensors(double, tmp_path / "whole")
     state = {"model": tfs.get_model_state_dict(model), "optim": tfs.get_optimizer_state_dict(double, doubles)}
     dcp.save(state, checkpoint_id=tmp_path / "state")
     cast = "0.weight from float64 to float32"
     loads: list[tuple[Callable[[], Any], str | None]] = [
-        (lambda: load_checkpoint(tmp_path / "double", model, optimizer), cast),
+        (lambda: load_checkpoint(model, tmp_path / "double", optimizer), cast),
         (lambda: tfs.load_safetensors(model, tmp_path / "whole"), cast),
-        (lambda: load_checkpoint(tmp_path / "state", model, optimizer), f"exp_avg of {cast}"),
-        (lambda: load_checkpoint(tmp_path / "double", double, doubles), None),
+        (lambda: load_checkpoint(model, tmp_path / "state", optimizer), f"exp_avg of {cast}"),
+        (lambda: load_checkpoint(double, tmp_path / "double", doubles), None),
         (lambda: tfs.load_safetensors(double, tmp_path / "whole"), None),
     ]
     for load, expected in loads:
@@ -192,7 +192,7 @@ def test_latest_checkpoint_skips_damaged_newer_ones(tmp_path: Path) -> None:
     model, _ = small()
     names = ("good", "cut", "empty", "forged", "data")
     for name in names:
-        save_checkpoint(tmp_path / name, model)
+        save_checkpoint(model, tmp_path / name)
 
     def damage() -> None:
         data = (tmp_path / "good" / METADATA).read_bytes()
@@ -209,11 +209,11 @@ def test_latest_checkpoint_skips_damaged_newer_ones(tmp_path: Path) -> None:
         assert tfs.latest_checkpoint(tmp_path) == tmp_path / "good"
     assert len([w for w in caught if "leaves out" in str(w.message)]) == 4
     for name in ("cut", "forged"):
-        refused(r"\.metadata cannot be read", model, load_checkpoint, tmp_path / name, model)
-        refused("holds a checkpoint already", model, save_checkpoint, tmp_path / name, model)
+        refused(r"\.metadata cannot be read", model, load_checkpoint, model, tmp_path / name)
+        refused("holds a checkpoint already", model, save_checkpoint, model, tmp_path / name)
     # Without hard links, a killed run leaves an empty file. Saving into the folder again loses nothing.
-    refused("is a checkpoint whose save did not end", model, load_checkpoint, tmp_path / "empty", model)
-    save_checkpoint(tmp_path / "empty", model)
+    refused("is a checkpoint whose save did not end", model, load_checkpoint, model, tmp_path / "empty")
+    save_checkpoint(model, tmp_path / "empty")
     assert tfs.latest_checkpoint(tmp_path) == tmp_path / "empty"
     assert not (tmp_path / "proof").exists()
 
@@ -229,12 +229,12 @@ def test_values_that_are_not_plain_are_refused_by_name_and_never_run_code(rank: 
     state: dict[str, Any] = {"model": tfs.get_model_state_dict(model)}
     forged = _MakesFolderWhenUnpickled(tmp_path / "proof")
     dcp.save({**state, "step": forged, "number": 1}, checkpoint_id=tmp_path / "extra")
-    refused(r"'step' is no plain value", model, load_checkpoint, tmp_path / "extra", model, extra={"step": 0})
-    assert load_checkpoint(tmp_path / "extra", model, extra={"number": 0}) == {"number": 1}
+    refused(r"'step' is no plain value", model, load_checkpoint, model, tmp_path / "extra", extra={"step": 0})
+    assert load_checkpoint(model, tmp_path / "extra", extra={"number": 0}) == {"number": 1}
     state["optim"] = tfs.get_optimizer_state_dict(model, optimizer)
     state["optim"]["param_groups"][0]["lr"] = forged
     dcp.save(state, checkpoint_id=tmp_path / "group")
-    refused(r"lr' is no plain value", model, load_checkpoint, tmp_path / "group", model, optimizer)
+    refused(r"lr' is no plain value", model, load_checkpoint, model, tmp_path / "group", optimizer)
     assert not (tmp_path / "proof").exists()
     # Such values cannot be saved either, nor those that differ between ranks.
     optimizer.param_groups[0]["note"] = threading.Lock
@@ -244,7 +244,7 @@ def test_values_that_are_not_plain_are_refused_by_name_and_never_run_code(rank: 
         (r"differ between ranks: extra\['loss'\]: 0\.0 on ranks \[0\]; 1\.0 on ranks", (), {"loss": float(rank)}),
         (r"differ between ranks: extra\['a'\]\['rng'\]: ", (), {"a": {"rng": torch.tensor([rank])}}),
     ):
-        refused(message, model, save_checkpoint, tmp_path / "unsaved", model, optimizers, extra=extra)
+        refused(message, model, save_checkpoint, model, tmp_path / "unsaved", optimizers, extra=extra)
         assert not (tmp_path / "unsaved").exists()
 
 
@@ -362,10 +362,10 @@ def _values() -> dict[str, Any]:
 def test_extra_values_survive_saving_and_loading(tmp_path: Path) -> None:
     model, optimizer = small()
     values, entries = _values(), tfs.get_model_state_dict(model)
-    save_checkpoint(tmp_path / "rows", model, optimizer, extra={**values, "ema": entries})
+    save_checkpoint(model, tmp_path / "rows", optimizer, extra={**values, "ema": entries})
     ema = {name: torch.empty_like(entry) for name, entry in entries.items()}
     blank: dict[str, Any] = {**dict.fromkeys(values), "schedulers": _schedulers(), "ema": ema}
-    loaded = load_checkpoint(tmp_path / "rows", model, optimizer, extra=blank)
+    loaded = load_checkpoint(model, tmp_path / "rows", optimizer, extra=blank)
     for name, entry in loaded.pop("ema").items():
         assert torch.equal(entry.to_local(), entries[name].to_local()), name
     torch.set_printoptions(profile="full")
@@ -380,7 +380,7 @@ def test_extra_values_survive_saving_and_loading(tmp_path: Path) -> None:
         ({"loader": {"epoch": 0, "more": 1}}, r"extra\['loader'\] has no 'more' in the checkpoint, but \['epoch'"),
         ({"later": 1}, r"holds no 'later', but \['model', 'optim', 'plain'"),
     ):
-        assert "optimizer" not in refused(message, model, load_checkpoint, tmp_path / "rows", model, extra=wrong)
+        assert "optimizer" not in refused(message, model, load_checkpoint, model, tmp_path / "rows", extra=wrong)
 
 
 _ITSELF: list[Any] = []
@@ -424,7 +424,7 @@ def test_at_most_one_of_two_runs_saves_into_a_folder(rank: int, tmp_path: Path) 
             if is_whole:
                 tfs.save_safetensors(model, folder)
             else:
-                save_checkpoint(folder, model, extra={"run": rank // 2})
+                save_checkpoint(model, folder, extra={"run": rank // 2})
         except tfs.CheckpointError as error:
             message = str(error)
             assert any(word in message for word in ("another run", "already", "somebody else", "No such file")), message
@@ -437,7 +437,7 @@ def test_at_most_one_of_two_runs_saves_into_a_folder(rank: int, tmp_path: Path) 
                 tfs.load_safetensors(reader, folder)
                 files = {*json.loads((folder / INDEX).read_text())["weight_map"].values(), INDEX}
             else:
-                assert load_checkpoint(folder, reader, extra={"run": 0}) == {"run": winner}
+                assert load_checkpoint(reader, folder, extra={"run": 0}) == {"run": winner}
                 files = {info.relative_path for info in read_metadata(folder)[0].storage_data.values()} | {METADATA}
             assert _holds(reader, 1.0 + winner)
             assert {entry.name for entry in folder.iterdir()} == files, "the other run's files must be deleted"
@@ -463,12 +463,12 @@ def test_ranks_must_save_into_the_same_folder_and_failures_leave_nothing(rank: i
         return keep(*args, **kwargs)
 
     with mock.patch.object(FileSystemWriter, "write_data", fail):
-        refused("was not saved: rank 1: OSError.*No space left", model, save_checkpoint, first, model)
+        refused("was not saved: rank 1: OSError.*No space left", model, save_checkpoint, model, first)
     dist.barrier()
     assert not any(first.iterdir())
     dist.barrier()
-    save_checkpoint(first, model)
-    load_checkpoint(first, model)
+    save_checkpoint(model, first)
+    load_checkpoint(model, first)
 
 
 def _begin(folder: Path, number: int) -> folders.SaveRun:

@@ -58,12 +58,12 @@ def test_training_is_the_same_bit_for_bit_and_each_save_holds_the_values_at_its_
         train(plain, plain_optimizer)
         train(model, optimizer)
         extra = {"step": step, "list": [step]}
-        savings.append(save_checkpoint_async(tmp_path / str(step), model, optimizer, extra=extra, writer=writer))
+        savings.append(save_checkpoint_async(model, tmp_path / str(step), optimizer, extra=extra, writer=writer))
         extra["list"][0] = -1  # type: ignore[index]
         expected.append(copy.deepcopy(contents(plain, plain_optimizer)))
     assert_equal(contents(model, optimizer), expected[-1])
     memory = host_memory.memory.data_ptr()
-    saving = save_checkpoint_async(tmp_path / "last", model, optimizer, writer=writer)
+    saving = save_checkpoint_async(model, tmp_path / "last", optimizer, writer=writer)
     assert host_memory.memory.data_ptr() == memory, "host memory is used again"
     saving.staged()
     fill(model, 0.0)
@@ -72,7 +72,7 @@ def test_training_is_the_same_bit_for_bit_and_each_save_holds_the_values_at_its_
     for step, values in enumerate(expected):
         other, second = make(5)
         extra = {"extra": {"step": 0, "list": [0]}} if step < 4 else {}
-        rest = load_checkpoint(tmp_path / (str(step) if step < 4 else "last"), other, second, **extra)
+        rest = load_checkpoint(other, tmp_path / (str(step) if step < 4 else "last"), second, **extra)
         assert_equal(contents(other, second), values, step)
         assert step == 4 or rest == {"step": step, "list": [step]}
 
@@ -92,10 +92,10 @@ def test_files_are_those_of_a_save_that_waits(rank: int, tmp_path: Path, options
     model, optimizer = make(**options)
     train(model, optimizer)
     extra = {"rng": torch.arange(3), "nested": {"a": (1, torch.ones(2))}, "text": "x"}
-    save_checkpoint(tmp_path / "waits", model, optimizer, extra=extra)
+    save_checkpoint(model, tmp_path / "waits", optimizer, extra=extra)
     tfs.save_safetensors(model, tmp_path / "waits-whole")
     for writer in ("thread", "process"):
-        saving = save_checkpoint_async(tmp_path / writer, model, optimizer, extra=extra, writer=writer)
+        saving = save_checkpoint_async(model, tmp_path / writer, optimizer, extra=extra, writer=writer)
     assert tfs.save_safetensors_async(model, tmp_path / "whole").result() == tmp_path / "whole" / INDEX
     saving.result()
     found = {name: read_metadata(tmp_path / name)[0] for name in ("waits", "thread", "process")}
@@ -188,12 +188,12 @@ def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lo
             return keep(*args)
 
     model, optimizer = small()
-    save_checkpoint_async(tmp_path / "good", model, optimizer, writer=writer).result()
+    save_checkpoint_async(model, tmp_path / "good", optimizer, writer=writer).result()
     calls: list[Any] = [
         lambda saving: saving.result(),
-        lambda saving: save_checkpoint(tmp_path / "next", model, optimizer),
-        lambda saving: save_checkpoint_async(tmp_path / "next", model, optimizer, writer=writer),
-        lambda saving: load_checkpoint(tmp_path / "good", model, optimizer),
+        lambda saving: save_checkpoint(model, tmp_path / "next", optimizer),
+        lambda saving: save_checkpoint_async(model, tmp_path / "next", optimizer, writer=writer),
+        lambda saving: load_checkpoint(model, tmp_path / "good", optimizer),
         lambda saving: tfs.save_safetensors(model, tmp_path / "whole"),
         lambda saving: tfs.load_safetensors(model, tmp_path / "whole"),
         lambda saving: model(torch.ones(2, 4)),
@@ -201,7 +201,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lo
     for number, call in enumerate(calls):
         folder = tmp_path / str(number)
         with mock.patch.object(RunWriter, "write_data", write_data) if rank == 1 else contextlib.nullcontext():
-            saving = save_checkpoint_async(folder, model, optimizer, writer=writer)
+            saving = save_checkpoint_async(model, folder, optimizer, writer=writer)
             update(model, optimizer)
             saving._thread.join()
         message = f"the checkpoint {folder} was not saved: rank 1: OSError .*File too large"
@@ -212,8 +212,8 @@ def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lo
         assert tfs.latest_checkpoint(tmp_path) == tmp_path / "good"
         dist.barrier()
         assert not any(folder.iterdir())
-    load_checkpoint(tmp_path / "good", model, optimizer)  # it is raised once
-    save_checkpoint_async(tmp_path / "0", model, optimizer, writer=writer).result()
+    load_checkpoint(model, tmp_path / "good", optimizer)  # it is raised once
+    save_checkpoint_async(model, tmp_path / "0", optimizer, writer=writer).result()
     assert tfs.latest_checkpoint(tmp_path) == tmp_path / "0"
 
 
@@ -223,16 +223,16 @@ def test_the_error_of_a_full_disk_says_so_where_torch_fails_later(tmp_path: Path
     """``torch.save`` raises "unexpected pos" when a tensor is larger than the buffer of the file."""
     model = thunder.jit(torch.nn.Linear(100, 1000), transforms=[tfs.fsdp()])
     if writer is not None:
-        save_checkpoint_async(tmp_path / "good", model, writer=writer).result()
+        save_checkpoint_async(model, tmp_path / "good", writer=writer).result()
     full = host_memory.writer().process.pid if writer == "process" else os.getpid()
     with (
         _small_files(full),
         pytest.raises(tfs.CheckpointError, match=r"RuntimeError .*unexpected pos .*File too large"),
     ):
         if writer is None:
-            save_checkpoint(tmp_path / "0", model)
+            save_checkpoint(model, tmp_path / "0")
         else:
-            save_checkpoint_async(tmp_path / "0", model, writer=writer).result()
+            save_checkpoint_async(model, tmp_path / "0", writer=writer).result()
 
 
 @on_ranks(2)
@@ -248,7 +248,7 @@ def test_what_cannot_succeed_is_refused_on_all_ranks_before_anything_is_copied(r
             ("a", {"when_busy": "drop"}, "when_busy: expected 'wait' or 'raise'"),
         ):
             with pytest.raises(tfs.CheckpointError, match=message):
-                save_checkpoint_async(tmp_path / folder, model, optimizer, **options)
+                save_checkpoint_async(model, tmp_path / folder, optimizer, **options)
         with pytest.raises(tfs.CheckpointError, match="cannot be written"), mock.patch("os.access", return_value=False):
             tfs.save_safetensors_async(model, tmp_path / "b")
 
@@ -265,37 +265,37 @@ def test_one_save_is_in_flight_and_a_second_waits_or_raises(rank: int, tmp_path:
         return keep(*args)
 
     with mock.patch.object(RunWriter, "write_data", write_data):
-        first = save_checkpoint_async(tmp_path / "first", model, optimizer)
+        first = save_checkpoint_async(model, tmp_path / "first", optimizer)
         assert tfs.load_safetensors and not first.done()
         with pytest.raises(tfs.CheckpointError, match="first is still being written"):
-            save_checkpoint_async(tmp_path / "second", model, when_busy="raise")
+            save_checkpoint_async(model, tmp_path / "second", when_busy="raise")
         with pytest.raises(tfs.CheckpointError, match="first is still being written"):
             tfs.save_safetensors_async(model, tmp_path / "second", when_busy="raise")
         threading.Timer(0.2, go.set).start()
-        second = save_checkpoint_async(tmp_path / "second", model, optimizer)
+        second = save_checkpoint_async(model, tmp_path / "second", optimizer)
         assert first.done() and (tmp_path / "first" / METADATA).exists()
     second.result()
-    save_checkpoint_async(tmp_path / "third", model, when_busy="raise").result()
+    save_checkpoint_async(model, tmp_path / "third", when_busy="raise").result()
 
 
 @on_ranks(2)
 def test_old_checkpoints_are_removed_when_the_new_one_is_complete(rank: int, tmp_path: Path) -> None:
     model, optimizer = small()
     for name in ("damaged", "a", "b"):
-        save_checkpoint(tmp_path / name, model, optimizer)
+        save_checkpoint(model, tmp_path / name, optimizer)
     on_first(min((tmp_path / "damaged").glob("*.distcp")).write_bytes, b"")
     on_first((tmp_path / "a" / "notes").touch)
     with mock.patch.object(RunWriter, "finish", side_effect=OSError("full")), pytest.raises(tfs.CheckpointError):
-        save_checkpoint_async(tmp_path / "c", model, optimizer, keep=1).result()
+        save_checkpoint_async(model, tmp_path / "c", optimizer, keep=1).result()
     assert (tmp_path / "a" / METADATA).exists()
-    save_checkpoint_async(tmp_path / "c", model, optimizer, keep=2).result()
+    save_checkpoint_async(model, tmp_path / "c", optimizer, keep=2).result()
     dist.barrier()
     assert {f.name for f in (tmp_path / "a").iterdir()} == {"notes"}
     assert {f.name for f in tmp_path.iterdir()} == {"damaged", "a", "b", "c"}
-    save_checkpoint(tmp_path / "d", model, optimizer, keep=1)
+    save_checkpoint(model, tmp_path / "d", optimizer, keep=1)
     dist.barrier()
     assert {f.name for f in tmp_path.iterdir()} == {"damaged", "a", "d"}
-    load_checkpoint(tmp_path / "d", model, optimizer)
+    load_checkpoint(model, tmp_path / "d", optimizer)
 
 
 #
@@ -308,7 +308,7 @@ _EVENTS = ("open", "os.mkdir", "os.link", "os.remove", "os.rmdir", "os.rename", 
 def _save_and_be_killed(rank: int, world_size: int, folder: Path, victim: int, point: int, writer: Any) -> None:
     """Save once, then kill a rank at an operation on files of the second save."""
     model, optimizer = small()
-    save_checkpoint_async(folder / "0", model, optimizer).result()
+    save_checkpoint_async(model, folder / "0", optimizer).result()
     update(model, optimizer)
     left = point
 
@@ -324,7 +324,7 @@ def _save_and_be_killed(rank: int, world_size: int, folder: Path, victim: int, p
         fsync = os.fsync
         mock.patch("os.fsync", lambda file: (count("os.fsync", ()), fsync(file))).start()
         sys.addaudithook(count)
-    saving = save_checkpoint_async(folder / "1", model, optimizer, keep=1, writer=writer)
+    saving = save_checkpoint_async(model, folder / "1", optimizer, keep=1, writer=writer)
     update(model, optimizer)
     saving.result()
     left = 1 << 30
@@ -376,7 +376,7 @@ def test_a_rank_killed_at_any_operation_on_files_leaves_a_complete_checkpoint(
 @on_ranks(2)
 def test_a_killed_writer_process_is_an_error_on_all_ranks_and_replaced(rank: int, tmp_path: Path) -> None:
     model, optimizer = small()
-    save_checkpoint_async(tmp_path / "0", model, optimizer, writer="process").result()
+    save_checkpoint_async(model, tmp_path / "0", optimizer, writer="process").result()
     for _ in range(2):
         process = host_memory.writer()
         victim = process.process.pid
@@ -387,12 +387,12 @@ def test_a_killed_writer_process_is_an_error_on_all_ranks_and_replaced(rank: int
             return type(process).write(process, folder, plan, planner)
 
         with mock.patch.object(process, "write", write) if rank == 1 else contextlib.nullcontext():
-            saving = save_checkpoint_async(tmp_path / "1", model, optimizer, writer="process")
+            saving = save_checkpoint_async(model, tmp_path / "1", optimizer, writer="process")
             with pytest.raises(tfs.CheckpointError, match=r"rank 1: RuntimeError the process that writes was killed"):
                 saving.result()
         assert tfs.latest_checkpoint(tmp_path) == tmp_path / "0"
         dist.barrier()
-    save_checkpoint_async(tmp_path / "1", model, optimizer, writer="process").result()
+    save_checkpoint_async(model, tmp_path / "1", optimizer, writer="process").result()
     assert _assert_loadable(tmp_path) == tmp_path / "1"
 
 
@@ -411,7 +411,7 @@ def test_nothing_that_happens_while_a_writer_starts_disturbs_it(tmp_path: Path, 
         changes.enter_context(mock.patch.dict(os.environ, PYTHONPATH=str(tmp_path)))
     with changes:
         host_memory.__init__()  # it has no writer
-        saving = save_checkpoint_async(tmp_path / "0", model, optimizer, writer="process")
+        saving = save_checkpoint_async(model, tmp_path / "0", optimizer, writer="process")
         while what == "signals" and not saving.done():
             if (started := host_memory._writer) is not None:
                 for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -420,7 +420,7 @@ def test_nothing_that_happens_while_a_writer_starts_disturbs_it(tmp_path: Path, 
         saving.result()
     assert what != "printed" or (tmp_path / "ran").exists()
     fill(model, 0.0)
-    load_checkpoint(tmp_path / "0", model, optimizer)
+    load_checkpoint(model, tmp_path / "0", optimizer)
     assert_equal(contents(model, optimizer), expected)
 
 
@@ -475,7 +475,7 @@ def write_data(*args):
 RunWriter.write_data = write_data
 if case == "fails silently":
     sys.stderr.close() if rank else setattr(sys, "stderr", None)
-tfs.save_checkpoint_async(folder / "last", model)
+tfs.save_checkpoint_async(model, folder / "last")
 dist.destroy_process_group()
 """
 

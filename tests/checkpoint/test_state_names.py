@@ -148,7 +148,7 @@ def test_names_leave_out_wrappers_for_activation_checkpointing(tmp_path: Path) -
         assert_equal(state, values)
     assert {name for name, _ in tfs.stream_full_parameters(model)} == trained
     tfs.save_safetensors(model, tmp_path / "whole")
-    tfs.save_checkpoint(tmp_path / "rows", model, optimizer)
+    tfs.save_checkpoint(model, tmp_path / "rows", optimizer)
 
     # Any of them is loaded into a model with wrappers and into one without.
     for wrap in (True, False):
@@ -156,7 +156,7 @@ def test_names_leave_out_wrappers_for_activation_checkpointing(tmp_path: Path) -
         second = torch.optim.AdamW(other.parameters(), lr=0.1)
         for load in (
             lambda: tfs.load_safetensors(other, tmp_path / "whole"),  # noqa: B023
-            lambda: tfs.load_checkpoint(tmp_path / "rows", other, second),  # noqa: B023
+            lambda: tfs.load_checkpoint(other, tmp_path / "rows", second),  # noqa: B023
             lambda: other.load_original_state_dict(values),  # noqa: B023
             lambda: other.load_state_dict(values),  # noqa: B023
             lambda: set_model_state_dict(other, dict(values), options=StateDictOptions(full_state_dict=True)),  # noqa: B023
@@ -195,12 +195,14 @@ def test_checkpoints_of_wrapped_models_are_exchanged_with_fsdp2(world_size: int,
             for pair in (first, second):
                 update(*pair)
 
-    def save(folder: Path, *pair: Any) -> None:
+    def save(model: Any, folder: Path, optimizer: Any) -> None:
+        pair = model, optimizer
         model_state, optimizer_state = get_state_dict(*pair)
         assert not any(WRAPPED in name for name in (*model_state, *optimizer_state["state"]))
         dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
 
-    def load(folder: Path, *pair: Any) -> None:
+    def load(model: Any, folder: Path, optimizer: Any) -> None:
+        pair = model, optimizer
         state = dict(zip(("model", "optim"), get_state_dict(*pair), strict=True))
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(*pair, model_state_dict=state["model"], optim_state_dict=state["optim"])
@@ -216,10 +218,10 @@ def test_checkpoints_of_wrapped_models_are_exchanged_with_fsdp2(world_size: int,
     ):
         saved, loaded = make_saved(1), make_loaded(2)
         update(*saved)
-        save_it(tmp_path / str(number), *saved)
+        save_it(saved[0], tmp_path / str(number), saved[1])
         update(*loaded)  # creates optimizer state, which loading replaces
         loaded[1].param_groups[0]["lr"] = 0.5
-        load_it(tmp_path / str(number), *loaded)
+        load_it(loaded[0], tmp_path / str(number), loaded[1])
         check(saved, loaded)
 
 

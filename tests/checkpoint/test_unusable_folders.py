@@ -30,15 +30,15 @@ def _deleted_working_folder(folder: Path) -> Iterator[None]:
 
 
 def _save(folder: Any, model: Any) -> Any:
-    return tfs.save_checkpoint(folder, model)
+    return tfs.save_checkpoint(model, folder)
 
 
 def _save_beside(folder: Any, model: Any) -> Any:
-    return tfs.save_checkpoint_async(folder, model).result()
+    return tfs.save_checkpoint_async(model, folder).result()
 
 
 def _load(folder: Any, model: Any) -> Any:
-    return tfs.load_checkpoint(folder, model)
+    return tfs.load_checkpoint(model, folder)
 
 
 def _save_whole(folder: Any, model: Any) -> Any:
@@ -70,7 +70,7 @@ def test_a_folder_that_one_rank_cannot_use_is_refused_on_all(rank: int, tmp_path
     for chosen, shown in ((5, "5 of type int"), ([5], "5 of type int"), (None, "None of type NoneType")):
         for call in (tfs.save_checkpoint, tfs.load_checkpoint):
             message = rf"optimizers: expected an optimizer or several, got {shown} \(on ranks \[1\]\)"
-            refused(message, model, call, tmp_path / "new", model, chosen if rank else optimizer)
+            refused(message, model, call, model, tmp_path / "new", chosen if rank else optimizer)
     assert tfs.latest_checkpoint(tmp_path) is None
     dist.barrier()
 

@@ -210,9 +210,9 @@ def test_eager_computes_with_decoded_values_and_other_functions_give_exact_ones(
     differ = {name for name, value in tfs.full_state_dict(twin).items() if not torch.equal(value, exact[name])}
     layers = (f"blocks.{number}.{layer}.weight" for number in (0, 1) for layer in ("up", "down"))
     assert differ == {"mix", "embedding.weight", "head.weight", *layers}
-    tfs.save_checkpoint(tmp_path, model)
+    tfs.save_checkpoint(model, tmp_path)
     other = thunder.jit(AllKinds().double(), transforms=[fsdp()])
-    tfs.load_checkpoint(tmp_path, other)
+    tfs.load_checkpoint(other, tmp_path)
     found = [*tfs.full_state_dict(model).items(), *tfs.full_state_dict(other).items()]
     found += [(name, value.clone()) for name, value in tfs.stream_full_parameters(model)]
     with tfs.unsharded(model) as module:
@@ -243,7 +243,7 @@ def test_error_feedback_is_saved_and_continues_on_as_many_ranks(rank: int, tmp_p
             _trained(model, range(1), rank)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                tfs.load_checkpoint(tmp_path / name, model)
+                tfs.load_checkpoint(model, tmp_path / name)
             messages = [str(warning.message) for warning in caught]
         buckets = [bucket for bucket in transform.sharded.buckets if "feedback" in vars(bucket)]
         return model, [b.feedback.lost for b in buckets], [m for m in messages if "error feedback" in m] if name else []
@@ -251,8 +251,8 @@ def test_error_feedback_is_saved_and_continues_on_as_many_ranks(rank: int, tmp_p
     if rank < 2:
         model = load("", 0, ranks=group)[0]
         _trained(model, range(2), rank)
-        tfs.save_checkpoint(tmp_path / "two", model, error_feedback=True)
-        tfs.save_checkpoint(tmp_path / "without", model)
+        tfs.save_checkpoint(model, tmp_path / "two", error_feedback=True)
+        tfs.save_checkpoint(model, tmp_path / "without")
         other, lost, messages = load("two", 0, ranks=group)
         assert not messages and all(one.any() for one in lost)
         assert all(map(torch.equal, _trained(model, range(2, 4), rank), _trained(other, range(2, 4), rank)))

@@ -178,10 +178,10 @@ def _adapt(rank: int, world_size: int, folder: Path) -> None:
         torch.testing.assert_close(value, whole[name], rtol=0, atol=0)
         torch.testing.assert_close(value, reference.state_dict()[name])
     # Resume: the same adapters, and the trainable parameters' optimizer.
-    save_checkpoint(folder / "checkpoint", sharded, optimizers[0])
+    save_checkpoint(sharded, folder / "checkpoint", optimizers[0])
     resumed = _shard(peft.get_peft_model(_llama(use_cache=False), config))
     optimizer = torch.optim.AdamW([p for p in resumed.parameters() if p.requires_grad], lr=0.1)
-    load_checkpoint(folder / "checkpoint", resumed, optimizer)
+    load_checkpoint(resumed, folder / "checkpoint", optimizer)
     for name, value in full_state_dict(resumed).items():
         torch.testing.assert_close(value, whole[name], rtol=0, atol=0)
     assert len(optimizer.state_dict()["state"]) == len(optimizers[0].state_dict()["state"]) > 0
@@ -249,13 +249,13 @@ def _accelerate(rank: int, world_size: int, folder: Path) -> None:
         trained = full_state_dict(sharded)
         for name, value in trained.items():
             torch.testing.assert_close(value, reference.state_dict()[name])
-        save_checkpoint(folder / "checkpoint", sharded, optimizer)
+        save_checkpoint(sharded, folder / "checkpoint", optimizer)
         state = copy.deepcopy(optimizers[0].state_dict()["state"][0]["momentum_buffer"].full_tensor())
         with torch.no_grad():
             for param in sharded.parameters():
                 param.zero_()
                 optimizers[0].state[param]["momentum_buffer"].zero_()
-        load_checkpoint(folder / "checkpoint", sharded, optimizer)
+        load_checkpoint(sharded, folder / "checkpoint", optimizer)
         for name, value in full_state_dict(sharded).items():
             torch.testing.assert_close(value, trained[name], rtol=0, atol=0)
         loaded = optimizers[0].state_dict()["state"][0]["momentum_buffer"].full_tensor()

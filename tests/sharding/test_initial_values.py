@@ -235,7 +235,7 @@ def test_parameters_and_buffers_without_values_are_refused() -> None:
         lambda: model(x),
         lambda: tfs.eager(model).__enter__(),
         lambda: tfs.full_state_dict(model),
-        lambda: tfs.save_checkpoint("none", model),
+        lambda: tfs.save_checkpoint(model, "none"),
         lambda: tfs.save_safetensors(model, "none"),
     ):
         with pytest.raises(RuntimeError, match=r"have no values yet: (0\.bias, 2\.weight|2\.weight)\. Give"):
@@ -266,10 +266,10 @@ def test_parameters_and_buffers_without_values_are_refused() -> None:
 def test_a_module_on_the_meta_device_can_be_loaded(tmp_path: Path) -> None:
     trained = thunder.jit(_make(False, _two_layers), transforms=[fsdp()])
     tfs.save_safetensors(trained, tmp_path / "whole")
-    tfs.save_checkpoint(tmp_path / "checkpoint", trained)
+    tfs.save_checkpoint(trained, tmp_path / "checkpoint")
     for load in (
         lambda model: tfs.load_safetensors(model, tmp_path / "whole"),
-        lambda model: tfs.load_checkpoint(tmp_path / "checkpoint", model),
+        lambda model: tfs.load_checkpoint(model, tmp_path / "checkpoint"),
     ):
         model = thunder.jit(_make(True, _two_layers), transforms=[fsdp(init=tfs.Init(device="cpu"))])
         load(model)

@@ -252,7 +252,7 @@ def test_state_of_each_shape_is_saved_and_loaded_on_any_number_of_ranks(
     groups = {size: dist.new_group(list(range(size))) for size in sorted({saving, loading})}
     for name in SAVED if rank < saving else ():
         run = _run_to_save(name, steps=2, group=groups[saving])
-        tfs.save_checkpoint(tmp_path / name, run.model, run.optimizers[0])
+        tfs.save_checkpoint(run.model, tmp_path / name, run.optimizers[0])
         state = get_optimizer_state_dict(run.model, run.optimizers[0])
         dcp.save(state, checkpoint_id=tmp_path / f"{name} dcp", process_group=groups[saving])
     dist.barrier()
@@ -260,7 +260,7 @@ def test_state_of_each_shape_is_saved_and_loaded_on_any_number_of_ranks(
         expected = _run_to_save(name, steps=3, group=groups[loading])
         for by in ("ours", "dcp"):
             run = _run_to_save(name, steps=0, group=groups[loading])
-            tfs.load_checkpoint(tmp_path / name, run.model, run.optimizers[:1] if by == "ours" else [])
+            tfs.load_checkpoint(run.model, tmp_path / name, run.optimizers[:1] if by == "ours" else [])
             if by == "dcp":
                 state = get_optimizer_state_dict(run.model, run.optimizers[0])
                 dcp.load(state, checkpoint_id=tmp_path / f"{name} dcp", process_group=groups[loading])
@@ -275,9 +275,9 @@ def test_state_of_each_shape_is_saved_and_loaded_on_any_number_of_ranks(
 @on_ranks(2)
 def test_state_that_was_loaded_and_not_stepped_is_saved_whole(tmp_path: Path) -> None:
     run = _run_to_save("AdamW", steps=1)
-    tfs.save_checkpoint(tmp_path / "ours", run.model, run.optimizers[0])
+    tfs.save_checkpoint(run.model, tmp_path / "ours", run.optimizers[0])
     other = _run_to_save("AdamW", steps=0)
-    tfs.load_checkpoint(tmp_path / "ours", other.model, other.optimizers[0])
+    tfs.load_checkpoint(other.model, tmp_path / "ours", other.optimizers[0])
     _check_states(other, run.optimizers[1])
     dcp.save(get_optimizer_state_dict(other.model, other.optimizers[0]), checkpoint_id=tmp_path / "theirs")
     sizes = dcp.FileSystemReader(tmp_path / "theirs").read_metadata().state_dict_metadata

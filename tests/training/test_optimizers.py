@@ -152,7 +152,7 @@ def test_optimizers_that_need_more_than_rows_are_refused() -> None:
     [param] = ours.param_groups[0]["params"]
     ours.state[param]["row_var"] = torch.ones(2, 1)  # of the rows, if the step had not been refused
     with pytest.raises(tfs.CheckpointError, match=r"'row_var' of parameter.*have to be made by WholeParameters"):
-        tfs.save_checkpoint("nowhere", run.model, ours)
+        tfs.save_checkpoint(run.model, "nowhere", ours)
 
 
 @on_ranks(4)
@@ -261,7 +261,7 @@ def _trained(added: str, steps: int, **options: Any) -> Run:
 def test_training_on_another_number_of_ranks_continues_bit_equal(rank: int, tmp_path: Path) -> None:
     for added in ADDED:
         run = _trained(added, 2, transport="coalesced")
-        tfs.save_checkpoint(tmp_path / added, run.model, run.optimizers[::2])
+        tfs.save_checkpoint(run.model, tmp_path / added, run.optimizers[::2])
     dist.barrier()
     for size in (2, 3):
         group = dist.new_group(list(range(size)))
@@ -272,7 +272,7 @@ def test_training_on_another_number_of_ranks_continues_bit_equal(rank: int, tmp_
             with torch.no_grad():
                 for param in run.model.parameters():
                     param.zero_()
-            tfs.load_checkpoint(tmp_path / saved, run.model, run.optimizers[::2])
+            tfs.load_checkpoint(run.model, tmp_path / saved, run.optimizers[::2])
             run.gradients(2)
             for optimizer in run.optimizers[::2]:
                 optimizer.step()

@@ -24,7 +24,7 @@ import torch
 from thunder.core.module import ThunderModule
 
 from ...ranks.process_groups import ProcessGroupRef
-from ...sharding.sharded_module import find_jitted
+from ...sharding.sharded_module import ShardedModule, find_jitted
 from ..state_dicts.jitted import rows_by_name
 from . import extra as extras
 from . import feedback
@@ -61,8 +61,8 @@ _log = logging.getLogger(__name__)
 
 
 def save_checkpoint(
-    folder: str | os.PathLike[str],
     model: ThunderModule,
+    folder: str | os.PathLike[str],
     optimizers: Optimizers = (),
     *,
     extra: dict[str, Any] | None = None,
@@ -103,13 +103,13 @@ def save_checkpoint(
             differ between ranks; ``extra`` has values that cannot be read without running code; or an earlier save beside
             training failed. The folder is then not a checkpoint, and other checkpoints are unchanged.
     """
-    group, path, state = _collect(folder, model, optimizers, extra, keys, keep, error_feedback)
+    group, path, state = _collect(model, folder, optimizers, extra, keys, keep, error_feedback)
     return save_in_rounds(group, path, METADATA, state, _writing(path, checksums, keep))
 
 
 def save_checkpoint_async(
-    folder: str | os.PathLike[str],
     model: ThunderModule,
+    folder: str | os.PathLike[str],
     optimizers: Optimizers = (),
     *,
     extra: dict[str, Any] | None = None,
@@ -135,13 +135,13 @@ def save_checkpoint_async(
             raise ValueError(f"writer: expected 'process' or 'thread', got {writer!r}")
         return Staging(state)
 
-    group, path, staging = _collect(folder, model, optimizers, extra, keys, keep, error_feedback, when_busy, stage)
+    group, path, staging = _collect(model, folder, optimizers, extra, keys, keep, error_feedback, when_busy, stage)
     return save_beside(group, path, METADATA, staging, _writing(path, checksums, keep, writer))
 
 
 def _collect(
-    folder: str | os.PathLike[str],
     model: ThunderModule,
+    folder: str | os.PathLike[str],
     optimizers: Optimizers,
     extra: dict[str, Any] | None,
     keys: tuple[str, str],
@@ -151,7 +151,7 @@ def _collect(
     stage: Callable[[dict[str, Any]], Any] = lambda state: state,
 ) -> tuple[ProcessGroupRef, Path, Any]:
     """Return the ranks, the folder, and what ``stage`` makes of the values to save, which are the same on all ranks."""
-    model, sharded = find_jitted(model)
+    model, sharded = _find_first(model, "save_checkpoint")
     group = sharded.world_group
     collected: list[Any] = []
 
@@ -206,8 +206,8 @@ def _writing(path: Path, checksums: bool, keep: int | None, writer: str | None =
 
 
 def load_checkpoint(
-    folder: str | os.PathLike[str],
     model: ThunderModule,
+    folder: str | os.PathLike[str],
     optimizers: Optimizers = (),
     *,
     extra: dict[str, Any] | None = None,
@@ -241,7 +241,7 @@ def load_checkpoint(
             has the names and shapes); if it has the state of another kind of optimizer; if ranks passed different
             checkpoints; or if a file cannot be read or is damaged. Nothing is changed then.
     """
-    model, sharded = find_jitted(model)
+    model, sharded = _find_first(model, "load_checkpoint")
     group = sharded.world_group
 
     def begin() -> tuple[Path, list[torch.optim.Optimizer]]:
@@ -307,6 +307,17 @@ def load_checkpoint(
     for optimizer, state in zip(chosen, states, strict=True):
         optimizer.load_state_dict(state)
     return values
+
+
+def _find_first(model: Any, function: str) -> tuple[ThunderModule, ShardedModule]:
+    """Return the jitted module and its shards.
+
+    Raises:
+        TypeError: the first argument is a folder, as it was formerly.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        raise TypeError(f"{function}(model, folder, optimizers): the model comes first, got {os.fspath(model)!r}")
+    return find_jitted(model)
 
 
 def _check_extra(extra: Any) -> None:

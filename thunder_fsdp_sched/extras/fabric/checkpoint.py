@@ -120,7 +120,7 @@ def _save_folder(path: Path, parts: _State, others: dict[str, Any]) -> None:
         return own, new
 
     own, new = share_on_all_ranks(group, "fabric.save", lambda: (path, path) if group.rank else begin())[0]
-    save_checkpoint(new, parts.model, parts.optimizers.values(), keys=parts.keys)
+    save_checkpoint(parts.model, new, parts.optimizers.values(), keys=parts.keys)
     if new != own:
         run_on_all_ranks(group, "fabric.save", lambda: replace(own, new) if group.rank == 0 else None)
 
@@ -193,7 +193,7 @@ def load(path: Path, state: dict[str, Any], *, strict: bool, weights_only: bool 
     group = parts.sharded.world_group
     path = find(path)
     if path.is_dir():
-        load_checkpoint(path, parts.model, parts.optimizers.values(), keys=parts.keys, strict=strict)
+        load_checkpoint(parts.model, path, parts.optimizers.values(), keys=parts.keys, strict=strict)
         others = run_on_all_ranks(
             group, "fabric.load", lambda: _read(file, weights_only) if (file := others_in(path)).exists() else {}
         )
