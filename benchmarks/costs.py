@@ -38,8 +38,7 @@ from unittest import mock
 import thunder_fsdp_sched as tfs  # before thunder
 from thunder_fsdp_sched import CommPolicy
 from thunder_fsdp_sched import transform as transforms
-from thunder_fsdp_sched.extras.low_precision.formats import FORMATS
-from thunder_fsdp_sched.extras.low_precision.wire import Wire
+from thunder_fsdp_sched.extras.low_precision.formats import FORMATS, Wire
 from thunder_fsdp_sched.ir import operator_facts
 from thunder_fsdp_sched.proof import audit
 from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 
-from thunder_fsdp_sched.extras.transports.symmetric_memory import SymmetricMemory
+from thunder_fsdp_sched.extras.symmetric_memory import SymmetricMemory
 from thunder_fsdp_sched.transports import register_transport
 
 import torch

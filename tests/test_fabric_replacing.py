@@ -17,7 +17,7 @@ from thunder_fsdp_sched.extras.checkpoint.folder import METADATA
 from thunder_fsdp_sched.extras.checkpoint.storage import CheckedReader, check_lengths, read_metadata
 from thunder_fsdp_sched.extras.checkpoint.writer_process import text_of
 from thunder_fsdp_sched.extras.fabric import checkpoint
-from thunder_fsdp_sched.extras.fabric.replacing import OTHERS, clean_up, find, new_beside, others_in, replace
+from thunder_fsdp_sched.extras.fabric.checkpoint import OTHERS, clean_up, find, new_beside, others_in, replace
 
 import torch
 import torch.distributed.checkpoint as dcp

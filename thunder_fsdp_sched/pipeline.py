@@ -44,7 +44,7 @@ from .transforms.write_grads_in_place import write_grads_in_place
 
 if TYPE_CHECKING:  # so that a checker of types sees their arguments
     from .extras.replay import replay_schedule
-    from .extras.secondary_shards.gather_from_secondary import gather_from_secondary
+    from .extras.secondary_shards import gather_from_secondary
     from .transforms.average_counted_targets import average_counted_targets
     from .transforms.draws_in_fusions import mark_draws, refuse_merged_draws
     from .transforms.insert_agreement import insert_agreement
@@ -61,7 +61,7 @@ else:
     refuse_merged_draws = Later("transforms.draws_in_fusions:refuse_merged_draws")
     release_slots = Later("transforms.release_slots:release_slots")
     release_extension = Later("transforms.release_slots:release_extension")
-    gather_from_secondary = Later("extras.secondary_shards.gather_from_secondary:gather_from_secondary")
+    gather_from_secondary = Later("extras.secondary_shards:gather_from_secondary")
     replay_schedule = Later("extras.replay:replay_schedule")
 
 

@@ -21,7 +21,7 @@ compares this table with the code:
 | `ranks.control` | `_controls` | kept: of groups that are unusable | |
 | `runtime.autograd` | `_moments`: a counter | kept: numbers stay larger than earlier ones | |
 | `runtime.names` | `_optimizer_steps` | kept: a number in labels of profiles | |
-| `extras.shard_offload.source` | `_last_copies`: events of CUDA | kept: torch refuses CUDA in a forked process | |
+| `extras.shard_offload` | `_last_copies`: events of CUDA | kept: torch refuses CUDA in a forked process | |
 | `transports.base` | `_side_streams` of CUDA | kept: the same | |
 | `sharding.optimizer_steps` | `_checked` optimizers | kept | |
 | `capture.repetition` | `_callers`: jitted modules | kept | |
@@ -42,7 +42,7 @@ What the package changes in Python, torch and Thunder (docs/how-it-works.md says
 | `capture.garbage_collection` | thresholds of the collector while a model compiles | kept | |
 | `extras.checkpoint.beside` | exit hook, thread of a save | the hook finds no save | `sys.stderr` is wrapped if it failed |
 | `extras.checkpoint.writer_process` | a process that writes | the parent's | it ends when its connection does |
-| `extras.transports.symmetric_memory` | a variable of the environment | inherited | |
+| `extras.symmetric_memory` | a variable of the environment | inherited | |
 | `extras.command_line` | `sys.path`, of the process of the command line | | |
 
 Registries (transports, formats), and what functions remember of operators and code (``cache``), are kept.

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from unittest import mock
 
 from thunder_fsdp_sched.extras.low_precision import formats
-from thunder_fsdp_sched.extras.low_precision.formats import FORMATS, Format
-from thunder_fsdp_sched.extras.low_precision.wire import Wire
+from thunder_fsdp_sched.extras.low_precision.formats import FORMATS, Format, Wire
 
 import pytest
 import torch

@@ -9,8 +9,7 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import BucketSpec, CommPolicy
-from thunder_fsdp_sched.extras.low_precision.formats import Format
-from thunder_fsdp_sched.extras.low_precision.wire import Wire
+from thunder_fsdp_sched.extras.low_precision.formats import Format, Wire
 
 import thunder
 import torch

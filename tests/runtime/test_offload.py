@@ -6,8 +6,8 @@ from functools import partial
 from unittest import mock
 
 from thunder_fsdp_sched import Init, fsdp
-from thunder_fsdp_sched.extras.shard_offload import source as shard_source
-from thunder_fsdp_sched.extras.transports.symmetric_memory import SymmetricMemory
+from thunder_fsdp_sched.extras import shard_offload as shard_source
+from thunder_fsdp_sched.extras.symmetric_memory import SymmetricMemory
 
 import pytest
 import thunder

@@ -10,7 +10,7 @@ from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.extras.planning.simulate import simulate
-from thunder_fsdp_sched.extras.secondary_shards.secondary import fsdp_copy_secondary_shard, over_fewer_ranks
+from thunder_fsdp_sched.extras.secondary_shards import fsdp_copy_secondary_shard, over_fewer_ranks
 from thunder_fsdp_sched.ir.effects import bucket_of, sends
 
 import pytest

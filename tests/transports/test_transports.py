@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.extras.transports.symmetric_memory import SymmetricMemory
+from thunder_fsdp_sched.extras.symmetric_memory import SymmetricMemory
 from thunder_fsdp_sched.transports import choose_transport
 
 import pytest

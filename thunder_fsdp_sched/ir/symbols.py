@@ -18,7 +18,7 @@ Some gradients are written directly into the slot of the reduction: ``dw = fsdp_
 y)`` and ``fsdp_sum_into`` compute the gradient of parameter 0 of the bucket there. The reduction copies the others.
 
 With ``Sharding(secondary_ranks=2)``, forward copies a part of the bucket, and backward gathers from these copies within a
-subgroup of ranks: see [Note: Secondary shards] in ``extras.secondary_shards.secondary``. ``x`` is a token, see
+subgroup of ranks: see [Note: Secondary shards] in ``extras.secondary_shards``. ``x`` is a token, see
 [Note: Tokens of copies] there::
 
     (s, x) = fsdp_copy_secondary_shard(bucket_h_0_secondary, ft0, x, w, b)

@@ -56,7 +56,7 @@ class ParamSpec:
 
 
 class WireFormat(Protocol):
-    """The layout of the encoded bytes that each rank sends; ``extras.low_precision.wire.Wire`` documents the methods."""
+    """The layout of the encoded bytes that each rank sends; ``extras.low_precision.formats.Wire`` documents the methods."""
 
     @property
     def nbytes(self) -> int: ...

@@ -73,7 +73,7 @@ class Bucket:
         source: provides the tensor that a gather sends.
         base: the bucket itself; for a bucket alias, the bucket that it stands for.
         primary: the bucket itself; for a secondary, the bucket that gathers the same values from primary shards. See
-            [Note: Secondary shards] in ``extras.secondary_shards.secondary``.
+            [Note: Secondary shards] in ``extras.secondary_shards``.
         shard: the flat shard buffer.
         shard_views: this rank's rows of each parameter, as views of ``shard``.
         rows: which rows of each parameter each rank has.
@@ -147,7 +147,7 @@ class Bucket:
         """How the model agrees with the other ranks on what runs next."""
         self.accumulation = Accumulation(spec)
         if spec.comm.offload:
-            self.source = load("extras.shard_offload.source:OffloadedShardSource")(spec, self.shard)
+            self.source = load("extras.shard_offload:OffloadedShardSource")(spec, self.shard)
         elif spec.sends_copy:
             self.source = CastShardSource(spec, self.shard, self.allocate_sent, self.version)
         else:
@@ -209,7 +209,7 @@ class Bucket:
     @functools.cached_property
     def feedback(self) -> Any:
         """The rounding errors of this rank's last gradients, an ``ErrorFeedback``."""
-        return load("extras.low_precision.feedback:ErrorFeedback")(self.spec, functools.partial(wanted, self.params))
+        return load("extras.low_precision.encoded:ErrorFeedback")(self.spec, functools.partial(wanted, self.params))
 
     @property
     def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:

@@ -122,19 +122,19 @@ class RowDTensor(StateEntry, _Base):
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's rows, sharing their memory; of a 0-dim tensor, one row or none."""
         if torch.is_grad_enabled() and self.requires_grad:
-            differentiable: torch.Tensor = load("extras.row_operators.conversions:to_local")(self)
+            differentiable: torch.Tensor = load("extras.row_operators:to_local")(self)
             return differentiable
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Gather the whole tensor on every rank; a round of agreement and one collective on any number of ranks."""
-        whole: torch.Tensor = load("extras.row_operators.conversions:full_tensor")(self)
+        whole: torch.Tensor = load("extras.row_operators:full_tensor")(self)
         return whole
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the sum; a collective without arguments. In a loss it is a ``WholeNumber`` with a gradient."""
         return (
-            load("extras.row_operators.conversions:sum_of")(self)
+            load("extras.row_operators:sum_of")(self)
             if self._is_in_loss(args, kwargs)
             else super().sum(*args, **kwargs)
         )
@@ -142,7 +142,7 @@ class RowDTensor(StateEntry, _Base):
     def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the mean; see :meth:`sum`."""
         return (
-            load("extras.row_operators.conversions:mean_of")(self)
+            load("extras.row_operators:mean_of")(self)
             if self._is_in_loss(args, kwargs)
             else super().mean(*args, **kwargs)
         )

@@ -311,7 +311,7 @@ class _ShardingSteps:
             if transport.peers_read_shards:
                 key = spec.comm.transport, spec.device, ranks
                 if key not in shared:
-                    shared[key] = load("extras.transports.peer_memory:PeerMemory")(transport, spec.device, ranks)
+                    shared[key] = load("extras.symmetric_memory:PeerMemory")(transport, spec.device, ranks)
                 peer_memory[spec.name] = memory = shared[key]
                 memory.announce(spec.name, *spec.sent_shard, workspace=transport_of(spec).reduce_workspace(spec))
         for spec in self.plan:

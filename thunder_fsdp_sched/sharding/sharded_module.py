@@ -127,7 +127,7 @@ class ShardedModule:
         def after_call(*_: Any) -> None:
             self._collects_less.end()
             if offloads:
-                load("extras.shard_offload.source:finish_copies")()
+                load("extras.shard_offload:finish_copies")()
             if not self.running_eagerly and self.module_params.has_placeholders:  # tracing failed
                 self.module_params.replace_placeholders()
                 for path, name in self.module_params.in_containers().items():

@@ -25,7 +25,7 @@ TRANSPORTS: dict[str, Transport | str] = {
     "all_to_all": "transports.all_to_all:AllToAll",
     "coalesced": "transports.coalesced:Coalesced",
     "all_reduce": "transports.all_reduce:AllReduce",
-    "symmetric_memory": "extras.transports.symmetric_memory:SymmetricMemory",
+    "symmetric_memory": "extras.symmetric_memory:SymmetricMemory",
 }
 """All transports, keyed by name: the class until it is asked for, and then the transport."""
 

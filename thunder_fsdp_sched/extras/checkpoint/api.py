@@ -27,10 +27,8 @@ from ...ranks.process_groups import ProcessGroupRef
 from ...sharding.sharded_module import ShardedModule, find_jitted
 from ..state_dicts.jitted import rows_by_name
 from . import extra as extras
-from . import feedback
 from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds, write_checkpoint
-from .extra import EXTRA
-from .feedback import FEEDBACK
+from .extra import EXTRA, FEEDBACK
 from .folder import METADATA, SaveRun, path_of, refuse_complete
 from .on_all_ranks import (
     CheckpointError,
@@ -171,7 +169,7 @@ def _collect(
             raise ValueError(f"extra: the name {sorted(taken)[0]!r} is taken by the model or its optimizers (keys)")
         if reserved := {EXTRA, FEEDBACK}.intersection(keys):
             raise ValueError(f"keys: the name {reserved.pop()!r} is taken")
-        if error_feedback and (lost := feedback.entries(sharded)):
+        if error_feedback and (lost := extras.feedback_of(sharded)):
             state[FEEDBACK] = lost
         facts = describe_optimizers(model, chosen, values=True)
         if extra:
@@ -255,7 +253,7 @@ def load_checkpoint(
     if verify_checksums and not reader.has_checksums and group.rank == 0:
         _log.warning("%s has no checksums of its own: those of its archives are verified", path)
     paths, casts = paths_of(metadata), list[Cast]()
-    lost = feedback.Loading(sharded, paths.get(FEEDBACK, {}))
+    lost = extras.LoadedFeedback(sharded, paths.get(FEEDBACK, {}))
 
     def prepare() -> tuple[dict[str, Any], dict[str, str], list[dict[str, Any]], dict[str, Any]]:
         """Return memory by DCP's names, these names of the model's entries, and what is made of the rest of the memory:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ...plan.specs import BucketSpec
-from .formats import FORMATS, Format
-from .wire import Wire
+from .formats import FORMATS, Format, Wire
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,13 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...plan.layout import Layout
-from ...plan.specs import BucketSpec
-from ...private_torch import timeout_of
-from ...ranks.process_groups import ARRIVAL_TIMEOUT, BucketRanks, ProcessGroupRef, exchange_texts
-from ...sizes import round_up
-from ...transports.base import Traffic, TransportedBucket, Views, Work, issue_then, segment_bytes
-from ...transports.flat import Flat, pairs
+from ..plan.layout import Layout
+from ..plan.specs import BucketSpec
+from ..private_torch import timeout_of
+from ..ranks.process_groups import ARRIVAL_TIMEOUT, BucketRanks, ProcessGroupRef, exchange_texts
+from ..sizes import round_up
+from ..transports.base import Traffic, Transport, TransportedBucket, Views, Work, issue_then, segment_bytes
+from ..transports.flat import Flat, pairs
 
 _BEFORE, _AFTER = 0, 1  # channels of a handle's barriers
 
@@ -229,3 +229,33 @@ class _ReadableShard:
                 if s.shard_numel
             ]
         return handle, pieces
+
+
+class PeerMemory:
+    """The memory that peers read, from which buckets with the same transport, device and ranks send.
+
+    Each allocation is a collective.
+    The first bucket that takes its memory allocates that of all buckets announced so far. All ranks announce and take
+    memory in the same order: that of the plan, later that of their traces.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device, ranks: BucketRanks) -> None:
+        self._transport, self._device, self._ranks = transport, device, ranks
+        self._announced: dict[str, tuple[int, torch.dtype]] = {}
+        self._workspace = 0
+        self._allocated: dict[str, torch.Tensor] = {}
+
+    def announce(self, bucket: str, numel: int, dtype: torch.dtype, workspace: int) -> None:
+        """Announce that ``bucket`` will take memory for ``numel`` elements, and that its reductions need a workspace."""
+        self._announced[bucket] = numel, dtype
+        self._workspace = max(self._workspace, workspace)
+
+    def take(self, bucket: str) -> torch.Tensor:
+        """Return the memory of ``bucket``, filled with zeros; only once."""
+        if bucket not in self._allocated:
+            sizes, self._announced = self._announced, {}
+            shards = self._transport.allocate_together(
+                list(sizes.values()), self._device, self._ranks, workspace=self._workspace
+            )
+            self._allocated.update(zip(sizes, shards, strict=True))
+        return self._allocated.pop(bucket)

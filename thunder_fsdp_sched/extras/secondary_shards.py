@@ -1,4 +1,4 @@
-"""The secondary of a bucket, and the symbol that copies a rank's secondary shard.
+"""The secondary of a bucket, the symbol that copies a rank's secondary shard, and the pass that inserts it.
 
 [Note: Secondary shards]
 With ``Sharding(secondary_ranks=N)``, the ranks that share a bucket form subgroups of N successive ranks. After its gather in
@@ -29,19 +29,20 @@ from typing import TypeVar
 
 import torch
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, tracectx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...ir.effects import Allocation, Effects, LocalWork, bucket_of
-from ...ir.inspection import nbytes_of
-from ...ir.operator_facts import COPYING_SLOTS
-from ...ir.registry import register
-from ...ir.symbols import tensor_proxy
-from ...plan.layout import Layout, make_placement
-from ...runtime.bucket import Bucket
-from ...runtime.bucket_aliases import make_alias
-from ...runtime.memory import InFlight
-from ...transports import find_transport
+from ..ir.effects import Allocation, Effects, LocalWork, bucket_of, effects
+from ..ir.inspection import first_tensor, forward_part, nbytes_of, with_bound_symbols
+from ..ir.operator_facts import COPYING_SLOTS
+from ..ir.registry import register
+from ..ir.symbols import fsdp_all_gather, tensor_proxy
+from ..plan.layout import Layout, make_placement
+from ..runtime.bucket import Bucket
+from ..runtime.bucket_aliases import make_alias
+from ..runtime.memory import InFlight
+from ..transports import find_transport
 
 _Token = TypeVar("_Token")
 
@@ -140,3 +141,65 @@ fsdp_copy_secondary_shard = register(
     "fsdp_copy_secondary_shard", copy_secondary_shard, _copy_secondary_shard_effects, _copy_secondary_shard_meta
 )
 COPYING_SLOTS.add(fsdp_copy_secondary_shard.name)
+
+
+def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
+    """Copy a secondary shard after forward's gather of a bucket, and gather it from these copies in backward.
+
+    Runs on the joint trace after ``regather_for_backward`` has run for the last time, because fusion executors could
+    move the copies. Does nothing without ``secondary_ranks`` or without a
+    backward part. Before::
+
+        ft150 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight)  # 16,384 bytes float32
+        (t109,) = fsdp_wait_params(bucket_blocks_1, ft150)
+        ...
+        ft157 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight)  # 16,384 bytes float32
+        (bw_t109,) = fsdp_wait_params(bucket_blocks_1, ft157)
+
+    After::
+
+        ft150 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight)  # 16,384 bytes float32
+        (t109,) = fsdp_wait_params(bucket_blocks_1, ft150)
+        (t160, x) = fsdp_copy_secondary_shard(bucket_blocks_1_secondary, ft150, x, t109)
+        ...
+        ft157 = fsdp_all_gather(bucket_blocks_1_secondary, None, t_blocks_1_weight, secondary=t160)  # 16,384 bytes float32
+        (bw_t109,) = fsdp_wait_params(bucket_blocks_1_secondary, ft157)
+
+    A bucket that only backward reads is gathered among all ranks. See [Note: Secondary shards] and
+    [Note: Tokens of copies] in ``extras.secondary_shards``.
+    """
+    bsyms, forward = trace.bound_symbols, forward_part(trace)
+    in_forward, in_backward = (
+        {bucket_of(b) for b, f in zip(bsyms, forward, strict=True) if f is half and effects(b).unshards}
+        for half in (True, False)
+    )
+    found = {bucket: secondary_of(bucket) for bucket in in_forward & in_backward}
+    regathered = {bucket: secondary for bucket, secondary in found.items() if secondary is not None}
+    if not regathered:
+        return trace
+    token = first_tensor(trace)
+    shards: dict[Bucket, TensorProxy] = {}
+    new = with_bound_symbols(trace, (), "fsdp: gather from secondary shards")
+    out = new.bound_symbols
+    with tracectx(new):
+        for bsym, is_forward in zip(bsyms, forward, strict=True):
+            e = effects(bsym)
+            secondary = regathered.get(bucket_of(bsym)) if e.is_gather or e.unshards else None
+            if secondary is None:
+                out.append(bsym)
+            elif is_forward:
+                out.append(bsym)
+                if e.unshards:
+                    operands = (secondary, bsym.args[1], token, *bsym.output)
+                    copied = fsdp_copy_secondary_shard.meta(*operands)
+                    shards[secondary] = copied[0]
+                    out.append(fsdp_copy_secondary_shard.bind(*operands, output=copied))
+            elif e.is_gather:
+                _, _, *sent = bsym.args
+                out.append(
+                    fsdp_all_gather.bind(secondary, None, *sent, secondary=shards[secondary], output=bsym.output)
+                )
+                out[-1].tags.add(BoundSymbolTag.BACKWARD)
+            else:
+                out.append(bsym.from_bsym(args=(secondary, *bsym.args[1:])))
+    return new

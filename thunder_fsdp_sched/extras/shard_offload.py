@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ...private_torch import NO_CONTEXT, labelled
-from ...runtime.shard_source import ShardSource, fill_sent
-from ...transports.base import side_stream
+from ..private_torch import NO_CONTEXT, labelled
+from ..runtime.shard_source import ShardSource, fill_sent
+from ..transports.base import side_stream
 
 
 class OffloadedShardSource(ShardSource):

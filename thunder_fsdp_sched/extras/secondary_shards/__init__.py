@@ -1,1 +1,0 @@
-"""Gather in backward among fewer ranks, from copies: ``Sharding(secondary_ranks=N)``."""

@@ -1,1 +1,0 @@
-"""Keep shards on the CPU: ``offload_policy=CPUOffloadPolicy()``."""

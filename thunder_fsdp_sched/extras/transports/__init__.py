@@ -1,1 +1,0 @@
-"""Transports that ``transport=`` asks for and ``"auto"`` never chooses."""
