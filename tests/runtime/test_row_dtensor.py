@@ -71,6 +71,8 @@ REDUCED: dict[str, Callable[..., Any]] = {
 """Functions whose result every rank has."""
 
 NUMBERS: dict[str, Callable[..., Any]] = {
+    "equal": lambda x, y: (torch.equal(x, x.clone()), torch.equal(x, y), torch.equal(x, x.clone().abs_())),
+    "all close": lambda x, y: torch.allclose(x, x + 1e-9),
     "numbers": lambda x, y: (round(x.norm().item(), 4), round(float(x.sum()), 4), bool(x.max() > 2)),
     "foreach": lambda x, y: [round(float(n), 4) for n in torch._foreach_norm([x, y])],
     "shape": lambda x, y: x.new_zeros(x.shape).shape,
@@ -89,7 +91,6 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "row means": lambda x, y: x.mean(-1),
     "sum of columns": lambda x, y: x.sum(0),
     "variance": lambda x, y: x.var(),
-    "comparison": lambda x, y: torch.equal(x, y),
     "random": lambda x, y: x.normal_(),
     "new shape": lambda x, y: x.new_zeros(2, 3, 4),
     "some rows": lambda x, y: x[: len(x) // 2],

@@ -224,10 +224,7 @@ class RowDTensor(StateEntry, _Base):
         if not local.numel():
             saves_empty = not self.numel() and rows.rank == 0  # one rank saves a tensor without elements
             return [(rows.start, local)] if saves_empty else []
-        if not rows.is_reshaped or rows.is_cut or len(local) < 2:
-            return [(rows.start, local)]
-        # State of another shape than the parameter's. Several chunks tell it from a tensor that every rank has whole.
-        return [(rows.start, local[:1]), (rows.start + 1, local[1:])]
+        return [(rows.start, local)]
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:

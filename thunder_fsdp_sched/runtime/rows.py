@@ -91,7 +91,6 @@ class Rows:
         starts: ``world_size + 1`` row numbers.
         ranks: the group, and the ranks that have the same rows (hybrid sharding).
         label: the name of the parameter.
-        is_reshaped: whether the tensor has another shape than the parameter.
     """
 
     shape: torch.Size
@@ -99,7 +98,6 @@ class Rows:
     ranks: BucketRanks
     label: str
     _in_bucket: tuple[weakref.ref[Any], int] | None = None
-    is_reshaped: bool = False
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Rows) and self.shape == other.shape and self.has_cuts_of(other))
@@ -177,16 +175,16 @@ class Rows:
         return spec
 
     @functools.cached_property
-    def _reshaped(self) -> dict[tuple[tuple[int, ...], Sequence[int]], Rows]:
+    def _reshaped(self) -> dict[tuple[int, ...], Rows]:
         return {}
 
-    def reshaped(self, shape: Sequence[int], starts: Sequence[int] | None = None) -> Rows:
-        """Return the rows of a tensor of another shape, cut between the same rows, or those of other numbers."""
-        key = (tuple(shape), self.starts if starts is None or self.starts == tuple(starts) else tuple(starts))
-        if key == (self.shape, self.starts):
+    def reshaped(self, shape: Sequence[int]) -> Rows:
+        """Return the rows of a tensor of another shape, cut between the same rows."""
+        key = tuple(shape)
+        if key == self.shape:
             return self
         if key not in self._reshaped:
-            self._reshaped[key] = replace(self, shape=torch.Size(shape), starts=key[1], is_reshaped=True)
+            self._reshaped[key] = replace(self, shape=torch.Size(shape))
         return self._reshaped[key]
 
     @property

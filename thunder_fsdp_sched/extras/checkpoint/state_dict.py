@@ -281,8 +281,7 @@ def _blank_state(
 ) -> torch.Tensor:
     """Return memory for the state of a sharded parameter: rows, a tensor that all ranks have, or a number.
 
-    State of another shape than the parameter's that was saved in several chunks is rows, too (see ``RowDTensor``). State
-    of a 0-dim parameter is rows if that of other parameters is; older versions saved it with the shape ``(1,)``.
+    State of a 0-dim parameter is rows if that of other parameters is; older versions saved it with the shape ``(1,)``.
     """
     rows, local = param.rows, param.to_local()
     is_vector = not param.ndim and found.size == (1,)
@@ -291,7 +290,7 @@ def _blank_state(
             f"the checkpoint does not fit the optimizers: {what} has shape {tuple(found.size)} there, the parameter "
             f"{tuple(param.shape)}"
         )
-    if is_rows or is_vector or (found.size[:1] == rows.starts[-1:] and (len(found.chunks) > 1 or found.size[0] == 1)):
+    if is_rows or is_vector:
         rows = rows.reshaped(found.size)
         return RowDTensor.wrap(local.new_empty(rows.local_shape, dtype=whole.dtype), rows)
     return replicated(whole.to(local.device), param.device_mesh) if whole.ndim else whole

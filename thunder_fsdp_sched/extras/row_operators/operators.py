@@ -5,7 +5,7 @@ Each operator is one of these; nothing is ever gathered silently:
 
 - Operators on elements, such as ``add_``, ``_foreach_lerp_`` or ``_fused_adamw_``, run on this rank's rows of all operands.
   Their results are rows, so the state that an optimizer makes by ``zeros_like`` is, too.
-- Reductions of the whole tensor to a number, such as ``sum()`` or ``norm()``, combine the results of all ranks, and return
+- Reductions of the whole tensor to a number, such as ``sum()`` or ``norm()``, and ``torch.equal`` combine the results of all ranks, and return
   replicated DTensors: whatever is read from them is the same on all ranks.
 - All others raise an error that names ``full_tensor()``, unless this rank has all rows.
 
@@ -222,6 +222,16 @@ def _norm(func: Any, tensor: RowDTensor, order: Any = 2, *dims: Any, dtype: torc
     return _norms(func, [tensor], order, dtype)[0]
 
 
+def _compare(func: Any, one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    if func is aten.equal.default and one.shape != other.shape:
+        return False
+    (own, others), rows = _align(func, (one, other))
+    assert rows is not None
+    _check_shared(func, rows)
+    is_equal = torch.tensor(func(own, others, *args, **kwargs), device=own.device)
+    return bool(exchange(rows, is_equal, str(func)).all())
+
+
 #
 # Others
 #
@@ -290,6 +300,8 @@ _HANDLERS: dict[Any, Handler] = {
     aten._foreach_norm.Scalar: _norms,
     aten.linalg_vector_norm.default: _norm,
     aten.mean.default: _reduce,
+    aten.equal.default: _compare,
+    aten.allclose.default: _compare,
     aten.new_empty.default: _new,
     aten.new_zeros.default: _new,
     aten.new_ones.default: _new,
