@@ -172,10 +172,10 @@ def save_and_load(rank: int, folder: Path, runs: int) -> None:
         saved = folder / f"{number}-True"
         for is_on in (True, False):
             target = folder / f"{number}-{is_on}"
-            run(tfs.save_checkpoint, target, model, checksums=is_on)
+            run(tfs.save_checkpoint, model, target, checksums=is_on)
             run(tfs.save_safetensors, model, target / "whole", checksums=is_on)
         for is_on in (True, False):
-            run(tfs.load_checkpoint, saved, model, verify_checksums=is_on)
+            run(tfs.load_checkpoint, model, saved, verify_checksums=is_on)
             run(tfs.load_safetensors, model, saved / "whole", verify_checksums=is_on)
         dist.barrier()
         if rank == 0:

@@ -449,9 +449,9 @@ def test_at_most_one_of_two_runs_saves_into_a_folder(rank: int, tmp_path: Path) 
 def test_ranks_must_save_into_the_same_folder_and_failures_leave_nothing(rank: int, tmp_path: Path) -> None:
     model, _ = small()
     first = tmp_path / "0"
-    for save in (save_checkpoint, lambda folder, model: tfs.save_safetensors(model, folder)):
+    for save in (save_checkpoint, tfs.save_safetensors):
         message = r"is not the folder that the first rank saves into.*\(on ranks \[1\]\)"
-        refused(message, model, save, tmp_path / str(rank), model)
+        refused(message, model, save, model, tmp_path / str(rank))
     dist.barrier()  # the first rank cleans up after reporting to the others
     assert not any(first.iterdir()) and not (tmp_path / "1").exists()
     dist.barrier()

@@ -5,8 +5,8 @@ Each operator is one of these; nothing is ever gathered silently:
 
 - Operators on elements, such as ``add_``, ``_foreach_lerp_`` or ``_fused_adamw_``, run on this rank's rows of all operands.
   Their results are rows, so the state that an optimizer makes by ``zeros_like`` is, too.
-- Reductions of the whole tensor to a number, such as ``sum()`` or ``norm()``, and ``torch.equal`` combine the results of all ranks, and return
-  replicated DTensors: whatever is read from them is the same on all ranks.
+- Reductions of the whole tensor to a number, such as ``sum()`` or ``norm()``, and ``torch.equal`` combine the results of all
+  ranks. Numbers are replicated DTensors: whatever is read from them is the same on all ranks.
 - All others raise an error that names ``full_tensor()``, unless this rank has all rows.
 
 Which of these it is, and whether it succeeds, depends on shapes and cuts only, which all ranks know. So an operator fails
