@@ -64,7 +64,7 @@ def gather_entries(
         for bucket, tensors in gather_ahead(sharded, "the whole state dict", wanted, own_memory=True):
             for name, index in of_bucket[bucket].items():
                 value = tensors[index].to(bucket.spec.shard_device)
-                whole[name] = kept(value.clone() if bucket.spec.comm.staging else value)  # staging is not to be kept
+                whole[name] = kept(value)
                 del value
             del tensors
     for name, value in entries.items():
