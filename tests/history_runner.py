@@ -1,9 +1,8 @@
 """Runner of random histories: the same calls on the sharded model and on the unsharded one, compared after every call.
 
-:class:`HistoryRunner` takes a scenario of ``random_histories`` and runs its histories action by action. It is a ``Run`` in
-which ranks may act differently: it knows every rank's history, so that only the sharded model communicates. Its comparisons
-do not communicate either, which keeps a delayed rank delayed until the next call, and note a difference instead of raising
-it, so that the other ranks are not left alone in a collective.
+:class:`HistoryRunner` takes a scenario of ``random_histories`` and runs its histories action by action. Its comparisons do
+not communicate, which keeps a delayed rank delayed until the next call, and note a difference instead of raising it, so
+that the other ranks are not left alone in a collective.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,6 @@ class HistoryRunner(Run):
 
     Attributes:
         mismatch: the first difference found; nothing is compared after it.
-        gradients_diverged: whether only some ranks called a backward that reduces, so that there is no mean to compare with.
-        unnoticed_divergence: whether this rank called such a backward and got no error.
         version: number of parameter updates that autograd can detect.
         scale: product of the factors by which ``.data`` was multiplied.
         statistics: number of forwards that have updated running statistics.
@@ -86,7 +83,6 @@ class HistoryRunner(Run):
         self.expected_losses: list[list[PendingLoss]] = [[] for _ in range(self.world_size)]  # unsharded, by rank
         self.mismatch: str | None = None
         self.largest_gradient = 0.0
-        self.gradients_diverged = self.unnoticed_divergence = False
         self.version, self.scale, self.statistics, self.backwards = 0, 1.0, 0, 0
         self.saved: Any = None
 
@@ -108,8 +104,6 @@ class HistoryRunner(Run):
 
     def compare_state(self) -> None:
         """Compare this rank's rows of parameters and gradients, and its buffers."""
-        if self.gradients_diverged:
-            return
         for name, expected in self.expected.items():
             self.close(self.params[name].to_local(), self.rows(name, expected), f"parameter {name}")
         try:
@@ -119,26 +113,22 @@ class HistoryRunner(Run):
         for name, buffer in self.reference.named_buffers():
             self.close(self.model.get_buffer(name), buffer, f"buffer {name}")
 
-    def run_actions(self, actions: Sequence[Action | None]) -> None:
-        """Run one action for each rank: this rank's on the sharded model, and all of them on the unsharded models.
+    def run_action(self, action: Action) -> None:
+        """Run an action: on the sharded model as this rank, and on the unsharded models as every rank.
 
         Raises:
             Exception: the sharded model raised an error that the action does not provoke.
         """
-        mine = actions[self.rank]
-        if mine is not None and mine.slow == self.rank:
+        if action.slow == self.rank:
             time.sleep(0.02)
-        self.collecting.after(mine.collects[self.rank] if mine is not None and mine.collects else -1)
-        together = [None if action is None else replace(action, slow=None, collects=()) for action in actions]
-        for kind in sorted({action.kind for action in together if action is not None}):
-            act: Callable[[list[Action | None]], None] = getattr(self, f"_{kind}")
-            act([action if action is not None and action.kind == kind else None for action in together])
+        self.collecting.after(action.collects[self.rank] if action.collects else -1)
+        getattr(self, f"_{action.kind}")(action)
         self.collecting.after(-1)
         self.compare_state()
 
     def finish(self) -> None:
-        """Compare unsharded parameters. A collective: a rank whose history ended early must call it as well."""
-        self._full_state([Action("full_state")] * self.world_size)
+        """Compare unsharded parameters. A collective."""
+        self._full_state(Action("full_state"))
 
     def _prepare(self, rank: int, action: Action) -> PendingLoss:
         mode = self.scenario.modes[action.mode]
@@ -174,34 +164,28 @@ class HistoryRunner(Run):
         else:
             self.fail(f"expected an exception with {text!r}, but none was raised")
 
-    # One method for each kind of action: first this rank's on the sharded model, then every rank's on the unsharded ones.
+    # One method for each kind of action: first on the sharded model, then as every rank on the unsharded ones.
 
-    def _forward(self, actions: Sequence[Action | None]) -> None:
-        mine = actions[self.rank]
-        pending = None if mine is None else self._prepare(self.rank, mine)
-        if pending is not None:
-            self.model.train(pending.mode.training)
-            with self._mode(pending):
-                pending.output = self.model(*pending.inputs, pending.mode.flag)
-                pending.loss = loss_of(pending.output.double())
-        for rank, action in enumerate(actions):
-            if action is None:
-                continue
+    def _forward(self, action: Action) -> None:
+        pending = self._prepare(self.rank, action)
+        self.model.train(pending.mode.training)
+        with self._mode(pending):
+            pending.output = self.model(*pending.inputs, pending.mode.flag)
+            pending.loss = loss_of(pending.output.double())
+        for rank in range(self.world_size):
             expected = self._prepare(rank, action)
             with torch.set_grad_enabled(expected.mode.grad):
                 expected.output = self._call_unsharded(rank, expected)
                 expected.loss = loss_of(expected.output.double())
-            if rank == self.rank and pending is not None:
+            if rank == self.rank:
                 self.close(pending.output, expected.output, "output")
-                if pending.mode.grad:
-                    self.pending_losses.append(pending)
             if expected.mode.grad:
                 self.expected_losses[rank].append(expected)
+        if pending.mode.grad:
+            self.pending_losses.append(pending)
 
-    def _fail_forward(self, actions: Sequence[Action | None]) -> None:
-        for rank, action in enumerate(actions):
-            if action is None:
-                continue
+    def _fail_forward(self, action: Action) -> None:
+        for rank in range(self.world_size):
             pending = self._prepare(rank, action)
             pending.inputs[1][self._position(pending, action.value)] += 1000
             if rank == self.rank:
@@ -215,73 +199,62 @@ class HistoryRunner(Run):
     def _position(self, pending: PendingLoss, wanted: int) -> int:
         return min(wanted, len(self.scenario.other if pending.mode.flag else self.scenario.model.order))
 
-    def _pick(self, rank: int, action: Action) -> PendingLoss | None:
-        """Return the loss to differentiate, or ``None`` in cases that ``random_histories`` excludes."""
-        of_rank = self.expected_losses[rank]
-        pending = of_rank[action.loss_index % len(of_rank)] if of_rank else None
-        if pending is None or pending.scale != self.scale:
+    def _pick(self, action: Action) -> int | None:
+        """Return the position of the loss to differentiate, or ``None`` in cases that ``random_histories`` excludes."""
+        of_rank = self.expected_losses[self.rank]
+        if not of_rank:
             return None
-        read_statistics = self.scenario.norm and not pending.mode.training
-        return None if read_statistics and pending.statistics != self.statistics else pending
+        pending = of_rank[position := action.loss_index % len(of_rank)]
+        reads_old_statistics = (
+            self.scenario.norm and not pending.mode.training and pending.statistics != self.statistics
+        )
+        return None if pending.scale != self.scale or reads_old_statistics else position
 
-    def _backward(self, actions: Sequence[Action | None]) -> None:
-        picked = [None if action is None else self._pick(rank, action) for rank, action in enumerate(actions)]
-        mine, action = picked[self.rank], actions[self.rank]
-        done, actual = True, None
-        if mine is not None and action is not None:
-            position = self.expected_losses[self.rank].index(mine)
-            actual = self.pending_losses[position]
+    def _backward(self, action: Action) -> None:
+        position = self._pick(action)
+        if position is None:
+            return
+        mine, actual, done = self.expected_losses[self.rank][position], self.pending_losses[position], True
+        try:
+            actual.loss.backward(retain_graph=bool(action.value))
+        except RuntimeError as error:
+            is_freed = self.backwards > mine.backwards and "was freed after another backward" in str(error)
+            if not is_freed and (mine.version == self.version or "modified" not in str(error)):
+                raise
+            done = False
+        self.backwards += 1
+        picked = [of_rank[position] for of_rank in self.expected_losses]
+        if not action.value or not done:
+            for losses in (self.pending_losses, *self.expected_losses):
+                del losses[position]
+        if not done:
+            return
+        for rank, pending in enumerate(picked):
             try:
-                actual.loss.backward(retain_graph=bool(action.value))
-            except RuntimeError as error:
-                is_freed = self.backwards > mine.backwards and "was freed after another backward" in str(error)
-                if not is_freed and (mine.version == self.version or "modified" not in str(error)):
-                    raise
-                done = False
-            self.backwards += 1
-            if not action.value or not done:
-                self.pending_losses.pop(position)
-        synced = 0
-        for rank, (pending, other) in enumerate(zip(picked, actions, strict=True)):
-            if pending is None or other is None:
-                continue
-            if not other.value or not done:
-                self.expected_losses[rank].remove(pending)
-            if not done:
-                continue
-            try:
-                self.unsharded.backward({rank: pending.loss}, retain=bool(other.value))
+                self.unsharded.backward({rank: pending.loss}, retain=bool(action.value))
             except RuntimeError as error:
                 self.fail(f"backward succeeded, but the unsharded model's fails: {error}")
             added = [0.0, *(g.abs().max().item() for g in self.unsharded.unreduced[rank].values() if g.numel())]
             self.largest_gradient = max(self.largest_gradient, *added)
-            synced += not pending.mode.no_sync
-        if actual is not None and mine is not None and done and actual.inputs[0].grad is not None:
+        if actual.inputs[0].grad is not None:
             self.close(actual.inputs[0].grad, mine.inputs[0].grad, "gradient of the input")
-        if synced == self.world_size:
+        if not mine.mode.no_sync:
             self.unsharded.reduce()
-        elif synced:
-            self.gradients_diverged = True
-            self.unnoticed_divergence = mine is not None and not mine.mode.no_sync
 
-    def _drop(self, actions: Sequence[Action | None]) -> None:
-        for rank, action in enumerate(actions):
-            of_rank = self.expected_losses[rank]
-            if action is None or not of_rank:
-                continue
-            position = action.loss_index % len(of_rank)
-            of_rank.pop(position)
-            if rank == self.rank:
-                drop_in_a_cycle(self.pending_losses.pop(position))
+    def _drop(self, action: Action) -> None:
+        if self.pending_losses:
+            position = action.loss_index % len(self.pending_losses)
+            for of_rank in self.expected_losses:
+                del of_rank[position]
+            drop_in_a_cycle(self.pending_losses.pop(position))
 
-    def _fail_backward(self, actions: Sequence[Action | None]) -> None:
-        action = _same(actions)
-        expected = self._pick(self.rank, action)
-        if expected is None or expected.version != self.version:
+    def _fail_backward(self, action: Action) -> None:
+        position = self._pick(action)
+        if position is None or (expected := self.expected_losses[self.rank][position]).version != self.version:
             return
         if self.backwards > expected.backwards and self.scenario.options["sharding_strategy"].release:
             return  # another error: its memory has been freed
-        inside, position = action.value >= 0, self.expected_losses[self.rank].index(expected)
+        inside = action.value >= 0
         if inside and (expected.mode.no_sync or any(self.unsharded.unreduced.values())):
             return
         actual = self.pending_losses.pop(position)
@@ -302,75 +275,62 @@ class HistoryRunner(Run):
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
 
-    def _zero_grad(self, actions: Sequence[Action | None]) -> None:
+    def _zero_grad(self, action: Action) -> None:
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=bool(_same(actions).value))
+            optimizer.zero_grad(set_to_none=bool(action.value))
 
-    def _step(self, actions: Sequence[Action | None]) -> None:
-        if _same(actions).value:
-            self._clip(actions)
-        if self.unnoticed_divergence:
-            self.fail("optimizer step with gradients of a backward that only some ranks have called")
+    def _step(self, action: Action) -> None:
+        if action.value:
+            self._clip(action)
         for optimizer in self.optimizers:
             optimizer.step()
         self.version += 1
 
-    def _clip(self, actions: Sequence[Action | None]) -> None:
+    def _clip(self, action: Action) -> None:
         expected = torch.nn.utils.clip_grad_norm_(self.expected.values(), 0.05)
-        if actions[self.rank] is not None:
-            actual = tfs.clip_grad_norm_(self.model, 0.05)
-            if not self.gradients_diverged:
-                self.close(actual, expected, "norm of gradients")
-        self.gradients_diverged |= None in actions
+        self.close(tfs.clip_grad_norm_(self.model, 0.05), expected, "norm of gradients")
 
-    def _add(self, actions: Sequence[Action | None]) -> None:
-        names, action = list(self.params), _same(actions)
+    def _add(self, action: Action) -> None:
+        names = list(self.params)
         name = names[action.value % len(names)]
         with torch.no_grad():
             self.expected[name].add_(0.01)
-            if None in actions or action.seed % 2:
+            if action.seed % 2:
                 self.params[name].add_(0.01)
             else:
                 with tfs.unsharded(self.model, name) as module:
                     module.get_parameter(name).add_(0.01)
         self.version += 1
 
-    def _scale(self, actions: Sequence[Action | None]) -> None:
-        _same(actions)
+    def _scale(self, action: Action) -> None:
         factor = 2.0 if self.scale == 1 else 0.5
         for param in [*self.params.values(), *self.expected.values()]:
             param.data.mul_(factor)
         self.scale *= factor
 
-    def _full_state(self, actions: Sequence[Action | None]) -> None:
-        if (mine := actions[self.rank]) is not None:
-            unsharded_value = tfs.full_state_dict(self.model)
-            streamed = {}
-            if mine.seed % 2 == 0:
-                streamed = {name: value.clone() for name, value in tfs.stream_full_parameters(self.model)}
-            if not self.gradients_diverged:
-                for name, param in self.expected.items():
-                    self.close(unsharded_value[name], param, f"{name} of full_state_dict")
-                    if streamed:
-                        self.close(streamed[name], param, f"{name} of stream_full_parameters")
+    def _full_state(self, action: Action) -> None:
+        whole, streamed = tfs.full_state_dict(self.model), {}
+        if action.seed % 2 == 0:
+            streamed = {name: value.clone() for name, value in tfs.stream_full_parameters(self.model)}
+        for name, param in self.expected.items():
+            self.close(whole[name], param, f"{name} of full_state_dict")
+            if streamed:
+                self.close(streamed[name], param, f"{name} of stream_full_parameters")
 
-    def _eager(self, actions: Sequence[Action | None]) -> None:
-        for rank, action in enumerate(actions):
-            if action is None:
-                continue
-            pending, actual = self._prepare(rank, action), None
+    def _eager(self, action: Action) -> None:
+        for rank in range(self.world_size):
+            pending = self._prepare(rank, action)
+            with torch.no_grad():
+                expected = self._call_unsharded(rank, pending)
             if rank == self.rank:
                 with tfs.eager(self.model, reshard_after_forward=False) as module:
                     actual = module.train(pending.mode.training)(*pending.inputs, pending.mode.flag)
-            with torch.no_grad():
-                expected = self._call_unsharded(rank, pending)
-            if actual is not None:
                 self.close(actual, expected, "output of eager")
 
     def _with_state(self) -> set[str]:
         return {name for name, param in self.expected.items() if self.optimizers[1].state.get(param)}
 
-    def _save(self, actions: Sequence[Action | None]) -> None:
+    def _save(self, action: Action) -> None:
         if {name for name, param in self.expected.items() if param.requires_grad} <= self._with_state():
             values = {name: param.detach().clone() for name, param in self.expected.items()}
             self.saved = values, copy.deepcopy(self.optimizers[1].state_dict()), self._with_state()
@@ -378,7 +338,7 @@ class HistoryRunner(Run):
             extra = {"save": self.saves}
             tfs.save_checkpoint(self.model, self.folder / str(self.saves), self.optimizers[0], extra=extra)
 
-    def _load(self, actions: Sequence[Action | None]) -> None:
+    def _load(self, action: Action) -> None:
         """Load what was saved with state for the parameters that have optimizer state now."""
         if self.saved is None or self.saved[2] != self._with_state():
             return
@@ -393,19 +353,13 @@ class HistoryRunner(Run):
         self.optimizers[1].load_state_dict(copy.deepcopy(state))
         self.version += 1
 
-    def _freeze(self, actions: Sequence[Action | None]) -> None:
+    def _freeze(self, action: Action) -> None:
         names = [name for name, trains in self.trainable.items() if trains and not name.startswith("head.")]
         if names:
-            name = names[_same(actions).value % len(names)]
+            name = names[action.value % len(names)]
             for param in (self.params[name], self.expected[name]):
                 param.requires_grad_(not param.requires_grad)
 
 
 def _raise(grad: torch.Tensor) -> None:
     raise Injected("injected")
-
-
-def _same(actions: Sequence[Action | None]) -> Action:
-    """Return the action that is the same on all ranks whose history has not ended."""
-    [action] = {action for action in actions if action is not None}
-    return action

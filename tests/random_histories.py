@@ -102,9 +102,6 @@ PHRASES: dict[tuple[str, ...], int] = {
 }
 """Short sequences of actions that are drawn together, with the weight of each."""
 
-COLLECTIVE = ("forward", "backward", "clip", "full_state", "eager")
-"""Kinds of action in which ranks communicate. A rank that deviates replaces one of these."""
-
 
 @dataclass(frozen=True)
 class Scenario:
@@ -143,23 +140,6 @@ class Scenario:
         return 0.06 if torch.bfloat16 in lowest else 1e-4 if lowest else 1e-9
 
 
-@dataclass(frozen=True)
-class Deviation:
-    """At ``position`` of a history, ``rank`` runs ``instead``, nothing if that is ``None``, or stops if ``ends``."""
-
-    rank: int
-    position: int
-    instead: Action | None = None
-    ends: bool = False
-
-    def history_of(self, rank: int, history: tuple[Action, ...]) -> tuple[Action | None, ...]:
-        if rank != self.rank:
-            return history
-        if self.ends:
-            return (*history[: self.position], *[None] * (len(history) - self.position))
-        return (*history[: self.position], self.instead, *history[self.position + 1 :])
-
-
 class ScenarioModel(RandomModel):
     """A random model with a branch, and with operators that a test can make fail at run time.
 
@@ -190,12 +170,11 @@ class ScenarioModel(RandomModel):
 
 
 @st.composite
-def scenarios(draw: Any, *, histories: int, world_size: int, phrases: int = 6, one_deviates: bool = False) -> Scenario:
+def scenarios(draw: Any, *, histories: int, world_size: int, phrases: int = 6) -> Scenario:
     case = draw(cases(numeric=True))
     model = replace(case.model, blocks=tuple(replace(b, double=True) for b in case.model.blocks))
     options = dict(case.options)
-    kinds = ["plain"] if one_deviates else ["plain", "plain", "plain", "second", "freezable", "norm", "policy"]
-    kind = draw(st.sampled_from(kinds))
+    kind = draw(st.sampled_from(["plain", "plain", "plain", "second", "freezable", "norm", "policy"]))
     if kind == "policy":
         policy = draw(st.sampled_from([(torch.bfloat16, torch.float32), (torch.float32, None), (None, torch.float32)]))
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=policy[0], reduce_dtype=policy[1])
@@ -211,9 +190,9 @@ def scenarios(draw: Any, *, histories: int, world_size: int, phrases: int = 6, o
         no_sync=st.sampled_from([False, False, True]),
         grad=st.sampled_from([True, True, False]),
     )
-    few = 1 if one_deviates or kind in ("second", "freezable") else 3
+    few = 1 if kind in ("second", "freezable") else 3
     modes = (Mode(), *draw(st.lists(mode, min_size=few, max_size=few, unique=True)))
-    if not one_deviates and draw(st.booleans()):
+    if draw(st.booleans()):
         modes = (Mode(), WINDOW, *modes[2:])
     scenario = Scenario(
         model,
@@ -227,7 +206,7 @@ def scenarios(draw: Any, *, histories: int, world_size: int, phrases: int = 6, o
         modes=modes,
         secondary=case.secondary,
     )
-    drawn = [draw(_history(scenario, world_size, one_deviates, phrases)) for _ in range(histories)]
+    drawn = [draw(_history(scenario, world_size, phrases)) for _ in range(histories)]
     return replace(scenario, histories=tuple(drawn))
 
 
@@ -241,12 +220,10 @@ def _without_scalars_used_twice(model: ModelSpec, other: tuple[int, ...]) -> tup
 
 
 @st.composite
-def _history(draw: Any, scenario: Scenario, world_size: int, one_deviates: bool, phrases: int) -> tuple[Action, ...]:
+def _history(draw: Any, scenario: Scenario, world_size: int, phrases: int) -> tuple[Action, ...]:
     without = {"freeze"} if not scenario.freezable else set()
-    if scenario.norm or one_deviates:
+    if scenario.norm:
         without |= {"save", "load"}
-    if one_deviates:
-        without |= {"fail_backward"}  # needs the same losses on all ranks
     if WINDOW not in scenario.modes:
         without |= {"micro_batch"}
     if IS_CUDA:
@@ -291,30 +268,3 @@ def _action(draw: Any, kind: str, scenario: Scenario, world_size: int, seed: int
     if draw(st.integers(0, 2)) == 0:
         action = replace(action, collects=tuple(draw(st.integers(-1, 4)) for _ in range(world_size)))
     return action
-
-
-@st.composite
-def deviating_scenarios(draw: Any, *, world_size: int) -> tuple[Scenario, Deviation]:
-    """Draw a scenario with one history in which one rank skips or replaces a communicating action, or stops early."""
-    scenario = draw(scenarios(histories=1, world_size=world_size, phrases=4, one_deviates=True))
-    [history] = scenario.histories
-    if draw(st.integers(0, 3)):  # in most scenarios, compile and agree on all traces first
-        warm = [Action("forward", mode=mode, seed=90 + mode) for mode in range(len(scenario.modes))]
-        backward = [Action("backward", loss_index=-1) for mode in scenario.modes if mode.grad]
-        history = (*warm, *backward, *history)
-    history = (*history, Action("forward"), Action("backward", loss_index=-1))
-    rank, position = draw(st.integers(0, world_size - 1)), draw(_communicating_positions(history))
-    instead: Action | None = None
-    ends = False
-    kind = draw(st.sampled_from(["skips", "ends", "other mode", "other mode", "other", "other"]))
-    if kind == "ends":
-        ends = True
-    elif kind == "other mode":
-        instead = Action("forward", mode=draw(st.integers(0, len(scenario.modes) - 1)), seed=position)
-    elif kind == "other":
-        instead = draw(_action(draw(st.sampled_from(COLLECTIVE)), scenario, world_size, position))
-    return replace(scenario, histories=(history,)), Deviation(rank, position, instead, ends)
-
-
-def _communicating_positions(history: tuple[Action, ...]) -> Any:
-    return st.sampled_from([position for position, action in enumerate(history) if action.kind in COLLECTIVE])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -18,19 +17,15 @@ from thunder_fsdp_sched.extras.planning.clusters import cluster
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 
 import systems
-import accuracy
 import gpu
-import memory
 import pytest
 import torch
 import torch.distributed as dist
 import windows
-from forked import run_python
-from gpu import REFERENCE, Setup, Worker
+from gpu import Setup, Worker
 from gpu_trace import measured
 from live_memory import LiveMemory
 from models import linear_gpt
-from profiles import LONG_ONLY
 from ranks import on_ranks
 from thunder import extend
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -63,28 +58,6 @@ def test_a_trace_becomes_compute_and_exposed_communication(tmp_path: Path) -> No
     expected = {"seconds": 10, "compute": 6, "communication": 6, "exposed": 2, "idle": 2}
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
     assert measured(tmp_path / "trace.json") == pytest.approx(expected)
-
-
-@LONG_ONLY
-def test_the_stand_in_run_on_cpus_trains_and_is_profiled(tmp_path: Path) -> None:
-    """Everything that does not need a GPU, in real processes: workers, training, digests, the page."""
-    program = tmp_path / "first.py"  # without a list of everything that is installed here, which takes seconds
-    program.write_text(f"import sys\nsys.path.append({str(GPU.parent)!r})\nimport gpu\n")
-    with program.open("a") as file:
-        file.write("gpu.get_pretty_env_info = str\nsys.exit(gpu.main())\n")
-    command = ["-W", "ignore", program, "first", "--stand-in", "--save", str(tmp_path), "--cases", "zero3 flat$"]
-    done = run_python(*command, "--only", "alone|profile", cwd=tmp_path, timeout=1800)
-    assert done.returncode == 0, done.stderr
-    records = json.loads((tmp_path / "records.json").read_text())
-    flat = records["alone"]["zero3 flat"]
-    assert flat["status"] == "ok", flat
-    assert len(set(flat["digests"])) == 1 and flat["distance"] < 1e-4
-    # One rank has the bits of the unsharded model.
-    assert flat["digests"] == records["alone"][REFERENCE]["digests"]
-    profiled = records["profile"]["zero3 flat"]["measured"]
-    assert profiled["compute"] + profiled["exposed"] == pytest.approx(profiled["seconds"])
-    text = (tmp_path / "page.txt").read_text()
-    assert "0 of 3 failed" in text and "STAND-IN" in text
 
 
 def _without_attention(shape: systems.Shape) -> torch.nn.Module:
@@ -152,27 +125,8 @@ def test_memory_in_an_arena_counts_until_its_last_read_or_wait(fake_rank: None) 
 
 
 #
-# benchmarks/memory.py
+# benchmarks/windows.py
 #
-
-
-@LONG_ONLY
-def test_memory_is_compared_at_equal_peaks(fake_rank: None, tmp_path: Path) -> None:
-    """All of ``memory.py`` with few systems and collectives that do nothing."""
-    only = "overlapped zero3(, every block|, selective)?$"
-    sizes = ["--blocks", "1", "--width", "64", "--length", "16", "--batch", "16", "--compute", "0.01", "--rounds", "1"]
-    options = ["--no-limit", "--budgets", "0.8", "--not-equal", "--save", str(tmp_path)]
-    memory.run(memory.parse([*sizes, *options, "--only", only]))
-    saved = json.loads((tmp_path / "memory.json").read_text())
-    figures = saved["results"][0]["figures"]
-    fsdp2 = "FSDP2 overlapped zero3"
-    assert list(figures) == ["ours zero3", fsdp2, f"{fsdp2}, every block", f"{fsdp2}, selective", "ours, 80%"]
-    assert figures[f"{fsdp2}, every block"]["peak"] < figures[f"{fsdp2}, selective"]["peak"] < figures[fsdp2]["peak"]
-    for of_one in figures.values():
-        assert sum(of_one["at_peak"].values()) == of_one["peak"]
-    assert figures["ours zero3"]["flops"] == figures[fsdp2]["flops"] == figures[f"{fsdp2}, selective"]["flops"]
-    assert 0.99 < figures["ours zero3"]["predicted"] / figures["ours zero3"]["peak"] < 1.01
-    assert figures["ours, 80%"]["peak"] <= 1.01 * figures["ours, 80%"]["budget"]
 
 
 @on_ranks()
@@ -193,20 +147,3 @@ def test_windows_count_the_collectives_of_each_bucket(rank: int) -> None:
     assert [of_one["collectives"] for of_one in found.values()] == [5, 2, 2]
     for of_one in losses.values():
         torch.testing.assert_close(of_one, losses[windows.REFERENCE], rtol=1e-4, atol=1e-4)
-
-
-#
-# benchmarks/accuracy.py
-#
-
-
-@LONG_ONLY
-@on_ranks()
-def test_rolled_batches_are_trained_to_the_same_loss_but_for_rounding(rank: int) -> None:
-    text = accuracy.standard_library(held_out=False)[:100_000], accuracy.standard_library(held_out=True)[:100_000]
-    arguments = argparse.Namespace(steps=20, rate=1e-3)
-    exact, reordered = (accuracy.train(name, 0, arguments, text) for name in (accuracy.EXACT, accuracy.REORDERED))
-    assert exact["saved"] == pytest.approx(exact["loss"])
-    assert exact["training"] != reordered["training"]
-    assert exact["training"] == pytest.approx(reordered["training"], abs=1e-4)
-    assert exact["loss"] == pytest.approx(reordered["loss"], abs=1e-4)

@@ -108,20 +108,6 @@ def test_every_example_is_included_in_a_page() -> None:
     assert set(included) == {path.name for path in (ROOT / "examples").glob("*.py")} - demo
 
 
-def test_from_scratch_shows_the_whole_example_and_each_section_links_to_the_package() -> None:
-    docstring, *parts = (ROOT / "examples" / "from_scratch.py").read_text().split("# --8<-- [start:")
-    names = [part.partition("]")[0] for part in parts]
-    for name, part in zip(names, parts, strict=True):
-        assert not part.partition(f"# --8<-- [end:{name}]\n")[2].strip(), f"code after section {name} in no section"
-    introduction, *sections = text_of("from-scratch.md").split("\n## ")
-    included = [re.findall(r'^--8<-- "examples/from_scratch.py:(\w+)"$', s, re.MULTILINE) for s in sections]
-    assert included == [[name] for name in names]
-    assert all("](../thunder_fsdp_sched/" in section for section in sections)
-    [(first, last)] = re.findall(r'^--8<-- "examples/from_scratch.py:(\d+):(\d+)"$', introduction, re.MULTILINE)
-    lines = docstring.splitlines()
-    assert (int(first), lines[int(last)]) == (3, '"""')
-
-
 def test_every_public_name_is_in_the_reference() -> None:
     documented = set(re.findall(r"^::: thunder_fsdp_sched\.(\w+)", "\n".join(map(text_of, pages())), re.MULTILINE))
     modules = {"extras", "transports"}
@@ -266,71 +252,3 @@ def test_wrapped_blocks_are_recomputed_without_more_communication(rank: int, wor
         schedule = names["model"]._lc_transforms[-1].schedules[-1]
         gathers.append([len(part.of("fsdp_all_gather")) for part in (schedule.forward, schedule.backward)])
     assert saved_bytes[1] < saved_bytes[0] and gathers[1] == gathers[0]
-
-
-class _Scaled(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(4, 4)
-        self.drop = torch.nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor, scale: float = 1.0, mask: torch.Tensor | None = None) -> torch.Tensor:
-        y = self.drop(self.first(x)) * scale
-        return y if mask is None else y * mask
-
-
-def test_calls_compile_as_the_table_of_compiling_says(one_rank: None) -> None:
-    torch.manual_seed(0)
-    transform = thunder_fsdp_sched.fsdp()
-    model = thunder.jit(_Scaled(), transforms=[transform])
-    x = torch.randn(2, 4)
-    found: dict[str, list[int]] = {}
-
-    def call(row: str, *args: torch.Tensor | float, grad: bool = True, times: int = 1) -> None:
-        before = len(transform.compiled)
-        for _ in range(times):
-            with torch.set_grad_enabled(grad):
-                model(*args)
-        found.setdefault(row, []).append(len(transform.compiled) - before)
-
-    call("the first one", x)
-    call("the same shapes, other values", torch.randn(2, 4))
-    call("inputs of another shape", torch.randn(3, 4), times=2)
-    with model.no_sync():
-        call("in `model.no_sync()`", x, times=2)
-    call("without gradients", x, grad=False, times=2)
-    with torch.inference_mode():
-        call("without gradients", x, grad=False)
-    model.eval()
-    call("after `model.eval()`", x, times=2)
-    call("after `model.eval()`", x, grad=False, times=2)
-    model.train()
-    call("back in `model.train()`", x)
-    call("another Python number", x, 2.0)
-    call("another Python number", x, 3.0)
-    call("another Python number", x, 2.0)
-    call("an argument that was left out", x, 1.0, torch.ones(2, 4))
-    call("another tensor that requires gradients", x.clone().requires_grad_())
-    with torch.autocast("cpu", torch.bfloat16):
-        call("under `torch.autocast`", x)
-    with thunder_fsdp_sched.eager(model) as module:
-        before = len(transform.compiled)
-        module(torch.randn(9, 4))
-        found["`with tfs.eager(model)"] = [len(transform.compiled) - before]
-    model.get_parameter("first.weight").requires_grad_(False)
-    call("another tensor that requires gradients", x)
-    expected = {row: [1] for row in found} | {
-        "the same shapes, other values": [0],
-        "without gradients": [1, 0],
-        "after `model.eval()`": [1, 1],
-        "back in `model.train()`": [0],
-        "another Python number": [1, 1, 0],
-        "another tensor that requires gradients": [1, 1],
-        "`with tfs.eager(model)": [0],
-    }
-    assert found == expected
-    rows = dict(re.findall(r"^\| (.*?) \| (yes|no)", text_of("compiling.md"), re.MULTILINE))
-    for row, counts in found.items():
-        [says] = [answer for text, answer in rows.items() if text.startswith(row)]
-        assert says == ("yes" if any(counts) else "no"), row
-    assert len(rows) == len(found)

@@ -173,6 +173,14 @@ def test_files_that_do_not_belong_together_are_named(tmp_path):
         read_recorded([one, other])
     with pytest.raises(ValueError, match=r"none\.json cannot be read"):
         read_recorded([tmp_path / "none.json"])
+    compute = [event("aten::mm", 0, 1)]
+    for events, message in (
+        ([], "holds no step"),
+        (compute, "holds no communication"),
+        ([3], "is no file of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_recorded([written(tmp_path / "bad.json", events)])
 
 
 #

@@ -11,7 +11,6 @@ import pytest
 import thunder
 import torch
 from models import Stack
-from ranks import on_ranks
 from torch import nn
 
 
@@ -43,8 +42,7 @@ def _triple(module: nn.Module, args: object, *output: Any) -> torch.Tensor:
     return output[-1] * 3
 
 
-@on_ranks(2)
-def test_a_call_with_other_hooks_compiles_again() -> None:
+def test_a_call_with_other_hooks_compiles_again(one_rank: None) -> None:
     both = Compiled()
     both.check(1)
     hooks = [block.register_forward_hook(_double) for block in both.blocks(1)]
@@ -60,8 +58,7 @@ def test_a_call_with_other_hooks_compiles_again() -> None:
     both.check(4)
 
 
-@on_ranks(2)
-def test_a_call_with_replaced_hooks_compiles_again() -> None:
+def test_a_call_with_replaced_hooks_compiles_again(one_rank: None) -> None:
     both = Compiled()
     handles: list[Any] = []
     for number, (hook, options) in enumerate(
@@ -85,8 +82,7 @@ def test_a_call_with_replaced_hooks_compiles_again() -> None:
 
 
 @pytest.mark.parametrize("cache", ["constant values", "no caching"])
-@on_ranks(2)
-def test_calls_after_autocast_compute_in_full_precision(cache: str) -> None:
+def test_calls_after_autocast_compute_in_full_precision(cache: str, one_rank: None) -> None:
     torch.manual_seed(0)
     model, reference = Stack(1), Stack(1)
     reference.load_state_dict(model.state_dict())

@@ -211,8 +211,12 @@ STATE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("place", ["outermost", "submodule"])
-@pytest.mark.parametrize("name", STATE)
+IN_SUBMODULES = ("a buffer that is made", "a counter", "a loss beside the output")
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [*((name, "outermost") for name in STATE), *((name, "submodule") for name in IN_SUBMODULES)]
+)
 def test_state_of_forward_is_kept_as_in_eager_mode(name: str, place: str) -> None:
     torch.manual_seed(0)
     module = STATE[name]() if place == "outermost" else nn.Sequential(STATE[name]())

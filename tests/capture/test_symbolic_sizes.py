@@ -45,23 +45,15 @@ def _attention(self: Sized, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 # With the number of compilations for LENGTHS: 2 if only a length of 1 is compiled by itself, 4 if each length is.
 PROGRAMS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
-    "equal": (lambda self, x, y: y * 2 if x.shape[1] == 2 else y, 4),
     "greater": (lambda self, x, y: y * 2 if x.shape[1] > 3 else y, 4),
-    "remainder": (lambda self, x, y: y * 2 if x.shape[1] % 2 else y, 4),
     "tuple": (lambda self, x, y: y * 2 if x.shape == (2, 2, 4) else y, 4),
-    "contained": (lambda self, x, y: y * 2 if x.shape[1] in (2, 5) else y, 4),
-    "int": (lambda self, x, y: y * int(x.shape[1]), 4),
     "loop": (_loop, 4),
     "chunk": (lambda self, x, y: y.chunk(2, 1)[0].sum(1), 4),
-    "last": (lambda self, x, y: y[:, -1], 4),
-    "cat": (lambda self, x, y: torch.cat([y, y[:, :1]], 1), 4),
     "sliced parameter": (lambda self, x, y: y + self.positions[: x.shape[1]], 4),
     "factor": (lambda self, x, y: y * x.shape[1], 2),
     "view": (lambda self, x, y: y.view(x.shape[0], x.shape[1], 2, 2).sum(-1).flatten(0, 1), 2),
     "sliced buffer": (lambda self, x, y: y + self.mask[: x.shape[1]], 2),
-    "positions": (lambda self, x, y: y + torch.arange(x.shape[1])[None, :, None], 2),
     "attention": (_attention, 2),
-    "normalized": (lambda self, x, y: F.layer_norm(y, (4,)).mean(1), 2),
 }
 
 

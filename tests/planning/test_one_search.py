@@ -140,15 +140,14 @@ def test_a_window_is_planned_by_one_rank(rank: int) -> None:
 @on_ranks()
 def test_the_rank_with_the_largest_batch_searches_and_others_compile_alone_what_is_known(rank: int) -> None:
     with _searching(rank) as searched:
-        for options in ({"prefetch": "auto"}, {"max_memory": 160_000}):
-            model = _jit(**options)
-            model(_batch(rank, (32, 64)[rank])).backward()
-            assert _everyones(searched) == [[], [MACHINES[1].name]], options
-            searched.clear()
-            model(_batch(rank, (48, 64)[rank])).backward()  # rank 0 compiles alone
-            assert not searched
-            assert len(model._lc_transforms[-1].compiled) == (2, 1)[rank]
-            _all_equal([model._lc_transforms[-1].compiled[-1].choice.chosen[:3]])
+        model = _jit(max_memory=160_000)
+        model(_batch(rank, (32, 64)[rank])).backward()
+        assert _everyones(searched) == [[], [MACHINES[1].name]]
+        searched.clear()
+        model(_batch(rank, (48, 64)[rank])).backward()  # rank 0 compiles alone
+        assert not searched
+        assert len(model._lc_transforms[-1].compiled) == (2, 1)[rank]
+        _all_equal([model._lc_transforms[-1].compiled[-1].choice.chosen[:3]])
         # What is known does not fit, so rank 0 would have to search alone.
         with pytest.raises(
             ScheduleDisagreement, match=r"rank 0: the search for the schedule(.|\n)*rank 1: the forward for"

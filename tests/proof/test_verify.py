@@ -1,7 +1,6 @@
 """Correct traces with one error each, and the message with which ``verify`` must refuse them.
 
-Others are broken at random. ``ranks/test_agreement`` tests what a single rank cannot detect, such as
-an order that differs between ranks.
+``agreement/test_agreement`` tests what a single rank cannot detect, such as an order that differs between ranks.
 """
 
 from __future__ import annotations
@@ -15,19 +14,12 @@ from thunder_fsdp_sched.extras import testing
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from internals import (
-    Aliases,
-    Issue,
-    SlotRegion,
     args_of,
     assign_slots,
     effects,
     fsdp_wait_grads,
     has_backward,
-    is_declared,
-    names,
     outs_of,
     sort_communication,
     verify,
@@ -37,9 +29,8 @@ from synthetic_traces import FakeProcessGroup, chain
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
-from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.trace import from_trace, tracectx
 from torch import nn
 
 GATHER, REDUCE, GRAD = "fsdp_all_gather", "fsdp_reduce_scatter", "fsdp_matmul_into"
@@ -467,64 +458,3 @@ def test_a_pinned_schedule_must_keep_the_limit_of_gathers_in_flight() -> None:
     assert pinned.forward.gathers_in_flight == 3
     with pytest.raises(VerificationError, match=r"gathers bucket '.*max_gathers_in_flight=2"):
         testing.compile_on_fake_ranks(blocks, 2, schedule=pinned, max_gathers_in_flight=2)
-
-
-#
-# Random changes
-#
-
-
-def broken_promise(trace: TraceCtx) -> str:
-    """Return a promise that a trace breaks, found by comparing each read with every write between it and its gather."""
-    defined = set(names(tree_iter((trace.args, trace.kwargs))))
-    issues: dict[str, tuple[int, Issue]] = {}
-    waited: list[str] = []
-    regions: dict[str, tuple[int, SlotRegion]] = {}  # the slot of each parameter, and the position of its gather
-    writes: list[tuple[int, SlotRegion]] = []
-    aliases = Aliases()
-    for position, bsym in enumerate(trace.bound_symbols):
-        effect = effects(bsym)
-        if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL and not defined.issuperset(args_of(bsym)):
-            return f"{position} reads what is not defined"
-        for root in aliases.roots(*args_of(bsym)) & regions.keys():
-            since, region = regions[root]
-            for at, other in writes:
-                if since < at < position and region.slot.arena is other.slot.arena:
-                    if region.span[0] < other.span[1] and other.span[0] < region.span[1]:
-                        return f"{position} reads {root}, which {at} overwrote"
-        if effect.fills is not None or effect.slot_issue is not None:
-            writes.append((position, effect.fills or effect.slot_issue.region))
-        if effect.issues is not None:
-            issues[effect.issues.future] = position, effect.issues
-        if effect.waits is not None:
-            waited.append(effect.waits.future)
-            since, issue = issues[effect.waits.future]
-            for index, out in enumerate(effect.in_place):
-                regions[out] = since, issue.region._replace(param=index)
-        aliases.add(bsym)
-        defined.update(outs_of(bsym))
-    return "" if sorted(waited) == sorted(issues) else "issues and waits differ"
-
-
-@given(
-    st.sampled_from(["chain forward", "zero3 forward", "zero3 backward", "zero2 forward"]),
-    st.sampled_from(["move", "delete", "slot"]),
-    st.integers(0, 1000),
-    st.integers(-12, 12),
-)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_what_is_accepted_after_a_random_change_keeps_the_promises(trace: str, how: str, which: int, by: int) -> None:
-    step = Step(*trace.split())
-    own = [i for i, b in enumerate(step.bsyms) if is_declared(b.sym) and (how != "slot" or effects(b).slot_issue)]
-    at = own[which % len(own)]
-    if how == "move":
-        step.move(at, min(max(0, at + by), len(step.bsyms) - 2))
-    elif how == "delete":
-        del step.bsyms[at]
-    else:
-        step.change(at, {1: step.bsyms[own[by % len(own)]].args[1]})
-    try:
-        step.verify()
-    except VerificationError:
-        return
-    assert not broken_promise(step.trace)

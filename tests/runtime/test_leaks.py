@@ -48,8 +48,7 @@ def test_dropped_models_release_all_resources() -> None:
         for _ in range(2):
             ours = fsdp(**options)
             model = thunder.jit(Stack(1).double(), transforms=[ours])
-            for batch in (2, 3):
-                model(torch.ones(batch, 4, dtype=torch.float64)).sum().backward()
+            model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
             refs += [weakref.ref(o) for o in (ours, model, ours.sharded.buckets[0], ours.sharded.buckets[0].arena)]
             del ours, model
             seen.append(_resources())
@@ -112,7 +111,7 @@ def test_the_oldest_shapes_are_evicted_after_a_warning(rank: int) -> None:
         assert thunder.compile_stats(model).cache_misses == misses + rank
 
 
-@on_ranks()
+@on_ranks(1)
 def test_a_further_shape_keeps_its_program_and_no_traces() -> None:
     ours = fsdp()
     model = thunder.jit(Stack(2), transforms=[ours])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from thunder_fsdp_sched import fsdp
 
@@ -14,11 +15,12 @@ import torch.distributed as dist
 from device_thread import backward_on
 from models import Stack
 from ranks import on_ranks
+from thunder.dev_utils.nvtx_profile_transform import NvtxProfileTransform
 
 
-def _model(**options: Any) -> Any:
+def _model(*more: Any) -> Any:
     torch.manual_seed(0)
-    return thunder.jit(Stack(1), transforms=[fsdp(**options)])
+    return thunder.jit(Stack(1), transforms=[fsdp(), *more])
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -43,3 +45,10 @@ def test_collectives_have_bucket_phase_and_step_in_profiles(tmp_path: Path) -> N
         steps = {int(n.rpartition(" ")[2]) for n in names if f"fsdp_reduce_scatter({bucket}) in backward, step" in n}
         assert len(steps) == 2 and max(steps) - min(steps) == 1, names
         assert any(name.startswith(f"fsdp_all_gather({bucket}) in forward, step ") for name in names), names
+
+
+def test_thunders_ranges_of_nvtx_name_the_bucket(one_rank: None) -> None:
+    with mock.patch("torch.cuda.nvtx.range_push") as push, mock.patch("torch.cuda.nvtx.range_pop"):
+        _model(NvtxProfileTransform())(torch.ones(2, 4)).sum().backward()
+    for call in ("fsdp_all_gather", "fsdp_reduce_scatter"):
+        assert f"{call}(bucket_blocks_0, " in str(push.call_args_list)

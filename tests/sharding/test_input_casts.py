@@ -309,7 +309,7 @@ def _facts(value: Any) -> Any:
     return (type(value), list(map(_facts, value))) if isinstance(value, (list, tuple)) else value
 
 
-@on_ranks()
+@on_ranks(1)
 def test_containers_into_and_out_of_modules_are_cast_as_by_fsdp2(rank: int) -> None:
     inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     outer = MixedPrecisionPolicy(param_dtype=torch.float16)

@@ -7,9 +7,8 @@ import copy
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import Debug, Init, fsdp
+from thunder_fsdp_sched import Init, fsdp
 from thunder_fsdp_sched.ranks.control import Control
-from thunder_fsdp_sched.transforms.guard_outputs import outputs_reached
 
 import pytest
 import thunder
@@ -19,7 +18,6 @@ from ranks import on_ranks
 from scenario import whole_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 WAYS = [("zero2", "unsharded"), ("zero3", "sharded")]
 MORE_WAYS = [pytest.param(*way, marks=LONG_ONLY) for way in (("zero2", "sharded"), ("zero3", "unsharded"))]
@@ -167,36 +165,6 @@ def test_what_reaches_no_output_has_no_gradient(rank: int, world_size: int, buck
             optimizer.zero_grad()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole_of(ours), theirs.data, rtol=1e-11, atol=1e-11)
-
-
-class Reaching(nn.Module):
-    """Outputs of operators that do not pass on all gradients, a buffer that is updated, and a region that recomputes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Parameter(torch.ones(3)) for _ in range(3))
-        self.register_buffer("mean", torch.zeros(3))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = x * self.first
-        self.mean.mul_(0.5).add_(y.mean(0))
-        mask = y > self.second
-        split = torch.where(mask, y.detach(), x * self.third)
-        return y, y.argmax(), checkpoint(torch.sin, split, use_reentrant=False)
-
-
-@pytest.mark.parametrize("trace_modules_once", [True, False])
-def test_the_outputs_that_each_input_reaches(trace_modules_once: bool, fake_ranks: None) -> None:
-    found = []
-
-    def record(*args: Any) -> Any:
-        found.append(outputs_reached(*args))
-        return found[-1]
-
-    jitted = thunder.jit(Reaching(), transforms=[fsdp(debug=Debug(trace_modules_once=trace_modules_once))])
-    with mock.patch("thunder_fsdp_sched.transforms.guard_outputs.outputs_reached", record):
-        jitted(torch.randn(2, 3))
-    assert found == [(0b101, 0b001, 0, 0, 0b100)]  # of x, first, second, mean and third
 
 
 def test_traces_whose_inputs_reach_the_same_outputs_need_no_hooks(fake_ranks: None) -> None:

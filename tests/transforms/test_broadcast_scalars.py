@@ -11,6 +11,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from profiles import LONG_ONLY
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -58,7 +59,7 @@ class Blocks(nn.Module):
         return torch.stack([block(x) for block in self.blocks]).sum(0)
 
 
-@pytest.mark.parametrize("trace_modules_once", [True, False])
+@pytest.mark.parametrize("trace_modules_once", [True, pytest.param(False, marks=LONG_ONLY)])
 def test_gradients_of_operands_without_dimensions_are_summed(trace_modules_once: bool) -> None:
     module, x = Blocks(), torch.linspace(-1, 1, 4, dtype=torch.float64).view(2, 2)
     jitted = thunder.jit(copy.deepcopy(module), transforms=[fsdp(debug=Debug(trace_modules_once=trace_modules_once))])

@@ -22,7 +22,7 @@ import thunder
 import torch
 from internals import args_of, facts_of, fsdp_wait_params, outs_of
 from models import CASES, GPT, Chain, FeedForward, Stack
-from profiles import LONG_ONLY, mostly_zero3
+from profiles import LONG_ONLY
 from ranks import Ranks, on_ranks, worker_pool
 from scenario import Run, train_and_check_what_is_saved
 from thunder.core.prims import PrimIDs
@@ -30,8 +30,6 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.torch_compile import torch_compile_ex
 from torch import nn
-
-FUSION_TYPES = ("consecutive", "dataflow")
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +150,6 @@ class FeedForwards(GPT):
         (FeedForwards, "zero3", "nvfuser", "dataflow"),
         (FeedForwards, "zero2", "nvfuser_matmul", "consecutive"),
         pytest.param(GPT, "zero3", "nvfuser", "consecutive", marks=LONG_ONLY),
-        pytest.param(FeedForwards, "zero3", "aot_eager", "consecutive", marks=LONG_ONLY),
-        pytest.param(FeedForwards, "zero2", "nvfuser", "dataflow", marks=LONG_ONLY),
-        pytest.param(FeedForwards, "zero2", "aot_eager", "dataflow", marks=LONG_ONLY),
     ],
 )
 @on_ranks(timeout=300)
@@ -222,19 +217,9 @@ TRAINED = [
     *(("nvfuser", "zero3", "consecutive", name) for name in ("frozen_parameters", "views_of_parameters")),
     ("nvfuser", "zero2", "consecutive", "buffers"),
 ]
-TRAINED_IN_LONG_RUNS = [
-    ("aot_eager", "zero3", "consecutive", "Sines"),
-    *(("nvfuser", strategy, kind, "Transposes") for strategy in ("zero2", "zero3") for kind in FUSION_TYPES),
-    *(("nvfuser", "zero3", "dataflow", name) for name in ("buffers", "derived_parameters", "expanded_parameters")),
-    ("nvfuser", "zero3", "consecutive", "scalar_loss"),
-    ("nvfuser", "zero2", "dataflow", "views_of_parameters"),
-]
 
 
-@pytest.mark.parametrize(
-    ("fuser", "strategy", "fusion_type", "name"),
-    [*TRAINED, *(pytest.param(*row, marks=LONG_ONLY) for row in TRAINED_IN_LONG_RUNS)],
-)
+@pytest.mark.parametrize(("fuser", "strategy", "fusion_type", "name"), TRAINED)
 @on_ranks()
 def test_fused_models_train_and_save_no_values_that_derive_only_from_parameters(
     fuser: str, strategy: str, fusion_type: str, name: str
@@ -244,20 +229,17 @@ def test_fused_models_train_and_save_no_values_that_derive_only_from_parameters(
         check_regions(run.transform.compiled[-1].forward, fused_blocks=False)
 
 
-@mostly_zero3
 @on_ranks()
-def test_fused_models_train_correctly_with_any_bucketing_and_prefetch(strategy: str) -> None:
-    sweep = [("none", 0), ("none", 2), ("layer", 2), (300, 0)] if strategy == "zero3" else [("none", 2), (300, 0)]
-    for bucketing, prefetch in sweep:
+def test_fused_models_train_correctly_with_any_bucketing_and_prefetch() -> None:
+    for bucketing, prefetch, strategy in (("none", 2, "zero2"), ("layer", 2, "zero3"), (300, 0, "zero3")):
         options = {"bucketing_strategy": bucketing, "prefetch": prefetch}
         run = train(Stack(2), strategy, jit_options=jit_options("nvfuser_matmul"), **options)
         testing.assert_prefetch_distance(run.transform.compiled[-1].forward, prefetch)
 
 
-@mostly_zero3
 @on_ranks()
-def test_fused_models_accumulate_and_evaluate_correctly(strategy: str) -> None:
-    run = Run(Stack(2).double(), sharding_strategy=strategy, jit_options=jit_options("nvfuser_matmul"))
+def test_fused_models_accumulate_and_evaluate_correctly() -> None:
+    run = Run(Stack(2).double(), jit_options=jit_options("nvfuser_matmul"))
     run.micro_batch(0)
     run.micro_batch(1, no_sync=False)
     run.step()
