@@ -17,8 +17,9 @@ from unittest import mock
 
 from thunder_fsdp_sched import CompiledTraces, FSDPTransform, StepMemory
 from thunder_fsdp_sched.extras.planning.fake_ranks import fake_rank
-from thunder_fsdp_sched.ir.symbols import fsdp_backward_done, fsdp_release
+from thunder_fsdp_sched.ir.symbols import fsdp_backward_done
 from thunder_fsdp_sched.runtime import autograd
+from thunder_fsdp_sched.transforms.release_slots import fsdp_release
 
 import thunder
 import torch

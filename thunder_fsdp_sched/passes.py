@@ -15,7 +15,6 @@ from .compiled_traces import CompiledTraces, StepSettings
 from .extensions import load
 from .logs import Artifacts, log_pass
 from .options import Options
-from .proof.verify import check_well_formed
 from .runtime.bucket import Bucket
 from .runtime.memory import Arena
 from .runtime.module_hooks import TracedHooks
@@ -83,8 +82,8 @@ class Context:
         return any(b.ranks.group.backend_for(b.spec.device) != "nccl" for b in self.buckets)
 
 
-Condition = tuple[str, Callable[[Context], bool]]
-"""When a pass runs: in words, for the docs, and whether it does in a context."""
+Condition = tuple[str, Callable[[TraceCtx, Context], bool]]
+"""When a pass runs: in words, for the docs, and whether it does on a trace in a context."""
 
 _Value = TypeVar("_Value")
 
@@ -99,12 +98,13 @@ class Later:
     """A pass that is loaded when it first runs: one that an option asks for, or that few programs need.
 
     Args:
-        path: its module and name, for :func:`~.extensions.load`.
+        path: its module and name, for :func:`~.extensions.load`; without a name, that of its module.
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self.__name__ = path.rpartition(":")[2]
+        module, _, name = path.partition(":")
+        self.__name__ = name or module.rpartition(".")[2]
+        self.path = f"{module}:{self.__name__}"
 
     def __call__(self, trace: TraceCtx, **arguments: Any) -> TraceCtx:
         changed: TraceCtx = load(self.path)(trace, **arguments)
@@ -125,7 +125,7 @@ class Step:
 
     pass_: Callable[..., TraceCtx]
     bind: Callable[[TraceCtx, Context], TraceCtx] | None = None
-    when: Condition = ("", lambda c: True)
+    when: Condition = ("", lambda trace, c: True)
     searched: bool = False
     required: bool = True
 
@@ -158,7 +158,7 @@ class Phase:
         for step in self.steps:
             if (search and not step.searched) or step.name in context.options.debug.skip_passes:
                 continue
-            if not step.when[1](context):
+            if not step.when[1](trace, context):
                 continue
             started, before = time.process_time(), trace
             trace = step.run(before, context)
@@ -169,7 +169,7 @@ class Phase:
             log_pass(step.name, seconds, before, trace)
             context.artifacts.log_pass(step.name, "forward" if context.forward is None else "backward", trace)
             if context.options.debug.check_passes:
-                check_well_formed(trace, step.name)
+                load("extras.well_formed:check_well_formed")(trace, step.name)
         return trace
 
 

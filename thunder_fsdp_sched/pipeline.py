@@ -13,61 +13,63 @@ store nothing.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
-from thunder.core.symbol import BoundSymbol
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
 
 from .capture.bound_symbols import IN_CHECKPOINT
 from .extensions import load
+from .ir.inspection import nested
 from .passes import Condition, Context, Later, Order, Phase, PhaseName, Step, check_order, given
 from .proof import verify
 from .transforms.assign_slots import assign_slots
-from .transforms.broadcast_scalars import broadcast_scalars
 from .transforms.bucket_communication import bucket_communication
-from .transforms.check_params_unchanged import check_params_unchanged, guard_first
 from .transforms.claim_operators import claim_operators
 from .transforms.differentiate import differentiate
 from .transforms.draw_once import draw_once, reject_resampled_random_grads
 from .transforms.end_backward import end_backward
-from .transforms.fuse_downcast import fuse_downcast
 from .transforms.guard_outputs import detach_constants, guard_outputs
 from .transforms.insert_unshard import insert_unshard
-from .transforms.refuse_wrong_gradients import refuse_wrong_gradients
 from .transforms.regather_for_backward import regather_for_backward
 from .transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward, reuse_in_window
 from .transforms.shard_prologue import shard_prologue
 from .transforms.sort_communication import sort_communication
 from .transforms.write_grads_in_place import write_grads_in_place
 
-if TYPE_CHECKING:  # so that a checker of types sees their arguments
-    from .extras.replay import replay_schedule
-    from .extras.secondary_shards import gather_from_secondary
-    from .transforms.average_counted_targets import average_counted_targets
-    from .transforms.draws_in_fusions import mark_draws, refuse_merged_draws
-    from .transforms.insert_agreement import insert_agreement
-    from .transforms.keep_fusions_apart import keep_fusions_apart, remove_cuts
-    from .transforms.recompute_whole_regions import recompute_whole_regions
-    from .transforms.release_slots import release_extension, release_slots
-else:
-    recompute_whole_regions = Later("transforms.recompute_whole_regions:recompute_whole_regions")
-    average_counted_targets = Later("transforms.average_counted_targets:average_counted_targets")
-    insert_agreement = Later("transforms.insert_agreement:insert_agreement")
-    keep_fusions_apart = Later("transforms.keep_fusions_apart:keep_fusions_apart")
-    remove_cuts = Later("transforms.keep_fusions_apart:remove_cuts")
-    mark_draws = Later("transforms.draws_in_fusions:mark_draws")
-    refuse_merged_draws = Later("transforms.draws_in_fusions:refuse_merged_draws")
-    release_slots = Later("transforms.release_slots:release_slots")
-    release_extension = Later("transforms.release_slots:release_extension")
-    gather_from_secondary = Later("extras.secondary_shards:gather_from_secondary")
-    replay_schedule = Later("extras.replay:replay_schedule")
+recompute_whole_regions = Later("transforms.recompute_whole_regions")
+average_counted_targets = Later("transforms.average_counted_targets")
+broadcast_scalars = Later("transforms.broadcast_scalars")
+refuse_wrong_gradients = Later("transforms.refuse_wrong_gradients")
+fuse_downcast = Later("transforms.fuse_downcast")
+check_params_unchanged = Later("transforms.check_params_unchanged")
+guard_first = Later("transforms.check_params_unchanged:guard_first")
+keep_fusions_apart = Later("transforms.keep_fusions_apart")
+remove_cuts = Later("transforms.keep_fusions_apart:remove_cuts")
+mark_draws = Later("transforms.draws_in_fusions:mark_draws")
+refuse_merged_draws = Later("transforms.draws_in_fusions:refuse_merged_draws")
+release_slots = Later("transforms.release_slots")
+release_extension = Later("transforms.release_slots:release_extension")
+insert_agreement = Later("transforms.insert_agreement")
+gather_from_secondary = Later("extras.secondary_shards:gather_from_secondary")
+replay_schedule = Later("extras.replay:replay_schedule")
 
 
-def _operators(c: Context) -> Sequence[BoundSymbol]:
-    """Return the operators of the computation as Thunder has traced it."""
-    return given(c.computation).bound_symbols
+def _has(name: str) -> Callable[[TraceCtx, Context], bool]:
+    """Return a condition: whether a trace has bound symbols of this name."""
+    return lambda trace, c: any(bsym.sym.name == name for bsym in trace.bound_symbols)
+
+
+def _casts(trace: TraceCtx, c: Context) -> bool:
+    return any(bsym.sym.id is PrimIDs.CONVERT_ELEMENT_TYPE for bsym in nested(trace.bound_symbols))
+
+
+def _has_scalars(trace: TraceCtx, c: Context) -> bool:
+    """Return whether an operator reads a tensor without dimensions."""
+    read = (p for b in nested(trace.bound_symbols) for p in b.flat_proxy_args)
+    return any(isinstance(p, TensorProxy) and not p.ndim for p in read)
 
 
 def _retains(c: Context) -> bool:
@@ -75,7 +77,7 @@ def _retains(c: Context) -> bool:
     return c.options.agree == "step" and (not c.options.sharding_strategy.release or c.trains)
 
 
-_FUSES: Condition = ("if an executor can fuse operators", lambda c: bool(c.fusions))
+_FUSES: Condition = ("if an executor can fuse operators", lambda trace, c: bool(c.fusions))
 
 PIPELINE: tuple[Phase, ...] = (
     Phase(
@@ -107,13 +109,13 @@ PIPELINE: tuple[Phase, ...] = (
             recompute_whole_regions,
             when=(
                 "in regions of `torch.utils.checkpoint`",
-                lambda c: any(IN_CHECKPOINT in b.tags for b in _operators(c)),
+                lambda trace, c: any(IN_CHECKPOINT in b.tags for b in trace.bound_symbols),
             ),
             required=False,
         ),
         Step(
             average_counted_targets,
-            when=("with a `cross_entropy`", lambda c: any(b.sym.name == "cross_entropy" for b in _operators(c))),
+            when=("with a `cross_entropy`", _has("cross_entropy")),
         ),
         Step(
             insert_unshard,
@@ -121,8 +123,8 @@ PIPELINE: tuple[Phase, ...] = (
                 trace, parameters=c.traces.parameters, locations=c.locations, shards=c.shards
             ),
         ),
-        Step(broadcast_scalars),
-        Step(refuse_wrong_gradients),
+        Step(broadcast_scalars, when=("with operands without dimensions", _has_scalars)),
+        Step(refuse_wrong_gradients, when=("with an `index_put`", _has("index_put"))),
     ),
     Phase(
         "autograd",
@@ -130,12 +132,15 @@ PIPELINE: tuple[Phase, ...] = (
         Step(
             differentiate,
             lambda trace, c: differentiate(trace, executors=c.executors, has_gradients=given(c.has_gradients)),
-            when=("in place of Thunder's autograd (`trace_modules_once`)", lambda c: c.has_gradients is not None),
+            when=(
+                "in place of Thunder's autograd (`trace_modules_once`)",
+                lambda trace, c: c.has_gradients is not None,
+            ),
         ),
         Step(
             claim_operators,
             lambda trace, c: claim_operators(trace, executors=c.executors),
-            when=("after Thunder's autograd", lambda c: c.has_gradients is None),
+            when=("after Thunder's autograd", lambda trace, c: c.has_gradients is None),
         ),
     ),
     Phase(
@@ -147,7 +152,7 @@ PIPELINE: tuple[Phase, ...] = (
                 trace, buckets=c.buckets, no_sync=c.no_sync, accumulate=c.settings.accumulate
             ),
         ),
-        Step(fuse_downcast, required=False),
+        Step(fuse_downcast, when=("with casts", _casts), required=False),
     ),
     Phase(
         "bucketed",
@@ -160,7 +165,9 @@ PIPELINE: tuple[Phase, ...] = (
             searched=True,
         ),
         Step(
-            check_params_unchanged, lambda trace, c: check_params_unchanged(trace, kept_buckets=c.settings.kept_buckets)
+            check_params_unchanged,
+            lambda trace, c: check_params_unchanged(trace, kept_buckets=c.settings.kept_buckets),
+            when=("if buckets stay unsharded until backward", lambda trace, c: bool(c.settings.kept_buckets)),
         ),
         Step(keep_fusions_apart, lambda trace, c: keep_fusions_apart(trace, fusions=c.fusions), when=_FUSES),
         Step(mark_draws, when=_FUSES),
@@ -179,7 +186,7 @@ PIPELINE: tuple[Phase, ...] = (
             gather_from_secondary,
             when=(
                 "with `Sharding(secondary_ranks=...)`",
-                lambda c: any(b.secondary_ranks is not None for b in c.buckets),
+                lambda trace, c: any(b.secondary_ranks is not None for b in c.buckets),
             ),
             searched=True,
             required=False,
@@ -191,10 +198,10 @@ PIPELINE: tuple[Phase, ...] = (
         Step(
             reject_resampled_random_grads,
             lambda trace, c: reject_resampled_random_grads(trace, forward=c.forward, computation=c.computation),
-            when=("backward of a traced step", lambda c: c.forward is not None and c.computation is not None),
+            when=("backward of a traced step", lambda trace, c: c.forward is not None and c.computation is not None),
         ),
         Step(write_grads_in_place, searched=True, required=False),
-        Step(guard_first),
+        Step(guard_first, when=("with guards of kept buckets", _has("fsdp_params_unchanged"))),
     ),
     Phase(
         "scheduled",
@@ -210,7 +217,7 @@ PIPELINE: tuple[Phase, ...] = (
                 kept_buckets=c.settings.kept_buckets,
                 forward=c.forward,
             ),
-            when=("unless a schedule is pinned", lambda c: c.options.schedule is None),
+            when=("unless a schedule is pinned", lambda trace, c: c.options.schedule is None),
             searched=True,
             required=False,
         ),
@@ -222,7 +229,7 @@ PIPELINE: tuple[Phase, ...] = (
                     trace, given(c.options.schedule), c.traces.forward_schedule, no_sync=c.no_sync
                 ),
             ),
-            when=("in its place with `schedule`", lambda c: c.options.schedule is not None),
+            when=("in its place with `schedule`", lambda trace, c: c.options.schedule is not None),
         ),
         Step(
             assign_slots,
@@ -242,7 +249,7 @@ PIPELINE: tuple[Phase, ...] = (
             mark_retained_by_forward,
             when=(
                 'forward, unless `release` frees what it leaves, with `agree="step"`',
-                lambda c: _retains(c) and c.forward is None,
+                lambda trace, c: _retains(c) and c.forward is None,
             ),
             searched=True,
             required=False,
@@ -252,7 +259,7 @@ PIPELINE: tuple[Phase, ...] = (
             lambda trace, c: reuse_from_forward(trace, forward=c.forward),
             when=(
                 'backward, unless `release` frees what forward leaves, with `agree="step"`',
-                lambda c: _retains(c) and c.forward is not None,
+                lambda trace, c: _retains(c) and c.forward is not None,
             ),
             searched=True,
             required=False,
@@ -260,7 +267,7 @@ PIPELINE: tuple[Phase, ...] = (
         Step(
             release_slots,
             lambda trace, c: release_slots(trace, forward=c.forward, trains=c.trains),
-            when=("with `release`", lambda c: c.options.sharding_strategy.release),
+            when=("with `release`", lambda trace, c: c.options.sharding_strategy.release),
             required=False,
         ),
         Step(
@@ -268,7 +275,7 @@ PIPELINE: tuple[Phase, ...] = (
             lambda trace, c: release_extension(trace, buckets=c.buckets, arena_of=c.arena_of),
             when=(
                 "if `max_memory` extends the arena for backward",
-                lambda c: not c.options.sharding_strategy.release and c.settings.backward_arena,
+                lambda trace, c: not c.options.sharding_strategy.release and c.settings.backward_arena,
             ),
             searched=True,
         ),
@@ -277,7 +284,7 @@ PIPELINE: tuple[Phase, ...] = (
             lambda trace, c: reuse_in_window(trace, no_sync=c.no_sync),
             when=(
                 'forward, unless `reshard_after_backward`, with `agree="step"`',
-                lambda c: (
+                lambda trace, c: (
                     c.options.agree == "step"
                     and c.trains
                     and c.forward is None
@@ -300,12 +307,12 @@ PIPELINE: tuple[Phase, ...] = (
             lambda trace, c: insert_agreement(
                 trace, start=given(c.start), before_issue=c.agrees_before_issue, audit=c.options.debug.audit
             ),
-            when=("with several ranks", lambda c: c.start is not None),
+            when=("with several ranks", lambda trace, c: c.start is not None),
         ),
         Step(
             end_backward,
             lambda trace, c: end_backward(trace, no_sync=c.no_sync),
-            when=("backward", lambda c: c.forward is not None),
+            when=("backward", lambda trace, c: c.forward is not None),
         ),
         Step(del_last_used, lambda trace, c: del_last_used(trace, clear_mutable_collections=c.forward is not None)),
     ),

@@ -59,7 +59,7 @@ from .passes import Context, PassExecutor, PhaseName
 from .plan.plan import Plan
 from .private_thunder import quiet_no_sync
 from .proof.audit import audited
-from .proof.verify import verify_again
+from .proof.verify import is_unchanged
 from .runtime.module_hooks import TracedHooks
 from .runtime.traced_inputs import MemoryOfInputs
 from .sharding.shard_module import shard_module
@@ -410,6 +410,10 @@ class Compilation:
 
     def verify_again(self, final: Sequence[TraceCtx]) -> None:
         """Prove the forward and backward traces that Thunder makes a program of, after transforms that follow this one."""
+        if all(map(is_unchanged, self._returned, final)):
+            return
+        from .proof.verify_again import verify_again  # here, because most transforms change no trace
+
         with self.sharded.control.announcing_failure("verifying the traces that run"):
             verify_again(
                 self._returned,

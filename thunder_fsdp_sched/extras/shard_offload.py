@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from ..private_torch import NO_CONTEXT, labelled
-from ..runtime.shard_source import ShardSource, fill_sent
+from ..runtime.shard_source import ShardSource
 from ..transports.base import side_stream
+from .low_precision.cast_source import fill_sent
 
 
 class OffloadedShardSource(ShardSource):

@@ -234,6 +234,15 @@ def derivation(bsym: BoundSymbol, out: str) -> list[BoundSymbol]:
     return part[::-1]
 
 
+def like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:
+    """Return ``bsym`` with the source position and also the tags of ``original``."""
+    return bsym.from_bsym(
+        tags=original.tags | bsym.tags,
+        source_filename=original.source_filename,
+        source_positions=original.source_positions,
+    )
+
+
 def swap_args(bsym: BoundSymbol, swaps: dict[str, Proxy]) -> BoundSymbol:
     """Return ``bsym`` with the inputs named in ``swaps`` replaced, also in its subsymbols; its outputs stay."""
     swap_map = {variableify(p): swaps[p.name] for p in bsym.flat_proxy_args if p.name in swaps}

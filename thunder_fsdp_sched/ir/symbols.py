@@ -28,11 +28,8 @@ With hybrid sharding, ``ft2 = fsdp_all_reduce(bucket_h_0, ft1)`` is between the 
 within the group and issues the one across the replicas. The wait then takes ``ft2``.
 
 A wait for gradients with ``hook='average'`` then calls the user's ``all_reduce_hook`` of that name, which may communicate.
-So does ``fsdp_reduce_unreduced`` if it has something to reduce.
-
-Under ``no_sync``, ``fsdp_accumulate_grads(bucket_h_0, dw, db)`` adds whole gradients to the bucket's sum. With
-``accumulate="sharded"`` they are reduced, and ``fsdp_accumulate_reduced(bucket_h_0, ft1)`` waits and adds this rank's rows
-to another sum: see [Note: Two ways to accumulate] in ``runtime.accumulation``.
+So does ``fsdp_reduce_unreduced`` if it has something to reduce; that and the symbols of ``no_sync`` are in
+``extras.no_sync.symbols``.
 
 Shards and gradients are in the order of the bucket's parameters, with ``None`` for those that the trace does not use.
 A backward that reduces or accumulates gradients ends with ``fsdp_backward_done(False, bucket_h_0, bucket_h_1)``. Only
@@ -60,10 +57,10 @@ from thunder.core.transforms import get_grad, put_grad
 from ..runtime import ops
 from ..runtime.autograd import guard_backward
 from ..runtime.bucket import Bucket
-from ..runtime.memory import Slot, slot_bytes
+from ..runtime.memory import Slot
 from ..runtime.module_hooks import check_hooks
-from ..runtime.traced_inputs import check_inputs, check_memory, check_parameters
-from ..transports.base import Buffer, Traffic
+from ..runtime.traced_inputs import check_inputs, check_parameters
+from ..transports.base import Buffer
 from .effects import (
     Allocation,
     Effects,
@@ -96,7 +93,7 @@ def _future(bucket: Bucket, numel: int, dtype: torch.dtype) -> FutureTensorProxy
     return FutureTensorProxy(shape=(numel,), device=devices.to_device(bucket.spec.device), dtype=dtypes.to_dtype(dtype))
 
 
-def _shard_bytes(bucket: Bucket, dtype: torch.dtype) -> int:
+def shard_bytes_in(bucket: Bucket, dtype: torch.dtype) -> int:
     """Return the bytes of the shard of a bucket, or of its gradients, in a dtype."""
     return bucket.spec.layout.shard_numel * dtype.itemsize
 
@@ -104,7 +101,7 @@ def _shard_bytes(bucket: Bucket, dtype: torch.dtype) -> int:
 def _loaded_bytes(bucket: Bucket) -> int:
     """Return the bytes of an offloaded shard that are copied to the device."""
     spec = bucket.spec
-    return _shard_bytes(bucket, spec.param_dtype if spec.gather_wire is None else spec.dtype)
+    return shard_bytes_in(bucket, spec.param_dtype if spec.gather_wire is None else spec.dtype)
 
 
 def _all_gather_meta(
@@ -150,14 +147,14 @@ def _all_gather_effects(bsym: BoundSymbol) -> Effects:
     if offload and not issue.resident:
         memory.append(Allocation(issue.future, nbytes, spec.device.type))
         if spec.gather_wire is not None:
-            memory += _call(bucket, "copy of the shard on the device", _loaded_bytes(bucket))
+            memory += call_memory(bucket, "copy of the shard on the device", _loaded_bytes(bucket))
     if casts and not offload:
         memory.append(Allocation(("cast", bucket), nbytes, spec.device.type, "steps", label=f"cast of {spec.name}"))
     if not issue.resident:
         memory += _pooled(bucket, bucket.transport.gather_buffers(spec))
         memory += _afterwards(bucket, "decoding", bucket.transport.gather_temporary(spec))
     if spec.gather_wire is not None and not issue.resident and (offload or not marks.get("reuse_cast")):
-        memory += _call(bucket, "encoding", spec.gather_wire.temporary_bytes(1, spec.dtype))
+        memory += call_memory(bucket, "encoding", spec.gather_wire.temporary_bytes(1, spec.dtype))
     if not issue.resident and issue.traffic is not None:
         copied, casts_now = issue.traffic.copied_before, casts and not marks.get("reuse_cast")
         at_once = copied + (spec.shard_bytes + nbytes if casts_now or offload else 0)
@@ -208,21 +205,12 @@ def without_token(bsym: BoundSymbol) -> BoundSymbol:
     return with_token(bsym, None) if bsym.sym is fsdp_wait_params and len(bsym.args) > 2 else bsym
 
 
-def _params_unchanged_effects(bsym: BoundSymbol) -> Effects:
-    bucket = bucket_of(bsym)
-    return Effects(
-        work=LocalWork(), bucket=bucket, ensures=SlotRegion(bucket, bucket.private_slot, bucket.spec.param_dtype)
-    )
-
-
-fsdp_params_unchanged = register("fsdp_params_unchanged", ops.params_unchanged, _params_unchanged_effects)
-
 #
 # Reductions
 #
 
 
-def _call(bucket: Bucket, label: str, nbytes: int, only_with: Hashable = None) -> tuple[Allocation, ...]:
+def call_memory(bucket: Bucket, label: str, nbytes: int, only_with: Hashable = None) -> tuple[Allocation, ...]:
     """Return memory that exists only during a call."""
     memory = Allocation(
         None, nbytes, bucket.spec.device.type, "call", label=f"{label} ({bucket.spec.name})", only_with=only_with
@@ -230,7 +218,7 @@ def _call(bucket: Bucket, label: str, nbytes: int, only_with: Hashable = None) -
     return (memory,) if nbytes else ()
 
 
-def _broadcast(bucket: Bucket, grads: Sequence[TensorProxy | None]) -> tuple[Allocation, ...]:
+def memory_of_sums(bucket: Bucket, grads: Sequence[TensorProxy | None]) -> tuple[Allocation, ...]:
     """Return the memory of the sums of gradients that do not have the shape of their parameters."""
     pairs = zip(bucket.spec.params, grads, strict=False)
     sums = (
@@ -238,7 +226,7 @@ def _broadcast(bucket: Bucket, grads: Sequence[TensorProxy | None]) -> tuple[All
         for param, grad in pairs
         if grad is not None and tuple(map(int, grad.shape)) != param.shape and nbytes_of(grad)
     )
-    return _call(bucket, "sum of broadcast gradients", sum(sums))
+    return call_memory(bucket, "sum of broadcast gradients", sum(sums))
 
 
 def _afterwards(bucket: Bucket, what: str, nbytes: int) -> tuple[Allocation, ...]:
@@ -255,7 +243,7 @@ def _pooled(bucket: Bucket, buffers: Sequence[Buffer], only_with: Hashable = Non
     ]
 
 
-def _transport_memory(bucket: Bucket, only_with: Hashable = None) -> tuple[Allocation, ...]:
+def transport_memory(bucket: Bucket, only_with: Hashable = None) -> tuple[Allocation, ...]:
     """Return the receive buffers and the workspace of a reduction."""
     spec, transport = bucket.spec, bucket.transport
     device, key = spec.device.type, ("workspace", spec.comm.transport, bucket.ranks.reductions.description)
@@ -270,7 +258,7 @@ def _transport_memory(bucket: Bucket, only_with: Hashable = None) -> tuple[Alloc
     return tuple(buffers)
 
 
-def _reduction_meta(bucket: Bucket, *operands: Any) -> FutureTensorProxy:
+def reduction_meta(bucket: Bucket, *operands: Any) -> FutureTensorProxy:
     return _future(bucket, bucket.spec.layout.shard_numel, bucket.spec.reduce_dtype)
 
 
@@ -303,16 +291,16 @@ def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
         uses=slot,
         collects={grad.name: SlotRegion(bucket, slot, dtype, i) for i, grad in enumerate(grads) if grad is not None},
         allocates=(
-            Allocation(future, _shard_bytes(bucket, dtype), spec.device.type, kind="gradients"),
-            *_broadcast(bucket, grads),
+            Allocation(future, shard_bytes_in(bucket, dtype), spec.device.type, kind="gradients"),
+            *memory_of_sums(bucket, grads),
             *_afterwards(bucket, f"temporary memory of {spec.comm.transport}", temporary),
-            *_call(bucket, "encoding", bucket.transport.sending_temporary(spec)),
-            *_transport_memory(bucket),
+            *call_memory(bucket, "encoding", bucket.transport.sending_temporary(spec)),
+            *transport_memory(bucket),
         ),
     )
 
 
-fsdp_reduce_scatter = register("fsdp_reduce_scatter", ops.reduce_scatter, _reduce_scatter_effects, _reduction_meta)
+fsdp_reduce_scatter = register("fsdp_reduce_scatter", ops.reduce_scatter, _reduce_scatter_effects, reduction_meta)
 
 
 def _grad_meta(bucket: Bucket, slot: Slot | None, index: int, *args: Any) -> TensorProxy:
@@ -332,24 +320,6 @@ fsdp_matmul_into = register("fsdp_matmul_into", ops.matmul_into, _grad_effects, 
 fsdp_sum_into = register("fsdp_sum_into", ops.sum_into, _grad_effects, _grad_meta)
 
 
-def _all_reduce_effects(bsym: BoundSymbol) -> Effects:
-    bucket, (_, future), result = bucket_of(bsym), bsym.args, bsym.output.name
-    spec, dtype = bucket.spec, bucket.spec.reduce_dtype
-    nbytes, added = _shard_bytes(bucket, dtype), spec.accumulated_bytes if spec.accumulate_dtype != dtype else 0
-    traffic, group = Traffic((nbytes,), 1, passes=2.0), bucket.ranks.replicas
-    return Effects(
-        waits=Wait(future.name, (fsdp_reduce_scatter.name,)),
-        issues=Issue(bsym.sym.name, result, bucket, group, nbytes, dtype, transport="all_reduce", traffic=traffic),
-        work=LocalWork(),
-        bucket=bucket,
-        views={result: (future.name,)},
-        allocates=_call(bucket, "sum of sharded gradients", added, reduced_gradients(bucket).owner),
-    )
-
-
-fsdp_all_reduce = register("fsdp_all_reduce", ops.all_reduce, _all_reduce_effects, _reduction_meta)
-
-
 def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy, *, hook: str | None = None) -> tuple[TensorProxy, ...]:
     spec = bucket.spec
     return tuple(
@@ -367,10 +337,12 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
         memory.append(Allocation(first, flat, spec.shard_device.type, kind="gradients", on_host=offload))
         views = {first: (), **dict.fromkeys(rest, (first,))}
     if bucket.ranks.replicas is None and spec.accumulate_dtype not in (spec.reduce_dtype, spec.dtype):
-        memory += _call(bucket, "sum of sharded gradients", spec.accumulated_bytes, reduced_gradients(bucket).owner)
+        memory += call_memory(
+            bucket, "sum of sharded gradients", spec.accumulated_bytes, reduced_gradients(bucket).owner
+        )
     if casts and offload:
-        memory += _call(bucket, "cast of sharded gradients", flat)
-    expected, own = bucket.hook_name, _shard_bytes(bucket, spec.reduce_dtype)
+        memory += call_memory(bucket, "cast of sharded gradients", flat)
+    expected, own = bucket.hook_name, shard_bytes_in(bucket, spec.reduce_dtype)
     divides = spec.options.gradient_divide_factor not in (None, spec.layout.world_size * spec.replicas)
     moved = (2 * own if divides else 0) + (own + flat if casts else 0)
     work = LocalWork(
@@ -379,7 +351,7 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
         to_host=flat if offload else 0,
     )
     return Effects(
-        waits=Wait(future.name, ((fsdp_reduce_scatter if bucket.ranks.replicas is None else fsdp_all_reduce).name,)),
+        waits=Wait(future.name, ("fsdp_reduce_scatter" if bucket.ranks.replicas is None else "fsdp_all_reduce",)),
         work=work,
         bucket=bucket,
         hook=hook,
@@ -390,70 +362,6 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
 
 
 fsdp_wait_grads = register("fsdp_wait_grads", ops.wait_grads, _wait_grads_effects, _wait_grads_meta)
-
-
-def _accumulate_grads_effects(bsym: BoundSymbol) -> Effects:
-    bucket, grads = bucket_of(bsym), bsym.args[1:]
-    memory = (unsharded_gradients(bucket), *_broadcast(bucket, grads))
-    return Effects(work=LocalWork(touches=3), bucket=bucket, allocates=memory)
-
-
-fsdp_accumulate_grads = register("fsdp_accumulate_grads", ops.accumulate_grads, _accumulate_grads_effects)
-
-
-def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
-    bucket, spec, future = bucket_of(bsym), bucket_of(bsym).spec, bsym.args[1].name
-    wait, kept = Wait(future, (fsdp_reduce_scatter.name,)), reduced_gradients(bucket)
-    if spec.accumulate_dtype == spec.reduce_dtype:  # the first ones stay where the reduction has put them
-        kept = kept._replace(scope="persistent later")
-    moved = _shard_bytes(bucket, spec.reduce_dtype) + 2 * spec.accumulated_bytes
-    work = LocalWork(moved=moved, moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after)
-    return Effects(waits=wait, work=work, bucket=bucket, allocates=(kept,))
-
-
-fsdp_accumulate_reduced = register("fsdp_accumulate_reduced", ops.accumulate_reduced, _accumulate_reduced_effects)
-
-
-def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
-    bucket, spec = bucket_of(bsym), bucket_of(bsym).spec
-    unsharded, reduced = unsharded_gradients(bucket).owner, reduced_gradients(bucket).owner
-    label = "copy of accumulated gradients"
-    own = spec.accumulated_bytes if spec.accumulate_dtype != spec.dtype or spec.comm.offload else 0
-    # The result of a reduction is cast or copied. Reduced gradients are added to it, in a wider dtype if they have one.
-    cast = spec.reduce_dtype != spec.dtype or spec.comm.offload
-    result = _shard_bytes(bucket, spec.reduce_dtype) if cast else 0
-    widened = spec.accumulate_dtype != spec.reduce_dtype
-    temporary = max(bucket.transport.sending_temporary(spec), bucket.transport.reduce_temporary(spec))
-    whole = slot_bytes(spec, spec.reduce_dtype) + temporary + result
-    flat, device = spec.shard_bytes, spec.shard_device.type
-    grads = f"sharded gradients of {spec.name}"
-    return Effects(
-        runs=reduction_of(bucket),
-        work=LocalWork(),
-        bucket=bucket,
-        hook=bsym.kwargs.get("hook"),
-        allocates=(
-            *_call(bucket, label, whole, unsharded),
-            *_call(bucket, label, own + (result if widened else 0), reduced),
-            *_transport_memory(bucket, unsharded),
-            *(
-                Allocation(
-                    ("sharded gradients", bucket),
-                    flat,
-                    device,
-                    "persistent",
-                    "gradients",
-                    grads,
-                    key,
-                    spec.comm.offload,
-                )
-                for key in (unsharded, reduced)
-            ),
-        ),
-    )
-
-
-fsdp_reduce_unreduced = register("fsdp_reduce_unreduced", ops.reduce_unreduced, _reduce_unreduced_effects)
 
 
 def _backward_done_effects(bsym: BoundSymbol) -> Effects:
@@ -469,15 +377,9 @@ fsdp_backward_done = register("fsdp_backward_done", ops.backward_done, _backward
 #
 
 
-def _release_effects(bsym: BoundSymbol) -> Effects:
-    return Effects(work=LocalWork(), frees=tuple(dict.fromkeys(slot.arena for slot in bsym.args)))
-
-
-fsdp_release = register("fsdp_release", ops.release, _release_effects)
 fsdp_check_no_sync = register("fsdp_check_no_sync", ops.check_no_sync)
 fsdp_check_hooks = register("fsdp_check_hooks", check_hooks)
 fsdp_check_inputs = register("fsdp_check_inputs", check_inputs)
-fsdp_check_memory = register("fsdp_check_memory", check_memory)
 fsdp_check_parameters = register("fsdp_check_parameters", check_parameters)
 fsdp_guard_backward = register("fsdp_guard_backward", guard_backward)
 fsdp_detached = register("fsdp_detached", torch.Tensor.detach, meta=lambda tensor: TensorProxy(like=tensor))

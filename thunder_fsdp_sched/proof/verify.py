@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from typing import Any
-
 from thunder.core.prims import PrimIDs
-from thunder.core.pytree import tree_iter
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.effects import is_declared
-from ..ir.inspection import UNPACKING, args_of, is_backward_trace, names, outs_of, statement, with_bound_symbols
-from ..ir.registry import handles_of
-from .audit import without_audit
-from .machine import Machine, VerificationError
+from ..ir.inspection import with_bound_symbols
+from .machine import Machine
 
 
 def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_flight: int | None = None) -> TraceCtx:
@@ -65,74 +56,8 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_f
     return with_bound_symbols(trace, trace.bound_symbols, "fsdp: verified")
 
 
-def check_well_formed(trace: TraceCtx, after: str) -> None:
-    """Raise an error unless each name is defined once, and read only after that and before it is deleted.
-
-    Raises:
-        VerificationError: names the pass ``after`` which that is so, and the bound symbol.
-    """
-    defined = set(names(tree_iter((trace.args, trace.kwargs))))
-    for position, bsym in enumerate(trace.bound_symbols):
-        outs = outs_of(bsym)
-        fault = next(
-            (f"reads {name!r}, which is not defined here" for name in args_of(bsym) if name not in defined), ""
-        )
-        # With symbolic values, Thunder's prologue reads the sizes of a tensor several times, under the same names.
-        if not fault and bsym.sym.id not in UNPACKING and bsym.sym.id is not PrimIDs.SHAPE:
-            fault = next((f"defines {name!r} again" for name in outs if name in defined), "")
-        if fault:
-            raise VerificationError(f"after {after}, bound symbol {position} {fault}\n    {statement(bsym)}")
-        defined.update(outs)
-        if bsym.sym.id is PrimIDs.DEL:
-            defined.difference_update(args_of(bsym))
-
-
-def verify_again(
-    verified: Sequence[TraceCtx], final: Sequence[TraceCtx], *, max_gathers_in_flight: int | None, after: str
-) -> None:
-    """Prove the traces that Thunder makes a program of, if later transforms have changed those that were verified.
-
-    Args:
-        verified: the forward trace, and the backward trace if there is one, as this plugin has returned them.
-        final: the same traces after the transforms that follow.
-        max_gathers_in_flight: see :func:`verify`.
-        after: those transforms, for messages.
-
-    Raises:
-        VerificationError: a transform has removed, added or reordered statements of this plugin, which the ranks have
-            agreed on, or the trace breaks a promise.
-    """
-    if all(map(_is_unchanged, verified, final)):
-        return
-    verified, final = (list(map(without_audit, traces)) for traces in (verified, final))
-    try:
-        for old, new in zip(verified, final, strict=True):
-            half = "backward" if is_backward_trace(old) else "forward"
-            mine, theirs = ([b for b in trace.bound_symbols if is_declared(b.sym)] for trace in (old, new))
-            for was, now in itertools.zip_longest(mine, theirs):
-                if was is None or now is None or _identity(was) != _identity(now):
-                    was_text, now_text = ("nothing" if bsym is None else statement(bsym) for bsym in (was, now))
-                    raise VerificationError(
-                        f"the {half} trace has another order of this plugin's statements:\n    before: {was_text}\n"
-                        f"    now: {now_text}"
-                    )
-        machine = Machine(max_gathers_in_flight)
-        for trace in final:
-            machine.run(trace)
-    except VerificationError as error:
-        raise VerificationError(
-            f"after fsdp(...), {after} has changed a trace that was proved, and it is wrong now. Give that transform "
-            f"before fsdp(...), or leave it out: {error}"
-        ) from None
-
-
-def _is_unchanged(verified: TraceCtx, final: TraceCtx) -> bool:
+def is_unchanged(verified: TraceCtx, final: TraceCtx) -> bool:
     """Return whether two traces have the same bound symbols; Thunder unwraps what a forward without backward returns."""
     same = len(verified.bound_symbols) == len(final.bound_symbols)
     pairs = zip(verified.bound_symbols, final.bound_symbols, strict=False)
     return same and all(old is new or old.sym.id is new.sym.id is PrimIDs.RETURN for old, new in pairs)
-
-
-def _identity(bsym: BoundSymbol) -> tuple[Any, ...]:
-    """Return the symbol and the buckets, slots and the like on which it operates."""
-    return bsym.sym, *handles_of(bsym)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from .autograd import accumulate
+from ..extensions import load
 
 if TYPE_CHECKING:
     from ..plan.specs import BucketSpec
@@ -117,4 +117,4 @@ class Accumulation:
         deferred = self.deferred
         self.discard()
         for index, grad in deferred.items():
-            accumulate(params[index], grad)
+            load("extras.parameter_hooks:accumulate")(params[index], grad)

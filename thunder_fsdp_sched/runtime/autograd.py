@@ -1,4 +1,4 @@
-"""The running backward: its forward, the gradients that it was asked for, and the hooks of parameters.
+"""The running backward: its forward, and the gradients that it was asked for.
 
 [Note: The backward of the most recent forward]
 Backward may reuse values that its own forward gathered or cast, but none of another forward: between two forwards a
@@ -23,18 +23,6 @@ its graph counts as one of all parameters of the model.
 leaves what has accumulated as it is. Under ``no_sync`` there is no reduced gradient to return, so it raises an error. A
 compiled backward has no graph of its own, so ``create_graph=True`` raises an error, too. Both are raised before the
 compiled backward starts, from a hook of the node that autograd runs first.
-
-[Note: Hooks of parameters]
-Under ``no_sync`` a compiled backward returns no gradients, and autograd then calls a parameter's hooks all the same: tensor
-hooks with ``None``, and post-accumulate-grad hooks before there is a ``.grad``. FSDP2 calls no hooks in such a backward, and
-neither do we: a hook runs once in each window, with the reduced gradient. So a hook is registered inside of an object that
-skips it. A post-accumulate-grad hook does not get the gradient; a tensor hook of ours notes whether there was one.
-
-A gradient that only earlier micro-batches of a window have is not returned to autograd by the backward that ends the window
-(``Accumulation.deferred``), so :func:`accumulate` runs the hooks, in the order of autograd.
-
-Alternative: leave the parameters out of the autograd graph under ``no_sync``. Then autograd would refuse
-``backward(inputs=parameters)``, and could not say for which parameters a backward was called.
 """
 
 from __future__ import annotations
@@ -42,7 +30,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,10 +38,8 @@ from ..private_torch import (
     accumulates,
     backward_number,
     compiled_nodes_of,
-    hooks_of,
     leaf_nodes,
     running_node,
-    set_hooks,
 )
 from .watched_outputs import watch_outputs
 
@@ -155,59 +141,3 @@ def _check(leaves: Sequence[tuple[Any, Any]], grads: Any) -> None:
                 f"torch.autograd.grad was called for parameter {leaf.rows.label!r} under no_sync, where gradients are not "
                 f"reduced, so there is none to return. Call it outside of no_sync, or call backward()"
             )
-
-
-class _GradientNoted:
-    """A tensor hook that notes whether the latest backward had a gradient."""
-
-    has_gradient = False
-
-    def __call__(self, grad: torch.Tensor | None) -> None:
-        self.has_gradient = grad is not None
-
-
-Hook: TypeAlias = "Callable[[Any], Any]"
-
-
-def guarded_hook(param: torch.Tensor, hook: Hook) -> Hook:
-    """Return a tensor hook as it is registered: that of a parameter is skipped in a backward without a gradient."""
-    if not isinstance(param, torch.nn.Parameter):
-        return hook
-    return lambda grad: None if grad is None else hook(grad)
-
-
-def guarded_accumulated_hook(param: torch.Tensor, hook: Hook) -> Hook:
-    """Return a post-accumulate-grad hook as it is registered; see [Note: Hooks of parameters]."""
-    if not isinstance(param, torch.nn.Parameter):
-        return hook
-    noted = _noted(param)
-    return lambda updated: hook(updated) if noted.has_gradient else None
-
-
-def take_hooks(old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
-    """Let the sharded parameter ``new`` have the hooks of ``old``, which their handles can still remove."""
-    hooks, accumulated_hooks = hooks_of(old)
-    for number, hook in hooks.items():
-        hooks[number] = guarded_hook(new, hook)
-    set_hooks(new, hooks, accumulated_hooks)
-    for number, hook in accumulated_hooks.items():
-        accumulated_hooks[number] = guarded_accumulated_hook(new, hook)
-
-
-def accumulate(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
-    """Add a gradient that backward does not return to ``.grad``, with the hooks that autograd would run."""
-    hooks, accumulated_hooks = hooks_of(param)
-    for hook in list(hooks.values()):
-        if (replaced := hook(grad)) is not None:
-            grad = replaced
-    param.grad = grad if param.grad is None else param.grad.add_(grad)
-    for hook in list(accumulated_hooks.values()):
-        hook(param)
-
-
-def _noted(param: torch.Tensor) -> _GradientNoted:
-    hooks, _ = hooks_of(param)
-    noted = next((hook for hook in hooks.values() if isinstance(hook, _GradientNoted)), None)
-    if noted is None:
-        torch.Tensor.register_hook(param, noted := _GradientNoted())
-    return noted

@@ -41,7 +41,7 @@ from .memory import Arena, Slot, address, slot_bytes
 from .names import optimizer_steps
 from .row_dtensor import RowDTensor
 from .rows import Rows
-from .shard_source import CastShardSource, ShardSource
+from .shard_source import ShardSource
 
 if TYPE_CHECKING:
     from ..ranks.process_groups import BucketRanks
@@ -149,7 +149,9 @@ class Bucket:
         if spec.comm.offload:
             self.source = load("extras.shard_offload:OffloadedShardSource")(spec, self.shard)
         elif spec.sends_copy:
-            self.source = CastShardSource(spec, self.shard, self.allocate_sent, self.version)
+            self.source = load("extras.low_precision.cast_source:CastShardSource")(
+                spec, self.shard, self.allocate_sent, self.version
+            )
         else:
             self.source = ShardSource(spec, self.shard)
         self.aliases: dict[Any, Bucket] = {}
@@ -233,7 +235,7 @@ class Bucket:
 
     def version(self) -> tuple[int, ...]:
         """Return numbers that differ after each detectable write to the shard; see [Note: Reuse of casts]
-        in ``shard_source``."""
+        in ``extras.low_precision.cast_source``."""
         return (optimizer_steps(), self.shard._version, *(p._version for p in self.params))
 
     def state_of(self, slot: Slot) -> tuple[int, ...]:

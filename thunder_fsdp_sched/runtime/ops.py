@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from thunder.distributed import get_skip_data_parallel_grad_sync
 
 from ..private_torch import running_node
-from .autograd import moment, requested
+from .autograd import moment
 from .bucket import WINDOW_OPEN, Bucket
 from .memory import Arena, InFlight, Slot, address, slot_bytes
 from .names import issue_named
 from .row_dtensor import RowDTensor
-from .unused_outputs import drop_gradients, not_used_here, unused_gradients
+from .unused_outputs import drop_gradients, unused_gradients
 
 T = TypeVar("T")
 
 
-def _check_shards(bucket: Bucket, shards: Sequence[RowDTensor | None]) -> None:
+def check_shards(bucket: Bucket, shards: Sequence[RowDTensor | None]) -> None:
     for index, (shard, pointer) in enumerate(zip(shards, bucket.shard_pointers, strict=True)):
         if shard is not None and address(shard._local_tensor) != pointer:
             raise bucket.lost_shard(index)
@@ -36,7 +35,7 @@ def all_gather(
     window: str | None = None,
     secondary: torch.Tensor | None = None,
 ) -> InFlight:
-    _check_shards(bucket, shards)
+    check_shards(bucket, shards)
     arena = slot.arena
     reuses = (window is not None or issues_before is not None) and _reuses(bucket, slot, issues_before)
     arena.begin_issue(slot)
@@ -55,7 +54,7 @@ def all_gather(
         works = bucket.gather_into(unsharded, sent)
         return arena.register(InFlight(bucket, "all-gather", slot, works, sent=sent))
 
-    flight = _issue(bucket, "all-gather", gather, slot)
+    flight = issue(bucket, "all-gather", gather, slot)
     if issues_after is not None:
         arena.retain(bucket, slot, issues_after)
     return flight
@@ -91,7 +90,7 @@ def gather_again(bucket: Bucket, *, lost: bool) -> None:
         slot.arena.release()
 
 
-def _issue(bucket: Bucket, what: str, issue: Callable[[], T], slot: Slot | None = None) -> T:
+def issue(bucket: Bucket, what: str, function: Callable[[], T], slot: Slot | None = None) -> T:
     """Issue a collective: count it, and name it in profiles, stacks and errors.
 
     Args:
@@ -99,7 +98,7 @@ def _issue(bucket: Bucket, what: str, issue: Callable[[], T], slot: Slot | None 
     """
     bucket.issue_counts.issued += 1
     try:
-        issued = issue_named(what, bucket.spec.name, issue)
+        issued = issue_named(what, bucket.spec.name, function)
     except RuntimeError as error:
         raise bucket.failure(what, error) from error
     except BaseException as error:
@@ -169,19 +168,7 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
         works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
         return arena.register(InFlight(bucket, "reduce-scatter", slot, works, shard, missing))
 
-    return _issue(bucket, "reduce-scatter", reduce, slot)
-
-
-def all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
-    assert flight.slot is not None and flight.output is not None
-    flight.slot.arena.finish(flight)
-    output = flight.output
-    if bucket.ends_window() and (total := bucket.accumulation.with_reduced(output)) is not output:
-        output.copy_(total)
-    assert bucket.ranks.replicas is not None
-    group = bucket.ranks.replicas.process_group
-    work = _issue(bucket, "all-reduce", lambda: dist.all_reduce(output, dist.ReduceOp.AVG, group, async_op=True))
-    return flight._replace(what="all-reduce", slot=None, works=[work])
+    return issue(bucket, "reduce-scatter", reduce, slot)
 
 
 def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> tuple[torch.Tensor, ...]:
@@ -210,54 +197,9 @@ def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> 
     return grads
 
 
-def accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
-    given = {i: grad for i, grad in enumerate(grads) if grad is not None}
-    if added := _accumulated_of(bucket, given):
-        bucket.accumulation.add((i, bucket.sum_to_param(i, given[i])) for i in sorted(added))
-        bucket.accumulation.used |= added - not_used_here(bucket)
-
-
-def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:
-    assert flight.slot is not None and flight.output is not None
-    flight.slot.arena.finish(flight)
-    given = set(range(len(bucket.params))).difference(flight.missing)
-    added = _accumulated_of(bucket, given)
-    if added != given:
-        rows = bucket.spec.layout.shard_views(bucket.rank, flight.output)
-        for index in given - added:
-            rows[index].zero_()
-    if added:
-        bucket.accumulation.add_reduced(flight.output, added)
-        bucket.accumulation.used |= added - not_used_here(bucket)
-
-
-def _accumulated_of(bucket: Bucket, indices: Iterable[int]) -> set[int]:
-    """Return the parameters whose gradients accumulate: autograd drops the others, too."""
-    wanted = requested(bucket.params)
-    return {i for i in indices if i in wanted and bucket.params[i].requires_grad}  # it may be frozen since forward
-
-
 def check_no_sync(module: Any, no_sync: bool) -> None:
     if get_skip_data_parallel_grad_sync() is not no_sync:
         raise RuntimeError(f"these traces were compiled for no_sync={no_sync}")
-
-
-def reduce_unreduced(bucket: Bucket, *, hook: str | None = None) -> None:
-    accumulation, spec = bucket.accumulation, bucket.spec
-    accumulation.check_complete()
-    if not bucket.ends_window():
-        return
-    slot = Arena(spec.device).slot(0, slot_bytes(spec, spec.reduce_dtype))
-    nothing = [None] * len(spec.params)
-    if accumulation.unsharded is not None:
-        flight = reduce_scatter(bucket, slot, *nothing)
-    else:
-        output = torch.zeros(bucket.shard.numel(), dtype=spec.reduce_dtype, device=spec.device)
-        flight = InFlight(bucket, "reduce-scatter", slot, (), output, tuple(range(len(nothing))))
-    if bucket.ranks.replicas is not None:
-        flight = all_reduce(bucket, flight)
-    wait_grads(bucket, flight)
-    slot.arena.release()
 
 
 def backward_done(no_sync: bool, *buckets: Bucket) -> None:
@@ -266,30 +208,3 @@ def backward_done(no_sync: bool, *buckets: Bucket) -> None:
             bucket.accumulation.is_running = False
         elif bucket.ends_window():
             bucket.accumulation.flush(bucket.params)
-
-
-def params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
-    # Backward receives the shards as saved tensors, and autograd compares their versions when it unpacks them.
-    _check_shards(bucket, shards)
-    slot = bucket.private_slot
-    slot.arena.wait_for_overlapping(slot)
-    if not slot.arena.is_memory_of_running_backward():
-        raise RuntimeError(
-            f"release: the memory of bucket {bucket.spec.name!r}, which this backward reads, was freed after another "
-            f"backward that ran since the forward. Use Sharding(release=False) if several forwards run before their "
-            f"backwards, or if backward runs twice (retain_graph=True)"
-        )
-    if bucket.is_agreed or bucket.is_kept_for_this_backward():
-        return
-    if bucket.base.control is not None and not bucket.base.control.agrees_in_steps:
-        raise RuntimeError(
-            f"agree={bucket.base.control.agreement!r}: bucket {bucket.spec.name!r} was gathered again or overwritten since "
-            f"the forward of this backward, and ranks do not agree in a step to gather it once more. Run each backward once "
-            f"and right after its forward, or use agree='step' or sharding_strategy='zero3'"
-        )
-    gather_again(bucket, lost=True)
-
-
-def release(*slots: Slot) -> None:
-    for arena in dict.fromkeys(slot.arena for slot in slots):
-        arena.free()

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..extensions import load
 from ..private_torch import dtensor_base, dtensor_constructor, register_foreach_type
-from .autograd import guarded_accumulated_hook, guarded_hook
 from .rows import Rows
 
 aten = torch.ops.aten
@@ -182,10 +181,11 @@ class RowDTensor(StateEntry, _Base):
 
     def register_hook(self, hook: Any) -> Any:
         """Register a tensor hook; that of a parameter runs when there is a gradient: [Note: Hooks of parameters]."""
-        return super().register_hook(guarded_hook(self, hook))
+        return super().register_hook(load("extras.parameter_hooks:guarded_hook")(self, hook))
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        return super().register_post_accumulate_grad_hook(guarded_accumulated_hook(self, hook))
+        guarded = load("extras.parameter_hooks:guarded_accumulated_hook")(self, hook)
+        return super().register_post_accumulate_grad_hook(guarded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowDTensor:
         """Copy the rows. A copy of a parameter belongs to no bucket."""

@@ -1,24 +1,14 @@
-"""The tensor that a gather sends: the bucket's shard, or a cast or an encoding of it.
-
-[Note: Reuse of casts]
-Every gather of a forward casts again, because some writes to a parameter cannot be detected: those of optimizers with their
-own kernels, and those through ``to_local().data``. Backward reuses the cast of its own forward, provided that no other
-forward has cast since, and that neither a parameter's version nor the number of optimizer steps in this process has changed.
-Within an accumulation window, a bucket that is not gathered again is not cast again either: see [Note: Gathered once in a
-window] in ``bucket``.
-"""
+"""The tensor that a gather sends: the bucket's shard; a cast of it in ``extras.low_precision.cast_source``."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..plan.specs import BucketSpec
-from ..private_torch import NO_CONTEXT, labelled
-from .autograd import is_of_running_backward, moment
+from ..private_torch import NO_CONTEXT
 
 
 class ShardSource:
@@ -45,51 +35,3 @@ class ShardSource:
 
     def free(self) -> None:
         """Free what :meth:`shard` has returned, after its gather."""
-
-
-class CastShardSource(ShardSource):
-    """The source that sends a cast of the shard in lower precision, or an encoding of it, made in each forward.
-
-    Args:
-        allocate: allocates memory for the cast.
-        version: returns numbers that differ after each detectable write to the shard.
-    """
-
-    _cast: torch.Tensor | None = None
-    _of: tuple[int, ...] = ()
-    _cast_at = 0
-
-    def __init__(
-        self,
-        spec: BucketSpec,
-        shard: torch.Tensor,
-        allocate: Callable[[], torch.Tensor],
-        version: Callable[[], tuple[int, ...]],
-    ) -> None:
-        super().__init__(spec, shard)
-        self._allocate = allocate
-        self._version = version
-
-    def shard(self, *, reuse_cast: bool) -> torch.Tensor:
-        of = self._version()
-        if self._cast is None:
-            with torch.inference_mode(False):
-                self._cast = self._allocate()
-        elif reuse_cast and of == self._of and is_of_running_backward(self._cast_at):
-            return self._cast
-        self._of = ()  # invalid until the cast is complete
-        with torch.no_grad(), labelled("cast", self._spec.name):
-            fill_sent(self._spec, self._cast, self._shard)
-        self._of, self._cast_at = of, moment()
-        return self._cast
-
-    def free(self) -> None:
-        self._cast = None
-
-
-def fill_sent(spec: BucketSpec, sent: torch.Tensor, shard: torch.Tensor) -> None:
-    """Fill what a rank sends with a cast or an encoding of its shard."""
-    if (wire := spec.gather_wire) is None:
-        sent.copy_(shard)
-    else:
-        wire.encode([segment[None] for segment in spec.layout.shard_segments(shard)], sent[None])

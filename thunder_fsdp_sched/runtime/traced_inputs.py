@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 Path = tuple[Any, ...]
 """A root, and then steps from it: see ``capture.paths``."""
 
@@ -144,28 +142,3 @@ class MemoryOfInputs(NamedTuple):
 
     written: frozenset[str] = frozenset()
     contiguous: frozenset[str] = frozenset()
-
-
-def check_memory(written: tuple[str, ...], contiguous: tuple[str, ...], names: tuple[str, ...], *tensors: Any) -> None:
-    """Raise an error if a tensor that forward changes in place shares memory with another one, or strides do not fit.
-
-    Args:
-        written: names of tensors that are changed in place.
-        contiguous: names of tensors that must be contiguous.
-        names: those of ``tensors``.
-    """
-    storages: dict[int, str] = {}
-    for name, tensor in zip(names, tensors, strict=True):
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.numel():
-            continue
-        if name in contiguous and not tensor.is_contiguous():
-            raise RuntimeError(
-                f"fsdp: forward changes in place what reshape, flatten or contiguous returns, which is a view or a copy by "
-                f"the strides of {name!r}; pass {name}.contiguous(), or use operators that change nothing in place"
-            )
-        other = storages.setdefault(tensor.untyped_storage().data_ptr(), name)
-        if other != name and not {name, other}.isdisjoint(written):
-            raise RuntimeError(
-                f"fsdp: arguments {other!r} and {name!r} share memory, and forward changes one of them in place. Pass a "
-                f"clone(), or use an operator that changes nothing in place"
-            )

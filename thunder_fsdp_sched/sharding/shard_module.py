@@ -25,12 +25,11 @@ from ..options import Options
 from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, StridedView
-from ..private_torch import replace_data, state_name
+from ..private_torch import hooks_of, replace_data, state_name
 from ..proof.audit import PreShardStorages
 from ..ranks.assignment import GroupAssignment, broadcast, find_world_group
 from ..ranks.control import Control
 from ..ranks.process_groups import BucketRanks
-from ..runtime.autograd import take_hooks
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
 from ..transports import choose_transport, find_transport, transport_of
@@ -431,7 +430,8 @@ class _ShardingSteps:
             bucket, index = self.locations[spec.name]
             new_of[id(former)] = param = bucket.params[index]
             param.__dict__.update({key: value for key, value in vars(former).items() if key != "_thunder_device"})
-            take_hooks(former, param)
+            if any(hooks_of(former)):
+                load("extras.parameter_hooks:take_hooks")(former, param)
             former_params.append(retire(former, spec.name))
         replace_in_containers(module, new_of)
         for path, submodule in module.named_modules(remove_duplicate=False):

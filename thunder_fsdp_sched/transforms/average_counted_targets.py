@@ -11,8 +11,7 @@ from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.inspection import with_bound_symbols
-from .bucket_communication import like
+from ..ir.inspection import like, with_bound_symbols
 
 
 def average_counted_targets(trace: TraceCtx) -> TraceCtx:

@@ -11,8 +11,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.gradients import requiring_gradient, with_gradient
-from ..ir.inspection import args_of, swap_args, with_bound_symbols
-from .bucket_communication import like
+from ..ir.inspection import args_of, like, swap_args, with_bound_symbols
 
 _BINARY = frozenset({
     PrimIDs.ADD, PrimIDs.ATAN2, PrimIDs.DIV, PrimIDs.FMOD, PrimIDs.MAXIMUM, PrimIDs.MINIMUM, PrimIDs.MUL, PrimIDs.NEXTAFTER,

@@ -8,17 +8,14 @@ from collections.abc import Sequence
 import thunder.torch as ltorch
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_map
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..extensions import load
 from ..ir.effects import declared
-from ..ir.inspection import return_of, with_bound_symbols
+from ..ir.inspection import like, return_of, with_bound_symbols
 from ..ir.symbols import (
-    fsdp_accumulate_grads,
-    fsdp_accumulate_reduced,
-    fsdp_all_reduce,
     fsdp_reduce_scatter,
-    fsdp_reduce_unreduced,
     fsdp_wait_grads,
     fsdp_wait_params,
     gather_and_wait,
@@ -102,9 +99,8 @@ def bucket_communication(
         if reduces and not no_sync:
             for bucket in buckets:  # including frozen ones, which may have been trained under no_sync
                 if bucket not in reduces:
-                    idle = fsdp_reduce_unreduced.bind(bucket, **_hook(bucket), output=None)
-                    idle.tags.add(BoundSymbolTag.BACKWARD)
-                    new.bound_symbols.append(idle)
+                    left: BoundSymbol = load("extras.no_sync.symbols:reduce_left")(bucket, **_hook(bucket))
+                    new.bound_symbols.append(left)
         new.bound_symbols.append(last)
     return new
 
@@ -129,15 +125,14 @@ def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol]) -> Sequence[BoundS
 def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], accumulate: AccumulationMode | None) -> list[BoundSymbol]:
     """Return what handles the gradients of a bucket, under ``no_sync`` in the given way to accumulate."""
     grads = _tensors(bucket, reduces)
-    if accumulate == "unsharded":
-        return [fsdp_accumulate_grads.bind(bucket, *grads, output=None)]
+    if accumulate is not None:
+        added: list[BoundSymbol] = load("extras.no_sync.symbols:accumulate")(bucket, grads, accumulate)
+        return added
     future: Proxy = fsdp_reduce_scatter.meta(bucket, None, *grads)
     emitted = [fsdp_reduce_scatter.bind(bucket, None, *grads, output=future)]
-    if accumulate == "sharded":
-        return [*emitted, fsdp_accumulate_reduced.bind(bucket, future, output=None)]
     if bucket.ranks.replicas is not None:
-        inside, future = future, fsdp_all_reduce.meta(bucket, future)
-        emitted.append(fsdp_all_reduce.bind(bucket, inside, output=future))
+        emitted.append(load("extras.replicas:reduce_across")(bucket, future))
+        future = emitted[-1].output
     sharded = list(fsdp_wait_grads.meta(bucket, future))
     for index, bsym in reduces.items():
         sharded[index] = bsym.output
@@ -159,12 +154,3 @@ def _return_none_for(last: BoundSymbol, unsynced: set[str]) -> BoundSymbol:
 def _tensors(bucket: Bucket, bsyms: dict[int, BoundSymbol]) -> list[TensorProxy | None]:
     """Return the tensor argument of each parameter's symbol, in the bucket's order."""
     return [bsyms[i].args[2] if i in bsyms else None for i in range(len(bucket.spec.params))]
-
-
-def like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:
-    """Copy tags and source position of ``original``: where the bucket is used, and whether in backward."""
-    return bsym.from_bsym(
-        tags=original.tags.copy(),
-        source_filename=original.source_filename,
-        source_positions=original.source_positions,
-    )

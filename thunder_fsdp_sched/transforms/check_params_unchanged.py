@@ -2,13 +2,47 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from thunder.core.symbol import BoundSymbolTag
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
 
-from ..ir.effects import bucket_of, effects
+from ..ir.effects import Effects, LocalWork, SlotRegion, bucket_of, effects
 from ..ir.inspection import args_of, before_return, forward_part, outs_of, with_bound_symbols
-from ..ir.symbols import fsdp_params_unchanged
+from ..ir.registry import register
 from ..runtime.bucket import Bucket
+from ..runtime.ops import check_shards, gather_again
+from ..runtime.row_dtensor import RowDTensor
+
+
+def _params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
+    # Backward receives the shards as saved tensors, and autograd compares their versions when it unpacks them.
+    check_shards(bucket, shards)
+    slot = bucket.private_slot
+    slot.arena.wait_for_overlapping(slot)
+    if not slot.arena.is_memory_of_running_backward():
+        raise RuntimeError(
+            f"release: the memory of bucket {bucket.spec.name!r}, which this backward reads, was freed after another "
+            f"backward that ran since the forward. Use Sharding(release=False) if several forwards run before their "
+            f"backwards, or if backward runs twice (retain_graph=True)"
+        )
+    if bucket.is_agreed or bucket.is_kept_for_this_backward():
+        return
+    if bucket.base.control is not None and not bucket.base.control.agrees_in_steps:
+        raise RuntimeError(
+            f"agree={bucket.base.control.agreement!r}: bucket {bucket.spec.name!r} was gathered again or overwritten since "
+            f"the forward of this backward, and ranks do not agree in a step to gather it once more. Run each backward once "
+            f"and right after its forward, or use agree='step' or sharding_strategy='zero3'"
+        )
+    gather_again(bucket, lost=True)
+
+
+def _params_unchanged_effects(bsym: BoundSymbol) -> Effects:
+    bucket = bucket_of(bsym)
+    return Effects(
+        work=LocalWork(), bucket=bucket, ensures=SlotRegion(bucket, bucket.private_slot, bucket.spec.param_dtype)
+    )
+
+
+fsdp_params_unchanged = register("fsdp_params_unchanged", _params_unchanged, _params_unchanged_effects)
 
 
 def check_params_unchanged(trace: TraceCtx, *, kept_buckets: Collection[Bucket]) -> TraceCtx:

@@ -12,10 +12,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.effects import bucket_of, effects, operations
-from ..ir.inspection import args_of, nested, swap_args, with_bound_symbols
+from ..ir.inspection import args_of, like, nested, swap_args, with_bound_symbols
 from ..ir.symbols import fsdp_wait_params, gather_and_wait
 from ..plan.specs import BucketSpec
-from .bucket_communication import like
 
 
 class _Downcast(NamedTuple):

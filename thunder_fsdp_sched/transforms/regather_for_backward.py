@@ -216,7 +216,7 @@ class _Regather(BackwardCopies):
             self.new.bound_symbols += self.in_backward[bucket]
         elif in_forward is not None:
             _, _, *shards = in_forward[0].args
-            # See [Note: Reuse of casts] in `shard_source`.
+            # See [Note: Reuse of casts] in `cast_source`.
             marks = {"reuse_cast": True} if bucket.spec.sends_copy else {}
             for bsym in gather_and_wait(bucket, shards, [self.rename(p) for p in in_forward[1].output], **marks):
                 self.add(bsym)

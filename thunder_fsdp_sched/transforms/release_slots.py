@@ -31,13 +31,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Analysis
+from ..ir.effects import Effects, LocalWork
 from ..ir.inspection import has_backward, with_bound_symbols
-from ..ir.symbols import fsdp_release
+from ..ir.registry import register
 from ..runtime.bucket import Bucket
-from ..runtime.memory import Arena
+from ..runtime.memory import Arena, Slot
+
+
+def _release(*slots: Slot) -> None:
+    for arena in dict.fromkeys(slot.arena for slot in slots):
+        arena.free()
+
+
+def _release_effects(bsym: BoundSymbol) -> Effects:
+    return Effects(work=LocalWork(), frees=tuple(dict.fromkeys(slot.arena for slot in bsym.args)))
+
+
+fsdp_release = register("fsdp_release", _release, _release_effects)
 
 
 def release_slots(trace: TraceCtx, *, forward: TraceCtx | None = None, trains: bool = True) -> TraceCtx:

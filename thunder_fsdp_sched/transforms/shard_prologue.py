@@ -10,13 +10,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import with_bound_symbols
-from ..ir.symbols import (
-    fsdp_check_hooks,
-    fsdp_check_inputs,
-    fsdp_check_memory,
-    fsdp_check_no_sync,
-    fsdp_check_parameters,
-)
+from ..ir.symbols import fsdp_check_hooks, fsdp_check_inputs, fsdp_check_no_sync, fsdp_check_parameters
 from ..runtime.module_hooks import TracedHooks
 from ..runtime.row_dtensor import local_rows
 from ..runtime.traced_inputs import MemoryOfInputs, TracedInputs, TracedParameters
@@ -163,6 +157,8 @@ def shard_prologue(
     of_module = {b.output.name for b in bsyms if b.sym in (prims.unpack_parameter, prims.unpack_buffer)}
     written, contiguous = (tuple(sorted(names - of_module)) for names in memory_of_inputs)
     if written or contiguous:
+        from ..ir.check_memory import fsdp_check_memory  # here, because most programs write nothing
+
         tensors = [p for p in prologue.output[0] if isinstance(p, TensorProxy) and p.name not in of_module]
         check = fsdp_check_memory.bind(written, contiguous, tuple(p.name for p in tensors), *tensors, output=None)
         bsyms.insert(len(bsyms) - 1, check)

@@ -42,6 +42,7 @@ from ..ir.gradients import with_gradient
 from ..ir.inspection import (
     args_of,
     defined_by,
+    like,
     names,
     nested,
     outs_of,
@@ -103,7 +104,7 @@ def write_out_of_place(
         NotImplementedError: a write cannot be expressed that way; names the line.
     """
     copies = [
-        _like(copy, bsym) for bsym in original.bound_symbols for copy in nested([bsym]) if copy.sym.id is PrimIDs.COPY_
+        like(bsym, copy) for bsym in original.bound_symbols for copy in nested([bsym]) if copy.sym.id is PrimIDs.COPY_
     ]
     if not copies:
         return trace, MemoryOfInputs()
@@ -183,7 +184,7 @@ class _Rewriting:
                     "contains a write in place to a tensor that is read elsewhere. Use an operator that writes nothing",
                 )
             for sub in bsym.subsymbols:
-                self._add(_like(sub, bsym))
+                self._add(like(bsym, sub))
         else:
             read = self._emit(bsym, lambda: {name: self._value(name) for name in tensors_read(bsym)})
             current = swap_args(bsym, {name: value for name, value in read.items() if value.name != name})
@@ -201,7 +202,7 @@ class _Rewriting:
             result = make()
         finally:
             self._new.pop_scope()
-        self._new.bound_symbols += [_like(new, bsym) for new in scope]
+        self._new.bound_symbols += [like(bsym, new) for new in scope]
         return result
 
     def _base(self, name: str) -> str:
@@ -380,16 +381,6 @@ def _check_argument(argument: TensorProxy | None, copy: BoundSymbol, parameters:
             f"changes the argument {argument.name!r}, which requires a gradient, in place. Change a copy of it (clone()), "
             f"or outside of forward",
         )
-
-
-def _like(bsym: BoundSymbol, other: BoundSymbol) -> BoundSymbol:
-    """Return ``bsym`` with the line and also the tags of ``other``."""
-    return bsym.from_bsym(
-        tags={*bsym.tags, *other.tags},
-        header=other.header,
-        source_filename=other.source_filename,
-        source_positions=other.source_positions,
-    )
 
 
 def _refuse(bsym: BoundSymbol, reason: str) -> NoReturn:

@@ -1,0 +1,1 @@
+"""Accumulation of gradients under ``no_sync``."""

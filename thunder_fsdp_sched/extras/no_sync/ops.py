@@ -1,0 +1,59 @@
+"""Run-time implementations of the symbols in ``symbols``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ...runtime.autograd import requested
+from ...runtime.bucket import Bucket
+from ...runtime.memory import Arena, InFlight, slot_bytes
+from ...runtime.ops import reduce_scatter, wait_grads
+from ...runtime.unused_outputs import not_used_here
+from ..replicas import all_reduce
+
+
+def accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
+    given = {i: grad for i, grad in enumerate(grads) if grad is not None}
+    if added := _accumulated_of(bucket, given):
+        bucket.accumulation.add((i, bucket.sum_to_param(i, given[i])) for i in sorted(added))
+        bucket.accumulation.used |= added - not_used_here(bucket)
+
+
+def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:
+    assert flight.slot is not None and flight.output is not None
+    flight.slot.arena.finish(flight)
+    given = set(range(len(bucket.params))).difference(flight.missing)
+    added = _accumulated_of(bucket, given)
+    if added != given:
+        rows = bucket.spec.layout.shard_views(bucket.rank, flight.output)
+        for index in given - added:
+            rows[index].zero_()
+    if added:
+        bucket.accumulation.add_reduced(flight.output, added)
+        bucket.accumulation.used |= added - not_used_here(bucket)
+
+
+def _accumulated_of(bucket: Bucket, indices: Iterable[int]) -> set[int]:
+    """Return the parameters whose gradients accumulate: autograd drops the others, too."""
+    wanted = requested(bucket.params)
+    return {i for i in indices if i in wanted and bucket.params[i].requires_grad}  # it may be frozen since forward
+
+
+def reduce_unreduced(bucket: Bucket, *, hook: str | None = None) -> None:
+    accumulation, spec = bucket.accumulation, bucket.spec
+    accumulation.check_complete()
+    if not bucket.ends_window():
+        return
+    slot = Arena(spec.device).slot(0, slot_bytes(spec, spec.reduce_dtype))
+    nothing = [None] * len(spec.params)
+    if accumulation.unsharded is not None:
+        flight = reduce_scatter(bucket, slot, *nothing)
+    else:
+        output = torch.zeros(bucket.shard.numel(), dtype=spec.reduce_dtype, device=spec.device)
+        flight = InFlight(bucket, "reduce-scatter", slot, (), output, tuple(range(len(nothing))))
+    if bucket.ranks.replicas is not None:
+        flight = all_reduce(bucket, flight)
+    wait_grads(bucket, flight)
+    slot.arena.release()

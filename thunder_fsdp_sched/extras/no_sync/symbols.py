@@ -1,0 +1,111 @@
+"""The symbols that accumulate gradients under ``no_sync``, and that reduce what a window has left of a frozen bucket.
+
+``fsdp_accumulate_grads(bucket_h_0, dw, db)`` adds whole gradients to the bucket's sum. With ``accumulate="sharded"`` they
+are reduced, and ``fsdp_accumulate_reduced(bucket_h_0, ft1)`` waits and adds this rank's rows to another sum: see [Note: Two
+ways to accumulate] in ``runtime.accumulation``. ``fsdp_reduce_unreduced`` reduces both sums, if there are any, of a bucket
+whose gradients the trace itself does not reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+
+from ...ir.effects import Allocation, Effects, LocalWork, Wait, bucket_of, reduced_gradients, unsharded_gradients
+from ...ir.registry import register
+from ...ir.symbols import (
+    call_memory,
+    fsdp_reduce_scatter,
+    memory_of_sums,
+    reduction_of,
+    shard_bytes_in,
+    transport_memory,
+)
+from ...runtime.accumulation import AccumulationMode
+from ...runtime.bucket import Bucket
+from ...runtime.memory import slot_bytes
+from .ops import accumulate_grads, accumulate_reduced, reduce_unreduced
+
+
+def _accumulate_grads_effects(bsym: BoundSymbol) -> Effects:
+    bucket, grads = bucket_of(bsym), bsym.args[1:]
+    memory = (unsharded_gradients(bucket), *memory_of_sums(bucket, grads))
+    return Effects(work=LocalWork(touches=3), bucket=bucket, allocates=memory)
+
+
+fsdp_accumulate_grads = register("fsdp_accumulate_grads", accumulate_grads, _accumulate_grads_effects)
+
+
+def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
+    bucket, spec, future = bucket_of(bsym), bucket_of(bsym).spec, bsym.args[1].name
+    wait, kept = Wait(future, (fsdp_reduce_scatter.name,)), reduced_gradients(bucket)
+    if spec.accumulate_dtype == spec.reduce_dtype:  # the first ones stay where the reduction has put them
+        kept = kept._replace(scope="persistent later")
+    moved = shard_bytes_in(bucket, spec.reduce_dtype) + 2 * spec.accumulated_bytes
+    work = LocalWork(moved=moved, moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after)
+    return Effects(waits=wait, work=work, bucket=bucket, allocates=(kept,))
+
+
+fsdp_accumulate_reduced = register("fsdp_accumulate_reduced", accumulate_reduced, _accumulate_reduced_effects)
+
+
+def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
+    bucket, spec = bucket_of(bsym), bucket_of(bsym).spec
+    unsharded, reduced = unsharded_gradients(bucket).owner, reduced_gradients(bucket).owner
+    label = "copy of accumulated gradients"
+    own = spec.accumulated_bytes if spec.accumulate_dtype != spec.dtype or spec.comm.offload else 0
+    # The result of a reduction is cast or copied. Reduced gradients are added to it, in a wider dtype if they have one.
+    cast = spec.reduce_dtype != spec.dtype or spec.comm.offload
+    result = shard_bytes_in(bucket, spec.reduce_dtype) if cast else 0
+    widened = spec.accumulate_dtype != spec.reduce_dtype
+    temporary = max(bucket.transport.sending_temporary(spec), bucket.transport.reduce_temporary(spec))
+    whole = slot_bytes(spec, spec.reduce_dtype) + temporary + result
+    flat, device = spec.shard_bytes, spec.shard_device.type
+    grads = f"sharded gradients of {spec.name}"
+    return Effects(
+        runs=reduction_of(bucket),
+        work=LocalWork(),
+        bucket=bucket,
+        hook=bsym.kwargs.get("hook"),
+        allocates=(
+            *call_memory(bucket, label, whole, unsharded),
+            *call_memory(bucket, label, own + (result if widened else 0), reduced),
+            *transport_memory(bucket, unsharded),
+            *(
+                Allocation(
+                    ("sharded gradients", bucket),
+                    flat,
+                    device,
+                    "persistent",
+                    "gradients",
+                    grads,
+                    key,
+                    spec.comm.offload,
+                )
+                for key in (unsharded, reduced)
+            ),
+        ),
+    )
+
+
+fsdp_reduce_unreduced = register("fsdp_reduce_unreduced", reduce_unreduced, _reduce_unreduced_effects)
+
+
+def accumulate(bucket: Bucket, grads: Sequence[TensorProxy | None], mode: AccumulationMode) -> list[BoundSymbol]:
+    """Return the bound symbols that add gradients of a bucket to its sums, in the given way."""
+    if mode == "unsharded":
+        return [fsdp_accumulate_grads.bind(bucket, *grads, output=None)]
+    future = fsdp_reduce_scatter.meta(bucket, None, *grads)
+    return [
+        fsdp_reduce_scatter.bind(bucket, None, *grads, output=future),
+        fsdp_accumulate_reduced.bind(bucket, future, output=None),
+    ]
+
+
+def reduce_left(bucket: Bucket, **hook: str) -> BoundSymbol:
+    """Return the bound symbol of backward that reduces what a window has left of a bucket."""
+    idle: BoundSymbol = fsdp_reduce_unreduced.bind(bucket, **hook, output=None)
+    idle.tags.add(BoundSymbolTag.BACKWARD)
+    return idle
