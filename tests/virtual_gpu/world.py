@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+from thunder_fsdp_sched.extras.initial_values import blank, source
 from thunder_fsdp_sched.extras.low_precision import formats
 from thunder_fsdp_sched.extras.training import unsharded
 from thunder_fsdp_sched.ranks import control
-from thunder_fsdp_sched.sharding import sharded_module
 from thunder_fsdp_sched.transports import base
 
 import torch
@@ -218,10 +218,11 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
     yield base.Transport, "refuses_encoded", lambda transport, device: ""  # there is no triton
     yield formats, "_compiled", lambda function, *_: function  # operators in turn, on the same stream
     yield shard_module, "type", _type_of
-    yield shard_module, "replace_data", _replace_data
+    for module in (shard_module, source):
+        yield module, "replace_data", _replace_data
     for module in (shard_module, unsharded):
         yield module, "retire", lambda param, label: weakref.ref(param)  # a fake tensor has no second class
-    yield sharded_module, "is_blank", lambda tensor: False  # fake tensors have no values
+    yield blank, "is_blank", lambda tensor: False  # fake tensors have no values
     if assume_agreement:  # ranks run one after the other, so they cannot communicate
         yield control, "open_channel", lambda group, name: None
         yield process_groups, "_level_group_counts", lambda *ranks: []

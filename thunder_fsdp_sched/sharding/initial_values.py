@@ -1,10 +1,4 @@
-"""The values that parameters and buffers have before sharding: those of all ranks, of one rank, or still to be made.
-
-[Note: One rank has the values]
-With ``broadcast_from``, all other ranks may have made the module on the meta device, so that a host holds its values
-once. The rank that broadcasts tells the others on which device it has each tensor. Tensors that it has on the meta
-device are initialized by ``param_init_fn`` on all ranks; the others are broadcast. A rank receives the parameters one
-after the other in the same memory, and keeps its rows. Buffers and ``ignored_params`` it receives whole.
+"""The values that parameters and buffers have before sharding: by default, those that every rank has.
 
 [Note: Initial values]
 A shard takes its rows from this rank's own parameter. If ranks initialize differently (another seed, another
@@ -15,25 +9,23 @@ time than drawing its values, and one round through the store. One core of an AM
 
     python -m timeit -s "import torch; torch.set_num_threads(1); x = torch.randn(4096, 4096)" \\
         "x.view(-1).view(torch.int64).sum()"
-
-[Note: Uninitialized values]
-Memory for tensors from the meta device is filled with ``nan``, or with an extreme integer. A tensor that has only such
-values at the first call was not initialized: not by ``param_init_fn``, a checkpoint or the user. A version counter
-would not show it, because initialization often writes through ``.data``.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
 
 import torch
 from thunder.core.module import ThunderModule
 
+from ..extensions import load
 from ..options import Options
+from ..plan.specs import ParamSpec
 from ..ranks.control import Control
-from ..ranks.process_groups import ProcessGroupRef
-from .module_parameters import tensors_in_containers
+from ..ranks.process_groups import BucketRanks, ProcessGroupRef
 
 _WHAT = (
     "the values of the parameters. Initialize them alike on all ranks (torch.manual_seed with one seed), or pass "
@@ -42,42 +34,41 @@ _WHAT = (
 )
 
 
-class ValueSource:
-    """The rank whose values are sharded: this one, or with ``broadcast_from`` the same one for all.
+class ShardedParam(NamedTuple):
+    """A parameter to shard.
 
-    With ``broadcast_from``, creating it is a collective.
+    Attributes:
+        param: the jitted module's object. Another transform may have created it.
+        own: the original module's object; ``param`` if that has none.
+        ranks: the ranks that share it.
+    """
+
+    spec: ParamSpec
+    param: torch.nn.Parameter
+    own: torch.nn.Parameter
+    ranks: BucketRanks
+
+
+class ValueSource:
+    """This rank, all of whose tensors have values; ``extras.initial_values`` has the source of others.
 
     Attributes:
         rank: the rank that broadcasts, if there is one.
         began_on_meta: names of tensors without values.
     """
 
-    def __init__(self, model: ThunderModule, options: Options, control: Control) -> None:
-        named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-        registered = list(itertools.chain(*named))
-        ids = {id(tensor) for _, tensor in registered}
-        attributes = [(path, t) for path, t in tensors_in_containers(model._model) if id(t) not in ids]
-        self._attributes = {path for path, _ in attributes}
-        self._own = {name: tensor.device.type for name, tensor in (*registered, *attributes)}
-        self._theirs = self._own
-        self.rank = options.init.broadcast_from
-        if self.rank is not None:
-            is_source = control.is_single_rank or control.global_rank == self.rank
-            devices = control.exchange("broadcast_from", self._own if is_source else None)
-            self._theirs = next((theirs for theirs in devices if theirs is not None), self._own)
-        self.began_on_meta = {name for name, t in registered if t.is_meta and not self.has_value(name)}
+    rank: int | None = None
+    began_on_meta: AbstractSet[str] = frozenset()
 
     def has_value(self, name: str) -> bool:
         """Return whether a tensor has a value, here or on the rank that broadcasts; otherwise it is to be initialized."""
-        return self._theirs.get(name, self._own[name]) != "meta"
+        return True
 
     def device_of(self, name: str, tensor: torch.Tensor) -> torch.device:
         """Return the device of a tensor, which it has on the rank that broadcasts if it is on the meta device here."""
-        if tensor.is_meta and self.has_value(name):
-            return resolve_device(torch.device(self._theirs[name]))
         return tensor.device
 
-    def check(self, params: set[str], *, initializes: bool) -> None:
+    def check(self, params: AbstractSet[str], *, initializes: bool) -> None:
         """Raise an error, with ``broadcast_from``, if this rank cannot receive what the other one sends.
 
         Args:
@@ -87,26 +78,22 @@ class ValueSource:
         Raises:
             ValueError: it names the tensor.
         """
-        if self.rank is None:
-            return
-        for name, own in self._own.items():
-            theirs = self._theirs.get(name, own)  # names of parameters and buffers are compared later
-            if theirs == "meta" and name in params and not initializes:
-                raise ValueError(
-                    f"Init: broadcast_from: the module is on the meta device on rank {self.rank} ({name!r}), so "
-                    f"there is nothing to broadcast; pass param_init_fn to initialize it"
-                )
-            if own != theirs and name in self._attributes:
-                raise ValueError(
-                    f"Init: broadcast_from: attribute {name!r} is a tensor on {own}, and on {theirs} on rank "
-                    f"{self.rank}. Only parameters and buffers are broadcast: make it one, "
-                    f"register_buffer(..., persistent=False)"
-                )
-            if own not in (theirs, "meta"):
-                raise ValueError(
-                    f"Init: broadcast_from: {name!r} is on {own}, but on {theirs} on rank {self.rank}, which broadcasts "
-                    f"it: make the module there as on this rank, or here on the meta device"
-                )
+
+    def begin(self, steps: Any) -> None:
+        """Prepare to fill the shards, and initialize tensors without values."""
+
+    def whole(self, param: ShardedParam) -> torch.Tensor:
+        """Return the values of a parameter, whose rows the caller copies before the next call."""
+        return param.param
+
+
+def source_of(model: ThunderModule, options: Options, control: Control) -> ValueSource:
+    """Return the source of the values of a module; a collective with ``broadcast_from``."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    if options.init.broadcast_from is None and not any(tensor.is_meta for _, tensor in tensors):
+        return ValueSource()
+    source: ValueSource = load("extras.initial_values.source:RemoteValues")(model, options, control)
+    return source
 
 
 def resolve_device(device: torch.device) -> torch.device:
@@ -161,27 +148,3 @@ def _sum_of_bytes(param: torch.Tensor) -> torch.Tensor:
         raw = raw.clone()
     whole = raw.numel() // 8 * 8
     return raw[:whole].view(torch.int64).sum() + raw[whole:].sum(dtype=torch.int64)
-
-
-def make_blank(tensor: torch.Tensor) -> None:
-    """Fill ``tensor`` with the value that :func:`is_blank` recognizes."""
-    with torch.no_grad():
-        tensor.fill_(_blank_of(tensor.dtype))
-
-
-def is_blank(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is unchanged since :func:`make_blank`; false if it has no elements."""
-    if not tensor.numel() or tensor.dtype is torch.bool:
-        return False
-    tensor = tensor.detach()
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(torch.isnan(tensor.float() if tensor.dtype.itemsize == 1 else tensor).all())
-    return bool((tensor == _blank_of(tensor.dtype)).all())
-
-
-def _blank_of(dtype: torch.dtype) -> float:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    if dtype is torch.bool:
-        return 0
-    return torch.iinfo(dtype).min or torch.iinfo(dtype).max

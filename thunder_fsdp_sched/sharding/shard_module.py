@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import weakref
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
@@ -27,14 +25,14 @@ from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, StridedView
 from ..private_torch import hooks_of, replace_data, state_name
 from ..proof.audit import PreShardStorages
-from ..ranks.assignment import GroupAssignment, broadcast, find_world_group
+from ..ranks.assignment import GroupAssignment, find_world_group
 from ..ranks.control import Control
 from ..ranks.process_groups import BucketRanks
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
 from ..transports import choose_transport, find_transport, transport_of
 from .former_parameters import retire
-from .initial_values import ValueSource, check_initial_values, make_blank, resolve_device
+from .initial_values import ShardedParam, check_initial_values, resolve_device, source_of
 from .module_parameters import find_owner, replace_in_containers
 from .module_policies import ModulePolicies
 from .optimizer_steps import check_before_step
@@ -72,7 +70,7 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
     refuse_compiled(model._model)
     if options.init.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
         options = replace(options, init=replace(options.init, device=resolve_device(options.init.device)))
-    sharding = _ShardingSteps(model, options)
+    sharding = ShardingSteps(model, options)
     control = sharding.control
     with control.all_or_none("whether the module can be sharded"):
         sharding.plan_buckets()
@@ -90,26 +88,11 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
         pre_shard_storage,
         former_params,
         sharding.moved,
-        sharding.source.began_on_meta,
+        set(sharding.source.began_on_meta),
     )
 
 
-class _Param(NamedTuple):
-    """A parameter to shard.
-
-    Attributes:
-        param: the jitted module's object. Another transform may have created it.
-        own: the original module's object; ``param`` if that has none.
-        ranks: the ranks that share it.
-    """
-
-    spec: ParamSpec
-    param: nn.Parameter
-    own: nn.Parameter
-    ranks: BucketRanks
-
-
-class _ShardingSteps:
+class ShardingSteps:
     """The steps of sharding a module, each of which uses the results of those before it.
 
     Attributes:
@@ -117,7 +100,7 @@ class _ShardingSteps:
         locations: the bucket of each parameter and its index there, by each of its names.
     """
 
-    params: list[_Param]
+    params: list[ShardedParam]
     moved: dict[str, torch.Tensor]
     policies: ModulePolicies
     plan: Plan
@@ -135,7 +118,7 @@ class _ShardingSteps:
         versions = [f"{package} {importlib.metadata.version(package)}" for package in ("lightning-thunder", "torch")]
         lines = [f"thunder_fsdp_sched {__version__}", *versions, *options.lines()]
         self.control.check_same("versions and options of fsdp(...)", lines)
-        self.source = ValueSource(model, options, self.control)
+        self.source = source_of(model, options, self.control)
         self.assignment = GroupAssignment(
             self.control.group,
             mesh=options.ranks.mesh,
@@ -162,7 +145,7 @@ class _ShardingSteps:
         refuse_views(self.model, named, ignored, options.init.device)
         self.moved = self._move_unsharded(ignored)
         self.params = [
-            _Param(spec, param, _own_param(module, spec.name, param), assignment.of(spec.name, param))
+            ShardedParam(spec, param, _own_param(module, spec.name, param), assignment.of(spec.name, param))
             for spec, param in specs
         ]
         self.policies = ModulePolicies(module, options)
@@ -334,33 +317,12 @@ class _ShardingSteps:
 
         Free the memory of the module's parameters, and return which memory it was.
         """
-        source = self.source
-        # Parameters to receive share memory. Memory of their own would be freed too late: gloo refers to it for a while
-        # after the broadcast.
-        received: dict[torch.device, int] = defaultdict(int)
-        for spec, param, *_ in self.params:
-            if not source.has_value(spec.name):
-                bucket, index = self.locations[spec.name]
-                make_blank(bucket.shard_views[index])
-            elif param.is_meta:
-                device = source.device_of(spec.name, param)
-                received[device] = max(received[device], param.nbytes)
-        if self.options.init.param_init_fn is not None:
-            self._initialize(self.options.init.param_init_fn)
-        first = self.params[0].spec.device if self.params else self.options.init.device
-        for name, tensor in self.moved.items():
-            if source.has_value(name):
-                self._broadcast(tensor, self.assignment.default_ranks, first)
-        buffers = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in received.items()}
-        pre_shard_storage = PreShardStorages()
-        for spec, param, own, ranks in self.params:
+        source, pre_shard_storage = self.source, PreShardStorages()
+        source.begin(self)
+        for each in self.params:
+            spec, param, own, _ = each
             if source.has_value(spec.name):
-                whole: torch.Tensor = param
-                if param.is_meta:
-                    buffer = buffers[source.device_of(spec.name, param)]
-                    whole = buffer[: param.nbytes].view(param.dtype).view(param.shape)
-                self._broadcast(whole, ranks, spec.device)
-                self._copy_in(spec.name, whole)
+                self.copy_in(spec.name, source.whole(each))
             if not param.is_meta:
                 pre_shard_storage.add(spec.name, param)
             for former in (param, own):  # another transform may have created the first
@@ -368,58 +330,10 @@ class _ShardingSteps:
                     former.data = former.new_empty(0)
         return pre_shard_storage
 
-    def _initialize(self, init: Callable[[nn.Module], object]) -> None:
-        """Materialize the tensors that each submodule owns on the meta device, initialize them, and shard them.
-
-        Submodules are visited in the order of the module tree, so random numbers are drawn as for the whole module.
-        Besides the shards, only the tensors of one submodule exist at a time. Changes that ``init`` makes to other
-        submodules are lost. Afterwards the sharded parameters are on the meta device again; all others are the same
-        objects, with memory.
-        """
-        for path, submodule in self.module.named_modules():
-            on_meta = [
-                (own, leaf, tensor, name)
-                for own in (submodule._parameters, submodule._buffers)
-                for leaf, tensor in own.items()
-                if tensor is not None
-                and tensor.is_meta
-                and not self.source.has_value(name := f"{path}.{leaf}".lstrip("."))
-            ]
-            for own, leaf, tensor, name in on_meta:
-                # In the dtype of the shards: the module's own parameter may already have that of unsharded parameters.
-                dtype = self.locations[name][0].spec.dtype if name in self.locations else tensor.dtype
-                real = torch.empty_like(tensor, device=self.options.init.device, dtype=dtype)
-                make_blank(real)
-                own[leaf] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
-            if on_meta:
-                with torch.no_grad():
-                    init(submodule)
-            for own, leaf, tensor, name in on_meta:
-                made = own[leaf]
-                assert made is not None
-                if isinstance(tensor, nn.Parameter):
-                    own[leaf] = tensor
-                if name in self.locations:
-                    self._broadcast(made, self.locations[name][0].ranks, self.options.init.device)
-                    self._copy_in(name, made)
-                    continue
-                if isinstance(tensor, nn.Parameter):
-                    replace_data(tensor, made.detach())
-                    made = tensor
-                self._broadcast(made, self.assignment.default_ranks, self.options.init.device)
-                self.moved[name] = made
-
     @torch.no_grad()
-    def _copy_in(self, name: str, whole: torch.Tensor) -> None:
+    def copy_in(self, name: str, whole: torch.Tensor) -> None:
         bucket, index = self.locations[name]
         bucket.write_rows(index, bucket.rows[index].of(whole))
-
-    @torch.no_grad()
-    def _broadcast(self, tensor: torch.Tensor, ranks: BucketRanks, via: torch.device | None) -> None:
-        """With ``broadcast_from``, broadcast a tensor over its ranks, if necessary by way of the device ``via``."""
-        if self.source.rank is not None:
-            with self.control.doing("broadcast_from"):
-                broadcast(tensor.detach(), self.source.rank, ranks, via=via)
 
     def replace_parameters(self) -> list[weakref.ref[nn.Parameter]]:
         """Put shards and moved tensors into the module, and retire the parameters that they replace; return these."""

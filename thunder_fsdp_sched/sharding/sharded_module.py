@@ -27,7 +27,6 @@ from ..proof.audit import PreShardStorages
 from ..ranks.control import Control
 from ..runtime.bucket import Bucket
 from .former_parameters import FormerParameters, check_gradients
-from .initial_values import is_blank
 from .module_parameters import ModuleParameters
 from .refusals import refuse_backward_hooks, refuse_conflicts, refuse_old_backward_hooks
 from .set_attributes import SetAttributes
@@ -203,6 +202,7 @@ class ShardedModule:
         with self.control.all_or_none("whether all parameters have values"):
             model = self._jitted
             tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+            is_blank = load("extras.initial_values.blank:is_blank")
             blank = [n for n, t in tensors.items() if t.is_meta or (n in self.began_on_meta and is_blank(t))]
             if blank:
                 raise RuntimeError(
