@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 Path = tuple[Any, ...]
 """A root, and then steps from it: see ``capture.paths``."""
 

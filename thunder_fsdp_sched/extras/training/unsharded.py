@@ -18,7 +18,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch import nn
 
-from ...ranks.assignment import broadcast
+from ...ranks.broadcast import broadcast
 from ...runtime.bucket import Bucket
 from ...sharding.former_parameters import retire
 from ...sharding.sharded_module import ShardedModule, find_jitted
