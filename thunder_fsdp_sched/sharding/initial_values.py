@@ -14,7 +14,7 @@ time than drawing its values, and one round through the store. One core of an AM
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
@@ -79,12 +79,13 @@ class ValueSource:
             ValueError: it names the tensor.
         """
 
-    def begin(self, steps: Any) -> None:
-        """Prepare to fill the shards, and initialize tensors without values."""
+    def begin(self, steps: Any) -> Callable[[ShardedParam], torch.Tensor]:
+        """Initialize tensors without values, and fill those that are not sharded.
 
-    def whole(self, param: ShardedParam) -> torch.Tensor:
-        """Return the values of a parameter, whose rows the caller copies before the next call."""
-        return param.param
+        Returns:
+            a function that returns the values of a parameter, whose rows the caller copies before the next call.
+        """
+        return lambda param: param.param
 
 
 def source_of(model: ThunderModule, options: Options, control: Control) -> ValueSource:

@@ -318,11 +318,11 @@ class ShardingSteps:
         Free the memory of the module's parameters, and return which memory it was.
         """
         source, pre_shard_storage = self.source, PreShardStorages()
-        source.begin(self)
+        values_of = source.begin(self)
         for each in self.params:
             spec, param, own, _ = each
             if source.has_value(spec.name):
-                self.copy_in(spec.name, source.whole(each))
+                self.copy_in(spec.name, values_of(each))
             if not param.is_meta:
                 pre_shard_storage.add(spec.name, param)
             for former in (param, own):  # another transform may have created the first

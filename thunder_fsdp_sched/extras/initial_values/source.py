@@ -35,9 +35,6 @@ class RemoteValues(ValueSource):
     With ``broadcast_from``, creating it is a collective.
     """
 
-    _steps: ShardingSteps
-    _buffers: dict[torch.device, torch.Tensor]
-
     def __init__(self, model: ThunderModule, options: Options, control: Control) -> None:
         named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         registered = list(itertools.chain(*named))
@@ -83,8 +80,7 @@ class RemoteValues(ValueSource):
                     f"it: make the module there as on this rank, or here on the meta device"
                 )
 
-    def begin(self, steps: ShardingSteps) -> None:
-        self._steps = steps
+    def begin(self, steps: ShardingSteps) -> Callable[[ShardedParam], torch.Tensor]:
         # Parameters to receive share memory. Memory of their own would be freed too late: gloo refers to it for a while
         # after the broadcast.
         received: dict[torch.device, int] = defaultdict(int)
@@ -96,25 +92,25 @@ class RemoteValues(ValueSource):
                 device = self.device_of(spec.name, param)
                 received[device] = max(received[device], param.nbytes)
         if steps.options.init.param_init_fn is not None:
-            self._initialize(steps.options.init.param_init_fn)
+            self._initialize(steps, steps.options.init.param_init_fn)
         first = steps.params[0].spec.device if steps.params else steps.options.init.device
         for name, tensor in steps.moved.items():
             if self.has_value(name):
-                self._broadcast(tensor, steps.assignment.default_ranks, first)
-        self._buffers = {
-            device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in received.items()
-        }
+                self._broadcast(steps.control, tensor, steps.assignment.default_ranks, first)
+        buffers = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in received.items()}
 
-    def whole(self, param: ShardedParam) -> torch.Tensor:
-        spec, tensor = param.spec, param.param
-        whole: torch.Tensor = tensor
-        if tensor.is_meta:
-            buffer = self._buffers[self.device_of(spec.name, tensor)]
-            whole = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        self._broadcast(whole, param.ranks, spec.device)
-        return whole
+        def values_of(param: ShardedParam) -> torch.Tensor:
+            spec, whole = param.spec, param.param
+            values: torch.Tensor = whole
+            if whole.is_meta:
+                buffer = buffers[self.device_of(spec.name, whole)]
+                values = buffer[: whole.nbytes].view(whole.dtype).view(whole.shape)
+            self._broadcast(steps.control, values, param.ranks, spec.device)
+            return values
 
-    def _initialize(self, init: Callable[[nn.Module], object]) -> None:
+        return values_of
+
+    def _initialize(self, steps: ShardingSteps, init: Callable[[nn.Module], object]) -> None:
         """Materialize the tensors that each submodule owns on the meta device, initialize them, and shard them.
 
         Submodules are visited in the order of the module tree, so random numbers are drawn as for the whole module.
@@ -122,7 +118,6 @@ class RemoteValues(ValueSource):
         submodules are lost. Afterwards the sharded parameters are on the meta device again; all others are the same
         objects, with memory.
         """
-        steps = self._steps
         for path, submodule in steps.module.named_modules():
             on_meta = [
                 (own, leaf, tensor, name)
@@ -145,18 +140,18 @@ class RemoteValues(ValueSource):
                 if isinstance(tensor, nn.Parameter):
                     own[leaf] = tensor
                 if name in steps.locations:
-                    self._broadcast(made, steps.locations[name][0].ranks, steps.options.init.device)
+                    self._broadcast(steps.control, made, steps.locations[name][0].ranks, steps.options.init.device)
                     steps.copy_in(name, made)
                     continue
                 if isinstance(tensor, nn.Parameter):
                     replace_data(tensor, made.detach())
                     made = tensor
-                self._broadcast(made, steps.assignment.default_ranks, steps.options.init.device)
+                self._broadcast(steps.control, made, steps.assignment.default_ranks, steps.options.init.device)
                 steps.moved[name] = made
 
     @torch.no_grad()
-    def _broadcast(self, tensor: torch.Tensor, ranks: BucketRanks, via: torch.device | None) -> None:
+    def _broadcast(self, control: Control, tensor: torch.Tensor, ranks: BucketRanks, via: torch.device | None) -> None:
         """With ``broadcast_from``, broadcast a tensor over its ranks, if necessary by way of the device ``via``."""
         if self.rank is not None:
-            with self._steps.control.doing("broadcast_from"):
+            with control.doing("broadcast_from"):
                 broadcast(tensor.detach(), self.rank, ranks, via=via)
