@@ -51,4 +51,4 @@ from thunder_fsdp_sched.sharding import shard_module
 from thunder_fsdp_sched.transform import find_transform
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.sort_communication import sort_communication
-from thunder_fsdp_sched.transforms.write_grads_in_place import share_written_in_place, write_grads_in_place
+from thunder_fsdp_sched.transforms.write_grads_in_place import write_grads_in_place

@@ -169,7 +169,7 @@ class Phase:
             log_pass(step.name, seconds, before, trace)
             context.artifacts.log_pass(step.name, "forward" if context.forward is None else "backward", trace)
             if context.options.debug.check_passes:
-                load("extras.well_formed:check_well_formed")(trace, step.name)
+                load("proof.well_formed:check_well_formed")(trace, step.name)
         return trace
 
 

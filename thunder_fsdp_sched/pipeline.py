@@ -16,7 +16,8 @@ import inspect
 from collections.abc import Callable, Iterable
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
 
@@ -29,16 +30,17 @@ from .transforms.assign_slots import assign_slots
 from .transforms.bucket_communication import bucket_communication
 from .transforms.claim_operators import claim_operators
 from .transforms.differentiate import differentiate
-from .transforms.draw_once import draw_once, reject_resampled_random_grads
 from .transforms.end_backward import end_backward
 from .transforms.guard_outputs import detach_constants, guard_outputs
 from .transforms.insert_unshard import insert_unshard
 from .transforms.regather_for_backward import regather_for_backward
+from .transforms.reject_resampled_random_grads import reject_resampled_random_grads
 from .transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward, reuse_in_window
 from .transforms.shard_prologue import shard_prologue
 from .transforms.sort_communication import sort_communication
 from .transforms.write_grads_in_place import write_grads_in_place
 
+draw_once = Later("transforms.draw_once")
 recompute_whole_regions = Later("transforms.recompute_whole_regions")
 average_counted_targets = Later("transforms.average_counted_targets")
 broadcast_scalars = Later("transforms.broadcast_scalars")
@@ -60,6 +62,15 @@ replay_schedule = Later("extras.replay:replay_schedule")
 def _has(name: str) -> Callable[[TraceCtx, Context], bool]:
     """Return a condition: whether a trace has bound symbols of this name."""
     return lambda trace, c: any(bsym.sym.name == name for bsym in trace.bound_symbols)
+
+
+def _recomputes(trace: TraceCtx, c: Context) -> bool:
+    """Return whether autograd recomputes a value, as in regions of ``torch.utils.checkpoint``."""
+    return any(
+        BoundSymbolTag.RECOMPUTE_IN_BACKWARD in bsym.tags
+        or any(ProxyTag.RECOMPUTE_IN_BACKWARD in out.tags for out in bsym.flat_proxy_outs)
+        for bsym in trace.bound_symbols
+    )
 
 
 def _casts(trace: TraceCtx, c: Context) -> bool:
@@ -104,7 +115,7 @@ PIPELINE: tuple[Phase, ...] = (
     Phase(
         "computation",
         "",
-        Step(draw_once),
+        Step(draw_once, when=("with values that are recomputed", _recomputes)),
         Step(
             recompute_whole_regions,
             when=(

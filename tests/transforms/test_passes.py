@@ -8,9 +8,11 @@ from unittest import mock
 
 from thunder_fsdp_sched import VerificationError
 from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched.extras.reports.report import share_written_in_place
 from thunder_fsdp_sched.extras.step_memory.value_memory import shared_slots
-from thunder_fsdp_sched.ir.slots import filling_bytes, grads_over_params
+from thunder_fsdp_sched.ir.slots import grads_over_params
 from thunder_fsdp_sched.transforms.sort_communication import issue_points
+from thunder_fsdp_sched.transforms.unsharded_budget import filling_bytes
 
 import pytest
 import torch
@@ -30,7 +32,6 @@ from internals import (
     passes,
     pipeline,
     read_schedule,
-    share_written_in_place,
     sort_communication,
     verify,
     write_grads_in_place,

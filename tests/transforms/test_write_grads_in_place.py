@@ -9,11 +9,12 @@ from typing import Any
 
 from thunder_fsdp_sched import full_state_dict
 from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched.extras.reports.report import share_written_in_place
 from thunder_fsdp_sched.extras.step_memory.value_memory import shared_slots
 
 import pytest
 import torch
-from internals import MAX_REDUCTIONS_IN_FLIGHT, effects, fsdp_all_gather, fsdp_reduce_scatter, share_written_in_place
+from internals import MAX_REDUCTIONS_IN_FLIGHT, effects, fsdp_all_gather, fsdp_reduce_scatter
 from models import GPT, FeedForward, Layer, Model, SharedBlocks, Stack, TiedWeights, UnevenRows, compile_model
 from pipeline_patches import without
 from profiles import LONG_ONLY

@@ -15,15 +15,16 @@ forward, or one after an exception, gathers them again into the slot, which the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 from thunder.core.trace import TraceCtx
 
+from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import WINDOW_OPEN, Bucket
 from ..runtime.memory import Slot
 from .analysis import Analysis, Lifetime, peak_bytes
 from .effects import effects
-from .inspection import args_of
 
 
 def retained_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
@@ -113,15 +114,9 @@ def spans_of(lives: Sequence[Lifetime]) -> Iterator[tuple[int, int, int]]:
         yield live.first, min([live.last, *replaced]), live.nbytes
 
 
-def filling_bytes(trace: TraceCtx, *, without: Collection[int] = ()) -> int:
-    """Return the peak bytes of slots that hold gradients whose reductions have not been issued yet.
-
-    A reduction counts as issued right after its last gradient, as in a sorted trace.
-
-    Args:
-        without: positions of reductions that do not count.
-    """
-    analysis = Analysis(trace)
-    counted = [r for r in analysis.slots.values() if r.writes and r.issue not in without]
-    filling = ((r, analysis.defined(args_of(trace.bound_symbols[r.issue]))) for r in counted)
-    return peak_bytes((r.first, last_grad, r.nbytes) for r, last_grad in filling)
+def bytes_in_flight(reductions: Iterable[tuple[ProcessGroupRef, int]], most: int) -> dict[ProcessGroupRef, int]:
+    """Return the most bytes of slots that reductions, of which the group and the bytes are given, may hold in flight."""
+    reduced: dict[ProcessGroupRef, list[int]] = defaultdict(list)
+    for group, nbytes in reductions:
+        reduced[group].append(nbytes)
+    return {group: sum(sorted(slots, reverse=True)[:most]) for group, slots in reduced.items()}

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..extensions import load
 from ..plan.specs import BucketSpec, GroupKey
-from .process_groups import BucketRanks, ProcessGroupRef, companion, default_group, subgroup, twin
+from .process_groups import BucketRanks, ProcessGroupRef, default_group
 
 
 class GroupAssignment:
@@ -39,7 +39,9 @@ class GroupAssignment:
         self._separate_reductions = separate_reductions
         self._made: dict[str, BucketRanks] = {}
         self._of: dict[GroupKey, BucketRanks] = {}
-        self.default_ranks = self._ranks(world_group) if mesh is None else self._of_mesh(mesh)
+        self.default_ranks = (
+            self.ranks_over(world_group) if mesh is None else load("extras.own_groups:ranks_of_mesh")(self, mesh)
+        )
 
     def of(self, name: str, param: torch.nn.Parameter) -> BucketRanks:
         """Return the ranks that share a parameter, according to ``process_group_for``.
@@ -48,7 +50,10 @@ class GroupAssignment:
             TypeError, ValueError: ``process_group_for`` returned something that this rank or ``world_group`` cannot use.
         """
         answer = None if self._process_group_for is None else self._process_group_for(name, param)
-        return self.default_ranks if answer is None else self._checked(name, answer)
+        if answer is None:
+            return self.default_ranks
+        ranks: BucketRanks = load("extras.own_groups:ranks_of_answer")(self, name, answer)
+        return ranks
 
     def ranks(self, group_key: GroupKey) -> BucketRanks:
         """Return the ranks that a plan describes by ``key``."""
@@ -64,7 +69,7 @@ class GroupAssignment:
             return None
         key = f"{self.ranks_of(spec).group.name} by {size}"
         if key not in self._made:
-            self._made[key] = BucketRanks(subgroup(self.ranks_of(spec).group, size))
+            self._made[key] = BucketRanks(load("extras.own_groups:subgroup")(self.ranks_of(spec).group, size))
         return self._made[key]
 
     def key(self, ranks: BucketRanks) -> GroupKey:
@@ -76,44 +81,14 @@ class GroupAssignment:
             self._of[key] = ranks
         return key
 
-    def _checked(self, name: str, answer: Any) -> BucketRanks:
-        if answer is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
-                f"process_group_for: rank {dist.get_rank()} is not in the process group for parameter {name!r}; return the "
-                f"group that this rank is a member of"
-            )
-        if isinstance(answer, DeviceMesh):
-            if answer.ndim > 2:
-                raise ValueError(
-                    f"process_group_for: the mesh for {name!r} has {answer.ndim} dimensions, expected at most 2"
-                )
-            ranks = self._of_mesh(answer)
-        elif isinstance(answer, dist.ProcessGroup):
-            ranks = self._ranks(ProcessGroupRef.of(answer))
-        else:
-            raise TypeError(
-                f"process_group_for: expected a process group, a mesh or None for parameter {name!r}, got {answer!r} of "
-                f"type {type(answer).__name__}"
-            )
-        outside = {rank for group in ranks.groups for rank in group.global_ranks} - {*self.world_group.global_ranks}
-        if outside:
-            raise ValueError(
-                f"process_group_for: the group for parameter {name!r} holds ranks {sorted(outside)}, which are not "
-                f"among those that the module is sharded over; give Ranks(...) a mesh or process_group with all of them"
-            )
-        return ranks
-
-    def _of_mesh(self, mesh: DeviceMesh) -> BucketRanks:
-        replicas = ProcessGroupRef.of(mesh.get_group(0)) if mesh.ndim == 2 else None
-        return self._ranks(ProcessGroupRef.of(mesh.get_group(mesh.ndim - 1)), replicas, mesh)
-
-    def _ranks(
+    def ranks_over(
         self, group: ProcessGroupRef, replicas: ProcessGroupRef | None = None, mesh: DeviceMesh | None = None
     ) -> BucketRanks:
         """Return the ranks of these groups; the same object for the same groups."""
         key = f"{group.name} {replicas.name if replicas is not None else ''}"
         if key not in self._made:
-            reductions = twin(group) if self._separate_reductions and group.size > 1 else None
+            twins = self._separate_reductions and group.size > 1
+            reductions = load("extras.own_groups:twin")(group) if twins else None
             grid = mesh.mesh.tolist() if mesh is not None and mesh.ndim == 2 else None
             dim_names = None if mesh is None else mesh.mesh_dim_names
             self._made[key] = BucketRanks(
@@ -130,9 +105,5 @@ def find_world_group(mesh: DeviceMesh | None, process_group: ProcessGroupRef | N
     """
     if mesh is None:
         return process_group or default_group()
-    if mesh.ndim == 1:
-        return ProcessGroupRef.of(mesh.get_group())
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    if len(ranks) == dist.get_world_size():
-        return default_group()
-    return companion(mesh.get_group(0), ranks, "mesh")
+    group: ProcessGroupRef = load("extras.own_groups:group_of_mesh")(mesh)
+    return group

@@ -229,21 +229,6 @@ def default_group() -> ProcessGroupRef:
     return ProcessGroupRef.of(dist.distributed_c10d._get_default_group())
 
 
-def twin(group: ProcessGroupRef) -> ProcessGroupRef:
-    """Return a process group of the same ranks with a separate communicator."""
-    return companion(group.process_group, list(group.global_ranks), f"{group.description}_reductions")
-
-
-def subgroup(group: ProcessGroupRef, size: int) -> ProcessGroupRef:
-    """Return the process group of the ``size`` successive ranks of ``group`` that include this one.
-
-    ``size`` divides the ranks of ``group``, all of which must call this.
-    """
-    parts = [list(range(first, first + size)) for first in range(0, group.size, size)]
-    own = [group.global_ranks[rank] for rank in parts[group.rank // size]]
-    return companion(group.process_group, own, f"{group.description}_by_{size}", parts=parts)
-
-
 ARRIVAL_TIMEOUT = timedelta(seconds=300)
 """How long a rank waits at most for the others to shard the same module, or to create a process group."""
 
@@ -254,18 +239,9 @@ _companions: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[
 because each has threads and connections, or on GPUs a communicator. A group lives as long as any to which it belongs."""
 
 
-def companion(
-    parent: dist.ProcessGroup, ranks: list[int], description: str, *, parts: list[list[int]] | None = None
-) -> ProcessGroupRef:
-    """Return the process group of ``ranks`` with the backend of the group ``parent``, created once and destroyed with it.
-
-    Args:
-        parts: as for :func:`new_group`.
-    """
-    group = _companions.get(parent, {}).get((description, tuple(ranks)))
-    if group is None or not group.is_alive:
-        group = new_group(ranks, parent, description, parts=parts)
-    return group
+def companion_of(parent: dist.ProcessGroup, description: str, ranks: Sequence[int]) -> ProcessGroupRef | None:
+    """Return the process group that was created here for ``parent`` under this description, if there is one."""
+    return _companions.get(parent, {}).get((description, tuple(ranks)))
 
 
 def new_group(

@@ -100,21 +100,6 @@ def assign_slots(
     return with_bound_symbols(trace, bsyms, "fsdp: assign slots")
 
 
-def unsharded_bytes(
-    trace: TraceCtx, *, kept_buckets: Collection[Bucket], forward: TraceCtx | None, max_unsharded_bytes: int
-) -> int:
-    """Return the bytes that all slots of a sorted trace would need, kept buckets included."""
-    unused: dict[Arena, Arena] = {}
-
-    def arena_of(bucket: Bucket) -> Arena:
-        return unused.setdefault(bucket.arena, Arena(bucket.arena.device))
-
-    assign_slots(
-        trace, kept_buckets=kept_buckets, arena_of=arena_of, forward=forward, max_unsharded_bytes=max_unsharded_bytes
-    )
-    return private_bytes(trace, kept_buckets) + sum(arena.nbytes for arena in unused.values())
-
-
 def private_bytes(trace: TraceCtx, kept_buckets: Collection[Bucket]) -> int:
     """Return the bytes of the slots of kept buckets; for those that this trace does not gather, the planned bytes."""
     issues = (e.slot_issue for e in map(effects, trace.bound_symbols) if e.is_gather)

@@ -7,7 +7,7 @@ from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import outs_of
 from ..ir.operator_facts import facts_of
-from .draw_once import described, parts_of
+from .reject_resampled_random_grads import described, parts_of
 
 
 def mark_draws(trace: TraceCtx) -> TraceCtx:

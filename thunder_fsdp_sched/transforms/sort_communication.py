@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..extensions import load
 from ..ir.analysis import Analysis
 from ..ir.effects import effects, operations
 from ..ir.inspection import args_of, outs_of, short_form, statements, with_bound_symbols
 from ..ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
-from ..ir.slots import filling_bytes, grads_over_kept_params
+from ..ir.slots import bytes_in_flight
 from ..ir.symbols import without_token
-from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
-from .assign_slots import private_bytes, unsharded_bytes
 
 _SMALL = 10
 """A collective this many times smaller than another is too small to hide it."""
@@ -99,28 +98,18 @@ def sort_communication(
 
     limits = max_gathers_in_flight, reductions_in_flight
     found = with_bound_symbols(trace, _Sorter(trace, prefetch, None, *limits).run(), "fsdp: sort communication")
-    budget = max_unsharded_bytes
-    if (
-        budget is None
-        or unsharded_bytes(found, kept_buckets=kept_buckets, forward=forward, max_unsharded_bytes=budget) <= budget
-    ):
+    if max_unsharded_bytes is None:
         return found
-    # Besides kept buckets there are unsharded gradients: of the reductions that may be in flight, and in the slots that
-    # gradients are written to meanwhile, without the gradients that replace their parameters in a private slot.
-    private = grads_over_kept_params(forward, found) if kept_buckets and forward is not None else set()
-    reduced = [r for issue, r in Analysis(found).slots.items() if not r.is_gather and issue not in private]
-    held = _bytes_in_flight(((r.bucket.ranks.reductions, r.nbytes) for r in reduced), reductions_in_flight)
-    left = budget - private_bytes(found, kept_buckets) - sum(held.values()) - filling_bytes(found, without=private)
-    sorter = _Sorter(trace, prefetch, max(left, 0), *limits)
-    return with_bound_symbols(trace, sorter.run(), "fsdp: sort communication")
-
-
-def _bytes_in_flight(reductions: Iterable[tuple[ProcessGroupRef, int]], most: int) -> dict[ProcessGroupRef, int]:
-    """Return the most bytes of slots that reductions, of which the group and the bytes are given, may hold in flight."""
-    reduced: dict[ProcessGroupRef, list[int]] = defaultdict(list)
-    for group, nbytes in reductions:
-        reduced[group].append(nbytes)
-    return {group: sum(sorted(slots, reverse=True)[:most]) for group, slots in reduced.items()}
+    left: int | None = load("transforms.unsharded_budget:left_for_gathers")(
+        found,
+        kept_buckets=kept_buckets,
+        forward=forward,
+        max_unsharded_bytes=max_unsharded_bytes,
+        reductions_in_flight=reductions_in_flight,
+    )
+    if left is None:
+        return found
+    return with_bound_symbols(trace, _Sorter(trace, prefetch, left, *limits).run(), "fsdp: sort communication")
 
 
 def issue_points(stage_bytes: Sequence[int], prefetch: int) -> list[int]:
@@ -202,7 +191,7 @@ class _Sorter:
         collectives = [self._collective(bsyms) for bsyms in found]
         self.reductions = [each for each in collectives if not each.is_gather]
         held = ((each.group, each.slot_bytes) for each in self.reductions)
-        self.in_flight_limit = _bytes_in_flight(held, self.max_reductions)
+        self.in_flight_limit = bytes_in_flight(held, self.max_reductions)
         self._let_reductions_read_parameters([each for each in collectives if each.is_gather])
         # The section of each position ends with compute that communicates, which still belongs to it.
         ends = [effects(bsym).communicates for bsym in self.compute]

@@ -26,7 +26,6 @@ from thunder.core.trace import TraceCtx
 from thunder.executors import torchex
 
 from ..ir.analysis import BEFORE_TRACE, Analysis
-from ..ir.effects import effects
 from ..ir.inspection import statements, with_bound_symbols
 from ..ir.symbols import fsdp_matmul_into, fsdp_sum_into
 from ..runtime.bucket import Bucket
@@ -60,21 +59,6 @@ def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
                 producer = bsyms[value.first]
                 bsyms[value.first] = _into(producer, region.bucket, region.param) or producer
     return with_bound_symbols(trace, bsyms, "fsdp: write gradients in place")
-
-
-def share_written_in_place(trace: TraceCtx) -> tuple[int, int]:
-    """Return the bytes of gradients that a trace writes in place, and of all that it reduces, without padding."""
-    written: set[str] = set()
-    in_place = total = 0
-    for e in map(effects, trace.bound_symbols):
-        if e.fills is not None:
-            written.update(e.in_place)
-        for name, region in e.collects.items():
-            assert region.param is not None
-            nbytes = region.bucket.spec.layout.placements[region.param].numel * region.dtype.itemsize
-            total += nbytes
-            in_place += nbytes * (name in written)
-    return in_place, total
 
 
 def _fits(grad: TensorProxy, bucket: Bucket, index: int) -> bool:

@@ -16,12 +16,12 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ...compiled_traces import CompiledTraces
+from ...ir.effects import effects
 from ...ir.inspection import statement, statements
 from ...ir.read_schedule import is_communication, read_schedule
 from ...ir.schedule import GATHERS, ISSUES, WAITS
 from ...plan.plan import Plan
 from ...sizes import human_bytes
-from ...transforms.write_grads_in_place import share_written_in_place
 from ..planning.dry_run import DryRun
 from ..planning.fit import block_of
 from ..planning.timeline import Timeline
@@ -244,3 +244,18 @@ def _line(position: int, bsym: BoundSymbol, width: int | None) -> str:
         return fitting[0]
     kept = max(width - len(lines[-1]) + len(name) - 1, 2)  # both ends of a path tell buckets apart, the middle does not
     return lines[-1].replace(name, f"{name[: kept - kept // 2]}…{name[-(kept // 2) :]}")[:width]
+
+
+def share_written_in_place(trace: TraceCtx) -> tuple[int, int]:
+    """Return the bytes of gradients that a trace writes in place, and of all that it reduces, without padding."""
+    written: set[str] = set()
+    in_place = total = 0
+    for e in map(effects, trace.bound_symbols):
+        if e.fills is not None:
+            written.update(e.in_place)
+        for name, region in e.collects.items():
+            assert region.param is not None
+            nbytes = region.bucket.spec.layout.placements[region.param].numel * region.dtype.itemsize
+            total += nbytes
+            in_place += nbytes * (name in written)
+    return in_place, total

@@ -7,7 +7,7 @@ from thunder.core.pytree import tree_iter
 from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import UNPACKING, args_of, names, outs_of, statement
-from ..proof.machine import VerificationError
+from .machine import VerificationError
 
 
 def check_well_formed(trace: TraceCtx, after: str) -> None:

@@ -1,0 +1,85 @@
+"""The process groups that the option ``ranks`` asks for: meshes, groups of some parameters, subgroups and twins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..ranks.assignment import GroupAssignment
+from ..ranks.process_groups import BucketRanks, ProcessGroupRef, companion_of, default_group, new_group
+
+
+def ranks_of_answer(assignment: GroupAssignment, name: str, answer: Any) -> BucketRanks:
+    """Return the ranks that ``process_group_for`` has given for a parameter."""
+    if answer is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"process_group_for: rank {dist.get_rank()} is not in the process group for parameter {name!r}; return the "
+            f"group that this rank is a member of"
+        )
+    if isinstance(answer, DeviceMesh):
+        if answer.ndim > 2:
+            raise ValueError(
+                f"process_group_for: the mesh for {name!r} has {answer.ndim} dimensions, expected at most 2"
+            )
+        ranks = ranks_of_mesh(assignment, answer)
+    elif isinstance(answer, dist.ProcessGroup):
+        ranks = assignment.ranks_over(ProcessGroupRef.of(answer))
+    else:
+        raise TypeError(
+            f"process_group_for: expected a process group, a mesh or None for parameter {name!r}, got {answer!r} of "
+            f"type {type(answer).__name__}"
+        )
+    outside = {rank for group in ranks.groups for rank in group.global_ranks} - {*assignment.world_group.global_ranks}
+    if outside:
+        raise ValueError(
+            f"process_group_for: the group for parameter {name!r} holds ranks {sorted(outside)}, which are not "
+            f"among those that the module is sharded over; give Ranks(...) a mesh or process_group with all of them"
+        )
+    return ranks
+
+
+def ranks_of_mesh(assignment: GroupAssignment, mesh: DeviceMesh) -> BucketRanks:
+    """Return the ranks of a mesh that shards along its last dimension, and replicates along the other one."""
+    replicas = ProcessGroupRef.of(mesh.get_group(0)) if mesh.ndim == 2 else None
+    return assignment.ranks_over(ProcessGroupRef.of(mesh.get_group(mesh.ndim - 1)), replicas, mesh)
+
+
+def group_of_mesh(mesh: DeviceMesh) -> ProcessGroupRef:
+    """Return the process group of all ranks of a mesh."""
+    if mesh.ndim == 1:
+        return ProcessGroupRef.of(mesh.get_group())
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if len(ranks) == dist.get_world_size():
+        return default_group()
+    return companion(mesh.get_group(0), ranks, "mesh")
+
+
+def twin(group: ProcessGroupRef) -> ProcessGroupRef:
+    """Return a process group of the same ranks with a separate communicator."""
+    return companion(group.process_group, list(group.global_ranks), f"{group.description}_reductions")
+
+
+def subgroup(group: ProcessGroupRef, size: int) -> ProcessGroupRef:
+    """Return the process group of the ``size`` successive ranks of ``group`` that include this one.
+
+    ``size`` divides the ranks of ``group``, all of which must call this.
+    """
+    parts = [list(range(first, first + size)) for first in range(0, group.size, size)]
+    own = [group.global_ranks[rank] for rank in parts[group.rank // size]]
+    return companion(group.process_group, own, f"{group.description}_by_{size}", parts=parts)
+
+
+def companion(
+    parent: dist.ProcessGroup, ranks: list[int], description: str, *, parts: list[list[int]] | None = None
+) -> ProcessGroupRef:
+    """Return the process group of ``ranks`` with the backend of the group ``parent``, created once and destroyed with it.
+
+    Args:
+        parts: as for :func:`new_group`.
+    """
+    group = companion_of(parent, description, ranks)
+    if group is None or not group.is_alive:
+        group = new_group(ranks, parent, description, parts=parts)
+    return group
