@@ -11,12 +11,13 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import ScheduleDisagreement, Sharding, discard_unreduced, fsdp, unsharded
+from thunder_fsdp_sched.extras.no_sync import ops as no_sync
 from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
 
 import pytest
 import thunder
 import torch
-from internals import Accumulation, Bucket
+from internals import Bucket
 from models import GPT, Halves, Layer, Stack
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each
@@ -236,8 +237,8 @@ def test_a_backward_that_fails_after_reducing_some_gradients_spoils_the_sum() ->
     run.micro_batch(0)
     run.forward(1, no_sync=True)
     calls = iter([None])
-    real = Accumulation.add_reduced
-    fail = mock.patch.object(Accumulation, "add_reduced", lambda *args: (next(calls), real(*args)))
+    real = no_sync.add_reduced
+    fail = mock.patch.object(no_sync, "add_reduced", lambda *args: (next(calls), real(*args)))
     with fail, pytest.raises(StopIteration):  # in the second bucket
         run.backward()
     with pytest.raises(RuntimeError, match="a backward under no_sync failed after it had added gradients"):
@@ -252,8 +253,8 @@ def test_a_backward_that_fails_after_reducing_some_gradients_spoils_the_sum() ->
 @on_ranks(2)
 def test_ranks_notice_that_the_first_backward_of_a_window_failed_on_one(rank: int) -> None:
     run = Run(_stack(), sharding_strategy="zero2")
-    real, calls = Accumulation.add, [None]
-    fail = mock.patch.object(Accumulation, "add", lambda *args: (calls.pop(), real(*args)))
+    real, calls = no_sync.add_grads, [None]
+    fail = mock.patch.object(no_sync, "add_grads", lambda *args: (calls.pop(), real(*args)))
     for step in range(2):  # the first run is audited, in which any failure of one rank is noticed
         run.micro_batch(step, no_sync=step < 1)
     run.step()

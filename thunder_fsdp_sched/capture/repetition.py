@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import traceback
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -26,7 +24,6 @@ from thunder.core.interpreter import (
     ProvenanceRecord,
     PseudoInst,
     WrappedValue,
-    get_interpreterruntimectx,
     unwrap,
     wrap,
     wrap_const,
@@ -36,7 +33,7 @@ from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol
 
-from ..ir.inspection import is_library
+from ..extensions import load
 from ..private_thunder import (
     added_checks,
     cache_info,
@@ -330,7 +327,7 @@ def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
     before = len(scope)
     result = call(module, *args, **kwargs) if reads is None else reads.call(call, module, *args, **kwargs)
     if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-        _name_in_error(unwrap(module))
+        load("capture.module_in_error:name_in_error")(unwrap(module))
     tag_call(scope[before:])
     return result
 
@@ -348,22 +345,3 @@ def _checkpoint(lookaside: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     del trace.bound_symbols[before:]
     trace.peek_scope().extend(bsym.from_bsym(tags={*bsym.tags, IN_CHECKPOINT}) for bsym in added)
     return result
-
-
-def _name_in_error(module: torch.nn.Module) -> None:
-    """Add a note to the exception: the module, the dtypes of its parameters, and the line; unless a module within it did.
-
-    Thunder's messages name no module, and most lines of the traceback are the interpreter's.
-    """
-    error: Any = get_interpreterruntimectx().curexc
-    if getattr(error, "__notes__", None):
-        return
-    root = get_compile_data().fn
-    names = (f"module {path!r}" if path else "the module" for path, part in root.named_modules() if part is module)
-    name = next(names, "a module that is not registered")
-    dtypes = [f"{n} {str(p.dtype).removeprefix('torch.')}" for n, p in module.named_parameters(recurse=False)]
-    files = [(line.filename, line.lineno) for line in traceback.extract_tb(error.__traceback__)]
-    lines = [f"{file}:{number}" for file, number in files if file != __file__ and not is_library(file)]
-    note = f"fsdp: while tracing {name}, {type(module).__name__}"
-    note += f" ({', '.join(dtypes)})" * bool(dtypes) + "".join(f", at {line}" for line in lines[-1:])
-    getattr(error, "add_note", warnings.warn)(note)  # Python 3.10 has no notes

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ..extensions import load
 from .layout import make_layout
 from .plan import Plan
 from .specs import BucketOptions, BucketSpec, CommSpec, GroupKey, ParamSpec
@@ -54,10 +55,10 @@ def make_plan(
             bucket cannot be divided into groups for secondary shards.
     """
     rule = _rule(module, strategy)
-    grouped: dict[tuple[str, _Kind], list[ParamSpec]] = {}
-    first_of: dict[str, tuple[_Kind, str]] = {}
+    grouped: dict[tuple[str, Kind], list[ParamSpec]] = {}
+    first_of: dict[str, tuple[Kind, str]] = {}
     for spec, param, ranks, options in params:
-        kind = _Kind(spec.dtype, spec.device, spec.requires_grad, ranks, options)
+        kind = Kind(spec.dtype, spec.device, spec.requires_grad, ranks, options)
         name = rule(spec, param, kind)
         (_, _, _, other, _), first = first_of.setdefault(name, (kind, spec.name))
         if other != ranks and callable(strategy):
@@ -109,7 +110,7 @@ def _secondary_size(name: str, options: BucketOptions, ranks: int) -> int | None
     return size
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """Properties in which all parameters of a bucket agree."""
 
     dtype: torch.dtype
@@ -118,7 +119,7 @@ class _Kind(NamedTuple):
     ranks: GroupKey
     options: BucketOptions
 
-    def labels(self, first: _Kind) -> list[str]:
+    def labels(self, first: Kind) -> list[str]:
         """Return additions to a bucket's name that tell it from the first one of that name; some are empty."""
         own, other = self.options, first.options
         policy, others = own.mp_policy, other.mp_policy
@@ -147,46 +148,21 @@ def _sent_as(gather: str | None, reduce: str | None) -> str:
     return f"sent_as_{gather or 'exact'}_{reduce or 'exact'}"
 
 
-_Rule = Callable[[ParamSpec, torch.nn.Parameter, _Kind], str]
+Rule = Callable[[ParamSpec, torch.nn.Parameter, Kind], str]
 
 
-def _rule(module: torch.nn.Module, strategy: BucketingStrategy | int | BucketRule) -> _Rule:
+def _rule(module: torch.nn.Module, strategy: BucketingStrategy | int | BucketRule) -> Rule:
     if strategy == "none":
         return lambda spec, *_: spec.name
     if strategy == "layer":
         return lambda spec, *_: spec.name.rpartition(".")[0] or "root"
     if strategy == "block":
         return _by_block(module)
-    if isinstance(strategy, int):
-        return _by_size(strategy)
-
-    def named_by_user(spec: ParamSpec, param: torch.nn.Parameter, kind: _Kind) -> str:
-        name = strategy(spec.name, param)
-        if not isinstance(name, str) or not name:
-            raise TypeError(
-                f"bucketing_strategy: the callable must return a bucket's name (a non-empty str) for each parameter, "
-                f"but returned {name!r} for {spec.name!r}"
-            )
-        return name
-
-    return named_by_user
-
-
-def _by_size(limit: int) -> _Rule:
-    # One bucket of each kind is open at a time; a parameter of another kind does not close it.
-    open_buckets: dict[_Kind, tuple[str, int]] = {}
-
-    def rule(spec: ParamSpec, param: torch.nn.Parameter, kind: _Kind) -> str:
-        name, size = open_buckets.get(kind, (spec.name, 0))
-        open_buckets[kind] = (name, size + spec.numel * spec.dtype.itemsize)
-        if open_buckets[kind][1] >= limit:
-            del open_buckets[kind]
-        return name
-
+    rule: Rule = load("plan.bucketing_by_option:rule_of")(strategy)
     return rule
 
 
-def _by_block(module: torch.nn.Module) -> _Rule:
+def _by_block(module: torch.nn.Module) -> Rule:
     """Return the rule of one bucket per block, and several for the first and last block: see [Note: Edges]."""
     blocks = named_blocks(module)
     modules = dict(module.named_modules(remove_duplicate=False))

@@ -15,7 +15,7 @@ Unsharded gradients are added up in the dtype of reductions, as by FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -66,27 +66,8 @@ class Accumulation:
         """Whether nothing has been accumulated."""
         return self.unsharded is None and self.sharded is None
 
-    def add(self, grads: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Add unsharded gradients, each with the index of its parameter."""
-        self._begin()
-        spec = self._spec
-        if self.unsharded is None:
-            self.unsharded = torch.zeros(spec.layout.unsharded_numel, dtype=spec.reduce_dtype, device=spec.device)
-        views = spec.layout.unsharded_views(self.unsharded)
-        for index, grad in grads:
-            views[index].add_(grad)
-            self.params.add(index)
-
-    def add_reduced(self, shard: torch.Tensor, indices: Iterable[int]) -> None:
-        """Add the flat reduced gradients of these parameters, of which the rows of all others are 0; may keep ``shard``."""
-        self._begin()
-        if self.sharded is None:
-            self.sharded = shard.to(self._spec.accumulate_dtype)
-        else:
-            self.sharded.add_(shard)
-        self.params.update(indices)
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Note that a backward under ``no_sync`` has begun to add gradients."""
         self.check_complete()
         self._is_first = self.is_empty
         self.is_running = True

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..extensions import load
 from ..private_torch import (
     accumulates,
     backward_number,
@@ -41,7 +42,6 @@ from ..private_torch import (
     leaf_nodes,
     running_node,
 )
-from .watched_outputs import watch_outputs
 
 _moments = itertools.count(1)
 
@@ -125,7 +125,7 @@ def guard_backward(no_sync: bool, *outputs: torch.Tensor, reached: Sequence[int]
             compiled.metadata[_ENDED] = moment()
             first.register_prehook(partial(_check, leaf_nodes(compiled) if no_sync else ()))
             if reached is not None:
-                watch_outputs(first, compiled, reached)
+                load("runtime.watch_outputs:watch_outputs")(first, compiled, reached)
 
 
 def _check(leaves: Sequence[tuple[Any, Any]], grads: Any) -> None:

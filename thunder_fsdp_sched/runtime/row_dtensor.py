@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -42,7 +42,7 @@ class StateEntry:
 
     shape: torch.Size
 
-    def _chunks(self) -> list[tuple[int, torch.Tensor]]:
+    def chunks(self) -> list[tuple[int, torch.Tensor]]:
         """Return the rows that this rank saves, as one or several runs, each with the number of its first row."""
         raise NotImplementedError
 
@@ -51,22 +51,17 @@ class StateEntry:
         raise NotImplementedError
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        if not self.shape:
-            return [ChunkStorageMetadata(torch.Size([]), torch.Size([])) for _ in self._chunks()]
-        others = [0] * (len(self.shape) - 1)
-        return [ChunkStorageMetadata(torch.Size([start, *others]), rows.shape) for start, rows in self._chunks()]
+        chunks: list[ChunkStorageMetadata] = load("extras.state_dicts.chunks:chunk_list")(self)
+        return chunks
 
     def __create_write_items__(self, fqn: str, entry: object) -> list[WriteItem]:
-        items = []
-        for chunk, (_, rows) in zip(self.__create_chunk_list__(), self._chunks(), strict=True):
-            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(rows), self.shape)
-            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        items: list[WriteItem] = load("extras.state_dicts.chunks:write_items")(self, fqn)
         return items
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Return the rows of a chunk, from which DCP reads, or into which it loads."""
-        rows = next(rows for start, rows in self._chunks() if not index.offset or index.offset[0] == start)
-        return rows if self.shape else rows.reshape(())
+        rows: torch.Tensor = load("extras.state_dicts.chunks:shard_of")(self, index)
+        return rows
 
 
 class RowDTensor(StateEntry, _Base):
@@ -196,35 +191,14 @@ class RowDTensor(StateEntry, _Base):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the rows with their numbers (``RowPiece``), or as a DTensor if they are even."""
-        if isinstance(self, torch.nn.Parameter):
-            raise TypeError(
-                f"parameter {self.rows.label!r} of a sharded model cannot be pickled: it holds this rank's rows. Save "
-                f"model.state_dict() or full_state_dict(model), or its rows: p.to_local().detach()"
-            )
-        local = self._local_tensor
-        if local.is_contiguous():  # torch pickles whole storages, and this one is that of a bucket
-            begin = local.storage_offset() * local.element_size()
-            own = local.untyped_storage()[begin : begin + local.nbytes]
-            local = local.new_empty(0).set_(own, 0, local.shape, local.stride())
-        if self.rows.is_even:
-            spec = self._spec
-            plain = DTensor.from_local(
-                local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-            )
-            return plain.__reduce_ex__(protocol)
-        piece = load("extras.state_dicts.row_piece:RowPiece")(local, self.rows.start, tuple(self.shape))
-        return piece.__reduce_ex__(protocol)
+        return load("extras.state_dicts.chunks:reduce_rows")(self, protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RowDTensor({self.rows}, {self.dtype}, {self.device}, {self._local_tensor})"
 
-    def _chunks(self) -> list[tuple[int, torch.Tensor]]:
-        local, rows = self._local_tensor, self.rows
-        if not local.numel():
-            saves_empty = not self.numel() and rows.rank == 0  # one rank saves a tensor without elements
-            return [(rows.start, local)] if saves_empty else []
-        return [(rows.start, local)]
+    def chunks(self) -> list[tuple[int, torch.Tensor]]:
+        chunks: list[tuple[int, torch.Tensor]] = load("extras.state_dicts.chunks:chunks_of")(self)
+        return chunks
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:

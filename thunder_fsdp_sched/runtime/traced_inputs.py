@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..extensions import load
+
 Path = tuple[Any, ...]
 """A root, and then steps from it: see ``capture.paths``."""
 
@@ -18,7 +20,7 @@ IS, EQUAL, NOT, LENGTH, KEYS, TYPE = "is", "equal", "not", "length", "keys", "ty
 HAS = "has"
 """The last step of a path to whether an object has an attribute."""
 
-_MISSING = object()
+MISSING = object()
 
 
 class TracedInputs:
@@ -60,9 +62,9 @@ class TracedInputs:
                 else:
                     value = getattr(values[source], key)
             except (AttributeError, LookupError, TypeError):
-                value = _MISSING
-            if value is _MISSING or not (check is None or _agrees(value, check)):
-                raise _mismatch(path, value, check)
+                value = MISSING
+            if value is MISSING or not (check is None or _agrees(value, check)):
+                raise load("runtime.changed_inputs:mismatch")(path, value, check)
             values.append(value)
 
 
@@ -79,27 +81,6 @@ def _agrees(value: Any, check: Check) -> bool:
     if kind == TYPE:
         return type(value) is expected
     return type(value) is type(expected) and bool(value == expected)
-
-
-def _mismatch(path: Path, value: Any, check: Check | None) -> RuntimeError:
-    """Return the error for an input that differs. Users see it only if forward has changed the input itself."""
-    name, expected = _expression(path), "there" if check is None else f"{check[0]} {check[1]!r}"
-    found = "it is missing" if value is _MISSING else f"it is {type(value).__name__} {value!r:.100}"
-    return RuntimeError(
-        f"fsdp: forward read {name} ({expected}), and now {found}. If this is the call that has been compiled, forward has "
-        f"changed it while it was traced, and would not change it in later calls: return the values that it collects, or "
-        f"assign them to an attribute or a buffer of the module (self.total = self.total + 1), which later calls then read"
-    )
-
-
-def _expression(path: Path) -> str:
-    root, *steps = path
-    text = {"INPUT_FN": "self", "INPUT_ARGS": "args", "INPUT_KWARGS": "kwargs"}.get(root, str(root))
-    for kind, key in steps:
-        if kind == HAS:
-            return f"hasattr({text}, {key!r})"
-        text += f"[{key!r}]" if kind == "item" else f".{key}"
-    return text
 
 
 def check_inputs(args: Any, kwargs: Any, inputs: TracedInputs) -> None:

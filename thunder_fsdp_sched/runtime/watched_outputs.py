@@ -1,23 +1,19 @@
-"""Of which outputs of forward the running backward has gradients.
+"""The running backward, and of which outputs of forward it has gradients.
 
 See [Note: Outputs without gradient] in ``unused_outputs``.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from ..private_torch import backward_number, running_node
 
-_KEY = "thunder_fsdp_sched.unused"
+KEY = "thunder_fsdp_sched.unused"
 
 
-class _Running:
+class RunningBackward:
     """State of the running backward of one compiled forward.
 
     Attributes:
@@ -41,50 +37,11 @@ class _Running:
             self.dropped: set[int] = set()
 
 
-def watch_outputs(first: Any, compiled: Any, reached: Sequence[int]) -> None:
-    """Let a backward return ``None`` for inputs that reach no output with a gradient.
-
-    Args:
-        first: the node that autograd runs first.
-        compiled: the node that runs the compiled trace.
-        reached: for each tensor that ``compiled`` computes a gradient of, the outputs that it reaches, as bits.
-    """
-    nodes = [following for following, _ in compiled.next_functions]
-    assert len(nodes) == len(reached), "the node has an edge for each tensor among the inputs of the computation"
-    leaves = [getattr(node, "variable", None) for node in nodes]
-    total: dict[int, int] = defaultdict(int)  # a tied parameter is several inputs, whose gradient one of them gets
-    for leaf, bits in zip(leaves, reached, strict=True):
-        total[id(leaf)] |= bits
-    inputs = [
-        (id(leaf) if hasattr(leaf, "rows") else None, bits if leaf is None else total[id(leaf)])
-        for leaf, bits in zip(leaves, reached, strict=True)
-    ]
-    running = compiled.metadata[_KEY] = _Running()
-    first.register_prehook(partial(_see_given, running, inputs))
-    compiled.register_hook(partial(_drop_unused, running, inputs))
-
-
-_Inputs = Sequence[tuple[int | None, int]]
-"""Of each input, the identity if it is a sharded parameter, and the outputs that it reaches."""
-
-
-def _see_given(running: _Running, inputs: _Inputs, grads: Sequence[torch.Tensor | None]) -> None:
-    running.given = sum(1 << number for number, grad in enumerate(grads) if grad is not None)
-    running.unused = frozenset(param for param, bits in inputs if param is not None and not bits & running.given)
-
-
-def _drop_unused(running: _Running, inputs: _Inputs, grads: Sequence[torch.Tensor | None], _: Any) -> Any:
-    return tuple(
-        None if (param in running.dropped if param is not None else not bits & running.given) else grad
-        for grad, (param, bits) in zip(grads, inputs, strict=True)
-    )
-
-
-def running_backward() -> _Running | None:
+def running_backward() -> RunningBackward | None:
     """Return the state of the running backward; ``None`` for a trace that runs outside of autograd."""
     node = running_node()
     if node is None:
         return None
-    running: _Running = node.metadata.setdefault(_KEY, _Running())
+    running: RunningBackward = node.metadata.setdefault(KEY, RunningBackward())
     running.begin()
     return running

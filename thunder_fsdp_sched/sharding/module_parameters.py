@@ -39,7 +39,7 @@ from ..private_torch import state_name
 from ..runtime.bucket import Bucket
 from ..runtime.memory import address
 from ..runtime.module_hooks import UntracedHook
-from ..runtime.row_dtensor import RowDTensor, local_rows
+from ..runtime.row_dtensor import local_rows
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _DEPTH = 3
@@ -68,7 +68,7 @@ class Entry:
 
     @property
     def param(self) -> nn.Parameter | None:
-        return self.owner._parameters.get(self.leaf)
+        return self._owner._parameters.get(self.leaf)
 
 
 class ModuleParameters:
@@ -269,38 +269,16 @@ class _Guard(UntracedHook):
 
     def put_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """Replace plain rows in a state dict with entries that record which rows they hold."""
-        for leaf, entry in self._own.items():
-            if not self._params.is_whole(entry):
-                bucket, index = entry.bucket, entry.index
-                if entry.param is not entry.shard:
-                    self._params.check()
-                if not self._params.is_gathering:
-                    load("extras.state_dicts.entries:refuse_unshared")(bucket)
-                state_dict[prefix + leaf] = RowDTensor.entry(bucket.shard_views[index], bucket.rows[index])
+        load("extras.state_dicts.module_entries:put_entries")(self._params, self._own, state_dict, prefix)
 
     def shard_loaded_entries(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
     ) -> None:
         """Replace loaded entries with this rank's rows, all of them before torch copies the first into its shard."""
-        if local_metadata.get("assign_to_params_buffers", False) and not self._params.has_whole:
-            for name in state_dict:
-                if name.startswith(prefix):
-                    raise ValueError(
-                        f"load_state_dict(assign=True): {name!r} of a sharded model cannot be replaced; load without assign"
-                    )
-        errors = []
-        for name, entry in self._below:
-            value = state_dict.get(prefix + name)
-            try:
-                if isinstance(value, torch.Tensor) and not self._params.is_whole(entry):
-                    rows = entry.bucket.rows[entry.index]
-                    state_dict[prefix + name] = RowDTensor.wrap(
-                        load("extras.state_dicts.entries:rows_from")(rows, value), rows
-                    )
-            except ValueError as error:
-                errors.append(f"size mismatch for {prefix + name}: {error}")
-        if errors:
-            raise RuntimeError("Error(s) in loading state_dict:\n\t" + "\n\t".join(errors))
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        load("extras.state_dicts.module_entries:shard_loaded_entries")(
+            self._params, self._below, state_dict, prefix, assigns=assigns
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copies(self._label)

@@ -23,7 +23,7 @@ from ..options import Options
 from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, StridedView
-from ..private_torch import hooks_of, replace_data, state_name
+from ..private_torch import hooks_of, replace_data
 from ..proof.audit import PreShardStorages
 from ..ranks.assignment import GroupAssignment, find_world_group
 from ..ranks.control import Control
@@ -137,7 +137,9 @@ class ShardingSteps:
         default_key = assignment.key(assignment.default_ranks)
         refuse_renamed(module)
         refuse_shards_and_grads(named)
-        ignored = self._ignored_names(named)
+        ignored: set[str] = set()
+        if options.init.ignored_params:
+            ignored = load("extras.initial_values.ignored:ignored_names")(options.init.ignored_params, named)
         to_shard = {n: p for n, p in named.items() if n not in ignored}
         refuse_grad_dtypes(to_shard)
         specs = self._param_specs(to_shard)
@@ -166,17 +168,6 @@ class ShardingSteps:
             default_group=default_key,
             comm_spec=self._comm_spec,
         )
-
-    def _ignored_names(self, named: dict[str, nn.Parameter]) -> set[str]:
-        ignored = set()
-        for wanted in self.options.init.ignored_params:
-            is_name = isinstance(wanted, str)
-            matches = [p for n, p in named.items() if (wanted in (n, state_name(n)) if is_name else p is wanted)]
-            if not matches:
-                what = repr(wanted) if isinstance(wanted, str) else f"a parameter of shape {tuple(wanted.shape)}"
-                raise ValueError(f"Init: ignored_params: {what} is not a parameter of the module")
-            ignored |= {n for n, p in named.items() if any(p is match for match in matches)}
-        return ignored
 
     def _param_specs(self, named: dict[str, nn.Parameter]) -> list[tuple[ParamSpec, nn.Parameter]]:
         """Return a spec for each distinct parameter, with all its tied names, in the order of the module tree."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -200,17 +199,7 @@ class ShardedModule:
         if not self.began_on_meta or self.world_group.is_fake:  # a plan needs no values
             return
         with self.control.all_or_none("whether all parameters have values"):
-            model = self._jitted
-            tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-            is_blank = load("extras.initial_values.blank:is_blank")
-            blank = [n for n, t in tensors.items() if t.is_meta or (n in self.began_on_meta and is_blank(t))]
-            if blank:
-                raise RuntimeError(
-                    f"parameters or buffers that were on the meta device have no values yet: {', '.join(blank[:3])}"
-                    f"{f' and {len(blank) - 3} more' if len(blank) > 3 else ''}. Give "
-                    f"fsdp(init=Init(param_init_fn=...)), or load parameters (load_checkpoint, "
-                    f"load_safetensors) before the first call"
-                )
+            load("extras.initial_values.blank:refuse_blank")(self._jitted, self.began_on_meta)
         self.began_on_meta.clear()
 
 

@@ -8,7 +8,11 @@ would not show it, because initialization often writes through ``.data``.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
+
 import torch
+from thunder.core.module import ThunderModule
 
 
 def make_blank(tensor: torch.Tensor) -> None:
@@ -33,3 +37,23 @@ def _blank_of(dtype: torch.dtype) -> float:
     if dtype is torch.bool:
         return 0
     return torch.iinfo(dtype).min or torch.iinfo(dtype).max
+
+
+def refuse_blank(model: ThunderModule, began_on_meta: Collection[str]) -> None:
+    """Raise an error if parameters or buffers have not been initialized.
+
+    Args:
+        began_on_meta: the names of those that have had no values.
+
+    Raises:
+        RuntimeError: names them.
+    """
+    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    blank = [n for n, t in tensors.items() if t.is_meta or (n in began_on_meta and is_blank(t))]
+    if blank:
+        raise RuntimeError(
+            f"parameters or buffers that were on the meta device have no values yet: {', '.join(blank[:3])}"
+            f"{f' and {len(blank) - 3} more' if len(blank) > 3 else ''}. Give "
+            f"fsdp(init=Init(param_init_fn=...)), or load parameters (load_checkpoint, "
+            f"load_safetensors) before the first call"
+        )

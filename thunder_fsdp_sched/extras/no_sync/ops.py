@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -17,7 +17,7 @@ from ..replicas import all_reduce
 def accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
     given = {i: grad for i, grad in enumerate(grads) if grad is not None}
     if added := _accumulated_of(bucket, given):
-        bucket.accumulation.add((i, bucket.sum_to_param(i, given[i])) for i in sorted(added))
+        add_grads(bucket, {i: bucket.sum_to_param(i, given[i]) for i in sorted(added)})
         bucket.accumulation.used |= added - not_used_here(bucket)
 
 
@@ -31,8 +31,31 @@ def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:
         for index in given - added:
             rows[index].zero_()
     if added:
-        bucket.accumulation.add_reduced(flight.output, added)
+        add_reduced(bucket, flight.output, added)
         bucket.accumulation.used |= added - not_used_here(bucket)
+
+
+def add_grads(bucket: Bucket, grads: Mapping[int, torch.Tensor]) -> None:
+    """Add unsharded gradients, each with the index of its parameter."""
+    sums, spec = bucket.accumulation, bucket.spec
+    sums.begin()
+    if sums.unsharded is None:
+        sums.unsharded = torch.zeros(spec.layout.unsharded_numel, dtype=spec.reduce_dtype, device=spec.device)
+    views = spec.layout.unsharded_views(sums.unsharded)
+    for index, grad in grads.items():
+        views[index].add_(grad)
+        sums.params.add(index)
+
+
+def add_reduced(bucket: Bucket, shard: torch.Tensor, indices: Iterable[int]) -> None:
+    """Add the flat reduced gradients of these parameters, of which the rows of all others are 0; may keep ``shard``."""
+    sums = bucket.accumulation
+    sums.begin()
+    if sums.sharded is None:
+        sums.sharded = shard.to(bucket.spec.accumulate_dtype)
+    else:
+        sums.sharded.add_(shard)
+    sums.params.update(indices)
 
 
 def _accumulated_of(bucket: Bucket, indices: Iterable[int]) -> set[int]:

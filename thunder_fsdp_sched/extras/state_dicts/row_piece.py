@@ -70,7 +70,7 @@ class RowPiece(StateEntry, torch.Tensor):
         local = func(*args, **kwargs)
         return piece if func is aten.copy_.default else RowPiece(local, piece._start, tuple(piece.shape))
 
-    def _chunks(self) -> list[tuple[int, torch.Tensor]]:
+    def chunks(self) -> list[tuple[int, torch.Tensor]]:
         return [(self._start, self._local)] if self._local.numel() else []
 
 

@@ -1,0 +1,54 @@
+"""Hooks of a backward whose forward has outputs that the loss may not use.
+
+See [Note: Outputs without gradient] in ``unused_outputs``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from .watched_outputs import KEY, RunningBackward
+
+
+def watch_outputs(first: Any, compiled: Any, reached: Sequence[int]) -> None:
+    """Let a backward return ``None`` for inputs that reach no output with a gradient.
+
+    Args:
+        first: the node that autograd runs first.
+        compiled: the node that runs the compiled trace.
+        reached: for each tensor that ``compiled`` computes a gradient of, the outputs that it reaches, as bits.
+    """
+    nodes = [following for following, _ in compiled.next_functions]
+    assert len(nodes) == len(reached), "the node has an edge for each tensor among the inputs of the computation"
+    leaves = [getattr(node, "variable", None) for node in nodes]
+    total: dict[int, int] = defaultdict(int)  # a tied parameter is several inputs, whose gradient one of them gets
+    for leaf, bits in zip(leaves, reached, strict=True):
+        total[id(leaf)] |= bits
+    inputs = [
+        (id(leaf) if hasattr(leaf, "rows") else None, bits if leaf is None else total[id(leaf)])
+        for leaf, bits in zip(leaves, reached, strict=True)
+    ]
+    running = compiled.metadata[KEY] = RunningBackward()
+    first.register_prehook(partial(_see_given, running, inputs))
+    compiled.register_hook(partial(_drop_unused, running, inputs))
+
+
+_Inputs = Sequence[tuple[int | None, int]]
+"""Of each input, the identity if it is a sharded parameter, and the outputs that it reaches."""
+
+
+def _see_given(running: RunningBackward, inputs: _Inputs, grads: Sequence[torch.Tensor | None]) -> None:
+    running.given = sum(1 << number for number, grad in enumerate(grads) if grad is not None)
+    running.unused = frozenset(param for param, bits in inputs if param is not None and not bits & running.given)
+
+
+def _drop_unused(running: RunningBackward, inputs: _Inputs, grads: Sequence[torch.Tensor | None], _: Any) -> Any:
+    return tuple(
+        None if (param in running.dropped if param is not None else not bits & running.given) else grad
+        for grad, (param, bits) in zip(grads, inputs, strict=True)
+    )
