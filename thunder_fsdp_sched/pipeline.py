@@ -12,7 +12,6 @@ store nothing.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 
 from thunder.core.prims import PrimIDs
@@ -406,13 +405,5 @@ def check_skipped(names: Iterable[str]) -> None:
 
 def table() -> str:
     """Return the table of passes in Markdown, as docs/how-it-works.md has it."""
-    lines = ["| pass | phase | when | what it does | in the search | required |", "|---|---|---|---|---|---|"]
-    for phase in PIPELINE:
-        lines += [f"| | | | *{phase.before}* | | |"] if phase.before else []
-        for step in phase.steps:
-            pass_ = load(step.pass_.path) if isinstance(step.pass_, Later) else step.pass_
-            sentences = " ".join((inspect.getdoc(pass_) or "").replace("``", "`").split())
-            does = sentences.partition(". ")[0].removesuffix(".") + "."
-            yes = f"{'yes' * step.searched} | {'yes' * step.required}"
-            lines.append(f"| `{step.name}` | {phase.name} | {step.when[0]} | {does} | {yes} |")
-    return "\n".join(lines)
+    text: str = load("extras.reports.passes_table:table_of")(PIPELINE)
+    return text

@@ -184,10 +184,7 @@ class RowDTensor(StateEntry, _Base):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowDTensor:
         """Copy the rows. A copy of a parameter belongs to no bucket."""
-        copied: Any = RowDTensor.wrap(self._local_tensor.clone(), self.rows)
-        if isinstance(self, torch.nn.Parameter):
-            copied = torch.nn.Parameter(copied, self.requires_grad)
-        memo[id(self)] = copied
+        copied: RowDTensor = load("extras.state_dicts.chunks:copy_rows")(self, memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:

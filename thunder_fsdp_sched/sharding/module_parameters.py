@@ -68,7 +68,7 @@ class Entry:
 
     @property
     def param(self) -> nn.Parameter | None:
-        return self._owner._parameters.get(self.leaf)
+        return self.owner._parameters.get(self.leaf)
 
 
 class ModuleParameters:

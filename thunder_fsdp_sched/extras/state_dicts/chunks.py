@@ -1,4 +1,4 @@
-"""What distributed checkpoints (DCP) and pickle ask of rows of a tensor."""
+"""What distributed checkpoints (DCP), pickle and copy ask of rows of a tensor."""
 
 from __future__ import annotations
 
@@ -65,3 +65,12 @@ def reduce_rows(entry: RowDTensor, protocol: Any) -> Any:
         return plain.__reduce_ex__(protocol)
     piece = RowPiece(local, entry.rows.start, tuple(entry.shape))
     return piece.__reduce_ex__(protocol)
+
+
+def copy_rows(entry: RowDTensor, memo: dict[int, Any]) -> RowDTensor:
+    """Copy rows, for ``copy.deepcopy``. A copy of a parameter belongs to no bucket."""
+    copied: Any = RowDTensor.wrap(entry._local_tensor.clone(), entry.rows)
+    if isinstance(entry, torch.nn.Parameter):
+        copied = torch.nn.Parameter(copied, entry.requires_grad)
+    memo[id(entry)] = copied
+    return copied
