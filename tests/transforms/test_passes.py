@@ -3,10 +3,13 @@
 ``tests/test_training.py`` runs compiled traces on real ranks.
 """
 
+import ast
+import inspect
 from typing import Any, get_args
 from unittest import mock
 
 from thunder_fsdp_sched import VerificationError
+from thunder_fsdp_sched.extensions import load
 from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.reports.report import share_written_in_place
 from thunder_fsdp_sched.extras.step_memory.value_memory import shared_slots
@@ -251,6 +254,17 @@ def test_each_row_of_the_table_runs_its_pass():
     bound = [step for phase in pipeline.PIPELINE for step in phase.steps if step.bind is not None]
     assert len(bound) > 20
     assert [step.name for step in bound if step.name not in step.bind.__code__.co_names] == []
+
+
+def test_late_passes_take_the_arguments_of_their_rows():
+    # A checker of types does not see them.
+    steps = [step for phase in pipeline.PIPELINE for step in phase.steps]
+    late = {step.name: load(step.pass_.path) for step in steps if isinstance(step.pass_, passes.Later)}
+    nodes = ast.walk(ast.parse(inspect.getsource(pipeline)))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", None) in late]
+    assert len(calls) > 7
+    for call in calls:
+        inspect.signature(late[call.func.id]).bind(*call.args, **{keyword.arg: keyword for keyword in call.keywords})
 
 
 def test_a_pass_that_stands_after_one_that_it_must_precede_is_refused():
