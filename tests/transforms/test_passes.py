@@ -262,7 +262,7 @@ def test_late_passes_take_the_arguments_of_their_rows():
     late = {step.name: load(step.pass_.path) for step in steps if isinstance(step.pass_, passes.Later)}
     nodes = ast.walk(ast.parse(inspect.getsource(pipeline)))
     calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", None) in late]
-    assert len(calls) > 7
+    assert len(calls) > 5
     for call in calls:
         inspect.signature(late[call.func.id]).bind(*call.args, **{keyword.arg: keyword for keyword in call.keywords})
 
