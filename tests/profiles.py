@@ -15,7 +15,7 @@ LONG_ONLY = pytest.mark.long
 mostly_zero3 = pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
 """Test with ZeRO-3, and in long runs with ZeRO-2 as well."""
 
-_ORDINARY_CASES = ("tied_weights", "buffers", "checkpointed", "views_of_parameters")
+_ORDINARY_CASES = ("tied_weights", "buffers", "checkpointed")
 
 
 def each_case(*more: Any) -> list[Any]:

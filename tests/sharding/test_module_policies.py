@@ -99,7 +99,7 @@ def _train_with_two_precisions() -> None:
     assert {op.dtype for op in schedule.backward.of("fsdp_reduce_scatter")} == {"float32"}
     with eager(run.model) as module:
         out = module(*run.inputs())
-    assert out.dtype is torch.float32 and torch.equal(out, run.forward(grad=False))
+    assert out.dtype is torch.float32 and torch.equal(out, run.forward())
 
 
 def _disagree(rank: int) -> None:
