@@ -98,8 +98,8 @@ def _train_with_two_precisions() -> None:
     assert gathered == {"blocks.0": "float32", "blocks.0.bfloat16": "bfloat16", "head": "bfloat16"}
     assert {op.dtype for op in schedule.backward.of("fsdp_reduce_scatter")} == {"float32"}
     with eager(run.model) as module:
-        out = module(*run.inputs())
-    assert out.dtype is torch.float32 and torch.equal(out, run.forward())
+        out = module(*run.inputs(batch=4))
+    assert out.dtype is torch.float32 and torch.equal(out, run.forward(batch=4))
 
 
 def _disagree(rank: int) -> None:
