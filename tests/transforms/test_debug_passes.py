@@ -47,7 +47,7 @@ def test_passes_that_are_left_out_leave_no_trace() -> None:
     whole, without = (compile_model(_stack, debug=Debug(skip_passes=names)) for names in ((), OPTIONAL))
     assert "fsdp_matmul_into" in str(whole.backward) and "fsdp_matmul_into" not in str(without.backward)
     assert set(whole.pass_seconds) - set(without.pass_seconds) == set(whole.pass_seconds) & set(OPTIONAL)
-    assert len(OPTIONAL) == 10
+    assert len(OPTIONAL) == 9
 
 
 @pytest.mark.parametrize("name", ["verify", "sort_comunication"])
