@@ -67,10 +67,10 @@ def _faulty(trace: Any, context: Any) -> Any:
 
 def test_the_check_names_the_pass_after_which_a_trace_is_wrong() -> None:
     assert os.environ["THUNDER_FSDP_SCHED_CHECK_PASSES"] == "1" and Debug().check_passes
-    with replacing("fuse_downcast", _faulty):
+    with replacing("write_grads_in_place", _faulty):
         with pytest.raises(
-            VerificationError, match=r"after fuse_downcast, bound symbol 0 reads 'ft?\d+', which is not"
+            VerificationError, match=r"after write_grads_in_place, bound symbol 0 reads 'ft?\d+', which is not"
         ):
             compile_model(_stack)
-        with pytest.raises(Exception, match=r"^(?!after fuse_downcast)"):
+        with pytest.raises(Exception, match=r"^(?!after write_grads_in_place)"):
             compile_model(_stack, debug=Debug(check_passes=False))
