@@ -36,7 +36,7 @@ import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import Debug, Sharding
 from thunder_fsdp_sched.capture import garbage_collection
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
-from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
 from thunder_fsdp_sched.extras.planning.search import Search
 
 import thunder

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("THUNDER_FSDP_SCHED_CHECK_PASSES", "1")  # before the import, and for worker processes, too
 
 import thunder_fsdp_sched  # noqa: F401  before thunder
-from thunder_fsdp_sched.extras.planning.fake_ranks import fake_rank
+from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 
 import profiles
 import pytest

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import CompiledTraces, FSDPTransform, StepMemory
-from thunder_fsdp_sched.extras.planning.fake_ranks import fake_rank
+from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 from thunder_fsdp_sched.ir.symbols import fsdp_backward_done
 from thunder_fsdp_sched.runtime import autograd
 from thunder_fsdp_sched.transforms.release_slots import fsdp_release

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched.extras.planning.fake_ranks import fake_rank
+from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 
 import pytest
 import thunder

@@ -7,7 +7,7 @@ from typing import Any
 
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.extras import testing
-from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
 
 import torch
 import torch.distributed as dist

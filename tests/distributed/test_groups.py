@@ -11,7 +11,7 @@ from unittest import mock
 
 from thunder_fsdp_sched import Init, Ranks, ScheduleDisagreement, VerificationError, fsdp, full_state_dict
 from thunder_fsdp_sched.extras import testing
-from thunder_fsdp_sched.extras.planning.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
 
 import pytest
 import thunder

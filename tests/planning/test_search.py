@@ -11,7 +11,7 @@ from thunder_fsdp_sched.compiled_traces import StepSettings
 from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.planning.clusters import cluster
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
-from thunder_fsdp_sched.extras.planning.fake_ranks import fake_rank
+from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 from thunder_fsdp_sched.extras.planning.search import Limits, MemoryLimitError, Search
 from thunder_fsdp_sched.extras.planning.simulate import simulate
 from thunder_fsdp_sched.passes import Context

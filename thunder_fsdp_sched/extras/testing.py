@@ -28,7 +28,7 @@ from ..ir.schedule import StepSchedule
 from ..sizes import parse_bytes
 from ..transform import FSDPTransform, find_transform
 from ..transforms.sort_communication import issue_points
-from .planning.fake_ranks import Made, compile_as_rank
+from .planning.dry_run import Made, compile_as_rank
 
 Subject = Any
 """A jitted module, an fsdp transform, compiled traces, or one trace."""
