@@ -175,9 +175,9 @@ def test_real_ranks_issue_no_more(tmp_path: Path) -> None:
     case.state()
     _check(case, CONTRACTS)
     with Count() as count:  # they talk over connections of their own, each rank with the first
-        tfs.save_checkpoint(f"{folder}/saved", case.model, case.optimizer)
+        tfs.save_checkpoint(case.model, f"{folder}/saved", case.optimizer)
         assert count.exchanged <= 6, count.exchanged
-        tfs.load_checkpoint(f"{folder}/saved", case.model, case.optimizer)
+        tfs.load_checkpoint(case.model, f"{folder}/saved", case.optimizer)
     assert not count.names
     assert count.exchanged <= 6 + 18, count.exchanged
 
