@@ -132,7 +132,7 @@ def _agree(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     world_group = ProcessGroupRef.of(dist.distributed_c10d._get_default_group())
     control = Control(world_group, open_channel(world_group, "agreement"), "model", "the model")
-    run = TraceStart(control, "forward_0", AgreedProgram(1, True, True), "forward", Computation(), 0)
+    run = TraceStart(control, "forward_0", AgreedProgram(1, True, True, True), "forward", Computation(), 0)
     seconds: dict[str, list[float]] = defaultdict(list)
     _stop_collecting()
     for _ in range(ROUNDS * STEPS):

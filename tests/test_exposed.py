@@ -92,6 +92,26 @@ def test_waits_for_gloo_count_while_a_collective_runs(tmp_path):
     assert "ProfilerStep" not in text and "reduce_scatter" in text and "11.00" in text
 
 
+def test_messages_of_a_round_count_as_agreement_while_the_host_waits_for_them(tmp_path):
+    round_of_three = [
+        ranged("fsdp_agreement", 2, 3),
+        *(ranged("gloo:recv", 2.5, end) for end in (6, 8)),
+        ranged("gloo:send", 2.6, 4),
+        ranged("fsdp_wait_agreement", 5, 8),
+        ranged("gloo:send", 6, 8),
+        ranged("gloo:recv", 45, 49),  # of the user
+    ]
+    found = tfs.exposed_communication(written(tmp_path / "profile.json", gloo_step() + round_of_three))
+    assert {key: of[0] for key, of in found.by_bucket.items() if "reduce" not in key[1]} == {
+        ("forward", "agreement", ""): pytest.approx(3e-3),
+        ("forward", "all_gather", "a"): pytest.approx(10e-3),
+    }
+    [step] = found.steps
+    assert step.passes[0] == pytest.approx(2e-3)
+    lanes = step.timeline.communication_seconds
+    assert lanes["agreement"] == pytest.approx(3e-3) and sum(lanes.values()) == pytest.approx(50e-3)
+
+
 def test_fsdp2_on_a_gpu_that_lags_behind_its_host(tmp_path):
     """Copies and collectives on other streams communicate; what they launch on the compute stream is compute.
 

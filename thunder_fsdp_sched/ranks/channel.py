@@ -6,6 +6,10 @@ asynchronous all-gather, which costs the host some tens of microseconds. Later i
 tokens and compares them. All ranks see all tokens, so tokens that do not match raise ``ScheduleDisagreement`` on every
 rank. Only then do the ranks exchange descriptions, through the group's store, so that each message names all sides.
 
+Among W ranks a round takes ceil(log2 W) hops: see [Note: Hops of an all-gather] in ``all_gather``. A rank sends as many
+messages, with 40 (W - 1) bytes in all. Posting sends the first message. Settling sends the others, because no thread does it
+in between.
+
 A settled round leaves the channel consistent, whatever its result, because every rank has taken part in the same number
 of rounds. Ranks that catch the disagreement can continue if nothing else was issued. A round that cannot be settled,
 because a rank does not arrive or is gone, closes the channel permanently.
@@ -22,16 +26,17 @@ import dataclasses
 import functools
 import json
 import operator
+import pickle
 import struct
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from ..private_torch import all_gather_on_host, labelled, timeout_of
+from ..private_torch import host_backend, labelled, timeout_of
+from .all_gather import HostAllGather
 from .messages import first_difference, first_different, first_line, named, sides
 from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, exchange_texts, let_belong, new_group
 
@@ -93,12 +98,11 @@ class Channel:
         self.rounds = 0  # settled, the same on all ranks
         self.pending: RoundAction | None = None  # posted and not settled yet
         self.last: RoundAction | None = None
+        self.is_alike = True  # whether the last hash of all tokens was the same in the last round
         self.closed = ""  # why no further round is possible
-        # Tensors that share memory with Python buffers, so comparing needs no tensor operation.
-        self._sent, self._received = bytearray(TOKEN.size), bytearray(TOKEN.size * self.size)
-        self._send = torch.frombuffer(self._sent, dtype=torch.int64)
-        self._receive = torch.frombuffer(self._received, dtype=torch.int64)
-        self._work: Any = None
+        self._tokens = HostAllGather(made.rank, made.size, TOKEN.size)
+        self._timeout = timeout
+        self._started = 0  # all-gathers, the same on all ranks
         self._posted = 0.0
 
     @property
@@ -107,7 +111,7 @@ class Channel:
         return not self.closed and self.group.is_alive
 
     def post(self, token: bytes, action: RoundAction) -> None:
-        """Start a round; the previous one is settled first.
+        """Start a round; the previous one is settled first. It sends one message.
 
         Raises:
             ScheduleDisagreement: in a round that an exception left unsettled; or the channel is closed.
@@ -116,18 +120,17 @@ class Channel:
             self.settle()
         if self.closed:
             raise ScheduleDisagreement(f"{self.closed}\nrank {self.global_rank} has come to {action.describe()} since")
-        group = self.group.process_group
-        self._sent[:] = token
+        backend = host_backend(self.group.process_group)
         self.pending = action
         self._posted = time.monotonic()
         try:
             with labelled("agreement"):
-                self._work = all_gather_on_host(self._receive, self._send, group)
+                self._tokens.start(token, backend, self._next_tag())
         except RuntimeError as error:
             raise self._close(action, error) from error
 
     def settle(self) -> None:
-        """End the round, if one is pending.
+        """End the round, if one is pending. Of W ranks, each sends ceil(log2 W) - 1 messages.
 
         Raises:
             ScheduleDisagreement: the ranks do different things, or one did not come.
@@ -137,30 +140,43 @@ class Channel:
             return
         try:
             with labelled("wait_agreement"):
-                self._work.wait()
+                self._tokens.finish(self._timeout)
         except RuntimeError as error:
             raise self._close(action, error) from error
-        self.pending = self._work = None
+        self.pending = None
         self.rounds += 1
-        tokens = [TOKEN.unpack(self._sent)]
-        if self._received != self._sent * self.size:
-            tokens = list(TOKEN.iter_unpack(self._received))
-            of_ranks = dict(zip(self.group.global_ranks, tokens, strict=True))
-            different = first_different({rank: ((), same) for rank, (same, *_) in of_ranks.items()})
-            different = different or first_different(
-                {rank: (inputs, exact) for rank, (_, inputs, exact, *_) in of_ranks.items()}
-            )
-            if different is not None:
-                raise self._disagreement(action, *different)
-        self.last = action
-        offered = functools.reduce(operator.and_, (offered_bits for *_, offered_bits, _ in tokens))
-        action.apply_agreement(offered, alike=len({exchanged for *_, exchanged in tokens}) == 1)
+        tokens = self._tokens.gathered()
+        same, inputs, exact, offered, exchanged = zip(*map(TOKEN.unpack, set(tokens)), strict=True)
+        if len(set(same)) > 1 or len(set(zip(inputs, exact, strict=True))) > len(set(inputs)):
+            raise self._disagreement(action, tokens)
+        self.last, self.is_alike = action, len(set(exchanged)) == 1
+        action.apply_agreement(functools.reduce(operator.and_, offered), alike=self.is_alike)
 
     def gather(self, value: Any) -> list[Any]:
-        """Exchange a picklable object with every rank, after a round."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group.process_group)
-        return values
+        """Exchange a picklable object with every rank, after a round.
+
+        It takes two all-gathers, of 8 bytes and of the largest object's bytes from each rank.
+        """
+        data = pickle.dumps(value)
+        sizes = self._all_gather(len(data).to_bytes(8, "little"))
+        largest = max(int.from_bytes(size, "little") for size in sizes)
+        return [pickle.loads(theirs) for theirs in self._all_gather(data.ljust(largest, b"\0"))]
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """Return the picklable object of the global rank ``source``: two of gloo's broadcasts, of ceil(log2 W) hops each."""
+        values = [value]
+        dist.broadcast_object_list(values, source, group=self.group.process_group)
+        return values[0]
+
+    def _all_gather(self, own: bytes) -> list[bytes]:
+        gather = HostAllGather(self.group.rank, self.size, len(own))
+        gather.start(own, host_backend(self.group.process_group), self._next_tag())
+        gather.finish(self._timeout)
+        return gather.gathered()
+
+    def _next_tag(self) -> int:
+        self._started = self._started % 0x7FFFFFFF + 1
+        return self._started
 
     def explain(self, text: str, unagreed: str = "") -> str:
         """Publish the failure of this rank, wait shortly for those of the others, and return them.
@@ -181,7 +197,8 @@ class Channel:
         """Find the missing ranks from what the others have published, and close the channel."""
         waited = time.monotonic() - self._posted
         action.cancel()
-        self.pending = self._work = None
+        self.pending = None
+        self._tokens.close()
         came = self._exchange_texts(f"absent/{self.rounds}", action.describe(), _FAILURE_PATIENCE)
         missing = [rank for rank in self.group.global_ranks if rank not in came]
         timed_out = "timed out" in str(error).lower()
@@ -195,8 +212,13 @@ class Channel:
         )
         return ScheduleDisagreement(self.closed)
 
-    def _disagreement(self, action: RoundAction, first: int, other: int) -> ScheduleDisagreement:
-        """Exchange descriptions; ``first`` and ``other`` are the global ranks whose details are compared."""
+    def _disagreement(self, action: RoundAction, tokens: Sequence[bytes]) -> ScheduleDisagreement:
+        """Exchange descriptions, and the details of the first two ranks that differ."""
+        of_ranks = {rank: TOKEN.unpack(token) for rank, token in zip(self.group.global_ranks, tokens, strict=True)}
+        different = first_different({rank: ((), same) for rank, (same, *_) in of_ranks.items()})
+        different = different or first_different({rank: (of[1], of[2]) for rank, of in of_ranks.items()})
+        assert different is not None
+        first, other = different
         details = action.details() if self.global_rank in (first, other) else ()
         own = json.dumps([action.describe(), list(details)])
         action.cancel()
@@ -224,7 +246,8 @@ _channels: dict[tuple[tuple[int, ...], timedelta], Channel] = {}
 def open_channel(group: ProcessGroupRef, name: str) -> Channel | None:
     """Return the channel of these ranks, and create one if any of them lacks it; ``None`` if there are no other ranks.
 
-    It is a collective, at the start of ``thunder.jit``, for which the ranks meet at the group's store.
+    It is a collective, at the start of ``thunder.jit``, for which the ranks meet at the group's store: 6 requests of a rank.
+    To create a channel takes 12 more, and those with which gloo connects each rank with all others.
 
     Args:
         name: unique to this call, the same on all ranks.

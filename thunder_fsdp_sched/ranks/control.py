@@ -56,9 +56,11 @@ These are decided alone, because they change nothing that is sent: whether a cas
 freed, when the host waits.
 
 [Note: Comparing texts]
-Whatever ranks compare when they shard or compile, they first meet in a round, which detects at once a rank that does
-something else. Then they exchange digests. Only if these differ do they exchange texts, and every rank finds the same
-first difference in them. So all ranks raise the same error, and none hangs.
+Whatever ranks compare when they shard or compile, they meet in a round, which detects at once a rank that does something
+else. Its tokens contain a digest of what they compare. If all are the same, nothing more is exchanged, whatever the number of
+ranks. Otherwise they exchange what the digest is of, in two all-gathers, because other shapes and other process groups may be
+right. If they are not, two ranks broadcast their texts, in which every rank finds the same first difference. So all ranks
+raise the same error, and none hangs.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ import contextlib
 import hashlib
 import itertools
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -209,7 +211,7 @@ class Control:
     #
 
     def rendezvous(self, what: str, *details: str) -> None:
-        """Wait until all ranks have reached the same call.
+        """Wait until all ranks have reached the same call; one round.
 
         Args:
             what: the call.
@@ -221,23 +223,34 @@ class Control:
         self.begin(what, *details)
         self.settle()
 
-    def begin(self, what: str, *details: str) -> None:
-        """Start a :meth:`rendezvous` without waiting; ``settle`` completes it."""
+    def begin(self, what: str, *details: str, digest: int = 0) -> None:
+        """Start a :meth:`rendezvous` without waiting; ``settle`` completes it.
+
+        Args:
+            digest: a hash for the ranks to compare: see :meth:`_all_have`.
+        """
         if self.channel is not None:
             surplus_issues = self._surplus_issues
             same = hash64("call", self.number, what, details, surplus_issues)
             text = f"{' '.join((what, *details))} of {self.title}{after_surplus(surplus_issues)}"
-            self._post(same, text)
+            self._post(same, text, digest)
 
     def rendezvous_in_step(self, what: str, *details: str) -> None:
         """Meet as :meth:`rendezvous` for a call that steps repeat, if the ranks agree in steps."""
         if self.agrees_in_steps:
             self.rendezvous(what, *details)
 
-    def _post(self, same: int, text: str) -> None:
-        """Start a round in which all ranks must have the same hash."""
+    def _all_have(self, what: str, digest: int) -> bool:
+        """Meet the other ranks and return whether all have the same hash; one round."""
         assert self.channel is not None
-        self.channel.post(TOKEN.pack(same, 0, 0, 0, 0), RoundAction(text))
+        self.begin(what, digest=digest)
+        self.settle()
+        return self.channel.is_alike
+
+    def _post(self, same: int, text: str, digest: int = 0) -> None:
+        """Start a round in which all ranks must have the same hash ``same``."""
+        assert self.channel is not None
+        self.channel.post(TOKEN.pack(same, 0, 0, 0, digest), RoundAction(text))
 
     def settle(self) -> None:
         """Settle the latest round if it is still pending."""
@@ -245,14 +258,14 @@ class Control:
             self.channel.settle()
 
     def exchange(self, what: str, value: Any) -> list[Any]:
-        """Meet the other ranks and return the objects of all ranks, in the order of ranks."""
+        """Meet the other ranks and return the objects of all ranks, in the order of ranks; a round and two all-gathers."""
         if self.channel is None:
             return [value]
         self.rendezvous(what)
         return self._gather(what, value)
 
     def reduce(self, what: str, values: Sequence[float], op: Any) -> list[float]:
-        """Meet the other ranks and reduce numbers over all ranks, on the host."""
+        """Meet the other ranks and reduce numbers over all ranks, on the host; a round, and a ring of 2 (W - 1) hops."""
         if self.channel is None:
             return list(values)
         self.rendezvous(what)
@@ -291,7 +304,7 @@ class Control:
         return self.channel.explain(text, unagreed)
 
     def report(self, what: str, failure: Exception | None) -> None:
-        """Tell the other ranks whether work of this rank has failed, and learn the same of theirs; a collective.
+        """Tell the other ranks whether work of this rank has failed, and learn the same of theirs; one round.
 
         A rank on which it failed raises that error.
 
@@ -330,7 +343,7 @@ class Control:
     #
 
     def check_same(self, what: str, lines: Iterable[str]) -> None:
-        """Raise an error unless all ranks have the same lines; a collective. See [Note: Comparing texts].
+        """Raise an error unless all ranks have the same lines; one round. See [Note: Comparing texts].
 
         Args:
             what: the subject of the lines.
@@ -345,6 +358,8 @@ class Control:
     ) -> None:
         """Raise an error unless the ranks of each group have the same lines of this group; a collective of all ranks.
 
+        It is one round if all ranks have the same lines of the same groups; otherwise they also exchange digests.
+
         Args:
             met: whether a round has just been settled in which all ranks learned that they compare.
 
@@ -358,9 +373,10 @@ class Control:
         for group, line in lines:
             own[group.name].append(line)
             ranks_of[group.name] = group.global_ranks
-        exchange = self._gather if met else self.exchange
         digests = {name: (ranks, hash64(*map(without_remarks, own[name]))) for name, ranks in ranks_of.items()}
-        by_rank = dict(zip(self.group.global_ranks, exchange(f"comparing {what}", digests), strict=True))
+        if not met and self._all_have(f"comparing {what}", hash64(digests)):
+            return
+        by_rank = self.gather_settled(f"comparing {what}", digests)
         compared: set[str] = set()
         for first, theirs in by_rank.items():
             for name in [name for name in theirs if name not in compared]:
@@ -375,7 +391,8 @@ class Control:
         """Prove that the programs of all ranks together finish; see [Note: The deadlock proof] in ``deadlock``.
 
         Programs that the ranks have already agreed on are not compared again. So a rank whose batch has another shape
-        can compile alone, with traces that match those in the caches of the others.
+        can compile alone, with traces that match those in the caches of the others. A comparison is one round if all ranks
+        have the same program in the same process groups; otherwise they also exchange descriptions of some 100 bytes.
 
         Args:
             what: the name of the trace.
@@ -400,8 +417,13 @@ class Control:
         groups = {action.group: action.ranks for action in program}
         numbers = {group: number for number, group in enumerate(groups)}
         lines = hash64(*((action.line, numbers[action.group], action.waits, action.number) for action in program))
-        own = lines, list(groups.items()), computation.hashes, guards
-        everyones = dict(zip(self.group.global_ranks, self.exchange(f"compiling the {what}", own), strict=True))
+        described = [(group, hash64(members), len(members)) for group, members in groups.items()]
+        own = lines, described, computation.hashes, guards
+        what_they_do = f"compiling the {what}"
+        if self._all_have(what_they_do, hash64(own)):
+            everyones = dict.fromkeys(self.group.global_ranks, own)
+        else:
+            everyones = self.gather_settled(what_they_do, own)
         alike = all(theirs[0] == lines for theirs in everyones.values())
         groups_match = _groups_match({rank: groups for rank, (_, groups, _, _) in everyones.items()})
         if not (alike and groups_match):
@@ -427,9 +449,9 @@ class Control:
 
     def _difference(self, first: int, other: int, lines: Sequence[str]) -> str:
         """Exchange the lines of two ranks and return the first that differs, on all ranks."""
-        is_either = self.global_rank in (first, other)
-        gathered = self._gather("lines that differ", list(lines) if is_either else [])
-        texts = dict(zip(self.group.global_ranks, gathered, strict=True))
+        assert self.channel is not None
+        with self.doing("the exchange of lines that differ"):
+            texts = {rank: self.channel.broadcast(list(lines), rank) for rank in (first, other)}
         difference = first_difference(first, texts[first], other, texts[other]) or "(no line differs)"
         if len(set(self._gather("the order of sets", hash("a string")))) > 1:
             difference += (
@@ -471,13 +493,14 @@ def hash64(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little", signed=True)
 
 
-def _groups_match(groups_of: Mapping[int, Sequence[tuple[str, tuple[int, ...]]]]) -> bool:
-    """Return whether the members of each rank's n-th process group have the same n-th group."""
-    holders: dict[tuple[int, str, tuple[int, ...]], set[int]] = defaultdict(set)
-    for rank, groups in groups_of.items():
-        for number, (name, members) in enumerate(groups):
-            holders[number, name, members].add(rank)
-    return all(ranks == set(members) for (_, _, members), ranks in holders.items())
+def _groups_match(groups_of: Mapping[int, Sequence[tuple[str, int, int]]]) -> bool:
+    """Return whether the members of each rank's n-th process group have the same n-th group.
+
+    Args:
+        groups_of: the name of each group of a rank, a hash of its members, and their number.
+    """
+    holders = Counter(group for groups in groups_of.values() for group in enumerate(groups))
+    return all(ranks == size for (_, (_, _, size)), ranks in holders.items())
 
 
 _numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)

@@ -28,6 +28,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import json
 import os
 import sys
 import traceback
@@ -43,6 +44,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ..private_torch import (
     copy_of_options,
+    host_backend,
     is_group_name_taken,
     mesh_over,
     process_groups,
@@ -350,19 +352,28 @@ def _level_group_counts(ranks: list[int], named_after: list[int]) -> list[dist.P
 def exchange_texts(store: Store, prefix: str, ranks: Sequence[int], text: str, patience: timedelta) -> dict[int, str]:
     """Publish this rank's text in a store; return those of the ranks that publish theirs in time, keyed by rank.
 
-    The last to read deletes the texts.
+    It takes 6 requests of a rank, and of one rank 7 more, whatever the number of ranks. Texts other than that of the first
+    rank to come are read by all ranks.
     """
-    keys = {rank: f"{prefix}/{rank}" for rank in ranks}
-    store.set(keys[dist.get_rank()], text)
-    present = keys
+    key = {name: f"{prefix}/{name}" for name in ("first", "others", "came", "count", "all", "read")}
+    own = json.dumps([dist.get_rank(), text])
+    _, common = json.loads(store.compare_set(key["first"], "", own))
+    if text != common:
+        store.append(key["others"], f"{own}\n")  # type: ignore[attr-defined]  # torch's stubs lack it
+    store.append(key["came"], f"{dist.get_rank()} ")  # type: ignore[attr-defined]
+    if store.add(key["count"], 1) == len(ranks):
+        store.set(key["all"], "")
     try:
-        store.wait(list(keys.values()), patience)
+        store.wait([key["all"]], patience)
+        came = ranks
     except RuntimeError:  # each kind of store raises another type
-        present = {rank: key for rank, key in keys.items() if store.check([key])}
-    texts = dict(zip(present, (value.decode() for value in store.multi_get(list(present.values()))), strict=True))
-    if store.add(f"{prefix}/read", 1) == len(ranks):
-        for key in (*keys.values(), f"{prefix}/read"):
-            store.delete_key(key)
+        came = [int(rank) for rank in store.get(key["came"]).split()]
+    texts = dict.fromkeys(came, common)
+    if store.check([key["others"]]):
+        texts.update(map(json.loads, store.get(key["others"]).splitlines()))
+    if store.add(key["read"], 1) == len(ranks):
+        for name in key.values():
+            store.delete_key(name)
     return texts
 
 
@@ -407,7 +418,7 @@ def _destroy_groups() -> None:
     used = [group for group in groups if group in _used]
     for group in used:
         with contextlib.suppress(Exception):
-            backend = group._get_backend(torch.device("cpu"))
+            backend = host_backend(group)
             if backend.name() == "gloo":
                 backend.abort()  # otherwise destruction waits for collectives in flight
     only_gloo = [group for group in used if _only_gloo(group)]

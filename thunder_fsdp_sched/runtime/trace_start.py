@@ -102,7 +102,10 @@ class TraceStart(RoundAction):
         return self.name
 
     def post(self) -> None:
-        """Announce to the other ranks that this trace starts; wait for them if that decides what it gathers first."""
+        """Announce to the other ranks that this trace starts; wait for them if that decides what it gathers first.
+
+        Together with :meth:`settle` it is one round: ceil(log2 W) messages of each of W ranks, with 40 (W - 1) bytes in all.
+        """
         control, issue_counts = self.control, self.control.issue_counts
         self._surplus_issues = issue_counts.surplus_issues
         self._begun = self.issues
@@ -126,7 +129,10 @@ class TraceStart(RoundAction):
             self.settle()
 
     def settle(self) -> None:
-        """Wait until all ranks have announced it."""
+        """Wait until all ranks have announced it.
+
+        Unless they have used the same parameters, it also takes two all-gathers of names.
+        """
         self.control.settle()
 
     def end_audit(self) -> None:

@@ -28,6 +28,8 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool, 
     the round says. A backward with guards settles before its first issue, because kept buckets that one rank has lost are
     gathered again before that.
 
+    The two statements are one round, which takes each of W ranks ceil(log2 W) messages, one after the other.
+
     With ``audit``, the trace ends with ``fsdp_audit_agreed(forward_0)`` before what ``end_backward`` inserts.
 
     Args:

@@ -6,8 +6,9 @@ the compute stream. On other streams, copies, and kernels that were launched in 
 communication. Everything else is compute.
 
 On a CPU, the threads of gloo record when each collective runs. Communication is exposed while a collective runs and the
-host waits in one of this package's ranges. Nothing records when other code waits, such as FSDP2. Its collectives are exposed
-while they run and no operator does, other than those that communicate; that includes the host's time between operators.
+host waits in one of this package's ranges. The messages of a round of agreement count as running while the host waits for
+them. Nothing records when other code waits, such as FSDP2. Its collectives are exposed while they run and no operator does,
+other than those that communicate; that includes the host's time between operators.
 
 Every moment of exposed communication counts once. It belongs to the collective that the host waits for; if that is not
 recorded, to the one that started first of those that run.
@@ -189,7 +190,13 @@ class _Recording:
         self.communication: list[_RecordedInterval] = []
         self.compute: list[_RecordedInterval] | None = [] if on_device else None
         if self.compute is None:
-            self._match([e for e in events if e.name.startswith("gloo:")])
+            self.communication += [
+                wait._replace(lane="agreement") for wait in self.waits if wait.issue.kind == "agreement"
+            ]
+            rounds = [e.span for e in events if e.name in ("fsdp_agreement", "fsdp_wait_agreement")]
+            gloo = [e for e in events if e.name.startswith("gloo:")]
+            self._match([e for e in gloo if not any(start <= e.start < end for start, end in rounds)])
+            self.communication.sort()
         else:
             self._sort_out(on_device, self.compute)
 
@@ -205,8 +212,7 @@ class _Recording:
             if event.name.startswith(_WAIT):
                 self.waits.append(_RecordedInterval(*event.span, "", _issue(enclosing)))
             elif event.name.startswith("c10d::") or event.name == "fsdp_agreement":
-                operation = "all_gather" if event.name == "fsdp_agreement" else _kind_of(event.name)
-                self.issues.append((operation, _issue(enclosing)))
+                self.issues.append((_kind_of(event.name), _issue(enclosing)))
             elif not event.name.startswith("_c10d_functional::"):
                 continue
             contain.update(map(id, enclosing))
