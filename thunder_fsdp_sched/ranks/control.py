@@ -57,9 +57,9 @@ freed, when the host waits.
 
 [Note: Comparing texts]
 Whatever ranks compare when they shard or compile, they meet in a round, which detects at once a rank that does something
-else. Its tokens contain a digest of what they compare. If all are the same, nothing more is exchanged, whatever the number of
-ranks. Otherwise they exchange what the digest is of, in two all-gathers, because other shapes and other process groups may be
-right. If they are not, two ranks broadcast their texts, in which every rank finds the same first difference. So all ranks
+else. Its tokens contain a digest of what they compare. If all are the same, nothing more is exchanged, for any number of
+ranks. Otherwise they exchange what the digest is of, in two all-gathers, because other shapes and other process groups may
+be right. If they are not, two ranks broadcast their texts, in which every rank finds the same first difference. So all ranks
 raise the same error, and none hangs.
 """
 
