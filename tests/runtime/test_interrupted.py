@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import discard_unreduced, fsdp
+from thunder_fsdp_sched.extras.no_sync import ops as no_sync_ops
 from thunder_fsdp_sched.runtime.bucket_aliases import alias_in_dtype
 from thunder_fsdp_sched.transports import find_transport
 from thunder_fsdp_sched.transports.base import issue_each
@@ -18,7 +19,7 @@ from thunder_fsdp_sched.transports.base import issue_each
 import pytest
 import thunder
 import torch
-from internals import Accumulation, Arena, Bucket, ops, slot_bytes
+from internals import Arena, Bucket, ops, slot_bytes
 from models import Stack
 from ranks import on_ranks
 from scenario import Run
@@ -70,7 +71,7 @@ class _FaultInjector:
             stack.enter_context(around(Arena, "register", before=False))
             for owner, names in (
                 (Arena, ("begin_issue", "finish", "prepare_for_gradient")),
-                (Accumulation, ("add",)),
+                (no_sync_ops, ("add_grads",)),
                 (Bucket, ("sharded_grads", "is_kept_for_this_backward")),
                 (torch, ("tanh",)),
             ):

@@ -29,6 +29,7 @@ import operator
 import pickle
 import struct
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -103,6 +104,7 @@ class Channel:
         self._tokens = HostAllGather(made.rank, made.size, TOKEN.size)
         self._timeout = timeout
         self._started = 0  # all-gathers, the same on all ranks
+        self._failures: Counter[int] = Counter()  # of this rank, by the number of the round
         self._posted = 0.0
 
     @property
@@ -185,7 +187,8 @@ class Channel:
             unagreed: what to say instead of the last round, if ranks may have gone different ways since.
         """
         number = self.rounds + (self.pending is not None)
-        reports = self._exchange_texts(f"failure/{number}", text, _FAILURE_PATIENCE)
+        self._failures[number] += 1
+        reports = self._exchange_texts(f"failure/{number}/{self._failures[number]}", text, _FAILURE_PATIENCE)
         others = [rank for rank in self.group.global_ranks if rank != self.global_rank]
         lines = [f"    rank {rank}: {first_line(reports[rank])}" for rank in others if rank in reports]
         if silent := [rank for rank in others if rank not in reports]:

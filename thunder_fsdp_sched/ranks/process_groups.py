@@ -354,6 +354,9 @@ def exchange_texts(store: Store, prefix: str, ranks: Sequence[int], text: str, p
 
     It takes 6 requests of a rank, and of one rank 7 more, whatever the number of ranks. Texts other than that of the first
     rank to come are read by all ranks.
+
+    Args:
+        prefix: no rank may use it twice, because ranks are counted, and the last to read deletes what has been published.
     """
     key = {name: f"{prefix}/{name}" for name in ("first", "others", "came", "count", "all", "read")}
     own = json.dumps([dist.get_rank(), text])
