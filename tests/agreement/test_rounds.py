@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp
+from thunder_fsdp_sched.private_torch import host_backend
 from thunder_fsdp_sched.ranks.all_gather import HostAllGather
 from thunder_fsdp_sched.ranks.process_groups import exchange_texts
 
@@ -234,6 +235,7 @@ def test_all_ranks_learn_at_once_that_one_is_gone(rank: int) -> None:
         opened.settle()
     dist.barrier()
     if rank == 1:
+        opened._tokens._backend = host_backend(opened.group.process_group)
         opened._tokens.close()  # as when the process ends
     else:
         message = (

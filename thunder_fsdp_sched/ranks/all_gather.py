@@ -77,6 +77,7 @@ class HostAllGather:
             self._received += 1
         for work in self._sends:  # their memory must not change before
             _wait(work, end)
+        self._release()
 
     def gathered(self) -> list[bytes]:
         """Return what each rank has sent, in the order of ranks."""
@@ -91,6 +92,11 @@ class HostAllGather:
         for hop in self.hops:
             with contextlib.suppress(RuntimeError):  # gloo closes all connections when a message does not come in time
                 self._backend.recv(hop.received, hop.source, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        self._release()
+
+    def _release(self) -> None:
+        """Drop what would keep the group's threads and connections alive after ``destroy_process_group``."""
+        self._backend, self._sends, self._receives = None, [], []
 
     def _post(self) -> None:
         """Post what is not posted yet, but no send before its bytes have arrived."""
