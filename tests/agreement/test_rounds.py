@@ -245,3 +245,8 @@ def test_all_ranks_learn_at_once_that_one_is_gone(rank: int) -> None:
             opened.post(channel.TOKEN.pack(0, 0, 0, 0, 0), channel.RoundAction("another"))
             opened.settle()
     dist.barrier()
+    if rank == 1:
+        late = mock.Mock(**{"describe.return_value": "another"})
+        with pytest.raises(ScheduleDisagreement, match=r"ranks \[0, 1, 2, 3\]: another"):
+            opened.post(channel.TOKEN.pack(0, 0, 0, 0, 0), late)
+        late.cancel.assert_not_called()  # it was never posted, so no collective counts as surplus

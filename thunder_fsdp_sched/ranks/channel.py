@@ -72,7 +72,7 @@ class RoundAction:
         return ()
 
     def cancel(self) -> None:
-        """Record that the action will not be performed."""
+        """Record that the action will not be performed, after it was posted."""
 
     def apply_agreement(self, offered_bits: int, *, alike: bool) -> None:
         """Act on the bits that all ranks have offered, once the round is settled.
@@ -144,6 +144,7 @@ class Channel:
             with labelled("wait_agreement"):
                 self._tokens.finish(self._timeout)
         except RuntimeError as error:
+            action.cancel()
             raise self._close(action, error) from error
         self.pending = None
         self.rounds += 1
@@ -199,7 +200,6 @@ class Channel:
     def _close(self, action: RoundAction, error: RuntimeError) -> ScheduleDisagreement:
         """Find the missing ranks from what the others have published, and close the channel."""
         waited = time.monotonic() - self._posted
-        action.cancel()
         self.pending = None
         self._tokens.close()
         came = self._exchange_texts(f"absent/{self.rounds}", action.describe(), _FAILURE_PATIENCE)
