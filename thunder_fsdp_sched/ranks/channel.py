@@ -207,8 +207,8 @@ class Channel:
         timed_out = "timed out" in str(error).lower()
         who = f"{named(missing)} did not come" if missing else "the ranks did not come together"
         when = f"within {waited:.1f} s" if timed_out else "and a connection was closed"
-        causes = "stopped, failed, hung, or busy with something else" if timed_out else "stopped or failed"
-        absent = f"\n    {named(missing)}: {causes}" if missing else ""
+        causes = "hung, or busy with something else" if timed_out else "or gave no answer in time"
+        absent = f"\n    {named(missing)}: stopped, failed, {causes}" if missing else ""
         self.closed = (
             f"fsdp: the ranks of process group {self.group.description!r} disagree: {who} {when}:\n"
             f"{sides(came)}{absent}\n({first_line(str(error))})"
