@@ -486,4 +486,9 @@ def test_ignored_parameters_are_neither_sharded_nor_reduced(rank: int) -> None:
         ours, theirs = sharded.get_parameter(name), reference.get_parameter(name)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
-    assert set(full_state_dict(sharded)) == set(reference.state_dict())
+    whole = full_state_dict(sharded)
+    assert set(whole) == set(reference.state_dict())
+    for name in names:
+        with torch.no_grad():
+            sharded.get_parameter(name).add_(1)
+        assert torch.equal(whole[name], reference.get_parameter(name)), "shares memory with the model"

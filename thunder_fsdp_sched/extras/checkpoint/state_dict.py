@@ -87,7 +87,7 @@ def full_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
     """Return whole parameters under the keys of the original, unsharded module; a collective.
 
     It is the result of ``model.original_state_dict()``, which ``load_state_dict(strict=True)`` of the original module
-    accepts. Every rank has the whole model then; no other memory is needed.
+    accepts. Every rank has the whole model then; no other memory is needed. Later steps do not change it.
 
     Cost, on any number of ranks: one exchange, and a round of agreement and a gather for each bucket. A rank receives the
     model once.

@@ -69,7 +69,10 @@ def gather_entries(
             del tensors
     for name, value in entries.items():
         if leading[name] not in whole:
-            value = value.full_tensor() if isinstance(value, DTENSORS) else value
+            if isinstance(value, DTENSORS):
+                value = value.full_tensor()
+            elif isinstance(value, torch.Tensor) and keeps and not to_cpu:
+                value = value.clone()  # a buffer or an ignored parameter, which later steps change
             whole[leading[name]] = kept(value) if isinstance(value, torch.Tensor) else value
     return {name: whole[leading[name]] for name in entries}
 
@@ -100,7 +103,10 @@ class JittedState:
     def original_state_dict(
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return the original module's state dict with whole parameters, each gathered once; a collective."""
+        """Return the original module's state dict with whole parameters, each gathered once; a collective.
+
+        No entry shares memory with the model.
+        """
         params = self._sharded.module_params
         params.is_gathering = True
         try:
