@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import operator
 import pickle
 import struct
@@ -34,11 +33,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
+from ..extensions import load
 from ..private_torch import host_backend, labelled, timeout_of
 from .all_gather import HostAllGather
-from .messages import first_difference, first_different, first_line, named, sides
+from .messages import named
 from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, exchange_texts, let_belong, new_group
 
 TOKEN = struct.Struct("<5q")
@@ -165,12 +163,6 @@ class Channel:
         largest = max(int.from_bytes(size, "little") for size in sizes)
         return [pickle.loads(theirs) for theirs in self._all_gather(data.ljust(largest, b"\0"))]
 
-    def broadcast(self, value: Any, source: int) -> Any:
-        """Return the picklable object of the global rank ``source``: two of gloo's broadcasts, of ceil(log2 W) hops each."""
-        values = [value]
-        dist.broadcast_object_list(values, source, group=self.group.process_group)
-        return values[0]
-
     def _all_gather(self, own: bytes) -> list[bytes]:
         gather = HostAllGather(self.group.rank, self.size, len(own))
         gather.start(own, host_backend(self.group.process_group), self._next_tag())
@@ -189,52 +181,24 @@ class Channel:
         """
         number = self.rounds + (self.pending is not None)
         self._failures[number] += 1
-        reports = self._exchange_texts(f"failure/{number}/{self._failures[number]}", text, _FAILURE_PATIENCE)
-        others = [rank for rank in self.group.global_ranks if rank != self.global_rank]
-        lines = [f"    rank {rank}: {first_line(reports[rank])}" for rank in others if rank in reports]
-        if silent := [rank for rank in others if rank not in reports]:
-            lines.append(f"    {named(silent)} reported nothing within {_FAILURE_PATIENCE.total_seconds():g} s")
-        agreed = unagreed or (f"All ranks had agreed on {self.last.describe()}. " if self.last is not None else "")
-        return "\n".join([f"{agreed}The other ranks:", *lines])
+        reports = self.exchange_texts(f"failure/{number}/{self._failures[number]}", text, _FAILURE_PATIENCE)
+        return str(load("ranks.disagreements:failures")(self, reports, unagreed, _FAILURE_PATIENCE))
 
     def _close(self, action: RoundAction, error: RuntimeError) -> ScheduleDisagreement:
         """Find the missing ranks from what the others have published, and close the channel."""
         waited = time.monotonic() - self._posted
         self.pending = None
         self._tokens.close()
-        came = self._exchange_texts(f"absent/{self.rounds}", action.describe(), _FAILURE_PATIENCE)
-        missing = [rank for rank in self.group.global_ranks if rank not in came]
-        timed_out = "timed out" in str(error).lower()
-        who = f"{named(missing)} did not come" if missing else "the ranks did not come together"
-        when = f"within {waited:.1f} s" if timed_out else "and a connection was closed"
-        causes = "hung, or busy with something else" if timed_out else "or gave no answer in time"
-        absent = f"\n    {named(missing)}: stopped, failed, {causes}" if missing else ""
-        self.closed = (
-            f"fsdp: the ranks of process group {self.group.description!r} disagree: {who} {when}:\n"
-            f"{sides(came)}{absent}\n({first_line(str(error))})"
-        )
+        came = self.exchange_texts(f"absent/{self.rounds}", action.describe(), _FAILURE_PATIENCE)
+        self.closed = load("ranks.disagreements:absence")(self, came, waited, error)
         return ScheduleDisagreement(self.closed)
 
     def _disagreement(self, action: RoundAction, tokens: Sequence[bytes]) -> ScheduleDisagreement:
         """Exchange descriptions, and the details of the first two ranks that differ."""
-        of_ranks = {rank: TOKEN.unpack(token) for rank, token in zip(self.group.global_ranks, tokens, strict=True)}
-        different = first_different({rank: ((), same) for rank, (same, *_) in of_ranks.items()})
-        different = different or first_different({rank: (of[1], of[2]) for rank, of in of_ranks.items()})
-        assert different is not None
-        first, other = different
-        details = action.details() if self.global_rank in (first, other) else ()
-        own = json.dumps([action.describe(), list(details)])
-        action.cancel()
-        texts = self._exchange_texts(f"differ/{self.rounds}", own, _PATIENCE)
-        said = {rank: json.loads(text) for rank, text in texts.items()}
-        lines = {rank: said[rank][0] if rank in said else "(no report)" for rank in self.group.global_ranks}
-        message = f"fsdp: the ranks of process group {self.group.description!r} disagree:\n{sides(lines)}"
-        if lines[first] == lines[other] and first in said and other in said:
-            difference = first_difference(first, said[first][1], other, said[other][1])
-            message += f"\nTheir traces differ in {difference}" if difference else "\n(no line of their traces differs)"
-        return ScheduleDisagreement(message)
+        of_ranks = dict(zip(self.group.global_ranks, map(TOKEN.unpack, tokens), strict=True))
+        return ScheduleDisagreement(load("ranks.disagreements:difference")(self, action, of_ranks, _PATIENCE))
 
-    def _exchange_texts(self, prefix: str, text: str, patience: timedelta) -> dict[int, str]:
+    def exchange_texts(self, prefix: str, text: str, patience: timedelta) -> dict[int, str]:
         """Publish a text in the group's store; return those that ranks publish in time, keyed by global rank."""
         texts: dict[int, str] = {}
         with contextlib.suppress(Exception):  # the store may be gone with the rank that held it

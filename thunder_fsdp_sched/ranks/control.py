@@ -78,9 +78,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..extensions import load
 from ..process_state import reset_after_fork
 from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
-from .messages import Action, first_difference, first_different, first_line, without_remarks
+from .messages import Action, first_different, first_line, without_remarks
 from .process_groups import ProcessGroupRef
 
 Agreement = Literal["step", "compile", "never"]
@@ -449,16 +450,8 @@ class Control:
 
     def _difference(self, first: int, other: int, lines: Sequence[str]) -> str:
         """Exchange the lines of two ranks and return the first that differs, on all ranks."""
-        assert self.channel is not None
         with self.doing("the exchange of lines that differ"):
-            texts = {rank: self.channel.broadcast(list(lines), rank) for rank in (first, other)}
-        difference = first_difference(first, texts[first], other, texts[other]) or "(no line differs)"
-        if len(set(self._gather("the order of sets", hash("a string")))) > 1:
-            difference += (
-                "\nIf all ranks run the same code: Python orders sets of strings differently on each of them, and Thunder "
-                "takes the order of einsum's labels from such a set. Start all ranks with PYTHONHASHSEED=0"
-            )
-        return difference
+            return str(load("ranks.disagreements:difference_of_lines")(self.channel, first, other, lines))
 
     def disagreement(self, text: str) -> ScheduleDisagreement:
         """Return the error for something in which the ranks differ."""
