@@ -194,6 +194,9 @@ def test_invalid_saves_are_refused_on_every_rank(rank: int, tmp_path: Path) -> N
     refused("is in two of them", model, save_checkpoint, model, second, [optimizer, twice])
     with pytest.raises(TypeError, match=r"expected the result of thunder\.jit"):
         save_checkpoint(nn.Linear(2, 2), second)
+    for function in (save_checkpoint, tfs.save_checkpoint_async, tfs.load_checkpoint):
+        with pytest.raises(TypeError, match="the model comes first"):
+            function(second, model)  # type: ignore[arg-type]
     # An error on one rank is raised on all ranks.
     place = second if rank == 0 else tmp_path / "1"
     refused(r"holds a checkpoint already.* \(on ranks \[1\]\)", model, save_checkpoint, model, place)

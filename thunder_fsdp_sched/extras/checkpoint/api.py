@@ -149,7 +149,7 @@ def _collect(
     stage: Callable[[dict[str, Any]], Any] = lambda state: state,
 ) -> tuple[ProcessGroupRef, Path, Any]:
     """Return the ranks, the folder, and what ``stage`` makes of the values to save, which are the same on all ranks."""
-    model, sharded = _find_first(model, "save_checkpoint")
+    model, sharded = _find_first(model)
     group = sharded.world_group
     collected: list[Any] = []
 
@@ -239,7 +239,7 @@ def load_checkpoint(
             has the names and shapes); if it has the state of another kind of optimizer; if ranks passed different
             checkpoints; or if a file cannot be read or is damaged. Nothing is changed then.
     """
-    model, sharded = _find_first(model, "load_checkpoint")
+    model, sharded = _find_first(model)
     group = sharded.world_group
 
     def begin() -> tuple[Path, list[torch.optim.Optimizer]]:
@@ -307,14 +307,14 @@ def load_checkpoint(
     return values
 
 
-def _find_first(model: Any, function: str) -> tuple[ThunderModule, ShardedModule]:
+def _find_first(model: Any) -> tuple[ThunderModule, ShardedModule]:
     """Return the jitted module and its shards.
 
     Raises:
         TypeError: the first argument is a folder, as it was formerly.
     """
     if isinstance(model, (str, os.PathLike)):
-        raise TypeError(f"{function}(model, folder, optimizers): the model comes first, got {os.fspath(model)!r}")
+        raise TypeError(f"expected (model, folder, optimizers): the model comes first, got {os.fspath(model)!r}")
     return find_jitted(model)
 
 
