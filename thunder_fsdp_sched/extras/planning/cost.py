@@ -134,11 +134,6 @@ class AnalyticCost:
         return Seconds(spec.launch_overhead, spec.kernel_overhead + max(computing, moving))
 
 
-def compute_seconds(cost: AnalyticCost, trace: TraceCtx) -> list[float]:
-    """Return the time of each bound symbol on the compute stream."""
-    return [s.host + s.device if cost.synchronous else s.device for s in cost.seconds(trace)]
-
-
 def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, passes: float = 1.0) -> float:
     """Return the time of a ring collective over ``ranks`` of a cluster whose nodes have consecutive ranks.
 
