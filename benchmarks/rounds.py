@@ -50,7 +50,7 @@ def main() -> None:
 
 
 class Hops:
-    """What :class:`~thunder_fsdp_sched.ranks.channel.Channel` does in a round."""
+    """The all-gather by which :class:`~thunder_fsdp_sched.ranks.channel.Channel` exchanges tokens."""
 
     def __init__(self, backend: Any) -> None:
         self.backend, self.tags = backend, itertools.count(1)

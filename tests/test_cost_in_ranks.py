@@ -1,4 +1,4 @@
-"""What functions cost in the number of ranks: collectives and bytes, counted on fake and on real ranks.
+"""Functions keep their contracts: the numbers of collectives and bytes for W ranks, counted on fake and on real ranks.
 
 A contract is a function of a model's buckets and parameters, and does not contain the number of ranks. Rounds of
 agreement and operations of the store go over connections of their own, which fake ranks do not have.
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Cost(NamedTuple):
-    """What a function costs at most."""
+    """The most that a function may cost."""
 
     collectives: int
     nbytes: float = 0  # that a rank sends or receives, whichever is more; a reduction to all counts twice
@@ -38,7 +38,7 @@ class Cost(NamedTuple):
 
 
 class Count(TorchDispatchMode):
-    """Counts what is sent over process groups."""
+    """Counts the collectives and bytes that process groups send."""
 
     def __init__(self) -> None:
         super().__init__()

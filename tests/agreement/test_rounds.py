@@ -1,4 +1,4 @@
-"""What a round, a comparison and ``thunder.jit`` cost in the number of ranks: messages, hops and requests to the store."""
+"""Rounds, comparisons and ``thunder.jit`` keep their contracts: messages, hops and store requests by the number of ranks."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_texts_of_ranks_that_came_are_returned_if_others_did_not() -> None:
 
 @on_ranks()
 def test_sharding_compiling_and_steps_keep_their_contracts(rank: int) -> None:
-    """What a rank sends on the channel: rounds alone where ranks agree, texts of two ranks where they do not."""
+    """Ranks that agree only meet in rounds; if they do not agree, two of them broadcast their texts."""
     counts: Counter[str] = Counter()
 
     def counting(name: str, owner: Any = channel.Channel) -> Any:

@@ -1,4 +1,4 @@
-"""What an error says when ranks do different things, or some do not come; loaded when there is one."""
+"""The messages of errors when ranks do different things or some do not come; loaded for the first such error."""
 
 from __future__ import annotations
 

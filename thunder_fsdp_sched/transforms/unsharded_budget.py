@@ -1,4 +1,4 @@
-"""What ``max_unsharded_bytes`` leaves for gathers that are issued ahead of their step."""
+"""The bytes of ``max_unsharded_bytes`` that remain for gathers ahead of their step."""
 
 from __future__ import annotations
 

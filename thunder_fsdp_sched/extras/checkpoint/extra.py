@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the model and its optimizers, and which reading runs no code for.
+"""The parts of a checkpoint besides the model and its optimizers. Reading them runs no code.
 
 Additional values (``extra``): tensors, and plain values as ``torch.save`` writes them. Error feedback: the quantization
 residual of each bucket, which differs between ranks.

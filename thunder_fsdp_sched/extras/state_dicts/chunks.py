@@ -1,4 +1,4 @@
-"""What distributed checkpoints (DCP), pickle and copy ask of rows of a tensor."""
+"""The methods of row tensors that distributed checkpoints (DCP), pickle and copy call."""
 
 from __future__ import annotations
 
