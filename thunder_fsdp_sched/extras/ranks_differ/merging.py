@@ -6,8 +6,8 @@ into one order, and a rank *serves* the collectives that only other ranks need: 
 their results.
 
 [Note: The merged order]
-The merged order contains each collective of the programs once, which is the fewest that can be served. It depends on the
-programs alone, so that ranks that know the same programs compute the same order without asking each other.
+The merged order contains each collective of the programs once, which is the fewest that can be served. It depends on the set
+of programs alone, so that ranks that know the same programs compute the same order without asking each other.
 
 1. What programs agree on is kept. Draw an arrow from each collective of a program to the next. Two collectives that are not
    on a circle of arrows keep their order in all programs that have both. In particular, each program keeps its order if
@@ -96,7 +96,7 @@ def merge(programs: Iterable[Sequence[Step]]) -> list[Key]:
 
     The time is linear in the steps of all programs, apart from the sort of the result.
     """
-    programs = list(programs)
+    programs = list(dict.fromkeys(map(tuple, programs)))
     arrows = networkx.DiGraph()
     share: dict[Key, float] = {}
     for program in programs:
