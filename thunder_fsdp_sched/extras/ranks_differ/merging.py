@@ -47,8 +47,8 @@ REDUCE = "reduce"
 ALL_REDUCE = "all_reduce"
 
 SERVED_IN_FLIGHT = 2
-"""How many served collectives of a rank may run at once, each with memory for a bucket. With one, a rank that serves a gather
-and a reduction at the end of a block waits for the gather there: two towers then take 17 % longer than one, not 3 %."""
+"""How many served collectives of a rank may run at once, each with memory for a bucket. With one, a rank that serves a
+gather and a reduction at the end of a block waits for the gather there: two towers take 17 % longer than one, not 3 %."""
 
 
 BucketKey = tuple[str, str, tuple[int, ...]]
