@@ -18,7 +18,7 @@ of programs alone, so that ranks that know the same programs compute the same or
 3. The collectives on a circle form a *knot*. Most knots are a gather and a reduction that cross, because prefetching shifts
    gathers against reductions. So a knot keeps the order of the gathers among themselves, which is that of their first
    consumers, and that of the reductions, which is that of their last gradients, if programs agree on it. Between the two
-   lanes it takes the collective that overtakes the fewest, of equals a gather, because compute needs its result sooner.
+   lanes it takes the collective that overtakes the fewest, and of equals the one with the lowest share.
 4. If the programs order gathers of a knot in a circle, too, the gather with the lowest share is next; then the same for
    reductions. Ranks that run blocks in opposite orders alternate, and neither one has to gather all before it can start.
 5. In every case a collective follows those that its data depend on: a reduction the gathers that its program has waited
@@ -49,7 +49,6 @@ ALL_REDUCE = "all_reduce"
 SERVED_IN_FLIGHT = 2
 """How many served collectives of a rank may run at once, each with memory for a bucket. With one, a rank that serves a
 gather and a reduction at the end of a block waits for the gather there: two towers take 17 % longer than one, not 3 %."""
-
 
 BucketKey = tuple[str, str, tuple[int, ...]]
 """A bucket on all ranks: the name of the base bucket; the dtype of an alias, ``""`` for the bucket itself; the indices of
@@ -190,7 +189,7 @@ def _untangle(pieces: Sequence[_Piece], by_share: Callable[[Key], tuple[float, K
         ]
         if kept:
             overtaken = {key: sum(piece.overtaken(key) for piece in pieces_of[key]) for key in kept}
-            key = min(kept, key=lambda key: (overtaken[key], key[0] != GATHER, by_share(key)))
+            key = min(kept, key=lambda key: (overtaken[key], by_share(key)))
         else:
             key = min([key for key in heads if key[0] == GATHER] or heads, key=by_share)
         placed[key] = None
