@@ -27,13 +27,14 @@ def all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
     return flight._replace(what="all-reduce", slot=None, works=[work])
 
 
-def _all_reduce_effects(bsym: BoundSymbol) -> Effects:
+def all_reduce_effects(bsym: BoundSymbol, *, of: str = fsdp_reduce_scatter.name) -> Effects:
+    """Return the effects of an all-reduce that waits for a reduction by the symbol of this name."""
     bucket, (_, future), result = bucket_of(bsym), bsym.args, bsym.output.name
     spec, dtype = bucket.spec, bucket.spec.reduce_dtype
     nbytes, added = shard_bytes_in(bucket, dtype), spec.accumulated_bytes if spec.accumulate_dtype != dtype else 0
     traffic, group = Traffic((nbytes,), 1, passes=2.0), bucket.ranks.replicas
     return Effects(
-        waits=Wait(future.name, (fsdp_reduce_scatter.name,)),
+        waits=Wait(future.name, (of,)),
         issues=Issue(bsym.sym.name, result, bucket, group, nbytes, dtype, transport="all_reduce", traffic=traffic),
         work=LocalWork(),
         bucket=bucket,
@@ -42,7 +43,7 @@ def _all_reduce_effects(bsym: BoundSymbol) -> Effects:
     )
 
 
-fsdp_all_reduce = register("fsdp_all_reduce", all_reduce, _all_reduce_effects, reduction_meta)
+fsdp_all_reduce = register("fsdp_all_reduce", all_reduce, all_reduce_effects, reduction_meta)
 
 
 def reduce_across(bucket: Bucket, inside: Proxy) -> BoundSymbol:

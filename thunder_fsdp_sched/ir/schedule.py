@@ -7,16 +7,16 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-GATHERS = frozenset({"fsdp_all_gather"})
-"""Names of the symbols that issue a gather of a bucket."""
+GATHERS = frozenset({"fsdp_all_gather", "fsdp_serve_gather"})
+"""Names of the symbols that issue a gather of a bucket; the latter only because other ranks need it."""
 
-ISSUES = GATHERS | {"fsdp_reduce_scatter", "fsdp_all_reduce"}
+ISSUES = GATHERS | {"fsdp_reduce_scatter", "fsdp_all_reduce", "fsdp_serve_reduce", "fsdp_serve_all_reduce"}
 """Names of the symbols that issue a collective of a bucket, as schedules have them."""
 
-GATHER_WAITS = frozenset({"fsdp_wait_params"})
+GATHER_WAITS = frozenset({"fsdp_wait_params", "fsdp_wait_served"})
 """Names of the symbols that wait for a gather."""
 
-WAITS = GATHER_WAITS | {"fsdp_wait_grads", "fsdp_accumulate_reduced"}
+WAITS = GATHER_WAITS | {"fsdp_wait_grads", "fsdp_accumulate_reduced", "fsdp_wait_served_grads"}
 """Names of the symbols that only wait for one."""
 
 MAX_REDUCTIONS_IN_FLIGHT = 2

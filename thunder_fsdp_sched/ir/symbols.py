@@ -54,6 +54,7 @@ from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.transforms import get_grad, put_grad
 
+from ..plan.specs import BucketSpec
 from ..runtime import ops
 from ..runtime.autograd import guard_backward
 from ..runtime.bucket import Bucket
@@ -138,10 +139,9 @@ def gather_of(bucket: Bucket, slot: Slot | None = None, future: str = "", **mark
     )
 
 
-def _all_gather_effects(bsym: BoundSymbol) -> Effects:
-    bucket, (_, slot, *shards), marks = bucket_of(bsym), bsym.args, bsym.kwargs
-    spec, issue = bucket.spec, gather_of(bucket, slot, bsym.output.name, **marks)
-    secondary = next(names([marks.get("secondary")]), None)
+def gather_costs(bucket: Bucket, issue: Issue, *, reuse_cast: bool) -> tuple[tuple[Allocation, ...], LocalWork]:
+    """Return the memory and the work of a gather."""
+    spec = bucket.spec
     offload, casts, nbytes = spec.comm.offload, spec.sends_copy, spec.sent_bytes
     memory, work = [], LocalWork()
     if offload and not issue.resident:
@@ -153,12 +153,20 @@ def _all_gather_effects(bsym: BoundSymbol) -> Effects:
     if not issue.resident:
         memory += _pooled(bucket, bucket.transport.gather_buffers(spec))
         memory += _afterwards(bucket, "decoding", bucket.transport.gather_temporary(spec))
-    if spec.gather_wire is not None and not issue.resident and (offload or not marks.get("reuse_cast")):
+    if spec.gather_wire is not None and not issue.resident and (offload or not reuse_cast):
         memory += call_memory(bucket, "encoding", spec.gather_wire.temporary_bytes(1, spec.dtype))
     if not issue.resident and issue.traffic is not None:
-        copied, casts_now = issue.traffic.copied_before, casts and not marks.get("reuse_cast")
+        copied, casts_now = issue.traffic.copied_before, casts and not reuse_cast
         at_once = copied + (spec.shard_bytes + nbytes if casts_now or offload else 0)
         work = LocalWork(issue.traffic.launches, copied if offload else at_once, at_once)
+    return tuple(memory), work
+
+
+def _all_gather_effects(bsym: BoundSymbol) -> Effects:
+    bucket, (_, slot, *shards), marks = bucket_of(bsym), bsym.args, bsym.kwargs
+    issue = gather_of(bucket, slot, bsym.output.name, **marks)
+    secondary = next(names([marks.get("secondary")]), None)
+    memory, work = gather_costs(bucket, issue, reuse_cast=bool(marks.get("reuse_cast")))
     return Effects(
         issues=issue,
         work=work,
@@ -168,7 +176,7 @@ def _all_gather_effects(bsym: BoundSymbol) -> Effects:
         in_place=(issue.future,),
         requires=((secondary, None if bucket is bucket.primary else ("secondary", bucket)),),
         views={issue.future: () if secondary is None or issue.resident else (secondary,)},
-        allocates=tuple(memory),
+        allocates=memory,
     )
 
 
@@ -280,23 +288,29 @@ def reduction_of(bucket: Bucket, slot: Slot | None = None, future: str = "") -> 
     )
 
 
+def reduction_costs(bucket: Bucket, future: str) -> tuple[tuple[Allocation, ...], LocalWork]:
+    """Return the memory and the work of a reduction, without those of its gradients."""
+    spec, nbytes = bucket.spec, shard_bytes_in(bucket, bucket.spec.reduce_dtype)
+    traffic, temporary = bucket.transport.reduce_traffic(spec), bucket.transport.reduce_temporary(spec)
+    memory = (
+        Allocation(future, nbytes, spec.device.type, kind="gradients"),
+        *_afterwards(bucket, f"temporary memory of {spec.comm.transport}", temporary),
+        *call_memory(bucket, "encoding", bucket.transport.sending_temporary(spec)),
+        *transport_memory(bucket),
+    )
+    return memory, LocalWork(traffic.launches, traffic.copied_before, traffic.copied_before, touches=2)
+
+
 def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
     bucket, (_, slot, *grads), future = bucket_of(bsym), bsym.args, bsym.output.name
-    spec, dtype = bucket.spec, bucket.spec.reduce_dtype
-    traffic, temporary = bucket.transport.reduce_traffic(spec), bucket.transport.reduce_temporary(spec)
+    dtype, (memory, work) = bucket.spec.reduce_dtype, reduction_costs(bucket, future)
     return Effects(
         issues=reduction_of(bucket, slot, future),
-        work=LocalWork(traffic.launches, traffic.copied_before, traffic.copied_before, touches=2),
+        work=work,
         bucket=bucket,
         uses=slot,
         collects={grad.name: SlotRegion(bucket, slot, dtype, i) for i, grad in enumerate(grads) if grad is not None},
-        allocates=(
-            Allocation(future, shard_bytes_in(bucket, dtype), spec.device.type, kind="gradients"),
-            *memory_of_sums(bucket, grads),
-            *_afterwards(bucket, f"temporary memory of {spec.comm.transport}", temporary),
-            *call_memory(bucket, "encoding", bucket.transport.sending_temporary(spec)),
-            *transport_memory(bucket),
-        ),
+        allocates=(*memory_of_sums(bucket, grads), *memory),
     )
 
 
@@ -327,22 +341,23 @@ def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy, *, hook: str | N
     )
 
 
-def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
-    bucket, (_, future), hook = bucket_of(bsym), bsym.args, bsym.kwargs.get("hook")
-    spec, (first, *rest) = bucket.spec, [p.name for p in bsym.output]
+def copies_gradients(spec: BucketSpec) -> bool:
+    """Return whether reduced gradients get other memory than what the reduction has put them into."""
+    return spec.reduce_dtype != spec.dtype or spec.comm.offload
+
+
+def wait_costs(bucket: Bucket) -> tuple[tuple[Allocation, ...], LocalWork]:
+    """Return the memory and the work of a wait for reduced gradients, without those that it returns."""
+    spec = bucket.spec
     casts, offload, flat = spec.reduce_dtype != spec.dtype, spec.comm.offload, spec.shard_bytes
     memory: list[Allocation] = []
-    views: dict[str, tuple[str, ...]] = dict.fromkeys((first, *rest), (future.name,))
-    if casts or offload:
-        memory.append(Allocation(first, flat, spec.shard_device.type, kind="gradients", on_host=offload))
-        views = {first: (), **dict.fromkeys(rest, (first,))}
     if bucket.ranks.replicas is None and spec.accumulate_dtype not in (spec.reduce_dtype, spec.dtype):
         memory += call_memory(
             bucket, "sum of sharded gradients", spec.accumulated_bytes, reduced_gradients(bucket).owner
         )
     if casts and offload:
         memory += call_memory(bucket, "cast of sharded gradients", flat)
-    expected, own = bucket.hook_name, shard_bytes_in(bucket, spec.reduce_dtype)
+    own = shard_bytes_in(bucket, spec.reduce_dtype)
     divides = spec.options.gradient_divide_factor not in (None, spec.layout.world_size * spec.replicas)
     moved = (2 * own if divides else 0) + (own + flat if casts else 0)
     work = LocalWork(
@@ -350,13 +365,27 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
         moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after,
         to_host=flat if offload else 0,
     )
+    return tuple(memory), work
+
+
+def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
+    bucket, (_, future), hook = bucket_of(bsym), bsym.args, bsym.kwargs.get("hook")
+    spec, (first, *rest) = bucket.spec, [p.name for p in bsym.output]
+    memory, work = wait_costs(bucket)
+    views: dict[str, tuple[str, ...]] = dict.fromkeys((first, *rest), (future.name,))
+    if copies_gradients(spec):
+        own = Allocation(
+            first, spec.shard_bytes, spec.shard_device.type, kind="gradients", on_host=spec.comm.offload
+        )
+        memory, views = (own, *memory), {first: (), **dict.fromkeys(rest, (first,))}
+    expected = bucket.hook_name
     return Effects(
         waits=Wait(future.name, ("fsdp_reduce_scatter" if bucket.ranks.replicas is None else "fsdp_all_reduce",)),
         work=work,
         bucket=bucket,
         hook=hook,
         views=views,
-        allocates=tuple(memory),
+        allocates=memory,
         faults=() if hook == expected else (f"calls the all_reduce_hook {hook}, expected {expected}",),
     )
 

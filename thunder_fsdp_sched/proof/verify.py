@@ -9,7 +9,13 @@ from ..ir.inspection import with_bound_symbols
 from .machine import Machine
 
 
-def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_flight: int | None = None) -> TraceCtx:
+def verify(
+    trace: TraceCtx,
+    *,
+    forward: TraceCtx | None = None,
+    max_gathers_in_flight: int | None = None,
+    in_order: bool = True,
+) -> TraceCtx:
     """Check a sorted trace with slots, and return it with the same bound symbols.
 
     Runs after ``mark_retained_by_forward`` or ``reuse_from_forward`` and before ``insert_agreement``. It always runs.
@@ -45,6 +51,8 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_f
     Args:
         forward: for a backward trace, its forward trace after ``mark_retained_by_forward``.
         max_gathers_in_flight: how many gathers may be issued and not waited for; ``None`` for no limit.
+        in_order: whether gathers of ``trace`` must be issued in the order of their first consumers. A trace that serves
+            other ranks follows their order.
 
     Raises:
         VerificationError: names the bound symbol and the bucket.
@@ -52,6 +60,7 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_f
     machine = Machine(max_gathers_in_flight)
     if forward is not None:
         machine.run(forward)
+    machine.in_order = in_order
     machine.run(trace)
     return with_bound_symbols(trace, trace.bound_symbols, "fsdp: verified")
 

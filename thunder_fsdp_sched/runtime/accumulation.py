@@ -41,13 +41,16 @@ class Accumulation:
             gradient] in ``unused_outputs``.
         is_running: whether a ``no_sync`` backward has added gradients and has not run to its end.
         dropped: how many failed backwards of this window have added gradients that were dropped again.
-        deferred: sharded gradients of parameters that only earlier ``no_sync`` backwards had; added to ``.grad`` at the end
-            of backward.
+        deferred: sharded gradients of parameters that the running backward has none of, but an earlier ``no_sync`` backward
+            or another rank had; added to ``.grad`` at the end of backward.
+        from_others: the parameters of which some rank's running backward has a gradient, or some rank's window, if that
+            may differ from this rank's (``ranks_may_differ``). The round at the start of each backward sets it.
     """
 
     def __init__(self, spec: BucketSpec) -> None:
         self._spec = spec
         self.deferred: dict[int, torch.Tensor] = {}
+        self.from_others: frozenset[int] = frozenset()
         self.discard()
 
     def discard(self) -> None:
@@ -93,9 +96,10 @@ class Accumulation:
         """Add :attr:`sharded` to the flat reduced gradients of the running backward, in place unless the sum is wider."""
         return shard if self.sharded is None else shard.to(self._spec.accumulate_dtype).add_(self.sharded)
 
-    def flush(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Drop all gradients, after adding those that backward cannot return to ``.grad``."""
-        deferred = self.deferred
-        self.discard()
+    def flush(self, params: Sequence[torch.nn.Parameter], *, ends_window: bool) -> None:
+        """Add the gradients that backward cannot return to ``.grad``; at the end of a window, drop all others."""
+        deferred, self.deferred = self.deferred, {}
+        if ends_window:
+            self.discard()
         for index, grad in deferred.items():
             load("extras.parameter_hooks:accumulate")(params[index], grad)

@@ -183,16 +183,14 @@ def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> 
     grads = bucket.sharded_grads(output)
     unused = unused_gradients(bucket, frozenset(flight.missing))
     drop_gradients(bucket, unused)
-    if not ends_window:
-        return grads
-    accumulated = bucket.accumulation.params
+    accumulated = bucket.accumulation.params if ends_window else set()
     for index in accumulated.difference(flight.missing):
         if not bucket.params[index].requires_grad:  # autograd drops what backward returns for it
             raise RuntimeError(
                 f"parameter {bucket.spec.params[index].name!r} was frozen between forward and backward, while gradients of "
                 f"no_sync have accumulated for it. Freeze it before forward"
             )
-    deferred = accumulated.intersection(flight.missing) - unused
+    deferred = (bucket.accumulation.from_others | (accumulated - unused)).intersection(flight.missing)
     bucket.accumulation.deferred = {index: grads[index] for index in deferred}
     return grads
 
@@ -206,5 +204,5 @@ def backward_done(no_sync: bool, *buckets: Bucket) -> None:
     for bucket in buckets:
         if no_sync:
             bucket.accumulation.is_running = False
-        elif bucket.ends_window():
-            bucket.accumulation.flush(bucket.params)
+        elif (ends_window := bucket.ends_window()) or bucket.accumulation.deferred:
+            bucket.accumulation.flush(bucket.params, ends_window=ends_window)

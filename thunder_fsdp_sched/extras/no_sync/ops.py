@@ -25,14 +25,15 @@ def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:
     assert flight.slot is not None and flight.output is not None
     flight.slot.arena.finish(flight)
     given = set(range(len(bucket.params))).difference(flight.missing)
-    added = _accumulated_of(bucket, given)
-    if added != given:
+    from_others = bucket.accumulation.from_others
+    added = _accumulated_of(bucket, given | from_others)
+    if dropped := (given | from_others) - added:
         rows = bucket.spec.layout.shard_views(bucket.rank, flight.output)
-        for index in given - added:
+        for index in dropped:
             rows[index].zero_()
     if added:
         add_reduced(bucket, flight.output, added)
-        bucket.accumulation.used |= added - not_used_here(bucket)
+        bucket.accumulation.used |= added - (not_used_here(bucket) - from_others)
 
 
 def add_grads(bucket: Bucket, grads: Mapping[int, torch.Tensor]) -> None:
@@ -65,13 +66,23 @@ def _accumulated_of(bucket: Bucket, indices: Iterable[int]) -> set[int]:
 
 
 def reduce_unreduced(bucket: Bucket, *, hook: str | None = None) -> None:
-    accumulation, spec = bucket.accumulation, bucket.spec
-    accumulation.check_complete()
-    if not bucket.ends_window():
-        return
+    bucket.accumulation.check_complete()
+    if bucket.ends_window():
+        reduce_sums(bucket, scatters=bucket.accumulation.unsharded is not None)
+    else:
+        bucket.accumulation.deferred = {}  # those of a backward that failed
+
+
+def reduce_sums(bucket: Bucket, *, scatters: bool) -> None:
+    """Reduce what a window has left of a bucket, on some rank at least.
+
+    Args:
+        scatters: whether some rank has left unsharded gradients.
+    """
+    spec = bucket.spec
     slot = Arena(spec.device).slot(0, slot_bytes(spec, spec.reduce_dtype))
     nothing = [None] * len(spec.params)
-    if accumulation.unsharded is not None:
+    if scatters:
         flight = reduce_scatter(bucket, slot, *nothing)
     else:
         output = torch.zeros(bucket.shard.numel(), dtype=spec.reduce_dtype, device=spec.device)

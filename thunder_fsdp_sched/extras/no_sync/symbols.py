@@ -8,7 +8,7 @@ whose gradients the trace itself does not reduce.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
@@ -38,21 +38,35 @@ def _accumulate_grads_effects(bsym: BoundSymbol) -> Effects:
 fsdp_accumulate_grads = register("fsdp_accumulate_grads", accumulate_grads, _accumulate_grads_effects)
 
 
-def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
-    bucket, spec, future = bucket_of(bsym), bucket_of(bsym).spec, bsym.args[1].name
-    wait, kept = Wait(future, (fsdp_reduce_scatter.name,)), reduced_gradients(bucket)
+def accumulate_costs(bucket: Bucket) -> tuple[tuple[Allocation, ...], LocalWork]:
+    """Return the memory and the work of adding reduced gradients to the sum."""
+    spec, kept = bucket.spec, reduced_gradients(bucket)
     if spec.accumulate_dtype == spec.reduce_dtype:  # the first ones stay where the reduction has put them
         kept = kept._replace(scope="persistent later")
     moved = shard_bytes_in(bucket, spec.reduce_dtype) + 2 * spec.accumulated_bytes
-    work = LocalWork(moved=moved, moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after)
-    return Effects(waits=wait, work=work, bucket=bucket, allocates=(kept,))
+    return (kept,), LocalWork(moved=moved, moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after)
+
+
+def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
+    bucket, wait = bucket_of(bsym), Wait(bsym.args[1].name, (fsdp_reduce_scatter.name,))
+    memory, work = accumulate_costs(bucket)
+    return Effects(waits=wait, work=work, bucket=bucket, allocates=memory)
 
 
 fsdp_accumulate_reduced = register("fsdp_accumulate_reduced", accumulate_reduced, _accumulate_reduced_effects)
 
 
-def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
-    bucket, spec = bucket_of(bsym), bucket_of(bsym).spec
+def sharded_gradients(bucket: Bucket, only_with: Hashable = None) -> Allocation:
+    """Return the memory of gradients that a backward adds to ``.grad`` itself."""
+    spec = bucket.spec
+    label, key = f"sharded gradients of {spec.name}", ("sharded gradients", bucket)
+    device, on_host = spec.shard_device.type, spec.comm.offload
+    return Allocation(key, spec.shard_bytes, device, "persistent", "gradients", label, only_with, on_host)
+
+
+def unreduced_memory(bucket: Bucket) -> tuple[Allocation, ...]:
+    """Return the memory of reducing what a window has left of a bucket."""
+    spec = bucket.spec
     unsharded, reduced = unsharded_gradients(bucket).owner, reduced_gradients(bucket).owner
     label = "copy of accumulated gradients"
     own = spec.accumulated_bytes if spec.accumulate_dtype != spec.dtype or spec.comm.offload else 0
@@ -62,32 +76,18 @@ def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
     widened = spec.accumulate_dtype != spec.reduce_dtype
     temporary = max(bucket.transport.sending_temporary(spec), bucket.transport.reduce_temporary(spec))
     whole = slot_bytes(spec, spec.reduce_dtype) + temporary + result
-    flat, device = spec.shard_bytes, spec.shard_device.type
-    grads = f"sharded gradients of {spec.name}"
-    return Effects(
-        runs=reduction_of(bucket),
-        work=LocalWork(),
-        bucket=bucket,
-        hook=bsym.kwargs.get("hook"),
-        allocates=(
-            *call_memory(bucket, label, whole, unsharded),
-            *call_memory(bucket, label, own + (result if widened else 0), reduced),
-            *transport_memory(bucket, unsharded),
-            *(
-                Allocation(
-                    ("sharded gradients", bucket),
-                    flat,
-                    device,
-                    "persistent",
-                    "gradients",
-                    grads,
-                    key,
-                    spec.comm.offload,
-                )
-                for key in (unsharded, reduced)
-            ),
-        ),
+    return (
+        *call_memory(bucket, label, whole, unsharded),
+        *call_memory(bucket, label, own + (result if widened else 0), reduced),
+        *transport_memory(bucket, unsharded),
+        *(sharded_gradients(bucket, key) for key in (unsharded, reduced)),
     )
+
+
+def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
+    bucket, hook = bucket_of(bsym), bsym.kwargs.get("hook")
+    memory = unreduced_memory(bucket)
+    return Effects(runs=reduction_of(bucket), work=LocalWork(), bucket=bucket, hook=hook, allocates=memory)
 
 
 fsdp_reduce_unreduced = register("fsdp_reduce_unreduced", reduce_unreduced, _reduce_unreduced_effects)

@@ -1,0 +1,177 @@
+"""The symbols with which a rank serves others: it takes part in collectives that its own trace has no use for.
+
+A merged trace (``follow_order``) contains them in the place where the merged order has the collective::
+
+    ft3 = fsdp_serve_gather(bucket_h_2, slot_1, forward_0, 0)    # issue; nothing reads slot_1
+    fsdp_wait_served(bucket_h_2, ft3)
+    ft4 = fsdp_serve_reduce(bucket_h_2, slot_1, backward_0, 0)   # issue; slot_1 holds zeros, and what no_sync has left
+    fsdp_wait_served_grads(bucket_h_2, ft4, False)
+
+With hybrid sharding, ``ft5 = fsdp_serve_all_reduce(bucket_h_2, ft4)`` is between the last two. The start of the trace knows in
+which of these collectives some rank takes part in this run. The others are left out: then the issue returns ``None``, and
+the wait accepts it. The last arguments of an issue are the start and the number of earlier collectives of this kind and
+bucket in the merged order.
+
+``fsdp_serve_left(backward_0, bucket_h_0)`` is at the end of a merged backward that reduces gradients. It reduces what windows
+of any rank have left in buckets for which the trace has no reduction.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from thunder.core.proxies import FutureTensorProxy
+from thunder.core.symbol import BoundSymbol
+
+from ...ir.effects import Effects, LocalWork, Wait
+from ...ir.registry import register
+from ...ir.symbols import (
+    copies_gradients,
+    fsdp_all_gather,
+    gather_costs,
+    gather_of,
+    reduction_costs,
+    reduction_meta,
+    reduction_of,
+    wait_costs,
+)
+from ...runtime import ops
+from ...runtime.bucket import Bucket
+from ...runtime.bucket_aliases import alias_in_dtype, alias_of_params
+from ...runtime.memory import InFlight, Slot
+from ..no_sync.ops import accumulate_reduced
+from ..no_sync.symbols import accumulate_costs, sharded_gradients, unreduced_memory
+from ..replicas import all_reduce, all_reduce_effects
+from .merging import GATHER, REDUCE, BucketKey
+
+
+class Serving(Protocol):
+    """The start of a merged trace, which prints its name."""
+
+    def serves(self, kind: str, bucket: Bucket, occurrence: int, /) -> bool:
+        """Return whether a rank that shares the bucket takes part in this collective for itself, in this run."""
+
+    def serve_left(self) -> None:
+        """Reduce what windows have left, on any rank, in buckets that no trace of this round reduces."""
+
+
+def key_of(bucket: Bucket) -> BucketKey:
+    """Return the key of a bucket, the same on all ranks."""
+    if bucket.base is bucket:
+        return bucket.spec.name, "", ()
+    [(first, *rest)] = [key for key, alias in bucket.base.aliases.items() if alias is bucket]
+    if isinstance(first, torch.dtype):
+        return bucket.base.spec.name, str(first).removeprefix("torch."), ()
+    return bucket.base.spec.name, "", (first, *rest)
+
+
+def bucket_with_key(base: Bucket, key: BucketKey) -> Bucket:
+    """Return the bucket of a key: ``base`` itself or an alias of it, which is made if this rank has none yet."""
+    _, dtype, indices = key
+    if dtype:
+        return alias_in_dtype(base, getattr(torch, dtype))
+    return alias_of_params(base, indices) if indices else base
+
+
+def serve_gather(bucket: Bucket, slot: Slot, start: Serving, occurrence: int) -> InFlight | None:
+    if not start.serves(GATHER, bucket, occurrence):
+        return None
+    return ops.all_gather(bucket, slot, *[None] * len(bucket.params))
+
+
+def _serve_gather_effects(bsym: BoundSymbol) -> Effects:
+    bucket, slot, *_ = bsym.args
+    issue = gather_of(bucket, slot, bsym.output.name)._replace(kind=bsym.sym.name, gathers=False)
+    memory, work = gather_costs(bucket, issue, reuse_cast=False)
+    return Effects(issues=issue, work=work, bucket=bucket, uses=slot, allocates=memory)
+
+
+def _serve_gather_meta(bucket: Bucket, *arguments: Any) -> FutureTensorProxy:
+    return fsdp_all_gather.meta(bucket, None)
+
+
+fsdp_serve_gather = register("fsdp_serve_gather", serve_gather, _serve_gather_effects, _serve_gather_meta)
+
+
+def wait_served(bucket: Bucket, flight: InFlight | None) -> None:
+    if flight is not None:
+        assert flight.slot is not None
+        flight.slot.arena.finish(flight)
+        bucket.source.finish_copy()
+
+
+def _wait_served_effects(bsym: BoundSymbol) -> Effects:
+    bucket, future = bsym.args
+    work = LocalWork(moved_at_once=bucket.transport.gather_traffic(bucket.spec).copied_after)
+    return Effects(waits=Wait(future.name, (fsdp_serve_gather.name,)), work=work, bucket=bucket)
+
+
+fsdp_wait_served = register("fsdp_wait_served", wait_served, _wait_served_effects)
+
+
+def serve_reduce(bucket: Bucket, slot: Slot, start: Serving, occurrence: int) -> InFlight | None:
+    if not start.serves(REDUCE, bucket, occurrence):
+        return None
+    return ops.reduce_scatter(bucket, slot, *[None] * len(bucket.params))
+
+
+def _serve_reduce_effects(bsym: BoundSymbol) -> Effects:
+    bucket, slot, *_ = bsym.args
+    memory, work = reduction_costs(bucket, bsym.output.name)
+    issue = reduction_of(bucket, slot, bsym.output.name)._replace(kind=bsym.sym.name)
+    return Effects(issues=issue, work=work, bucket=bucket, uses=slot, allocates=memory)
+
+
+fsdp_serve_reduce = register("fsdp_serve_reduce", serve_reduce, _serve_reduce_effects, reduction_meta)
+
+
+def serve_all_reduce(bucket: Bucket, flight: InFlight | None) -> InFlight | None:
+    return None if flight is None else all_reduce(bucket, flight)
+
+
+fsdp_serve_all_reduce = register(
+    "fsdp_serve_all_reduce",
+    serve_all_reduce,
+    lambda bsym: all_reduce_effects(bsym, of=fsdp_serve_reduce.name),
+    reduction_meta,
+)
+
+
+def wait_served_grads(bucket: Bucket, flight: InFlight | None, no_sync: bool) -> None:
+    if flight is None:
+        bucket.accumulation.deferred = {}  # those of a backward that failed
+    elif no_sync:
+        accumulate_reduced(bucket, flight)
+    else:
+        ops.wait_grads(bucket, flight)
+
+
+def _wait_served_grads_effects(bsym: BoundSymbol) -> Effects:
+    bucket, future, no_sync = bsym.args
+    issued_by = fsdp_serve_reduce if no_sync or bucket.ranks.replicas is None else fsdp_serve_all_reduce
+    wait = Wait(future.name, (issued_by.name,))
+    if no_sync:
+        memory, work = accumulate_costs(bucket)
+    else:
+        memory, work = wait_costs(bucket)
+        scope = "persistent" if copies_gradients(bucket.spec) else "persistent later"
+        memory = (sharded_gradients(bucket)._replace(scope=scope), *memory)
+    return Effects(waits=wait, work=work, bucket=bucket, allocates=memory)
+
+
+fsdp_wait_served_grads = register("fsdp_wait_served_grads", wait_served_grads, _wait_served_grads_effects)
+
+
+def serve_left(start: Serving, *buckets: Bucket) -> None:
+    for bucket in buckets:
+        bucket.accumulation.deferred = {}  # those of a backward that failed
+    start.serve_left()
+
+
+def _serve_left_effects(bsym: BoundSymbol) -> Effects:
+    _, *buckets = bsym.args
+    return Effects(work=LocalWork(), allocates=tuple(m for bucket in buckets for m in unreduced_memory(bucket)))
+
+
+fsdp_serve_left = register("fsdp_serve_left", serve_left, _serve_left_effects)
