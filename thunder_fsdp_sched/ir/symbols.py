@@ -374,9 +374,7 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
     memory, work = wait_costs(bucket)
     views: dict[str, tuple[str, ...]] = dict.fromkeys((first, *rest), (future.name,))
     if copies_gradients(spec):
-        own = Allocation(
-            first, spec.shard_bytes, spec.shard_device.type, kind="gradients", on_host=spec.comm.offload
-        )
+        own = Allocation(first, spec.shard_bytes, spec.shard_device.type, kind="gradients", on_host=spec.comm.offload)
         memory, views = (own, *memory), {first: (), **dict.fromkeys(rest, (first,))}
     expected = bucket.hook_name
     return Effects(

@@ -7,13 +7,13 @@ A merged trace (``follow_order``) contains them in the place where the merged or
     ft4 = fsdp_serve_reduce(bucket_h_2, slot_1, backward_0, 0)   # issue; slot_1 holds zeros, and what no_sync has left
     fsdp_wait_served_grads(bucket_h_2, ft4, False)
 
-With hybrid sharding, ``ft5 = fsdp_serve_all_reduce(bucket_h_2, ft4)`` is between the last two. The start of the trace knows in
-which of these collectives some rank takes part in this run. The others are left out: then the issue returns ``None``, and
-the wait accepts it. The last arguments of an issue are the start and the number of earlier collectives of this kind and
-bucket in the merged order.
+With hybrid sharding, ``ft5 = fsdp_serve_all_reduce(bucket_h_2, ft4)`` is between the last two. The start of the trace
+knows in which of these collectives some rank takes part in this run. The others are left out: then the issue returns
+``None``, and the wait accepts it. The last arguments of an issue are the start and the number of earlier collectives of this
+kind and bucket in the merged order.
 
-``fsdp_serve_left(backward_0, bucket_h_0)`` is at the end of a merged backward that reduces gradients. It reduces what windows
-of any rank have left in buckets for which the trace has no reduction.
+``fsdp_serve_left(backward_0, bucket_h_0)`` is at the end of a merged backward that reduces gradients. It reduces what
+windows of any rank have left in buckets for which the trace has no reduction.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def _wait_served_grads_effects(bsym: BoundSymbol) -> Effects:
         memory, work = accumulate_costs(bucket)
     else:
         memory, work = wait_costs(bucket)
-        scope = "persistent" if copies_gradients(bucket.spec) else "persistent later"
-        memory = (sharded_gradients(bucket)._replace(scope=scope), *memory)
+        left = sharded_gradients(bucket)
+        memory = (left if copies_gradients(bucket.spec) else left._replace(scope="persistent later"), *memory)
     return Effects(waits=wait, work=work, bucket=bucket, allocates=memory)
 
 

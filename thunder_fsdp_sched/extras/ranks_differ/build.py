@@ -1,0 +1,124 @@
+"""Build the trace that a rank runs when programs differ: from its own scheduled trace and the merged order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+from thunder import transform_to_torch_types
+from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import unwrap_return_value
+from thunder.executors.passes import del_last_used
+
+from ...capture.garbage_collection import CollectsLess
+from ...ir.effects import effects
+from ...ir.inspection import before_return, has_backward
+from ...ir.registry import with_caches
+from ...ir.symbols import fsdp_backward_done
+from ...passes import Context
+from ...proof import verify
+from ...runtime.bucket import Bucket
+from ...runtime.memory import Arena
+from ...transforms.assign_slots import assign_slots, private_bytes
+from ...transforms.insert_agreement import fsdp_audit_agreed
+from ...transforms.release_slots import release_extension, release_slots
+from .follow_order import follow_order
+from .merging import BucketKey, Key
+from .symbols import Serving, fsdp_serve_left
+
+
+def build(
+    trace: TraceCtx,
+    *,
+    order: Sequence[Key],
+    start: Serving,
+    buckets: Mapping[BucketKey, Bucket],
+    sources: Mapping[Key, str],
+    context: Context,
+    half: Literal["forward", "backward"],
+) -> TraceCtx:
+    """Return the merged trace: with slots, proved, complete with ``del`` statements, and as Thunder would run it.
+
+    It is what the phases "scheduled" and "finished" of the pipeline make of the own trace, in the merged order. Nothing is
+    left for another trace or reused, and ``max_gathers_in_flight`` does not hold, because others decide the order.
+
+    Args:
+        trace: the own trace after the phase "scheduled", or :func:`~.follow_order.empty_trace`.
+        context: of the compilation. Without ``forward``, a backward counts as that of a rank without a batch.
+        order, start, buckets, sources: see :func:`~.follow_order.follow_order`.
+
+    Raises:
+        ValueError: the slots exceed ``max_unsharded_bytes``.
+        VerificationError: the order cannot be followed.
+    """
+    collects_less = CollectsLess()
+    collects_less.begin()
+    try:
+        forward = context.forward if half == "backward" else None
+        no_sync = context.no_sync and half == "backward"
+        merged = follow_order(trace, order=order, start=start, buckets=buckets, sources=sources, no_sync=no_sync)
+        merged = _with_slots(
+            merged, context, forward, trains=context.trains and (forward is not None or half == "forward")
+        )
+        merged = verify(merged, forward=forward, in_order=False)
+        merged = _with_end(merged, start, buckets.values(), context, half)
+        merged = del_last_used(merged, clear_mutable_collections=half == "backward")
+        if half == "forward":  # what Thunder does after the last hook of transforms
+            if not context.trains and has_backward(merged):
+                merged = unwrap_return_value(merged)
+            merged = transform_to_torch_types(merged)
+        return with_caches(merged)
+    finally:
+        collects_less.end()
+
+
+def _with_slots(trace: TraceCtx, context: Context, forward: TraceCtx | None, *, trains: bool) -> TraceCtx:
+    """Assign and release slots as the pipeline does, within ``max_unsharded_bytes``."""
+    sharding, settings = context.options.sharding_strategy, context.settings
+    limit = sharding.max_unsharded_bytes
+    trace = assign_slots(
+        trace,
+        kept_buckets=settings.kept_buckets,
+        arena_of=context.arena_of,
+        forward=forward,
+        max_unsharded_bytes=limit,
+        release=sharding.release,
+        trains=trains,
+        backward_arena=settings.backward_arena,
+    )
+    if limit is not None and (nbytes := _unsharded_bytes(trace, settings.kept_buckets)) > limit:
+        raise ValueError(
+            f"Sharding: max_unsharded_bytes: {limit:,} bytes are too few where ranks differ: with buckets that only other "
+            f"ranks need, the slots take {nbytes:,} bytes. Allow more, or make smaller buckets (bucketing_strategy)"
+        )
+    if sharding.release:
+        return release_slots(trace, forward=forward, trains=trains)
+    if settings.backward_arena:
+        return release_extension(trace, buckets=context.buckets, arena_of=context.arena_of)
+    return trace
+
+
+def _unsharded_bytes(trace: TraceCtx, kept_buckets: Collection[Bucket]) -> int:
+    """Return the bytes of the slots of kept buckets and of the arenas that the other slots of a trace occupy."""
+    ends: dict[Arena, int] = defaultdict(int)
+    for e in map(effects, trace.bound_symbols):
+        if e.uses is not None and e.bucket is not None and e.uses is not e.bucket.private_slot:
+            ends[e.uses.arena] = max(ends[e.uses.arena], e.uses.end)
+    return private_bytes(trace, kept_buckets) + sum(ends.values())
+
+
+def _with_end(
+    trace: TraceCtx, start: Serving, buckets: Collection[Bucket], context: Context, half: Literal["forward", "backward"]
+) -> TraceCtx:
+    """Insert what the ranks do together at the end, and in backward the statement that hands gradients over."""
+    end = [fsdp_audit_agreed.bind(start, output=None)] if context.options.debug.audit else []
+    if half == "backward":
+        of_all = [e for e in map(effects, trace.bound_symbols) if e.bucket is not None]
+        done = dict.fromkeys(e.bucket for e in of_all if e.leaves or (e.collects and not context.no_sync))
+        if not context.no_sync:
+            left = [bucket for bucket in buckets if bucket.base is bucket and bucket not in done]
+            end.insert(0, fsdp_serve_left.bind(start, *left, output=None))
+            done.update(dict.fromkeys(left))
+        end.append(fsdp_backward_done.bind(context.no_sync, *done, output=None))
+    return before_return(trace, *end, pass_name="fsdp: end of the merged trace")

@@ -1,0 +1,207 @@
+"""Let a rank's own trace follow the merged order, and take part in the collectives that only others need."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from thunder.core import prims
+from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceTag, tracectx
+
+from ...ir.effects import effects
+from ...ir.inspection import UNPACKING, args_of, outs_of, statements, with_bound_symbols
+from ...runtime.bucket import Bucket
+from .merging import ALL_REDUCE, GATHER, REDUCE, BucketKey, Key, Own, Step, place
+from .symbols import (
+    Serving,
+    fsdp_serve_all_reduce,
+    fsdp_serve_gather,
+    fsdp_serve_reduce,
+    fsdp_wait_served,
+    fsdp_wait_served_grads,
+    key_of,
+)
+
+
+def follow_order(
+    trace: TraceCtx,
+    *,
+    order: Sequence[Key],
+    start: Serving,
+    buckets: Mapping[BucketKey, Bucket],
+    sources: Mapping[Key, str],
+    no_sync: bool = False,
+) -> TraceCtx:
+    """Reorder the communication of a scheduled trace along the merged order, and insert the collectives of others.
+
+    Runs on a trace after the phase "scheduled", and before ``assign_slots``, which assigns all slots anew. Compute keeps its
+    order. Before, on a rank that uses the blocks 0 and 2, if another rank uses the blocks 1 and 2::
+
+        ft146 = fsdp_all_gather(bucket_blocks_0, slot_0, t_blocks_0_weight, reuse_cast=False)  # 16,384 bytes float32
+        ft148 = fsdp_all_gather(bucket_blocks_2, slot_1, t_blocks_2_weight, reuse_cast=False)  # 16,384 bytes float32
+        (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
+        t110 = torch.nn.functional.linear(x, t109, None)
+        (t113,) = fsdp_wait_params(bucket_blocks_2, ft148)
+
+    After, with the merged order 0, 1, 2::
+
+        ft146 = fsdp_all_gather(bucket_blocks_0, slot_0, t_blocks_0_weight, reuse_cast=False)  # 16,384 bytes float32
+        # for others: rank 1 reads it at model.py:17; nothing is read here
+        ft160 = fsdp_serve_gather(bucket_blocks_1, None, forward_0, 0)  # 16,384 bytes float32
+        ft148 = fsdp_all_gather(bucket_blocks_2, slot_1, t_blocks_2_weight, reuse_cast=False)  # 16,384 bytes float32
+        (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
+        t110 = torch.nn.functional.linear(x, t109, None)
+        (t113,) = fsdp_wait_params(bucket_blocks_2, ft148)
+        ...
+        # for others: before the return
+        fsdp_wait_served(bucket_blocks_1, ft160)
+
+    The rules:
+
+    * All collectives are issued in the merged order. An own one stays where it is unless the order forces it to move: see
+      ``merging.place``.
+    * One that is served is issued as early as the order allows. It is waited for before the next one is issued that is
+      served, or before the return, so that one slot is enough for all of them.
+    * Gathers lose the marks of buckets that stay resident, and the trace its releases, which ``build`` inserts again, and
+      its reductions of what windows have left in other buckets, which ``fsdp_serve_left`` does for all ranks.
+
+    Args:
+        order: the merged order of all programs that the ranks know.
+        start: of the trace; it says at run time which collectives are served.
+        buckets: all that this rank has, aliases included. It takes part in the collectives of no others.
+        sources: which rank reads or reduces, and where: ``"rank 0 reads it at model.py:17"``.
+        no_sync: whether gradients accumulate.
+    """
+    bsyms = [bsym for bsym in statements(trace) if _stays(bsym)]
+    at: dict[tuple[Key, bool], int] = {(step.key, step.waits): position for position, step in _steps(bsyms)}
+    issued = [key for key, waits in at if not waits]
+    defined = {out: position for position, bsym in enumerate(bsyms) for out in outs_of(bsym)}
+    own, last_gradient = [], 0
+    for key in issued:
+        planned, waited = at[key, False], at[key, True]
+        if key[0] == REDUCE:
+            last_gradient = max((defined.get(arg, -1) for arg in args_of(bsyms[planned])), default=-1) + 1
+        elif key[0] == ALL_REDUCE:
+            last_gradient = at[(REDUCE, *key[1:]), False]
+        own.append(Own(key, planned, waited, waited if key[0] == GATHER else last_gradient))
+    first = next(i for i, bsym in enumerate(bsyms) if not _begins(bsym))  # what the trace unpacks and checks
+    takes_part = {key for key in order if key[1] in buckets or (key, False) in at}
+    placed = place(order, own, takes_part, len(bsyms) - 1)
+    if len(own) != sum(not each.served for each in placed):
+        raise AssertionError(f"the merged order lacks {sorted(set(issued).difference(order))}")
+
+    # By position; there issues come first, then waits, then the statement itself.
+    moved = set(at.values())
+    found = [((position, 2, 0), bsym) for position, bsym in enumerate(bsyms) if position not in moved]
+    new = with_bound_symbols(trace, (), "fsdp: follow the merged order")
+    serving = _Serving(start, sources, no_sync, {key[1:] for key in takes_part if key[0] == ALL_REDUCE})
+    with tracectx(new):
+        for number, each in enumerate(placed):
+            issue, wait = (max(each.issue, first), 0, number), (max(each.wait, first), 1, number)
+            if each.served:
+                found += [(issue, bsym) for bsym in serving.issue(each.key, buckets[each.key[1]])]
+                continue
+            found.append((issue, _without_marks(bsyms[at[each.key, False]])))
+            waiting = bsyms[at[each.key, True]]
+            if effects(waiting).issues is None:  # an all-reduce waits for its reduction
+                found.append((wait, waiting.from_bsym()))
+        found += [((len(bsyms) - 1, 1, len(placed)), bsym) for bsym in serving.wait("before the return")]
+    new.bound_symbols = [bsym for _, bsym in sorted(found, key=lambda each: each[0])]
+    return new
+
+
+def empty_trace(name: str, *, backward: bool = False) -> TraceCtx:
+    """Return the trace of a rank without a batch: a function without arguments that returns nothing."""
+
+    def nothing() -> None: ...
+
+    nothing.__name__ = name
+    trace = TraceCtx(nothing)
+    trace.args = ()
+    if backward:
+        trace.tags.add(TraceTag.BACKWARD)
+    with tracectx(trace):
+        prims.python_return()
+    return trace
+
+
+def steps_of(trace: TraceCtx) -> list[Step]:
+    """Return the program of a scheduled trace: the issues and waits of its collectives, in order."""
+    return [step for _, step in _steps(statements(trace))]
+
+
+def _steps(bsyms: Sequence[BoundSymbol]) -> Iterator[tuple[int, Step]]:
+    """Yield the issues and waits of collectives with their positions."""
+    of_future: dict[str, Key] = {}
+    earlier: Counter[tuple[str, BucketKey]] = Counter()
+    for position, bsym in enumerate(bsyms):
+        e = effects(bsym)
+        if e.bucket is None:
+            continue
+        if e.waits is not None:
+            yield position, Step(of_future[e.waits.future], True)
+        if e.issues is not None:
+            kind = GATHER if e.issues.gathers else ALL_REDUCE if e.waits is not None else REDUCE
+            name = kind, key_of(e.bucket)
+            key = of_future[e.issues.future] = (*name, earlier[name])
+            earlier[name] += 1
+            yield position, Step(key, False)
+
+
+def _stays(bsym: BoundSymbol) -> bool:
+    e = effects(bsym)
+    return e.runs is None and not e.frees
+
+
+def _begins(bsym: BoundSymbol) -> bool:
+    return bsym.sym.id in UNPACKING or bsym.sym.id is PrimIDs.COMMENT or effects(bsym).ensures is not None
+
+
+def _without_marks(bsym: BoundSymbol) -> BoundSymbol:
+    """Return the issue of an own collective, which finds nothing resident."""
+    issue = effects(bsym).issues
+    marks = {} if issue is None else issue.marks
+    return bsym.from_bsym(kwargs={name: value for name, value in bsym.kwargs.items() if name not in marks})
+
+
+class _Serving:
+    """Makes the bound symbols with which a rank serves others, with one collective in flight."""
+
+    def __init__(
+        self, start: Serving, sources: Mapping[Key, str], no_sync: bool, reduced_across: set[tuple[BucketKey, int]]
+    ) -> None:
+        self._start, self._sources, self._no_sync = start, sources, no_sync
+        self._reduced_across = reduced_across
+        self._reduced: dict[tuple[BucketKey, int], BoundSymbol] = {}  # that an all-reduce follows
+        self._in_flight: BoundSymbol | None = None
+
+    def wait(self, why: str) -> Iterator[BoundSymbol]:
+        """Yield the wait for what is in flight, if anything is."""
+        if (issue := self._in_flight) is not None:
+            self._in_flight = None
+            bucket, future = issue.args[0], issue.output
+            if issue.sym is fsdp_serve_gather:
+                wait = fsdp_wait_served.bind(bucket, future, output=None)
+            else:
+                wait = fsdp_wait_served_grads.bind(bucket, future, self._no_sync, output=None)
+            yield wait.from_bsym(header=f"for others: {why}")
+
+    def issue(self, key: Key, bucket: Bucket) -> Iterator[BoundSymbol]:
+        """Yield the issue of a collective after the wait for the one before it."""
+        kind, _, occurrence = key
+        yield from self.wait("before the next collective for others")
+        symbol, arguments = fsdp_serve_gather, (bucket, None, self._start, occurrence)
+        if kind == REDUCE:
+            symbol = fsdp_serve_reduce
+        elif kind == ALL_REDUCE:
+            symbol, arguments = fsdp_serve_all_reduce, (bucket, self._reduced[key[1:]].output)
+        remark = f"{self._sources[key]}; " if self._sources.get(key) else ""
+        remark += "nothing is read here" if kind == GATHER else "zeros are sent"
+        issue = symbol.bind(*arguments, output=symbol.meta(*arguments)).from_bsym(header=f"for others: {remark}")
+        if kind == REDUCE and key[1:] in self._reduced_across:
+            self._reduced[key[1:]] = issue
+        else:
+            self._in_flight = issue
+        yield issue
