@@ -192,11 +192,11 @@ class _Serving:
         """Yield the issue of a collective after the wait for the one before it."""
         kind, _, occurrence = key
         yield from self.wait("before the next collective for others")
-        symbol, arguments = fsdp_serve_gather, (bucket, None, self._start, occurrence)
+        symbol, arguments = fsdp_serve_gather, [bucket, None, self._start, occurrence]
         if kind == REDUCE:
             symbol = fsdp_serve_reduce
         elif kind == ALL_REDUCE:
-            symbol, arguments = fsdp_serve_all_reduce, (bucket, self._reduced[key[1:]].output)
+            symbol, arguments = fsdp_serve_all_reduce, [bucket, self._reduced[key[1:]].output]
         remark = f"{self._sources[key]}; " if self._sources.get(key) else ""
         remark += "nothing is read here" if kind == GATHER else "zeros are sent"
         issue = symbol.bind(*arguments, output=symbol.meta(*arguments)).from_bsym(header=f"for others: {remark}")
