@@ -139,6 +139,8 @@ class CompiledTraces:
     def forget_traces(self) -> None:
         """Free the traces, which take most of the memory of a compilation, except for what other steps ask for."""
         if self._effects is None:
+            if self.choice is not None and self.no_sync:
+                _ = self.pending_grads  # which later searches ask for
             self._effects = [NOTHING if e.bucket is None and not (e.allocates or e.frees) else e for e in self.effects]
             self.traced = None
             for name in _TRACES:
@@ -152,7 +154,7 @@ class CompiledTraces:
             )
         raise AttributeError(name)
 
-    @property
+    @cached_property
     def pending_grads(self) -> PendingGrads:
         """The gradients that backward leaves under ``no_sync``; or would leave unsharded, if it reduces them."""
         if self.backward is None:

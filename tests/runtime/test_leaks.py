@@ -141,6 +141,17 @@ def test_a_further_shape_keeps_its_program_and_no_traces() -> None:
     assert thunder.compile_stats(model).cache_misses == misses
 
 
+@on_ranks(1)
+def test_a_search_finds_what_a_window_has_accumulated_whose_traces_were_forgotten() -> None:
+    ours = fsdp(prefetch="auto")
+    model = thunder.jit(Stack(1), transforms=[ours])
+    with model.no_sync():
+        model(torch.ones(1, 4)).sum().backward()
+    for batch in range(2, RECENT + 3):
+        model(torch.ones(batch, 4)).sum().backward()
+    assert all(compiled.choice for compiled in ours.compiled)
+
+
 @on_ranks(2)
 def test_a_failed_compile_leaves_no_traces() -> None:
     ours = fsdp()
