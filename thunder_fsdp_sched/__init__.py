@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         save_safetensors_async,
     )
     from .extras.low_precision.policy import CommPolicy
+    from .extras.ranks_differ.batches import batches, without_batch
     from .extras.replay import ScheduleMismatch
     from .extras.reports.exposed import exposed_communication
     from .extras.step_memory.step_memory import StepMemory
@@ -70,6 +71,7 @@ __all__ = [
     "StepSchedule",
     "VerificationError",
     "WholeParameters",
+    "batches",
     "clip_grad_norm_",
     "discard_unreduced",
     "eager",
@@ -88,6 +90,7 @@ __all__ = [
     "set_gradient_divide_factor",
     "stream_full_parameters",
     "unsharded",
+    "without_batch",
 ]
 
 _LOADED_WHEN_USED = (
@@ -102,6 +105,7 @@ _LOADED_WHEN_USED = (
     "extras.step_memory.step_memory",
     "extras.replay",
     "extras.reports.exposed",
+    "extras.ranks_differ.batches",
 )
 """Modules that a training step does not need, in the order in which they are searched for a public name."""
 

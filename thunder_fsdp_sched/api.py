@@ -35,6 +35,7 @@ from .option_checks import (
     check_prefetch,
     check_schedule,
     check_transport,
+    flag,
     is_a,
     or_by_module,
 )
@@ -59,6 +60,7 @@ _FORMER = {
         'sharding_strategy="zero3" for True, "zero2" for False, and Sharding(secondary_ranks=8) for a number'
     ),
     "release": 'sharding_strategy=Sharding(release=True) for "step"',
+    "allow_different_computation": "ranks_may_differ=True",
     "process_group": "ranks=process_group",
     "mesh": "ranks=mesh",
     "allow_different_initialization": "init=Init(allow_different_values=True)",
@@ -113,6 +115,7 @@ def fsdp(
     ranks: ProcessGroup | DeviceMesh | Ranks | None = None,
     init: Init = Init(),  # noqa: B008  # frozen
     agree: Literal["step", "compile", "never"] = "step",
+    ranks_may_differ: bool = False,
     debug: Debug | None = None,
 ) -> FSDPTransform:
     """Return a transform that shards a module: ``thunder.jit(model, transforms=[fsdp(...)])``.
@@ -223,6 +226,15 @@ def fsdp(
             zeros instead of ``None``. The error of a save beside training is raised by the next save or ``result()``.
             ``"never"``: ranks do not compare what they have compiled either, so a rank may compile alone. Ranks that
             compute different things then average different gradients without an error.
+        ranks_may_differ: let ranks run different programs in the same step: other branches, blocks or experts, blocks in
+            another order, inputs of other shapes, or no batch at all (:func:`batches`, :func:`without_batch`). A rank then
+            takes part in the collectives of the others, in one order that all have, and computes only its own part. A
+            parameter has a gradient on all ranks if any of them has used it: the sum of what they computed, divided as
+            usual. Ranks must still do the same kind of thing: forward or backward, with or without gradients, under
+            ``no_sync`` or not, in training or not, after the same steps of optimizers. If they run the same program, a step
+            costs what it costs without the option. A combination of programs that is new costs two all-gathers of some
+            100 bytes for each collective, and a trace, without tracing by Thunder. Not with ``all_reduce_hook`` or
+            secondary shards. See :doc:`ranks-differ`.
         debug: which checks run, and what may be left out to find a fault: see :class:`Debug`.
 
     Returns:
@@ -253,6 +265,7 @@ def fsdp(
         ranks=Ranks.of(ranks),
         init=is_a(Init, "Init(...)")("init", init),
         agree=check_agree("agree", agree),
+        ranks_may_differ=flag("ranks_may_differ", ranks_may_differ),
         debug=is_a(Debug, "Debug(...)")("debug", Debug() if debug is None else debug),
     )
     return FSDPTransform(options, load("extras.planning.choosing") if options.needs_search else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -73,6 +73,8 @@ class CompiledTraces:
         forward_schedule, backward_schedule: the communication of these traces, as values.
         pass_seconds: processor time (seconds) of each pass, keyed by its name.
         buckets: the buckets of the module.
+        merged: the latest traces that run in place of ``forward`` and ``backward``, by these names, while other ranks run
+            other programs (``ranks_may_differ``).
     """
 
     no_sync: bool
@@ -93,6 +95,7 @@ class CompiledTraces:
     backward_schedule: Schedule | None = None
     pass_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     buckets: Sequence[Bucket] = ()
+    merged: dict[str, TraceCtx] = field(default_factory=dict, repr=False, compare=False)
     _effects: list[Effects] | None = field(default=None, repr=False)  # of traces that were forgotten
 
     @cached_property
@@ -106,6 +109,7 @@ class CompiledTraces:
         device: str | None = None,
         accumulated: bool | Iterable[CompiledTraces] = False,
         others: Iterable[CompiledTraces] = (),
+        merged: bool = False,
     ) -> Any:
         """Return the :class:`~thunder_fsdp_sched.StepMemory` of a step on this rank; see :meth:`StepMemory.of`.
 
@@ -116,10 +120,11 @@ class CompiledTraces:
                 them runs blocks that another one skips.
             others: other traces of the module that have run. What they keep allocated between steps counts: arenas,
                 casts of shards, receive buffers.
+            merged: take the merged traces where there are some.
         """
         earlier = ([self] if accumulated else []) if isinstance(accumulated, bool) else accumulated
         return load("extras.step_memory.step_memory:StepMemory").of(
-            self.traces,
+            (replace(self, **self.merged) if merged else self).traces,
             self.buckets,
             device=device,
             accumulated=NO_PENDING_GRADS.union(*(one.pending_grads for one in earlier)),
@@ -142,7 +147,7 @@ class CompiledTraces:
             if self.choice is not None and self.no_sync:
                 _ = self.pending_grads  # which later searches ask for
             self._effects = [NOTHING if e.bucket is None and not (e.allocates or e.frees) else e for e in self.effects]
-            self.traced = None
+            self.traced, self.merged = None, {}
             for name in _TRACES:
                 delattr(self, name)
 

@@ -279,10 +279,6 @@ class Debug(OptionGroup):
         trace_modules_once: trace a module by copying the trace of one that is alike: of the same class, with the same values
             wherever its forward reads any. The result is the same up to names. Likewise, modes that compute the same, such
             as ``no_sync``, share a joint trace. ``False`` traces each module by itself and differentiates in each mode.
-        allow_different_computation: let ranks compute different things, as long as their collectives agree and the same
-            parameters of each bucket have gradients. By default :class:`ScheduleDisagreement` is raised if the traces
-            of ranks differ in an operator, an argument or the flow of data. Ranks whose inputs have other shapes, or
-            other numbers as arguments, may also differ in numbers in their traces that may stem from a size.
         skip_passes: names of passes to leave out, of those that the table of passes in *How it works* does not call
             required. A step gives the same numbers without them, but is slower or needs more memory.
         check_passes: check the trace after each pass: each name is defined once, before it is read. By default only if the
@@ -294,7 +290,6 @@ class Debug(OptionGroup):
 
     audit: bool = True
     trace_modules_once: bool = True
-    allow_different_computation: bool = False
     skip_passes: tuple[str, ...] = ()
     check_passes: bool = field(default_factory=_checks_passes, metadata=COMPARED_BY_EFFECT)
 

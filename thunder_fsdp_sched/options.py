@@ -46,6 +46,7 @@ class Options:
     ranks: Ranks
     init: Init
     agree: Agreement
+    ranks_may_differ: bool
     debug: Debug
 
     def __post_init__(self) -> None:
@@ -54,6 +55,21 @@ class Options:
                 "Init: param_init_fn: also pass device=..., on which to create the parameters of a module on the meta "
                 "device"
             )
+        for option, given, why in (
+            (
+                "all_reduce_hook",
+                self.all_reduce_hook,
+                "a hook may communicate, and ranks that differ wait at other places",
+            ),
+            (
+                "Sharding: secondary_ranks",
+                self.sharding_strategy.secondary_ranks,
+                "a rank that skips a bucket in forward has no secondary shard",
+            ),
+            ("agree", None if self.agree == "step" else self.agree, "ranks find out in each step in what they differ"),
+        ):
+            if self.ranks_may_differ and given is not None:
+                raise ValueError(f"ranks_may_differ=True and {option}: pass one of them, because {why}")
 
     @property
     def needs_search(self) -> bool:

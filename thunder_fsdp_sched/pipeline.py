@@ -54,6 +54,7 @@ refuse_merged_draws = Later("transforms.draws_in_fusions:refuse_merged_draws")
 release_slots = Later("transforms.release_slots")
 release_extension = Later("transforms.release_slots:release_extension")
 insert_agreement = Later("transforms.insert_agreement")
+insert_choice = Later("extras.ranks_differ.insert_choice")
 gather_from_secondary = Later("extras.secondary_shards:gather_from_secondary")
 replay_schedule = Later("extras.replay:replay_schedule")
 
@@ -317,7 +318,15 @@ PIPELINE: tuple[Phase, ...] = (
             lambda trace, c: insert_agreement(
                 trace, start=given(c.start), before_issue=c.agrees_before_issue, audit=c.options.debug.audit
             ),
-            when=("with several ranks", lambda trace, c: c.start is not None),
+            when=("with several ranks", lambda trace, c: c.start is not None and not c.options.ranks_may_differ),
+        ),
+        Step(
+            insert_choice,
+            lambda trace, c: insert_choice(trace, start=given(c.start), audit=c.options.debug.audit),
+            when=(
+                "in its place with `ranks_may_differ`",
+                lambda trace, c: c.start is not None and c.options.ranks_may_differ,
+            ),
         ),
         Step(
             end_backward,
@@ -381,7 +390,9 @@ ORDER: tuple[Order, ...] = (
     (release_slots, verify, "it is proved that nothing is freed too early"),
     (release_extension, verify, "it is proved that nothing is freed too early"),
     (verify, insert_agreement, "the ranks agree on a trace that is proved"),
+    (verify, insert_choice, "the ranks agree on a trace that is proved"),
     (insert_agreement, end_backward, "nothing that can fail may follow the end of backward"),
+    (insert_choice, end_backward, "nothing that can fail may follow the end of backward"),
     (end_backward, del_last_used, "values are deleted after the last statement that reads them"),
 )
 """Which pass stands before which other one, because of what. Rows may move as long as these pairs hold."""

@@ -455,6 +455,9 @@ class Compilation:
         self.context.start = None
         if control.is_single_rank or control.agreement == "never":
             return
+        if self.options.ranks_may_differ:
+            self.context.start = load("extras.ranks_differ.start:start_of")(self.transform, self.context, trace, half)
+            return
         from .ir.computation import computation_of  # here, because one rank compares nothing
 
         computation = computation_of(trace, traces.call.inputs)

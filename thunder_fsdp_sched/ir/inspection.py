@@ -18,7 +18,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
 
 from ..private_thunder import DEFINED, NAMES_OF_ARGS
 
-AGREEMENT = frozenset({"fsdp_agree", "fsdp_agreed", "fsdp_audit_agreed"})
+AGREEMENT = frozenset({"fsdp_agree", "fsdp_agreed", "fsdp_agreed_or_merged", "fsdp_audit_agreed"})
 """Symbols with which ranks agree on what they run; see ``transforms.insert_agreement``."""
 
 UNPACKING = frozenset(i for i in PrimIDs if i.name.startswith("UNPACK_"))

@@ -28,6 +28,7 @@ def register(
     function: Callable[..., Any],
     declared: Callable[[BoundSymbol], Effects] = lambda bsym: Effects(work=LocalWork()),
     meta: Callable[..., Any] = _returns_nothing,
+    printer: Callable[..., Any] | None = None,
 ) -> Symbol:
     """Register a symbol.
 
@@ -35,6 +36,7 @@ def register(
         function: runs it.
         declared: returns its effects.
         meta: returns proxies for its results. A symbol without results stays in a trace, although nothing reads them.
+        printer: prints it; by default as a call.
     """
     symbol = executor.register_operator(
         name,
@@ -42,7 +44,7 @@ def register(
         fn=function,
         tags=[prims.OpTags.DONT_DCE] if meta is _returns_nothing else None,
         bind_postprocess=_bind_handles,
-        python_printer=_print,
+        python_printer=printer or _print,
     )
     executor.register_implementation(symbol, symbol)
     DECLARED[symbol] = declared

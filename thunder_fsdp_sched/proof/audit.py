@@ -111,7 +111,7 @@ class Auditor:
         self.done = False  # whether the trace has run once without an error
         self._control, self._start = control, start
         if start is not None:
-            start.audits = True
+            start.auditing.add(self)
         self.expected: dict[int, _Expected] = {}
         self.inputs = tuple(p for p in trace.args if isinstance(p, TensorProxy)) if forward is None else ()
         self._pre_shard_storage, self._stats = pre_shard_storage, weakref.WeakSet(stats)
@@ -232,7 +232,7 @@ class Auditor:
         """Remove the audit from Thunder's cache entry of its trace, and from the program made of the last trace there."""
         self.done = True
         if self._start is not None:
-            self._start.audits = False
+            self._start.auditing.discard(self)
         kind = "backward" if self.name == "audit_backward" else "computation"
         for stats in self._stats:
             for number, entry in enumerate(stats.interpreter_cache):

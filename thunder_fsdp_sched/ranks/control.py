@@ -139,7 +139,6 @@ class Control:
         channel: their channel; ``None`` if there are no other ranks.
         name: the model's unique name, the same on all ranks.
         title: the model's name in messages.
-        compares_computation: whether ranks with equal programs must have equal computations.
         agreement: how often they agree.
     """
 
@@ -150,7 +149,6 @@ class Control:
         name: str = "",
         title: str = "the model",
         *,
-        compares_computation: bool = True,
         agreement: Agreement = "step",
     ) -> None:
         self.group = group
@@ -161,14 +159,11 @@ class Control:
         self.discards = 0  # how often `discard_unreduced` was called
         self.issue_counts = IssueCounts() if channel is None else IssueCounts(channel.settle)
         self.agreement = agreement
-        self._compares_computation = compares_computation
         self._agreed: dict[int, AgreedProgram] = {}
         _controls[group] = self
 
     @classmethod
-    def of_module(
-        cls, group: ProcessGroupRef, kind: str, *, compares_computation: bool, agreement: Agreement
-    ) -> Control:
+    def of_module(cls, group: ProcessGroupRef, kind: str, *, agreement: Agreement) -> Control:
         """Return the control of the next module that ``group`` shards; a collective.
 
         Args:
@@ -181,7 +176,7 @@ class Control:
         name = f"{group.name} {title}"
         channel = open_channel(group, name)
         title = f"{title} ({kind})"
-        return cls(group, channel, name, title, compares_computation=compares_computation, agreement=agreement)
+        return cls(group, channel, name, title, agreement=agreement)
 
     @property
     def global_rank(self) -> int:
@@ -426,7 +421,7 @@ class Control:
         else:
             everyones = self.gather_settled(what_they_do, own)
         alike = all(theirs[0] == lines for theirs in everyones.values())
-        groups_match = _groups_match({rank: groups for rank, (_, groups, _, _) in everyones.items()})
+        groups_match = do_groups_match({rank: groups for rank, (_, groups, _, _) in everyones.items()})
         if not (alike and groups_match):
             programs = self._gather(f"the collectives of {what}", list(program))
             from .deadlock import find_fault  # here, because ranks that run the same need no proof
@@ -434,19 +429,18 @@ class Control:
             fault = find_fault(dict(zip(everyones, programs, strict=True)))
             if fault:
                 raise self.disagreement(f"{what}, {fault}")
-        if self._compares_computation:
-            hashes = {rank: (theirs, *computed) for rank, (theirs, _, computed, _) in everyones.items()}
-            without_sizes = {rank: (theirs, comparable) for rank, (theirs, comparable, _, _) in hashes.items()}
-            exact = {rank: ((theirs, inputs), all_) for rank, (theirs, _, inputs, all_) in hashes.items()}
-            for parts, own_lines in ((without_sizes, computation.comparable), (exact, computation.lines)):
-                if (different := first_different(parts)) is not None:
-                    raise self.disagreement(
-                        f"{what}: the collectives agree but the computations differ (if they are meant to, give "
-                        f"fsdp(debug=Debug(allow_different_computation=True))), {self._difference(*different, own_lines)}"
-                    )
+        hashes = {rank: (theirs, *computed) for rank, (theirs, _, computed, _) in everyones.items()}
+        without_sizes = {rank: (theirs, comparable) for rank, (theirs, comparable, _, _) in hashes.items()}
+        exact = {rank: ((theirs, inputs), all_) for rank, (theirs, _, inputs, all_) in hashes.items()}
+        for parts, own_lines in ((without_sizes, computation.comparable), (exact, computation.lines)):
+            if (different := first_different(parts)) is not None:
+                raise self.disagreement(
+                    f"{what}: the collectives agree but the computations differ (if they are meant to, give "
+                    f"fsdp(ranks_may_differ=True)), {self._difference(*different, own_lines)}"
+                )
         communicates = any(groups or may_gather for _, groups, _, may_gather in everyones.values())
         number = hash64(what, *(theirs[0] for theirs in everyones.values()))
-        return AgreedProgram(number, communicates, self._compares_computation and alike, alike and groups_match)
+        return AgreedProgram(number, communicates, alike, alike and groups_match)
 
     def _difference(self, first: int, other: int, lines: Sequence[str]) -> str:
         """Exchange the lines of two ranks and return the first that differs, on all ranks."""
@@ -486,7 +480,7 @@ def hash64(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little", signed=True)
 
 
-def _groups_match(groups_of: Mapping[int, Sequence[tuple[str, int, int]]]) -> bool:
+def do_groups_match(groups_of: Mapping[int, Sequence[tuple[str, int, int]]]) -> bool:
     """Return whether the members of each rank's n-th process group have the same n-th group.
 
     Args:

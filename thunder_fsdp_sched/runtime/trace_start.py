@@ -20,7 +20,7 @@ _BITS = 30
 numbers differ by a multiple of this share a bit. They all share one if the ranks have different collectives, because their
 numbers then mean different buckets."""
 
-_SHARED = 1 << 60
+SHARED = 1 << 60
 """The bit of a rank that reduces gradients of ``no_sync`` only in buckets that all ranks have. If one does not have it, the
 ranks of each process group compare those of the others."""
 
@@ -32,6 +32,10 @@ _UNAUDITED = 1 << 62
 error, because a rank that stopped in between would let the others wait in their next collective."""
 
 _ALL = (1 << 63) - 1
+
+KEPT_BITS = (1 << _BITS) - 1
+GATHER_BITS = KEPT_BITS << _BITS
+"""The bits of kept buckets, and of gathers that may be left out."""
 
 T = TypeVar("T")
 
@@ -93,7 +97,7 @@ class TraceStart(RoundAction):
         self._left = ""  # the buckets whose window it does not end, because it was called for other parameters
         self._lost: set[weakref.ref[Bucket]] = set()  # of `guarded_buckets`, those that this rank has lost
         self._failure: Callable[[], object] | None = None
-        self.audits = False  # whether this rank audits the next run
+        self.auditing: set[object] = set()  # the auditors on this rank that have not seen a complete run
         self.audit_error: Exception | None = None  # the first error that the audit of this run has found
         self._ends_with_audit = False  # whether a rank audits this run
         self._hashed: tuple[object, int] = None, 0  # the latest state that was hashed, and its hash
@@ -115,10 +119,10 @@ class TraceStart(RoundAction):
         missing, waits = self._missing()
         offered_bits = _ALL & ~missing
         if self._reduced_in:
-            offered_bits &= ~_SHARED
+            offered_bits &= ~SHARED
         if self._failure is None:
             offered_bits &= ~_FAILURE
-        if self.audits:
+        if self.auditing:
             offered_bits &= ~_UNAUDITED
         assert control.channel is not None
         control.channel.post(
@@ -172,7 +176,7 @@ class TraceStart(RoundAction):
         for gather, bit in self._numbered(self.reusable_gathers, _BITS):
             if (bucket := gather.bucket()) is not None:
                 bucket.is_reuse_agreed = bool(offered_bits & bit)
-        if not offered_bits & _SHARED:
+        if not offered_bits & SHARED:
             self.control.check_same_in_groups("the gradients of no_sync to reduce", self._reduced_in, met=True)
         if self.ending or not alike:
             self._agree_on_unused(alike)

@@ -111,7 +111,6 @@ class ShardingSteps:
         self.control = Control.of_module(
             find_world_group(options.ranks.mesh, options.ranks.process_group),
             type(self.module).__name__,
-            compares_computation=not options.debug.allow_different_computation,
             agreement=options.agree,
         )
         # This precedes everything else that ranks do together.

@@ -48,6 +48,7 @@ class ShardedModule:
         began_on_meta: names of tensors without values, until all of them are known to have some.
         kept_is_final: whether ``max_unsharded_bytes`` has settled already which buckets are kept.
         found: the outcomes of searches for this module, which one rank made for all, by what was searched for.
+        without_batch: the starts of the traces that a rank without a batch runs, by kind (``ranks_may_differ``).
         running_eagerly: whether the module's own forward may be called right now (``eager``).
     """
 
@@ -63,6 +64,7 @@ class ShardedModule:
     began_on_meta: set[str]
     kept_buckets_are_final: bool = False
     found: dict[int, Any] = field(default_factory=dict)
+    without_batch: dict[Any, Any] = field(default_factory=dict)
     running_eagerly: bool = False
 
     def __post_init__(self) -> None:

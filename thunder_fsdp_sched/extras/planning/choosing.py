@@ -20,8 +20,8 @@ The ranks meet before one of them searches. A later trace with the same computat
 decision without a meeting, unless ``max_memory`` does not allow it there. So a rank whose batch has another length can
 still compile alone; if that needs a new search, all ranks raise an error, because the others do something else.
 
-Ranks with other computations (``process_group_for``, ``allow_different_computation``) search for themselves. What they find
-is compared when they compile.
+Ranks with other computations (``process_group_for``) search for themselves. What they find is compared when they compile.
+With ``ranks_may_differ`` each rank searches for itself, because it may compile alone.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Chooser:
             ScheduleDisagreement: a rank does something else.
         """
         control, found = self.sharded.control, self.sharded.found
-        if control.is_single_rank:
+        if control.is_single_rank or self.options.ranks_may_differ:  # they may compile alone
             return self._search_all()
         computation = computation_of(self.joint, ()).comparable
         kind = hash64(self.traces.no_sync, *computation)

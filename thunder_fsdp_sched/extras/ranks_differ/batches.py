@@ -1,0 +1,184 @@
+"""Loops in which ranks run out of data at different times: a rank without a batch takes part in the others' collectives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from thunder.distributed import get_skip_data_parallel_grad_sync
+
+from ...ir.calls import NO_CALL
+from ...ranks.channel import TOKEN, RoundAction
+from ...ranks.control import Control, after_surplus, hash64
+from ...ranks.messages import first_line
+from ...sharding.sharded_module import find_sharding
+from ...transform import Compilation, FSDPTransform
+from .follow_order import empty_trace
+from .programs import Program
+from .start import DifferingStart, Maker
+
+Batch = TypeVar("Batch")
+
+_ENDLESS = (itertools.count, itertools.cycle, itertools.repeat)
+
+
+def batches(model: torch.nn.Module, loader: Iterable[Batch]) -> Iterator[Batch | None]:
+    """Yield the batches of this rank's loader, and then ``None`` until the loaders of all ranks have ended.
+
+    So all ranks make the same number of steps. In a step without a batch, :func:`without_batch` takes the place of the
+    model; everything else (clipping, optimizer, scheduler) is the same code on all ranks::
+
+        for batch in batches(model, loader):
+            loss = without_batch(model) if batch is None else loss_of(model(batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Gradients are divided by the number of all ranks, also in steps in which some have no batch. A batch may be anything
+    but ``None``. All ranks must leave the loop in the same step, or run it to its end.
+
+    It takes a round of agreement for each step. If the loader raises an error, all ranks raise one in this step.
+
+    Args:
+        model: a jitted module with ``fsdp(ranks_may_differ=True)``.
+        loader: the batches of this rank, any number of them.
+
+    Raises:
+        ValueError: ``fsdp`` has other options, the loader has no end, or a batch is ``None``.
+        ScheduleDisagreement: a rank does something else, or its loader has raised an error.
+    """
+    transform = _may_differ("batches", model)
+    if isinstance(loader, _ENDLESS):
+        raise ValueError(
+            f"batches: loader: {loader!r} has no end, so ranks whose loaders end would wait forever; cut it with "
+            f"itertools.islice(loader, steps)"
+        )
+    return _batches(transform.sharded.control, loader)
+
+
+def _batches(control: Control, loader: Iterable[Batch]) -> Iterator[Batch | None]:
+    iterator, has_ended = iter(loader), False
+    while True:
+        batch, error = None, None
+        try:
+            batch = None if has_ended else next(iterator)
+            if batch is None and not has_ended:
+                raise ValueError("batches: loader: a batch is None, which stands for no batch; leave it out")
+        except StopIteration:
+            has_ended = True
+        except Exception as raised:
+            error = raised
+        step = _Step(control, has_ended, error)
+        step.meet()
+        if step.all_have_ended:
+            return
+        yield batch
+
+
+class _Step(RoundAction):
+    """The next step of a loop over batches, on the control channel."""
+
+    def __init__(self, control: Control, has_ended: bool, error: Exception | None) -> None:
+        failed = "" if error is None else f", whose loader failed: {type(error).__name__}: {first_line(str(error))}"
+        surplus = control.issue_counts.surplus_issues
+        super().__init__(f"the next step of batches(...) of {control.title}{failed}{after_surplus(surplus)}")
+        self._control, self._error, self.all_have_ended = control, error, has_ended
+        same = hash64("batches", control.number, control.discards, surplus, error is None)
+        self._token = TOKEN.pack(same, 0, 0, int(has_ended), 0)
+
+    def meet(self) -> None:
+        """Wait for the other ranks."""
+        if self._control.channel is not None:
+            try:
+                self._control.channel.post(self._token, self)
+                self._control.settle()
+            except RuntimeError:
+                if self._error is None:
+                    raise
+        if self._error is not None:
+            raise self._error
+
+    def apply_agreement(self, offered_bits: int, *, alike: bool) -> None:
+        self.all_have_ended = bool(offered_bits)
+
+
+def without_batch(model: torch.nn.Module) -> torch.Tensor:
+    """Take part in the forward of the ranks that have a batch, in place of ``model(batch)``, and return a loss of 0.
+
+    Its ``backward()`` takes part in theirs: afterwards the gradients of this rank are those of all ranks. It stands for one
+    forward, and one backward if gradients are enabled, in the same mode as on the other ranks: under ``no_sync`` or not,
+    ``model.train()`` or ``model.eval()``, with or without ``torch.no_grad()``. A rank without a batch computes nothing. In
+    its memory are a bucket or two, as in one layer of a step.
+
+    Args:
+        model: a jitted module with ``fsdp(ranks_may_differ=True)``.
+
+    Returns:
+        A tensor without dimensions, on the device of the parameters; it requires gradients if they are enabled.
+
+    Raises:
+        ValueError: ``fsdp`` has other options.
+        ScheduleDisagreement: the other ranks are in another mode or do something else.
+    """
+    transform = _may_differ("without_batch", model)
+    transform.sharded.check_ready()
+    buckets = transform.sharded.buckets
+    trains = torch.is_grad_enabled() and any(p.requires_grad for bucket in buckets for p in bucket.params)
+    mode = get_skip_data_parallel_grad_sync(), trains
+    _run(transform, ("forward", *mode))
+    zero = torch.zeros((), device=buckets[0].spec.device)
+    if not trains:
+        return zero
+    return _TakesPart.apply(zero.requires_grad_(), transform, ("backward", *mode))
+
+
+class _TakesPart(torch.autograd.Function):
+    """Autograd's node of a rank without a batch."""
+
+    @staticmethod
+    def forward(ctx: Any, zero: torch.Tensor, transform: FSDPTransform, kind: tuple[Any, ...]) -> torch.Tensor:
+        ctx.transform, ctx.kind = transform, kind
+        return zero.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        _run(ctx.transform, ctx.kind)
+        return grad, None, None
+
+
+@torch.no_grad()
+def _run(transform: FSDPTransform, kind: tuple[Any, ...]) -> None:
+    """Take part in one trace of the other ranks."""
+    control = transform.sharded.control
+    if control.is_single_rank:
+        return
+    starts = transform.sharded.without_batch
+    if kind not in starts:
+        starts[kind] = _start_without_batch(transform, kind)
+    start: DifferingStart = starts[kind]
+    start.post()
+    if (take_part := start.settled_or_merged()) is not None:
+        take_part()
+    else:
+        start.end_audit()
+
+
+def _start_without_batch(transform: FSDPTransform, kind: tuple[Any, ...]) -> DifferingStart:
+    half, no_sync, trains = kind
+    name = f"{half}_without_batch"
+    context = Compilation(transform, NO_CALL, no_sync=no_sync).context
+    context.trains = trains
+    make = Maker(transform, context, empty_trace(f"serve_in_{half}", backward=half == "backward"))
+    return DifferingStart(transform.sharded, name, kind, f"{half} without a batch", Program(), (), make)
+
+
+def _may_differ(function: str, model: torch.nn.Module) -> FSDPTransform:
+    transform = find_sharding(model)
+    assert isinstance(transform, FSDPTransform)
+    if not transform.options.ranks_may_differ:
+        raise ValueError(
+            f"{function}: the ranks of this model may not differ; shard it with fsdp(ranks_may_differ=True)"
+        )
+    return transform

@@ -1,0 +1,357 @@
+"""The programs of ranks that differ, as they exchange them, and what follows from them for each rank.
+
+[Note: Ranks that differ]
+A *program* is what a trace does on the wire: its issues and waits, in order. Ranks that run the same program run their own
+traces, as without ``ranks_may_differ``. Otherwise each runs a *merged trace*: its own computation, and the collectives of
+all programs in one order (see [Note: The merged order] in ``merging``). In those of other ranks it takes part without
+reading what is gathered, and sends zeros.
+
+The ranks find out in the round at the start of a trace. A token has the *kind* of the trace and the history of the model,
+which must be the same (forward or backward, with gradients or not, ``no_sync``, training or not; how often which optimizers
+have stepped, what an exception has left out); the digest of the program; and a hash of the rank's *state*: what may differ
+even if programs do not. What follows from the digests and states of all ranks is an :class:`Outcome`, which every rank
+keeps, so a known combination costs one look-up. For a new one they exchange programs and states, in two all-gathers.
+
+The programs that were exchanged for one kind form a *registry*, which is the same on all ranks. A merged trace takes part
+in everything that any of them has. Which collectives really run is decided in each run (:attr:`Outcome.active`), so k
+programs cause at most k merged traces of each trace, for 2^k combinations. A rank says in its token whether it has the
+merged trace for the latest registry. Unless all have it, they meet after building what they lack, so that a failure of one
+raises an error on all.
+
+A rank without a batch has an empty program, and runs a trace that only takes part: see ``batches``.
+
+[Note: Gradients of ranks that differ]
+A parameter has a gradient on all ranks if the backward of some rank gives it one, or if some rank has accumulated one under
+``no_sync``. On ranks whose own backward does not return it, its rows are added to ``.grad`` at the end of backward
+(``Accumulation.from_others``, ``Accumulation.deferred``). The sum is divided by the number of all ranks that share it, as by
+``DistributedDataParallel(find_unused_parameters=True)``.
+
+If ``no_sync`` has left gradients of a bucket that no program reduces, all of its ranks reduce it at the end of backward.
+Kept buckets that a rank has lost are gathered again by all of its ranks before the trace starts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from thunder.core.trace import TraceCtx
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ...ir.analysis import Analysis
+from ...ir.inspection import outs_of, source_of, statements
+from ...ranks.control import Control, do_groups_match, hash64
+from ...ranks.deadlock import find_fault
+from ...ranks.messages import Action
+from ...runtime.bucket import Bucket
+from ...runtime.row_dtensor import RowDTensor
+from .merging import ALL_REDUCE, GATHER, REDUCE, Key, Step, merge
+from .symbols import key_of
+
+MOST_PROGRAMS = 256
+"""How many programs of one kind ranks keep. One more, and all forget all of them, and exchange again those that they run."""
+
+KINDS = {"fsdp_all_gather": GATHER, "fsdp_reduce_scatter": REDUCE, "fsdp_all_reduce": ALL_REDUCE}
+
+
+class Program(NamedTuple):
+    """What a trace does on the wire.
+
+    Attributes:
+        steps: its issues and waits.
+        marks: of each issue the number of its process group, in the order of their first use, and its marks.
+        given: for each reduction the indices of the parameters that have gradients.
+        may: names of the buckets that it gathers again or reduces if need be, and whether operators that are not ours
+            communicate.
+        sources: the line of user code that reads each gathered bucket first; not part of the digest.
+    """
+
+    steps: tuple[Step, ...] = ()
+    marks: tuple[tuple[int, str], ...] = ()
+    given: tuple[tuple[Key, tuple[int, ...]], ...] = ()
+    may: tuple[tuple[str, ...], tuple[str, ...], bool] = ((), (), False)
+    sources: tuple[tuple[Key, str], ...] = ()
+
+    @property
+    def digest(self) -> int:
+        """A hash, the same on all ranks that run it; process groups count by their order, not by their names."""
+        return hash64(*self[:-1])
+
+    @property
+    def issues(self) -> list[Key]:
+        """Its collectives, in order."""
+        return [step.key for step in self.steps if not step.waits]
+
+    @property
+    def reduced(self) -> dict[str, frozenset[int]]:
+        """The indices of the parameters of each bucket of which it reduces gradients, by the name of the bucket."""
+        found: dict[str, frozenset[int]] = {}
+        for (_, (name, *_), _), indices in self.given:
+            found[name] = found.get(name, frozenset()).union(indices)
+        return found
+
+    def actions(self, groups: Sequence[tuple[str, tuple[int, ...]]]) -> list[Action]:
+        """Return its issues and waits for the proof of ``ranks.deadlock``, with the process groups of a rank."""
+        numbers = {key: number for number, key in enumerate(self.issues)}
+        at = [(step, numbers[step.key]) for step in self.steps]
+        return [Action(str(step.key), *groups[self.marks[n][0]], step.waits, n) for step, n in at]
+
+
+def read_program(trace: TraceCtx) -> tuple[Program, tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Return the program of a scheduled trace, and the name and members of each process group that it uses."""
+    bsyms, count = statements(trace), Counter[Any]()
+    key_of_future: dict[str, Key] = {}
+    live = Analysis(bsyms)
+    steps, marks, given, sources = [], [], [], []
+    groups: dict[tuple[str, tuple[int, ...]], int] = {}
+    for bsym, e in zip(bsyms, live.effects, strict=True):
+        if e.waits is not None and e.bucket is not None:
+            key = key_of_future[e.waits.future]
+            steps.append(Step(key, True))
+            if e.issues is None and (reader := live.first_read(outs_of(bsym))) is not None:
+                sources.append((key, source_of(bsyms[reader])))
+        issue = e.issues
+        if issue is None or issue.bucket is None or issue.group is None:
+            continue
+        kind, bucket = KINDS[issue.kind], key_of(issue.bucket)
+        key = key_of_future[issue.future] = kind, bucket, count[kind, bucket]
+        count[kind, bucket] += 1
+        steps.append(Step(key, False))
+        group = issue.group.name or issue.group.description, tuple(issue.group.global_ranks)
+        marks.append((groups.setdefault(group, len(groups)), str(issue.marks)))
+        if kind == REDUCE:
+            missing = e.missing_gradients
+            given.append((key, tuple(i for i in range(len(issue.bucket.spec.params)) if i not in missing)))
+    guarded = sorted(e.ensures.bucket.spec.name for e in live.effects if e.ensures is not None)
+    idle = sorted(e.bucket.spec.name for e in live.effects if e.runs is not None and e.bucket is not None)
+    may = tuple(guarded), tuple(idle), any(e.communicates for e in live.effects)
+    return Program(tuple(steps), tuple(marks), tuple(given), may, tuple(sources)), tuple(groups)
+
+
+class Left(NamedTuple):
+    """The gradients of a bucket that ``no_sync`` has left on a rank.
+
+    Attributes:
+        params: the indices of their parameters.
+        used: those of which it has others than zeros.
+        is_whole: whether they have to be reduced.
+    """
+
+    params: tuple[int, ...]
+    used: tuple[int, ...]
+    is_whole: bool
+
+
+class State(NamedTuple):
+    """What may differ between ranks that run one program; buckets are known by name.
+
+    Attributes:
+        unused: parameters that this rank has not used, of which its backward computes zeros.
+        left: what ``no_sync`` has left.
+        lost: kept buckets that backward no longer finds.
+        is_partial: whether backward was called for some gradients only.
+    """
+
+    unused: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    left: tuple[tuple[str, Left], ...] = ()
+    lost: tuple[str, ...] = ()
+    is_partial: bool = False
+
+
+class Report(NamedTuple):
+    """What a rank tells the others about a new combination.
+
+    Attributes:
+        program: its program, if this is the first rank that has it and the registry does not have it.
+        groups: the process groups that it uses.
+        ranks_of: the ranks that share each bucket that not all ranks share, by name.
+    """
+
+    program: Program | None
+    groups: tuple[tuple[str, tuple[int, ...]], ...]
+    ranks_of: Mapping[str, tuple[int, ...]]
+    state: State
+
+
+class Outcome(NamedTuple):
+    """What one rank does in a round.
+
+    Attributes:
+        merges: whether the merged traces run.
+        is_alike: whether all ranks run one program, so that the bits of their tokens mean the same.
+        active: the collectives in which it takes part, its own included.
+        used: by the name of each bucket, the parameters that get a gradient.
+        lost: names of the kept buckets to gather again.
+        left: names of the buckets that are reduced although no program does it; and whether unsharded gradients are.
+        fault: why ranks cannot go on, as one line; empty if they can.
+    """
+
+    merges: bool
+    is_alike: bool
+    active: frozenset[Key] = frozenset()
+    used: Mapping[str, frozenset[int]] = {}
+    lost: tuple[str, ...] = ()
+    left: Mapping[str, bool] = {}
+    fault: str = ""
+
+
+class Registry:
+    """The programs of one kind that all ranks have exchanged, the same on all of them.
+
+    Attributes:
+        version: how often it has changed.
+        outcomes: what follows from combinations of programs and states, by their hashes.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.programs: dict[int, Program] = {}
+        self.outcomes: dict[Any, Outcome] = {}
+        self._order: list[Key] = []
+        self._sources: dict[Key, str] = {}
+
+    def forget_if_full(self) -> None:
+        """Forget everything if it has become too much, which happens in the same round on all ranks."""
+        if len(self.programs) >= MOST_PROGRAMS or len(self.outcomes) >= 64 * MOST_PROGRAMS:
+            self.version += 1
+            self.programs, self.outcomes, self._order, self._sources = {}, {}, [], {}
+
+    def add(self, rank: int, program: Program) -> None:
+        """Add the program that a rank has sent."""
+        self.version += 1
+        self.programs[program.digest] = program
+        self._order = []
+        for key, source in program.sources:
+            self._sources.setdefault(key, f"rank {rank} reads it at {source}" if source else f"rank {rank} reads it")
+
+    @property
+    def order(self) -> list[Key]:
+        """The collectives of all programs in one order."""
+        if not self._order:
+            self._order = merge([program.steps for program in self.programs.values()])
+        return self._order
+
+    @property
+    def sources(self) -> Mapping[Key, str]:
+        """Who reads each gathered bucket, and where."""
+        return self._sources
+
+
+def find_outcome(programs: Mapping[int, Program], reports: Mapping[int, Report], buckets: Sequence[Bucket]) -> Outcome:
+    """Return what a rank does if these ranks run these programs in these states.
+
+    Args:
+        programs: by global rank; those that are equal are one object.
+        reports: by global rank.
+        buckets: those of this rank.
+    """
+    ranks_of: dict[int, set[int]] = defaultdict(set)  # of each program, by its identity
+    for rank, program in programs.items():
+        ranks_of[id(program)].add(rank)
+    distinct = {id(program): program for program in programs.values()}
+    reduced = {known: program.reduced for known, program in distinct.items()}
+    states = {rank: (dict(report.state.unused), dict(report.state.left)) for rank, report in reports.items()}
+    used: dict[str, frozenset[int]] = {}
+    lost: list[str] = []
+    for bucket in buckets:
+        name, found = bucket.spec.name, set[int]()
+        for rank in bucket.ranks.all_ranks:
+            unused, left = states[rank]
+            found |= reduced[id(programs[rank])].get(name, frozenset()).difference(unused.get(name, ()))
+            found.update(left[name].used if name in left else ())
+        used[name] = frozenset(found)
+        if any(name in reports[rank].state.lost for rank in bucket.ranks.group.global_ranks):
+            lost.append(name)
+    outcome = Outcome(_must_merge(programs, reports, reduced), len(distinct) == 1, used=used, lost=tuple(lost))
+    if not outcome.merges:
+        return outcome
+    for rank, program in programs.items():
+        if program.may[-1]:
+            return outcome._replace(
+                fault=f"in the trace of rank {rank}, operators that are not of fsdp(...) communicate"
+            )
+        if reports[rank].state.is_partial:
+            return outcome._replace(fault=f"on rank {rank}, backward was called for some gradients only")
+    groups = {b.spec.name: ({*b.ranks.group.global_ranks}, {*b.ranks.all_ranks}) for b in buckets}
+    active = frozenset(
+        key
+        for known, program in distinct.items()
+        for key in program.issues
+        if key[1][0] in groups and ranks_of[known] & groups[key[1][0]][key[0] != GATHER]
+    )
+    is_reduced = {key[1][0] for key in active if key[0] == REDUCE}
+    to_reduce: dict[str, bool] = {}
+    for bucket in buckets:
+        name = bucket.spec.name
+        left_on = [states[rank][1][name] for rank in bucket.ranks.all_ranks if name in states[rank][1]]
+        if left_on and name not in is_reduced:
+            to_reduce[name] = any(left.is_whole for left in left_on)
+    return outcome._replace(active=active, left=to_reduce)
+
+
+def _must_merge(
+    programs: Mapping[int, Program], reports: Mapping[int, Report], reduced: Mapping[int, Mapping[str, frozenset[int]]]
+) -> bool:
+    """Return whether the ranks cannot run their own traces, the same on all ranks."""
+    everyone = tuple(programs)
+    left_of = {rank: dict(report.state.left) for rank, report in reports.items()}
+    shared = {
+        (name, reports[rank].ranks_of.get(name, everyone))
+        for rank, program in programs.items()
+        for name in (*reduced[id(program)], *left_of[rank])
+    }
+    for name, ranks in shared:
+        if len({(reduced[id(programs[rank])].get(name), left_of[rank].get(name)) for rank in ranks}) > 1:
+            return True
+    groups = {r: [(name, hash64(ranks), len(ranks)) for name, ranks in reports[r].groups] for r in programs}
+    if len({*map(id, programs.values())}) == 1 and do_groups_match(groups):
+        return False
+    return bool(find_fault({rank: program.actions(reports[rank].groups) for rank, program in programs.items()}))
+
+
+class Differences:
+    """What the ranks that share one model know of each other.
+
+    Attributes:
+        registries: the programs of each kind of trace.
+        history: a number that depends on which optimizers have stepped the model, and how often.
+    """
+
+    def __init__(self) -> None:
+        self.registries: dict[Any, Registry] = defaultdict(Registry)
+        self.history = 0
+
+
+_differences: weakref.WeakKeyDictionary[Control, Differences] = weakref.WeakKeyDictionary()
+_stepped: weakref.WeakKeyDictionary[Any, tuple[int, dict[Control, int]]] = weakref.WeakKeyDictionary()
+"""How many parameters each optimizer has, and for each model a hash of their names."""
+
+
+def differences_of(control: Control) -> Differences:
+    """Return what the ranks of a model know of each other."""
+    return _differences.setdefault(control, Differences())
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Let the history of each model that an optimizer steps be another one; the order of steps does not matter."""
+    number = sum(len(group["params"]) for group in optimizer.param_groups)
+    known, hashes = _stepped.get(optimizer, (-1, {}))
+    if known != number:
+        names: dict[Control, list[str]] = defaultdict(list)
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            found = param.rows.in_bucket if isinstance(param, RowDTensor) else None
+            if found is not None and (control := found[0].base.control) in _differences:
+                names[control].append(param.rows.label)
+        hashes = {control: hash64(*sorted(labels)) for control, labels in names.items()}
+        _stepped[optimizer] = number, hashes
+    for control, hashed in hashes.items():
+        _differences[control].history = (_differences[control].history + hashed) % (1 << 62)
+
+
+register_optimizer_step_post_hook(_count_step)
+
+Build = Callable[[Sequence[Key], Mapping[Key, str]], Callable[..., Any]]
+"""Builds a merged trace along an order, with a line for each gathered bucket that says who reads it; returns its program."""

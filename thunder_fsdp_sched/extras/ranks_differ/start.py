@@ -1,0 +1,269 @@
+"""The start of a trace whose program may differ from those of other ranks; see [Note: Ranks that differ] in ``programs``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from thunder.core.trace import TraceCtx
+
+from ...ir.analysis import NO_PENDING_GRADS
+from ...ir.registry import with_caches
+from ...passes import Context
+from ...private_thunder import without_calls
+from ...proof.audit import Auditor, audited, fsdp_audit
+from ...ranks.channel import TOKEN
+from ...ranks.control import AgreedProgram, Computation, hash64
+from ...runtime.autograd import requested
+from ...runtime.bucket import Bucket
+from ...runtime.ops import gather_again
+from ...runtime.trace_start import GATHER_BITS, KEPT_BITS, SHARED, TraceStart
+from ...runtime.unused_outputs import agree_on_unused
+from ...sharding.sharded_module import ShardedModule, ShardingTransform
+from ..no_sync.ops import reduce_sums
+from .build import build
+from .merging import BucketKey
+from .programs import (
+    Left,
+    Outcome,
+    Program,
+    Report,
+    State,
+    differences_of,
+    find_outcome,
+    read_program,
+)
+from .symbols import bucket_with_key, key_of
+
+_READY = 1
+"""The bit of a rank that has the merged trace for the latest registry. No kept bucket needs it: see ``State``."""
+
+
+class Merged(NamedTuple):
+    """A merged trace and its program.
+
+    Attributes:
+        version: that of the registry.
+        auditor: audits its first run.
+    """
+
+    version: int
+    run: Callable[..., Any]
+    auditor: Auditor | None
+
+
+class DifferingStart(TraceStart):
+    """The start of a trace whose program may differ from those of other ranks.
+
+    Args:
+        kind: what must be the same on all ranks: forward or backward, ``no_sync``, whether with gradients.
+        text: a description of the trace.
+        program: what it does on the wire.
+        groups: the process groups that it uses.
+        sharded: the module.
+        make: builds the merged trace from the registry's order and sources.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModule,
+        name: str,
+        kind: tuple[Any, ...],
+        text: str,
+        program: Program,
+        groups: Sequence[tuple[str, tuple[int, ...]]],
+        make: Callable[[DifferingStart], tuple[Callable[..., Any], Auditor | None]],
+    ) -> None:
+        lines = [f"{'wait for ' * step.waits}{step.key}" for step in program.steps]
+        computation = Computation(trace_lines=lines)
+        super().__init__(
+            sharded.control, name, AgreedProgram(0, True, False, True), text, computation, len(program.issues)
+        )
+        self.kind, self.program, self.groups = kind, program, groups
+        self.half, self.no_sync, _ = kind
+        self._module, self.buckets = sharded.module, sharded.buckets
+        self.differences = differences_of(sharded.control)
+        self.registry = self.differences.registries[kind]
+        self._inputs = program.digest
+        self._state, self._state_hash = State(), 0
+        self._make = make
+        self._merged: Merged | None = None
+        self._outcome = Outcome(False, True)
+
+    def _missing(self) -> tuple[int, bool]:
+        missing, waits = super()._missing()
+        is_ready = self._merged is not None and self._merged.version == self.registry.version
+        return (missing & ~KEPT_BITS) | (0 if is_ready else _READY), waits
+
+    def _find_unused(self) -> int:
+        """Find the state of this rank and return a hash; 0 if there is nothing to tell."""
+        super()._find_unused()
+        state = State(lost=tuple(sorted(r().spec.name for r in self._lost)))  # type: ignore[union-attr]
+        if self.half == "backward" and not self.no_sync:
+            unused = ((b.spec.name, tuple(sorted(indices))) for b, indices in self._unused.items() if indices)
+            left = ((b.spec.name, b.accumulation) for b in self.buckets if b.accumulation.params and b.ends_window())
+            state = state._replace(
+                unused=tuple(sorted(unused)),
+                left=tuple(
+                    (name, Left(tuple(sorted(a.params)), tuple(sorted(a.used)), a.unsharded is not None))
+                    for name, a in left
+                ),
+            )
+        if self.half == "backward":
+            state = state._replace(is_partial=not all(len(requested(b.params)) == len(b.params) for b in self.buckets))
+        if state != self._state:
+            self._state, self._state_hash = state, hash64(state) if any(state) else 0
+        return self._state_hash
+
+    def _same(self) -> int:
+        windows = self.control.discards, self._dropped
+        state = (self._surplus_issues, *windows, self.differences.history, self._module.training)
+        if state != self._hashed[0]:
+            self._hashed = state, hash64("trace", self.control.number, self.kind, state)
+        return self._hashed[1]
+
+    def apply_agreement(self, offered_bits: int, *, alike: bool) -> None:
+        """Find out in what the ranks differ, do what follows, and build the merged trace if some rank lacks its own."""
+        version = self.registry.version
+        self._outcome = outcome = self._find_outcome()
+        if outcome.fault:
+            self.cancel()
+            raise self.control.disagreement(f"{self.text}, in which the ranks differ: {outcome.fault}")
+        reusable = outcome.is_alike and not outcome.merges
+        super().apply_agreement(
+            (offered_bits if reusable else offered_bits & ~GATHER_BITS) | SHARED | KEPT_BITS, alike=True
+        )
+        lost = {reference() for reference in self._lost}
+        for bucket in (b for b in self.buckets if b.spec.name in outcome.lost):
+            self.control.issue_counts.expected += 2
+            gather_again(bucket, lost=bucket in lost)
+        if self.half == "backward":
+            for bucket in self.buckets:
+                others = outcome.used[bucket.spec.name] if outcome.merges else frozenset()
+                bucket.accumulation.from_others = others
+        if outcome.merges:
+            self._agree_on_unused(True)
+            self._begin_merged(is_ready=bool(offered_bits & _READY) and version == self.registry.version)
+
+    def _begin_merged(self, *, is_ready: bool) -> None:
+        """Build the merged trace unless all ranks have theirs, and count what it issues."""
+        self.cancel()
+        if not is_ready:
+            with self.control.all_or_none("whether each rank can take part in the collectives of the others"):
+                if self._merged is None or self._merged.version != self.registry.version:
+                    self._merged = Merged(self.registry.version, *self._make(self))
+            self._ends_with_audit = True
+        left = sum(whole + (b.ranks.replicas is not None) for b, whole in self._left_buckets())
+        self._begun = 2 * (len(self._outcome.active) + left)
+        self.control.issue_counts.expected += self._begun
+
+    def _find_outcome(self) -> Outcome:
+        """Return what follows from the tokens of all ranks; the same ranks exchange for a new combination."""
+        assert self.control.channel is not None
+        tokens = self.control.channel.tokens
+        known: Any = {(digest, state) for _, digest, _, _, state in map(TOKEN.unpack, set(tokens))}
+        if len(known) > 1:
+            known = tuple((digest, state) for _, digest, _, _, state in map(TOKEN.unpack, tokens))
+        key = hash64(known)
+        if key in self.registry.outcomes:
+            return self.registry.outcomes[key]
+        self.registry.forget_if_full()
+        digests = [TOKEN.unpack(token)[1] for token in tokens]
+        is_first = digests.index(self._inputs) == self.control.group.rank and self._inputs not in self.registry.programs
+        ranks_of = {b.spec.name: tuple(b.ranks.all_ranks) for b in self.buckets if not b.is_on_all_ranks}
+        report = Report(self.program if is_first else None, tuple(self.groups), ranks_of, self._state)
+        reports: dict[int, Report] = self.control.gather_settled(f"what the {self.text} of a rank sends", report)
+        for rank, theirs in reports.items():
+            if theirs.program is not None:
+                self.registry.add(rank, theirs.program)
+        programs = {rank: self.registry.programs[digest] for rank, digest in zip(reports, digests, strict=True)}
+        outcome = find_outcome(programs, reports, self.buckets)
+        self.registry.outcomes[key] = outcome
+        return outcome
+
+    def _agree_on_unused(self, alike: bool) -> None:
+        outcome = self._outcome
+        if outcome.merges:
+            everything = {b: frozenset(range(len(b.params))) for b in self.buckets}
+            agree_on_unused({b: indices - outcome.used[b.spec.name] for b, indices in everything.items()})
+        else:
+            agree_on_unused({b: unused - outcome.used[b.spec.name] for b, unused in self._unused.items()})
+        self._unused = {}  # traces keep no buckets alive
+
+    def settled_or_merged(self, *arguments: Any) -> Callable[..., Any] | None:
+        """Settle the round; return the program of the merged trace, or ``None`` if the rank's own trace runs."""
+        self.settle()
+        if not self._outcome.merges:
+            return None
+        assert self._merged is not None
+        _, run, auditor = self._merged
+        if auditor is not None and auditor.done:
+            run = without_calls(run, [fsdp_audit.name], [str(auditor)])
+            self._merged = self._merged._replace(run=run, auditor=None)
+        return run
+
+    def serves(self, kind: str, bucket: Bucket, occurrence: int) -> bool:
+        """Return whether another rank runs this collective in this round, so that this rank takes part."""
+        return (kind, key_of(bucket), occurrence) in self._outcome.active
+
+    def serve_left(self) -> None:
+        """Reduce what ``no_sync`` has left on some rank, in buckets that no program of this round reduces."""
+        for bucket, whole in self._left_buckets():
+            reduce_sums(bucket, scatters=whole)
+
+    def _left_buckets(self) -> list[tuple[Bucket, bool]]:
+        left = self._outcome.left
+        return [(bucket, left[bucket.spec.name]) for bucket in self.buckets if bucket.spec.name in left]
+
+
+def start_of(transform: ShardingTransform, context: Context, trace: TraceCtx, half: str) -> DifferingStart:
+    """Return the start of a trace that is scheduled."""
+    program, groups = read_program(trace)
+    traces, sharded = context.traces, transform.sharded
+    kind = half, traces.no_sync, context.trains
+    maker = Maker(transform, context, trace)
+    return DifferingStart(sharded, f"{half}_{traces.number}", kind, f"{half} for {traces.call}", program, groups, maker)
+
+
+class Maker:
+    """Builds the merged traces that take the place of a rank's own trace.
+
+    Args:
+        context: of the compilation of that trace; it is copied.
+    """
+
+    def __init__(self, transform: Any, context: Context, trace: TraceCtx) -> None:
+        self._transform, self._trace = transform, trace
+        self._context = replace(context, computation=None, inputs=None)
+
+    def __call__(self, start: DifferingStart) -> tuple[Callable[..., Any], Auditor | None]:
+        context, transform, order = self._context, self._transform, start.registry.order
+        bases = {bucket.spec.name: bucket for bucket in start.buckets}
+        keys: dict[BucketKey, None] = dict.fromkeys(key_of(bucket) for bucket in start.buckets)
+        keys.update((key[1], None) for key in order if key[1][0] in bases)
+        merged = build(
+            self._trace,
+            order=order,
+            start=start,
+            buckets={key: bucket_with_key(bases[key[0]], key) for key in keys},
+            sources=start.registry.sources,
+            context=context,
+            half=start.half,
+        )
+        traces, options = context.traces, context.options
+        traces.merged[start.half] = merged
+        if options.max_memory is not None and traces.forward is not None:
+            pending = NO_PENDING_GRADS.union(*(one.pending_grads for one in transform.compiled if one.no_sync))
+            transform._planner.check_memory(
+                replace(traces, **traces.merged),
+                limit=options.max_memory,
+                pending_grads=NO_PENDING_GRADS if start.no_sync else pending,
+                compiled=[one for one in transform.compiled if one is not traces],
+            )
+        if not options.debug.audit:
+            return merged.python_callable(), None
+        memory, control, forward = transform.sharded.pre_shard_storage, start.control, context.forward
+        checked = audited(merged, forward=forward, pre_shard_storage=memory, stats=(), control=control, start=start)
+        auditor = next(bsym.args[0] for bsym in checked.bound_symbols if bsym.sym is fsdp_audit)
+        return with_caches(checked).python_callable(), auditor
