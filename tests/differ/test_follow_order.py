@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,10 +13,14 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as fs
+from thunder_fsdp_sched import VerificationError
+from thunder_fsdp_sched.extras.no_sync.ops import reduce_unreduced
 from thunder_fsdp_sched.extras.ranks_differ.build import build
-from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, steps_of
+from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, follow_order, steps_of
 from thunder_fsdp_sched.extras.ranks_differ.merging import Key, merge
-from thunder_fsdp_sched.extras.ranks_differ.symbols import key_of
+from thunder_fsdp_sched.extras.ranks_differ.symbols import key_of, serve_left, wait_served_grads
+from thunder_fsdp_sched.extras.step_memory.step_memory import StepMemory
+from thunder_fsdp_sched.ir.inspection import with_bound_symbols
 from thunder_fsdp_sched.ir.schedule import GATHERS, ISSUES, WAITS
 from thunder_fsdp_sched.passes import Context
 from thunder_fsdp_sched.transform import Compilation
@@ -24,13 +30,17 @@ import thunder
 import torch
 from internals import (
     Bucket,
+    assign_slots,
     effects,
     find_transform,
     is_declared,
+    ops,
     outs_of,
     read_schedule,
     statements,
+    verify,
 )
+from ranks import on_ranks
 from thunder.core.trace import TraceCtx
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,8 +81,6 @@ class Start:
     def serve_left(self) -> None:
         self.left.append(self.name)
 
-    def end_audit(self) -> None: ...
-
 
 @dataclass
 class Compiled:
@@ -81,6 +89,7 @@ class Compiled:
     trace: TraceCtx
     context: Context
     half: str
+    merged: Any = None
 
     def build(self, order: Sequence[Key], buckets: Any, start: Start, sources: Any = MappingProxyType({})) -> TraceCtx:
         arguments = {"order": order, "start": start, "buckets": buckets, "sources": sources}
@@ -158,12 +167,12 @@ def test_a_merged_trace_is_the_own_one_in_the_merged_order(options: dict[str, An
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         options = {**options, "ranks": fs.Ranks(mesh=mesh)}
     transform, ways = compile_ways(WAYS, context, **options)
-    buckets = buckets_of(transform)
+    buckets, steps = buckets_of(transform), [[], [], [], []]
     for half in range(2):
         order = merge([steps_of(way[half].trace) for way in ways])
         assert len(order) == len(set(order)) and {key[1] for key in order} <= buckets.keys()
         sources = dict.fromkeys(order, "rank 0 reads it at model.py:17")
-        for way in ways:
+        for way, step in zip(ways, steps, strict=False):
             own = way[half]
             merged = own.build(order, buckets, Start(f"{own.half}_0"), sources)
             assert issued(merged) == [key[:2] for key in order]
@@ -179,6 +188,115 @@ def test_a_merged_trace_is_the_own_one_in_the_merged_order(options: dict[str, An
                 "all_reduce" in op.kind for op in schedule
             )
             assert merged.python_callable() is not None
+            step.append(merged)
         nothing = Compiled.nothing(ways[0][half]).build(order, buckets, Start("start"))
         assert issued(nothing) == [key[:2] for key in order]
         assert nothing.python_callable() is not None
+        steps[-1].append(nothing)
+    memory = [StepMemory.of(step, transform.sharded.buckets) for step in steps]
+    assert len({m.bytes_of("gradients")[-1] for m in memory}) == 1  # all ranks get the same gradients in the end
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_wrong_merged_trace_is_refused() -> None:
+    transform, ways = compile_ways(WAYS, sharding_strategy="zero3", prefetch=1)
+    buckets, (forward, _) = buckets_of(transform), ways[2]
+    order = merge([steps_of(way[0].trace) for way in ways])
+    merged = follow_order(forward.trace, order=order, start=Start("forward_0"), buckets=buckets, sources={})
+    right = assign_slots(merged)
+    with pytest.raises(VerificationError, match=r"reads bucket 'blocks\.\d', gathered after bucket"):
+        verify(right)
+    verify(right, in_order=False)
+
+    bsyms = right.bound_symbols
+    mine, served = (next(b for b in bsyms if b.sym.name == name) for name in ("fsdp_all_gather", "fsdp_serve_gather"))
+    in_slot_of_own = served.from_bsym(args=(served.args[0], mine.args[1], *served.args[2:]))
+    for wrong, message in (
+        ([in_slot_of_own if b is served else b for b in bsyms], "before the wait for bucket"),
+        (
+            [b for b in bsyms if effects(b).waits is None or effects(b).waits.future != served.output.name],
+            "never waited",
+        ),
+    ):
+        with pytest.raises(VerificationError, match=message):
+            verify(with_bound_symbols(right, wrong), in_order=False)
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_slots_of_a_merged_trace_keep_the_limit() -> None:
+    transform, ways = compile_ways(WAYS, sharding_strategy=fs.Sharding("zero3", max_unsharded_bytes=2048))
+    order = merge([steps_of(way[0].trace) for way in ways])
+    with pytest.raises(ValueError, match=r"max_unsharded_bytes: 2,048 bytes are too few where ranks differ"):
+        ways[0][0].build(order, buckets_of(transform), Start("forward_0"))
+
+
+HALVES = ("forward", "backward")
+
+
+@pytest.mark.parametrize("options", [{"sharding_strategy": "zero2"}, {"prefetch": 2, "accumulate": "sharded"}])
+@pytest.mark.parametrize("ways", [("013", "2"), ("310", None)])
+@on_ranks()
+def test_numbers_of_merged_traces(rank: int, options: dict[str, Any], ways: Sequence[str | None]) -> None:
+    """A window of two micro-batches: all ranks get the mean of all gradients, and ``None`` for the same parameters."""
+    torch.manual_seed(0)
+    reference = Blocks().double()
+    model = thunder.jit(copy.deepcopy(reference), transforms=[fs.fsdp(**options, debug=fs.Debug(audit=False))])
+    transform, given = find_transform(model), defaultdict(set)
+    cache = thunder.compile_stats(model).interpreter_cache
+    xs = [torch.randn(2, 6, generator=torch.Generator().manual_seed(number)).double() for number in range(2)]
+    for no_sync, of_ranks in (True, ways), (False, (ways[0], "2")):
+        found = {}
+        for way in filter(None, of_ranks):
+            with recorded() as found[way], model.no_sync() if no_sync else nullcontext():
+                transform.sharded.compile(model, (xs[0], way), {})
+        buckets, starts = buckets_of(transform), []
+        own = found.get(of_ranks[rank]) or [*map(Compiled.nothing, found[ways[0]])]
+        for number, half in enumerate(HALVES):
+            order = merge([steps_of(traces[number].trace) for traces in found.values()])
+            starts.append(Start(f"{half}_0", frozenset(order)))
+            own[number].merged = own[number].build(order, buckets, starts[-1]).python_callable()
+        for bsym in (b for traces in found.values() for b in traces[1].trace.bound_symbols):
+            if bsym.sym.name in ("fsdp_accumulate_grads", "fsdp_reduce_scatter"):
+                bucket, *grads = bsym.args
+                grads = grads[-len(bucket.params) :]
+                given[bucket].update(index for index, grad in enumerate(grads) if grad is not None)
+        for bucket in transform.sharded.buckets:
+            bucket.accumulation.from_others = frozenset(given[bucket])
+        forward, backward = (half.merged for half in own)
+        if of_ranks[rank] is None:
+            forward()
+            backward()
+        else:
+            at = list(found).index(of_ranks[rank]) - len(found)
+            cache[at] = cache[at]._replace(computation_fn=forward, backward_fn=backward)
+            with model.no_sync() if no_sync else nullcontext():
+                model(xs[rank], of_ranks[rank]).backward()
+        for x, way in zip(xs, of_ranks, strict=True):
+            if way is not None:
+                (reference(x, way) / 2).backward()
+        assert starts[1].left == ([] if no_sync else ["backward_0"])
+    for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (expected.grad is None), name
+        if param.grad is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_gradients_of_a_backward_that_failed_are_not_added_later() -> None:
+    transform, _ = compile_ways(WAYS[:1], accumulate="sharded")
+    bucket, other = transform.sharded.buckets[:2]
+    kept = torch.ones(bucket.shard.numel())
+    for run in (
+        lambda: wait_served_grads(bucket, None, False),
+        lambda: serve_left(Start("backward_0"), bucket),
+        lambda: reduce_unreduced(bucket),
+    ):
+        bucket.accumulation.deferred = {0: bucket.params[0].detach().clone()}
+        run()
+        ops.backward_done(False, bucket, other)
+        assert bucket.params[0].grad is None
+    bucket.accumulation.deferred = {0: bucket.params[0].detach().clone()}
+    bucket.accumulation.sharded = kept
+    ops.backward_done(False, bucket, other)
+    assert bucket.params[0].grad is not None
+    assert bucket.accumulation.sharded is kept  # the window has not ended
