@@ -14,7 +14,7 @@ from unittest import mock
 
 import thunder_fsdp_sched as fs
 from thunder_fsdp_sched import VerificationError
-from thunder_fsdp_sched.extras.no_sync.ops import reduce_unreduced
+from thunder_fsdp_sched.extras.no_sync.ops import add_grads, add_reduced, reduce_unreduced
 from thunder_fsdp_sched.extras.ranks_differ.build import build
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, follow_order, steps_of
 from thunder_fsdp_sched.extras.ranks_differ.merging import Key, merge
@@ -23,6 +23,7 @@ from thunder_fsdp_sched.extras.step_memory.step_memory import StepMemory
 from thunder_fsdp_sched.ir.inspection import with_bound_symbols
 from thunder_fsdp_sched.ir.schedule import GATHERS, ISSUES, WAITS
 from thunder_fsdp_sched.passes import Context
+from thunder_fsdp_sched.runtime import accumulation
 from thunder_fsdp_sched.transform import Compilation
 
 import pytest
@@ -285,7 +286,6 @@ def test_numbers_of_merged_traces(rank: int, options: dict[str, Any], ways: Sequ
 def test_gradients_of_a_backward_that_failed_are_not_added_later() -> None:
     transform, _ = compile_ways(WAYS[:1], accumulate="sharded")
     bucket, other = transform.sharded.buckets[:2]
-    kept = torch.ones(bucket.shard.numel())
     for run in (
         lambda: wait_served_grads(bucket, None, False),
         lambda: serve_left(Start("backward_0"), bucket),
@@ -296,7 +296,26 @@ def test_gradients_of_a_backward_that_failed_are_not_added_later() -> None:
         ops.backward_done(False, bucket, other)
         assert bucket.params[0].grad is None
     bucket.accumulation.deferred = {0: bucket.params[0].detach().clone()}
-    bucket.accumulation.sharded = kept
+    bucket.accumulation.sharded = torch.ones(bucket.shard.numel())
     ops.backward_done(False, bucket, other)
     assert bucket.params[0].grad is not None
-    assert bucket.accumulation.sharded is kept  # the window has not ended
+    assert bucket.accumulation.sharded is not None  # the window has not ended
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_backward_may_add_own_gradients_whole_and_those_of_others_sharded() -> None:
+    transform, _ = compile_ways(WAYS[:1])
+    bucket = transform.sharded.buckets[0]
+    sums = bucket.accumulation
+    with mock.patch.object(accumulation, "backward_number", lambda: number):
+        for number in range(2):
+            add_grads(bucket, {0: torch.ones(bucket.spec.params[0].shape)})
+            sums.check_complete()  # as the reduction that is served does
+            add_reduced(bucket, torch.ones(bucket.shard.numel()), {1})
+            assert sums.params == {0, 1}
+            assert sums.unsharded.sum() == bucket.spec.params[0].numel * (number + 1)
+            sums.is_running = False
+        sums.begin()
+        number += 1
+        with pytest.raises(RuntimeError, match="a backward under no_sync failed after it had added gradients"):
+            sums.begin()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ..extensions import load
+from ..private_torch import backward_number
 
 if TYPE_CHECKING:
     from ..plan.specs import BucketSpec
@@ -61,6 +62,7 @@ class Accumulation:
         self.used: set[int] = set()
         self.is_running = False
         self.dropped = 0
+        self._backward = -1  # the number of the backward that runs
         self._is_first = False  # whether there is nothing but gradients of the running backward
         self.deferred = {}
 
@@ -72,8 +74,9 @@ class Accumulation:
     def begin(self) -> None:
         """Note that a backward under ``no_sync`` has begun to add gradients."""
         self.check_complete()
-        self._is_first = self.is_empty
-        self.is_running = True
+        if not self.is_running:
+            self._is_first = self.is_empty
+            self.is_running, self._backward = True, backward_number()
 
     def check_complete(self) -> None:
         """Drop what a failed backward has added.
@@ -81,6 +84,8 @@ class Accumulation:
         Raises:
             RuntimeError: a backward under ``no_sync`` failed after it had added some of its gradients to others.
         """
+        if self.is_running and self._backward == backward_number() >= 0:
+            return  # this backward adds its own gradients, and then those that it serves
         if self.is_running and self._is_first:
             dropped = self.dropped + 1
             self.discard()
