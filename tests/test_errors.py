@@ -29,6 +29,7 @@ from models import Model, Stack, compile_model
 from ranks import on_ranks
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch import nn
+from torch.distributed.algorithms import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -466,3 +467,9 @@ def test_the_error_of_different_initial_values_names_the_parameter(rank: int, wo
     for name in ("unaligned", "brief", "long", "complex", "flag"):
         with pytest.raises(ScheduleDisagreement, match=rf"rank 0: {name}: digest"):
             thunder.jit(make(_Layouts(), name), transforms=[fsdp()])
+
+
+def test_join_is_refused_with_the_loop_that_takes_its_place(one_rank: None) -> None:
+    model = thunder.jit(torch.nn.Linear(4, 4), transforms=[fsdp()])
+    with pytest.raises(NotImplementedError, match=r"Join: .*batches\(model, loader\)"), Join([model]):
+        pass

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from .extensions import load
 from .option_groups import WITH_CAPTURED_VALUES, ByModule, Debug, Init, Ranks, Sharding, lines_of
 from .plan.bucketing import BucketingStrategy, BucketRule
 from .plan.specs import Encoding, ParamSpec
@@ -55,21 +56,8 @@ class Options:
                 "Init: param_init_fn: also pass device=..., on which to create the parameters of a module on the meta "
                 "device"
             )
-        for option, given, why in (
-            (
-                "all_reduce_hook",
-                self.all_reduce_hook,
-                "a hook may communicate, and ranks that differ wait at other places",
-            ),
-            (
-                "Sharding: secondary_ranks",
-                self.sharding_strategy.secondary_ranks,
-                "a rank that skips a bucket in forward has no secondary shard",
-            ),
-            ("agree", None if self.agree == "step" else self.agree, "ranks find out in each step in what they differ"),
-        ):
-            if self.ranks_may_differ and given is not None:
-                raise ValueError(f"ranks_may_differ=True and {option}: pass one of them, because {why}")
+        if self.ranks_may_differ:
+            load("extras.ranks_differ.conflicts:refuse_conflicts")(self)
 
     @property
     def needs_search(self) -> bool:

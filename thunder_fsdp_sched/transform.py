@@ -167,7 +167,8 @@ class FSDPTransform(ShardingTransform):
 
     @staticmethod
     def _let_libraries_use(model: ThunderModule, compile_data: Any) -> None:
-        """Prepare for the libraries of Hugging Face. accelerate may be imported later, and asks each model."""
+        """Prepare for Join and for the libraries of Hugging Face. accelerate may be imported later, and asks each model."""
+        model.__dict__["join_hook"] = lambda **options: load("extras.ranks_differ.conflicts:refuse_join")(**options)
         model.__dict__["_is_accelerate_prepared"] = Answer("extras.huggingface_models:is_prepared_for_accelerate")
         if "transformers" in sys.modules or any(
             hasattr(module, "save_pretrained") for module in model._model.modules()

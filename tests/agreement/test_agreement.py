@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import ScheduleDisagreement, fsdp
+from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
+from thunder_fsdp_sched.transforms.insert_agreement import insert_agreement
 
+import pipeline_patches
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from internals import shard_module
+import torch.nn.functional as F
+from internals import AGREEMENT, channel, shard_module, statements
 from models import Stack
 from ranks import on_ranks
 from torch import nn
@@ -202,3 +208,257 @@ def test_windows_whose_gradients_differ_between_ranks_are_reduced_together(rank:
 def _compare_gradients(model: nn.Module, reference: nn.Module) -> None:
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad.to_local(), p.rows.of(q.grad))
+
+
+#
+# Running
+#
+
+
+@on_ranks()
+def test_ranks_that_run_different_traces_raise_and_can_continue(rank: int, tmp_path: Path) -> None:
+    """Compile all variants on all ranks, and then run different ones. No rank compiles any more."""
+    model, linear = _jit(TwoBranches(right=6)), _jit(nn.Linear(4, 4))
+    two, three = torch.ones(2, 4), torch.ones(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor = two, left: bool = True) -> None:
+        torch.manual_seed(0)
+        model(x, left).backward()
+
+    def no_sync() -> None:
+        with model.no_sync():
+            step()
+
+    def in_eval_mode(*, grad: bool = True) -> None:
+        model.eval()
+        try:
+            with torch.set_grad_enabled(grad):
+                model(two, True)
+        finally:
+            model.train()
+
+    def run_eagerly() -> None:
+        with tfs.eager(model) as eager_module:
+            eager_module(two, True)
+
+    evaluate, other_branch = partial(in_eval_mode, grad=False), partial(step, left=False)
+    for variant in (step, other_branch, partial(step, three), no_sync, evaluate, in_eval_mode, run_eagerly):
+        variant()
+    linear(two).sum().backward()
+    step()  # reduces the gradients of no_sync
+    optimizer.zero_grad()
+    step()
+    before = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    step_text = (
+        r"the forward for inputs float32\[2, 4\], True \(gradients enabled, training\) of module \d+ \(TwoBranches\)"
+    )
+    # Buckets of different sizes: gloo would abort the process if they met in a collective.
+    cases = [
+        (other_branch, r"rank 1: the forward for inputs float32\[2, 4\], False \(gradients enabled"),
+        (partial(step, three), r"rank 1: the forward for inputs float32\[3, 4\], True \(gradients enabled"),
+        (in_eval_mode, r"rank 1: the forward for inputs float32\[2, 4\], True \(gradients enabled, evaluating\)"),
+        (run_eagerly, r"rank 1: gathering inside eager\(\.\.\.\) left of module"),
+        (lambda: linear(two), r"rank 1: the forward for inputs float32\[2, 4\] \(.*\) of module \d+ \(Linear\)"),
+        (lambda: full_state_dict(model), r"rank 1: the whole state dict left as .* of module"),
+        (lambda: tfs.save_checkpoint(model, tmp_path / "never"), r"rank 1: save_checkpoint of module"),
+        (lambda: tfs.clip_grad_norm_(model, 1.0), r"rank 1: clip_grad_norm_ with norm_type=2\.0 of module"),
+    ]
+    for other, expected in cases:
+        _disagree(rank, [step, other], f"rank 0: {step_text}", expected)
+    # The forwards of the ranks differ, or only the backwards do.
+    _disagree(
+        rank, [step, no_sync], r"rank 0: the (for|back)ward for [^\n]*\n    rank 1: the (for|back)ward [^\n]*no_sync"
+    )
+    _disagree(
+        rank, [step, lambda: (evaluate(), step())], "rank 0: the (for|back)ward", r"rank 1: .*(no gradients|forward)"
+    )
+    loss = model(two, True)
+    _disagree(
+        rank, [loss.backward, lambda: model(two, True)], "rank 0: the backward for inputs", f"rank 1: {step_text}"
+    )
+    assert not (tmp_path / "never" / ".metadata").exists()
+    # Nothing was issued, so the ranks can continue.
+    optimizer.zero_grad()
+    step()
+    assert all(torch.equal(param.grad, before[n]) for n, param in model.named_parameters() if param.grad is not None)
+
+
+@on_ranks()
+def test_the_error_names_a_late_rank_which_raises_when_it_arrives(rank: int) -> None:
+    def run_eagerly(model: Any) -> None:
+        with tfs.eager(model) as module:
+            module(torch.ones(2, 4))
+
+    model = _jit(nn.Linear(4, 4), seconds=3)
+    run_eagerly(model)
+    if rank == 1:
+        dist.barrier()  # arrives, but too late
+    late = r"rank 1 did not come within \d+\.\d s:\n    rank 0: gathering inside eager"
+    _disagree(
+        rank,
+        [lambda: run_eagerly(model)] * 2,
+        r"disagree: the ranks did not come together|rank 0 did not come" if rank else late,
+    )
+    if rank == 0:
+        dist.barrier()
+    # The channel is closed for this model. The next model gets another one.
+    _disagree(rank, [lambda: run_eagerly(model)] * 2, r"has come to .* since")
+    run_eagerly(_jit(nn.Linear(4, 4)))
+
+
+def _fail_at_gather(model: Any, position: int) -> None:
+    """Run a forward that fails when it issues the gather of the bucket at ``position``."""
+    buckets = model._lc_transforms[-1].sharded.buckets
+    with mock.patch.object(buckets[position], "gather_into", side_effect=ArithmeticError("on demand")):
+        with pytest.raises(ArithmeticError, match="on demand"):
+            model(torch.ones(2, 4))
+
+
+@on_ranks()
+def test_ranks_that_an_exception_stopped_at_different_collectives_raise(rank: int) -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    model = _jit(layers, bucketing_strategy="layer", prefetch=0)
+    model(torch.ones(2, 4)).sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    _fail_at_gather(model, 2)  # all ranks stop at the same gather
+    model(torch.ones(2, 4)).sum().backward()  # so they can continue
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), grads, strict=True))
+    # The ranks stop at different gathers. Only the first was issued on both.
+    with mock.patch.object(model._lc_transforms[-1].sharded.buckets[1].transport, "all_gather", return_value=[]):
+        _fail_at_gather(model, 1 + rank)
+    _disagree(
+        rank,
+        [lambda: model(torch.ones(2, 4))] * 2,
+        r"rank 0: .* .this rank has issued 2 collectives fewer than planned, for example after an exception.",
+        r"rank 1: .* .this rank has issued 1 collectives fewer than planned, for example after an exception.",
+    )
+
+
+@on_ranks()
+def test_models_share_a_channel_and_do_not_accumulate_keys_in_the_store() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    counts = []
+    for _ in range(3):
+        model = thunder.jit(TwoBranches(), transforms=[fsdp(ranks=group)])
+        with tfs.eager(model) as module:
+            module(torch.ones(2, 4), True)
+        del model, module
+        dist.barrier()
+        counts.append((len(channel._channels), threading.active_count(), group.get_group_store().num_keys()))
+        dist.barrier()
+    assert counts[1] == counts[2], counts
+
+
+@on_ranks()
+def test_traces_agree_before_their_first_collective(rank: int) -> None:
+    x = torch.ones(2, 4)
+    model = _jit(TwoBranches(), sharding_strategy="zero3")
+    model(x, True).backward()
+    compiled = model._lc_transforms[-1].compiled[-1]
+    for trace in (compiled.forward, compiled.backward):
+        names = [b.sym.name for b in trace.bound_symbols]
+        agree, agreed = names.index("fsdp_agree"), names.index("fsdp_agreed")
+        first = next(i for i, name in enumerate(names) if name in ("fsdp_all_gather", "fsdp_reduce_scatter"))
+        assert agree < agreed < first, names
+        assert not any(b.sym.name in AGREEMENT for b in statements(trace))
+    assert "fsdp_agree(forward_0)\n" in str(compiled.forward)
+    # As with NCCL, where the round of agreement overlaps with the first gather.
+    with pipeline_patches.replacing(
+        "insert_agreement", lambda trace, c: insert_agreement(trace, start=c.start, before_issue=False)
+    ):
+        model = _jit(TwoBranches())
+        for left in (True, False):
+            model(x, left).backward()
+    for compiled in model._lc_transforms[-1].compiled:
+        names = [b.sym.name for b in compiled.forward.bound_symbols if b.sym.name.startswith("fsdp_")]
+        assert names[:4] == ["fsdp_agree", "fsdp_all_gather", "fsdp_agreed", "fsdp_wait_params"]
+    _disagree(rank, [lambda: model(x, rank == 0)] * 2, "rank 0: .*, True ", "rank 1: .*, False ")
+
+
+#
+# Computations: identical traces for inputs of equal shapes, else equal up to numbers derived from sizes
+#
+
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+
+DIFFERENT: dict[str, tuple[Forward, Forward]] = {
+    "a constant": (lambda m, x: m.b(m.a(x)) * 0.5, lambda m, x: m.b(m.a(x)) * 2.0),
+    "a dimension": (lambda m, x: torch.softmax(m.b(m.a(x)), 0), lambda m, x: torch.softmax(m.b(m.a(x)), 1)),
+    "the order of two layers": (lambda m, x: m.b(m.a(x)), lambda m, x: m.a(m.b(x))),
+    "the order of operands": (lambda m, x: torch.tanh(m.a(x) - m.b(x)), lambda m, x: torch.tanh(m.b(x) - m.a(x))),
+    "an operand": (lambda m, x: m.a(x) * m.b(x) + m.a(x), lambda m, x: m.a(x) * m.b(x) + m.b(x)),
+    "a flag": (lambda m, x: F.gelu(m.b(m.a(x))), lambda m, x: F.gelu(m.b(m.a(x)), approximate="tanh")),
+    "an index": (lambda m, x: m.b(m.a(x))[:, 1], lambda m, x: m.b(m.a(x))[:, 2]),
+    "the returned tensor": (lambda m, x: (m.a(x), m.b(x))[0] + 0, lambda m, x: (m.a(x), m.b(x))[1] + 0),
+    "a number of the module": (lambda m, x: m.b(m.a(x)) * m.scale, lambda m, x: m.b(m.a(x)) * m.other_scale),
+}
+
+
+class _Computes(nn.Module):
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale, self.other_scale = 0.5, 0.25
+        self.calls = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.calls(self, x).square().mean()
+
+
+def _computing(forward: Forward, **options: Any) -> Any:
+    # With one bucket, the collectives are the same whatever is computed.
+    return _jit(_Computes(forward), bucketing_strategy=10**6, **options)
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@on_ranks()
+def test_ranks_that_compile_different_computations_raise(rank: int, what: str) -> None:
+    model = _computing(DIFFERENT[what][rank])
+    with pytest.raises(ScheduleDisagreement, match="the collectives agree but the computations differ"):
+        model(torch.ones(3, 4))
+
+
+@on_ranks()
+def test_ranks_whose_cached_traces_differ_by_a_number_raise(rank: int) -> None:
+    model, x = _computing(lambda m, x: m.b(m.a(x)) * m.scale), torch.ones(3, 4)
+    for scale in (0.5, 2.0):
+        model._model.scale = scale
+        model(x).backward()
+    model._model.scale = (0.5, 2.0)[rank]
+    with pytest.raises(
+        ScheduleDisagreement, match=r"Their traces differ in line \d+:\n    rank 0: .*0\.5.*\n    rank 1: .*2\.0"
+    ):
+        model(x)
+    model._model.scale = 2.0
+    model(x).backward()
+
+
+def _other_shapes(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compute with every kind of number that can derive from the size of an input."""
+    rows = x.shape[0]
+    positions = torch.arange(rows, dtype=x.dtype) / rows
+    h = m.a(x).reshape(rows * 2, 2).reshape(x.shape) + positions[:, None]
+    h = h[: rows // 2 + 1] * rows**-0.5
+    return m.b(h).mean(0) - h.var(0)
+
+
+@on_ranks()
+def test_ranks_with_inputs_of_different_sizes_may_differ_by_numbers_derived_from_sizes(rank: int) -> None:
+    model = _computing(_other_shapes)
+    reference = _Computes(_other_shapes)
+    for step in range(6):
+        rows = 3 + (rank + step) % 4  # so that ranks compile alone, compile together, and run cached traces
+        x = torch.arange(4.0 * rows).reshape(rows, 4) / 10
+        loss, expected = model(x), reference(x)
+        assert torch.allclose(loss, expected)
+        loss.backward()
+    # Dimensions, and constants that derive from no size, are compared for all inputs.
+    for what in ("a dimension", "the order of two layers"):
+        other = _computing(DIFFERENT[what][rank])
+        with pytest.raises(ScheduleDisagreement, match="the computations differ"):
+            other(torch.ones(3 + rank, 4))
+    tenth = _computing(lambda m, x: m.b(m.a(x)) * (0.3, 0.7)[rank])
+    with pytest.raises(ScheduleDisagreement, match="the computations differ"):
+        tenth(torch.ones(3 + rank, 4))

@@ -29,7 +29,7 @@ import pickle
 import struct
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -71,11 +71,6 @@ class RoundAction:
 
     def cancel(self) -> None:
         """Record that the action will not be performed, after it was posted."""
-
-    def goes_with(self, tokens: Collection[tuple[int, ...]]) -> bool:
-        """Return whether ranks with these tokens, of which equal ones may be given once, do things that go together."""
-        same, inputs, exact, *_ = zip(*tokens, strict=True)
-        return len(set(same)) == 1 and len(set(zip(inputs, exact, strict=True))) == len(set(inputs))
 
     def apply_agreement(self, offered_bits: int, *, alike: bool) -> None:
         """Act on the bits that all ranks have offered, once the round is settled.
@@ -153,10 +148,9 @@ class Channel:
         self.pending = None
         self.rounds += 1
         self.tokens = self._tokens.gathered()
-        different = set(map(TOKEN.unpack, set(self.tokens)))
-        if not action.goes_with(different):
+        same, inputs, exact, offered, exchanged = zip(*map(TOKEN.unpack, set(self.tokens)), strict=True)
+        if len(set(same)) > 1 or len(set(zip(inputs, exact, strict=True))) > len(set(inputs)):
             raise self._disagreement(action, self.tokens)
-        *_, offered, exchanged = zip(*different, strict=True)
         self.last, self.is_alike = action, len(set(exchanged)) == 1
         action.apply_agreement(functools.reduce(operator.and_, offered), alike=self.is_alike)
 

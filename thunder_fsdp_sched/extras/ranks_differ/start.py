@@ -162,10 +162,10 @@ class DifferingStart(TraceStart):
         """Return what follows from the tokens of all ranks; the same ranks exchange for a new combination."""
         assert self.control.channel is not None
         tokens = self.control.channel.tokens
-        known: Any = {(digest, state) for _, digest, _, _, state in map(TOKEN.unpack, set(tokens))}
-        if len(known) > 1:
-            known = tuple((digest, state) for _, digest, _, _, state in map(TOKEN.unpack, tokens))
-        key = hash64(known)
+        different = {(digest, state) for _, digest, _, _, state in map(TOKEN.unpack, set(tokens))}
+        key: Any = next(iter(different))
+        if len(different) > 1:
+            key = hash64([(digest, state) for _, digest, _, _, state in map(TOKEN.unpack, tokens)])
         if key in self.registry.outcomes:
             return self.registry.outcomes[key]
         self.registry.forget_if_full()

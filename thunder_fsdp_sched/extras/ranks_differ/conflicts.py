@@ -1,0 +1,38 @@
+"""What does not go together with ranks that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...options import Options
+
+
+def refuse_conflicts(options: Options) -> None:
+    """Raise ValueError for options that ``ranks_may_differ`` excludes."""
+    for option, is_given, why in (
+        (
+            "all_reduce_hook",
+            options.all_reduce_hook,
+            "it may communicate, and ranks that differ call it at other places",
+        ),
+        (
+            "Sharding: secondary_ranks",
+            options.sharding_strategy.secondary_ranks,
+            "a rank that skips a bucket in forward has no secondary shard of it",
+        ),
+        (f"agree={options.agree!r}", options.agree != "step", "ranks find out in each step in what they differ"),
+    ):
+        if is_given:
+            raise ValueError(f"ranks_may_differ=True and {option}: pass one of them, because {why}")
+
+
+def refuse_join(**options: Any) -> None:
+    """Refuse ``torch.distributed.algorithms.Join``, which asks each of its members for this hook.
+
+    A rank that has joined does not call its optimizer, so its rows of all parameters would stop learning.
+    """
+    raise NotImplementedError(
+        "Join: a rank that has joined does not call its optimizer, so its rows of all parameters would stop learning. Let "
+        "all ranks make the same steps: fsdp(ranks_may_differ=True), `for batch in thunder_fsdp_sched.batches(model, "
+        "loader)`, and thunder_fsdp_sched.without_batch(model) in place of model(batch) where batch is None"
+    )
