@@ -75,7 +75,7 @@ def follow_order(
         no_sync: whether gradients accumulate.
     """
     bsyms = [bsym for bsym in statements(trace) if _stays(bsym)]
-    at: dict[tuple[Key, bool], int] = {(step.key, step.waits): position for position, step in _steps(bsyms)}
+    at: dict[tuple[Key, bool], int] = {(step.key, step.waits): position for position, step in steps_at(bsyms)}
     issued = [key for key, waits in at if not waits]
     defined = {out: position for position, bsym in enumerate(bsyms) for out in outs_of(bsym)}
     own, last_gradient = [], 0
@@ -129,10 +129,10 @@ def empty_trace(name: str, *, backward: bool = False) -> TraceCtx:
 
 def steps_of(trace: TraceCtx) -> list[Step]:
     """Return the program of a scheduled trace: the issues and waits of its collectives, in order."""
-    return [step for _, step in _steps(statements(trace))]
+    return [step for _, step in steps_at(statements(trace))]
 
 
-def _steps(bsyms: Sequence[BoundSymbol]) -> Iterator[tuple[int, Step]]:
+def steps_at(bsyms: Sequence[BoundSymbol]) -> Iterator[tuple[int, Step]]:
     """Yield the issues and waits of collectives with their positions."""
     of_future: dict[str, Key] = {}
     earlier: Counter[tuple[str, BucketKey]] = Counter()

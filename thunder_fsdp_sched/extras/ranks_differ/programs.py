@@ -33,7 +33,7 @@ Kept buckets that a rank has lost are gathered again by all of its ranks before 
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,13 +48,11 @@ from ...ranks.deadlock import find_fault
 from ...ranks.messages import Action
 from ...runtime.bucket import Bucket
 from ...runtime.row_dtensor import RowDTensor
-from .merging import ALL_REDUCE, GATHER, REDUCE, Key, Step, merge
-from .symbols import key_of
+from .follow_order import steps_at
+from .merging import GATHER, REDUCE, Key, Step, merge
 
 MOST_PROGRAMS = 256
 """How many programs of one kind ranks keep. One more, and all forget all of them, and exchange again those that they run."""
-
-KINDS = {"fsdp_all_gather": GATHER, "fsdp_reduce_scatter": REDUCE, "fsdp_all_reduce": ALL_REDUCE}
 
 
 class Program(NamedTuple):
@@ -102,29 +100,22 @@ class Program(NamedTuple):
 
 def read_program(trace: TraceCtx) -> tuple[Program, tuple[tuple[str, tuple[int, ...]], ...]]:
     """Return the program of a scheduled trace, and the name and members of each process group that it uses."""
-    bsyms, count = statements(trace), Counter[Any]()
-    key_of_future: dict[str, Key] = {}
+    bsyms = statements(trace)
     live = Analysis(bsyms)
     steps, marks, given, sources = [], [], [], []
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
-    for bsym, e in zip(bsyms, live.effects, strict=True):
-        if e.waits is not None and e.bucket is not None:
-            key = key_of_future[e.waits.future]
-            steps.append(Step(key, True))
-            if e.issues is None and (reader := live.first_read(outs_of(bsym))) is not None:
+    for position, step in steps_at(bsyms):
+        e, key = live.effects[position], step.key
+        steps.append(step)
+        if step.waits:
+            if (reader := live.first_read(outs_of(bsyms[position]))) is not None and e.unshards:
                 sources.append((key, source_of(bsyms[reader])))
-        issue = e.issues
-        if issue is None or issue.bucket is None or issue.group is None:
             continue
-        kind, bucket = KINDS[issue.kind], key_of(issue.bucket)
-        key = key_of_future[issue.future] = kind, bucket, count[kind, bucket]
-        count[kind, bucket] += 1
-        steps.append(Step(key, False))
-        group = issue.group.name or issue.group.description, tuple(issue.group.global_ranks)
-        marks.append((groups.setdefault(group, len(groups)), str(issue.marks)))
-        if kind == REDUCE:
-            missing = e.missing_gradients
-            given.append((key, tuple(i for i in range(len(issue.bucket.spec.params)) if i not in missing)))
+        assert e.issues is not None and e.issues.group is not None and e.bucket is not None
+        group = e.issues.group.name or e.issues.group.description, tuple(e.issues.group.global_ranks)
+        marks.append((groups.setdefault(group, len(groups)), str(e.issues.marks)))
+        if key[0] == REDUCE:
+            given.append((key, tuple(i for i in range(len(e.bucket.params)) if i not in e.missing_gradients)))
     guarded = sorted(e.ensures.bucket.spec.name for e in live.effects if e.ensures is not None)
     idle = sorted(e.bucket.spec.name for e in live.effects if e.runs is not None and e.bucket is not None)
     may = tuple(guarded), tuple(idle), any(e.communicates for e in live.effects)
