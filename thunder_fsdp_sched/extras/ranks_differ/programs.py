@@ -32,17 +32,19 @@ Kept buckets that a rank has lost are gathered again by all of its ranks before 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...ir.analysis import Analysis
-from ...ir.inspection import outs_of, source_of, statements
+from ...ir.inspection import is_library, outs_of, source_of, statements
 from ...ranks.control import Control, do_groups_match, hash64
 from ...ranks.deadlock import find_fault
 from ...ranks.messages import Action
@@ -64,7 +66,7 @@ class Program(NamedTuple):
         given: for each reduction the indices of the parameters that have gradients.
         may: names of the buckets that it gathers again or reduces if need be, and whether operators that are not ours
             communicate.
-        sources: the line of user code that reads each gathered bucket first; not part of the digest.
+        sources: where each gathered bucket is read first: a line of user code or an operator; not part of the digest.
     """
 
     steps: tuple[Step, ...] = ()
@@ -109,7 +111,7 @@ def read_program(trace: TraceCtx) -> tuple[Program, tuple[tuple[str, tuple[int, 
         steps.append(step)
         if step.waits:
             if (reader := live.first_read(outs_of(bsyms[position]))) is not None and e.unshards:
-                sources.append((key, source_of(bsyms[reader])))
+                sources.append((key, _place_of(bsyms[reader])))
             continue
         assert e.issues is not None and e.issues.group is not None and e.bucket is not None
         group = e.issues.group.name or e.issues.group.description, tuple(e.issues.group.global_ranks)
@@ -120,6 +122,13 @@ def read_program(trace: TraceCtx) -> tuple[Program, tuple[tuple[str, tuple[int, 
     idle = sorted(e.bucket.spec.name for e in live.effects if e.runs is not None and e.bucket is not None)
     may = tuple(guarded), tuple(idle), any(e.communicates for e in live.effects)
     return Program(tuple(steps), tuple(marks), tuple(given), may, tuple(sources)), tuple(groups)
+
+
+def _place_of(bsym: BoundSymbol) -> str:
+    """Return the line of user code that made a bound symbol, such as ``at model.py:17``, or the name of its operator."""
+    if bsym.source_filename is None or is_library(bsym.source_filename):
+        return f"in {bsym.sym.name}"
+    return f"at {os.path.basename(source_of(bsym))}"
 
 
 class Left(NamedTuple):
@@ -216,7 +225,7 @@ class Registry:
         self.programs[program.digest] = program
         self._order = []
         for key, source in program.sources:
-            self._sources.setdefault(key, f"rank {rank} reads it at {source}" if source else f"rank {rank} reads it")
+            self._sources.setdefault(key, f"rank {rank} reads it {source}")
 
     @property
     def order(self) -> list[Key]:
