@@ -132,6 +132,13 @@ def compile_ways(ways: Sequence[str], context: Callable[[], Any] = nullcontext, 
     return find_transform(model), found
 
 
+def with_mesh(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with two replicas in place of two shards, if they ask for that."""
+    if options.get("ranks") != "replicas":
+        return options
+    return {**options, "ranks": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))}
+
+
 def compute(trace: TraceCtx) -> list[tuple[str, tuple[str, ...]]]:
     """Return what a trace computes, without communication: operators and the names of their results."""
     return [(b.sym.name, outs_of(b)) for b in statements(trace) if not is_declared(b.sym) or effects(b).fills]
@@ -157,17 +164,14 @@ def issued(trace: TraceCtx) -> list[tuple[str, Any]]:
         ({"sharding_strategy": fs.Sharding("zero3", release=True)}, nullcontext),
         ({"max_memory": "1 GB"}, nullcontext),
         ({"sharding_strategy": "zero3"}, lambda: torch.autocast("cpu", torch.bfloat16)),
-        ({"sharding_strategy": "zero3", "mesh": True}, nullcontext),
+        ({"sharding_strategy": "zero3", "ranks": "replicas"}, nullcontext),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
 @pytest.mark.usefixtures("fake_ranks")
 def test_a_merged_trace_is_the_own_one_in_the_merged_order(options: dict[str, Any], context: Callable[[], Any]) -> None:
     torch.manual_seed(0)
-    if options.pop("mesh", False):
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-        options = {**options, "ranks": fs.Ranks(mesh=mesh)}
-    transform, ways = compile_ways(WAYS, context, **options)
+    transform, ways = compile_ways(WAYS, context, **with_mesh(options))
     buckets, steps = buckets_of(transform), [[], [], [], []]
     for half in range(2):
         order = merge([steps_of(way[half].trace) for way in ways])
@@ -234,14 +238,22 @@ def test_slots_of_a_merged_trace_keep_the_limit() -> None:
 HALVES = ("forward", "backward")
 
 
-@pytest.mark.parametrize("options", [{"sharding_strategy": "zero2"}, {"prefetch": 2, "accumulate": "sharded"}])
-@pytest.mark.parametrize("ways", [("013", "2"), ("310", None)])
+@pytest.mark.parametrize(
+    ("options", "ways"),
+    [
+        ({"sharding_strategy": "zero2"}, ("013", "2")),
+        ({"prefetch": 2, "accumulate": "sharded"}, ("310", None)),
+        ({"sharding_strategy": fs.Sharding("zero3", release=True), "ranks": "replicas"}, ("013", "2")),
+    ],
+)
 @on_ranks()
 def test_numbers_of_merged_traces(rank: int, options: dict[str, Any], ways: Sequence[str | None]) -> None:
     """A window of two micro-batches: all ranks get the mean of all gradients, and ``None`` for the same parameters."""
     torch.manual_seed(0)
     reference = Blocks().double()
-    model = thunder.jit(copy.deepcopy(reference), transforms=[fs.fsdp(**options, debug=fs.Debug(audit=False))])
+    model = thunder.jit(
+        copy.deepcopy(reference), transforms=[fs.fsdp(**with_mesh(options), debug=fs.Debug(audit=False))]
+    )
     transform, given = find_transform(model), defaultdict(set)
     cache = thunder.compile_stats(model).interpreter_cache
     xs = [torch.randn(2, 6, generator=torch.Generator().manual_seed(number)).double() for number in range(2)]
