@@ -72,6 +72,7 @@ class Start:
     name: str
     keys: frozenset[Key] = frozenset()
     left: list[str] = field(default_factory=list)
+    waiting: list[Any] = field(default_factory=list)
 
     def __repr__(self) -> str:
         return self.name
@@ -299,7 +300,7 @@ def test_gradients_of_a_backward_that_failed_are_not_added_later() -> None:
     transform, _ = compile_ways(WAYS[:1], accumulate="sharded")
     bucket, other = transform.sharded.buckets[:2]
     for run in (
-        lambda: wait_served_grads(bucket, None, False),
+        lambda: wait_served_grads(bucket, None, Start("backward_0"), False),
         lambda: serve_left(Start("backward_0"), bucket),
         lambda: reduce_unreduced(bucket),
     ):

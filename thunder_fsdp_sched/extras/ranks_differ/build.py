@@ -25,7 +25,7 @@ from ...transforms.insert_agreement import fsdp_audit_agreed
 from ...transforms.release_slots import release_extension, release_slots
 from .follow_order import follow_order
 from .merging import BucketKey, Key
-from .symbols import Serving, fsdp_serve_left
+from .symbols import Serving, fsdp_finish_served, fsdp_serve_left
 
 
 def build(
@@ -112,13 +112,15 @@ def _with_end(
     trace: TraceCtx, start: Serving, buckets: Collection[Bucket], context: Context, half: Literal["forward", "backward"]
 ) -> TraceCtx:
     """Insert what the ranks do together at the end, and in backward the statement that hands gradients over."""
-    end = [fsdp_audit_agreed.bind(start, output=None)] if context.options.debug.audit else []
+    end = [fsdp_finish_served.bind(start, output=None)]
+    if context.options.debug.audit:
+        end.append(fsdp_audit_agreed.bind(start, output=None))
     if half == "backward":
         of_all = [e for e in map(effects, trace.bound_symbols) if e.bucket is not None]
         done = dict.fromkeys(e.bucket for e in of_all if e.leaves or (e.collects and not context.no_sync))
         if not context.no_sync:
             left = [bucket for bucket in buckets if bucket.base is bucket and bucket not in done]
-            end.insert(0, fsdp_serve_left.bind(start, *left, output=None))
+            end.insert(1, fsdp_serve_left.bind(start, *left, output=None))
             done.update(dict.fromkeys(left))
         end.append(fsdp_backward_done.bind(context.no_sync, *done, output=None))
     return before_return(trace, *end, pass_name="fsdp: end of the merged trace")

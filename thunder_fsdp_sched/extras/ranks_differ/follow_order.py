@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from thunder.core import prims
@@ -13,7 +13,7 @@ from thunder.core.trace import TraceCtx, TraceTag, tracectx
 from ...ir.effects import effects
 from ...ir.inspection import UNPACKING, args_of, outs_of, statements, with_bound_symbols
 from ...runtime.bucket import Bucket
-from .merging import ALL_REDUCE, GATHER, REDUCE, BucketKey, Key, Own, Step, place
+from .merging import ALL_REDUCE, GATHER, REDUCE, SERVED_IN_FLIGHT, BucketKey, Key, Own, Step, place
 from .symbols import (
     Serving,
     fsdp_serve_all_reduce,
@@ -56,14 +56,14 @@ def follow_order(
         (t113,) = fsdp_wait_params(bucket_blocks_2, ft148)
         ...
         # for others: before the return
-        fsdp_wait_served(bucket_blocks_1, ft160)
+        fsdp_wait_served(bucket_blocks_1, ft160, forward_0)
 
     The rules:
 
     * All collectives are issued in the merged order. An own one stays where it is unless the order forces it to move: see
       ``merging.place``.
-    * One that is served is issued as early as the order allows. It is waited for before the next one is issued that is
-      served, or before the return, so that one slot is enough for all of them.
+    * One that is served is issued as early as the order allows. ``SERVED_IN_FLIGHT`` of them have a slot at a time, see
+      [Note: Served collectives in flight] in ``symbols``.
     * Gathers lose the marks of buckets that stay resident, and the trace its releases, which ``build`` inserts again, and
       its reductions of what windows have left in other buckets, which ``fsdp_serve_left`` does for all ranks.
 
@@ -107,7 +107,7 @@ def follow_order(
             waiting = bsyms[at[each.key, True]]
             if effects(waiting).issues is None:  # an all-reduce waits for its reduction
                 found.append((wait, waiting.from_bsym()))
-        found += [((len(bsyms) - 1, 1, len(placed)), bsym) for bsym in serving.wait("before the return")]
+        found += [((len(bsyms) - 1, 1, len(placed)), bsym) for bsym in serving.wait("before the return", most=0)]
     new.bound_symbols = [bsym for _, bsym in sorted(found, key=lambda each: each[0])]
     return new
 
@@ -167,7 +167,7 @@ def _without_marks(bsym: BoundSymbol) -> BoundSymbol:
 
 
 class _Serving:
-    """Makes the bound symbols with which a rank serves others, with one collective in flight."""
+    """Makes the bound symbols with which a rank serves others, with ``SERVED_IN_FLIGHT`` collectives in flight."""
 
     def __init__(
         self, start: Serving, sources: Mapping[Key, str], no_sync: bool, reduced_across: set[tuple[BucketKey, int]]
@@ -175,23 +175,23 @@ class _Serving:
         self._start, self._sources, self._no_sync = start, sources, no_sync
         self._reduced_across = reduced_across
         self._reduced: dict[tuple[BucketKey, int], BoundSymbol] = {}  # that an all-reduce follows
-        self._in_flight: BoundSymbol | None = None
+        self._in_flight: deque[BoundSymbol] = deque()
 
-    def wait(self, why: str) -> Iterator[BoundSymbol]:
-        """Yield the wait for what is in flight, if anything is."""
-        if (issue := self._in_flight) is not None:
-            self._in_flight = None
+    def wait(self, why: str, most: int) -> Iterator[BoundSymbol]:
+        """Yield the waits for the oldest in flight, so that at most ``most`` are left."""
+        while len(self._in_flight) > most:
+            issue = self._in_flight.popleft()
             bucket, future = issue.args[0], issue.output
             if issue.sym is fsdp_serve_gather:
-                wait = fsdp_wait_served.bind(bucket, future, output=None)
+                wait = fsdp_wait_served.bind(bucket, future, self._start, output=None)
             else:
-                wait = fsdp_wait_served_grads.bind(bucket, future, self._no_sync, output=None)
+                wait = fsdp_wait_served_grads.bind(bucket, future, self._start, self._no_sync, output=None)
             yield wait.from_bsym(header=f"for others: {why}")
 
     def issue(self, key: Key, bucket: Bucket) -> Iterator[BoundSymbol]:
-        """Yield the issue of a collective after the wait for the one before it."""
+        """Yield the issue of a collective, after a wait if too many are in flight."""
         kind, _, occurrence = key
-        yield from self.wait("before the next collective for others")
+        yield from self.wait("before the next collective for others", SERVED_IN_FLIGHT - 1)
         symbol, arguments = fsdp_serve_gather, [bucket, None, self._start, occurrence]
         if kind == REDUCE:
             symbol = fsdp_serve_reduce
@@ -203,5 +203,5 @@ class _Serving:
         if kind == REDUCE and key[1:] in self._reduced_across:
             self._reduced[key[1:]] = issue
         else:
-            self._in_flight = issue
+            self._in_flight.append(issue)
         yield issue

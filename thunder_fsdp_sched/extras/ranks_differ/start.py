@@ -89,6 +89,7 @@ class DifferingStart(TraceStart):
         self._state, self._state_hash = State(), 0
         self._make = make
         self._merged: Merged | None = None
+        self.waiting: list[Callable[[], object]] = []
         self._outcome = Outcome(False, True)
 
     def _missing(self) -> tuple[int, bool]:
@@ -149,6 +150,7 @@ class DifferingStart(TraceStart):
     def _begin_merged(self, *, is_ready: bool) -> None:
         """Build the merged trace unless all ranks have theirs, and count what it issues."""
         self.cancel()
+        self.waiting.clear()  # those of a run that failed
         if not is_ready:
             with self.control.all_or_none("whether each rank can take part in the collectives of the others"):
                 if self._merged is None or self._merged.version != self.registry.version:

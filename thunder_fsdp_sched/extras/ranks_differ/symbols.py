@@ -3,14 +3,22 @@
 A merged trace (``follow_order``) contains them in the place where the merged order has the collective::
 
     ft3 = fsdp_serve_gather(bucket_h_2, slot_1, forward_0, 0)    # issue; nothing reads slot_1
-    fsdp_wait_served(bucket_h_2, ft3)
+    fsdp_wait_served(bucket_h_2, ft3, forward_0)
     ft4 = fsdp_serve_reduce(bucket_h_2, slot_1, backward_0, 0)   # issue; slot_1 holds zeros, and what no_sync has left
-    fsdp_wait_served_grads(bucket_h_2, ft4, False)
+    fsdp_wait_served_grads(bucket_h_2, ft4, backward_0, False)
+    fsdp_finish_served(backward_0)
 
 With hybrid sharding, ``ft5 = fsdp_serve_all_reduce(bucket_h_2, ft4)`` is between the last two. The start of the trace
 knows in which of these collectives some rank takes part in this run. The others are left out: then the issue returns
 ``None``, and the wait accepts it. The last arguments of an issue are the start and the number of earlier collectives of this
 kind and bucket in the merged order.
+
+[Note: Served collectives in flight]
+A merged trace has few slots for served collectives, and waits for one before it needs the slot again. But in most runs most
+of them are left out, for example those of the experts that no rank uses. So a wait only says that the slot may be used
+from here on. The arena waits if something does use it (``Arena.wait_for_overlapping``), otherwise ``fsdp_finish_served``
+does at the end of the trace, where also the rows that were reduced are taken. If the waits blocked, a rank that serves one
+of eight towers would take twice as long.
 
 ``fsdp_serve_left(backward_0, bucket_h_0)`` is at the end of a merged backward that reduces gradients. It reduces what
 windows of any rank have left in buckets for which the trace has no reduction.
@@ -18,6 +26,8 @@ windows of any rank have left in buckets for which the trace has no reduction.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +61,9 @@ class Serving(Protocol):
 
     def serves(self, kind: str, bucket: Bucket, occurrence: int, /) -> bool:
         """Return whether a rank that shares the bucket takes part in this collective for itself, in this run."""
+
+    waiting: list[Callable[[], object]]
+    """Waits for served collectives at the end of the trace."""
 
     def serve_left(self) -> None:
         """Reduce what windows have left, on any rank, in buckets that no trace of this round reduces."""
@@ -94,15 +107,19 @@ def _serve_gather_meta(bucket: Bucket, *arguments: Any) -> FutureTensorProxy:
 fsdp_serve_gather = register("fsdp_serve_gather", serve_gather, _serve_gather_effects, _serve_gather_meta)
 
 
-def wait_served(bucket: Bucket, flight: InFlight | None) -> None:
+def wait_served(bucket: Bucket, flight: InFlight | None, start: Serving) -> None:
     if flight is not None:
-        assert flight.slot is not None
-        flight.slot.arena.finish(flight)
-        bucket.source.finish_copy()
+        start.waiting.append(partial(_finish_gather, bucket, flight))
+
+
+def _finish_gather(bucket: Bucket, flight: InFlight) -> None:
+    assert flight.slot is not None
+    flight.slot.arena.finish(flight)
+    bucket.source.finish_copy()
 
 
 def _wait_served_effects(bsym: BoundSymbol) -> Effects:
-    bucket, future = bsym.args
+    bucket, future, _ = bsym.args
     work = LocalWork(moved_at_once=bucket.transport.gather_traffic(bucket.spec).copied_after)
     return Effects(waits=Wait(future.name, (fsdp_serve_gather.name,)), work=work, bucket=bucket)
 
@@ -138,17 +155,15 @@ fsdp_serve_all_reduce = register(
 )
 
 
-def wait_served_grads(bucket: Bucket, flight: InFlight | None, no_sync: bool) -> None:
+def wait_served_grads(bucket: Bucket, flight: InFlight | None, start: Serving, no_sync: bool) -> None:
     if flight is None:
         bucket.accumulation.deferred = {}  # those of a backward that failed
-    elif no_sync:
-        accumulate_reduced(bucket, flight)
     else:
-        ops.wait_grads(bucket, flight)
+        start.waiting.append(partial(accumulate_reduced if no_sync else ops.wait_grads, bucket, flight))
 
 
 def _wait_served_grads_effects(bsym: BoundSymbol) -> Effects:
-    bucket, future, no_sync = bsym.args
+    bucket, future, _, no_sync = bsym.args
     issued_by = fsdp_serve_reduce if no_sync or bucket.ranks.replicas is None else fsdp_serve_all_reduce
     wait = Wait(future.name, (issued_by.name,))
     if no_sync:
@@ -161,6 +176,14 @@ def _wait_served_grads_effects(bsym: BoundSymbol) -> Effects:
 
 
 fsdp_wait_served_grads = register("fsdp_wait_served_grads", wait_served_grads, _wait_served_grads_effects)
+
+
+def finish_served(start: Serving) -> None:
+    while start.waiting:
+        start.waiting.pop(0)()
+
+
+fsdp_finish_served = register("fsdp_finish_served", finish_served, lambda bsym: Effects(work=LocalWork()))
 
 
 def serve_left(start: Serving, *buckets: Bucket) -> None:
