@@ -11,7 +11,6 @@ from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import unwrap_return_value
 from thunder.executors.passes import del_last_used
 
-from ...capture.garbage_collection import CollectsLess
 from ...ir.effects import effects
 from ...ir.inspection import before_return, has_backward
 from ...ir.registry import with_caches
@@ -52,25 +51,18 @@ def build(
         ValueError: the slots exceed ``max_unsharded_bytes``.
         VerificationError: the order cannot be followed.
     """
-    collects_less = CollectsLess()
-    collects_less.begin()
-    try:
-        forward = context.forward if half == "backward" else None
-        no_sync = context.no_sync and half == "backward"
-        merged = follow_order(trace, order=order, start=start, buckets=buckets, sources=sources, no_sync=no_sync)
-        merged = _with_slots(
-            merged, context, forward, trains=context.trains and (forward is not None or half == "forward")
-        )
-        merged = verify(merged, forward=forward, in_order=False)
-        merged = _with_end(merged, start, buckets.values(), context, half)
-        merged = del_last_used(merged, clear_mutable_collections=half == "backward")
-        if half == "forward":  # what Thunder does after the last hook of transforms
-            if not context.trains and has_backward(merged):
-                merged = unwrap_return_value(merged)
-            merged = transform_to_torch_types(merged)
-        return with_caches(merged)
-    finally:
-        collects_less.end()
+    forward = context.forward if half == "backward" else None
+    no_sync = context.no_sync and half == "backward"
+    merged = follow_order(trace, order=order, start=start, buckets=buckets, sources=sources, no_sync=no_sync)
+    merged = _with_slots(merged, context, forward, trains=context.trains and (forward is not None or half == "forward"))
+    merged = verify(merged, forward=forward, in_order=False)
+    merged = _with_end(merged, start, buckets.values(), context, half)
+    merged = del_last_used(merged, clear_mutable_collections=half == "backward")
+    if half == "forward":  # what Thunder does after the last hook of transforms
+        if not context.trains and has_backward(merged):
+            merged = unwrap_return_value(merged)
+        merged = transform_to_torch_types(merged)
+    return with_caches(merged)
 
 
 def _with_slots(trace: TraceCtx, context: Context, forward: TraceCtx | None, *, trains: bool) -> TraceCtx:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from thunder.core.trace import TraceCtx
 
+from ...capture.garbage_collection import CollectsLess
 from ...ir.analysis import NO_PENDING_GRADS
 from ...ir.registry import with_caches
 from ...passes import Context
@@ -240,6 +241,14 @@ class Maker:
         self._context = replace(context, computation=None, inputs=None)
 
     def __call__(self, start: DifferingStart) -> tuple[Callable[..., Any], Auditor | None]:
+        collects_less = CollectsLess()
+        collects_less.begin()
+        try:
+            return self._make(start)
+        finally:
+            collects_less.end()
+
+    def _make(self, start: DifferingStart) -> tuple[Callable[..., Any], Auditor | None]:
         context, transform, order = self._context, self._transform, start.registry.order
         bases = {bucket.spec.name: bucket for bucket in start.buckets}
         keys: dict[BucketKey, None] = dict.fromkeys(key_of(bucket) for bucket in start.buckets)
