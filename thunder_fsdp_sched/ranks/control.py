@@ -52,6 +52,9 @@ With ``agree="compile"`` or ``"never"`` there is no round in a step, so nothing 
 all steps: no gather is marked as one that may be left out, a kept bucket that backward no longer has is an error, and a
 parameter has a gradient whether or not it was used.
 
+With ``ranks_may_differ``, programs, gradients of ``no_sync`` and lost buckets may differ, and nothing is compared when a
+trace is compiled: see [Note: Ranks that differ] in ``extras.ranks_differ.programs``.
+
 These are decided alone, because they change nothing that is sent: whether a cast of a shard is made again, which memory is
 freed, when the host waits.
 
