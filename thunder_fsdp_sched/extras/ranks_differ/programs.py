@@ -298,6 +298,9 @@ def _must_merge(
     """Return whether the ranks cannot run their own traces, the same on all ranks."""
     everyone = tuple(programs)
     left_of = {rank: dict(report.state.left) for rank, report in reports.items()}
+    for rank, program in programs.items():
+        if left_of[rank].keys() - reduced[id(program)].keys() - {*program.may[1]}:
+            return True  # no rank has a batch, so their traces do not reduce what is left
     shared = {
         (name, reports[rank].ranks_of.get(name, everyone))
         for rank, program in programs.items()
