@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from device import DEVICE
 from garbage import Collecting, drop_in_a_cycle
 from random_histories import Action, Mode, Scenario, ScenarioModel
+from random_models import RandomModel
 from scenario import Run, loss_of
 
 
@@ -55,6 +56,7 @@ class HistoryRunner(Run):
     """This rank's sharded model and the unsharded models of all ranks, driven by the same actions.
 
     Attributes:
+        make_model: makes the model of a scenario.
         mismatch: the first difference found; nothing is compared after it.
         version: number of parameter updates that autograd can detect.
         scale: product of the factors by which ``.data`` was multiplied.
@@ -62,10 +64,12 @@ class HistoryRunner(Run):
         backwards: number of backwards, each of which frees the memory of unsharded parameters if ``release`` says so.
     """
 
+    make_model: Callable[[Any], RandomModel] = ScenarioModel
+
     def __init__(self, scenario: Scenario, *, folder: Path, **options: Any) -> None:
         self.scenario, self.folder, self.saves, self.world_size = scenario, folder, 0, dist.get_world_size()
         optimizer = partial(_optimizer, scenario)
-        super().__init__(ScenarioModel(scenario), tolerance=scenario.tolerance, optimizer=optimizer, **options)
+        super().__init__(self.make_model(scenario), tolerance=scenario.tolerance, optimizer=optimizer, **options)
         self.expected = dict(self.reference.named_parameters())
         self.params = {name: self.model.get_parameter(name) for name in self.expected}
         self.trainable = {name: param.requires_grad for name, param in self.expected.items()}

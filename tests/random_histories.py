@@ -71,7 +71,7 @@ class Action:
 
     def __repr__(self) -> str:
         given = [f"{f.name}={v!r}" for f in fields(self)[1:] if (v := getattr(self, f.name)) != f.default]
-        return f"Action({', '.join([repr(self.kind), *given])})"
+        return f"{type(self).__name__}({', '.join([repr(self.kind), *given])})"
 
 
 PHRASES: dict[tuple[str, ...], int] = {
@@ -181,7 +181,7 @@ def scenarios(draw: Any, *, histories: int, world_size: int, phrases: int = 6) -
         model = replace(model, blocks=tuple(replace(b, kind="mlp") if b.kind == "norm" else b for b in model.blocks))
     number = st.integers(0, len(model.blocks) - 1)
     other = tuple(draw(st.lists(number, min_size=1, max_size=3)))
-    model, other = _without_scalars_used_twice(model, other)
+    model, other = without_scalars_used_twice(model, other)
     mode = st.builds(
         Mode,
         batch=st.sampled_from([3, 3, 2]),
@@ -210,7 +210,7 @@ def scenarios(draw: Any, *, histories: int, world_size: int, phrases: int = 6) -
     return replace(scenario, histories=tuple(drawn))
 
 
-def _without_scalars_used_twice(model: ModelSpec, other: tuple[int, ...]) -> tuple[ModelSpec, tuple[int, ...]]:
+def without_scalars_used_twice(model: ModelSpec, other: tuple[int, ...]) -> tuple[ModelSpec, tuple[int, ...]]:
     """Replace 0-dim parameters that are used twice: Thunder computes wrong gradients for them, even unsharded."""
     blocks = [
         replace(block, kind="linear") if block.kind == "scale" and other.count(index) > 1 else block

@@ -244,16 +244,17 @@ def _tie(source: nn.Module, target: nn.Module) -> None:
 
 
 @st.composite
-def models(draw: Any) -> ModelSpec:
+def models(draw: Any, *, least: int = 1, most: int = 3) -> ModelSpec:
+    """Draw a model with so many blocks at least and at most."""
     width = draw(st.integers(2, 6))
     # Mostly float64: where both dtypes occur, each change starts a new bucket.
     dtypes = st.sampled_from([True, True, True, False])
     block = st.builds(
         BlockSpec, st.sampled_from(KINDS), st.integers(1, 7), st.sampled_from([False, False, True]), dtypes
     )
-    blocks = draw(st.lists(block, min_size=1, max_size=3))
+    blocks = draw(st.lists(block, min_size=least, max_size=most))
     number = st.integers(0, len(blocks) - 1)
-    order = tuple(draw(st.lists(number, min_size=1, max_size=3)))
+    order = tuple(draw(st.lists(number, min_size=1, max_size=most)))
     pairs = st.tuples(number, number).filter(lambda pair: pair[0] < pair[1])
     tied = tuple(draw(st.lists(pairs, max_size=1))) if len(blocks) > 1 else ()
     decay = draw(st.booleans())
@@ -266,9 +267,9 @@ def models(draw: Any) -> ModelSpec:
 
 
 @st.composite
-def cases(draw: Any, *, numeric: bool = False) -> Case:
+def cases(draw: Any, *, numeric: bool = False, least: int = 1, most: int = 3) -> Case:
     """Draw a case. ``numeric`` excludes options that change results by more than rounding (lower precision)."""
-    model = draw(models())
+    model = draw(models(least=least, most=most))
     strategy = draw(st.sampled_from(["zero2", "zero3", "zero3"]))
     sharding = Sharding(strategy)
     options: dict[str, Any] = {
