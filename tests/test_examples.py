@@ -111,6 +111,13 @@ def test_a_loss_in_chunks_gathers_the_head_once_and_needs_less_than_half_of_the_
     assert compiled.memory.peak.nbytes < unchunked.memory.peak.nbytes / 2
 
 
+@on_ranks()
+def test_ranks_that_differ_end_together_with_the_weights_of_one_process() -> None:
+    steps, difference = load("ranks_differ").main(check=True)
+    assert steps == 8
+    assert difference < 1e-9
+
+
 def from_scratch() -> ModuleType:
     with warnings.catch_warnings():
         return load("from_scratch")
