@@ -1,0 +1,61 @@
+"""Random histories of ranks that differ: gradients and parameters are those of the unsharded model.
+
+``-m long`` tries about 300 histories; ``histories.py`` is a command that runs any number. A failure prints a call of
+:func:`replay` that reproduces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from thunder_fsdp_sched import Sharding
+
+import pytest
+from differing_runner import replay
+from histories import Call, DifferingScenario, RankAction, differing_scenarios
+from random_histories import WINDOW, Mode
+from random_models import BlockSpec, ModelSpec, draw_numbered
+from ranks import Ranks
+
+_long = partial(pytest.param, marks=pytest.mark.long)
+
+forward, in_window = partial(RankAction, "forward"), partial(RankAction, "forward", mode=1)
+backward = RankAction("backward", loss_index=-1)
+
+FOUND = {
+    "no rank has a batch in the backward that ends a window": (
+        in_window(calls=(0, 0)),
+        backward,
+        forward(calls=(None, None)),
+        backward,
+    ),
+}
+"""Histories that were wrong once."""
+
+
+def test_histories_that_were_wrong(ranks: Ranks) -> None:
+    linear = BlockSpec("linear", 1, False, True)
+    replay(
+        ranks,
+        DifferingScenario(
+            ModelSpec(2, (linear, linear), (), (), False),
+            {"sharding_strategy": Sharding()},
+            modes=(Mode(), WINDOW),
+            ways=((0,), (1, 0)),
+            calls=(Call(0), Call(1)),
+            hooks=True,
+            histories=tuple(FOUND.values()),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "number", "histories"),
+    [(2, 0, 12), (2, 1, 12), *(_long(size, number, 20) for size in (2, 3, 4) for number in range(2, 7))],
+)
+def test_ranks_that_differ_have_the_gradients_of_the_unsharded_model(
+    workers: Callable[[int], Ranks], world_size: int, number: int, histories: int
+) -> None:
+    strategy = differing_scenarios(histories=histories, world_size=world_size)
+    replay(workers(world_size), draw_numbered(strategy, 1000 * world_size + number))
