@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import Ranks, fsdp, transform
+from thunder_fsdp_sched import Ranks, fsdp, transform, without_batch
 from thunder_fsdp_sched.capture.records import Record
 from thunder_fsdp_sched.capture.repetition import RECENT
 from thunder_fsdp_sched.private_torch import process_groups
@@ -66,6 +66,31 @@ def test_dropped_models_release_all_resources() -> None:
     assert after["threads"] < before["threads"] and after["descriptors"] < before["descriptors"]
     if BACKEND == "gloo":  # nothing may keep the connections of a group, with its three threads
         assert after["threads"] <= before["threads"] - 3 * len(ended), (before, after)
+
+
+class _Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        x = self.first(x)
+        return (self.left(x) if left else self.right(x)).sum()
+
+
+@on_ranks(2)
+def test_dropped_models_whose_ranks_differ_release_their_memory(rank: int) -> None:
+    x = torch.ones(2, 4)
+    for use in ("alike", "branches", "without a batch"):
+        ours = fsdp(ranks_may_differ=True)
+        model = thunder.jit(_Branches(), transforms=[ours])
+        loss = without_batch(model) if rank == 1 and use == "without a batch" else model(x, rank == 0 or use == "alike")
+        loss.backward()
+        bucket = ours.sharded.buckets[0]
+        refs = [weakref.ref(o) for o in (ours, model, bucket, bucket.arena, bucket.shard)]
+        del ours, model, bucket, loss
+        gc.collect()
+        assert not [ref() for ref in refs if ref() is not None], use
 
 
 @on_ranks(2)

@@ -69,6 +69,11 @@ class RoundAction:
         """Return lines to compare if the descriptions of ranks are equal; may be empty."""
         return ()
 
+    @property
+    def remembered(self) -> RoundAction:
+        """The action whose description a channel keeps until its next round, without what belongs to a module."""
+        return self
+
     def cancel(self) -> None:
         """Record that the action will not be performed, after it was posted."""
 
@@ -151,7 +156,7 @@ class Channel:
         same, inputs, exact, offered, exchanged = zip(*map(TOKEN.unpack, set(self.tokens)), strict=True)
         if len(set(same)) > 1 or len(set(zip(inputs, exact, strict=True))) > len(set(inputs)):
             raise self._disagreement(action, self.tokens)
-        self.last, self.is_alike = action, len(set(exchanged)) == 1
+        self.last, self.is_alike = action.remembered, len(set(exchanged)) == 1
         action.apply_agreement(functools.reduce(operator.and_, offered), alike=self.is_alike)
 
     def gather(self, value: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from ...ir.registry import with_caches
 from ...passes import Context
 from ...private_thunder import without_calls
 from ...proof.audit import Auditor, audited, fsdp_audit
-from ...ranks.channel import TOKEN
+from ...ranks.channel import TOKEN, RoundAction
 from ...ranks.control import AgreedProgram, Computation, hash64
 from ...runtime.autograd import requested
 from ...runtime.bucket import Bucket
@@ -92,6 +92,11 @@ class DifferingStart(TraceStart):
         self._merged: Merged | None = None
         self.waiting: list[Callable[[], object]] = []
         self._outcome = Outcome(False, True)
+        self._remembered = RoundAction(self.describe())
+
+    @property
+    def remembered(self) -> RoundAction:
+        return self._remembered
 
     def _missing(self) -> tuple[int, bool]:
         missing, waits = super()._missing()
