@@ -28,6 +28,7 @@ compares this table with the code:
 | `ir.observation` | `_cache`: facts on operators | kept | |
 | `ir.observation` | `_quiet`: filters of warnings, a logger | restored if another thread had changed them | |
 | `extras.checkpoint.storage` | `_numpy_is_safe`: torch's safe globals | the same | |
+| `extras.ranks_differ.programs` | `_differences`, `_stepped`: models, optimizers | kept | |
 | `logs` | `_compile_ids`, `_followers` | kept: numbers in logs, and open `with` blocks | |
 
 What the package changes in Python, torch and Thunder (docs/how-it-works.md says when):
@@ -39,6 +40,7 @@ What the package changes in Python, torch and Thunder (docs/how-it-works.md says
 | `private_thunder` | Thunder's table of functions that its interpreter calls in place of others | kept | |
 | `ir.registry` | `executor` in Thunder's registry | kept | |
 | `runtime.names`, `sharding.shard_module` | torch's hooks after and before steps of any optimizer | kept | |
+| `extras.ranks_differ.programs` | a hook after steps of any optimizer | kept | |
 | `capture.garbage_collection` | thresholds of the collector while a model compiles | kept | |
 | `extras.checkpoint.beside` | exit hook, thread of a save | the hook finds no save | `sys.stderr` is wrapped if it failed |
 | `extras.checkpoint.writer_process` | a process that writes | the parent's | it ends when its connection does |
