@@ -109,12 +109,13 @@ fsdp_serve_gather = register("fsdp_serve_gather", serve_gather, _serve_gather_ef
 
 def wait_served(bucket: Bucket, flight: InFlight | None, start: Serving) -> None:
     if flight is not None:
-        start.waiting.append(partial(_finish_gather, bucket, flight))
+        assert flight.slot is not None
+        # Without `flight`, which keeps what it sends until its slot is used again.
+        start.waiting.append(partial(_finish_gather, bucket, flight.slot))
 
 
-def _finish_gather(bucket: Bucket, flight: InFlight) -> None:
-    assert flight.slot is not None
-    flight.slot.arena.finish(flight)
+def _finish_gather(bucket: Bucket, slot: Slot) -> None:
+    slot.arena.wait_for_overlapping(slot)
     bucket.source.finish_copy()
 
 
