@@ -67,10 +67,11 @@ class Ranks:
 
     Args:
         world_size: number of workers.
+        has_group: whether there is one; otherwise each function makes its own.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, *, has_group: bool = True) -> None:
+        self.world_size, self._has_group = world_size, has_group
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._starts = itertools.count()
         self._processes: list[Any] = []
@@ -115,7 +116,9 @@ class Ranks:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(rank, self.world_size, store, self._stack_file(rank), theirs), daemon=True
+                target=_work,
+                args=(rank, self.world_size, store if self._has_group else None, self._stack_file(rank), theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -162,13 +165,13 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def worker_pool() -> Iterator[Callable[[int], Ranks]]:
-    """Workers by their number, which end with the context."""
+def worker_pool(*, has_group: bool = True) -> Iterator[Callable[[int], Ranks]]:
+    """Workers by their number, which end with the context; see :class:`Ranks`."""
     started: dict[int, Ranks] = {}
 
     def of_size(world_size: int) -> Ranks:
         if world_size not in started:
-            started[world_size] = Ranks(world_size)
+            started[world_size] = Ranks(world_size, has_group=has_group)
         return started[world_size]
 
     yield of_size
@@ -244,14 +247,15 @@ def _destroy_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def _work(rank: int, world_size: int, store: Path, stacks: Path, connection: Connection) -> None:
+def _work(rank: int, world_size: int, store: Path | None, stacks: Path, connection: Connection) -> None:
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         torch.set_num_threads(1)
         use_device(rank)
-        dist.init_process_group(
-            BACKEND, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
-        )
+        if store is not None:
+            dist.init_process_group(
+                BACKEND, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
+            )
         while True:
             try:
                 job = connection.recv_bytes()
@@ -262,8 +266,9 @@ def _work(rank: int, world_size: int, store: Path, stacks: Path, connection: Con
                 torch.manual_seed(0)
                 with backward_on("alternating"):
                     report = pickle.dumps((True, fn(rank, world_size, *args, **kwargs)))
-                dist.barrier()  # no rank continues while another is still in this function
-                _destroy_groups()
+                if store is not None:
+                    dist.barrier()  # no rank continues while another is still in this function
+                    _destroy_groups()
                 torch.set_default_dtype(torch.float32)
                 torch.set_grad_enabled(True)
             except BaseException:

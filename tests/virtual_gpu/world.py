@@ -131,15 +131,26 @@ def run(
 
 
 @contextlib.contextmanager
-def virtual_rank(rank: int, world_size: int, *, set_device: bool = True, bind_device: bool = False) -> Iterator[Rank]:
-    """Run the context as one rank, on virtual GPUs, with fake tensors and a process group. At its end, undo everything."""
+def virtual_rank(
+    rank: int,
+    world_size: int,
+    *,
+    set_device: bool = True,
+    bind_device: bool = False,
+    open_channel: Callable[[Any, str], Any] = lambda group, name: None,
+) -> Iterator[Rank]:
+    """Run the context as one rank, on virtual GPUs, with fake tensors and a process group. At its end, undo everything.
+
+    Args:
+        open_channel: returns the channel of a process group; by default ranks assume that they agree.
+    """
     guard = library()
     log = Log(rank)
     cuda = Cuda(log, DEVICES)
     recording = Recording(log, Memory(log, cuda.key), cuda)
     device = torch.device("cuda", rank % DEVICES)
     with contextlib.ExitStack() as stack:
-        for where, name, value in _replacements(recording, assume_agreement=True):
+        for where, name, value in _replacements(recording, open_channel):
             stack.enter_context(mock.patch.object(where, name, value, create=name in ("ProcessGroupNCCL", "type")))
         guard.virtual_gpu_set_available(1)
         stack.callback(guard.virtual_gpu_set_available, 0)
@@ -175,7 +186,7 @@ def _use_current(guard: Any) -> contextlib.AbstractContextManager[None]:
     return use()
 
 
-def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[tuple[Any, str, Any]]:
+def _replacements(recording: Recording, open_channel: Callable[[Any, str], Any]) -> Iterator[tuple[Any, str, Any]]:
     """Yield the attributes that are replaced during a run: owner, name, new value."""
     memory = recording.memory
     for name, value in recording.cuda.replacements().items():
@@ -223,9 +234,8 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
     for module in (shard_module, unsharded):
         yield module, "retire", lambda param, label: weakref.ref(param)  # a fake tensor has no second class
     yield blank, "is_blank", lambda tensor: False  # fake tensors have no values
-    if assume_agreement:  # ranks run one after the other, so they cannot communicate
-        yield control, "open_channel", lambda group, name: None
-        yield process_groups, "_level_group_counts", lambda *ranks: []
+    yield control, "open_channel", open_channel
+    yield process_groups, "_level_group_counts", lambda *ranks: []
 
 
 def _type_of(value: Any) -> type:
