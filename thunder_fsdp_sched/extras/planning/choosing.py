@@ -180,7 +180,8 @@ class Chooser:
         """
         control, found = self.sharded.control, self.sharded.found
         if control.is_single_rank or self.options.ranks_may_differ:  # they may compile alone
-            return self._search_all()
+            with control.announcing_failure(_SEARCH):
+                return self._search_all()
         computation = computation_of(self.joint, ()).comparable
         kind = hash64(self.traces.no_sync, *computation)
         if kind not in found or not self._allows(found[kind]):
