@@ -35,7 +35,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -202,7 +202,9 @@ class Registry:
     """The programs of one kind that all ranks have exchanged, the same on all of them.
 
     Attributes:
-        version: how often it has changed.
+        order: the collectives of all programs in one order.
+        version: how often that has changed.
+        sources: which rank reads each gathered bucket, and where.
         outcomes: what follows from combinations of programs and states, by their hashes.
     """
 
@@ -210,34 +212,23 @@ class Registry:
         self.version = 0
         self.programs: dict[int, Program] = {}
         self.outcomes: dict[Any, Outcome] = {}
-        self._order: list[Key] = []
-        self._sources: dict[Key, str] = {}
+        self.order: list[Key] = []
+        self.sources: dict[Key, str] = {}
 
     def forget_if_full(self) -> None:
         """Forget everything if it has become too much, which happens in the same round on all ranks."""
         if len(self.programs) >= MOST_PROGRAMS or len(self.outcomes) >= 64 * MOST_PROGRAMS:
-            self.version += 1
-            self.programs, self.outcomes, self._order, self._sources = {}, {}, [], {}
+            self.programs, self.outcomes, self.sources = {}, {}, {}
 
-    def add(self, rank: int, program: Program) -> None:
-        """Add the program that a rank has sent."""
-        self.version += 1
-        self.programs[program.digest] = program
-        self._order = []
-        for key, source in program.sources:
-            self._sources.setdefault(key, f"rank {rank} reads it {source}")
-
-    @property
-    def order(self) -> list[Key]:
-        """The collectives of all programs in one order."""
-        if not self._order:
-            self._order = merge([program.steps for program in self.programs.values()])
-        return self._order
-
-    @property
-    def sources(self) -> Mapping[Key, str]:
-        """Who reads each gathered bucket, and where."""
-        return self._sources
+    def add(self, programs: Mapping[int, Program]) -> None:
+        """Add the programs that ranks have sent, by global rank."""
+        for rank, program in programs.items():
+            self.programs[program.digest] = program
+            for key, source in program.sources:
+                self.sources.setdefault(key, f"rank {rank} reads it {source}")
+        order = merge([program.steps for program in self.programs.values()])
+        self.version += order != self.order
+        self.order = order
 
 
 def find_outcome(programs: Mapping[int, Program], reports: Mapping[int, Report], buckets: Sequence[Bucket]) -> Outcome:
@@ -321,16 +312,18 @@ class Differences:
     Attributes:
         registries: the programs of each kind of trace.
         history: a number that depends on which optimizers have stepped the model, and how often.
+        steps: how often optimizers have; and what the last one has stepped.
     """
 
     def __init__(self) -> None:
         self.registries: dict[Any, Registry] = defaultdict(Registry)
         self.history = 0
+        self.steps, self.last_step = 0, ""
 
 
 _differences: weakref.WeakKeyDictionary[Control, Differences] = weakref.WeakKeyDictionary()
-_stepped: weakref.WeakKeyDictionary[Any, tuple[int, dict[Control, int]]] = weakref.WeakKeyDictionary()
-"""How many parameters each optimizer has, and for each model a hash of their names."""
+_stepped: weakref.WeakKeyDictionary[Any, tuple[int, dict[Control, tuple[int, str]]]] = weakref.WeakKeyDictionary()
+"""How many parameters each optimizer has, and of those that all ranks of a model share, a hash and a text of the names."""
 
 
 def differences_of(control: Control) -> Differences:
@@ -341,20 +334,19 @@ def differences_of(control: Control) -> Differences:
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Let the history of each model that an optimizer steps be another one; the order of steps does not matter."""
     number = sum(len(group["params"]) for group in optimizer.param_groups)
-    known, hashes = _stepped.get(optimizer, (-1, {}))
+    known, of_models = _stepped.get(optimizer, (-1, {}))
     if known != number:
         names: dict[Control, list[str]] = defaultdict(list)
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             found = param.rows.in_bucket if isinstance(param, RowDTensor) else None
-            if found is not None and (control := found[0].base.control) in _differences:
-                names[control].append(param.rows.label)
-        hashes = {control: hash64(*sorted(labels)) for control, labels in names.items()}
-        _stepped[optimizer] = number, hashes
-    for control, hashed in hashes.items():
-        _differences[control].history = (_differences[control].history + hashed) % (1 << 62)
+            if found is not None and found[0].is_on_all_ranks and found[0].base.control is not None:
+                names[found[0].base.control].append(param.rows.label)
+        of_models = {c: (hash64(*sorted(n)), f"{n[0]} and {len(n) - 1} more") for c, n in names.items()}
+        _stepped[optimizer] = number, of_models
+    for control, (hashed, text) in of_models.items():
+        differences = differences_of(control)
+        differences.history = (differences.history + hashed) % (1 << 62)
+        differences.steps, differences.last_step = differences.steps + 1, text
 
 
 register_optimizer_step_post_hook(_count_step)
-
-Build = Callable[[Sequence[Key], Mapping[Key, str]], Callable[..., Any]]
-"""Builds a merged trace along an order, with a line for each gathered bucket that says who reads it; returns its program."""

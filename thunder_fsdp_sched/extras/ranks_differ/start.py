@@ -37,8 +37,9 @@ from .programs import (
 )
 from .symbols import bucket_with_key, key_of
 
-_READY = 1
-"""The bit of a rank that has the merged trace for the latest registry. No kept bucket needs it: see ``State``."""
+_READY, _AUDITED = 1, 2
+"""The bits of a rank that has the merged trace for the latest registry, and of one that does not audit it. No kept bucket
+needs them: see ``State``."""
 
 
 class Merged(NamedTuple):
@@ -98,10 +99,18 @@ class DifferingStart(TraceStart):
     def remembered(self) -> RoundAction:
         return self._remembered
 
+    def describe(self) -> str:
+        steps, last = self.differences.steps, self.differences.last_step
+        return super().describe() + (f", after {steps} steps of optimizers, of {last} in the last one" if steps else "")
+
     def _missing(self) -> tuple[int, bool]:
         missing, waits = super()._missing()
-        is_ready = self._merged is not None and self._merged.version == self.registry.version
-        return (missing & ~KEPT_BITS) | (0 if is_ready else _READY), waits
+        missing &= ~KEPT_BITS
+        if self._merged is None or self._merged.version != self.registry.version:
+            missing |= _READY | _AUDITED
+        elif self._merged.auditor is not None and not self._merged.auditor.done:
+            missing |= _AUDITED
+        return missing, waits
 
     def _find_unused(self) -> int:
         """Find the state of this rank and return a hash; 0 if there is nothing to tell."""
@@ -151,7 +160,9 @@ class DifferingStart(TraceStart):
                 bucket.accumulation.from_others = others
         if outcome.merges:
             self._agree_on_unused(True)
-            self._begin_merged(is_ready=bool(offered_bits & _READY) and version == self.registry.version)
+            is_ready = bool(offered_bits & _READY) and version == self.registry.version
+            self._ends_with_audit = not (is_ready and offered_bits & _AUDITED)
+            self._begin_merged(is_ready=is_ready)
 
     def _begin_merged(self, *, is_ready: bool) -> None:
         """Build the merged trace unless all ranks have theirs, and count what it issues."""
@@ -161,7 +172,6 @@ class DifferingStart(TraceStart):
             with self.control.all_or_none("whether each rank can take part in the collectives of the others"):
                 if self._merged is None or self._merged.version != self.registry.version:
                     self._merged = Merged(self.registry.version, *self._make(self))
-            self._ends_with_audit = True
         left = sum(whole + (b.ranks.replicas is not None) for b, whole in self._left_buckets())
         self._begun = 2 * (len(self._outcome.active) + left)
         self.control.issue_counts.expected += self._begun
@@ -182,9 +192,7 @@ class DifferingStart(TraceStart):
         ranks_of = {b.spec.name: tuple(b.ranks.all_ranks) for b in self.buckets if not b.is_on_all_ranks}
         report = Report(self.program if is_first else None, tuple(self.groups), ranks_of, self._state)
         reports: dict[int, Report] = self.control.gather_settled(f"what the {self.text} of a rank sends", report)
-        for rank, theirs in reports.items():
-            if theirs.program is not None:
-                self.registry.add(rank, theirs.program)
+        self.registry.add({rank: theirs.program for rank, theirs in reports.items() if theirs.program is not None})
         programs = {rank: self.registry.programs[digest] for rank, digest in zip(reports, digests, strict=True)}
         outcome = find_outcome(programs, reports, self.buckets)
         self.registry.outcomes[key] = outcome
@@ -282,4 +290,5 @@ class Maker:
         memory, control, forward = transform.sharded.pre_shard_storage, start.control, context.forward
         checked = audited(merged, forward=forward, pre_shard_storage=memory, stats=(), control=control, start=start)
         auditor = next(bsym.args[0] for bsym in checked.bound_symbols if bsym.sym is fsdp_audit)
+        start.auditing.discard(auditor)  # that set is for the own trace
         return with_caches(checked).python_callable(), auditor
