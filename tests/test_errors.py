@@ -117,6 +117,23 @@ def test_errors_name_options_that_exclude_each_other(options: dict[str, Any], me
         Sharding("zero2", **options)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("all_reduce_hook", lambda name, gradients: None),
+        ("Sharding: secondary_ranks", Sharding(secondary_ranks=2)),
+        ("agree='compile'", "compile"),
+        ("agree='never'", "never"),
+    ],
+)
+def test_errors_name_what_ranks_that_differ_cannot_have(option: str, value: Any) -> None:
+    name = "sharding_strategy" if option.startswith("Sharding") else option.partition("=")[0]
+    with pytest.raises(ValueError, match=f"ranks_may_differ=True and {option}: pass one of them, because"):
+        fsdp(ranks_may_differ=True, **{name: value})
+    with pytest.raises(TypeError, match=r"ranks_may_differ: .*got 1"):
+        fsdp(ranks_may_differ=1)  # type: ignore[arg-type]
+
+
 def test_errors_name_a_field_of_a_policy_that_is_no_dtype() -> None:
     with pytest.raises(ValueError, match="mp_policy: param_dtype must be a floating-point dtype, got 'bf16'"):
         fsdp(mp_policy=MixedPrecisionPolicy(param_dtype="bf16"))  # type: ignore[arg-type]

@@ -1,0 +1,183 @@
+"""Ranks that do different kinds of things all raise an error at once, and can go on with the model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import ScheduleDisagreement
+from thunder_fsdp_sched.extras.ranks_differ import start
+
+import pytest
+import torch
+import torch.distributed as dist
+from differing import Blocks, DifferingRun
+from ranks import on_ranks
+from scenario import loss_of
+
+Do = Callable[[DifferingRun], Any]
+
+
+def _forward(run: DifferingRun, way: str | None = "0") -> torch.Tensor:
+    return tfs.without_batch(run.model) if way is None else loss_of(run.model(*run.inputs(7), way))
+
+
+def _evaluate(run: DifferingRun, way: str | None = "0") -> None:
+    run.model.eval()
+    _forward(run, way)
+
+
+def _without_gradients(run: DifferingRun) -> None:
+    with torch.no_grad():
+        _forward(run)
+
+
+def _no_sync(run: DifferingRun) -> None:
+    with run.model.no_sync():
+        _forward(run)
+
+
+def _two_forwards(run: DifferingRun) -> None:
+    _forward(run)
+    _forward(run)
+
+
+def _step_of(*names: str) -> Do:
+    """Return a function that steps some parameters before a forward, as in a loop that trains two parts in turn."""
+
+    def step(run: DifferingRun) -> None:
+        torch.optim.SGD([run.model.get_parameter(name) for name in names], lr=0.0).step()
+        _forward(run)
+
+    return step
+
+
+def _some_gradients(run: DifferingRun) -> None:
+    _forward(run, "0").backward(inputs=[run.model.last.weight])
+
+
+def _backward(way: str | None) -> Do:
+    return lambda run: _forward(run, way).backward()
+
+
+def _save(run: DifferingRun) -> None:
+    tfs.full_state_dict(run.model)
+
+
+def _next_batch(run: DifferingRun) -> None:
+    next(tfs.batches(run.model, [0]))
+
+
+DIFFERENT: dict[str, tuple[Do, Do, str]] = {
+    "evaluation": (_forward, _evaluate, r"0: .* training\).*\n.*1: .* evaluating\)"),
+    "evaluation without a batch": (lambda run: _forward(run, None), _evaluate, r"0: the forward without a batch"),
+    "no gradients": (_forward, _without_gradients, r"0: .*gradients enabled.*\n.*1: .*no gradients"),
+    "no_sync": (_forward, _no_sync, r"1: .*no_sync"),
+    "no_sync without a batch": (lambda run: _forward(run, None), _no_sync, r"1: .*no_sync"),
+    "backward": (lambda run: _forward(run).backward(), _two_forwards, r"0: the backward.*\n.*1: the forward"),
+    "a save": (_forward, _save, r"0: the forward.*\n.*1: the whole state dict"),
+    "a save without a batch": (lambda run: _forward(run, None), _save, r"0: the forward without a batch"),
+    "another model": (_forward, lambda run: _forward(run.other), r"0: .* of module (\d+) .*\n.*1: .* of module (?!\1)"),
+    "a loop": (_forward, _next_batch, r"0: the forward.*\n.*1: the next step of batches"),
+    "another optimizer": (
+        _step_of("first.weight"),
+        _step_of("last.weight", "last.bias"),
+        r"after 1\d? steps of optimizers",
+    ),
+    "the same in turn": (_step_of("last.weight", "last.bias"), _step_of("first.weight"), ""),
+    "some gradients": (_some_gradients, _backward("1"), "on rank 0, backward was called for some gradients only"),
+    "some gradients alone": (
+        _some_gradients,
+        _backward(None),
+        "on rank 0, backward was called for some gradients only",
+    ),
+}
+
+
+@on_ranks()
+def test_ranks_that_do_different_kinds_of_things_raise_at_once(rank: int) -> None:
+    run = DifferingRun()
+    run.other = DifferingRun(Blocks(1).double())
+    for case, (first, second, text) in DIFFERENT.items():
+        if text:
+            with pytest.raises(ScheduleDisagreement, match=text) as caught:
+                (first, second)[rank](run)
+            assert "did not come" not in str(caught.value), case
+        else:
+            (first, second)[rank](run)
+        run.forget()
+        run.at = f"after {case}"
+        if case != "another optimizer":
+            run.train(1, ("0", "1"))
+
+
+@on_ranks()
+def test_programs_that_cannot_be_merged(rank: int) -> None:
+    run = DifferingRun()
+    run.train(1, ("0", "0"))
+    # A merged trace whose construction fails on one rank.
+    failing = mock.patch.object(start, "build", side_effect=ValueError("no memory"))
+    with failing if rank else nullcontext(), pytest.raises((ValueError, ScheduleDisagreement), match="no memory"):
+        run.forward(1, ("0", "1"))
+    run.forget()
+    run.train(1, ("0", "1"), first=2)
+    # Operators that are not of fsdp(...) communicate: nobody knows what the other ranks do there.
+    read = start.read_program
+
+    def communicating(*args: Any) -> Any:
+        program, groups = read(*args)
+        return program._replace(may=(*program.may[:-1], True)), groups
+
+    with mock.patch.object(start, "read_program", communicating) if rank else nullcontext():
+        with pytest.raises(ScheduleDisagreement, match=r"rank 1, operators that are not of fsdp.* communicate"):
+            run.forward(3, ("01", "10"))
+    run.forget()
+    run.train(1, ("0", "1"), first=4)
+
+
+@on_ranks()
+def test_an_error_in_a_forward_is_one_on_all_ranks_in_bounded_time(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    run = DifferingRun(ranks=group)
+    run.train(1, ("0", "1"))
+    with pytest.raises(ScheduleDisagreement if rank else IndexError, match=r"rank 0 did not come|out of range"):
+        run.model(*run.inputs(1), "012"[: 3 - rank])
+
+
+def _failing(rank: int) -> Iterator[int]:
+    yield 0
+    if rank == 1:
+        raise OSError("disk")
+    yield 1
+
+
+@on_ranks()
+def test_loops_over_batches(rank: int) -> None:
+    run = DifferingRun()
+    numbers = list(tfs.batches(run.model, [0, 1] if rank else []))
+    assert numbers == ([0, 1] if rank else [None, None]) and list(tfs.batches(run.model, [])) == []
+    for step, number in enumerate(tfs.batches(run.model, range(1 + 3 * rank))):
+        assert number == (step if rank or step < 1 else None)
+        run.train(1, ("0" if step < 1 else None, "1"), first=step)
+        if step == 1:  # all leave the loop in the same step
+            break
+    with pytest.raises(OSError if rank else ScheduleDisagreement, match="disk"):
+        for number in tfs.batches(run.model, _failing(rank)):
+            assert number == 0
+    with pytest.raises(ValueError if rank else ScheduleDisagreement, match="a batch is None"):
+        list(tfs.batches(run.model, [0, None] if rank else [0, 1]))
+    for endless in (itertools.cycle([0]), itertools.count()):
+        with pytest.raises(ValueError, match="has no end"):
+            tfs.batches(run.model, endless)
+    with pytest.raises(ScheduleDisagreement, match="the next step of batches"):  # one leaves it earlier
+        for number in tfs.batches(run.model, range(3)):
+            run.forward(5, ("0", "0"), grad=False)
+            if rank and number == 1:
+                break
+        run.forward(5, ("0", "0"), grad=False)
+    run.train(1, ("0", "1"), first=6)

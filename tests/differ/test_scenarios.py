@@ -1,0 +1,365 @@
+"""Ranks that take other ways, or have no batch, have the gradients and parameters of the unsharded model.
+
+Each test is a row of the table in ``docs/ranks-differ.md``, or an option of ``fsdp`` that merged traces must respect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import CommPolicy, Ranks, Sharding
+from thunder_fsdp_sched.extras import symmetric_memory
+from thunder_fsdp_sched.transports.base import Work, issue_then
+
+import pytest
+import shared_memory
+import torch
+import torch.distributed as dist
+from differing import Blocks, DifferingRun, Ways, adamw
+from models import Layer
+from profiles import LONG_ONLY
+from ranks import on_ranks
+from scenario import loss_of
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils.checkpoint import checkpoint
+
+mostly_zero2 = pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=LONG_ONLY)])
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@on_ranks()
+def test_branches_orders_windows_and_ranks_without_a_batch(strategy: str) -> None:
+    run = DifferingRun(sharding_strategy=strategy)
+    run.train(1, ("0", "1"))
+    run.train(1, ("01", "10"), first=1)
+    run.train(1, (None, "10"), first=2)
+    run.evaluate(3, ("0", None))
+    run.micro_batch(4, ("01", "1"))
+    run.micro_batch(5, ("0", None))
+    run.micro_batch(6, (None, "1"), no_sync=False)
+    run.step()
+    run.micro_batch(7, (None, "1"))
+    run.micro_batch(8, ("0", None), no_sync=False)
+    run.step()
+    assert all(run.merges)
+    run.train(1, ("0", "0"), first=9)
+    assert run.merges.count(False) == 1
+    for step in range(10, 13):
+        with run.exchanges(2):  # a round at the start of each trace, and nothing else
+            run.micro_batch(step, [("0", "1"), ("0", "0"), (None, "10")][step - 10], no_sync=False)
+        run.step()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "prefetch 0": {"prefetch": 0, "bucketing_strategy": "layer", "max_gathers_in_flight": 1},
+    "prefetch 2": {"prefetch": 2, "sharding_strategy": Sharding("zero2", reshard_after_backward=True)},
+    "sharded accumulation": {"accumulate": "sharded"},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False), "accumulate": "sharded"},
+    "release": {"sharding_strategy": Sharding(release=True)},
+    "release with zero2": {"sharding_strategy": Sharding("zero2", release=True)},
+    "limits": {"sharding_strategy": Sharding(max_unsharded_bytes=20_000), "max_memory": "1MB"},
+    "symmetric memory": {"transport": "shared_files", "ranks": Ranks(separate_reduce_scatter_group=True)},
+}
+
+
+def _at_issue(issue: Callable[[], Sequence[Work]], action: Callable[[], None], uses: Sequence[torch.Tensor]) -> Work:
+    """Run an action at once. As on a GPU, the order of collectives is that of their issues, not that of their waits."""
+    action()
+    return issue_then(issue, lambda: None, uses)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@on_ranks()
+def test_options(name: str) -> None:
+    shared_memory.register()
+    with mock.patch.object(symmetric_memory, "issue_then", _at_issue):
+        run = DifferingRun(**OPTIONS[name])
+        run.train(1, ("0", "1"))
+        run.micro_batch(1, ("0", "1"))
+        run.micro_batch(2, ("0", None))
+        run.micro_batch(3, (None, "1"), no_sync=False)
+        run.step()
+        run.train(1, ("0", None), first=4)
+        run.train(1, ("0", "1"), first=5)
+        assert all(run.merges)
+
+
+@pytest.mark.parametrize("accumulate", ["sharded", pytest.param("unsharded", marks=LONG_ONLY)])
+@on_ranks(4)
+def test_buckets_that_only_one_replica_uses(accumulate: str) -> None:
+    run = DifferingRun(ranks=(2, 2), accumulate=accumulate)
+    run.train(1, ("0", "0", "1", "1"))
+    assert run.merges == [False]  # only backward communicates across replicas
+    run.train(1, ("0", "", "", None), first=1)
+    run.micro_batch(2, ("0", "0", "", ""))
+    run.micro_batch(3, (None, None, "1", "1"), no_sync=False)
+    run.step()
+    run.micro_batch(4, ("0", "0", None, None))
+    run.micro_batch(5, ("1", None, None, "0"))
+    run.micro_batch(6, (None, "", None, ""), no_sync=False)
+    run.step()
+    assert True in run.merges
+
+
+class Routed(Blocks):
+    """A block that all ranks have, and an expert whose name and size depend on the half of the ranks."""
+
+    def __init__(self, half: int) -> None:
+        super().__init__(1)
+        self.blocks.append(nn.ModuleDict({f"expert_{half}": Layer(4) if half else nn.Linear(4, 4)}))
+
+    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+        x = self.first(x)
+        for number in way:
+            for block in self.blocks[1].values() if number == "1" else [self.blocks[0]]:
+                x = block(x)
+        return self.last(x)
+
+
+@on_ranks(4)
+def test_experts_on_half_of_the_ranks(rank: int) -> None:
+    half = rank // 2
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][half]
+    in_half = lambda name, param: group if "expert" in name else None  # noqa: E731
+    run = DifferingRun(Routed(half).double(), ranks=Ranks(process_group_for=in_half), oracle=None)
+    model, reference = run.model, Routed(half).double()
+    reference.load_state_dict(run.initial)
+    optimizer = adamw(reference.parameters())
+    all_ways: list[tuple[Ways, bool]] = [
+        (("1", "1", "1", "1"), False),  # other experts, but nothing to serve
+        (("01", "1", "1", None), True),
+        (("1", "1", "0", "0"), True),
+        (("0", "", None, "1"), True),
+        (("1", "1", "1", "1"), False),
+    ]
+    for step, (ways, merges) in enumerate(all_ways):
+        run.at, known = f"step {step}", len(run.merges)
+        x = run.inputs(step)
+        if (way := ways[rank]) is None:
+            tfs.without_batch(model).backward()
+        else:
+            loss_of(model(*x, way)).backward()
+            loss_of(reference(*x, way)).backward()
+        assert run.merges[known:] == [merges] * (step < 4), run.at
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            total = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+            used = torch.tensor(theirs.grad is not None, dtype=torch.int32)
+            for tensor in (total, used):
+                dist.all_reduce(tensor, group=in_half(name, ours))
+            theirs.grad = total / (2 if "expert" in name else 4) if used else None
+            assert (ours.grad is None) == (theirs.grad is None), f"{run.at}: {name}"
+            if ours.grad is not None:
+                run.close(ours.grad.to_local(), run.rows(name, theirs.grad), name)
+        for each in (*run.optimizers, optimizer):
+            each.step()
+            each.zero_grad()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        run.close(ours.to_local(), run.rows(name, theirs), name)
+
+
+@mostly_zero2
+@on_ranks()
+def test_autocast_on_one_rank(strategy: str) -> None:
+    """Rank 1 gathers buckets in bfloat16, which rank 0 has never done."""
+    run = DifferingRun(Blocks(), casts=1, dtype=torch.float32, tolerance=0.03, sharding_strategy=strategy)
+    for step, ways in enumerate([("0", "0"), ("0", "1"), ("01", None), (None, "0"), ("0", "0")]):
+        run.train(1, ways, first=step)
+
+
+@on_ranks()
+def test_a_rank_that_serves_sends_its_rounding_errors(rank: int) -> None:
+    policy = CommPolicy(reduce="int8", error_feedback=True)
+    model = Blocks(2, partial(Layer, activation=torch.relu))
+    run = DifferingRun(model, dtype=torch.float32, comm_policy=policy, tolerance=1e-6)
+    bucket = next(b for b in run.transform.sharded.buckets if b.spec.name == "blocks.0")
+    errors = []
+    for step, ways in enumerate([("0", "0"), ("0", "0"), ("1", "0"), (None, "0")]):
+        run.forward(step, ways)
+        run.backward()
+        errors.append(bucket.feedback.lost.abs().max())
+    lost = bucket.spec.layout.unsharded_views(bucket.feedback.lost)
+    for spec, error in zip(bucket.spec.params, lost, strict=True):  # nothing is lost but the last rounding errors
+        dist.all_reduce(total := error.clone())
+        grad = run.model.get_parameter(spec.name).grad.full_tensor()
+        run.close(grad + total / 2, run.reference.get_parameter(spec.name).grad, spec.name)
+    assert rank == 1 or errors[3] < errors[2] < errors[1] / 10
+
+
+@on_ranks()
+def test_second_backwards_and_kept_buckets_that_one_rank_has_lost() -> None:
+    run = DifferingRun(sharding_strategy="zero2")
+    run.forward(0, ("0", "1"))
+    run.backward(retain=True)
+    run.forward(1, ("01", None))
+    run.backward(0)
+    run.backward()
+    run.step()
+    for step, (ways, evaluated) in enumerate(
+        [(("0", "1"), ("0", None)), (("0", None), (None, "0")), (("0", "0"), (None, "0"))], start=2
+    ):
+        run.forward(step, ways)
+        run.evaluate(9, evaluated)
+        run.backward()
+        run.step()
+
+
+class Mixed(Blocks):
+    """Blocks with tied, frozen and ignored parameters, of which one recomputes its forward in backward."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.blocks[1].down.weight = self.blocks[0].down.weight
+        self.blocks[2].up.weight.requires_grad_(False)
+        self.ignored = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+        x = self.first(x) * self.ignored
+        for number in way:
+            x = checkpoint(self.blocks[1], x, use_reentrant=False) if number == "1" else self.blocks[int(number)](x)
+        return self.last(x)
+
+
+@mostly_zero2
+@on_ranks()
+def test_kinds_of_parameters(strategy: str) -> None:
+    run = DifferingRun(Mixed().double(), sharding_strategy=strategy, init=tfs.Init(ignored_params=["ignored"]))
+    run.train(1, ("0", "1"))
+    run.train(1, ("2", "1"), first=1)
+    run.train(1, (None, "2"), first=2)
+    run.micro_batch(3, ("1", "0"))
+    run.micro_batch(4, ("2", None), no_sync=False)
+    run.step()
+
+
+class Heads(Blocks):
+    """Blocks beside each other, each with an output of its own; a letter says which of them the loss uses."""
+
+    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor | list[torch.Tensor]:
+        x = self.first(x)
+        outputs = [self.blocks[int(number)](x) for number in way[:-1]]
+        return outputs
+
+
+@on_ranks()
+def test_outputs_without_gradient_on_one_rank() -> None:
+    run = DifferingRun(Heads(3).double(), sharding_strategy="zero2")
+
+    def micro_batch(step: int, ways: Ways, used: tuple[int, int], *, no_sync: bool) -> None:
+        for rank, model in run.unsharded.models.items():
+            if (way := ways[rank]) is not None:
+                outputs = model(*run.inputs(step, rank=rank), way)
+                run.unsharded.backward({rank: loss_of(outputs[used[rank]])})
+        with run.model.no_sync() if no_sync else nullcontext():
+            if (way := ways[run.rank]) is None:
+                tfs.without_batch(run.model).backward()
+            else:
+                loss_of(run.model(*run.inputs(step), way)[used[run.rank]]).backward()
+
+    for step, (ways, *used) in enumerate(
+        [
+            (("01_", "01_"), (0, 0), (0, 1)),
+            (("01_", "12_"), (0, 1), (0, 0)),
+            (("01_", None), (1, 0), (0, 0)),
+            (("01_", "2_"), (0, 0), (0, 0)),
+        ]
+    ):
+        run.at = f"step {step}"
+        micro_batch(2 * step, ways, used[0], no_sync=True)
+        micro_batch(2 * step + 1, ways, used[1], no_sync=False)
+        run.unsharded.reduce()
+        run.step()
+
+
+@on_ranks()
+def test_calls_in_between() -> None:
+    run = DifferingRun()
+    run.train(1, ("0", "1"))
+    run.save_and_load()
+    run.forward(1, ("0", "1"))
+    with tfs.unsharded(run.model):
+        pass
+    run.backward()
+    run.step()
+    with tfs.eager(run.model) as eager, torch.no_grad():
+        run.close(eager(*run.inputs(2), "01"), run.reference(*run.inputs(2), "01"), "output")
+    run.train(1, (None, "1"), first=2)
+    # The scaler and the clipping of torch.
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    run.forward(3, ("0", None))
+    run.pending[-1].losses[0] = scaler.scale(run.pending[-1].losses[0])
+    run.backward()
+    scaler.unscale_(run.optimizers[0])
+    norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.05) for model in (run.model, run.reference)]
+    run.close(norms[0].full_tensor(), norms[1], "norm")
+    scaler.step(run.optimizers[0])
+    scaler.update()
+    run.optimizers[1].step()
+    run.compare_parameters()
+    assert scaler.get_scale() == 4.0
+
+
+@on_ranks()
+def test_optimizers_that_step_in_hooks() -> None:
+    run = DifferingRun(oracle=None)
+    reference = Blocks().double()
+    reference.load_state_dict(run.initial)
+    own = [adamw([param]) for param in run.model.parameters()]
+    for optimizer in own:
+
+        def step(param: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        optimizer.param_groups[0]["params"][0].register_post_accumulate_grad_hook(step)
+    expected = adamw(reference.parameters())
+    for number, ways in enumerate([("0", "1"), ("01", None), (None, ""), ("0", "0")]):
+        if (way := ways[run.rank]) is None:
+            tfs.without_batch(run.model).backward()
+        else:
+            loss_of(run.model(*run.inputs(number), way)).backward()
+        for rank, way in enumerate(ways):
+            if way is not None:
+                (loss_of(reference(*run.inputs(number, rank=rank), way)) / 2).backward()
+        expected.step()
+        expected.zero_grad()
+        for (name, ours), theirs in zip(run.model.named_parameters(), reference.parameters(), strict=True):
+            assert ours.grad is None
+            run.close(ours.to_local(), run.rows(name, theirs), name)
+
+
+@on_ranks()
+def test_pinned_schedules(rank: int, tmp_path: Path) -> None:
+    runs = [DifferingRun(prefetch=0)]
+    for _ in range(2):
+        runs[-1].train(1, ("0", "1"))
+        runs[-1].train(1, (None, "1"), first=1)
+        runs[0].transform.save_schedules(tmp_path / f"{rank}.json")
+        runs.append(DifferingRun(schedule=tmp_path / f"{rank}.json"))
+    assert runs[1].transform.schedules == runs[0].transform.schedules
+
+
+LIMITS: dict[str, tuple[dict[str, Any], str]] = {
+    "max_unsharded_bytes": ({"sharding_strategy": Sharding(max_unsharded_bytes=4_000)}, "too few where ranks differ"),
+    "own max_unsharded_bytes": ({"sharding_strategy": Sharding(max_unsharded_bytes=2_500)}, "max_unsharded_bytes"),
+    "max_memory": ({"max_memory": 6_000}, "max_memory: 6,000 bytes are too few"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+@on_ranks()
+def test_limits_that_merged_traces_exceed(name: str) -> None:
+    options, message = LIMITS[name]
+    run = DifferingRun(Blocks(3).double(), **options)
+    run.train(1, ("", "1"))
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        run.train(1, ("10", "2"), first=1)
+    if name != "max_memory":  # its traces now count what the larger ones have allocated
+        run.forget()
+        run.train(1, ("", ""), first=2)
