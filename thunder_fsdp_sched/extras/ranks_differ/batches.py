@@ -140,10 +140,12 @@ class _TakesPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, zero: torch.Tensor, transform: FSDPTransform, kind: tuple[Any, ...]) -> torch.Tensor:
         ctx.transform, ctx.kind = transform, kind
+        ctx.save_for_backward(zero)
         return zero.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        _ = ctx.saved_tensors  # raises an error in a second backward, as a loss does
         _run(ctx.transform, ctx.kind)
         return grad, None, None
 
@@ -171,7 +173,8 @@ def _start_without_batch(transform: FSDPTransform, kind: tuple[Any, ...]) -> Dif
     context = Compilation(transform, NO_CALL, no_sync=no_sync).context
     context.trains = trains
     make = Maker(transform, context, empty_trace(f"serve_in_{half}", backward=half == "backward"))
-    return DifferingStart(transform.sharded, name, kind, f"{half} without a batch", Program(), (), make)
+    text = f"{half} without a batch ({'gradients enabled' if trains else 'no gradients'}{', no_sync' * no_sync})"
+    return DifferingStart(transform.sharded, name, kind, text, Program(), (), make)
 
 
 def _may_differ(function: str, model: torch.nn.Module) -> FSDPTransform:

@@ -239,7 +239,8 @@ def start_of(transform: ShardingTransform, context: Context, trace: TraceCtx, ha
     traces, sharded = context.traces, transform.sharded
     kind = half, traces.no_sync, context.trains
     maker = Maker(transform, context, trace)
-    return DifferingStart(sharded, f"{half}_{traces.number}", kind, f"{half} for {traces.call}", program, groups, maker)
+    text = f"{half} for {traces.call}" + ", which no backward follows" * (not context.trains)
+    return DifferingStart(sharded, f"{half}_{traces.number}", kind, text, program, groups, maker)
 
 
 class Maker:
