@@ -76,3 +76,15 @@ def compare(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor | 
             torch.testing.assert_close(
                 whole_of(value).detach(), expected[name].detach(), rtol=0, atol=1e-9, msg=f"{what}: {name}"
             )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_single_rank_without_a_batch_ends_a_window() -> None:
+    module = torch.nn.Linear(2, 2)
+    model = thunder.jit(module, transforms=[tfs.fsdp(ranks_may_differ=True)])
+    with model.no_sync():
+        model(torch.ones(3, 2)).sum().backward()
+        tfs.without_batch(model).backward()
+    assert module.weight.grad is None
+    tfs.without_batch(model).backward()
+    assert torch.equal(whole_of(module.weight.grad), torch.full((2, 2), 3.0))

@@ -13,8 +13,10 @@ from ...ir.calls import NO_CALL
 from ...ranks.channel import TOKEN, RoundAction
 from ...ranks.control import Control, after_surplus, hash64
 from ...ranks.messages import first_line
+from ...runtime.ops import backward_done
 from ...sharding.sharded_module import find_sharding
 from ...transform import Compilation, FSDPTransform
+from ..no_sync.ops import reduce_unreduced
 from .follow_order import empty_trace
 from .programs import Program
 from .start import DifferingStart, Maker
@@ -155,6 +157,11 @@ def _run(transform: FSDPTransform, kind: tuple[Any, ...]) -> None:
     """Take part in one trace of the other ranks."""
     control = transform.sharded.control
     if control.is_single_rank:
+        half, no_sync, _ = kind
+        if half == "backward" and not no_sync:
+            for bucket in transform.sharded.buckets:
+                reduce_unreduced(bucket)
+            backward_done(no_sync, *transform.sharded.buckets)
         return
     starts = transform.sharded.without_batch
     if kind not in starts:
