@@ -415,13 +415,15 @@ class Compilation:
             return
         from .proof.verify_again import verify_again  # here, because most transforms change no trace
 
+        after = ", ".join(type(transform).__name__ for transform in self._later) or "something else"
         with self.sharded.control.announcing_failure("verifying the traces that run"):
-            verify_again(
-                self._returned,
-                final,
-                max_gathers_in_flight=self.options.max_gathers_in_flight,
-                after=", ".join(type(transform).__name__ for transform in self._later) or "something else",
-            )
+            if self.options.ranks_may_differ:
+                raise ValueError(
+                    f"ranks_may_differ: after fsdp(...), {after} has changed a trace. If ranks differ, they run merged "
+                    f"traces, which it does not change. Give that transform before fsdp(...), or leave it out"
+                )
+            most = self.options.max_gathers_in_flight
+            verify_again(self._returned, final, max_gathers_in_flight=most, after=after)
 
     def _finish(self) -> None:
         traces, limit, compiled = self.traces, self.options.max_memory, self.transform.compiled
