@@ -107,3 +107,14 @@ def test_a_later_transform_may_copy_and_extend_a_trace() -> None:
         torch.testing.assert_close(model(torch.ones(2, 4)), reference(torch.ones(2, 4)))
     with pytest.raises(ValueError, match=r"traces that Reorder changes after fsdp\(...\) would run unproved"):
         _jit(_copied, backward=True, cache="no caching")(torch.ones(2, 4))
+
+
+@on_ranks()
+def test_no_later_transform_may_change_traces_of_which_ranks_that_differ_run_others() -> None:
+    def jit(change: Callable[[list[BoundSymbol]], None]) -> Any:
+        transforms = [fsdp(ranks_may_differ=True), Reorder(change, backward=True)]
+        return thunder.jit(_Layers(), transforms=transforms)
+
+    with pytest.raises(ValueError, match=r"ranks_may_differ: after fsdp\(...\), Reorder has changed a trace"):
+        jit(_copied)(torch.ones(2, 4))
+    jit(lambda bsyms: None)(torch.ones(2, 4)).sum().backward()
