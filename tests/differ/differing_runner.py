@@ -6,35 +6,22 @@ has used it. Hooks of a parameter run once on every rank for each gradient.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
-import tempfile
-import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as tfs
 
 import torch
-import torch.distributed as dist
 from device import DEVICE
 from garbage import drop_in_a_cycle
-from histories import Call, DifferingModel, DifferingScenario, RankAction, differing_scenarios, is_final
+from histories import Call, DifferingModel, DifferingScenario, RankAction
 from history_runner import HistoryRunner, PendingLoss
-from random_models import draw_numbered, options_of
-from ranks import RankError, Ranks, worker_pool
 from scenario import everywhere, loss_of
-from torch.distributed.device_mesh import init_device_mesh
-
-TIMEOUT = timedelta(seconds=float(os.environ.get("HISTORIES_TIMEOUT", "90")))
-"""How long a rank waits in a collective. Long, because other ranks may be compiling."""
 
 
 class DifferingRunner(HistoryRunner):
@@ -69,7 +56,7 @@ class DifferingRunner(HistoryRunner):
             if self.is_of_experts(name):
                 others[name] = torch.nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
                 owner, _, leaf = name.rpartition(".")
-                for rank in set(range(self.world_size)) - set(_half(self.rank, self.world_size)):
+                for rank in set(range(self.world_size)) - set(half_of(self.rank, self.world_size)):
                     setattr(self.unsharded.models[rank].get_submodule(owner), leaf, others[name])
         return others
 
@@ -82,6 +69,12 @@ class DifferingRunner(HistoryRunner):
         self.expected_hooks.clear()
         self.taken_over = -1
         self.parts = False
+
+    def close(self, actual: Any, expected: Any, what: str, **options: Any) -> None:
+        if not isinstance(actual, tuple):
+            return super().close(actual, expected, what, **options)
+        for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            super().close(one, other, f"{what} {number}", **options)
 
     def compare_state(self) -> None:
         if self.parts:
@@ -104,6 +97,9 @@ class DifferingRunner(HistoryRunner):
         x = x.to(DEVICE).requires_grad_(mode.grad)
         mode = replace(mode, batch=call.batch, flag=f"way_{call.way}")
         return PendingLoss(mode, (x,), self.version, self.scale, self.statistics, self.backwards)
+
+    def _loss(self, rank: int, action: RankAction, pending: PendingLoss) -> torch.Tensor:
+        return loss_of([pending.output[number].double() for number in self._call(rank, action).outputs])
 
     def _autocast(self, rank: int, action: RankAction) -> AbstractContextManager[None]:
         call = self._call(rank, action)
@@ -134,7 +130,7 @@ class DifferingRunner(HistoryRunner):
             if pending.inputs:
                 with self._autocast(self.rank, action):
                     pending.output = self.model(*pending.inputs, pending.mode.flag)
-                pending.loss = loss_of(pending.output.double())
+                pending.loss = self._loss(self.rank, action, pending)
             else:
                 pending.loss = tfs.without_batch(self.model)
         for rank in range(self.world_size):
@@ -143,7 +139,7 @@ class DifferingRunner(HistoryRunner):
                 with torch.set_grad_enabled(expected.mode.grad):
                     with self._autocast(rank, action):
                         expected.output = self._call_unsharded(rank, expected)
-                    expected.loss = loss_of(expected.output.double())
+                    expected.loss = self._loss(rank, action, expected)
                 if rank == self.rank:
                     self.close(pending.output, expected.output, "output")
             if expected.mode.grad:
@@ -176,7 +172,7 @@ class DifferingRunner(HistoryRunner):
                 self.unsharded.backward({rank: pending.loss}, retain=retain)
                 added = [0.0, *(g.abs().max().item() for g in self.unsharded.unreduced[rank].values() if g.numel())]
                 self.largest_gradient = max(self.largest_gradient, *added)
-        if actual.inputs:
+        if actual.inputs and (picked[self.rank].inputs[0].grad is not None):
             self.close(actual.inputs[0].grad, picked[self.rank].inputs[0].grad, "gradient of the input")
         if not actual.mode.no_sync:
             self._reduce()
@@ -239,6 +235,9 @@ class DifferingRunner(HistoryRunner):
     def _forward_alone(self, action: RankAction) -> None:
         """Run the forward of an action on the sharded model alone, with gradients."""
         pending = self._prepare(self.rank, action)
+        if not pending.inputs:
+            tfs.without_batch(self.model)
+            return
         with self._autocast(self.rank, action):
             self.model(*pending.inputs, pending.mode.flag)
 
@@ -307,147 +306,7 @@ class DifferingRunner(HistoryRunner):
             self._forward_alone(forward)
 
 
-def _half(rank: int, world_size: int) -> range:
+def half_of(rank: int, world_size: int) -> range:
     """Return the half of the ranks to which a rank belongs."""
     first = rank // (world_size // 2) * (world_size // 2)
     return range(first, first + world_size // 2)
-
-
-def _fail_at(runners: list[DifferingRunner], history: tuple[RankAction, ...]) -> str | None:
-    """Run a history from the initial parameters and return what went wrong on this rank, or ``None``."""
-    for runner in runners:
-        runner.reset()
-    # The last backward also reduces what no_sync has left unreduced, so that the next history starts without it.
-    closing: list[RankAction] = []
-    if not (history and is_final(history[-1])):
-        forward = RankAction("forward", seed=999, calls=(0,) * dist.get_world_size())
-        closing = [
-            replace(action, model_index=model_index)
-            for model_index in range(len(runners))
-            for action in (forward, RankAction("backward", loss_index=-1), RankAction("step"))
-        ]
-    first: str | None = None
-    for number, action in enumerate([*history, *closing]):
-        runner = runners[action.model_index]
-        try:
-            runner.run_action(action)
-        except Exception:
-            return first or f"at {number}: {action}\n{traceback.format_exc()}"
-        if runner.mismatch and first is None:
-            # Other ranks may not have found a mismatch. Continue, because they need this rank in their collectives.
-            first = f"at {number}: {action}\n{runner.mismatch}"
-        if history and is_final(history[-1]) and number == len(history) - 1:
-            return first
-    for runner in runners:
-        if runner.scenario.experts is None:
-            runner.finish()
-    return first or next((f"at the end: {runner.mismatch}" for runner in runners if runner.mismatch), None)
-
-
-def run_scenario(rank: int, world_size: int, scenario: DifferingScenario, folder: Path) -> str:
-    """Run all histories of a scenario on one jitted model, which compiles each call once; return the first failure."""
-    control = dist.new_group(timeout=2 * TIMEOUT)
-    group = dist.new_group(timeout=TIMEOUT)
-    options = options_of(scenario.case, lambda: dist.new_group(timeout=TIMEOUT), world_size)
-    if scenario.replicas:
-        mesh = init_device_mesh(DEVICE.type, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-        options["ranks"] = replace(options["ranks"], mesh=mesh)
-    else:
-        options["ranks"] = replace(options["ranks"], process_group=group)
-    if not scenario.alike:
-        options["ranks_may_differ"] = True
-    if scenario.experts is not None:
-        halves = [
-            dist.new_group(list(half), timeout=TIMEOUT)
-            for half in (_half(0, world_size), _half(world_size - 1, world_size))
-        ]
-        half = halves[rank in _half(world_size - 1, world_size)]
-        experts = f"blocks.{scenario.experts}."
-        in_half = lambda name, param: half if name.startswith(experts) else None  # noqa: E731
-        options["ranks"] = replace(options["ranks"], process_group_for=in_half)
-    runners = [
-        DifferingRunner(scenario, folder=folder / str(number), **options) for number in range(1 + scenario.second)
-    ]
-    for one, other in zip(runners, reversed(runners), strict=True):
-        one.other = other
-    for number, history in enumerate(scenario.histories):
-        (folder / f"at-{rank}").write_text(f"history {number}")
-        failure = _fail_at(runners, history)
-        if "bytes are too few" in (failure or ""):
-            return ""
-        everywhere: list[str | None] = [None] * world_size
-        dist.all_gather_object(everywhere, failure, group=control)
-        if failures := [f"rank {rank} {text}" for rank, text in enumerate(everywhere) if text]:
-            return "\n".join([f"history {number}:", *failures])
-    return ""
-
-
-def failure_of(ranks: Ranks, scenario: DifferingScenario, *, timeout: float = 600) -> str:
-    """Run a scenario and return what went wrong, with the stacks of all ranks if they hang."""
-    with tempfile.TemporaryDirectory(prefix="histories-") as folder:
-        try:
-            return ranks.run(run_scenario, scenario, Path(folder), timeout=timeout)[0]
-        except RankError as error:
-            at = sorted(f"rank {path.name[3:]} in {path.read_text()}" for path in Path(folder).glob("at-*"))
-            return f"{at}: {error}"
-
-
-def replay(ranks: Ranks, scenario: DifferingScenario) -> None:
-    """Run a scenario that a failure has printed."""
-    failure = failure_of(ranks, scenario)
-    assert not failure, f"{failure}\nreplay(ranks, {scenario!r})"
-
-
-def smaller(ranks: Ranks, scenario: DifferingScenario, *, seconds: float) -> DifferingScenario:
-    """Return a scenario with fewer histories and actions that fails as well, found within some seconds."""
-    end = time.monotonic() + seconds
-
-    def fails(histories: tuple[tuple[RankAction, ...], ...]) -> bool:
-        return bool(failure_of(ranks, replace(scenario, histories=histories), timeout=120))
-
-    for number in reversed(range(len(scenario.histories))):
-        if time.monotonic() < end and fails(scenario.histories[number : number + 1]):
-            scenario = replace(scenario, histories=scenario.histories[number : number + 1])
-            break
-    else:
-        return scenario
-    [history] = scenario.histories
-    position = len(history) - 1
-    while position >= 0 and time.monotonic() < end:
-        without = history[:position] + history[position + 1 :]
-        if fails((without,)):
-            history = without
-        position -= 1
-    return replace(scenario, histories=(history,))
-
-
-def main() -> None:
-    """Run many histories and print the seeds of those that pass, and what fails."""
-    parser = argparse.ArgumentParser(description="Random histories of ranks that differ")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seeds", default="0:100", help="first and last (exclusive) history")
-    parser.add_argument("--of-a-model", type=int, default=10, help="number of histories that share a compiled model")
-    parser.add_argument("--alike", action="store_true", help="all ranks do the same, without the option")
-    parser.add_argument("--shrink", type=float, default=0, help="seconds to search for a smaller failure")
-    given = parser.parse_args()
-    first, last = map(int, given.seeds.split(":"))
-    right, wrong, size = 0, [], given.of_a_model
-    with worker_pool() as workers:
-        for seed in range(first, last, size):
-            strategy = differing_scenarios(histories=size, world_size=given.ranks, alike=given.alike)
-            scenario = draw_numbered(strategy, 1000 * given.ranks + seed // size)
-            start = time.monotonic()
-            failure = failure_of(workers(given.ranks), scenario)
-            seconds = f"{time.monotonic() - start:.1f} s"
-            if failure:
-                wrong.append(seed)
-                if given.shrink:
-                    scenario = smaller(workers(given.ranks), scenario, seconds=given.shrink)
-                print(
-                    f"seeds {seed}:{seed + size} FAILED, {seconds}\n{failure}\nreplay(ranks, {scenario!r})", flush=True
-                )
-            else:
-                right += size
-                print(f"seeds {seed}:{seed + size} right, {seconds}", flush=True)
-    print(f"{given.ranks} ranks: {right} histories right, models with a failure begin at seeds {wrong}")
-    raise SystemExit(bool(wrong))

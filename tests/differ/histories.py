@@ -44,11 +44,13 @@ class Call:
         way: index into ``DifferingScenario.ways``.
         batch: its number of rows.
         autocast: whether forward runs under ``torch.autocast`` in bfloat16.
+        outputs: the outputs that the loss uses. Parameters that it does not reach get no gradient.
     """
 
     way: int
     batch: int = 3
     autocast: bool = False
+    outputs: tuple[int, ...] = (0, 1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,20 +100,26 @@ class DifferingScenario(Scenario):
 
 
 class DifferingModel(RandomModel):
-    """A random model, each call of which chooses the blocks to run."""
+    """A random model, each call of which chooses the blocks to run. Its second output needs only the first of them."""
 
     def __init__(self, scenario: DifferingScenario) -> None:
         super().__init__(scenario.model)
         for number, way in enumerate(scenario.ways):
             setattr(self, f"way_{number}", way)
         self.norm = nn.BatchNorm1d(scenario.model.width).double() if scenario.norm else None
+        self.side = nn.Linear(scenario.model.width, 2).double()
 
-    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, way: str) -> tuple[torch.Tensor, torch.Tensor]:
+        side = None
         for number in getattr(self, way):
             x = self.blocks[number].forward(x)
+            if side is None:
+                side = self.side.forward(x)
+        if side is None:
+            side = self.side.forward(x)
         if self.norm is not None:
             x = self.norm.forward(x)
-        return self.end(x)
+        return self.end(x), side
 
 
 PHRASES: dict[tuple[str, ...], int] = {
@@ -156,6 +164,9 @@ DISAGREEMENTS = (
 _WITH_OPTION = ("evaluation", "skipped_step", "other_optimizer")
 """Disagreements that plain ``fsdp()`` does not detect."""
 
+_WITHOUT_BATCH = ("evaluation", "no_sync", "no_grad")
+"""Disagreements in which ranks may have no batch."""
+
 _UNTIL_RESET = ("skipped_step", "other_optimizer")
 """Disagreements after which ranks never agree again."""
 
@@ -183,6 +194,8 @@ def differing_scenarios(
         options["transport"] = draw(st.sampled_from(["auto", "flat", "all_to_all"]))  # others cannot send it
     if draw(st.integers(0, 4)) == 0:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if draw(st.integers(0, 11)) == 0:
+        options["max_memory"] = 1 << 30
     if draw(st.integers(0, 5)) == 0:
         options["sharding_strategy"] = replace(options["sharding_strategy"], reshard_after_backward=True)
     if kind != "experts" and draw(st.integers(0, 4)) == 0:
@@ -199,6 +212,7 @@ def differing_scenarios(
         way=st.integers(0, len(ways) - 1),
         batch=st.sampled_from([3, 3, 3, 2]),
         autocast=st.booleans() if kind == "autocast" else st.just(False),
+        outputs=st.sampled_from([(0, 1), (0, 1), (0,), (1,)]),
     )
     if kind == "experts":
         model = replace(model, tied=())
@@ -210,7 +224,9 @@ def differing_scenarios(
         optimizer="sgd" if kind in ("policy", "encoded", "autocast") else draw(st.sampled_from(["sgd", "adamw"])),
         modes=(Mode(), EVALUATION, WINDOW)[: draw(st.sampled_from([2, 3, 3]))],
         ways=tuple(ways),
-        calls=tuple(draw(st.lists(call, min_size=2, max_size=3, unique_by=lambda call: (call.way, call.autocast)))),
+        calls=_with_outputs(
+            draw(st.lists(call, min_size=2, max_size=3, unique_by=lambda call: (call.way, call.autocast)))
+        ),
         second=kind == "second",
         freezable=kind == "freezable",
         hooks=kind != "freezable" and draw(st.booleans()),
@@ -223,6 +239,11 @@ def differing_scenarios(
     if last and not (alike and last in _WITH_OPTION) and (last != "other_model" or scenario.second):
         drawn[-1] = (*drawn[-1], draw(_disagreement(scenario, world_size, last)))
     return replace(scenario, histories=tuple(drawn))
+
+
+def _with_outputs(calls: list[Call]) -> tuple[Call, ...]:
+    """Return calls whose losses use other outputs as well, which need no further compilation."""
+    return tuple(dict.fromkeys(call for one in calls for call in (one, replace(one, outputs=(0, 1)))))
 
 
 @st.composite
@@ -324,7 +345,7 @@ def _loop(draw: Any, scenario: DifferingScenario, world_size: int, seed: int) ->
 
 @st.composite
 def _disagreement(draw: Any, scenario: DifferingScenario, world_size: int, kind: str) -> RankAction:
-    forward = draw(_forward(scenario, world_size, 500, Mode(), everywhere=True))
+    forward = draw(_forward(scenario, world_size, 500, Mode(), everywhere=kind not in _WITHOUT_BATCH))
     return replace(forward, kind=f"disagree_{kind}", value=draw(st.integers(0, world_size - 1)))
 
 
@@ -334,6 +355,6 @@ def is_final(action: RankAction) -> bool:
 
 
 if __name__ == "__main__":
-    from differing_runner import main
+    from replaying import main
 
     main()

@@ -12,11 +12,11 @@ from functools import partial
 from thunder_fsdp_sched import Sharding
 
 import pytest
-from differing_runner import replay
 from histories import Call, DifferingScenario, RankAction, differing_scenarios
 from random_histories import WINDOW, Mode
 from random_models import BlockSpec, ModelSpec, draw_numbered
 from ranks import Ranks
+from replaying import replay
 
 _long = partial(pytest.param, marks=pytest.mark.long)
 
@@ -30,20 +30,27 @@ FOUND = {
         forward(calls=(None, None)),
         backward,
     ),
+    "a parameter that only an unused output needs, in a micro-batch of ranks that differ": (
+        in_window(calls=(2, 3)),
+        backward,
+        forward(calls=(2, None)),
+        backward,
+    ),
 }
 """Histories that were wrong once."""
 
 
-def test_histories_that_were_wrong(ranks: Ranks) -> None:
+@pytest.mark.parametrize("accumulate", [pytest.param("unsharded", marks=pytest.mark.long), "sharded"])
+def test_histories_that_were_wrong(ranks: Ranks, accumulate: str) -> None:
     linear = BlockSpec("linear", 1, False, True)
     replay(
         ranks,
         DifferingScenario(
             ModelSpec(2, (linear, linear), (), (), False),
-            {"sharding_strategy": Sharding()},
+            {"sharding_strategy": Sharding(), "accumulate": accumulate},
             modes=(Mode(), WINDOW),
             ways=((0,), (1, 0)),
-            calls=(Call(0), Call(1)),
+            calls=(Call(0), Call(1), Call(0, outputs=(0,)), Call(1, outputs=(0,))),
             hooks=True,
             histories=tuple(FOUND.values()),
         ),

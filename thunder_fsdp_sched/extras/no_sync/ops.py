@@ -33,7 +33,7 @@ def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:
             rows[index].zero_()
     if added:
         add_reduced(bucket, flight.output, added)
-        bucket.accumulation.used |= added - (not_used_here(bucket) - from_others)
+        bucket.accumulation.used |= (added & given) - not_used_here(bucket)
 
 
 def add_grads(bucket: Bucket, grads: Mapping[int, torch.Tensor]) -> None:

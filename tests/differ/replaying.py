@@ -1,0 +1,163 @@
+"""Replay of histories of ranks that differ: on worker processes, with the stacks of all ranks if they hang."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+import traceback
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from device import DEVICE
+from differing_runner import DifferingRunner, half_of
+from histories import DifferingScenario, RankAction, differing_scenarios, is_final
+from random_models import draw_numbered, options_of
+from ranks import RankError, Ranks, worker_pool
+from torch.distributed.device_mesh import init_device_mesh
+
+TIMEOUT = timedelta(seconds=float(os.environ.get("HISTORIES_TIMEOUT", "90")))
+"""How long a rank waits in a collective. Long, because other ranks may be compiling."""
+
+
+def _fail_at(runners: list[DifferingRunner], history: tuple[RankAction, ...]) -> str | None:
+    """Run a history from the initial parameters and return what went wrong on this rank, or ``None``."""
+    for runner in runners:
+        runner.reset()
+    # The last backward also reduces what no_sync has left unreduced, so that the next history starts without it.
+    closing: list[RankAction] = []
+    if not (history and is_final(history[-1])):
+        forward = RankAction("forward", seed=999, calls=(0,) * dist.get_world_size())
+        closing = [
+            replace(action, model_index=model_index)
+            for model_index in range(len(runners))
+            for action in (forward, RankAction("backward", loss_index=-1), RankAction("step"))
+        ]
+    first: str | None = None
+    for number, action in enumerate([*history, *closing]):
+        runner = runners[action.model_index]
+        try:
+            runner.run_action(action)
+        except Exception:
+            return first or f"at {number}: {action}\n{traceback.format_exc()}"
+        if runner.mismatch and first is None:
+            # Other ranks may not have found a mismatch. Continue, because they need this rank in their collectives.
+            first = f"at {number}: {action}\n{runner.mismatch}"
+        if history and is_final(history[-1]) and number == len(history) - 1:
+            return first
+    for runner in runners:
+        if runner.scenario.experts is None:
+            runner.finish()
+    return first or next((f"at the end: {runner.mismatch}" for runner in runners if runner.mismatch), None)
+
+
+def run_scenario(rank: int, world_size: int, scenario: DifferingScenario, folder: Path) -> str:
+    """Run all histories of a scenario on one jitted model, which compiles each call once; return the first failure."""
+    control = dist.new_group(timeout=2 * TIMEOUT)
+    group = dist.new_group(timeout=TIMEOUT)
+    options = options_of(scenario.case, lambda: dist.new_group(timeout=TIMEOUT), world_size)
+    if scenario.replicas:
+        mesh = init_device_mesh(DEVICE.type, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+        options["ranks"] = replace(options["ranks"], mesh=mesh)
+    else:
+        options["ranks"] = replace(options["ranks"], process_group=group)
+    if not scenario.alike:
+        options["ranks_may_differ"] = True
+    if scenario.experts is not None:
+        halves = [
+            dist.new_group(list(half), timeout=TIMEOUT)
+            for half in (half_of(0, world_size), half_of(world_size - 1, world_size))
+        ]
+        half = halves[rank in half_of(world_size - 1, world_size)]
+        experts = f"blocks.{scenario.experts}."
+        in_half = lambda name, param: half if name.startswith(experts) else None  # noqa: E731
+        options["ranks"] = replace(options["ranks"], process_group_for=in_half)
+    runners = [
+        DifferingRunner(scenario, folder=folder / str(number), **options) for number in range(1 + scenario.second)
+    ]
+    for one, other in zip(runners, reversed(runners), strict=True):
+        one.other = other
+    for number, history in enumerate(scenario.histories):
+        (folder / f"at-{rank}").write_text(f"history {number}")
+        failure = _fail_at(runners, history)
+        if "bytes are too few" in (failure or ""):
+            return ""
+        everywhere: list[str | None] = [None] * world_size
+        dist.all_gather_object(everywhere, failure, group=control)
+        if failures := [f"rank {rank} {text}" for rank, text in enumerate(everywhere) if text]:
+            return "\n".join([f"history {number}:", *failures])
+    return ""
+
+
+def failure_of(ranks: Ranks, scenario: DifferingScenario, *, timeout: float = 600) -> str:
+    """Run a scenario and return what went wrong, with the stacks of all ranks if they hang."""
+    with tempfile.TemporaryDirectory(prefix="histories-") as folder:
+        try:
+            return ranks.run(run_scenario, scenario, Path(folder), timeout=timeout)[0]
+        except RankError as error:
+            at = sorted(f"rank {path.name[3:]} in {path.read_text()}" for path in Path(folder).glob("at-*"))
+            return f"{at}: {error}"
+
+
+def replay(ranks: Ranks, scenario: DifferingScenario) -> None:
+    """Run a scenario that a failure has printed."""
+    failure = failure_of(ranks, scenario)
+    assert not failure, f"{failure}\nreplay(ranks, {scenario!r})"
+
+
+def smaller(ranks: Ranks, scenario: DifferingScenario, *, seconds: float) -> DifferingScenario:
+    """Return a scenario with fewer histories and actions that fails as well, found within some seconds."""
+    end = time.monotonic() + seconds
+
+    def fails(histories: tuple[tuple[RankAction, ...], ...]) -> bool:
+        return bool(failure_of(ranks, replace(scenario, histories=histories), timeout=120))
+
+    for number in reversed(range(len(scenario.histories))):
+        if time.monotonic() < end and fails(scenario.histories[number : number + 1]):
+            scenario = replace(scenario, histories=scenario.histories[number : number + 1])
+            break
+    else:
+        return scenario
+    [history] = scenario.histories
+    position = len(history) - 1
+    while position >= 0 and time.monotonic() < end:
+        without = history[:position] + history[position + 1 :]
+        if fails((without,)):
+            history = without
+        position -= 1
+    return replace(scenario, histories=(history,))
+
+
+def main() -> None:
+    """Run many histories and print the seeds of those that pass, and what fails."""
+    parser = argparse.ArgumentParser(description="Random histories of ranks that differ")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seeds", default="0:100", help="first and last (exclusive) history")
+    parser.add_argument("--of-a-model", type=int, default=10, help="number of histories that share a compiled model")
+    parser.add_argument("--alike", action="store_true", help="all ranks do the same, without the option")
+    parser.add_argument("--shrink", type=float, default=0, help="seconds to search for a smaller failure")
+    given = parser.parse_args()
+    first, last = map(int, given.seeds.split(":"))
+    right, wrong, size = 0, [], given.of_a_model
+    with worker_pool() as workers:
+        for seed in range(first, last, size):
+            strategy = differing_scenarios(histories=size, world_size=given.ranks, alike=given.alike)
+            scenario = draw_numbered(strategy, 1000 * given.ranks + seed // size)
+            start = time.monotonic()
+            failure = failure_of(workers(given.ranks), scenario)
+            seconds = f"{time.monotonic() - start:.1f} s"
+            if failure:
+                wrong.append(seed)
+                if given.shrink:
+                    scenario = smaller(workers(given.ranks), scenario, seconds=given.shrink)
+                print(
+                    f"seeds {seed}:{seed + size} FAILED, {seconds}\n{failure}\nreplay(ranks, {scenario!r})", flush=True
+                )
+            else:
+                right += size
+                print(f"seeds {seed}:{seed + size} right, {seconds}", flush=True)
+    print(f"{given.ranks} ranks: {right} histories right, models with a failure begin at seeds {wrong}")
+    raise SystemExit(bool(wrong))
