@@ -73,3 +73,14 @@ def test_traces_with_symbolic_values_are_right_for_all_sizes(name: str) -> None:
             model.zero_grad()
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
     assert thunder.cache_misses(jitted) == compiled
+
+
+def test_traces_with_symbolic_values_are_right_for_all_strings() -> None:
+    class Ways(torch.nn.Module):
+        def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+            return x.exp() if way == "exp" else x * 2
+
+    model, x = thunder.jit(Ways(), transforms=[fsdp()], cache="symbolic values"), torch.arange(3.0)
+    for way in ("exp", "twice", "exp"):
+        torch.testing.assert_close(model(x, way), Ways()(x, way))
+    assert thunder.cache_misses(model) == 2

@@ -43,7 +43,7 @@ from thunder.core.interpreter import (
 )
 from thunder.core.jit_ext import EXT_FLAG_IS_TENSOR_PROXY, get_jit_ctx, should_register_for_prologue
 from thunder.core.options import CACHE_OPTIONS
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import Proxy, StringProxy, TensorProxy
 
 from ..extensions import load
 from ..private_thunder import find_attributes, save_attributes_of_root, wraps_observed_by
@@ -142,12 +142,15 @@ class InputReads:
             path = Paths().of(provenance)
             if path is not None and path is not COMPUTED and path[0] in INPUTS:
                 self._sizes.add(path, plain)
+        if isinstance(plain, StringProxy):  # with symbolic values, Thunder checks its type alone
+            plain = plain.value
         if isinstance(plain, _IGNORED):
             return
         path = self._paths.of(provenance)
         if path is None or path is COMPUTED or path in self._checks or path[0] not in _ROOTS:
             return
-        if isinstance(plain, _CHECKED_BY_THUNDER) and should_register_for_prologue(provenance):
+        checked = _CHECKED_BY_THUNDER if self._sizes is None else _CHECKED_WITH_SYMBOLIC_VALUES
+        if isinstance(plain, checked) and should_register_for_prologue(provenance):
             return
         self._add(path, plain)
 
@@ -177,6 +180,7 @@ class _ConcretePaths(Paths):
 
 
 _CHECKED_BY_THUNDER = (bool, int, float, complex, str, slice, torch.device)
+_CHECKED_WITH_SYMBOLIC_VALUES = (bool, int, float, complex, slice, torch.device)
 _IGNORED = (Proxy, torch.Tensor, torch.nn.Module, ModuleType)
 _STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
 _KEYS = (int, str, NoneType, enum.Enum)
