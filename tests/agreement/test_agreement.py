@@ -336,6 +336,31 @@ def test_ranks_that_an_exception_stopped_at_different_collectives_raise(rank: in
 
 
 @on_ranks()
+def test_a_thread_that_comes_while_another_waits_for_the_other_ranks_raises() -> None:
+    model, errors = _jit(TwoBranches()), []
+
+    def another_thread() -> None:
+        with pytest.raises(RuntimeError, match=r"another thread of this rank waits .* with the forward for .* TwoBranches"):
+            model(torch.ones(2, 4))
+        errors.append(True)
+
+    tokens = model._lc_transforms[-1].sharded.control.channel._tokens
+    finish = tokens.finish
+
+    def interrupted(timeout: timedelta) -> None:
+        tokens.finish = finish
+        thread = threading.Thread(target=another_thread)
+        thread.start()
+        thread.join()
+        finish(timeout)
+
+    model(torch.ones(2, 4)).backward()
+    tokens.finish = interrupted
+    model(torch.ones(2, 4)).backward()
+    assert errors == [True]
+
+
+@on_ranks()
 def test_models_share_a_channel_and_do_not_accumulate_keys_in_the_store() -> None:
     group = dist.new_group(timeout=timedelta(seconds=60))
     counts = []

@@ -27,6 +27,7 @@ import functools
 import operator
 import pickle
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -110,6 +111,7 @@ class Channel:
         self._started = 0  # all-gathers, the same on all ranks
         self._failures: Counter[int] = Counter()  # of this rank, by the number of the round
         self._posted = 0.0
+        self._waits = threading.Lock()  # held by the thread that waits for the others
 
     @property
     def is_open(self) -> bool:
@@ -140,16 +142,25 @@ class Channel:
 
         Raises:
             ScheduleDisagreement: the ranks do different things, or one did not come.
+            RuntimeError: another thread waits for the others.
         """
         action = self.pending
         if action is None:
             return
+        if not self._waits.acquire(blocking=False):
+            raise RuntimeError(
+                f"fsdp: another thread of this rank waits for the other ranks, with {action.describe()}. Only one thread at "
+                f"a time may use models of the same ranks. It also iterates over batches(...); a thread that prefetches "
+                f"belongs inside of the loader"
+            )
         try:
             with labelled("wait_agreement"):
                 self._tokens.finish(self._timeout)
         except RuntimeError as error:
             action.cancel()
             raise self._close(action, error) from error
+        finally:
+            self._waits.release()
         self.pending = None
         self.rounds += 1
         self.tokens = self._tokens.gathered()
