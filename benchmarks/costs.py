@@ -1,9 +1,10 @@
-"""Measure what single features cost: the audit of first runs, checksums of checkpoints, and DTensor parameters.
+"""Measure what single features cost: the audit, checksums of checkpoints, DTensor parameters, formats, ranks that differ.
 
     python benchmarks/costs.py audit
     python benchmarks/costs.py checksums --runs 7
     python benchmarks/costs.py dtensors --parameters 300 3000
     python benchmarks/costs.py formats
+    python benchmarks/costs.py differing --rounds 30
 
 * Audit: processor seconds of a first step, in one process with a gloo group of one rank and the demo's GPT. The first step
   compiles both traces and runs them with the audit. Parts of it: inserting the audit into the traces, exchanging their texts
@@ -16,6 +17,11 @@
   on the parameters, on plain tensors, and on DTensors of torch.
 * Formats: bytes of 16 MB of float32 on the wire, the norm of the rounding error of normal numbers divided by theirs, and GB
   of float32 that one thread encodes, decodes, or decodes for two ranks and averages in a second of processor time.
+* Differing: a GPT of 8 blocks on two gloo ranks, and one of tiny layers. Alike ranks with ``ranks_may_differ``, beside the
+  same without it, in turns: processor time of the host's thread in a step, and in its rounds; bits and collectives must be
+  the same. Rank 0 without the odd blocks and rank 1 without
+  the even ones, beside both with all blocks, which issue the same collectives. And processor seconds of what a combination
+  of known programs takes when it is new: to exchange and build, beyond the same step later; and of that, the build.
 """
 
 from __future__ import annotations
@@ -39,9 +45,11 @@ import thunder_fsdp_sched as tfs  # before thunder
 from thunder_fsdp_sched import CommPolicy
 from thunder_fsdp_sched import transform as transforms
 from thunder_fsdp_sched.extras.low_precision.formats import FORMATS, Wire
+from thunder_fsdp_sched.extras.ranks_differ import start
 from thunder_fsdp_sched.ir import operator_facts
 from thunder_fsdp_sched.proof import audit
 from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
+from thunder_fsdp_sched.runtime.trace_start import TraceStart
 
 import thunder
 import torch
@@ -69,6 +77,9 @@ def main() -> None:
     command.add_argument("--parameters", type=int, nargs="+", default=[300, 3000], help="parameters of the models")
     command = commands.add_parser("formats")
     command.set_defaults(measure=measure_formats)
+    command = commands.add_parser("differing")
+    command.set_defaults(measure=measure_differing)
+    command.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
     arguments.measure(arguments)
 
@@ -306,6 +317,146 @@ def measure_formats(arguments: argparse.Namespace) -> None:
         figures[name] = {"bytes": wire.nbytes / whole.nbytes, "error": error, **rates}
     columns = {"bytes": ("bytes", ".3f"), "error": ("error", ".2%")} | {what: (what, ".1f") for what in rates}
     print(f"bytes relative to float32, rounding error, and GB of float32 a second\n\n{table(figures, columns)}")
+
+
+#
+# Ranks that differ
+#
+
+
+class Skipping(GPT):
+    """A GPT that runs the blocks whose digits are in ``way``."""
+
+    def forward(self, tokens: torch.Tensor, way: str) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for digit in way:
+            x = self.blocks[int(digit)](x)
+        return self.head(self.norm(x)).square().mean()
+
+
+class Tiny(torch.nn.Module):
+    """Layers that are so small that a step takes only host time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+        for digit in way:
+            x = self.blocks[int(digit)](x)
+        return x.sum()
+
+
+def measure_differing(arguments: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_differ, (Path(folder), arguments.rounds), nprocs=2)
+
+
+def _differ(rank: int, folder: Path, rounds: int) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(rank))
+    figures = {}
+    for name, make, batch in (
+        ("GPT", lambda: Skipping(blocks=8, width=128, heads=4, length=64), tokens),
+        ("tiny", Tiny, torch.ones(8, 8)),
+    ):
+        models = {}
+        for differs in (False, True):
+            torch.manual_seed(0)
+            models[differs] = thunder.jit(make(), transforms=[tfs.fsdp(ranks_may_differ=differs)])
+        figures[name] = _alike(
+            models, batch, "01234567"[: len(models[True].blocks)], rounds * (10 if name == "tiny" else 1)
+        )
+        figures[name] |= _known_and_new(models[True], batch, rank, rounds)
+    if rank == 0:
+        columns = {key: (key, ".3g") for key in next(iter(figures.values()))}
+        print(f"two gloo ranks, {rounds} rounds, medians; rank 0\n\n{table(figures, columns)}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _step(model: Any, batch: torch.Tensor, way: str) -> float:
+    """Run a step; return the seconds of processor time."""
+    model.zero_grad()
+    dist.barrier()
+    started = time.thread_time()
+    model(batch, way).backward()
+    return time.thread_time() - started
+
+
+def _alike(models: dict[bool, Any], batch: torch.Tensor, way: str, rounds: int) -> dict[str, float]:
+    seconds: dict[bool, list[float]] = {differs: [] for differs in models}
+    issued = {}
+    for differs, model in models.items():
+        for _ in range(3):
+            _step(model, batch, way)
+        counts = model._lc_transforms[0].sharded.control.issue_counts
+        before = counts.issued
+        _step(model, batch, way)
+        issued[differs] = counts.issued - before
+    pairs = zip(*(model.parameters() for model in models.values()), strict=True)
+    assert issued[False] == issued[True] and all(torch.equal(p.grad.to_local(), q.grad.to_local()) for p, q in pairs)
+    gc.collect()
+    gc.freeze()
+    for number in range(rounds):
+        for differs in (bool(number % 2), not number % 2):
+            seconds[differs].append(_step(models[differs], batch, way))
+    spent: dict[bool, list[float]] = {differs: [] for differs in models}
+    of_models = {differs: _starts(model) for differs, model in models.items()}
+    for _ in range(20 * rounds):
+        for differs, starts in of_models.items():
+            spent[differs].append(sum(map(_round, starts)))
+    more = statistics.median(a - b for a, b in zip(spent[True], spent[False], strict=True))
+    return {
+        "alike ms": 1e3 * statistics.median(seconds[True]),
+        "of without": ratio(seconds[True], seconds[False]),
+        "rounds us": 1e6 * statistics.median(spent[True]),
+        "more us": 1e6 * more,
+    }
+
+
+def _starts(model: Any) -> list[TraceStart]:
+    """Return the starts of the latest traces on the control channel."""
+    compiled = model._lc_transforms[0].compiled[-1]
+    bsyms = (*compiled.forward.bound_symbols, *compiled.backward.bound_symbols)
+    return [bsym.args[0] for bsym in bsyms if bsym.sym.name == "fsdp_agree"]
+
+
+def _round(of: TraceStart) -> float:
+    """Announce a trace without running it; return the seconds of processor time."""
+    started = time.thread_time()
+    of.post()
+    of.settled_or_merged() if isinstance(of, start.DifferingStart) else of.settle()
+    seconds = time.thread_time() - started
+    of.cancel()
+    return seconds
+
+
+def _known_and_new(model: Any, batch: torch.Tensor, rank: int, rounds: int) -> dict[str, float]:
+    count = len(model.blocks)
+    everything = "01234567"[:count]
+    ways = everything[::2], everything[1::2]
+    for way in ways:  # each rank knows both programs, and traces nothing later
+        for _ in range(2):
+            _step(model, batch, way)
+    spent: dict[str, float] = {}
+    gc.disable()
+    with timed(start.Maker, "__call__", spent, "build"):
+        new = _step(model, batch, ways[rank])
+    gc.enable()
+    times: dict[str, list[float]] = {"merged": [], "all": []}
+    for _ in range(rounds):
+        for what, way in (("merged", ways[rank]), ("all", everything)):
+            times[what].append(_step(model, batch, way))
+    merged = statistics.median(times["merged"])
+    return {
+        "merged ms": 1e3 * merged,
+        "of all blocks": ratio(times["merged"], times["all"]),
+        "new s": new - merged,
+        "build s": spent["build"],
+    }
 
 
 if __name__ == "__main__":

@@ -120,12 +120,17 @@ def test_ranks_that_do_different_kinds_of_things_raise_at_once(rank: int) -> Non
 def test_programs_that_cannot_be_merged(rank: int) -> None:
     run = DifferingRun()
     run.train(1, ("0", "0"))
+    for _ in range(2):  # the first backward in which the ranks differ, and a later one
+        with pytest.raises(ScheduleDisagreement, match="on rank 0, backward was called for some gradients only"):
+            (_some_gradients, _backward("1"))[rank](run)
+        run.forget()
+        run.train(1, ("0", "0"))
     # A merged trace whose construction fails on one rank.
     failing = mock.patch.object(start, "build", side_effect=ValueError("no memory"))
     with failing if rank else nullcontext(), pytest.raises((ValueError, ScheduleDisagreement), match="no memory"):
-        run.forward(1, ("0", "1"))
+        run.forward(1, ("1", "01"))
     run.forget()
-    run.train(1, ("0", "1"), first=2)
+    run.train(1, ("1", "01"), first=2)
     # Operators that are not of fsdp(...) communicate: nobody knows what the other ranks do there.
     read = start.read_program
 

@@ -206,10 +206,12 @@ class Registry:
         version: how often that has changed.
         sources: which rank reads each gathered bucket, and where.
         outcomes: what follows from combinations of programs and states, by their hashes.
+        has_merged: whether merged traces have ever run. Until then tokens do not say whether a backward is for some
+            gradients only, because finding it out takes longer than the rest of a token.
     """
 
     def __init__(self) -> None:
-        self.version = 0
+        self.version, self.has_merged = 0, False
         self.programs: dict[int, Program] = {}
         self.outcomes: dict[Any, Outcome] = {}
         self.order: list[Key] = []

@@ -115,22 +115,22 @@ class DifferingStart(TraceStart):
     def _find_unused(self) -> int:
         """Find the state of this rank and return a hash; 0 if there is nothing to tell."""
         super()._find_unused()
-        state = State(lost=tuple(sorted(r().spec.name for r in self._lost)))  # type: ignore[union-attr]
+        lost = tuple(sorted(r().spec.name for r in self._lost))  # type: ignore[union-attr]
+        unused: list[tuple[str, tuple[int, ...]]] = []
+        left: list[tuple[str, Left]] = []
         if self.half == "backward" and not self.no_sync:
-            unused = ((b.spec.name, tuple(sorted(indices))) for b, indices in self._unused.items() if indices)
-            left = ((b.spec.name, b.accumulation) for b in self.buckets if b.accumulation.params and b.ends_window())
-            state = state._replace(
-                unused=tuple(sorted(unused)),
-                left=tuple(
-                    (name, Left(tuple(sorted(a.params)), tuple(sorted(a.used)), a.unsharded is not None))
-                    for name, a in left
-                ),
-            )
-        if self.half == "backward":
-            state = state._replace(is_partial=not all(len(requested(b.params)) == len(b.params) for b in self.buckets))
+            unused = sorted((b.spec.name, tuple(sorted(indices))) for b, indices in self._unused.items() if indices)
+            for bucket in self.buckets:
+                if (a := bucket.accumulation).params and bucket.ends_window():
+                    of_bucket = Left(tuple(sorted(a.params)), tuple(sorted(a.used)), a.unsharded is not None)
+                    left.append((bucket.spec.name, of_bucket))
+        state = State(tuple(unused), tuple(left), lost, self.registry.has_merged and self._is_partial())
         if state != self._state:
             self._state, self._state_hash = state, hash64(state) if any(state) else 0
         return self._state_hash
+
+    def _is_partial(self) -> bool:
+        return self.half == "backward" and any(len(requested(b.params)) < len(b.params) for b in self.buckets)
 
     def _same(self) -> int:
         windows = self.control.discards, self._dropped
@@ -150,10 +150,11 @@ class DifferingStart(TraceStart):
         super().apply_agreement(
             (offered_bits if reusable else offered_bits & ~GATHER_BITS) | SHARED | KEPT_BITS, alike=True
         )
-        lost = {reference() for reference in self._lost}
-        for bucket in (b for b in self.buckets if b.spec.name in outcome.lost):
-            self.control.issue_counts.expected += 2
-            gather_again(bucket, lost=bucket in lost)
+        if outcome.lost:
+            lost = {reference() for reference in self._lost}
+            for bucket in (b for b in self.buckets if b.spec.name in outcome.lost):
+                self.control.issue_counts.expected += 2
+                gather_again(bucket, lost=bucket in lost)
         if self.half == "backward":
             for bucket in self.buckets:
                 others = outcome.used[bucket.spec.name] if outcome.merges else frozenset()
@@ -190,12 +191,15 @@ class DifferingStart(TraceStart):
         digests = [TOKEN.unpack(token)[1] for token in tokens]
         is_first = digests.index(self._inputs) == self.control.group.rank and self._inputs not in self.registry.programs
         ranks_of = {b.spec.name: tuple(b.ranks.all_ranks) for b in self.buckets if not b.is_on_all_ranks}
-        report = Report(self.program if is_first else None, tuple(self.groups), ranks_of, self._state)
+        state = self._state if self.registry.has_merged else self._state._replace(is_partial=self._is_partial())
+        report = Report(self.program if is_first else None, tuple(self.groups), ranks_of, state)
         reports: dict[int, Report] = self.control.gather_settled(f"what the {self.text} of a rank sends", report)
         self.registry.add({rank: theirs.program for rank, theirs in reports.items() if theirs.program is not None})
         programs = {rank: self.registry.programs[digest] for rank, digest in zip(reports, digests, strict=True)}
         outcome = find_outcome(programs, reports, self.buckets)
-        self.registry.outcomes[key] = outcome
+        self.registry.has_merged |= outcome.merges
+        if not outcome.fault:
+            self.registry.outcomes[key] = outcome
         return outcome
 
     def _agree_on_unused(self, alike: bool) -> None:
