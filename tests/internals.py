@@ -22,7 +22,8 @@ from thunder_fsdp_sched.ir.inspection import (
     statements,
 )
 from thunder_fsdp_sched.ir.operator_facts import Aliases, Facts, facts_of
-from thunder_fsdp_sched.ir.read_schedule import read_program, read_schedule
+from thunder_fsdp_sched.ir.read_program import read_program
+from thunder_fsdp_sched.ir.read_schedule import read_schedule
 from thunder_fsdp_sched.ir.registry import caching
 from thunder_fsdp_sched.ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
 from thunder_fsdp_sched.ir.symbols import (

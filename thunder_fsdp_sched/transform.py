@@ -50,7 +50,7 @@ from .ir.calls import CallSignature, read_call
 from .ir.effects import effects, is_declared
 from .ir.gradients import mark_constants
 from .ir.inspection import is_backward_trace, nested, runs_nothing, snapshot, split_joint
-from .ir.read_schedule import read_program, read_schedule
+from .ir.read_schedule import read_schedule
 from .ir.registry import executor as own_executor
 from .ir.registry import with_caches
 from .ir.schedule import Schedule, StepSchedule
@@ -462,11 +462,13 @@ class Compilation:
             self.context.start = load("extras.ranks_differ.start:start_of")(self.transform, self.context, trace, half)
             return
         from .ir.computation import computation_of  # here, because one rank compares nothing
+        from .ir.read_program import read_program
+        from .ranks.compare_programs import check_program
 
         computation = computation_of(trace, traces.call.inputs)
         what = f"{half} of a {'no_sync ' if traces.no_sync else ''}trace"
         guards = any(effects(bsym).ensures is not None for bsym in trace.bound_symbols)
-        agreed = control.check_program(what, read_program(trace), computation, guards=guards)
+        agreed = check_program(control, what, read_program(trace), computation, guards=guards)
         if agreed.communicates and control.agrees_in_steps:
             from .runtime.trace_start import TraceStart  # here, because one rank agrees with nobody
 

@@ -34,7 +34,7 @@ from thunder.core.proxies import NumberProxy, Proxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
-from ..ranks.control import Computation
+from ..ranks.compare_programs import Computation
 from ..runtime.bucket import Bucket
 from .effects import effects
 from .inspection import statements

@@ -8,7 +8,7 @@ process if sizes differ. With NCCL it is settled before the first result is wait
 collective.
 
 A token identifies the *agreed program*, not the trace: ranks may run traces of different shapes whose collectives
-match, and with ``process_group_for`` even different programs. ``Control.check_program`` compared the programs when they
+match, and with ``process_group_for`` even different programs. ``check_program`` compared the programs when they
 were compiled and numbered those that match.
 
 The token also says, as bits, what this rank has of buckets that need not be gathered: see [Note: Decisions of one rank].
@@ -72,11 +72,9 @@ import contextlib
 import hashlib
 import itertools
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -84,8 +82,11 @@ import torch.distributed as dist
 from ..extensions import load
 from ..process_state import reset_after_fork
 from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
-from .messages import Action, first_different, first_line, without_remarks
+from .messages import first_line, without_remarks
 from .process_groups import ProcessGroupRef
+
+if TYPE_CHECKING:
+    from .compare_programs import AgreedProgram
 
 Agreement = Literal["step", "compile", "never"]
 """How often ranks agree: before each compiled trace runs, when they compile it, or not at all."""
@@ -108,30 +109,6 @@ class IssueCounts:
     def surplus_issues(self) -> int:
         """How much has been issued beyond what was expected: 0 unless an exception interrupted a trace."""
         return self.issued - self.expected
-
-
-@dataclass
-class Computation:
-    """The computation of one trace; see [Note: Equal computations] in ``ir.computation``."""
-
-    inputs: Sequence[str] = ()  # descriptions of the inputs' shapes, dtypes and values
-    lines: Sequence[str] = ()  # one for each bound symbol of compute, with all numbers
-    comparable: Sequence[str] = ()  # the same lines without numbers that may stem from a size
-    trace_lines: Sequence[str] = ()  # one for each bound symbol, for messages: collectives by their buckets
-
-    @cached_property
-    def hashes(self) -> tuple[int, int, int]:
-        """Hashes of :attr:`comparable`, of :attr:`inputs` and of :attr:`lines`."""
-        return hash64(*self.comparable), hash64(*self.inputs), hash64(*self.lines)
-
-
-class AgreedProgram(NamedTuple):
-    """The result of comparing a program among the ranks."""
-
-    number: int  # identifies the program on the control channel, the same on all ranks whose programs match
-    communicates: bool  # whether any rank issues a collective, or may do so
-    compares_computation: bool  # whether the computations of the ranks must be equal
-    is_alike: bool  # whether the n-th collective is the same on all ranks, each in its own process group
 
 
 class Control:
@@ -162,7 +139,7 @@ class Control:
         self.discards = 0  # how often `discard_unreduced` was called
         self.issue_counts = IssueCounts() if channel is None else IssueCounts(channel.settle)
         self.agreement = agreement
-        self._agreed: dict[int, AgreedProgram] = {}
+        self.agreed: dict[int, AgreedProgram] = {}  # programs that the ranks have compared, by a hash
         _controls[group] = self
 
     @classmethod
@@ -226,7 +203,7 @@ class Control:
         """Start a :meth:`rendezvous` without waiting; ``settle`` completes it.
 
         Args:
-            digest: a hash for the ranks to compare: see :meth:`_all_have`.
+            digest: a hash for the ranks to compare: see :meth:`all_have`.
         """
         if self.channel is not None:
             surplus_issues = self._surplus_issues
@@ -239,7 +216,7 @@ class Control:
         if self.agrees_in_steps:
             self.rendezvous(what, *details)
 
-    def _all_have(self, what: str, digest: int) -> bool:
+    def all_have(self, what: str, digest: int) -> bool:
         """Meet the other ranks and return whether all have the same hash; one round."""
         assert self.channel is not None
         self.begin(what, digest=digest)
@@ -373,7 +350,7 @@ class Control:
             own[group.name].append(line)
             ranks_of[group.name] = group.global_ranks
         digests = {name: (ranks, hash64(*map(without_remarks, own[name]))) for name, ranks in ranks_of.items()}
-        if not met and self._all_have(f"comparing {what}", hash64(digests)):
+        if not met and self.all_have(f"comparing {what}", hash64(digests)):
             return
         by_rank = self.gather_settled(f"comparing {what}", digests)
         compared: set[str] = set()
@@ -382,70 +359,9 @@ class Control:
                 compared.add(name)
                 for other in theirs[name][0]:
                     if by_rank[other].get(name) != theirs[name]:
-                        raise self.disagreement(f"{what}, {self._difference(first, other, own[name])}")
+                        raise self.disagreement(f"{what}, {self.difference(first, other, own[name])}")
 
-    def check_program(
-        self, what: str, program: Sequence[Action], computation: Computation, *, guards: bool = False
-    ) -> AgreedProgram:
-        """Prove that the programs of all ranks together finish; see [Note: The deadlock proof] in ``deadlock``.
-
-        Programs that the ranks have already agreed on are not compared again. So a rank whose batch has another shape
-        can compile alone, with traces that match those in the caches of the others. A comparison is one round if all ranks
-        have the same program in the same process groups; otherwise they also exchange descriptions of some 100 bytes.
-
-        Args:
-            what: the name of the trace.
-            program: what this rank issues and waits for.
-            computation: the computation of the trace.
-            guards: whether it may gather kept buckets again.
-
-        Raises:
-            ScheduleDisagreement: on every rank. It names the first line that differs and the ranks, or where they would
-                block each other, or the ranks that do something else or did not arrive.
-        """
-        if self.channel is None:
-            return AgreedProgram(0, False, False, False)
-        key = hash64(what, guards, *program)
-        if key not in self._agreed:
-            self._agreed[key] = self._compare_programs(what, program, computation, guards)
-        return self._agreed[key]
-
-    def _compare_programs(
-        self, what: str, program: Sequence[Action], computation: Computation, guards: bool
-    ) -> AgreedProgram:
-        groups = {action.group: action.ranks for action in program}
-        numbers = {group: number for number, group in enumerate(groups)}
-        lines = hash64(*((action.line, numbers[action.group], action.waits, action.number) for action in program))
-        described = [(group, hash64(members), len(members)) for group, members in groups.items()]
-        own = lines, described, computation.hashes, guards
-        what_they_do = f"compiling the {what}"
-        if self._all_have(what_they_do, hash64(own)):
-            everyones = dict.fromkeys(self.group.global_ranks, own)
-        else:
-            everyones = self.gather_settled(what_they_do, own)
-        alike = all(theirs[0] == lines for theirs in everyones.values())
-        groups_match = do_groups_match({rank: groups for rank, (_, groups, _, _) in everyones.items()})
-        if not (alike and groups_match):
-            programs = self._gather(f"the collectives of {what}", list(program))
-            from .deadlock import find_fault  # here, because ranks that run the same need no proof
-
-            fault = find_fault(dict(zip(everyones, programs, strict=True)))
-            if fault:
-                raise self.disagreement(f"{what}, {fault}")
-        hashes = {rank: (theirs, *computed) for rank, (theirs, _, computed, _) in everyones.items()}
-        without_sizes = {rank: (theirs, comparable) for rank, (theirs, comparable, _, _) in hashes.items()}
-        exact = {rank: ((theirs, inputs), all_) for rank, (theirs, _, inputs, all_) in hashes.items()}
-        for parts, own_lines in ((without_sizes, computation.comparable), (exact, computation.lines)):
-            if (different := first_different(parts)) is not None:
-                raise self.disagreement(
-                    f"{what}: the collectives agree but the computations differ (if they are meant to, give "
-                    f"fsdp(ranks_may_differ=True)), {self._difference(*different, own_lines)}"
-                )
-        communicates = any(groups or may_gather for _, groups, _, may_gather in everyones.values())
-        number = hash64(what, *(theirs[0] for theirs in everyones.values()))
-        return AgreedProgram(number, communicates, alike, alike and groups_match)
-
-    def _difference(self, first: int, other: int, lines: Sequence[str]) -> str:
+    def difference(self, first: int, other: int, lines: Sequence[str]) -> str:
         """Exchange the lines of two ranks and return the first that differs, on all ranks."""
         with self.doing("the exchange of lines that differ"):
             return str(load("ranks.disagreements:difference_of_lines")(self.channel, first, other, lines))
@@ -481,16 +397,6 @@ def after_surplus(surplus_issues: int) -> str:
 def hash64(*parts: object) -> int:
     """Return a hash of values that print alike on all ranks, as an integer for a token."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little", signed=True)
-
-
-def do_groups_match(groups_of: Mapping[int, Sequence[tuple[str, int, int]]]) -> bool:
-    """Return whether the members of each rank's n-th process group have the same n-th group.
-
-    Args:
-        groups_of: the name of each group of a rank, a hash of its members, and their number.
-    """
-    holders = Counter(group for groups in groups_of.values() for group in enumerate(groups))
-    return all(ranks == size for (_, (_, _, size)), ranks in holders.items())
 
 
 _numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)

@@ -8,7 +8,8 @@ from typing import NamedTuple, TypeVar
 
 from ..private_torch import backward_number
 from ..ranks.channel import TOKEN, RoundAction
-from ..ranks.control import AgreedProgram, Computation, Control, after_surplus, hash64
+from ..ranks.compare_programs import AgreedProgram, Computation
+from ..ranks.control import Control, after_surplus, hash64
 from ..ranks.process_groups import ProcessGroupRef
 from .bucket import Bucket
 from .memory import Slot

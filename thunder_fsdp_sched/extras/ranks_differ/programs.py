@@ -45,7 +45,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...ir.analysis import Analysis
 from ...ir.inspection import is_library, outs_of, source_of, statements
-from ...ranks.control import Control, do_groups_match, hash64
+from ...ranks.compare_programs import do_groups_match
+from ...ranks.control import Control, hash64
 from ...ranks.deadlock import find_fault
 from ...ranks.messages import Action
 from ...runtime.bucket import Bucket

@@ -15,7 +15,8 @@ from ...passes import Context
 from ...private_thunder import without_calls
 from ...proof.audit import Auditor, audited, fsdp_audit
 from ...ranks.channel import TOKEN, RoundAction
-from ...ranks.control import AgreedProgram, Computation, hash64
+from ...ranks.compare_programs import AgreedProgram, Computation
+from ...ranks.control import hash64
 from ...runtime.autograd import requested
 from ...runtime.bucket import Bucket
 from ...runtime.ops import gather_again
