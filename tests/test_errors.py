@@ -134,6 +134,11 @@ def test_errors_name_what_ranks_that_differ_cannot_have(option: str, value: Any)
         fsdp(ranks_may_differ=1)  # type: ignore[arg-type]
 
 
+def test_ranks_that_differ_cannot_have_symbolic_values(one_rank: None) -> None:
+    with pytest.raises(ValueError, match="ranks_may_differ=True and cache='symbolic values'"):
+        thunder.jit(nn.Linear(4, 4), cache="symbolic values", transforms=[fsdp(ranks_may_differ=True)])
+
+
 def test_errors_name_a_field_of_a_policy_that_is_no_dtype() -> None:
     with pytest.raises(ValueError, match="mp_policy: param_dtype must be a floating-point dtype, got 'bf16'"):
         fsdp(mp_policy=MixedPrecisionPolicy(param_dtype="bf16"))  # type: ignore[arg-type]

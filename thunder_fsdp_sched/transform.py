@@ -135,6 +135,8 @@ class FSDPTransform(ShardingTransform):
     def transform_module(self, model: ThunderModule) -> None:
         if any(isinstance(transform, FSDPTransform) for transform in model._lc_transforms):
             raise ValueError("fsdp: the module is sharded already; pass one fsdp(...) in transforms=[...]")
+        if self.options.ranks_may_differ:
+            load("extras.ranks_differ.conflicts:refuse_cache")(model)
         if self._sharded is None:
             self._sharded = shard_module(model, self.options)
             plan = self._sharded.plan

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import thunder
+import torch
+from thunder.core.options import CACHE_OPTIONS
+
 from ...options import Options
 
 
@@ -24,6 +28,15 @@ def refuse_conflicts(options: Options) -> None:
     ):
         if is_given:
             raise ValueError(f"ranks_may_differ=True and {option}: pass one of them, because {why}")
+
+
+def refuse_cache(model: torch.nn.Module) -> None:
+    """Raise ValueError for a cache that may run the trace of another branch."""
+    if thunder.cache_option(model) is CACHE_OPTIONS.SYMBOLIC_VALUES:
+        raise ValueError(
+            "ranks_may_differ=True and cache='symbolic values': pass one of them, because Thunder then checks neither "
+            "numbers in tuples nor numbers that are used as indices, by which ranks choose what they run"
+        )
 
 
 def refuse_join(**options: Any) -> None:
