@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -46,10 +46,10 @@ class DifferingRun(Run):
     """A run of ranks that differ. It clips gradients before each step, and counts the hooks of parameters.
 
     Args:
-        casts: the rank whose forward runs under ``torch.autocast``.
+        casts: the ranks whose forward runs under ``torch.autocast``.
     """
 
-    def __init__(self, model: nn.Module | None = None, *, casts: int | None = None, **options: Any) -> None:
+    def __init__(self, model: nn.Module | None = None, *, casts: Collection[int] = (), **options: Any) -> None:
         model = Blocks().double() if model is None else model
         super().__init__(model, **{"optimizer": adamw, "ranks_may_differ": True, **options})
         self.casts = casts
@@ -89,7 +89,7 @@ class DifferingRun(Run):
         return loss
 
     def _cast(self, rank: int) -> AbstractContextManager[Any]:
-        return torch.autocast(DEVICE.type, torch.bfloat16) if rank == self.casts else nullcontext()
+        return torch.autocast(DEVICE.type, torch.bfloat16) if rank in self.casts else nullcontext()
 
     def backward(self, which: int = -1, *, retain: bool = False) -> None:
         """Run a backward. Hooks run once on every rank for each gradient, and not under ``no_sync``."""

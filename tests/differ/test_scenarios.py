@@ -164,13 +164,30 @@ def test_experts_on_half_of_the_ranks(rank: int) -> None:
         run.close(ours.to_local(), run.rows(name, theirs), name)
 
 
+class Uneven(Blocks):
+    """Blocks of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = nn.Linear(4, 4)
+
+
 @mostly_zero2
 @on_ranks()
 def test_autocast_on_one_rank(strategy: str) -> None:
     """Rank 1 gathers buckets in bfloat16, which rank 0 has never done."""
-    run = DifferingRun(Blocks(), casts=1, dtype=torch.float32, tolerance=0.03, sharding_strategy=strategy)
+    run = DifferingRun(Uneven(), casts=[1], dtype=torch.float32, tolerance=0.03, sharding_strategy=strategy)
     for step, ways in enumerate([("0", "0"), ("0", "1"), ("01", None), (None, "0"), ("0", "0")]):
         run.train(1, ways, first=step)
+
+
+@on_ranks()
+def test_ranks_cast_blocks_in_opposite_order_to_memory_that_peers_read() -> None:
+    shared_memory.register()
+    with mock.patch.object(symmetric_memory, "issue_then", _at_issue):
+        run = DifferingRun(Uneven(), casts=[0, 1], dtype=torch.float32, tolerance=0.03, transport="shared_files")
+        run.train(1, ("01", "10"))
+        run.train(1, ("01", None), first=1)
 
 
 @on_ranks()

@@ -234,9 +234,9 @@ class _ReadableShard:
 class PeerMemory:
     """The memory that peers read, from which buckets with the same transport, device and ranks send.
 
-    Each allocation is a collective.
-    The first bucket that takes its memory allocates that of all buckets announced so far. All ranks announce and take
-    memory in the same order: that of the plan, later that of their traces.
+    Each allocation is a collective. The first bucket that takes its memory allocates that of all buckets announced so far,
+    in the order of their names: ranks that differ announce what their own traces need first. All ranks have announced the
+    same buckets by then: those of the plan, later those of their traces, merged ones included.
     """
 
     def __init__(self, transport: Transport, device: torch.device, ranks: BucketRanks) -> None:
@@ -253,7 +253,7 @@ class PeerMemory:
     def take(self, bucket: str) -> torch.Tensor:
         """Return the memory of ``bucket``, filled with zeros; only once."""
         if bucket not in self._allocated:
-            sizes, self._announced = self._announced, {}
+            sizes, self._announced = dict(sorted(self._announced.items())), {}
             shards = self._transport.allocate_together(
                 list(sizes.values()), self._device, self._ranks, workspace=self._workspace
             )
