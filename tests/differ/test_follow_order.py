@@ -72,6 +72,7 @@ class Start:
     name: str
     keys: frozenset[Key] = frozenset()
     left: list[str] = field(default_factory=list)
+    no_sync: bool = False
     waiting: list[Any] = field(default_factory=list)
 
     def __repr__(self) -> str:

@@ -12,6 +12,7 @@ from unittest import mock
 
 from thunder_fsdp_sched import ScheduleDisagreement, Sharding, discard_unreduced, fsdp, unsharded
 from thunder_fsdp_sched.extras.no_sync import ops as no_sync
+from thunder_fsdp_sched.extras.planning import choosing
 from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
 
 import pytest
@@ -204,6 +205,37 @@ def test_reducing_in_each_micro_batch_gives_the_bits_of_training_without_no_sync
 def test_micro_batches_may_use_different_parameters(strategy: str, bucketing: str | int) -> None:
     windows = [[(True,), (False,), (True,)], [(True,), (True,), (False,)], [(False,), (True,)]]
     _train_in_windows(Halves(8).double(), windows, sharding_strategy=strategy, bucketing_strategy=bucketing, **FLAT)
+
+
+class Repeated(nn.Module):
+    """A layer that runs some times, so that each number of times is another computation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def inputs(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(2, 4, generator=generator, dtype=torch.float64),)
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            x = torch.tanh(self.layer.forward(x))
+        return x
+
+
+@pytest.mark.parametrize("may_differ", [False, True])
+@on_ranks(2)
+def test_a_window_may_accumulate_in_both_ways(rank: int, may_differ: bool) -> None:
+    """With a limit on memory, each computation accumulates in the way that fits; if ranks may differ, on each rank."""
+    run = Run(Repeated().double(), max_memory=1 << 30, ranks_may_differ=may_differ)
+    for step, mode in enumerate(("unsharded", "sharded", "unsharded")):
+        if may_differ and rank:
+            mode = "sharded" if mode == "unsharded" else "unsharded"
+        with mock.patch.object(choosing, "get_args", lambda _, mode=mode: [mode]):
+            run.micro_batch(step, step + 1)
+        assert run.transform.compiled[-1].settings.accumulate == mode
+    run.micro_batch(3, 1, no_sync=False)
+    run.compare_gradients()
 
 
 @on_ranks(4)

@@ -21,7 +21,12 @@ def accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
         bucket.accumulation.used |= added - not_used_here(bucket)
 
 
-def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:
+def accumulate_reduced(bucket: Bucket, flight: InFlight, *, sent_left: bool = True) -> None:
+    """Add reduced gradients to the sharded sums.
+
+    Args:
+        sent_left: whether the reduction has also sent the unsharded sums of the window.
+    """
     assert flight.slot is not None and flight.output is not None
     flight.slot.arena.finish(flight)
     given = set(range(len(bucket.params))).difference(flight.missing)
@@ -32,7 +37,10 @@ def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:
         for index in dropped:
             rows[index].zero_()
     if added:
+        is_sent = sent_left and bucket.ends_window()
         add_reduced(bucket, flight.output, added)
+        if is_sent:
+            bucket.accumulation.unsharded = None
         bucket.accumulation.used |= (added & given) - not_used_here(bucket)
 
 

@@ -57,7 +57,13 @@ from .merging import GATHER, REDUCE, BucketKey
 
 
 class Serving(Protocol):
-    """The start of a merged trace, which prints its name."""
+    """The start of a merged trace, which prints its name.
+
+    Attributes:
+        no_sync: whether gradients accumulate.
+    """
+
+    no_sync: bool
 
     def serves(self, kind: str, bucket: Bucket, occurrence: int, /) -> bool:
         """Return whether a rank that shares the bucket takes part in this collective for itself, in this run."""
@@ -131,7 +137,13 @@ fsdp_wait_served = register("fsdp_wait_served", wait_served, _wait_served_effect
 def serve_reduce(bucket: Bucket, slot: Slot, start: Serving, occurrence: int) -> InFlight | None:
     if not start.serves(REDUCE, bucket, occurrence):
         return None
-    return ops.reduce_scatter(bucket, slot, *[None] * len(bucket.params))
+    sums, left = bucket.accumulation, bucket.accumulation.unsharded
+    if start.no_sync:
+        sums.unsharded = None  # the own trace may add to it while this reduction is in flight
+    try:
+        return ops.reduce_scatter(bucket, slot, *[None] * len(bucket.params))
+    finally:
+        sums.unsharded = left
 
 
 def _serve_reduce_effects(bsym: BoundSymbol) -> Effects:
@@ -160,7 +172,8 @@ def wait_served_grads(bucket: Bucket, flight: InFlight | None, start: Serving, n
     if flight is None:
         bucket.accumulation.deferred = {}  # those of a backward that failed
     else:
-        start.waiting.append(partial(accumulate_reduced if no_sync else ops.wait_grads, bucket, flight))
+        finish = partial(accumulate_reduced, sent_left=False) if no_sync else ops.wait_grads
+        start.waiting.append(partial(finish, bucket, flight))
 
 
 def _wait_served_grads_effects(bsym: BoundSymbol) -> Effects:
