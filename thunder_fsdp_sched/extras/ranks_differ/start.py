@@ -244,7 +244,7 @@ def start_of(transform: ShardingTransform, context: Context, trace: TraceCtx, ha
     traces, sharded = context.traces, transform.sharded
     kind = half, traces.no_sync, context.trains
     maker = Maker(transform, context, trace)
-    text = f"{half} for {traces.call}" + ", which no backward follows" * (not context.trains)
+    text = f"{half} for {traces.call}" + " that needs no gradients" * (not context.trains)
     return DifferingStart(sharded, f"{half}_{traces.number}", kind, text, program, groups, maker)
 
 
