@@ -51,9 +51,9 @@ def test_branches_orders_windows_and_ranks_without_a_batch(strategy: str) -> Non
     assert all(run.merges)
     run.train(1, ("0", "0"), first=9)
     assert run.merges.count(False) == 1
-    for step in range(10, 13):
-        with run.exchanges(2):  # a round at the start of each trace, and nothing else
-            run.micro_batch(step, [("0", "1"), ("0", "0"), (None, "10")][step - 10], no_sync=False)
+    for step, ways in enumerate([("0", "1"), ("0", "0"), (None, "10"), ("0", "10")], start=10):
+        with run.exchanges(2):  # a round at the start of each trace, also for the last combination, which is new
+            run.micro_batch(step, ways, no_sync=False)
         run.step()
 
 

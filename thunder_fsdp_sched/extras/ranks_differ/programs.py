@@ -10,7 +10,8 @@ The ranks find out in the round at the start of a trace. A token has the *kind* 
 which must be the same (forward or backward, with gradients or not, ``no_sync``, training or not; how often which optimizers
 have stepped, what an exception has left out); the digest of the program; and a hash of the rank's *state*: what may differ
 even if programs do not. What follows from the digests and states of all ranks is an :class:`Outcome`, which every rank
-keeps, so a known combination costs one look-up. For a new one they exchange programs and states, in two all-gathers.
+keeps, so a known combination costs one look-up. For a new one they exchange programs and states, in two all-gathers,
+unless each has told its program before and has nothing to tell of its state.
 
 The programs that were exchanged for one kind form a *registry*, which is the same on all ranks. A merged trace takes part
 in everything that any of them has. Which collectives really run is decided in each run (:attr:`Outcome.active`), so k
@@ -206,6 +207,8 @@ class Registry:
         order: the collectives of all programs in one order.
         version: how often that has changed.
         sources: which rank reads each gathered bucket, and where.
+        reports: what ranks have told, with an empty state, by rank and the digest of its program. A new combination of them
+            needs no exchange.
         outcomes: what follows from combinations of programs and states, by their hashes.
         has_merged: whether merged traces have ever run. Until then tokens do not say whether a backward is for some
             gradients only, because finding it out takes longer than the rest of a token.
@@ -215,13 +218,14 @@ class Registry:
         self.version, self.has_merged = 0, False
         self.programs: dict[int, Program] = {}
         self.outcomes: dict[Any, Outcome] = {}
+        self.reports: dict[tuple[int, int], Report] = {}
         self.order: list[Key] = []
         self.sources: dict[Key, str] = {}
 
     def forget_if_full(self) -> None:
         """Forget everything if it has become too much, which happens in the same round on all ranks."""
         if len(self.programs) >= MOST_PROGRAMS or len(self.outcomes) >= 64 * MOST_PROGRAMS:
-            self.programs, self.outcomes, self.sources = {}, {}, {}
+            self.programs, self.outcomes, self.sources, self.reports = {}, {}, {}, {}
 
     def add(self, programs: Mapping[int, Program]) -> None:
         """Add the programs that ranks have sent, by global rank."""

@@ -189,19 +189,28 @@ class DifferingStart(TraceStart):
         if key in self.registry.outcomes:
             return self.registry.outcomes[key]
         self.registry.forget_if_full()
-        digests = [TOKEN.unpack(token)[1] for token in tokens]
-        is_first = digests.index(self._inputs) == self.control.group.rank and self._inputs not in self.registry.programs
-        ranks_of = {b.spec.name: tuple(b.ranks.all_ranks) for b in self.buckets if not b.is_on_all_ranks}
-        state = self._state if self.registry.has_merged else self._state._replace(is_partial=self._is_partial())
-        report = Report(self.program if is_first else None, tuple(self.groups), ranks_of, state)
-        reports: dict[int, Report] = self.control.gather_settled(f"what the {self.text} of a rank sends", report)
-        self.registry.add({rank: theirs.program for rank, theirs in reports.items() if theirs.program is not None})
+        _, digests, _, _, states = zip(*map(TOKEN.unpack, tokens), strict=True)
+        own = list(zip(self.control.group.global_ranks, digests, strict=True))
+        reports: dict[int, Any] = {rank: self.registry.reports.get((rank, digest)) for rank, digest in own}
+        if not self.registry.has_merged or any(states) or None in reports.values():
+            reports = self._exchange(self._inputs in digests[: self.control.group.rank])
+            self.registry.add({rank: theirs.program for rank, theirs in reports.items() if theirs.program is not None})
+            for rank, digest in own:
+                self.registry.reports[rank, digest] = reports[rank]._replace(program=None, state=State())
         programs = {rank: self.registry.programs[digest] for rank, digest in zip(reports, digests, strict=True)}
         outcome = find_outcome(programs, reports, self.buckets)
         self.registry.has_merged |= outcome.merges
         if not outcome.fault:
             self.registry.outcomes[key] = outcome
         return outcome
+
+    def _exchange(self, is_sent: bool) -> dict[int, Report]:
+        """Exchange what all ranks tell, by global rank; ``is_sent`` says whether another rank sends this program."""
+        program = None if is_sent or self._inputs in self.registry.programs else self.program
+        ranks_of = {b.spec.name: tuple(b.ranks.all_ranks) for b in self.buckets if not b.is_on_all_ranks}
+        state = self._state if self.registry.has_merged else self._state._replace(is_partial=self._is_partial())
+        report = Report(program, tuple(self.groups), ranks_of, state)
+        return self.control.gather_settled(f"what the {self.text} of a rank sends", report)
 
     def _agree_on_unused(self, alike: bool) -> None:
         outcome = self._outcome
