@@ -136,6 +136,9 @@ PHRASES: dict[tuple[str, ...], int] = {
     ("micro_batch", "evaluate", "last_batch", "step"): 1,
     ("micro_batch", "micro_batch"): 1,  # left for a later window
     ("micro_batch", "discard"): 1,
+    ("forward_of_window", "retained", "backward", "last_batch", "step", "zero_grad"): 1,
+    ("forward_of_window", "forward", "backward", "backward"): 1,
+    ("forward_of_window", "evaluate", "backward", "last_batch"): 1,
     ("loop",): 5,  # a loop over `batches`
     ("step",): 1,
     ("zero_grad",): 1,
@@ -254,7 +257,7 @@ def _history(draw: Any, scenario: DifferingScenario, world_size: int, phrases: i
     if scenario.experts is not None:
         without |= {"save", "load", "clip", "eager", "full_state"}
     if WINDOW not in scenario.modes:
-        without |= {"micro_batch"}
+        without |= {"micro_batch", "forward_of_window"}
     weights = {phrase: n for phrase, n in PHRASES.items() if not without & set(phrase)}
     phrase = st.sampled_from([phrase for phrase, weight in weights.items() for _ in range(weight)])
     drawn = draw(st.lists(phrase, min_size=phrases // 2, max_size=phrases))
@@ -272,6 +275,8 @@ def _actions(draw: Any, kind: str, scenario: DifferingScenario, world_size: int,
         return [forward, RankAction("backward", loss_index=-1, model_index=forward.model_index)]
     if kind == "loop":
         return [draw(_loop(scenario, world_size, seed))]
+    if kind == "forward_of_window":
+        return [draw(_forward(scenario, world_size, seed, WINDOW))]
     if kind == "evaluate":
         return [draw(_forward(scenario, world_size, seed, EVALUATION))]
     if kind == "forward":
