@@ -120,16 +120,25 @@ class CompiledTraces:
                 them runs blocks that another one skips.
             others: other traces of the module that have run. What they keep allocated between steps counts: arenas,
                 casts of shards, receive buffers.
-            merged: take the merged traces where there are some.
+            merged: take the merged traces where there are some. Then it is the memory if other ranks need everything in
+                which these take part; usually it is less. Two things are not in it: copies that gathers for others send, of
+                offloaded or encoded buckets, may stay for longer, those of ``merging.SERVED_IN_FLIGHT`` buckets at
+                most; and what only other ranks have accumulated of buckets that no program of the step reduces.
         """
-        earlier = ([self] if accumulated else []) if isinstance(accumulated, bool) else accumulated
+        earlier = ([self] if accumulated else []) if isinstance(accumulated, bool) else [*accumulated]
+        others = [*others]
+        that_run = {id(one): one.with_merged() if merged else one for one in (self, *earlier, *others)}
         return load("extras.step_memory.step_memory:StepMemory").of(
-            (replace(self, **self.merged) if merged else self).traces,
+            that_run[id(self)].traces,
             self.buckets,
             device=device,
-            accumulated=NO_PENDING_GRADS.union(*(one.pending_grads for one in earlier)),
-            others=[other.effects for other in others if other is not self],
+            accumulated=NO_PENDING_GRADS.union(*(that_run[id(one)].pending_grads for one in earlier)),
+            others=[that_run[id(other)].effects for other in others if other is not self],
         )
+
+    def with_merged(self) -> CompiledTraces:
+        """Return these traces with merged ones where there are some, unless they were forgotten."""
+        return replace(self, **self.merged) if self.merged and self._effects is None else self
 
     @property
     def traces(self) -> tuple[TraceCtx, ...]:

@@ -75,7 +75,8 @@ def unreduced_memory(bucket: Bucket) -> tuple[Allocation, ...]:
     result = shard_bytes_in(bucket, spec.reduce_dtype) if cast else 0
     widened = spec.accumulate_dtype != spec.reduce_dtype
     temporary = max(bucket.transport.sending_temporary(spec), bucket.transport.reduce_temporary(spec))
-    whole = slot_bytes(spec, spec.reduce_dtype) + temporary + result
+    copied = spec.shard_bytes if spec.reduce_dtype != spec.dtype and spec.comm.offload else 0
+    whole = slot_bytes(spec, spec.reduce_dtype) + temporary + result + copied
     return (
         *call_memory(bucket, label, whole, unsharded),
         *call_memory(bucket, label, own + (result if widened else 0), reduced),

@@ -18,13 +18,13 @@ from ...ir.symbols import fsdp_backward_done
 from ...passes import Context
 from ...proof import verify
 from ...runtime.bucket import Bucket
-from ...runtime.memory import Arena
+from ...runtime.memory import Arena, Slot
 from ...transforms.assign_slots import assign_slots, private_bytes
 from ...transforms.insert_agreement import fsdp_audit_agreed
-from ...transforms.release_slots import release_extension, release_slots
+from ...transforms.release_slots import fsdp_release, release_extension, release_slots
 from .follow_order import follow_order
 from .merging import BucketKey, Key
-from .symbols import Serving, fsdp_finish_served, fsdp_serve_left
+from .symbols import Serving, fsdp_finish_served, fsdp_serve_left, fsdp_wait_served_grads
 
 
 def build(
@@ -85,18 +85,32 @@ def _with_slots(trace: TraceCtx, context: Context, forward: TraceCtx | None, *, 
             f"ranks need, the slots take {nbytes:,} bytes. Allow more, or make smaller buckets (bucketing_strategy)"
         )
     if sharding.release:
-        return release_slots(trace, forward=forward, trains=trains)
+        trace = release_slots(trace, forward=forward, trains=trains)
+        return trace if forward is not None or not trains else _release_shared(trace)
     if settings.backward_arena:
         return release_extension(trace, buckets=context.buckets, arena_of=context.arena_of)
     return trace
 
 
+def _shared_slots(trace: TraceCtx) -> list[Slot]:
+    used = [(e.bucket, e.uses) for e in map(effects, trace.bound_symbols)]
+    return [
+        slot for bucket, slot in used if bucket is not None and slot is not None and slot is not bucket.private_slot
+    ]
+
+
+def _release_shared(trace: TraceCtx) -> TraceCtx:
+    """Free the shared slots at the end of forward: its backward may be an own trace that has none, and so frees none."""
+    one_of_each_arena = {slot.arena: slot for slot in _shared_slots(trace)}
+    release = fsdp_release.bind(*one_of_each_arena.values(), output=None)
+    return before_return(trace, release, pass_name="fsdp: release shared slots") if one_of_each_arena else trace
+
+
 def _unsharded_bytes(trace: TraceCtx, kept_buckets: Collection[Bucket]) -> int:
     """Return the bytes of the slots of kept buckets and of the arenas that the other slots of a trace occupy."""
     ends: dict[Arena, int] = defaultdict(int)
-    for e in map(effects, trace.bound_symbols):
-        if e.uses is not None and e.bucket is not None and e.uses is not e.bucket.private_slot:
-            ends[e.uses.arena] = max(ends[e.uses.arena], e.uses.end)
+    for slot in _shared_slots(trace):
+        ends[slot.arena] = max(ends[slot.arena], slot.end)
     return private_bytes(trace, kept_buckets) + sum(ends.values())
 
 
@@ -104,7 +118,8 @@ def _with_end(
     trace: TraceCtx, start: Serving, buckets: Collection[Bucket], context: Context, half: Literal["forward", "backward"]
 ) -> TraceCtx:
     """Insert what the ranks do together at the end, and in backward the statement that hands gradients over."""
-    end = [fsdp_finish_served.bind(start, output=None)]
+    served = (bsym.args[0] for bsym in trace.bound_symbols if bsym.sym is fsdp_wait_served_grads)
+    end = [fsdp_finish_served.bind(start, *() if context.no_sync else dict.fromkeys(served), output=None)]
     if context.options.debug.audit:
         end.append(fsdp_audit_agreed.bind(start, output=None))
     if half == "backward":

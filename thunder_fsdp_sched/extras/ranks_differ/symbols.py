@@ -34,7 +34,7 @@ import torch
 from thunder.core.proxies import FutureTensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from ...ir.effects import Effects, LocalWork, Wait
+from ...ir.effects import Allocation, Effects, LocalWork, Wait
 from ...ir.registry import register
 from ...ir.symbols import (
     copies_gradients,
@@ -44,6 +44,7 @@ from ...ir.symbols import (
     reduction_costs,
     reduction_meta,
     reduction_of,
+    shard_bytes_in,
     wait_costs,
 )
 from ...runtime import ops
@@ -180,24 +181,37 @@ def _wait_served_grads_effects(bsym: BoundSymbol) -> Effects:
     bucket, future, _, no_sync = bsym.args
     issued_by = fsdp_serve_reduce if no_sync or bucket.ranks.replicas is None else fsdp_serve_all_reduce
     wait = Wait(future.name, (issued_by.name,))
-    if no_sync:
-        memory, work = accumulate_costs(bucket)
-    else:
-        memory, work = wait_costs(bucket)
-        left = sharded_gradients(bucket)
-        memory = (left if copies_gradients(bucket.spec) else left._replace(scope="persistent later"), *memory)
+    memory, work = accumulate_costs(bucket) if no_sync else ((_reduced(bucket),), wait_costs(bucket)[1])
     return Effects(waits=wait, work=work, bucket=bucket, allocates=memory)
+
+
+def _reduced(bucket: Bucket) -> Allocation:
+    """Return the memory that a served reduction leaves until the end of the trace; then it may be cast or copied."""
+    left = sharded_gradients(bucket)._replace(scope="persistent later")
+    if copies_gradients(bucket.spec):
+        nbytes, device = shard_bytes_in(bucket, bucket.spec.reduce_dtype), bucket.spec.device.type
+        left = left._replace(owner=("served gradients", bucket), nbytes=nbytes, device=device, on_host=False)
+    return left
 
 
 fsdp_wait_served_grads = register("fsdp_wait_served_grads", wait_served_grads, _wait_served_grads_effects)
 
 
-def finish_served(start: Serving) -> None:
+def finish_served(start: Serving, *buckets: Bucket) -> None:
     while start.waiting:
         start.waiting.pop(0)()
 
 
-fsdp_finish_served = register("fsdp_finish_served", finish_served, lambda bsym: Effects(work=LocalWork()))
+def _finish_served_effects(bsym: BoundSymbol) -> Effects:
+    """Return the memory with that of all casts and copies at once, although each takes the place of one reduction."""
+    _, *buckets = bsym.args
+    memory = tuple(m for bucket in buckets for m in (sharded_gradients(bucket), *wait_costs(bucket)[0]))
+    return Effects(
+        work=LocalWork(), allocates=memory, forgets=tuple(("served gradients", bucket) for bucket in buckets)
+    )
+
+
+fsdp_finish_served = register("fsdp_finish_served", finish_served, _finish_served_effects)
 
 
 def serve_left(start: Serving, *buckets: Bucket) -> None:
