@@ -6,7 +6,7 @@ A merged trace (``follow_order``) contains them in the place where the merged or
     fsdp_wait_served(bucket_h_2, ft3, forward_0)
     ft4 = fsdp_serve_reduce(bucket_h_2, slot_1, backward_0, 0)   # issue; slot_1 holds zeros, and what no_sync has left
     fsdp_wait_served_grads(bucket_h_2, ft4, backward_0, False)
-    fsdp_finish_served(backward_0)
+    fsdp_finish_served(backward_0, bucket_h_2)
 
 With hybrid sharding, ``ft5 = fsdp_serve_all_reduce(bucket_h_2, ft4)`` is between the last two. The start of the trace
 knows in which of these collectives some rank takes part in this run. The others are left out: then the issue returns
