@@ -13,7 +13,7 @@ from differing_models import CASES, Case, optimizer_of
 from ranks import on_ranks
 from scenario import whole_of
 
-SHORT = ("experts", "order", "windows", "evaluation")
+SHORT = ("experts", "windows")
 """Cases that the short run trains. `examples/ranks_differ.py` has two towers and unequal numbers."""
 
 
@@ -27,7 +27,7 @@ def used(case: Case, rank: int, number: int) -> list[str]:
     return order
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in CASES])
 def test_two_ranks_differ(name: str) -> None:
     """Otherwise the case would prove nothing."""
     case = CASES[name]
@@ -35,7 +35,9 @@ def test_two_ranks_differ(name: str) -> None:
     assert any(differ) == (name != "alike")
 
 
-@pytest.mark.parametrize("name", ["branches", "layerdrop", "experts", "towers"])
+@pytest.mark.parametrize(
+    "name", ["experts", *(pytest.param(n, marks=pytest.mark.long) for n in ("branches", "layerdrop", "towers"))]
+)
 def test_some_parameters_are_used_by_one_rank_alone(name: str) -> None:
     case = CASES[name]
     assert any(set(used(case, 0, n)) ^ set(used(case, 1, n)) for n in range(max(case.counts)))

@@ -245,7 +245,11 @@ HALVES = ("forward", "backward")
     [
         ({"sharding_strategy": "zero2"}, ("013", "2")),
         ({"prefetch": 2, "accumulate": "sharded"}, ("310", None)),
-        ({"sharding_strategy": fs.Sharding("zero3", release=True), "ranks": "replicas"}, ("013", "2")),
+        pytest.param(
+            {"sharding_strategy": fs.Sharding("zero3", release=True), "ranks": "replicas"},
+            ("013", "2"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 @on_ranks()

@@ -39,7 +39,8 @@ class Blocks(nn.Module):
         return self.last(x).square().sum()
 
 
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("zero2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
 @on_ranks()
 def test_ranks_go_on_right_after_they_have_forgotten_programs_and_traces(rank: int, strategy: str) -> None:
     model, reference = Blocks().double(), Blocks().double()

@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": LOW},
     "encoded": {"comm_policy": CommPolicy("int8", "int8", block=8, error_feedback=True), "transport": "all_to_all"},
 }
-_ORDINARY = ("zero2, released", "offloaded")
+_ORDINARY = ("zero2, released",)
 SENT = ("offloaded", "encoded")
 """Gathers send copies of shards."""
 

@@ -308,7 +308,7 @@ PROPERTIES = [
 ]
 
 
-@pytest.mark.parametrize("number", [1_500, pytest.param(20_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [600, pytest.param(20_000, marks=pytest.mark.long)])
 def test_random_programs(number: int) -> None:
     knots = 0
     for seed in range(number):

@@ -75,7 +75,13 @@ def _at_issue(issue: Callable[[], Sequence[Work]], action: Callable[[], None], u
     return issue_then(issue, lambda: None, uses)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(o, marks=LONG_ONLY if o in ("prefetch 0", "prefetch 2", "release with zero2") else ())
+        for o in OPTIONS
+    ],
+)
 @on_ranks()
 def test_options(name: str) -> None:
     shared_memory.register()

@@ -34,7 +34,11 @@ class Experts(nn.Module):
     ("options", "tolerance"),
     [
         ({"sharding_strategy": fs.Sharding("zero3", release=True)}, 1e-6),
-        ({"sharding_strategy": "zero3", "comm_policy": fs.CommPolicy(gather="int8", reduce="int8")}, 0.05),
+        pytest.param(
+            {"sharding_strategy": "zero3", "comm_policy": fs.CommPolicy(gather="int8", reduce="int8")},
+            0.05,
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["release", "encoded"],
 )
