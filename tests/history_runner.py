@@ -98,13 +98,16 @@ class HistoryRunner(Run):
         if self.mismatch or (actual.shape == expected.shape and not expected.numel()):
             return
         actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
-        # A gradient may be the small sum of large ones, each of which has been rounded.
-        largest = max(expected.abs().max().item(), self.largest_gradient if what.startswith("gradient of") else 0.0)
+        largest = max(expected.abs().max().item(), self.largest_term_of(what))
         bound = self.tolerance * (1 + largest)
         try:
             torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
         except AssertionError as error:
             self.fail(f"{what}: {error}\n{actual}\nexpected\n{expected}")
+
+    def largest_term_of(self, what: str) -> float:
+        """Return the largest term of a sum: a gradient may be a small sum of large ones, each of which has been rounded."""
+        return self.largest_gradient if what.startswith("gradient of") else 0.0
 
     def compare_state(self) -> None:
         """Compare this rank's rows of parameters and gradients, and its buffers."""
