@@ -123,7 +123,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reduced in each micro-batch": {"accumulate": "sharded"},
     "hybrid": {"mesh": True},
 }
-_ORDINARY = ("zero2, bf16 reduced in fp32", "offload")
+_ORDINARY = ("zero2, bf16 reduced in fp32",)
 
 
 @pytest.mark.parametrize("option", [pytest.param(o, marks=[] if o in _ORDINARY else [LONG_ONLY]) for o in OPTIONS])

@@ -13,7 +13,7 @@ from differing_models import CASES, Case, optimizer_of
 from ranks import on_ranks
 from scenario import whole_of
 
-SHORT = ("experts", "windows")
+SHORT = ("experts",)
 """Cases that the short run trains. `examples/ranks_differ.py` has two towers and unequal numbers."""
 
 

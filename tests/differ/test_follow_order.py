@@ -159,9 +159,10 @@ def issued(trace: TraceCtx) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize(
     ("options", "context"),
     [
+        ({"sharding_strategy": "zero2", "prefetch": 1}, nullcontext),
         *(
-            ({"sharding_strategy": s, "prefetch": p}, nullcontext)
-            for s, p in (("zero2", 1), ("zero3", 0), ("zero3", 2))
+            pytest.param({"sharding_strategy": "zero3", "prefetch": p}, nullcontext, marks=pytest.mark.long)
+            for p in (0, 2)
         ),
         ({"sharding_strategy": fs.Sharding("zero3", release=True)}, nullcontext),
         ({"max_memory": "1 GB"}, nullcontext),

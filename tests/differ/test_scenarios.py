@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 mostly_zero2 = pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=LONG_ONLY)])
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@mostly_zero2
 @on_ranks()
 def test_branches_orders_windows_and_ranks_without_a_batch(strategy: str) -> None:
     run = DifferingRun(sharding_strategy=strategy)
