@@ -420,10 +420,7 @@ class Compilation:
         after = ", ".join(type(transform).__name__ for transform in self._later) or "something else"
         with self.sharded.control.announcing_failure("verifying the traces that run"):
             if self.options.ranks_may_differ:
-                raise ValueError(
-                    f"ranks_may_differ: after fsdp(...), {after} has changed a trace. If ranks differ, they run merged "
-                    f"traces, which it does not change. Give that transform before fsdp(...), or leave it out"
-                )
+                load("extras.ranks_differ.conflicts:refuse_changes")(after)
             most = self.options.max_gathers_in_flight
             verify_again(self._returned, final, max_gathers_in_flight=most, after=after)
 

@@ -39,6 +39,14 @@ def refuse_cache(model: torch.nn.Module) -> None:
         )
 
 
+def refuse_changes(transforms: str) -> None:
+    """Raise ValueError for transforms that have changed a trace after ``fsdp(...)``, which merged traces do not go through."""
+    raise ValueError(
+        f"ranks_may_differ: after fsdp(...), {transforms} has changed a trace. If ranks differ, they run merged traces, which "
+        f"it does not change. Give that transform before fsdp(...), or leave it out"
+    )
+
+
 def refuse_join(**options: Any) -> None:
     """Refuse ``torch.distributed.algorithms.Join``, which asks each of its members for this hook.
 
