@@ -40,10 +40,10 @@ def refuse_cache(model: torch.nn.Module) -> None:
 
 
 def refuse_changes(transforms: str) -> None:
-    """Raise ValueError for transforms that have changed a trace after ``fsdp(...)``, which merged traces do not go through."""
+    """Raise ValueError for transforms that have changed a trace after ``fsdp(...)``; no merged trace goes through them."""
     raise ValueError(
-        f"ranks_may_differ: after fsdp(...), {transforms} has changed a trace. If ranks differ, they run merged traces, which "
-        f"it does not change. Give that transform before fsdp(...), or leave it out"
+        f"ranks_may_differ: after fsdp(...), {transforms} has changed a trace. If ranks differ, they run merged traces, "
+        f"which it does not change. Give that transform before fsdp(...), or leave it out"
     )
 
 
