@@ -279,10 +279,13 @@ class Control:
         )
         return self.channel.explain(text, unagreed)
 
-    def report(self, what: str, failure: Exception | None) -> None:
+    def report(self, what: str, failure: Exception | None, digest: int = 0) -> None:
         """Tell the other ranks whether work of this rank has failed, and learn the same of theirs; one round.
 
         A rank on which it failed raises that error.
+
+        Args:
+            digest: a hash for the ranks to compare: see :meth:`all_have`.
 
         Raises:
             ScheduleDisagreement: it failed on another rank, or a rank does something else.
@@ -293,7 +296,7 @@ class Control:
                 text += f", which failed: {type(failure).__name__}: {first_line(str(failure))}"
             same = hash64("report", self.number, what, failure is None)
             with contextlib.nullcontext() if failure is None else contextlib.suppress(RuntimeError):
-                self._post(same, text)
+                self._post(same, text, digest)
                 self.settle()
         if failure is not None:
             raise failure

@@ -10,9 +10,7 @@ import torch
 from thunder.distributed import get_skip_data_parallel_grad_sync
 
 from ...ir.calls import NO_CALL
-from ...ranks.channel import TOKEN, RoundAction
-from ...ranks.control import Control, after_surplus, hash64
-from ...ranks.messages import first_line
+from ...ranks.control import Control, after_surplus
 from ...runtime.ops import backward_done
 from ...sharding.sharded_module import find_sharding
 from ...transform import Compilation, FSDPTransform
@@ -72,38 +70,12 @@ def _batches(control: Control, loader: Iterable[Batch]) -> Iterator[Batch | None
             has_ended = True
         except Exception as raised:
             error = raised
-        step = _Step(control, has_ended, error)
-        step.meet()
-        if step.all_have_ended:
-            return
+        discarded = f" after {control.discards} calls of discard_unreduced" if control.discards else ""
+        step = f"the next step of batches(...){discarded}{after_surplus(control.issue_counts.surplus_issues)}"
+        control.report(step, error, digest=int(has_ended))
+        if has_ended and (control.channel is None or control.channel.is_alike):
+            return  # all ranks have ended
         yield batch
-
-
-class _Step(RoundAction):
-    """The next step of a loop over batches, on the control channel."""
-
-    def __init__(self, control: Control, has_ended: bool, error: Exception | None) -> None:
-        failed = "" if error is None else f", whose loader failed: {type(error).__name__}: {first_line(str(error))}"
-        surplus = control.issue_counts.surplus_issues
-        super().__init__(f"the next step of batches(...) of {control.title}{failed}{after_surplus(surplus)}")
-        self._control, self._error, self.all_have_ended = control, error, has_ended
-        same = hash64("batches", control.number, control.discards, surplus, error is None)
-        self._token = TOKEN.pack(same, 0, 0, int(has_ended), 0)
-
-    def meet(self) -> None:
-        """Wait for the other ranks."""
-        if self._control.channel is not None:
-            try:
-                self._control.channel.post(self._token, self)
-                self._control.settle()
-            except RuntimeError:
-                if self._error is None:
-                    raise
-        if self._error is not None:
-            raise self._error
-
-    def apply_agreement(self, offered_bits: int, *, alike: bool) -> None:
-        self.all_have_ended = bool(offered_bits)
 
 
 def without_batch(model: torch.nn.Module) -> torch.Tensor:
