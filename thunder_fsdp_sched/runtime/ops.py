@@ -141,7 +141,7 @@ def sum_into(
     return torch.sum(a, dims, keepdim, dtype=grad.dtype, out=grad)
 
 
-def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> InFlight:
+def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None, adds_left: bool = True) -> InFlight:
     arena = slot.arena
     arena.begin_issue(slot)
     if slot is bucket.private_slot:
@@ -159,7 +159,7 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
     missing = tuple(i for i, grad in enumerate(grads) if grad is None)
     for index in missing:  # other micro-batches may have gradients there
         unsharded.tensors[index].zero_()
-    if (accumulated := bucket.accumulation.unsharded) is not None and bucket.ends_window():
+    if adds_left and (accumulated := bucket.accumulation.unsharded) is not None and bucket.ends_window():
         unsharded.flat.add_(accumulated)
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so this must be new memory.
     shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)

@@ -138,13 +138,8 @@ fsdp_wait_served = register("fsdp_wait_served", wait_served, _wait_served_effect
 def serve_reduce(bucket: Bucket, slot: Slot, start: Serving, occurrence: int) -> InFlight | None:
     if not start.serves(REDUCE, bucket, occurrence):
         return None
-    sums, left = bucket.accumulation, bucket.accumulation.unsharded
-    if start.no_sync:
-        sums.unsharded = None  # the own trace may add to it while this reduction is in flight
-    try:
-        return ops.reduce_scatter(bucket, slot, *[None] * len(bucket.params))
-    finally:
-        sums.unsharded = left
+    # Under no_sync the own trace may add to what is left while this reduction is in flight.
+    return ops.reduce_scatter(bucket, slot, *[None] * len(bucket.params), adds_left=not start.no_sync)
 
 
 def _serve_reduce_effects(bsym: BoundSymbol) -> Effects:
