@@ -132,13 +132,13 @@ def test_programs_that_cannot_be_merged(rank: int) -> None:
     run.forget()
     run.train(1, ("1", "01"), first=2)
     # Operators that are not of fsdp(...) communicate: nobody knows what the other ranks do there.
-    read = start.read_program
+    read = start.program_of
 
     def communicating(*args: Any) -> Any:
         program, groups = read(*args)
-        return program._replace(may=(*program.may[:-1], True)), groups
+        return program._replace(communicates=True), groups
 
-    with mock.patch.object(start, "read_program", communicating) if rank else nullcontext():
+    with mock.patch.object(start, "program_of", communicating) if rank else nullcontext():
         with pytest.raises(ScheduleDisagreement, match=r"rank 1, operators that are not of fsdp.* communicate"):
             run.forward(3, ("01", "10"))
     run.forget()

@@ -60,21 +60,24 @@ MOST_PROGRAMS = 256
 
 
 class Program(NamedTuple):
-    """What a trace does on the wire.
+    """The collectives of a trace: which it issues and waits for, in which order.
 
     Attributes:
         steps: its issues and waits.
         marks: of each issue the number of its process group, in the order of their first use, and its marks.
         given: for each reduction the indices of the parameters that have gradients.
-        may: names of the buckets that it gathers again or reduces if need be, and whether operators that are not ours
-            communicate.
+        guarded: names of the kept buckets that it gathers again if need be.
+        idle: names of the buckets of which it reduces what ``no_sync`` has left, and no gradients of its own.
+        communicates: whether operators that are not ours communicate.
         sources: where each gathered bucket is read first: a line of user code or an operator; not part of the digest.
     """
 
     steps: tuple[Step, ...] = ()
     marks: tuple[tuple[int, str], ...] = ()
     given: tuple[tuple[Key, tuple[int, ...]], ...] = ()
-    may: tuple[tuple[str, ...], tuple[str, ...], bool] = ((), (), False)
+    guarded: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    communicates: bool = False
     sources: tuple[tuple[Key, str], ...] = ()
 
     @property
@@ -102,7 +105,7 @@ class Program(NamedTuple):
         return [Action(str(step.key), *groups[self.marks[n][0]], step.waits, n) for step, n in at]
 
 
-def read_program(trace: TraceCtx) -> tuple[Program, tuple[tuple[str, tuple[int, ...]], ...]]:
+def program_of(trace: TraceCtx) -> tuple[Program, tuple[tuple[str, tuple[int, ...]], ...]]:
     """Return the program of a scheduled trace, and the name and members of each process group that it uses."""
     bsyms = statements(trace)
     live = Analysis(bsyms)
@@ -120,10 +123,11 @@ def read_program(trace: TraceCtx) -> tuple[Program, tuple[tuple[str, tuple[int, 
         marks.append((groups.setdefault(group, len(groups)), str(e.issues.marks)))
         if key[0] == REDUCE:
             given.append((key, tuple(i for i in range(len(e.bucket.params)) if i not in e.missing_gradients)))
-    guarded = sorted(e.ensures.bucket.spec.name for e in live.effects if e.ensures is not None)
-    idle = sorted(e.bucket.spec.name for e in live.effects if e.runs is not None and e.bucket is not None)
-    may = tuple(guarded), tuple(idle), any(e.communicates for e in live.effects)
-    return Program(tuple(steps), tuple(marks), tuple(given), may, tuple(sources)), tuple(groups)
+    guarded = tuple(sorted(e.ensures.bucket.spec.name for e in live.effects if e.ensures is not None))
+    idle = tuple(sorted(e.bucket.spec.name for e in live.effects if e.runs is not None and e.bucket is not None))
+    communicates = any(e.communicates for e in live.effects)
+    program = Program(tuple(steps), tuple(marks), tuple(given), guarded, idle, communicates, tuple(sources))
+    return program, tuple(groups)
 
 
 def _place_of(bsym: BoundSymbol) -> str:
@@ -148,7 +152,7 @@ class Left(NamedTuple):
 
 
 class State(NamedTuple):
-    """What may differ between ranks that run one program; buckets are known by name.
+    """The part of a token that may differ between ranks with one program; buckets are known by name.
 
     Attributes:
         unused: parameters that this rank has not used, of which its backward computes zeros.
@@ -164,7 +168,7 @@ class State(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank tells the others about a new combination.
+    """The message of a rank to the others about a new combination.
 
     Attributes:
         program: its program, if this is the first rank that has it and the registry does not have it.
@@ -179,7 +183,7 @@ class Report(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one rank does in a round.
+    """The decision of one rank in a round.
 
     Attributes:
         merges: whether the merged traces run.
@@ -251,23 +255,23 @@ def find_outcome(programs: Mapping[int, Program], reports: Mapping[int, Report],
         ranks_of[id(program)].add(rank)
     distinct = {id(program): program for program in programs.values()}
     reduced = {known: program.reduced for known, program in distinct.items()}
-    states = {rank: (dict(report.state.unused), dict(report.state.left)) for rank, report in reports.items()}
+    unused_of = {rank: dict(report.state.unused) for rank, report in reports.items()}
+    left_of = {rank: dict(report.state.left) for rank, report in reports.items()}
     used: dict[str, frozenset[int]] = {}
     lost: list[str] = []
     for bucket in buckets:
         name, found = bucket.spec.name, set[int]()
         for rank in bucket.ranks.all_ranks:
-            unused, left = states[rank]
-            found |= reduced[id(programs[rank])].get(name, frozenset()).difference(unused.get(name, ()))
-            found.update(left[name].used if name in left else ())
+            found |= reduced[id(programs[rank])].get(name, frozenset()).difference(unused_of[rank].get(name, ()))
+            found.update(left_of[rank][name].used if name in left_of[rank] else ())
         used[name] = frozenset(found)
         if any(name in reports[rank].state.lost for rank in bucket.ranks.group.global_ranks):
             lost.append(name)
-    outcome = Outcome(_must_merge(programs, reports, reduced), len(distinct) == 1, used=used, lost=tuple(lost))
+    outcome = Outcome(_must_merge(programs, reports, reduced, left_of), len(distinct) == 1, used=used, lost=tuple(lost))
     if not outcome.merges:
         return outcome
     for rank, program in programs.items():
-        if program.may[-1]:
+        if program.communicates:
             return outcome._replace(
                 fault=f"in the trace of rank {rank}, operators that are not of fsdp(...) communicate"
             )
@@ -284,20 +288,22 @@ def find_outcome(programs: Mapping[int, Program], reports: Mapping[int, Report],
     to_reduce: dict[str, bool] = {}
     for bucket in buckets:
         name = bucket.spec.name
-        left_on = [states[rank][1][name] for rank in bucket.ranks.all_ranks if name in states[rank][1]]
+        left_on = [left_of[rank][name] for rank in bucket.ranks.all_ranks if name in left_of[rank]]
         if left_on and name not in is_reduced:
             to_reduce[name] = any(left.is_whole for left in left_on)
     return outcome._replace(active=active, left=to_reduce)
 
 
 def _must_merge(
-    programs: Mapping[int, Program], reports: Mapping[int, Report], reduced: Mapping[int, Mapping[str, frozenset[int]]]
+    programs: Mapping[int, Program],
+    reports: Mapping[int, Report],
+    reduced: Mapping[int, Mapping[str, frozenset[int]]],
+    left_of: Mapping[int, Mapping[str, Left]],
 ) -> bool:
     """Return whether the ranks cannot run their own traces, the same on all ranks."""
     everyone = tuple(programs)
-    left_of = {rank: dict(report.state.left) for rank, report in reports.items()}
     for rank, program in programs.items():
-        if left_of[rank].keys() - reduced[id(program)].keys() - {*program.may[1]}:
+        if left_of[rank].keys() - reduced[id(program)].keys() - {*program.idle}:
             return True  # no rank has a batch, so their traces do not reduce what is left
     shared = {
         (name, reports[rank].ranks_of.get(name, everyone))

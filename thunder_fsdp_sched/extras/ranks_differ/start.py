@@ -34,7 +34,7 @@ from .programs import (
     State,
     differences_of,
     find_outcome,
-    read_program,
+    program_of,
 )
 from .symbols import bucket_with_key, key_of
 
@@ -149,7 +149,7 @@ class DifferingStart(TraceStart):
             raise self.control.disagreement(f"{self.text}, in which the ranks differ: {outcome.fault}")
         reusable = outcome.is_alike and not outcome.merges
         super().apply_agreement(
-            (offered_bits if reusable else offered_bits & ~GATHER_BITS) | SHARED | KEPT_BITS, alike=True
+            (offered_bits if reusable else offered_bits & ~GATHER_BITS) | SHARED | KEPT_BITS, alike=not outcome.merges
         )
         if outcome.lost:
             lost = {reference() for reference in self._lost}
@@ -161,7 +161,6 @@ class DifferingStart(TraceStart):
                 others = outcome.used[bucket.spec.name] if outcome.merges else frozenset()
                 bucket.accumulation.from_others = others
         if outcome.merges:
-            self._agree_on_unused(True)
             is_ready = bool(offered_bits & _READY) and version == self.registry.version
             self._ends_with_audit = not (is_ready and offered_bits & _AUDITED)
             self._begin_merged(is_ready=is_ready)
@@ -182,14 +181,15 @@ class DifferingStart(TraceStart):
         """Return what follows from the tokens of all ranks; the same ranks exchange for a new combination."""
         assert self.control.channel is not None
         tokens = self.control.channel.tokens
-        different = {(digest, state) for _, digest, _, _, state in map(TOKEN.unpack, set(tokens))}
-        key: Any = next(iter(different))
-        if len(different) > 1:
-            key = hash64([(digest, state) for _, digest, _, _, state in map(TOKEN.unpack, tokens)])
+        unpacked = ((token, *TOKEN.unpack(token)) for token in set(tokens))
+        told = {token: (digest, state) for token, _, digest, _, _, state in unpacked}
+        key: Any = next(iter(told.values()))
+        if len(set(told.values())) > 1:
+            key = hash64([told[token] for token in tokens])
         if key in self.registry.outcomes:
             return self.registry.outcomes[key]
         self.registry.forget_if_full()
-        _, digests, _, _, states = zip(*map(TOKEN.unpack, tokens), strict=True)
+        digests, states = zip(*map(told.__getitem__, tokens), strict=True)
         own = list(zip(self.control.group.global_ranks, digests, strict=True))
         reports: dict[int, Any] = {rank: self.registry.reports.get((rank, digest)) for rank, digest in own}
         if not self.registry.has_merged or any(states) or None in reports.values():
@@ -213,12 +213,10 @@ class DifferingStart(TraceStart):
         return self.control.gather_settled(f"what the {self.text} of a rank sends", report)
 
     def _agree_on_unused(self, alike: bool) -> None:
-        outcome = self._outcome
+        outcome, unused = self._outcome, self._unused
         if outcome.merges:
-            everything = {b: frozenset(range(len(b.params))) for b in self.buckets}
-            agree_on_unused({b: indices - outcome.used[b.spec.name] for b, indices in everything.items()})
-        else:
-            agree_on_unused({b: unused - outcome.used[b.spec.name] for b, unused in self._unused.items()})
+            unused = {b: frozenset(range(len(b.params))) for b in self.buckets}
+        agree_on_unused({b: indices - outcome.used[b.spec.name] for b, indices in unused.items()})
         self._unused = {}  # traces keep no buckets alive
 
     def settled_or_merged(self, *arguments: Any) -> Callable[..., Any] | None:
@@ -249,7 +247,7 @@ class DifferingStart(TraceStart):
 
 def start_of(transform: ShardingTransform, context: Context, trace: TraceCtx, half: str) -> DifferingStart:
     """Return the start of a trace that is scheduled."""
-    program, groups = read_program(trace)
+    program, groups = program_of(trace)
     traces, sharded = context.traces, transform.sharded
     kind = half, traces.no_sync, context.trains
     maker = Maker(transform, context, trace)
