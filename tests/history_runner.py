@@ -241,12 +241,16 @@ class HistoryRunner(Run):
                 self.unsharded.backward({rank: pending.loss}, retain=bool(action.value))
             except RuntimeError as error:
                 self.fail(f"backward succeeded, but the unsharded model's fails: {error}")
-            added = [0.0, *(g.abs().max().item() for g in self.unsharded.unreduced[rank].values() if g.numel())]
-            self.largest_gradient = max(self.largest_gradient, *added)
+            self._note_largest(rank)
         if actual.inputs[0].grad is not None:
             self.close(actual.inputs[0].grad, mine.inputs[0].grad, "gradient of the input")
         if not mine.mode.no_sync:
             self.unsharded.reduce()
+
+    def _note_largest(self, rank: int) -> None:
+        """Note the largest value among the gradients of a rank that are not reduced yet."""
+        added = [0.0, *(g.abs().max().item() for g in self.unsharded.unreduced[rank].values() if g.numel())]
+        self.largest_gradient = max(self.largest_gradient, *added)
 
     def _drop(self, action: Action) -> None:
         if self.pending_losses:

@@ -18,7 +18,6 @@ import thunder_fsdp_sched as tfs
 
 import torch
 from device import DEVICE
-from garbage import drop_in_a_cycle
 from histories import Call, DifferingModel, DifferingScenario, RankAction
 from history_runner import HistoryRunner, PendingLoss
 from scenario import everywhere, loss_of
@@ -177,8 +176,7 @@ class DifferingRunner(HistoryRunner):
         for rank, pending in enumerate(picked):
             if pending.inputs:
                 self.unsharded.backward({rank: pending.loss}, retain=retain)
-                added = [0.0, *(g.abs().max().item() for g in self.unsharded.unreduced[rank].values() if g.numel())]
-                self.largest_gradient = max(self.largest_gradient, *added)
+                self._note_largest(rank)
         if actual.inputs and (picked[self.rank].inputs[0].grad is not None):
             self.close(actual.inputs[0].grad, picked[self.rank].inputs[0].grad, "gradient of the input")
         if not actual.mode.no_sync:
@@ -196,13 +194,6 @@ class DifferingRunner(HistoryRunner):
         names = [name for name, param in self.expected.items() if param in with_gradient]
         self.expected_hooks.update((name, kind) for name in names for kind in ("gradient", "accumulated"))
         self.unsharded.reduce()
-
-    def _drop(self, action: RankAction) -> None:
-        if self.pending_losses:
-            position = action.loss_index % len(self.pending_losses)
-            for of_rank in self.expected_losses:
-                del of_rank[position]
-            drop_in_a_cycle(self.pending_losses.pop(position))
 
     def _discard(self, action: RankAction) -> None:
         tfs.discard_unreduced(self.model)

@@ -3,55 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
 import time
-import traceback
 from dataclasses import replace
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from device import DEVICE
 from differing_runner import DifferingRunner, half_of
 from histories import DifferingScenario, RankAction, differing_scenarios, is_final
+from history_replay import TIMEOUT, fail_at, failure_of, failure_of_histories
 from random_models import draw_numbered, options_of
-from ranks import RankError, Ranks, worker_pool
+from ranks import Ranks, worker_pool
 from torch.distributed.device_mesh import init_device_mesh
-
-TIMEOUT = timedelta(seconds=float(os.environ.get("HISTORIES_TIMEOUT", "90")))
-"""How long a rank waits in a collective. Long, because other ranks may be compiling."""
 
 
 def _fail_at(runners: list[DifferingRunner], history: tuple[RankAction, ...]) -> str | None:
     """Run a history from the initial parameters and return what went wrong on this rank, or ``None``."""
-    for runner in runners:
-        runner.reset()
     # The last backward also reduces what no_sync has left unreduced, so that the next history starts without it.
     closing: list[RankAction] = []
-    if not (history and is_final(history[-1])):
+    ends_early = bool(history) and is_final(history[-1])
+    if not ends_early:
         forward = RankAction("forward", seed=999, calls=(0,) * dist.get_world_size())
         closing = [
             replace(action, model_index=model_index)
             for model_index in range(len(runners))
             for action in (forward, RankAction("backward", loss_index=-1), RankAction("step"))
         ]
-    first: str | None = None
-    for number, action in enumerate([*history, *closing]):
-        runner = runners[action.model_index]
-        try:
-            runner.run_action(action)
-        except Exception:
-            return first or f"at {number}: {action}\n{traceback.format_exc()}"
-        if runner.mismatch and first is None:
-            # Other ranks may not have found a mismatch. Continue, because they need this rank in their collectives.
-            first = f"at {number}: {action}\n{runner.mismatch}"
-        if history and is_final(history[-1]) and number == len(history) - 1:
-            return first
-    for runner in runners:
-        if runner.scenario.experts is None:
-            runner.finish()
-    return first or next((f"at the end: {runner.mismatch}" for runner in runners if runner.mismatch), None)
+    return fail_at(runners, [*history, *closing], lambda runner: not ends_early and runner.scenario.experts is None)
 
 
 def run_scenario(rank: int, world_size: int, scenario: DifferingScenario, folder: Path) -> str:
@@ -80,31 +59,13 @@ def run_scenario(rank: int, world_size: int, scenario: DifferingScenario, folder
     ]
     for one, other in zip(runners, reversed(runners), strict=True):
         one.other = other
-    for number, history in enumerate(scenario.histories):
-        (folder / f"at-{rank}").write_text(f"history {number}")
-        failure = _fail_at(runners, history)
-        if "bytes are too few" in (failure or ""):
-            return ""
-        everywhere: list[str | None] = [None] * world_size
-        dist.all_gather_object(everywhere, failure, group=control)
-        if failures := [f"rank {rank} {text}" for rank, text in enumerate(everywhere) if text]:
-            return "\n".join([f"history {number}:", *failures])
-    return ""
-
-
-def failure_of(ranks: Ranks, scenario: DifferingScenario, *, timeout: float = 600) -> str:
-    """Run a scenario and return what went wrong, with the stacks of all ranks if they hang."""
-    with tempfile.TemporaryDirectory(prefix="histories-") as folder:
-        try:
-            return ranks.run(run_scenario, scenario, Path(folder), timeout=timeout)[0]
-        except RankError as error:
-            at = sorted(f"rank {path.name[3:]} in {path.read_text()}" for path in Path(folder).glob("at-*"))
-            return f"{at}: {error}"
+    failing = partial(_fail_at, runners)
+    return failure_of_histories(rank, scenario.histories, failing, control=control, folder=folder)
 
 
 def replay(ranks: Ranks, scenario: DifferingScenario) -> None:
     """Run a scenario that a failure has printed."""
-    failure = failure_of(ranks, scenario)
+    failure = failure_of(ranks, run_scenario, scenario, timeout=600)
     assert not failure, f"{failure}\nreplay(ranks, {scenario!r})"
 
 
@@ -113,7 +74,7 @@ def smaller(ranks: Ranks, scenario: DifferingScenario, *, seconds: float) -> Dif
     end = time.monotonic() + seconds
 
     def fails(histories: tuple[tuple[RankAction, ...], ...]) -> bool:
-        return bool(failure_of(ranks, replace(scenario, histories=histories), timeout=120))
+        return bool(failure_of(ranks, run_scenario, replace(scenario, histories=histories), timeout=120))
 
     for number in reversed(range(len(scenario.histories))):
         if time.monotonic() < end and fails(scenario.histories[number : number + 1]):
@@ -147,7 +108,7 @@ def main() -> None:
             strategy = differing_scenarios(histories=size, world_size=given.ranks, alike=given.alike)
             scenario = draw_numbered(strategy, 1000 * given.ranks + seed // size)
             start = time.monotonic()
-            failure = failure_of(workers(given.ranks), scenario)
+            failure = failure_of(workers(given.ranks), run_scenario, scenario, timeout=600)
             seconds = f"{time.monotonic() - start:.1f} s"
             if failure:
                 wrong.append(seed)

@@ -1,0 +1,77 @@
+"""Replay of histories: on worker processes, with the failures of all ranks, and their stacks if they hang."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from history_runner import HistoryRunner
+from ranks import RankError, Ranks
+
+TIMEOUT = timedelta(seconds=float(os.environ.get("HISTORIES_TIMEOUT", "90")))
+"""How long a rank waits in a collective. Long, because other ranks may be compiling."""
+
+
+def fail_at(
+    runners: Sequence[HistoryRunner],
+    actions: Iterable[Any],
+    finishes: Callable[[Any], bool] = lambda runner: True,
+) -> str | None:
+    """Run actions from the initial parameters and return what went wrong on this rank, or ``None``.
+
+    Args:
+        finishes: whether a runner compares once more after all actions.
+    """
+    for runner in runners:
+        runner.reset()
+    first: str | None = None
+    for number, action in enumerate(actions):
+        runner = runners[action.model_index % len(runners)]
+        try:
+            runner.run_action(action)
+        except Exception:
+            return first or f"at {number}: {action}\n{traceback.format_exc()}"
+        if runner.mismatch and first is None:
+            # Other ranks may not have found a mismatch. Continue, because they need this rank in their collectives.
+            first = f"at {number}: {action}\n{runner.mismatch}"
+    for runner in filter(finishes, runners):
+        runner.finish()
+    return first or next((f"at the end: {runner.mismatch}" for runner in runners if runner.mismatch), None)
+
+
+def failure_of_histories(
+    rank: int, histories: Iterable[Any], failing: Callable[[Any], str | None], *, control: Any, folder: Path
+) -> str:
+    """Run histories until one fails on some rank, and return its failures on all ranks; empty if all are right.
+
+    Args:
+        failing: runs one history and returns what went wrong on this rank, or ``None``.
+        control: a process group of all ranks in which they exchange failures.
+        folder: where each rank writes the number of its history.
+    """
+    for number, history in enumerate(histories):
+        (folder / f"at-{rank}").write_text(f"history {number}")
+        failure = failing(history)
+        if "bytes are too few" in (failure or ""):
+            return ""
+        everywhere: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, failure, group=control)
+        if failures := [f"rank {rank} {text}" for rank, text in enumerate(everywhere) if text]:
+            return "\n".join([f"history {number}:", *failures])
+    return ""
+
+
+def failure_of(ranks: Ranks, run_scenario: Callable[..., str], scenario: Any, *, timeout: float) -> str:
+    """Run a scenario and return what went wrong, with the stacks of all ranks if they hang."""
+    with tempfile.TemporaryDirectory(prefix="histories-") as folder:
+        try:
+            return ranks.run(run_scenario, scenario, Path(folder), timeout=timeout)[0]
+        except RankError as error:
+            at = sorted(f"rank {path.name[3:]} in {path.read_text()}" for path in Path(folder).glob("at-*"))
+            return f"{at}: {error}"
