@@ -18,10 +18,10 @@ from thunder_fsdp_sched.extras.ranks_differ.start import DifferingStart
 import pytest
 import thunder
 import torch
+from models import ChosenBlocks
 from profiles import LONG_ONLY
 from ranks import Ranks as Workers
 from ranks import worker_pool
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from virtual_gpu import guard
@@ -41,26 +41,11 @@ def lone_workers() -> Iterator[Callable[[int], Workers]]:
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 
 
-class Blocks(nn.Module):
-    """Blocks of which each rank runs some, in an order of its own, between two layers that all ranks run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
-        x = self.first(x)
-        for number in way:
-            x = torch.tanh(self.blocks[int(number)](x))
-        return self.last(x).square().mean()
-
-
 Way = str | None
 """The blocks that a rank runs, in order; ``None`` without a batch."""
 
 WAYS: tuple[tuple[Way, Way], ...] = (("01", "12"), ("", None), (None, "10"), ("01", "12"), ("01", "01"))
-"""What even ranks run in each step, and what odd ones do."""
+"""The blocks of even ranks in each step, and those of odd ranks."""
 
 
 def make(rank: Rank, *, mesh: bool = False, **options: Any) -> Any:
@@ -68,7 +53,7 @@ def make(rank: Rank, *, mesh: bool = False, **options: Any) -> Any:
         with rank.outside():
             options["ranks"] = Ranks(mesh=init_device_mesh("cuda", (2, 2)))
     with torch.device(rank.device):
-        module = Blocks()
+        module = ChosenBlocks(8, 8, 3)
     return thunder.jit(module, transforms=[tfs.fsdp(ranks_may_differ=True, **options)])
 
 

@@ -41,28 +41,13 @@ from internals import (
     statements,
     verify,
 )
+from models import ChosenBlocks
 from ranks import on_ranks
 from thunder.core.trace import TraceCtx
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 WAYS = ("013", "2", "310")
 """Which blocks each of three ranks runs, in which order."""
-
-
-class Blocks(nn.Module):
-    """Blocks of which each rank runs some, in an order of its own, between two layers that all ranks run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 6)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
-        x = self.first(x)
-        for number in way:
-            x = torch.tanh(self.blocks[int(number)](x))
-        return self.last(x).square().mean()
 
 
 @dataclass
@@ -125,7 +110,7 @@ def buckets_of(transform: Any) -> dict[Any, Bucket]:
 
 def compile_ways(ways: Sequence[str], context: Callable[[], Any] = nullcontext, **options: Any) -> tuple[Any, Any]:
     """Return the transform, and for each way its scheduled forward and backward."""
-    model = thunder.jit(Blocks(), transforms=[fs.fsdp(**options)])
+    model = thunder.jit(ChosenBlocks(6, 8, 4), transforms=[fs.fsdp(**options)])
     found = []
     for way in ways:
         with recorded() as traces, context():
@@ -257,7 +242,7 @@ HALVES = ("forward", "backward")
 def test_numbers_of_merged_traces(rank: int, options: dict[str, Any], ways: Sequence[str | None]) -> None:
     """A window of two micro-batches: all ranks get the mean of all gradients, and ``None`` for the same parameters."""
     torch.manual_seed(0)
-    reference = Blocks().double()
+    reference = ChosenBlocks(6, 8, 4).double()
     model = thunder.jit(
         copy.deepcopy(reference), transforms=[fs.fsdp(**with_mesh(options), debug=fs.Debug(audit=False))]
     )

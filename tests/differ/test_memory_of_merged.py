@@ -19,6 +19,7 @@ import pytest
 import thunder
 import torch
 from memory_count import Count, compare, count_step
+from models import ChosenBlocks
 from profiles import LONG_ONLY
 from test_follow_order import Compiled, Start, buckets_of, recorded
 from torch import nn
@@ -43,21 +44,14 @@ SENT = ("offloaded", "encoded")
 """Gathers send copies of shards."""
 
 
-class Blocks(nn.Module):
+class Blocks(ChosenBlocks):
     """Blocks of different sizes, of which each rank runs some."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 6)
+        super().__init__(6, 8, 0)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(8, n), nn.Linear(n, 8, bias=False)) for n in (16, 8, 12, 20)
         )
-
-    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
-        x = self.first(x)
-        for number in way:
-            x = torch.tanh(self.blocks[int(number)](x))
-        return self.last(x).square().mean()
 
 
 class Serving(Start):
@@ -72,7 +66,7 @@ class Serving(Start):
 
 @dataclass
 class Way:
-    """What is compiled for a way, and the inputs of its computation."""
+    """The compiled traces of a way, and the inputs of their computation."""
 
     compiled: CompiledTraces
     halves: list[Compiled]
