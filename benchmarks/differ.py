@@ -58,7 +58,7 @@ TIMED_OUT = "Timed out waiting|Application timeout|did not come"
 """Matches errors that gloo, or a round of agreement, raises by the group's timeout."""
 
 SEVERITY = ("hangs", "dies", "raises", "wrong", "right")
-"""What may happen to a rank. The first that happened to some rank counts."""
+"""Outcomes of a rank. The first one that some rank has counts for all."""
 
 SCENARIOS = {
     "alike": "all ranks alike",
@@ -161,7 +161,7 @@ def train(
 
 @dataclass
 class Outcome:
-    """What happened to a rank, and after how many seconds. Until it says so, it counts as having died."""
+    """The outcome of a rank, and its seconds. A rank that writes none counts as dead."""
 
     what: str = "dies"
     text: str = "the process was aborted"

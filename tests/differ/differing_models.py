@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 VOCABULARY, WIDTH, EXPERTS, LAYERS = 32, 16, 4, 4
 
 WAYS = ("ab", "ba", "nb", "aa", "an", "nn", "bn", "ab")
-"""What each of two ranks runs in each step of :class:`TwoBranches`: every pair of branches."""
+"""The branches that two ranks run in each step of :class:`TwoBranches`: every pair."""
 
 KEPT = ("013", "2", "12")
 """Which blocks of :class:`LayerDrop` run."""
@@ -243,7 +243,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Unsharded:
-    """What training without sharding gives: whole parameters, gradients before each step, the losses of each rank."""
+    """The results of training without sharding: whole parameters, gradients before each step, the losses of each rank."""
 
     parameters: dict[str, torch.Tensor]
     gradients: list[dict[str, torch.Tensor | None]]

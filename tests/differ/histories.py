@@ -38,7 +38,7 @@ EVALUATION = Mode(training=False, grad=False)
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank does with a batch.
+    """A call of the model with a batch.
 
     Attributes:
         way: index into ``DifferingScenario.ways``.
@@ -162,7 +162,7 @@ DISAGREEMENTS = (
     "skipped_step",
     "other_optimizer",
 )
-"""What one rank does while the others run forward."""
+"""Actions of one rank while the others run forward."""
 
 _WITH_OPTION = ("evaluation", "skipped_step", "other_optimizer")
 """Disagreements that plain ``fsdp()`` does not detect."""

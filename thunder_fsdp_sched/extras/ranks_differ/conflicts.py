@@ -1,4 +1,4 @@
-"""What does not go together with ranks that differ."""
+"""Refusals of options and calls that ranks which differ cannot have."""
 
 from __future__ import annotations
 
