@@ -18,6 +18,7 @@ from typing import Any
 
 import thunder
 import torch
+from thunder.core.compile_data import compile_data_and_stats
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.trace import TraceCtx
@@ -60,11 +61,13 @@ def plan_again(
     call = before.call._replace(flags=[*before.call.flags, *["no_sync"] * no_sync])
     compilation = transform.begin_compilation(call, no_sync=no_sync)
     compilation.traces.parameters = before.parameters
-    joint = transform_for_execution(_with_shards(traced, transform), thunder.compile_data(jitted).executors_list)
-    forward, backward = (joint, None) if before.backward is None else split_into_forward_and_backward(joint)
-    transform.transform_trace_post_optimization(del_last_used(forward))
-    if backward is not None:
-        transform.transform_trace_post_optimization(del_last_used(backward, clear_mutable_collections=True))
+    data = thunder.compile_data(jitted)
+    with compile_data_and_stats(data, thunder.compile_stats(jitted)):  # as in a compilation: Thunder reads options there
+        joint = transform_for_execution(_with_shards(traced, transform), data.executors_list)
+        forward, backward = (joint, None) if before.backward is None else split_into_forward_and_backward(joint)
+        transform.transform_trace_post_optimization(del_last_used(forward))
+        if backward is not None:
+            transform.transform_trace_post_optimization(del_last_used(backward, clear_mutable_collections=True))
     return transform.compiled[-1]
 
 
