@@ -459,23 +459,27 @@ class _Layouts(Model):
 @pytest.mark.parametrize("ranks", [2, 4])
 @on_ranks(lambda ranks: ranks)
 def test_the_error_of_different_initial_values_names_the_parameter(rank: int, world_size: int, ranks: int) -> None:
-    def make(model: Model, name: str = "") -> Model:
+    def make(model: Model, name: str = "", *, flips: bool = False) -> Model:
         if rank == world_size - 1 and name:
             with torch.no_grad():
                 param = model.get_parameter(name)
-                param.view(-1)[-1] = 0 if param.dtype is torch.bool else 77
+                if flips:  # as experts in another order
+                    param.copy_(param.flip(0))
+                else:
+                    param.view(-1)[-1] = 0 if param.dtype is torch.bool else 77
         return model
 
-    def stack(name: str = "") -> Model:
+    def stack(name: str = "", *, flips: bool = False) -> Model:
         torch.manual_seed(0)
-        return make(Stack(2), name)
+        return make(Stack(2), name, flips=flips)
 
     message = (
         rf"(?s)disagree: the values of the parameters\..*broadcast_from=0.*rank 0: last\.weight: digest \w+\n"
         rf".*rank {world_size - 1}: last\.weight"
     )
-    with pytest.raises(ScheduleDisagreement, match=message):
-        thunder.jit(stack("last.weight"), transforms=[fsdp()])
+    for flips in (False, True):
+        with pytest.raises(ScheduleDisagreement, match=message):
+            thunder.jit(stack("last.weight", flips=flips), transforms=[fsdp()])
     for options in ({"init": Init(allow_different_values=True)}, {"init": Init(broadcast_from=0)}):
         thunder.jit(stack("last.weight"), transforms=[fsdp(**options)])
     thunder.jit(stack().to("meta"), transforms=[fsdp(init=Init(device="cpu"))])

@@ -11,6 +11,7 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
+from thunder_fsdp_sched.sharding.initial_values import Digest
 
 import pytest
 import thunder
@@ -275,3 +276,34 @@ def test_a_module_on_the_meta_device_can_be_loaded(tmp_path: Path) -> None:
         load(model)
         x = torch.randn(3, 4)
         torch.testing.assert_close(model(x), trained(x), rtol=0, atol=0)
+
+
+def test_the_digest_of_values_depends_on_their_order_and_signs() -> None:
+    values = torch.randn(300, 257)  # more than a chunk of words
+    half = values.half()
+    swapped, signs = values.clone(), values.clone()
+    swapped[:, :2] = values[:, :2].flip(1)
+    signs[0, 1], signs[0, 3] = -values[0, 1], -values[0, 3]  # the top bits of two 64-bit words
+    moved = signs.clone()
+    moved[0, 1], moved[0, 5] = values[0, 1], -values[0, 5]
+    zeros = values.clone().index_fill_(0, torch.tensor([7]), 0.0)
+    variants = {
+        "values": values,
+        "rows in another order": values.roll(1, 0),
+        "two rows": values[[1, 0, *range(2, 300)]],
+        "halves": torch.cat([values[150:], values[:150]]),
+        "chunks": values.view(-1).roll(1 << 16).view_as(values),
+        "columns": swapped,
+        "signs": signs,
+        "other signs": moved,
+        "zeros": zeros,
+        "negative zeros": zeros.clone().index_fill_(0, torch.tensor([7]), -0.0),
+        "half": half,
+        "halves of words": half.view(-1, 2).flip(1).reshape_as(half),
+        "bools": values > 0,
+        "flipped bools": (values > 0).flip(0),
+    }
+    digests = {what: Digest().of(value) for what, value in variants.items()}
+    assert len(set(digests.values())) == len(variants), digests
+    assert Digest().of(values.t().contiguous().t()) == digests["values"]  # strides do not matter
+    assert Digest().of(torch.stack([values, values], -1)[..., 0]) == digests["values"]
