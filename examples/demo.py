@@ -24,11 +24,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.extras import testing
-from thunder_fsdp_sched.extras.reports.report import make_console, plan_table, step_before_and_after
+from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.ir.effects import sends
 from thunder_fsdp_sched.ir.inspection import statements
+from thunder_fsdp_sched.reports import make_console, plan_table, step_before_and_after
 from thunder_fsdp_sched.sizes import human_bytes
 
 import thunder

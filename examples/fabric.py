@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from thunder_fsdp_sched.extras.fabric import FSDPSchedStrategy  # before thunder
+from thunder_fsdp_sched.fabric import FSDPSchedStrategy  # before thunder
 
 import torch
 from lightning_fabric import Fabric  # or: from lightning.fabric import Fabric

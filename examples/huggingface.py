@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 examples/huggingface.py  (needs: pip install transfo
 """
 
 import thunder_fsdp_sched as tfs  # before thunder
-from thunder_fsdp_sched.extras.huggingface import save_pretrained
+from thunder_fsdp_sched.huggingface import save_pretrained
 
 import peft
 import thunder

@@ -4,8 +4,7 @@ One process traces the model on the meta device as rank 0 of 64 would, and simul
 """
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step
-from thunder_fsdp_sched.extras.planning.models import Decoder, Shape
+from thunder_fsdp_sched.planning import Decoder, Shape, dry_run_step
 
 import torch
 

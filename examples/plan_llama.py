@@ -4,8 +4,12 @@ Float32 shards, gradients and AdamW state; bfloat16 gathers and compute. The mod
 
 import sys
 
-from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step, replan  # before thunder
-from thunder_fsdp_sched.extras.planning.fit import describe_fit, optimizer_state_bytes
+from thunder_fsdp_sched.planning import (  # before thunder
+    describe_fit,
+    dry_run_step,
+    optimizer_state_bytes,
+    replan,
+)
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as Precision

@@ -4,7 +4,7 @@ pytest --update-schedules examples/test_schedule.py writes examples/schedules/*.
 the option fail if the schedule changes, and show what changed.
 """
 
-from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched import testing
 
 import torch
 from torch.nn import GELU, Embedding, Linear, Sequential

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import thunder_fsdp_sched as tfs  # before thunder
-from thunder_fsdp_sched.extras.huggingface import save_pretrained
+from thunder_fsdp_sched.huggingface import save_pretrained
 
 import thunder
 import torch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -13,6 +15,8 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import transforms
+from thunder_fsdp_sched.extras import command_line
+from thunder_fsdp_sched.extras.commands import COMMANDS
 from thunder_fsdp_sched.passes import Later
 
 import pytest
@@ -110,8 +114,26 @@ def test_every_example_is_included_in_a_page() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     documented = set(re.findall(r"^::: thunder_fsdp_sched\.(\w+)", "\n".join(map(text_of, pages())), re.MULTILINE))
-    modules = {"extras", "transports"}
-    assert documented == {*thunder_fsdp_sched.__all__, *modules}
+    assert documented == {name for name in dir(thunder_fsdp_sched) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", ["fabric", "huggingface", "planning", "reports", "testing"])
+def test_public_modules_hold_the_objects_of_their_extra(name: str) -> None:
+    """No object exists twice, and ``tfs.testing`` needs no import of its own."""
+    module = getattr(thunder_fsdp_sched, name)
+    assert module is import_module(f"thunder_fsdp_sched.{name}")
+    homes = [sys.modules[path] for path in sys.modules if path.startswith(f"thunder_fsdp_sched.extras.{name}")]
+    for public in module.__all__:
+        assert any(getattr(home, public, None) is getattr(module, public) for home in homes), public
+
+
+def test_the_help_of_the_command_line_imports_neither_torch_nor_thunder() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "thunder_fsdp_sched", "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "typer" in imported and not {"torch", "thunder"} & imported
+    commands = {command.name or command.callback.__name__ for command in command_line.app.registered_commands}
+    assert commands == set(COMMANDS) and all(f"\n  {name} " in result.stdout for name in COMMANDS)
 
 
 def pages() -> list[str]:

@@ -3,26 +3,16 @@
 Import it before ``thunder`` on torch 2.13 and newer.
 """
 
-from . import compat
-
-compat.prepare()
-compat.import_thunder()
-
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from .api import fsdp
+from . import compat
 from .compat import __version__ as __version__
-from .compiled_traces import CompiledTraces
-from .ir.schedule import CommOp, Schedule, StepSchedule
-from .option_groups import Debug, Init, Ranks, Sharding
-from .plan.plan import Plan
-from .plan.specs import BucketSpec, ParamSpec
-from .proof import VerificationError
-from .ranks.channel import ScheduleDisagreement
-from .transform import FSDPTransform
 
 if TYPE_CHECKING:
+    from .api import fsdp
+    from .compiled_traces import CompiledTraces
     from .extras.checkpoint import (
         CheckpointError,
         Saving,
@@ -48,6 +38,13 @@ if TYPE_CHECKING:
     from .extras.training.unsharded import unsharded
     from .extras.training.weight_stream import stream_full_parameters
     from .extras.training.whole_parameters import WholeParameters
+    from .ir.schedule import CommOp, Schedule, StepSchedule
+    from .option_groups import Debug, Init, Ranks, Sharding
+    from .plan.plan import Plan
+    from .plan.specs import BucketSpec, ParamSpec
+    from .proof import VerificationError
+    from .ranks.channel import ScheduleDisagreement
+    from .transform import FSDPTransform
 
 __all__ = [
     "BucketSpec",
@@ -93,6 +90,20 @@ __all__ = [
     "without_batch",
 ]
 
+_MODULES = ("fabric", "huggingface", "planning", "reports", "testing", "transports")
+"""Public modules, imported when they are used: ``tfs.testing`` needs no import of its own."""
+
+_CORE = (
+    "api",
+    "compiled_traces",
+    "ir.schedule",
+    "option_groups",
+    "plan.plan",
+    "plan.specs",
+    "proof",
+    "ranks.channel",
+    "transform",
+)
 _LOADED_WHEN_USED = (
     "extras.training.eager",
     "extras.training.gradients",
@@ -111,8 +122,10 @@ _LOADED_WHEN_USED = (
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name in __all__:
-        for path in _LOADED_WHEN_USED:
+        for path in (*_CORE, *_LOADED_WHEN_USED):
             module = importlib.import_module(f".{path}", __name__)
             if hasattr(module, name):
                 value = globals()[name] = getattr(module, name)
@@ -121,4 +134,17 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))])
+
+
+def _runs_as_command() -> bool:
+    """Return whether this is ``python -m thunder_fsdp_sched``, whose ``--help`` needs neither torch nor Thunder.
+
+    While Python looks for ``__main__``, the first element of ``sys.argv`` is "-m".
+    """
+    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__
+
+
+if not _runs_as_command():
+    compat.start()
+    importlib.import_module(".api", __name__)

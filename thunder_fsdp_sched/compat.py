@@ -1,6 +1,7 @@
 """Additions that Lightning Thunder needs to import with newer releases of torch.
 
-``thunder_fsdp_sched/__init__.py`` calls :func:`prepare` before anything imports ``thunder``. It does two things.
+``thunder_fsdp_sched/__init__.py`` calls :func:`prepare`, through :func:`start`, before anything imports ``thunder``. It does
+two things.
 
 1. It reads the installed versions of torch and lightning-thunder from their metadata and raises an ``ImportError``
    that names what was found and what works, before an import fails somewhere inside Thunder.
@@ -40,6 +41,12 @@ SUPPORTED = {"torch": ("2.10", "2.16"), "lightning-thunder": ("0.2.6", "0.3")}
 
 #: The methods of ``torch.Tensor`` that Thunder's table of torch operators names and that torch 2.13 removed.
 NAMED_TENSOR_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
+
+
+def start() -> None:
+    """Prepare torch for Thunder, and import Thunder."""
+    prepare()
+    import_thunder()
 
 
 def prepare() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The command line: ``python -m thunder_fsdp_sched``."""
+"""The commands of ``python -m thunder_fsdp_sched``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from ..logs import following_stages
 from ..option_groups import Sharding
 from ..plan.specs import ShardingStrategy
 from ..transports import TRANSPORTS
-from .planning.clusters import CLUSTERS, read_cluster
+from .commands import COMMANDS, make_app
+from .planning.clusters import CLUSTERS, as_json, read_cluster
 from .planning.dry_run import DryRun, dry_run_step, find_model
 from .planning.fit import describe_fit, optimizer_state_bytes
 from .planning.models import MODELS
@@ -31,13 +32,7 @@ from .reports.plot import plot_memory, plot_timelines, save_memory, save_perfett
 from .reports.report import answer, dry_run_table, make_console, plan_table, step_before_and_after, window_table
 from .step_memory.step_memory import StepMemory
 
-app = typer.Typer(
-    help="ZeRO-2 and ZeRO-3 for Lightning Thunder, scheduled in the trace.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-    rich_markup_mode=None,  # whose tables cut names of options at 80 columns
-)
+app = make_app()
 
 
 PRESETS = f"Clusters: {', '.join(CLUSTERS)}."
@@ -183,15 +178,12 @@ def _takes(options: type, **defaults: Any) -> Callable[[Callable[..., None]], Ca
 
 
 @app.command(
+    help=COMMANDS["trace"],
     epilog=f"{PRESETS}\n\n{UNITS}\n\n"
-    "Example: python -m thunder_fsdp_sched trace my_models:make --world-size 64 --sharding zero2 --prefetch 2"
+    "Example: python -m thunder_fsdp_sched trace my_models:make --world-size 64 --sharding zero2 --prefetch 2",
 )
 @_takes(StepOptions)
 def trace(options: StepOptions) -> None:
-    """Show the communication of a model's forward and backward traces, before and after sorting.
-
-    This runs in one process, with a fake process group that sends no data.
-    """
     console = make_console()
     step = options.compile(console)
     console.print(plan_table(step.transform.plan))
@@ -200,9 +192,10 @@ def trace(options: StepOptions) -> None:
 
 
 @app.command(
+    help=COMMANDS["plan"],
     epilog=f"{PRESETS}\n\n{UNITS}\n\n"
     "Example: python -m thunder_fsdp_sched plan Llama-3-8B --world-size 64 --cluster h100-sxm "
-    "--cluster-set inter_node_bandwidth=25GB --prefetch auto --max-unsharded 8GiB --picture step.png"
+    "--cluster-set inter_node_bandwidth=25GB --prefetch auto --max-unsharded 8GiB --picture step.png",
 )
 @_takes(StepOptions, world_size=64)
 def plan(
@@ -223,11 +216,6 @@ def plan(
         typer.Option("--memory", help="Where to draw the memory of the step (.png, .svg), or to save it (.json)."),
     ] = None,
 ) -> None:
-    """Plan a training step on a cluster that you do not have: memory, time, and exposed communication.
-
-    The model is traced on the meta device as one of many ranks, scheduled, and simulated. Deep models take minutes,
-    nearly all of it in Thunder's own tracing.
-    """
     console = make_console()
     step = options.compile(console, micro_batches=micro_batches)
     compiled = step.compiled
@@ -261,15 +249,19 @@ def _write_memory(memory: StepMemory, step: DryRun, path: Path) -> None:
         plot_memory(memory, path, timeline=step.after)
 
 
-@app.command(epilog="Example: python -m thunder_fsdp_sched exposed rank0.json rank1.json --save exposed.png")
+@app.command(help=COMMANDS["clusters"])
+def clusters() -> None:
+    print("\n".join(map(as_json, CLUSTERS.values())))
+
+
+@app.command(
+    help=COMMANDS["exposed"],
+    epilog="Example: python -m thunder_fsdp_sched exposed rank0.json rank1.json --save exposed.png",
+)
 def exposed(
     files: Annotated[list[Path], typer.Argument(help="Files of torch's profiler (.json, .json.gz), one of each rank.")],
     save: Annotated[Path | None, typer.Option(help="Where to draw the last step of each rank (.png, .svg).")] = None,
 ) -> None:
-    """Show the communication that compute did not hide, in the steps that torch's profiler recorded of any training run.
-
-    Record with torch.profiler.profile and export_chrome_trace. Times are milliseconds a step.
-    """
     try:
         found = exposed_communication(files)
     except ValueError as error:
@@ -281,12 +273,11 @@ def exposed(
         console.print(f"picture: {save}")
 
 
-@app.command()
+@app.command(help=COMMANDS["diff"])
 def diff(
     one: Annotated[Path, typer.Argument(help="A saved schedule (plan --schedule, transform.save_schedules).")],
     other: Annotated[Path, typer.Argument(help="Another one.")],
 ) -> None:
-    """Show the differences between two saved schedules. The exit status is 1 if there are any."""
     try:
         first, second = load_schedules(one), load_schedules(other)
     except (OSError, ValueError) as error:

@@ -1,6 +1,6 @@
 """Machines as data: FLOP/s, memory and network bandwidth of one device, and the sources of these figures.
 
-``CLUSTERS`` holds presets by name, which ``python -m thunder_fsdp_sched.extras.planning.clusters`` lists. Another machine is
+``CLUSTERS`` holds presets by name, which ``python -m thunder_fsdp_sched clusters`` lists. Another machine is
 another :class:`ClusterSpec`; ``dataclasses.replace`` changes one. ``benchmarks/this_machine.py`` measures a machine.
 
 [Note: Figures of a preset]
@@ -387,7 +387,3 @@ _READ: dict[Any, Callable[[Any], Any]] = {
     "Efficiency": lambda shares: Efficiency(**shares),
 }
 """Functions that read the values of a file or of the command line, by the types of attributes."""
-
-
-if __name__ == "__main__":
-    print("\n".join(map(as_json, CLUSTERS.values())))

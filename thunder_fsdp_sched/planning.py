@@ -1,0 +1,40 @@
+"""Planned steps: models compiled as one of many ranks, clusters and their costs, simulated timelines, memory."""
+
+from .extras.planning.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, as_json, cluster, read_cluster
+from .extras.planning.cost import AnalyticCost
+from .extras.planning.dry_run import DryRun, Window, compile_as_rank, dry_run_step, find_model, replan
+from .extras.planning.fit import describe_fit, optimizer_state_bytes
+from .extras.planning.models import MODELS, Decoder, Shape
+from .extras.planning.recorded import RecordedStep, read_recorded
+from .extras.planning.search import Candidate, Choice, MemoryLimitError
+from .extras.planning.simulate import simulate
+from .extras.planning.timeline import Timeline
+
+__all__ = [
+    "CLUSTERS",
+    "MODELS",
+    "AnalyticCost",
+    "Candidate",
+    "Choice",
+    "ClusterSpec",
+    "Decoder",
+    "DryRun",
+    "Efficiency",
+    "MemoryLimitError",
+    "Protocol",
+    "RecordedStep",
+    "Shape",
+    "Timeline",
+    "Window",
+    "as_json",
+    "cluster",
+    "compile_as_rank",
+    "describe_fit",
+    "dry_run_step",
+    "find_model",
+    "optimizer_state_bytes",
+    "read_cluster",
+    "read_recorded",
+    "replan",
+    "simulate",
+]
