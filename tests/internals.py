@@ -40,6 +40,7 @@ from thunder_fsdp_sched.plan.specs import BucketOptions
 from thunder_fsdp_sched.private_torch import timeout_of
 from thunder_fsdp_sched.proof import verify
 from thunder_fsdp_sched.ranks import channel, process_groups
+from thunder_fsdp_sched.ranks.control import control_of
 from thunder_fsdp_sched.ranks.deadlock import find_fault
 from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
 from thunder_fsdp_sched.runtime import ops

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from internals import args_of, process_groups, verify
+from internals import args_of, control_of, find_transform, process_groups, verify
 from models import Layer, Model, Stack
 from profiles import LONG_ONLY, mostly_zero3
 from ranks import on_ranks
@@ -332,6 +333,18 @@ def test_models_of_the_same_ranks_continue_when_the_group_of_the_first_is_collec
     if rank == 0:
         gc.collect()
     run.train(2, first=1)
+
+
+def test_models_that_are_given_one_ranks_object_have_a_control_each(one_rank: None) -> None:
+    for ranks in (Ranks(process_group=dist.group.WORLD), Ranks(mesh=init_device_mesh("cpu", (1,)))):
+        models = [thunder.jit(nn.Linear(2, 2), transforms=[fsdp(ranks=ranks)]) for _ in range(2)]
+        for model in models:
+            sharded = find_transform(model).sharded
+            assert control_of(sharded.world_group) is sharded.control
+        control = weakref.ref(sharded.control)
+        del models, model, sharded
+        gc.collect()
+        assert control() is None  # no registry keeps it
 
 
 @on_ranks(2)

@@ -74,6 +74,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -131,7 +132,7 @@ class Control:
         *,
         agreement: Agreement = "step",
     ) -> None:
-        self.group = group
+        self.group = group = replace(group)  # models given one `Ranks` object, or one mesh, share `group`
         self.channel = channel
         self.title = title
         self.number = hash64(name)
@@ -140,7 +141,7 @@ class Control:
         self.issue_counts = IssueCounts() if channel is None else IssueCounts(channel.settle)
         self.agreement = agreement
         self.agreed: dict[int, AgreedProgram] = {}  # programs that the ranks have compared, by a hash
-        _controls[group] = self
+        _controls[group] = weakref.ref(self)
 
     @classmethod
     def of_module(cls, group: ProcessGroupRef, kind: str, *, agreement: Agreement) -> Control:
@@ -408,9 +409,11 @@ order, but some of them may shard other modules over another group in between.""
 
 reset_after_fork(_numbers.clear)
 
-_controls: weakref.WeakKeyDictionary[ProcessGroupRef, Control] = weakref.WeakKeyDictionary()
+_controls: weakref.WeakKeyDictionary[ProcessGroupRef, weakref.ref[Control]] = weakref.WeakKeyDictionary()
+"""Weak both ways, because a control refers to its group."""
 
 
 def control_of(group: ProcessGroupRef) -> Control:
-    """Return the control of the model that ``group`` shares, or one without other ranks if there is none."""
-    return _controls.get(group) or Control(group)
+    """Return the control whose ``group`` this is, hence of one model; one without other ranks if there is none."""
+    known = _controls.get(group)
+    return (known and known()) or Control(group)
