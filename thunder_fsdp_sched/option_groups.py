@@ -171,7 +171,8 @@ class Ranks(OptionGroup):
     Args:
         process_group: the ranks to shard over. The default is the default process group.
         mesh: a device mesh to shard over, instead of ``process_group``. With two dimensions, parameters are replicated
-            across the first and sharded over the second, as in FSDP2 (hybrid sharding).
+            across the first and sharded over the second, as in FSDP2 (hybrid sharding). Along the dimension over which
+            they are sharded, ranks ascend.
         process_group_for: a callable ``(parameter name, parameter) -> process group``, 1-D or 2-D mesh, or ``None`` for
             the usual ranks. Use it for parameters, such as experts, that are sharded over a subset of the ranks of
             ``mesh`` or ``process_group``. Their gradients are averaged over that subset.
@@ -235,7 +236,7 @@ class Init(OptionGroup):
         ignored_params: parameters, or their names, that stay whole on every rank. Their gradients are not reduced.
         allow_different_values: let ranks begin with different values of a parameter, of which each shard then
             keeps this rank's rows; for values that are all loaded later. By default :class:`ScheduleDisagreement` names
-            the first parameter that differs. The check reads every parameter once (6 GB/s for each CPU thread) and is
+            the first parameter that differs. The check reads every parameter once (over 1 GB/s for each CPU thread) and is
             skipped on the meta device and with ``broadcast_from``.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable
@@ -204,6 +205,13 @@ def test_the_backend_is_recognized_however_the_process_group_was_created() -> No
 #
 
 _NOT_A_MEMBER = r"process_group_for: rank 0 is not in the process group for parameter 'last\.bias'"
+_UNSORTED = r"ranks: the mesh \[.*\] shards over the ranks \[2, 0\] in this order, .* list them as \[0, 2\]"
+
+
+def _for_biases(_: Any) -> dict[str, Any]:
+    mesh = DeviceMesh("cpu", [[2, 0], [1, 3]])
+    return {"ranks": Ranks(process_group_for=lambda name, param: mesh if "bias" in name else None)}
+
 
 REFUSED: dict[str, tuple[Callable[[dist.ProcessGroup], dict[str, Any]], type[Exception], str]] = {
     "not a group": (
@@ -224,16 +232,31 @@ REFUSED: dict[str, tuple[Callable[[dist.ProcessGroup], dict[str, Any]], type[Exc
         ValueError,
         r"puts 'first\.weight' and 'first\.bias' into one bucket 'everything', .* two process groups",
     ),
+    "unsorted mesh": (lambda experts: {"ranks": DeviceMesh("cpu", [[2, 0], [1, 3]])}, ValueError, _UNSORTED),
+    "unsorted mesh of one dimension": (
+        lambda experts: {"ranks": DeviceMesh("cpu", [3, 2, 1, 0])},
+        ValueError,
+        r"shards over the ranks \[3, 2, 1, 0\]",
+    ),
+    "unsorted mesh of some parameters": (_for_biases, ValueError, _UNSORTED),
 }
+
+
+if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+    REFUSED["unsorted group"] = (
+        lambda experts: {"ranks": dist.new_group([3, 2, 1, 0], sort_ranks=False)},
+        ValueError,
+        r"ranks: a process group lists its ranks as \[3, 2, 1, 0\]",
+    )
 
 
 @pytest.mark.parametrize("case", REFUSED)
 @on_ranks(4)
 def test_invalid_groups_are_refused_by_jit(rank: int, case: str) -> None:
-    options, error, message = REFUSED[case]
-    experts = _expert_group(rank)
+    make, error, message = REFUSED[case]
+    options = make(_expert_group(rank))
     with pytest.raises(error, match=message):
-        thunder.jit(Stack(1).double(), transforms=[fsdp(**options(experts))])
+        thunder.jit(Stack(1).double(), transforms=[fsdp(**options)])
 
 
 @on_ranks(4)

@@ -41,7 +41,18 @@ def ranks_of_answer(assignment: GroupAssignment, name: str, answer: Any) -> Buck
 
 
 def ranks_of_mesh(assignment: GroupAssignment, mesh: DeviceMesh) -> BucketRanks:
-    """Return the ranks of a mesh that shards along its last dimension, and replicates along the other one."""
+    """Return the ranks of a mesh that shards along its last dimension, and replicates along the other one.
+
+    Raises:
+        ValueError: the ranks along the last dimension do not ascend. torch sorts the ranks of a group, so a rank would have
+            the shard of another coordinate than its own, and be averaged with replicas of other shards.
+    """
+    rows = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1)).tolist()
+    if unsorted := next((row for row in rows if row != sorted(row)), None):
+        raise ValueError(
+            f"ranks: the mesh {mesh.mesh.tolist()} shards over the ranks {unsorted} in this order, but torch sorts the "
+            f"ranks of a process group: list them as {sorted(unsorted)}, or renumber the ranks when you start them"
+        )
     replicas = ProcessGroupRef.of(mesh.get_group(0)) if mesh.ndim == 2 else None
     return assignment.ranks_over(ProcessGroupRef.of(mesh.get_group(mesh.ndim - 1)), replicas, mesh)
 

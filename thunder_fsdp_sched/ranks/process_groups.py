@@ -72,14 +72,24 @@ class ProcessGroupRef:
 
     @classmethod
     def of(cls, group: ProcessGroup) -> ProcessGroupRef:
-        """Return the description of ``group``, of which this process is a member."""
+        """Return the description of ``group``, of which this process is a member.
+
+        Raises:
+            ValueError: its ranks do not ascend, as those of groups of the same ranks that are created here do.
+        """
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks != tuple(sorted(ranks)):
+            raise ValueError(
+                f"ranks: a process group lists its ranks as {list(ranks)}; create it without sort_ranks=False, or renumber "
+                f"the ranks when you start them"
+            )
         _register_exit_hook()
         _used.add(group)
         description = getattr(group, "group_desc", "")
         return cls(
             description if description and description != "undefined" else group.group_name,
             group.rank(),
-            tuple(dist.get_process_group_ranks(group)),
+            ranks,
             # Not get_backend(): it says "undefined" if init_process_group() was given none.
             dist.get_backend_config(group),
             group.group_name,
