@@ -161,6 +161,20 @@ def _failing(rank: int) -> Iterator[int]:
     yield 1
 
 
+class _Unreadable(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        raise OSError("no such file")
+
+
+_UNUSABLE: dict[Any, str] = {
+    _Unreadable(): "no such file",
+    torch.utils.data.DataLoader(_Unreadable()): "no such file",
+    None: "'NoneType' object is not iterable",
+    itertools.cycle([0]): "has no end",
+    itertools.count(): "has no end",
+}
+
+
 @on_ranks()
 def test_loops_over_batches(rank: int) -> None:
     run = DifferingRun()
@@ -176,9 +190,9 @@ def test_loops_over_batches(rank: int) -> None:
             assert number == 0
     with pytest.raises(ValueError if rank else ScheduleDisagreement, match="a batch is None"):
         list(tfs.batches(run.model, [0, None] if rank else [0, 1]))
-    for endless in (itertools.cycle([0]), itertools.count()):
-        with pytest.raises(ValueError, match="has no end"):
-            tfs.batches(run.model, endless)
+    for loader, text in _UNUSABLE.items():
+        with pytest.raises(Exception, match=text):
+            next(tfs.batches(run.model, loader if rank else [0]))
     with pytest.raises(ScheduleDisagreement, match="the next step of batches"):  # one leaves it earlier
         for number in tfs.batches(run.model, range(3)):
             run.forward(5, ("0", "0"), grad=False)

@@ -49,20 +49,17 @@ def batches(model: torch.nn.Module, loader: Iterable[Batch]) -> Iterator[Batch |
         ValueError: ``fsdp`` has other options, the loader has no end, or a batch is ``None``.
         ScheduleDisagreement: a rank does something else, or its loader has raised an error.
     """
-    transform = _may_differ("batches", model)
-    if isinstance(loader, _ENDLESS):
-        raise ValueError(
-            f"batches: loader: {loader!r} has no end, so ranks whose loaders end would wait forever; cut it with "
-            f"itertools.islice(loader, steps)"
-        )
-    return _batches(transform.sharded.control, loader)
+    return _batches(_may_differ("batches", model).sharded.control, loader)
 
 
 def _batches(control: Control, loader: Iterable[Batch]) -> Iterator[Batch | None]:
-    iterator, has_ended = iter(loader), False
+    iterator: Iterator[Batch] | None = None
+    has_ended = False
     while True:
         batch, error = None, None
         try:
+            if iterator is None:
+                iterator = _finite(loader)
             batch = None if has_ended else next(iterator)
             if batch is None and not has_ended:
                 raise ValueError("batches: loader: a batch is None, which stands for no batch; leave it out")
@@ -76,6 +73,16 @@ def _batches(control: Control, loader: Iterable[Batch]) -> Iterator[Batch | None
         if has_ended and (control.channel is None or control.channel.is_alike):
             return  # all ranks have ended
         yield batch
+
+
+def _finite(loader: Iterable[Batch]) -> Iterator[Batch]:
+    """Return an iterator over the batches of ``loader``."""
+    if isinstance(loader, _ENDLESS):
+        raise ValueError(
+            f"batches: loader: {loader!r} has no end, so ranks whose loaders end would wait forever; cut it with "
+            f"itertools.islice(loader, steps)"
+        )
+    return iter(loader)
 
 
 def without_batch(model: torch.nn.Module) -> torch.Tensor:
