@@ -96,7 +96,7 @@ def test_any_number_of_ranks_gather_the_same_in_a_logarithmic_number_of_hops(wor
     order = random.Random(0)
     for world_size in world_sizes:
         network, hops = _Network(world_size), math.ceil(math.log2(world_size))
-        gathers = [HostAllGather(rank, world_size, channel.TOKEN.size) for rank in range(world_size)]
+        gathers = [HostAllGather(rank, [channel.TOKEN.size] * world_size) for rank in range(world_size)]
         for number, differing in enumerate((0, world_size), 1):
             expected = _tokens(world_size, differing)
             network.sent.clear()
@@ -109,9 +109,26 @@ def test_any_number_of_ranks_gather_the_same_in_a_logarithmic_number_of_hops(wor
             assert set(network.bytes_sent.values()) <= {channel.TOKEN.size * (world_size - 1)}
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 8, 61])
+def test_an_all_gather_sends_each_rank_s_bytes_once_to_each_other_rank(world_size: int) -> None:
+    order, large = random.Random(0), b"names" * 1000
+    of_ranks = [large if rank == 1 else b"%d" % rank for rank in range(world_size)]
+    network = _Network(world_size)
+    gathers = [HostAllGather(rank, [len(own) for own in of_ranks]) for rank in range(world_size)]
+    for gather in gathers:
+        gather.start(of_ranks[gather._rank], network.backend(gather._rank), 1)
+    _finish_in_any_order(gathers, order)
+    assert all(gather.gathered() == of_ranks for gather in gathers)
+    assert set(network.sent.values()) == {math.ceil(math.log2(world_size))}
+    total = sum(map(len, of_ranks))
+    assert sum(network.bytes_sent.values()) == (world_size - 1) * total
+    for rank, gather in enumerate(gathers):  # it receives the large object once, whatever the number of ranks
+        assert sum(len(hop.received[0]) for hop in gather.hops) == total - len(of_ranks[rank])
+
+
 def test_all_gathers_do_not_mix_if_one_rank_is_ahead_or_an_interrupted_one_sends_twice() -> None:
     network = _Network(3)
-    gathers = [HostAllGather(rank, 3, 1) for rank in range(3)]
+    gathers = [HostAllGather(rank, [1] * 3) for rank in range(3)]
     backends = [network.backend(rank) for rank in range(3)]
     send = backends[0].send
 

@@ -13,7 +13,9 @@ The messages are gloo's point-to-point messages, with a tag. All-gathers with di
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -33,20 +35,25 @@ class Hop(NamedTuple):
 
 
 class HostAllGather:
-    """An all-gather of ``nbytes`` from each rank, which can be repeated; see [Note: Hops of an all-gather].
+    """An all-gather of some bytes from each rank, which can be repeated; see [Note: Hops of an all-gather].
 
-    It keeps ``size * nbytes`` bytes: 40 KB for the tokens of 1,024 ranks.
+    It keeps the bytes of all ranks: 40 KB for the tokens of 1,024.
+
+    Args:
+        sizes: the number of bytes of each rank, the same on all ranks; none is 0.
     """
 
-    def __init__(self, rank: int, size: int, nbytes: int) -> None:
-        self._rank, self._size, self._nbytes = rank, size, nbytes
+    def __init__(self, rank: int, sizes: Sequence[int]) -> None:
+        self._rank, self._size, self._is_even = rank, (size := len(sizes)), len(set(sizes)) == 1
         # It begins with this rank's bytes. Tensors share it, so comparing needs no tensor operation.
-        self._memory = bytearray(size * nbytes)
+        self._starts = [0, *itertools.accumulate((*sizes[rank:], *sizes[:rank]))]
+        self._memory = bytearray(self._starts[-1])
         memory = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.hops: list[Hop] = []
         while (distance := 1 << len(self.hops)) < size:
-            sent, received = memory[: (size - distance) * nbytes][: distance * nbytes], memory[distance * nbytes :]
-            received = received[: len(sent)]
+            number = min(distance, size - distance)
+            sent = memory[: self._starts[number]]
+            received = memory[self._starts[distance] : self._starts[distance + number]]
             self.hops.append(Hop((rank - distance) % size, [sent], (rank + distance) % size, [received]))
         self._sends: list[Any] = []
         self._receives: list[Any] = []
@@ -61,7 +68,8 @@ class HostAllGather:
         """
         self._backend, self._tag = backend, tag
         self._sends, self._receives, self._received = [], [], 0
-        self._memory[: self._nbytes] = own
+        assert len(own) == self._starts[1], "memory that tensors share keeps its size"
+        self._memory[: len(own)] = own
         self._post()
 
     def finish(self, timeout: timedelta) -> None:
@@ -81,10 +89,11 @@ class HostAllGather:
 
     def gathered(self) -> list[bytes]:
         """Return what each rank has sent, in the order of ranks."""
-        n, memory = self._nbytes, bytes(self._memory)
-        if memory == memory[:n] * self._size:
-            return [memory[:n]] * self._size
-        from_own = [memory[start : start + n] for start in range(0, len(memory), n)]
+        memory = bytes(self._memory)
+        own = memory[: self._starts[1]]
+        if self._is_even and memory == own * self._size:
+            return [own] * self._size
+        from_own = [memory[start:end] for start, end in itertools.pairwise(self._starts)]
         return from_own[self._size - self._rank :] + from_own[: self._size - self._rank]
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ class Channel:
         self.is_alike = True  # whether the last hash of all tokens was the same in the last round
         self.tokens: Sequence[bytes] = ()  # those of the last round, in the order of ranks
         self.closed = ""  # why no further round is possible
-        self._tokens = HostAllGather(made.rank, made.size, TOKEN.size)
+        self._tokens = HostAllGather(made.rank, [TOKEN.size] * made.size)
         self._timeout = timeout
         self._started = 0  # all-gathers, the same on all ranks
         self._failures: Counter[int] = Counter()  # of this rank, by the number of the round
@@ -173,15 +173,15 @@ class Channel:
     def gather(self, value: Any) -> list[Any]:
         """Exchange a picklable object with every rank, after a round.
 
-        It takes two all-gathers, of 8 bytes and of the largest object's bytes from each rank.
+        It takes two all-gathers, of 8 bytes from each rank and of its own bytes, so an object that one rank has costs
+        no more on more ranks.
         """
         data = pickle.dumps(value)
-        sizes = self._all_gather(len(data).to_bytes(8, "little"))
-        largest = max(int.from_bytes(size, "little") for size in sizes)
-        return [pickle.loads(theirs) for theirs in self._all_gather(data.ljust(largest, b"\0"))]
+        sizes = self._all_gather(len(data).to_bytes(8, "little"), [8] * self.size)
+        return [pickle.loads(theirs) for theirs in self._all_gather(data, [int.from_bytes(n, "little") for n in sizes])]
 
-    def _all_gather(self, own: bytes) -> list[bytes]:
-        gather = HostAllGather(self.group.rank, self.size, len(own))
+    def _all_gather(self, own: bytes, sizes: Sequence[int]) -> list[bytes]:
+        gather = HostAllGather(self.group.rank, sizes)
         gather.start(own, host_backend(self.group.process_group), self._next_tag())
         gather.finish(self._timeout)
         return gather.gathered()
