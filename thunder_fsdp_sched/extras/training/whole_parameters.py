@@ -284,7 +284,9 @@ def choose_owners(known: Iterable[OwnedParam], new: Iterable[OwnedParam]) -> Non
     for param in itertools.chain(known, sorted(new, key=lambda p: -p.spec.numel)):
         load = loads.setdefault(param.group.name, [0] * param.group.size)
         if param in new:
-            param.owner = min((load[rank], -param.rows.lengths[rank], rank) for rank in range(param.group.size))[-1]
+            param.owner = min(zip(load, (-length for length in param.rows.lengths), itertools.count(), strict=False))[
+                -1
+            ]
         load[param.owner] += param.spec.numel
 
 
