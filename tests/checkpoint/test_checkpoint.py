@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,15 +49,19 @@ def test_other_numbers_of_ranks_load_the_same_bits(
     train(model, optimizer, 2)
     for group in optimizer.param_groups:
         group["lr"] /= 2
-    save_checkpoint(model, tmp_path / "rows", optimizer, extra={"step": 2, "rng": torch.arange(3)})
+    ema = {name: param.detach() * 2 for name, param in model.named_parameters()}  # DTensors
+    save_checkpoint(model, tmp_path / "rows", optimizer, extra={"step": 2, "rng": torch.arange(3), "ema": ema})
     tfs.save_safetensors(model, tmp_path / "whole")
     expected = contents(model, optimizer)
     for size in sizes:
         group = dist.new_group(list(range(size)))
         if rank < size:
             other, second = make(7, ranks=group, **loaded_with)
-            rest = load_checkpoint(other, tmp_path / "rows", second, extra={"step": 0, "rng": None})
+            average = {name: torch.empty_like(param) for name, param in other.named_parameters()}
+            wanted = {"step": 0, "rng": None, "ema": average}
+            rest = load_checkpoint(other, tmp_path / "rows", second, extra=wanted)
             assert rest["step"] == 2 and rest["rng"].tolist() == [0, 1, 2]
+            assert_equal(rest["ema"], {name: 2 * expected[name] for name in average})
             assert_equal(contents(other, second), expected, size)
             assert all(param.grad is None for param in other.parameters())
             other, _ = make(8, ranks=group, **loaded_with)
@@ -124,6 +129,22 @@ def _cut(pattern: str) -> Callable[[Path], None]:
     return cut
 
 
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def _move_below(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+    folder.mkdir()
+    folder.with_name("moved").rename(folder / "step-1")
+
+
+def _become_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
 def _delete(pattern: str) -> Callable[[Path], None]:
     return lambda folder: min(folder.glob(pattern)).unlink()
 
@@ -135,7 +156,11 @@ OTHER_MODELS = {
 }
 DAMAGE = {
     "no list": (_delete(".metadata"), "is a checkpoint whose save did not end"),
-    "no folder": (shutil.rmtree, "is no checkpoint"),
+    "no folder": (shutil.rmtree, "does not exist, so it is no checkpoint"),
+    "empty": (_empty, "is an empty folder, so it is no checkpoint"),
+    "file": (_become_file, "is a file, and a checkpoint is a folder. Load whole parameters with load_safetensors"),
+    "parent": (_move_below, r"is no checkpoint, but holds some in subfolders \(step-1\): load latest_checkpoint\('/"),
+    "other files": (lambda f: (_empty(f), (f / "a.safetensors").touch()), "it holds a.safetensors .*load_safetensors"),
     "list cut": (_cut(".metadata"), r"\.metadata cannot be read"),
     "data cut": (_cut("__1_*.distcp"), "was not loaded, nothing is changed.*is truncated"),
     "no data": (_delete("__1_*.distcp"), "was not loaded, nothing is changed"),
@@ -158,7 +183,7 @@ OTHER_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
 
 
 @on_ranks(2)
-def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(rank: int, tmp_path: Path) -> None:
     model, optimizer = make()
     save_checkpoint(model, tmp_path / "rows", optimizer, extra={"step": 1})
     tfs.save_safetensors(model, tmp_path / "whole")
@@ -173,6 +198,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank_and_changes_not
         fewer, _ = make(change=_remove)
         load(fewer)
         assert_equal(contents(fewer), {n: v for n, v in contents(model).items() if not n.startswith("blocks.1.")})
+        more, _ = make(seed=1, change=_add)
+        before = contents(more)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load(more)
+        texts = [str(w.message) for w in caught if "which keep their values (strict=False)" in str(w.message)]
+        assert len(texts) == (rank == 0) and all(
+            "holds no 'another.weight', 'another.bias', " in text for text in texts
+        )
+        added = {name: value for name, value in before.items() if name.startswith("another.")}
+        assert_equal(contents(more), contents(model) | added)
     for name, (damage, message) in DAMAGE.items():
         on_first(shutil.copytree, tmp_path / "rows", tmp_path / name)
         on_first(damage, tmp_path / name)

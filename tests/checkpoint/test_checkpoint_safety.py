@@ -190,8 +190,7 @@ class _MakesFolderWhenUnpickled:
 @on_ranks(2)
 def test_latest_checkpoint_skips_damaged_newer_ones(tmp_path: Path) -> None:
     model, _ = small()
-    names = ("good", "cut", "empty", "forged", "data")
-    for name in names:
+    for name in ("good", "cut", "empty", "forged", "data"):
         save_checkpoint(model, tmp_path / name)
 
     def damage() -> None:
@@ -200,8 +199,6 @@ def test_latest_checkpoint_skips_damaged_newer_ones(tmp_path: Path) -> None:
         (tmp_path / "empty" / METADATA).write_bytes(b"")
         (tmp_path / "forged" / METADATA).write_bytes(pickle.dumps(_MakesFolderWhenUnpickled(tmp_path / "proof")))
         next((tmp_path / "data").glob("*.distcp")).write_bytes(b"")
-        for age, name in enumerate(names):
-            os.utime(tmp_path / name / METADATA, (1000 + age, 1000 + age))
 
     on_first(damage)
     with warnings.catch_warnings(record=True) as caught:

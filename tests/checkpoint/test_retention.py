@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import save_checkpoint, save_checkpoint_async
-from thunder_fsdp_sched.extras.checkpoint import retention
+from thunder_fsdp_sched.extras.checkpoint import order, retention
 from thunder_fsdp_sched.extras.checkpoint.folder import METADATA
+from thunder_fsdp_sched.extras.checkpoint.storage import seal
 
 import pytest
+import thunder
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
@@ -64,23 +67,23 @@ def test_a_folder_is_the_same_under_another_name(tmp_path: Path) -> None:
     """With ``"."``, only what is beside the working folder is removed, nothing in it."""
     model, optimizer = small()
     run = tmp_path / "run"
-    for name in ("step-1", "step-2/kept", "step-2/also"):
+    for name in ("step-1", "step-2/step-3", "step-2/step-4"):
         save_checkpoint(model, run / name)
     with _chdir(run / "step-2"):
         save_checkpoint(model, ".", keep=1)
-    assert _complete(run) == ["step-2"] and _complete(run / "step-2") == ["also", "kept"]
+    assert _complete(run) == ["step-2"] and _complete(run / "step-2") == ["step-3", "step-4"]
     # A relative folder is that of the call, whatever the working folder is when the files are written.
-    for writer in ("thread", "process"):
+    for step, writer in ((5, "thread"), (6, "process")):
         with _chdir(tmp_path):
-            saving = save_checkpoint_async(model, f"run/{writer}", optimizer, writer=writer, keep=1)
+            saving = save_checkpoint_async(model, f"run/step-{step}", optimizer, writer=writer, keep=1)
             whole = tfs.save_safetensors_async(model, f"{writer}-whole")
             update(model, optimizer)
-        assert saving.result() == run / writer and _complete(run) == [writer]
+        assert saving.result() == run / f"step-{step}" and _complete(run) == [f"step-{step}"]
         assert whole.result().parent == tmp_path / f"{writer}-whole"
     with _chdir(run):
-        save_checkpoint(model, "new", keep=1)
-        save_checkpoint(model, "../run/newer", keep=1)
-    assert _complete(run) == ["newer"]
+        save_checkpoint(model, "step-7", keep=1)
+        save_checkpoint(model, "../run/step-8", keep=1)
+    assert _complete(run) == ["step-8"]
 
 
 @contextlib.contextmanager
@@ -94,20 +97,25 @@ def _chdir(folder: Path) -> Any:
 
 
 @on_ranks(1)
-def test_only_complete_checkpoints_of_this_package_are_removed_and_never_the_newest(tmp_path: Path) -> None:
+def test_only_complete_checkpoints_of_this_package_are_removed(tmp_path: Path) -> None:
     model, _ = small()
-    dcp.save({"model": tfs.get_model_state_dict(model)}, checkpoint_id=tmp_path / "theirs")
-    for name in ("old", "newest", "more"):
-        save_checkpoint(model, tmp_path / name)
-    (tmp_path / "more" / "meta.pt").touch()  # as Fabric's checkpoints have
-    os.utime(tmp_path / "newest" / METADATA, (1 << 33, 1 << 33))  # the clock of another host
+    dcp.save({"model": tfs.get_model_state_dict(model)}, checkpoint_id=tmp_path / "1")
+    for step in (2, 3, 4):
+        save_checkpoint(model, tmp_path / f"{step}")
+    (tmp_path / "2" / "meta.pt").touch()  # as Fabric's checkpoints have
+    earlier = (tmp_path / "3" / METADATA).read_bytes()
+    (tmp_path / "3" / METADATA).write_bytes(_without_stamp(earlier))
     with mock.patch.object(logging.Logger, "warning") as warned:
-        save_checkpoint(model, tmp_path / "new", keep=1)
-    assert _complete(tmp_path) == ["more", "new", "newest", "theirs"]
-    for keep in (True, 1.5, "2"):
-        with pytest.raises(tfs.CheckpointError, match="keep: expected a number of checkpoints"):
+        save_checkpoint(model, tmp_path / "5", keep=1)
+    assert _complete(tmp_path) == ["1", "2", "3", "5"]
+    assert [call.args[1].name for call in warned.call_args_list] == ["2", "3", "1"]
+    for keep, message in (
+        *((wrong, "keep: expected a number of checkpoints") for wrong in (True, 1.5, "2")),
+        (0, "keep: expected at least 1"),
+        (1, "keep: the name 'new' has no number.*names differ in digits alone"),
+    ):
+        with pytest.raises(tfs.CheckpointError, match=message):
             save_checkpoint(model, tmp_path / "new", keep=keep)
-    assert any("theirs" in str(call.args) for call in warned.call_args_list)
     # The new one is damaged before old ones are removed: then nothing is.
     remove = retention.remove_old
 
@@ -116,9 +124,70 @@ def test_only_complete_checkpoints_of_this_package_are_removed_and_never_the_new
         remove(path, number)
 
     with mock.patch("thunder_fsdp_sched.extras.checkpoint.api.remove_old", damage):
-        save_checkpoint(model, tmp_path / "damaged", keep=1)
-    names = {path.parent.name for path in tmp_path.glob(f"*/{METADATA}")}
-    assert names == {"more", "new", "newest", "theirs", "damaged"}
+        save_checkpoint(model, tmp_path / "6", keep=1)
+    assert {path.parent.name for path in tmp_path.glob(f"*/{METADATA}")} == {"1", "2", "3", "5", "6"}
+
+
+def _without_stamp(contents: bytes) -> bytes:
+    """Return a list of contents as earlier versions wrote it: the pickle, and its checksum."""
+    data = contents[: contents.index(b"\nthunder_fsdp_sched saved ")]
+    return seal(data)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a folder of checkpoints in alphabetical order: the files of ``step-900`` are the newest then."""
+    for age, path in enumerate(sorted(source.iterdir())):
+        shutil.copytree(path, target / path.name)
+        os.utime(target / path.name / METADATA, (1000 + age, 1000 + age))
+
+
+@on_ranks(1)
+def test_copies_clocks_and_other_names_change_neither_the_latest_nor_what_is_removed(tmp_path: Path) -> None:
+    model, _ = small()
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    for name in ("pretrained", "run-b-step-1", "step-900", "step-1000", "best", "step-1100"):
+        save_checkpoint(model, run / name)
+    _copy(run, copy)
+    assert tfs.latest_checkpoint(copy) == copy / "step-1100"
+    names = [path.name for path in order.newest_first(copy)]
+    assert names == ["step-1100", "best", "step-1000", "step-900", "run-b-step-1", "pretrained"]
+    for clock, step in ((1, 1200), (1 << 62, 1300), (2, 50)):  # it goes back, far ahead, and back again
+        with mock.patch("time.time_ns", return_value=clock):
+            save_checkpoint(model, copy / f"step-{step}", keep=2)
+        assert tfs.latest_checkpoint(copy) == copy / f"step-{step}"
+    assert _complete(copy) == ["best", "pretrained", "run-b-step-1", "step-1300", "step-50"]
+    # Another folder, and the same name again.
+    with mock.patch("time.time_ns", return_value=5):
+        for name in ("a", "b", "a"):
+            shutil.rmtree(tmp_path / "same" / name, ignore_errors=True)
+            save_checkpoint(model, tmp_path / "same" / name)
+    assert tfs.latest_checkpoint(tmp_path / "same") == tmp_path / "same" / "a"
+
+
+def test_checkpoints_without_an_order_are_older_and_ordered_by_their_numbers(one_rank: None, tmp_path: Path) -> None:
+    def save(name: str, time: int) -> None:
+        dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / name, no_dist=True)
+        os.utime(tmp_path / name / METADATA, (time, time))
+
+    for name, time in (("step-1000", 10), ("step-900", 11), ("best", 9), ("step-1100-bad", 12)):
+        save(name, time)
+    (tmp_path / "latest").symlink_to("step-1000")
+    (tmp_path / "step-1100-bad" / METADATA).write_bytes(b"cut")
+    with pytest.warns(UserWarning, match="leaves out .*step-1100-bad: "):
+        assert tfs.latest_checkpoint(tmp_path) == tmp_path / "step-1000"
+    model = thunder.jit(torch.nn.Linear(2, 2), transforms=[tfs.fsdp()])
+    save_checkpoint(model, tmp_path / "step-300", keep=1)
+    with pytest.warns(UserWarning, match="leaves out .*step-1100-bad: "):  # it may be the newest
+        assert tfs.latest_checkpoint(tmp_path) == tmp_path / "step-300"
+    shutil.rmtree(tmp_path / "step-1100-bad")
+    save("step-400", 1 << 33)
+    with pytest.warns(UserWarning, match="returns .*step-300.*step-400, which dcp.save or an earlier version .* newer"):
+        assert tfs.latest_checkpoint(tmp_path) == tmp_path / "step-300"
+    with pytest.raises(ValueError, match=r"step-300 is itself a checkpoint: pass it to load_checkpoint"):
+        tfs.latest_checkpoint(tmp_path / "step-300")
+    with pytest.raises(ValueError, match=r"metadata is a file; give the folder"):
+        tfs.latest_checkpoint(tmp_path / "step-300" / METADATA)
+    assert tfs.latest_checkpoint(tmp_path / "nothing") is None
 
 
 def test_a_checkpoint_that_is_removed_while_a_folder_is_listed_does_not_count(tmp_path: Path) -> None:

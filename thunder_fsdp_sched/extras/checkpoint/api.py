@@ -50,6 +50,7 @@ from .state_dict import (
     listed,
     optimizer_state_dicts,
     tell_casts,
+    tell_lacking,
 )
 from .storage import CheckedReader, RunWriter, check_plain, paths_of, read_metadata
 
@@ -80,11 +81,13 @@ def save_checkpoint(
         optimizers: one or several; none saves only the model.
         extra: additional values by name, such as the number of the step and the state dicts of schedulers and data
             loaders: numbers, strings, bytes, tensors, NumPy arrays, ``None``, and lists, tuples and dictionaries of
-            them. They must be equal on all ranks.
+            them. They must be equal on all ranks. DTensors, such as an average of the parameters, are saved by rows.
         keys: names under which model and optimizers are saved.
         checksums: save checksums of the files as they were written.
-        keep: when this checkpoint is complete, remove all but the ``keep`` newest complete ones, this one included, in the
-            folder that contains ``folder``. Links, and checkpoints that this package has not written, are left alone.
+        keep: when this checkpoint is complete, remove all but the ``keep`` newest, this one included, of the complete ones
+            beside it whose names differ from its own in digits alone: ``step-200`` removes ``step-100``, and neither
+            ``best`` nor ``other-run-step-100``. Newest means saved last. Links are left alone, and checkpoints of other
+            programs, of Fabric, and of versions of this package that did not record the order.
         error_feedback: also save the error feedback of ``comm_policy``, which differs between ranks. Each rank saves as much
             as a whole model in ``reduce_dtype``. Without it, feedback starts from zero after loading, which costs what
             rounding has lost of one step.
@@ -226,9 +229,11 @@ def load_checkpoint(
         folder: the checkpoint.
         optimizers: optimizers of the jitted module's parameters; none loads only the model.
         extra: names and structure of the additional values to load. Keys of dictionaries must be in the checkpoint;
-            numbers and strings are placeholders.
+            numbers and strings are placeholders. In place of a DTensor each rank loads its rows, in place of
+            ``None`` whole tensors.
         keys: names under which model and optimizers were saved.
-        strict: raise an error if the checkpoint has parameters that the model does not have.
+        strict: raise an error if the checkpoint has parameters that the model does not have, or lacks some that it has.
+            ``False``, as in torch's ``load_state_dict``: the latter keep their values, and a warning names them.
         verify_checksums: verify all data before anything is changed. Each rank verifies the chunks that it reads.
 
     Returns:
@@ -252,7 +257,7 @@ def load_checkpoint(
     reader = CheckedReader(path, metadata, verify=verify_checksums)
     if verify_checksums and not reader.has_checksums and group.rank == 0:
         _log.warning("%s has no checksums of its own: those of its archives are verified", path)
-    paths, casts = paths_of(metadata), list[Cast]()
+    paths, casts, lacking = paths_of(metadata), list[Cast](), list[str]()
     lost = extras.LoadedFeedback(sharded, paths.get(FEEDBACK, {}))
 
     def prepare() -> tuple[dict[str, Any], dict[str, str], list[dict[str, Any]], dict[str, Any]]:
@@ -267,6 +272,9 @@ def load_checkpoint(
         entries = get_model_state_dict(model)
         there = {".".join(map(str, below)): name for below, name in paths[keys[0]].items()}
         unknown = [name for name in there if strict and name not in entries]
+        if not strict:
+            lacking.extend(n for n in entries if there.keys().isdisjoint(sharded.names_of(n)))
+            entries = {name: entry for name, entry in entries.items() if name in there}
         casts.extend(
             compare({n: reader.contents[d] for n, d in there.items()}, entries, "the checkpoint", unknown=unknown)
         )
@@ -292,6 +300,8 @@ def load_checkpoint(
     # Every rank has read everything, and nothing has been changed yet.
     if casts and group.rank == 0:
         warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
+    if lacking and group.rank == 0:
+        warnings.warn(tell_lacking(path, lacking), stacklevel=2)
     if lost.drops and group.rank == 0:
         warnings.warn(
             f"error feedback (comm_policy) starts from zero: that in {path} is of other buckets, or of another number of "
@@ -300,7 +310,8 @@ def load_checkpoint(
         )
     with torch.no_grad():
         for name, value in rows_by_name(model).items():
-            value.copy_(memory[there[name]])
+            if found := next((there[n] for n in sharded.names_of(name) if n in there), None):
+                value.copy_(memory[found])
         lost.finish()
     for optimizer, state in zip(chosen, states, strict=True):
         optimizer.load_state_dict(state)

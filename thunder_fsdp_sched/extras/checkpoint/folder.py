@@ -42,6 +42,9 @@ _FILES = {
 }
 """The names of the files of a run, keyed by the name of the file that completes a folder."""
 
+_DATA = re.compile(r"__\d+_.*\.distcp|\.metadata\.")
+"""The beginning of the names of files of a checkpoint, whoever saves it."""
+
 _PIECE = 1 << 22
 """Bytes that are read at once for a checksum."""
 
@@ -190,6 +193,39 @@ def refuse_complete(folder: Path, last: str) -> None:
     """
     if is_complete(folder, last):
         raise ValueError(f"folder: {folder} holds a {_KINDS[last]} already; save each one into a folder of its own")
+
+
+def refuse_incomplete(folder: Path) -> None:
+    """Raise an error unless ``folder`` holds a checkpoint that is complete.
+
+    Raises:
+        ValueError: says what is there instead.
+    """
+    if is_complete(folder, METADATA):
+        return
+    if folder.is_file():
+        raise ValueError(
+            f"{folder} is a file, and a checkpoint is a folder. Load whole parameters with load_safetensors(model, file), "
+            f"or with model.load_original_state_dict(torch.load(file))"
+        )
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist, so it is no checkpoint")
+    names = sorted(entry.name for entry in folder.iterdir())
+    if not names:
+        raise ValueError(f"{folder} is an empty folder, so it is no checkpoint")
+    if METADATA in names or any(_DATA.match(name) for name in names):
+        raise ValueError(f"{folder} is a checkpoint whose save did not end")
+    if below := [name for name in names if is_complete(folder / name, METADATA)]:
+        raise ValueError(
+            f"{folder} is no checkpoint, but holds some in subfolders ({_few(below)}): load "
+            f"latest_checkpoint({str(folder)!r}), or one of them"
+        )
+    whole = " (load whole models with load_safetensors)" if any(name.endswith(".safetensors") for name in names) else ""
+    raise ValueError(f"{folder} is no checkpoint: it holds {_few(names)}{whole}")
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def checksum(path: Path, offset: int, length: int) -> int:

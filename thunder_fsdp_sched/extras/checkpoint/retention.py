@@ -3,17 +3,16 @@
 [Note: What is removed]
 ``keep=n`` deletes data, so it deletes only what is certainly an old checkpoint of this package:
 
-- a folder beside the new one. Links (``latest -> step-3``) are left alone, as is what they point to unless it is beside the
-  new one. Folders are compared by device and inode, because one folder may have several names.
-- complete, with the seal of a list that this package wrote, with the file names of a single run, and not one of Fabric,
-  which has more files;
-- only when the new checkpoint has been found intact, and never the newest intact one, which is another one if the
-  clocks of two hosts differ.
+- a folder beside the new one whose name differs from the new one's in digits alone (``step-100``, not ``best``). Links
+  (``latest -> step-3``) are left alone, as is what they point to unless it is beside the new one. Folders are compared by
+  device and inode, because one folder may have several names;
+- complete, with a stamp (see [Note: The order of saves] in ``order``), with the file names of a single run, and not one of
+  Fabric, which has more files;
+- only when the new checkpoint has been found intact, and neither it nor the newest intact one of this kind.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import warnings
@@ -21,42 +20,77 @@ from pathlib import Path
 from typing import Any
 
 from .beside import wait_for_latest
-from .folder import METADATA, OTHERS, are_of_one_run
-from .storage import check_lengths, is_sealed, read_metadata
+from .folder import METADATA, OTHERS, are_of_one_run, is_complete
+from .order import newest_first, series_of, stamp_of, time_of
+from .storage import check_lengths, read_metadata
 
 _log = logging.getLogger(__name__)
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the subfolder of ``folder`` with the checkpoint that was completed last, if there is one.
+    """Return the subfolder of ``folder`` with the checkpoint that was saved last, whatever its name; ``None`` without one.
+
+    Checkpoints hold the order in which they were saved, so copying the folder does not change it. Those of ``dcp.save``
+    and of earlier versions of this package do not: they count as older than those that do, and among themselves are ordered
+    by the numbers in names that differ in digits alone, otherwise by the times of their files. A warning names one that may
+    be newer than the result.
 
     All ranks must see the same disk. Folders with an incomplete save do not count, nor do those whose list of contents
     is damaged or has files that are missing or truncated; a warning names the latter. A save of this process that is in
     flight beside training is waited for.
+
+    Raises:
+        ValueError: ``folder`` is a file, or a checkpoint itself that contains no others.
     """
     wait_for_latest()
-    for path in _newest_first(Path(folder)):
+    parent = Path(folder)
+    if parent.exists() and not parent.is_dir():
+        raise ValueError(f"latest_checkpoint: {parent} is a file; give the folder that contains the checkpoints")
+    latest, stamp = None, None
+    for path in newest_first(parent):
+        # One without a stamp may be newer than the latest that has one.
+        if latest is not None and (stamp is None or stamp_of(path) is not None):
+            continue
         try:
             _intact_chunks(path)
         except (OSError, ValueError) as error:
             warnings.warn(f"latest_checkpoint leaves out {path}: {error}", stacklevel=2)
-        else:
-            return path
-    return None
+            continue
+        if latest is None:
+            latest, stamp = path, stamp_of(path)
+        elif stamp is not None and time_of(path) > stamp:
+            warnings.warn(
+                f"latest_checkpoint returns {latest}. {path}, which dcp.save or an earlier version has saved, does not tell "
+                f"when it was saved, and its files are newer: pass its path to load_checkpoint if you want it",
+                stacklevel=2,
+            )
+    if latest is None and is_complete(parent, METADATA):
+        raise ValueError(
+            f"latest_checkpoint: {parent} is itself a checkpoint: pass it to load_checkpoint, or give the folder "
+            f"that contains it"
+        )
+    return latest
 
 
 def check_keep(path: Path, keep: int | None) -> None:
     """Check that old checkpoints beside ``path`` can be told from others.
 
     Raises:
-        TypeError, ValueError: ``keep`` is no positive integer, or ``path`` is a link.
+        TypeError, ValueError: ``keep`` is no positive integer, or ``path`` is a link, or its name has no number.
     """
-    if keep is not None and type(keep) is not int:
+    if keep is None:
+        return
+    if type(keep) is not int:
         raise TypeError(f"keep: expected a number of checkpoints, got {keep!r}")
-    if keep is not None and keep < 1:
+    if keep < 1:
         raise ValueError(f"keep: expected at least 1 checkpoint, got {keep}")
-    if keep is not None and path.is_symlink():
+    if path.is_symlink():
         raise ValueError(f"keep: {path} is a link: give the folder itself, in which others are beside it")
+    if series_of(path) == (name := path.resolve().name):
+        raise ValueError(
+            f"keep: the name {name!r} has no number. keep={keep} removes only checkpoints whose names differ in digits "
+            f"alone, such as step-100 and step-200: number the checkpoints, or leave keep out"
+        )
 
 
 def remove_old(path: Path, keep: int) -> None:
@@ -67,17 +101,17 @@ def remove_old(path: Path, keep: int) -> None:
         _log.error("keep: nothing was removed, because the new checkpoint %s is damaged: %s", path, error)
         return
     kept: set[tuple[int, int]] = set()
-    for old in _newest_first(path.resolve().parent):
+    for old in newest_first(path.resolve().parent):
         try:
-            if old.is_symlink():
+            if old.is_symlink() or series_of(old) != series_of(path):
                 continue
             chunks, identity = _intact_chunks(old), _identity(old)
             if len(kept) < keep or identity in kept or identity == _identity(path):
                 kept.add(identity)
                 continue
             names = {info.relative_path for info in chunks}
-            if not is_sealed(old) or not are_of_one_run(names):
-                raise ValueError("this package has not written it")
+            if stamp_of(old) is None or not are_of_one_run(names):
+                raise ValueError("it was written by another program, or by an earlier version of this package")
             if (old / OTHERS).exists():
                 raise ValueError("Fabric has written it, and keeps more there")
             (old / METADATA).unlink()  # first, so that it is never half a checkpoint
@@ -87,15 +121,6 @@ def remove_old(path: Path, keep: int) -> None:
                 old.rmdir()
         except (OSError, ValueError) as error:
             _log.warning("keep: %s was not removed: %s", old, error)
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in ``folder``, links to one after the folder itself."""
-    order = {}
-    for file in folder.glob(f"*/{METADATA}"):
-        with contextlib.suppress(FileNotFoundError):  # the first rank removes old ones meanwhile
-            order[file.parent] = file.stat().st_mtime_ns, not file.parent.is_symlink(), file.parent.name
-    return sorted(order, key=order.__getitem__, reverse=True)
 
 
 def _identity(folder: Path) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -209,6 +210,12 @@ def tell_casts(casts: Sequence[Cast]) -> str:
     """Return a text that lists the entries that are cast."""
     lines = [f"{name} from {there} to {here}".replace(" torch.", " ") for name, there, here in casts[:8]]
     return f"{'; '.join(lines)}{f'; and {len(casts) - 8} more' if len(casts) > 8 else ''}"
+
+
+def tell_lacking(source: Path, names: Sequence[str]) -> str:
+    """Return a text that lists the entries that are not loaded."""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{source} holds no {', '.join(map(repr, names[:8]))}{more}, which keep their values (strict=False)"
 
 
 def describe_optimizers(

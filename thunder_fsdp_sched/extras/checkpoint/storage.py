@@ -5,9 +5,9 @@ DCP pickles its metadata, and unpickling calls any function that the file names.
 a list are allowed; anything else is refused before it is called. The bytes that are checked are those that are used:
 ranks compare their digest, and the data files are read according to the checked list.
 
-A list that this package wrote ends with its own checksum, after the pickle, where other readers ignore it. It contains
-the checksum of each chunk of data (``crc32`` in its ``storage_data``), so checksums, data and list cannot stem from
-different saves.
+A list that this package wrote ends with its stamp (see [Note: The order of saves] in ``order``) and its own checksum. Both
+follow the pickle, where other readers ignore them. It contains the checksum of each chunk of data (``crc32`` in its
+``storage_data``), so checksums, data and list cannot stem from different saves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from torch.futures import Future
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from ...process_state import Reentrant
-from .folder import METADATA, SaveRun, checksum, is_complete
+from .folder import METADATA, SaveRun, checksum, refuse_incomplete
+from .order import stamped
 from .writer_process import WriterProcess
 
 Paths = Mapping[tuple[Any, ...], str]
@@ -60,9 +61,7 @@ def read_metadata(folder: Path) -> tuple[Metadata, str]:
             something that does not belong there.
     """
     file = folder / METADATA
-    if not is_complete(folder, METADATA):
-        has_begun = folder.is_dir() and any(folder.iterdir())
-        raise ValueError(f"{folder} is {'a checkpoint whose save did not end' if has_begun else 'no checkpoint'}")
+    refuse_incomplete(folder)
     try:
         data = file.read_bytes()
         sealed = _SEAL.search(data)
@@ -75,11 +74,6 @@ def read_metadata(folder: Path) -> tuple[Metadata, str]:
     except Exception as error:
         raise ValueError(f"{file} cannot be read: {type(error).__name__} {error}") from error
     return found, hashlib.sha256(data).hexdigest()
-
-
-def is_sealed(folder: Path) -> bool:
-    """Return whether this package wrote the list of a checkpoint's contents."""
-    return _SEAL.search((folder / METADATA).read_bytes()) is not None
 
 
 def paths_of(found: Metadata) -> dict[str, dict[tuple[Any, ...], str]]:
@@ -297,7 +291,7 @@ class RunWriter(FileSystemWriter):
         check_lengths(self._run.folder, (written.storage_data for of_rank in results for written in of_rank))
         with (self._run.draft / METADATA).open("r+b") as file:
             data = file.read()
-            file.write(seal(data)[len(data) :])
+            file.write(seal(stamped(data, self._run.folder))[len(data) :])
             file.flush()
             os.fsync(file.fileno())
         self._run.complete()

@@ -40,7 +40,7 @@ from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_r
 from .folder import INDEX, SaveRun, checksum, path_of, refuse_complete
 from .on_all_ranks import refuse_different, run_on_all_ranks
 from .staging import Staging
-from .state_dict import Cast, compare, tell_casts
+from .state_dict import Cast, compare, tell_casts, tell_lacking
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +187,8 @@ def load_safetensors(
 
     Args:
         source: a ``.safetensors`` file, or a folder with some (with or without an index).
-        strict: refuse files with tensors that the model does not have.
+        strict: refuse files with tensors that the model does not have, or without some that it has. ``False``, as in
+            torch's ``load_state_dict``: the latter keep their values, and a warning names them.
         verify_checksums: verify the checksums that the index has (those of :func:`save_safetensors`), before anything
             is changed.
 
@@ -207,13 +208,16 @@ def load_safetensors(
 
     path, files, crcs = run_on_all_ranks(group, "load_safetensors", find)
     _verify(group, path, files, crcs, verify=verify_checksums)
-    casts: list[Cast] = []
+    casts, lacking = list[Cast](), list[str]()
 
     def prepare() -> dict[Path, dict[str, torch.Tensor]]:
         """Return the entries to read from each file."""
         contents, rows = _contents_of(files), rows_by_name(model)
         there = {name: next((n for n in sharded.names_of(name) if n in contents), name) for name in rows}
         entries = {there[name]: value for name, value in rows.items()}
+        if not strict:
+            lacking.extend(name for name in entries if name not in contents)
+            entries = {name: value for name, value in entries.items() if name in contents}
         known = {alias for name in rows for alias in sharded.names_of(name)}
         unknown = [name for name in contents if strict and name not in known]
         found = {name: content for name, (_, content) in contents.items()}
@@ -223,6 +227,8 @@ def load_safetensors(
     entries_of = run_on_all_ranks(group, "load_safetensors", prepare)
     if casts and group.rank == 0:
         warnings.warn(f"load_safetensors casts what {source} holds: {tell_casts(casts)}", stacklevel=2)
+    if lacking and group.rank == 0:
+        warnings.warn(tell_lacking(path, lacking), stacklevel=2)
 
     def read() -> None:
         try:
