@@ -21,6 +21,7 @@ import thunder
 import torch
 from thunder.core import transforms
 from thunder.core.baseutils import build_callable
+from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import (
     INTERPRETER_CALLBACKS,
     InterpreterCompileCtx,
@@ -73,6 +74,20 @@ def gradient_rules_of(sym_id: Any) -> list[Callable[..., Any]]:
 def shape_of(proxy: Any) -> tuple[Any, ...]:
     """Return the shape of a tensor proxy. Under symbolic values ``proxy.shape`` records a bound symbol while tracing."""
     return proxy._shape
+
+
+@contextmanager
+def fixed_shapes() -> Iterator[None]:
+    """Let Thunder make proxies of tensors with numbers for sizes, also under symbolic values.
+
+    Thunder 0.2.6 makes the sizes of parameters symbolic, and then cannot unpack them in the prologue.
+    """
+    data = get_compile_data()
+    before, data.cache_option = data.cache_option, CACHE_OPTIONS.CONSTANT_VALUES
+    try:
+        yield
+    finally:
+        data.cache_option = before
 
 
 def renamed(proxy: Any, trace: Any, tags: set[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 from thunder_fsdp_sched import fsdp
 
@@ -75,12 +76,25 @@ def test_traces_with_symbolic_values_are_right_for_all_sizes(name: str) -> None:
     assert thunder.cache_misses(jitted) == compiled
 
 
-def test_traces_with_symbolic_values_are_right_for_all_strings() -> None:
-    class Ways(torch.nn.Module):
-        def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
-            return x.exp() if way == "exp" else x * 2
+# With arguments of calls one after the other, and the number of compilations for them.
+ARGUMENTS: dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...], int]] = {
+    "string": (lambda x, way: x.exp() if way == "exp" else x * 2, ("exp", "twice", "exp"), 2),
+    "type of a number": (lambda x, factor: x.long() * factor, (2, 3, 2.5, True, 4), 3),
+    "number or None": (lambda x, factor: x if factor is None else x * factor, (2, None, 3), 2),
+    "compared number": (lambda x, factor: x if factor > 2 else x * factor, (1, 2, 3, 1), 3),
+    "slice or None": (lambda x, rows: x if rows is None else x * 2, (slice(0, 2), None, slice(0, 2)), 2),
+}
 
-    model, x = thunder.jit(Ways(), transforms=[fsdp()], cache="symbolic values"), torch.arange(3.0)
-    for way in ("exp", "twice", "exp"):
-        torch.testing.assert_close(model(x, way), Ways()(x, way))
-    assert thunder.cache_misses(model) == 2
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_traces_with_symbolic_values_are_right_for_all_arguments(name: str) -> None:
+    function, values, compiled = ARGUMENTS[name]
+
+    class Called(nn.Module):
+        def forward(self, x: torch.Tensor, value: Any) -> torch.Tensor:
+            return function(x, value)
+
+    model, x = thunder.jit(Called(), transforms=[fsdp()], cache="symbolic values"), torch.arange(3.0)
+    for value in values:
+        torch.testing.assert_close(model(x, value), function(x, value))
+    assert thunder.cache_misses(model) == compiled

@@ -27,6 +27,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
@@ -43,10 +44,10 @@ from thunder.core.interpreter import (
 )
 from thunder.core.jit_ext import EXT_FLAG_IS_TENSOR_PROXY, get_jit_ctx, should_register_for_prologue
 from thunder.core.options import CACHE_OPTIONS
-from thunder.core.proxies import Proxy, StringProxy, TensorProxy
+from thunder.core.proxies import NumberProxy, Proxy, StringProxy, TensorProxy
 
 from ..extensions import load
-from ..private_thunder import find_attributes, save_attributes_of_root, wraps_observed_by
+from ..private_thunder import find_attributes, fixed_shapes, save_attributes_of_root, wraps_observed_by
 from ..runtime.traced_inputs import EQUAL, HAS, IS, KEYS, LENGTH, TYPE, Check, TracedInputs
 from .paths import ATTRIBUTE, COMPUTED, FUNCTION, INPUTS, ITEM, Path, Paths, evaluate
 
@@ -109,7 +110,9 @@ class InputReads:
                 constant = ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=known[1])
                 value.provenance = ProvenanceRecord(provenance.inst, inputs=[source, constant])
                 value.provenance.ext_flag = provenance.ext_flag
-        wrap(value)
+        is_fixed = self._sizes is not None and isinstance(value.value, torch.nn.Parameter)
+        with fixed_shapes() if is_fixed else nullcontext():
+            wrap(value)
         self._note(value)
 
     def look_aside(self, look_aside: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -142,14 +145,21 @@ class InputReads:
             path = Paths().of(provenance)
             if path is not None and path is not COMPUTED and path[0] in INPUTS:
                 self._sizes.add(path, plain)
-        if isinstance(plain, StringProxy):  # with symbolic values, Thunder checks its type alone
+        # Under symbolic values Thunder 0.2.6 does not check these, and later versions check their types alone.
+        if isinstance(plain, StringProxy):
             plain = plain.value
-        if isinstance(plain, _IGNORED):
+        if isinstance(value.original_value, slice):
+            plain = value.original_value
+        is_number = isinstance(plain, NumberProxy)
+        if isinstance(plain, _IGNORED) and not is_number:
             return
         path = self._paths.of(provenance)
         if path is None or path is COMPUTED or path in self._checks or path[0] not in _ROOTS:
             return
-        checked = _CHECKED_BY_THUNDER if self._sizes is None else _CHECKED_WITH_SYMBOLIC_VALUES
+        if is_number:
+            self._checks[path] = TYPE, type(plain.value)
+            return
+        checked = _CHECKED_BY_THUNDER if self._sizes is None else torch.device
         if isinstance(plain, checked) and should_register_for_prologue(provenance):
             return
         self._add(path, plain)
@@ -180,7 +190,6 @@ class _ConcretePaths(Paths):
 
 
 _CHECKED_BY_THUNDER = (bool, int, float, complex, str, slice, torch.device)
-_CHECKED_WITH_SYMBOLIC_VALUES = (bool, int, float, complex, slice, torch.device)
 _IGNORED = (Proxy, torch.Tensor, torch.nn.Module, ModuleType)
 _STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
 _KEYS = (int, str, NoneType, enum.Enum)

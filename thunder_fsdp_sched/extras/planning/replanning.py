@@ -61,10 +61,8 @@ def plan_again(
     call = before.call._replace(flags=[*before.call.flags, *["no_sync"] * no_sync])
     compilation = transform.begin_compilation(call, no_sync=no_sync)
     compilation.traces.parameters = before.parameters
-    data = thunder.compile_data(jitted)
-    with compile_data_and_stats(
-        data, thunder.compile_stats(jitted)
-    ):  # as in a compilation: Thunder reads options there
+    data, stats = thunder.compile_data(jitted), thunder.compile_stats(jitted)
+    with compile_data_and_stats(data, stats):  # as in a compilation: Thunder reads options there
         joint = transform_for_execution(_with_shards(traced, transform), data.executors_list)
         forward, backward = (joint, None) if before.backward is None else split_into_forward_and_backward(joint)
         transform.transform_trace_post_optimization(del_last_used(forward))
