@@ -16,6 +16,7 @@ from internals import ops
 from models import Stack
 from ranks import on_ranks
 from scenario import Run, everywhere
+from thunder.core.transform_common import Transform
 from torch import nn
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -170,3 +171,81 @@ def test_a_backward_that_leaves_gradients_of_no_sync_on_one_rank_raises_on_all(r
         tfs.ScheduleDisagreement, match=r"rank 1: the backward [^\n]*, which leaves gradients of no_sync in "
     ):
         loss.backward(**inputs)
+
+
+class _Later(Transform):
+    """A transform that follows ``fsdp(...)``, and may fail."""
+
+    fails = False
+
+    def transform_trace_post_optimization(self, computation_trace: Any, **kwargs: Any) -> Any:
+        if self.fails:
+            raise OSError("a later transform")
+        return computation_trace
+
+
+def _batch(rows: int, width: int = 8) -> torch.Tensor:
+    return torch.ones(rows, width, dtype=torch.float64)
+
+
+def _fail_in_pass(run: Run, rows: int) -> None:
+    with mock.patch.object(type(run.transform), "begin_compilation", side_effect=OSError("a pass")):
+        run.model(_batch(rows))
+
+
+def _fail_in_later_transform(run: Run, rows: int) -> None:
+    later = run.model._lc_transforms[-1]
+    with mock.patch.object(later, "fails", True):
+        run.model(_batch(rows))
+
+
+def _fail_in_check(run: Run, rows: int) -> None:
+    hook = run.transform.sharded.module.register_full_backward_pre_hook(lambda *_: None)
+    try:
+        run.model(_batch(rows))
+    finally:
+        hook.remove()
+
+
+def _fail_in_cached_call(run: Run, rows: int) -> None:
+    weight = run.transform.sharded.module.last.weight
+    run.transform.sharded.module.last.weight = nn.Parameter(weight.detach().clone())
+    try:
+        run.model(_batch(3))
+    finally:
+        run.transform.sharded.module.last.weight = weight
+
+
+ALONE: dict[str, tuple[Callable[[Run, int], Any], str]] = {
+    "tracing": (lambda run, rows: run.model(_batch(rows, 9)), "RuntimeError: "),
+    "a pass": (_fail_in_pass, "OSError: a pass"),
+    "a later transform": (_fail_in_later_transform, "OSError: a later transform"),
+    "a check before tracing": (_fail_in_check, "NotImplementedError: "),
+    "a check before a cached trace": (_fail_in_cached_call, "RuntimeError: "),
+}
+
+
+@on_ranks()
+def test_a_call_that_fails_on_one_rank_before_its_trace_runs_raises_on_all(rank: int) -> None:
+    run = Run(Stack(1, 8).double(), after=[_Later()])
+    run.train(1)
+    for number, (case, (fail, text)) in enumerate(ALONE.items()):
+        for rows in (10 + number, 3):  # the other rank compiles, or has the trace
+            run.at = f"{case}, {rows} rows"
+            if rank == 1:
+                with pytest.raises(Exception) as caught:
+                    fail(run, 10 + number)
+                assert not isinstance(caught.value, tfs.ScheduleDisagreement), run.at
+                assert f"{type(caught.value).__name__}: {caught.value}".startswith(text), run.at
+            else:
+                failed = f"rank 1: starting a call of module .*, which failed: {text}"
+                with pytest.raises(tfs.ScheduleDisagreement, match=failed):
+                    run.model(_batch(rows))
+            run.train(1)
+    if rank == 0:  # each rank raises its own error
+        with pytest.raises(OSError, match="a pass"):
+            _fail_in_pass(run, 20)
+    else:
+        with pytest.raises(RuntimeError):
+            run.model(_batch(20, 9))
+    run.train(1)

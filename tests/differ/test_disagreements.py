@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,6 @@ from thunder_fsdp_sched.extras.ranks_differ import start
 
 import pytest
 import torch
-import torch.distributed as dist
 from differing import Blocks, DifferingRun
 from ranks import on_ranks
 from scenario import loss_of
@@ -146,12 +144,12 @@ def test_programs_that_cannot_be_merged(rank: int) -> None:
 
 
 @on_ranks()
-def test_an_error_in_a_forward_is_one_on_all_ranks_in_bounded_time(rank: int) -> None:
-    run = DifferingRun(ranks=dist.new_group())
+def test_an_error_in_a_forward_is_one_on_all_ranks(rank: int) -> None:
+    run = DifferingRun()
     run.train(1, ("0", "1"))
-    run.model._lc_transforms[-1].sharded.control.channel._timeout = timedelta(seconds=3)  # compiling may take longer
-    with pytest.raises(ScheduleDisagreement if rank else IndexError, match=r"rank 0 did not come|out of range"):
+    with pytest.raises(ScheduleDisagreement if rank else IndexError, match="out of range"):
         run.model(*run.inputs(1), "012"[: 3 - rank])
+    run.train(1, ("0", "1"), first=2)
 
 
 def _failing(rank: int) -> Iterator[int]:

@@ -30,6 +30,7 @@ decision                                           where the ranks agree on it
 how a module is sharded, with which options        ``check_same`` in ``thunder.jit``
 whether a trace is compiled for new inputs         a round that a rank in a cached trace does not join: error
 its collectives, marks and computation             ``check_program``, when it is compiled
+that a call fails before its trace runs            ``Control.announce``: a round that the others do not join
 which compiled trace runs                          the hash: the number of the agreed program
 what an exception has left out                     the hash: ``IssueCounts.surplus_issues``
 which gradients of ``no_sync`` are reduced         the hash; by process group if not all ranks share the bucket
@@ -291,32 +292,39 @@ class Control:
         Raises:
             ScheduleDisagreement: it failed on another rank, or a rank does something else.
         """
+        with contextlib.nullcontext() if failure is None else contextlib.suppress(RuntimeError):
+            self._tell(what, failure, digest)
+        if failure is not None:
+            raise known_to_all(failure)
+
+    def _tell(self, what: str, failure: Exception | None, digest: int = 0) -> None:
         if self.channel is not None:
             text = f"{what} of {self.title}"
             if failure is not None:
                 text += f", which failed: {type(failure).__name__}: {first_line(str(failure))}"
-            same = hash64("report", self.number, what, failure is None)
-            with contextlib.nullcontext() if failure is None else contextlib.suppress(RuntimeError):
-                self._post(same, text, digest)
-                self.settle()
-        if failure is not None:
-            raise failure
+            self._post(hash64("report", self.number, what, failure is None), text, digest)
+            self.settle()
+
+    def announce(self, what: str, failure: Exception) -> None:
+        """Let the others raise an error in their next round, unless all ranks know of this failure already.
+
+        Ranks on which it failed as well meet in this round, and each raises its own error.
+
+        Args:
+            what: the work that has failed, for messages.
+        """
+        if self.agreement != "never" and not _is_known_to_all(failure):
+            with contextlib.suppress(RuntimeError):
+                self._tell(what, known_to_all(failure))
 
     @contextlib.contextmanager
     def announcing_failure(self, what: str) -> Iterator[None]:
-        """Wrap work that may fail on this rank alone, so that then the others raise an error in their next round.
-
-        Ranks on which it fails as well meet in this round, and each raises its own error.
-
-        Args:
-            what: the work, for messages.
-        """
+        """Wrap work that may fail on this rank alone; see :meth:`announce`."""
         try:
             yield
-        except ScheduleDisagreement:
-            raise  # all ranks have it
         except Exception as error:
-            self.report(what, error)
+            self.announce(what, error)
+            raise
 
     #
     # Comparisons
@@ -386,6 +394,7 @@ class Control:
         except Exception as error:
             with contextlib.suppress(RuntimeError):  # this error is the one to raise
                 self.check_same(what, [f"{type(error).__name__}: {error}"])
+            known_to_all(error)
             raise
         self.check_same(what, ["it can"])
 
@@ -396,6 +405,21 @@ def after_surplus(surplus_issues: int) -> str:
         return ""
     number, compared = f"{abs(surplus_issues) / 2:g}", "fewer" if surplus_issues < 0 else "more"
     return f" (this rank has issued {number} collectives {compared} than planned, for example after an exception)"
+
+
+def known_to_all(error: Exception) -> Exception:
+    """Mark an error as one that all ranks have raised, or an error that names it."""
+    error._is_known_to_all_ranks = True  # type: ignore[attr-defined]
+    return error
+
+
+def _is_known_to_all(error: BaseException | None) -> bool:
+    """Return whether all ranks have raised this error, or that which has caused it."""
+    while error is not None and not isinstance(error, ScheduleDisagreement):
+        if hasattr(error, "_is_known_to_all_ranks"):
+            return True
+        error = error.__cause__
+    return error is not None
 
 
 def hash64(*parts: object) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import thunder
@@ -77,6 +77,7 @@ class ShardedModule:
         self.module_params = ModuleParameters(self.module, self.buckets)
         self._collects_less = CollectsLess()
         self._model: Callable[[], ThunderModule | None] = lambda: None
+        self._is_starting = False  # whether a call runs whose trace does not run yet
 
     @property
     def kept_buckets(self) -> set[Bucket]:
@@ -108,10 +109,20 @@ class ShardedModule:
             is_param = isinstance(tensor, torch.nn.Parameter)
             (model._overrides_parameters if is_param else model._overrides_buffers)[name] = tensor
         self._attributes = SetAttributes(model)
-        before_trace = partial(self.before_trace, weakref.ref(model))
-        install_placeholders_on_miss = watch_compilations(model, before_trace, on_entry)
+        reference = weakref.ref(model)
+
+        def before_trace() -> None:
+            self._is_starting = True
+            self.before_trace(reference)
+
+        def after_trace(entry: Any) -> None:
+            on_entry(entry)
+            self._is_starting = False
+
+        install_placeholders_on_miss = watch_compilations(model, before_trace, after_trace)
 
         def before_call(jitted: torch.nn.Module, *_: Any) -> None:
+            self._is_starting = self.control.agrees_in_steps
             self._collects_less.end()  # compiling without a call may have failed
             self.take_attributes()
             if not self.running_eagerly:
@@ -121,6 +132,7 @@ class ShardedModule:
                 self.module_params.check()
                 self.former_params = check_gradients(self.former_params)
                 install_placeholders_on_miss()
+            self._is_starting = False
 
         offloads = any(bucket.spec.comm.offload for bucket in self.buckets)
 
@@ -136,6 +148,10 @@ class ShardedModule:
                         f"only this rank's rows. Read it as {name}",
                         stacklevel=2,
                     )
+            error = sys.exc_info()[1]
+            if self._is_starting and isinstance(error, Exception):  # it failed before its trace announced itself
+                self._is_starting = False
+                self.control.announce("starting a call", error)
 
         model.register_forward_pre_hook(before_call)
         model.register_forward_hook(after_call, always_call=True)

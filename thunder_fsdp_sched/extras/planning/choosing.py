@@ -43,7 +43,7 @@ from ...ir.effects import effects
 from ...ir.inspection import names, nbytes_of, split_joint
 from ...logs import LOGGER
 from ...passes import Context
-from ...ranks.control import Control, hash64
+from ...ranks.control import Control, hash64, known_to_all
 from ...ranks.messages import sides
 from ...runtime.accumulation import AccumulationMode
 from ...runtime.bucket import Bucket
@@ -189,7 +189,9 @@ class Chooser:
             size = sum(nbytes_of(p) for p in outputs if isinstance(p, TensorProxy))
             decided = decide_once(control, kind, size, self._decide)
             if errors := {of: error for of, error in decided.items() if isinstance(error, ValueError)}:
-                raise errors.get(kind) or control.disagreement(f"{_SEARCH} failed: {next(iter(errors.values()))}")
+                if kind in errors:
+                    raise known_to_all(errors[kind])
+                raise control.disagreement(f"{_SEARCH} failed: {next(iter(errors.values()))}")
             found.update(decided)
         if self._own is not None:
             return self._own
@@ -367,7 +369,7 @@ def decide_once(
             if error_text:
                 failed[-negative] = error_text
     if failure is not None:
-        raise failure
+        raise known_to_all(failure)
     if failed:
         raise control.disagreement(f"{_SEARCH} failed:\n{sides(failed)}")
     return decisions

@@ -104,7 +104,8 @@ def without_batch(model: torch.nn.Module) -> torch.Tensor:
         ScheduleDisagreement: the other ranks are in another mode or do something else.
     """
     transform = _may_differ("without_batch", model)
-    transform.sharded.check_ready()
+    with transform.sharded.control.announcing_failure("starting a call"):
+        transform.sharded.check_ready()
     buckets = transform.sharded.buckets
     trains = torch.is_grad_enabled() and any(p.requires_grad for bucket in buckets for p in bucket.params)
     mode = get_skip_data_parallel_grad_sync(), trains
