@@ -38,7 +38,7 @@ from ..extensions import load
 from ..private_torch import host_backend, labelled, timeout_of
 from .all_gather import HostAllGather
 from .messages import named
-from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, exchange_texts, let_belong, new_group
+from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, exchange_texts, let_belong, new_group, publish_text
 
 TOKEN = struct.Struct("<5q")
 """The format of a token: a hash of what all ranks must have in common, one of what they may have in common (inputs), one
@@ -49,7 +49,9 @@ _PATIENCE = timedelta(seconds=5)
 """How long ranks that disagree wait for each other's descriptions."""
 
 _FAILURE_PATIENCE = timedelta(seconds=2)
-"""How long a rank whose collective failed waits for the reports of the others."""
+"""How long a rank whose collective or round failed waits for the reports of the others."""
+
+_INSTANT = timedelta(milliseconds=1)
 
 
 class ScheduleDisagreement(RuntimeError):
@@ -57,10 +59,15 @@ class ScheduleDisagreement(RuntimeError):
 
 
 class RoundAction:
-    """The action that a rank announces in a round; ``text`` describes it in one line."""
+    """The action that a rank announces in a round.
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    Attributes:
+        text: a description in one line.
+        advice: how to allow a difference between actions with this advice; empty if that is impossible.
+    """
+
+    def __init__(self, text: str, advice: str = "") -> None:
+        self.text, self.advice = text, advice
 
     def describe(self) -> str:
         """Return one line for the message of a disagreement."""
@@ -196,9 +203,7 @@ class Channel:
         Args:
             unagreed: what to say instead of the last round, if ranks may have gone different ways since.
         """
-        number = self.rounds + (self.pending is not None)
-        self._failures[number] += 1
-        reports = self.exchange_texts(f"failure/{number}/{self._failures[number]}", text, _FAILURE_PATIENCE)
+        reports = self._exchange_failures(text, self.rounds + (self.pending is not None))
         return str(load("ranks.disagreements:failures")(self, reports, unagreed, _FAILURE_PATIENCE))
 
     def _close(self, action: RoundAction, error: RuntimeError) -> ScheduleDisagreement:
@@ -206,7 +211,8 @@ class Channel:
         waited = time.monotonic() - self._posted
         self.pending = None
         self._tokens.close()
-        came = self.exchange_texts(f"absent/{self.rounds}", action.describe(), _FAILURE_PATIENCE)
+        # Others may have failed in a collective before this round, or have settled it and failed in one after it.
+        came = self._exchange_failures(action.describe(), self.rounds, self.rounds + 1)
         self.closed = load("ranks.disagreements:absence")(self, came, waited, error)
         return ScheduleDisagreement(self.closed)
 
@@ -214,6 +220,21 @@ class Channel:
         """Exchange descriptions, and the details of the first two ranks that differ."""
         of_ranks = dict(zip(self.group.global_ranks, map(TOKEN.unpack, tokens), strict=True))
         return ScheduleDisagreement(load("ranks.disagreements:difference")(self, action, of_ranks, _PATIENCE))
+
+    def _exchange_failures(self, text: str, *numbers: int) -> dict[int, str]:
+        """Publish the failure of this rank, and return those of the ranks that publish theirs in time, by global rank.
+
+        Args:
+            numbers: of the rounds after which it failed, or may have.
+        """
+        self._failures.update(numbers)
+        reports: dict[int, str] = {}
+        with contextlib.suppress(Exception):  # the store may be gone with the rank that held it
+            store, ranks = self.group.process_group.get_group_store(), self.group.global_ranks
+            prefixes = [f"failure/{number}/{self._failures[number]}" for number in numbers]
+            for read in [publish_text(store, prefix, ranks, text) for prefix in prefixes]:
+                reports |= read(_INSTANT if reports else _FAILURE_PATIENCE)
+        return reports | {self.global_rank: text}
 
     def exchange_texts(self, prefix: str, text: str, patience: timedelta) -> dict[int, str]:
         """Publish a text in the group's store; return those that ranks publish in time, keyed by global rank."""

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .control import Control, hash64
-from .messages import Action, first_different
+from .messages import MAY_DIFFER, Action, first_different
 
 
 @dataclass
@@ -71,7 +71,7 @@ def _compare_programs(
     described = [(group, hash64(members), len(members)) for group, members in groups.items()]
     own = lines, described, computation.hashes, guards
     what_they_do = f"compiling the {what}"
-    if control.all_have(what_they_do, hash64(own)):
+    if control.all_have(what_they_do, hash64(own), MAY_DIFFER):
         everyones = dict.fromkeys(control.group.global_ranks, own)
     else:
         everyones = control.gather_settled(what_they_do, own)
@@ -82,15 +82,15 @@ def _compare_programs(
         from .deadlock import find_fault  # here, because ranks that run the same need no proof
 
         if fault := find_fault(programs):
-            raise control.disagreement(f"{what}, {fault}")
+            raise control.disagreement(f"{what}, {fault}\n{MAY_DIFFER}")
     hashes = {rank: (theirs, *computed) for rank, (theirs, _, computed, _) in everyones.items()}
     without_sizes = {rank: (theirs, comparable) for rank, (theirs, comparable, _, _) in hashes.items()}
     exact = {rank: ((theirs, inputs), all_) for rank, (theirs, _, inputs, all_) in hashes.items()}
     for parts, own_lines in ((without_sizes, computation.comparable), (exact, computation.lines)):
         if (different := first_different(parts)) is not None:
             raise control.disagreement(
-                f"{what}: the collectives agree but the computations differ (if they are meant to, give "
-                f"fsdp(ranks_may_differ=True)), {control.difference(*different, own_lines)}"
+                f"{what}: the collectives agree but the computations differ, "
+                f"{control.difference(*different, own_lines)}\n{MAY_DIFFER}"
             )
     communicates = any(groups or may_gather for _, groups, _, may_gather in everyones.values())
     number = hash64(what, *(theirs[0] for theirs in everyones.values()))

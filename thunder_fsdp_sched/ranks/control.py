@@ -201,34 +201,35 @@ class Control:
         self.begin(what, *details)
         self.settle()
 
-    def begin(self, what: str, *details: str, digest: int = 0) -> None:
+    def begin(self, what: str, *details: str, digest: int = 0, advice: str = "") -> None:
         """Start a :meth:`rendezvous` without waiting; ``settle`` completes it.
 
         Args:
             digest: a hash for the ranks to compare: see :meth:`all_have`.
+            advice: see :class:`RoundAction`.
         """
         if self.channel is not None:
             surplus_issues = self._surplus_issues
             same = hash64("call", self.number, what, details, surplus_issues)
             text = f"{' '.join((what, *details))} of {self.title}{after_surplus(surplus_issues)}"
-            self._post(same, text, digest)
+            self._post(same, text, digest, advice)
 
     def rendezvous_in_step(self, what: str, *details: str) -> None:
         """Meet as :meth:`rendezvous` for a call that steps repeat, if the ranks agree in steps."""
         if self.agrees_in_steps:
             self.rendezvous(what, *details)
 
-    def all_have(self, what: str, digest: int) -> bool:
+    def all_have(self, what: str, digest: int, advice: str = "") -> bool:
         """Meet the other ranks and return whether all have the same hash; one round."""
         assert self.channel is not None
-        self.begin(what, digest=digest)
+        self.begin(what, digest=digest, advice=advice)
         self.settle()
         return self.channel.is_alike
 
-    def _post(self, same: int, text: str, digest: int = 0) -> None:
+    def _post(self, same: int, text: str, digest: int = 0, advice: str = "") -> None:
         """Start a round in which all ranks must have the same hash ``same``."""
         assert self.channel is not None
-        self.channel.post(TOKEN.pack(same, 0, 0, 0, digest), RoundAction(text))
+        self.channel.post(TOKEN.pack(same, 0, 0, 0, digest), RoundAction(text, advice))
 
     def settle(self) -> None:
         """Settle the latest round if it is still pending."""

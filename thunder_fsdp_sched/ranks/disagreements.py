@@ -24,18 +24,23 @@ def failures(channel: Channel, reports: Mapping[int, str], unagreed: str, patien
         patience: how long this rank has waited for reports.
     """
     others = [rank for rank in channel.group.global_ranks if rank != channel.global_rank]
-    lines = [f"    rank {rank}: {first_line(reports[rank])}" for rank in others if rank in reports]
+    lines = [f"    rank {rank}: {_brief(rank, reports[rank])}" for rank in others if rank in reports]
     if silent := [rank for rank in others if rank not in reports]:
         lines.append(f"    {named(silent)} reported nothing within {patience.total_seconds():g} s")
     agreed = unagreed or (f"All ranks had agreed on {channel.last.describe()}. " if channel.last is not None else "")
     return "\n".join([f"{agreed}The other ranks:", *lines])
 
 
+def _brief(rank: int, report: str) -> str:
+    """Return the first line of a rank's report, which may begin with the rank."""
+    return first_line(report).removeprefix(f"rank {rank}: ")
+
+
 def absence(channel: Channel, came: Mapping[int, str], waited: float, error: RuntimeError) -> str:
     """Return why a round could not be settled.
 
     Args:
-        came: what the ranks that came were about to do, by global rank.
+        came: what the ranks that came were about to do, or the collective that failed, by global rank.
         waited: seconds since the round began.
         error: that of the messages.
     """
@@ -47,7 +52,7 @@ def absence(channel: Channel, came: Mapping[int, str], waited: float, error: Run
     absent = f"\n    {named(missing)}: stopped, failed, {causes}" if missing else ""
     return (
         f"fsdp: the ranks of process group {channel.group.description!r} disagree: {who} {when}:\n"
-        f"{sides(came)}{absent}\n({first_line(str(error))})"
+        f"{sides({rank: _brief(rank, text) for rank, text in came.items()})}{absent}\n({first_line(str(error))})"
     )
 
 
@@ -65,7 +70,7 @@ def difference(
     assert different is not None
     first, other = different
     details = action.details() if channel.global_rank in (first, other) else ()
-    own = json.dumps([action.describe(), list(details)])
+    own = json.dumps([action.describe(), list(details), action.advice])
     action.cancel()
     texts = channel.exchange_texts(f"differ/{channel.rounds}", own, patience)
     said = {rank: json.loads(text) for rank, text in texts.items()}
@@ -74,7 +79,8 @@ def difference(
     if lines[first] == lines[other] and first in said and other in said:
         differs = first_difference(first, said[first][1], other, said[other][1])
         message += f"\nTheir traces differ in {differs}" if differs else "\n(no line of their traces differs)"
-    return message
+    advice = {said[rank][2] if rank in said else "" for rank in (first, other)}
+    return f"{message}\n{advice.pop()}".rstrip() if len(advice) == 1 else message
 
 
 def difference_of_lines(channel: Channel, first: int, other: int, lines: Sequence[str]) -> str:

@@ -7,6 +7,9 @@ import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+MAY_DIFFER = "If ranks are meant to run different blocks or constants, give fsdp(ranks_may_differ=True)"
+"""The end of a message about programs that differ between ranks."""
+
 
 class Action(NamedTuple):
     """One action of a program: issuing a collective, or waiting for one."""

@@ -33,7 +33,7 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -368,6 +368,11 @@ def exchange_texts(store: Store, prefix: str, ranks: Sequence[int], text: str, p
     Args:
         prefix: no rank may use it twice, because ranks are counted, and the last to read deletes what has been published.
     """
+    return publish_text(store, prefix, ranks, text)(patience)
+
+
+def publish_text(store: Store, prefix: str, ranks: Sequence[int], text: str) -> Callable[[timedelta], dict[int, str]]:
+    """Do the first half of :func:`exchange_texts`, and return a function that does the second one."""
     key = {name: f"{prefix}/{name}" for name in ("first", "others", "came", "count", "all", "read")}
     own = json.dumps([dist.get_rank(), text])
     _, common = json.loads(store.compare_set(key["first"], "", own))
@@ -376,17 +381,21 @@ def exchange_texts(store: Store, prefix: str, ranks: Sequence[int], text: str, p
     store.append(key["came"], f"{dist.get_rank()} ")  # type: ignore[attr-defined]
     if store.add(key["count"], 1) == len(ranks):
         store.set(key["all"], "")
-    try:
-        store.wait([key["all"]], patience)
-        came = ranks
-    except RuntimeError:  # each kind of store raises another type
-        came = [int(rank) for rank in store.get(key["came"]).split()]
-    texts = dict.fromkeys(came, common)
-    if store.check([key["others"]]):
-        texts.update(map(json.loads, store.get(key["others"]).splitlines()))
-    if store.add(key["read"], 1) == len(ranks):
-        for name in key.values():
-            store.delete_key(name)
+
+    def texts(patience: timedelta) -> dict[int, str]:
+        try:
+            store.wait([key["all"]], patience)
+            came = ranks
+        except RuntimeError:  # each kind of store raises another type
+            came = [int(rank) for rank in store.get(key["came"]).split()]
+        texts = dict.fromkeys(came, common)
+        if store.check([key["others"]]):
+            texts.update(map(json.loads, store.get(key["others"]).splitlines()))
+        if store.add(key["read"], 1) == len(ranks):
+            for name in key.values():
+                store.delete_key(name)
+        return texts
+
     return texts
 
 

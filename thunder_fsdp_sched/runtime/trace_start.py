@@ -10,6 +10,7 @@ from ..private_torch import backward_number
 from ..ranks.channel import TOKEN, RoundAction
 from ..ranks.compare_programs import AgreedProgram, Computation
 from ..ranks.control import Control, after_surplus, hash64
+from ..ranks.messages import MAY_DIFFER
 from ..ranks.process_groups import ProcessGroupRef
 from .bucket import Bucket
 from .memory import Slot
@@ -69,6 +70,8 @@ class TraceStart(RoundAction):
         computation: the computation of the trace.
         issues: the number of collectives that it issues.
     """
+
+    advice = MAY_DIFFER
 
     def __init__(
         self, control: Control, name: str, agreed: AgreedProgram, text: str, computation: Computation, issues: int

@@ -147,6 +147,7 @@ def _run(transform: FSDPTransform, kind: tuple[Any, ...]) -> None:
     if kind not in starts:
         starts[kind] = _start_without_batch(transform, kind)
     start: DifferingStart = starts[kind]
+    start.text = _text(kind, training=transform.sharded.module.training)
     start.post()
     if (take_part := start.settled_or_merged()) is not None:
         take_part()
@@ -156,12 +157,17 @@ def _run(transform: FSDPTransform, kind: tuple[Any, ...]) -> None:
 
 def _start_without_batch(transform: FSDPTransform, kind: tuple[Any, ...]) -> DifferingStart:
     half, no_sync, trains = kind
-    name = f"{half}_without_batch"
+    name, text = f"{half}_without_batch", _text(kind, training=transform.sharded.module.training)
     context = Compilation(transform, NO_CALL, no_sync=no_sync).context
     context.trains = trains
     make = Maker(transform, context, empty_trace(f"serve_in_{half}", backward=half == "backward"))
-    text = f"{half} without a batch ({'gradients enabled' if trains else 'no gradients'}{', no_sync' * no_sync})"
     return DifferingStart(transform.sharded, name, kind, text, Program(), (), make)
+
+
+def _text(kind: tuple[Any, ...], *, training: bool) -> str:
+    half, no_sync, trains = kind
+    mode = "gradients enabled" if trains else "no gradients", "training" if training else "evaluating"
+    return f"{half} without a batch ({', '.join(mode)}{', no_sync' * no_sync})"
 
 
 def _may_differ(function: str, model: torch.nn.Module) -> FSDPTransform:

@@ -68,6 +68,8 @@ class DifferingStart(TraceStart):
         make: builds the merged trace from the registry's order and sources.
     """
 
+    advice = ""
+
     def __init__(
         self,
         sharded: ShardedModule,
