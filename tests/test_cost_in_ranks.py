@@ -235,3 +235,15 @@ def test_choosing_the_owner_of_a_parameter_reads_the_rows_of_each_rank_once() ->
             whole = tfs.WholeParameters(torch.optim.Muon, case.model, matrices)
     assert len(read) <= len(matrices) * size
     assert [param.owner for param in whole._params.values()] == list(range(len(matrices)))  # all have the same size
+
+
+def test_a_second_backward_gathers_kept_buckets_again_in_whose_place_gradients_were_reduced() -> None:
+    with fake_rank(0, 2):
+        copied = tfs.Debug(skip_passes=("write_grads_in_place",))  # the reduction itself copies gradients there
+        module = nn.Sequential(*(FeedForward(16) for _ in range(2)))
+        model = thunder.jit(module, transforms=[tfs.fsdp(sharding_strategy="zero2", debug=copied)])
+        loss = model(torch.randn(2, 16)).sum()
+        for gathers in (0, 2, 2):
+            with Count() as count:
+                loss.backward(retain_graph=True)
+            assert sum("gather" in name for name in count.names) == gathers

@@ -127,6 +127,7 @@ def test_the_error_of_different_compilations_shows_the_first_differing_line(rank
         rank,
         [lambda: model(x, rank == 0)] * 2,
         r"forward of a trace, line 1:\n    rank 0: fsdp_all_gather left .*\n    rank 1: fsdp_all_gather right",
+        r"give fsdp\(ranks_may_differ=True\)",
     )
     # Each rank's order is valid by itself: rank 1 gathers further ahead, before reductions that rank 0 issues first.
     layers = _jit(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), bucketing_strategy="layer")
@@ -143,6 +144,7 @@ def test_the_error_of_different_compilations_shows_the_first_differing_line(rank
         rank,
         [lambda: model(x, rank == 0)] * 2,
         r"rank 0: the forward for inputs float32\[2, 4\], True .*\n    rank 1: compiling the forward of a trace of module",
+        r"give fsdp\(ranks_may_differ=True\)",
     )
     model(x, False).backward()
 
@@ -156,6 +158,7 @@ def test_different_computations_of_replicas_raise_on_all_ranks_unless_they_are_a
         [lambda: _jit(Stack(1, activation=activation), ranks=mesh)(x)] * 4,
         "forward of a trace: the collectives agree but the computations differ",
         r"line \d+:\n    rank 0: tanh\(%\d+\) -> %\d+: float32\n    rank 1: gt",
+        r"give fsdp\(ranks_may_differ=True\)",
     )
     allowed = _jit(Stack(1, activation=activation), ranks=mesh, ranks_may_differ=True)
     allowed(x).sum().backward()
@@ -203,6 +206,17 @@ def test_windows_whose_gradients_differ_between_ranks_are_reduced_together(rank:
                 model(torch.ones(3, 4) + rank, ("left", "right")[rank]).backward()
             model(torch.ones(3, 4) + rank, last).backward()
             _compare_gradients(model, reference)
+
+
+@on_ranks()
+def test_a_window_that_has_gradients_of_more_parameters_on_one_rank_raises(rank: int) -> None:
+    model, x = _jit(_OneBucket(), bucketing_strategy=10**6), torch.ones(3, 4, requires_grad=True)
+    with model.no_sync():
+        model(x, "left").backward(inputs=[x] if rank else list(model.left.parameters()))
+    loss = model(x, "right")
+    _disagree(
+        rank, [loss.backward] * 2, r"rank 0: the backward .*, with gradients that only no_sync has left for left\."
+    )
 
 
 def _compare_gradients(model: nn.Module, reference: nn.Module) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched.ranks.compare_programs import AgreedProgram, Computation
+from thunder_fsdp_sched.ranks.control import IssueCounts
+from thunder_fsdp_sched.runtime import trace_start
+from thunder_fsdp_sched.runtime.trace_start import TraceStart
 
 import pytest
 import torch
-from internals import ops
+from internals import channel, ops
 from models import Stack
 from ranks import on_ranks
 from scenario import Run, everywhere
@@ -171,6 +176,32 @@ def test_a_backward_that_leaves_gradients_of_no_sync_on_one_rank_raises_on_all(r
         tfs.ScheduleDisagreement, match=r"rank 1: the backward [^\n]*, which leaves gradients of no_sync in "
     ):
         loss.backward(**inputs)
+
+
+class _Kept:
+    """A kept bucket, which this rank has lost or not."""
+
+    def __init__(self, name: str, *, lost: bool) -> None:
+        self.name, self.lost, self.is_agreed = name, lost, False
+
+    def is_kept_for_this_backward(self) -> bool:
+        return not self.lost
+
+
+@pytest.mark.parametrize(("is_alike", "again"), [(True, ["b"]), (False, ["a", "b", "c"])])
+def test_ranks_with_other_collectives_gather_all_kept_buckets_if_one_is_lost(is_alike: bool, again: list[str]) -> None:
+    """Their numbers of buckets mean other buckets: a bit for each would gather one that its other ranks do not gather."""
+    control = mock.Mock(discards=0, failure=None, number=1, issue_counts=IssueCounts())
+    start = TraceStart(control, "backward_0", AgreedProgram(1, True, True, is_alike), "", Computation(), 0)
+    kept = [_Kept(name=name, lost=name == "b") for name in "abc"]
+    start.guarded_buckets = list(map(weakref.ref, kept))
+    start.post()
+    [(token, _)] = [call.args for call in control.channel.post.call_args_list]
+    *_, offered, _ = channel.TOKEN.unpack(token)
+    with mock.patch.object(trace_start, "gather_again", lambda bucket, lost: gathered.append(bucket.name)):
+        gathered: list[str] = []
+        start.apply_agreement(offered, alike=True)
+    assert gathered == again
 
 
 class _Later(Transform):

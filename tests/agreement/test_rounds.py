@@ -239,6 +239,20 @@ def test_sharding_compiling_and_steps_keep_their_contracts(rank: int) -> None:
         with pytest.raises(ScheduleDisagreement, match="line 2:\n    rank 0: 0\n    rank 1: 1"):
             counted(lambda: control.check_same("another", ["a", f"{rank}"]))
         assert counts == {"post": 1, "gather": 2, "broadcast_object_list": 2}
+    other = find_transform(thunder.jit(nn.Linear(4, 4), transforms=[fsdp()])).sharded.control
+    message = r"rank 0: a call of module (\d+) .*\n    rank 1: a call of module (?!\1)"
+    with pytest.raises(ScheduleDisagreement, match=message):
+        (control, other)[rank].rendezvous("a call")
+    tags, start = [], HostAllGather.start
+
+    def noting(self: HostAllGather, own: bytes, backend: Any, tag: int) -> None:
+        tags.append(tag)
+        start(self, own, backend, tag)
+
+    with mock.patch.object(HostAllGather, "start", noting):
+        for _ in range(3):
+            control.exchange("anything", rank)
+    assert len(set(tags)) == len(tags) == 9 and min(tags) > 0  # no message of a rank ahead counts as one of this round
 
 
 @on_ranks(4)
@@ -267,3 +281,30 @@ def test_all_ranks_learn_at_once_that_one_is_gone(rank: int) -> None:
         with pytest.raises(ScheduleDisagreement, match=r"ranks \[0, 1, 2, 3\]: another"):
             opened.post(channel.TOKEN.pack(0, 0, 0, 0, 0), late)
         late.cancel.assert_not_called()  # it was never posted, so no collective counts as surplus
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@on_ranks(4)
+def test_ranks_that_fail_in_a_round_and_in_a_collective_do_not_blame_each_other(rank: int, settled: bool) -> None:
+    """Rank 1 is gone while ranks 0 and 2 are in a round, and rank 3 in the collective before or after it."""
+    group = dist.new_group(timeout=timedelta(hours=1))
+    opened = channel.open_channel(ProcessGroupRef.of(group), f"gone {settled}")
+    assert opened is not None
+    if rank == 1:
+        opened._tokens._backend = host_backend(opened.group.process_group)
+        opened._tokens.close()  # as when the process ends
+    else:
+        opened.post(channel.TOKEN.pack(0, 0, 0, 0, 0), channel.RoundAction("a round"))
+        if rank == 3:
+            opened.pending, opened.rounds = None, opened.rounds + settled
+            report = opened.explain("rank 3: the all-gather failed: a connection was closed\nand why")
+            assert "rank 0: a round\n    rank 2: a round\n    rank 1 reported nothing" in report
+        else:
+            message = (
+                r"rank 1 did not come .*:\n    ranks \[0, 2\]: a round\n    rank 3: the all-gather failed: .* closed\n"
+            )
+            with pytest.raises(ScheduleDisagreement, match=message):
+                opened.settle()
+    dist.barrier()
+    if rank == 3:
+        opened._tokens.close()

@@ -73,7 +73,16 @@ def _next_batch(run: DifferingRun) -> None:
 
 DIFFERENT: dict[str, tuple[Do, Do, str]] = {
     "evaluation": (_forward, _evaluate, r"0: .* training\).*\n.*1: .* evaluating\)"),
-    "evaluation without a batch": (lambda run: _forward(run, None), _evaluate, r"0: the forward without a batch"),
+    "evaluation without a batch": (
+        lambda run: _forward(run, None),
+        _evaluate,
+        r"0: the forward without a batch \(gradients enabled, training\)",
+    ),
+    "evaluation without any batch": (
+        lambda run: _forward(run, None),
+        lambda run: _evaluate(run, None),
+        r"0: the forward without a batch \(gradients enabled, training\).*\n.*1: .* \(gradients enabled, evaluating\)",
+    ),
     "no gradients": (_forward, _without_gradients, r"0: .*gradients enabled.*\n.*1: .*no gradients"),
     "no_sync": (_forward, _no_sync, r"1: .*no_sync"),
     "no_sync without a batch": (lambda run: _forward(run, None), _no_sync, r"1: .*no_sync"),

@@ -180,6 +180,12 @@ def test_ranks_with_opposite_orders_alternate() -> None:
     assert slowdown(ranks) <= 1.35
 
 
+@pytest.mark.parametrize("prefetches", [(1, 11), (0, 10)])
+def test_gathers_far_ahead_of_reductions_overtake_few(prefetches: tuple[int, int]) -> None:
+    """Without the rule that the collective is next that overtakes the fewest, the step takes 29 % and 24 % longer."""
+    assert slowdown([step_of(tower("a", 12), prefetch) for prefetch in prefetches]) <= 1.2
+
+
 def test_random_blocks_on_each_rank() -> None:
     """LayerDrop: each of four ranks runs another random half of eight blocks. They agree on the order, but not on when."""
     rng = random.Random(0)
