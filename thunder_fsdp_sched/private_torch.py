@@ -147,6 +147,16 @@ def dtensor_base() -> Any:
     return TensorLikeDTensor
 
 
+def memory_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    """Return a key that tensors have in common if they share memory: the address of their storage.
+
+    Tensors on the meta device have no memory, so all of them have the same address. They share a storage object.
+    """
+    storage = tensor.untyped_storage()
+    is_meta = storage.device.type == "meta"  # those of fake tensors, too
+    return tensor.device, storage._cdata if is_meta else storage.data_ptr()
+
+
 def register_foreach_type(tensor_class: type[torch.Tensor]) -> None:
     """Let torch's optimizers and functions of gradients use ``_foreach`` operators on tensors of this class.
 

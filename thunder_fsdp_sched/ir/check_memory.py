@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..private_torch import memory_of
 from .registry import register
 
 
@@ -17,7 +18,7 @@ def check_memory(written: tuple[str, ...], contiguous: tuple[str, ...], names: t
         contiguous: names of tensors that must be contiguous.
         names: those of ``tensors``.
     """
-    storages: dict[int, str] = {}
+    storages: dict[tuple[torch.device, int], str] = {}
     for name, tensor in zip(names, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.numel():
             continue
@@ -26,7 +27,7 @@ def check_memory(written: tuple[str, ...], contiguous: tuple[str, ...], names: t
                 f"fsdp: forward changes in place what reshape, flatten or contiguous returns, which is a view or a copy by "
                 f"the strides of {name!r}; pass {name}.contiguous(), or use operators that change nothing in place"
             )
-        other = storages.setdefault(tensor.untyped_storage().data_ptr(), name)
+        other = storages.setdefault(memory_of(tensor), name)
         if other != name and not {name, other}.isdisjoint(written):
             raise RuntimeError(
                 f"fsdp: arguments {other!r} and {name!r} share memory, and forward changes one of them in place. Pass a "

@@ -7,7 +7,7 @@ from thunder.core.module import ThunderModule
 from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
 
-from ..private_torch import find_backward_hooks, has_old_backward_hooks
+from ..private_torch import find_backward_hooks, has_old_backward_hooks, memory_of
 from ..runtime.row_dtensor import RowDTensor
 from .former_parameters import refuse_former
 from .module_parameters import find_owner, tensors_in_containers
@@ -68,14 +68,8 @@ def refuse_views(
     model: ThunderModule, named: dict[str, nn.Parameter], ignored: set[str], device: torch.device | None
 ) -> None:
     """Raise an error for tensors that share memory with a parameter, because sharding moves the parameter away."""
-
-    def storage_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
-        return tensor.device, tensor.untyped_storage().data_ptr()
-
     leaves = {
-        storage_of(p): n
-        for n, p in named.items()
-        if p.numel() and not p.is_meta and (n not in ignored or device not in (None, p.device))
+        memory_of(p): n for n, p in named.items() if p.numel() and (n not in ignored or device not in (None, p.device))
     }
     module_param_ids = {id(param) for param in model._model.parameters()}
     others = [
@@ -85,7 +79,7 @@ def refuse_views(
         *(("attribute", n, t) for n, t in tensors_in_containers(model._model) if id(t) not in module_param_ids),
     ]
     for kind, name, tensor in others:
-        shared = None if tensor.is_meta or tensor.layout is not torch.strided else leaves.get(storage_of(tensor))
+        shared = leaves.get(memory_of(tensor)) if tensor.layout is torch.strided else None
         if shared is not None and tensor is not named[shared]:
             raise ValueError(
                 f"{kind} {name!r} shares memory with parameter {shared!r}. Sharding moves the parameter, so it would "

@@ -23,7 +23,7 @@ from ..options import Options
 from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, StridedView
-from ..private_torch import hooks_of, replace_data
+from ..private_torch import hooks_of, memory_of, replace_data
 from ..proof.audit import PreShardStorages
 from ..ranks.assignment import GroupAssignment, find_world_group
 from ..ranks.control import Control
@@ -181,8 +181,8 @@ class ShardingSteps:
         specs = []
         owners: dict[tuple[torch.device, int], str] = {}
         for param, names in tied.items():
-            if param.numel() and not param.is_meta:
-                other = owners.setdefault((param.device, param.untyped_storage().data_ptr()), names[0])
+            if param.numel():
+                other = owners.setdefault(memory_of(param), names[0])
                 if other != names[0]:
                     raise ValueError(
                         f"parameters {other!r} ({named[other].dtype}) and {names[0]!r} ({param.dtype}) share memory, but "
