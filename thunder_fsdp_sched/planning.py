@@ -1,6 +1,7 @@
 """Planned steps: models compiled as one of many ranks, clusters and their costs, simulated timelines, memory."""
 
-from .extras.planning.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, as_json, cluster, read_cluster
+from .extras.planning.cluster_files import read_cluster
+from .extras.planning.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, as_json, cluster
 from .extras.planning.cost import AnalyticCost
 from .extras.planning.dry_run import DryRun, Window, compile_as_rank, dry_run_step, find_model, replan
 from .extras.planning.fit import describe_fit, optimizer_state_bytes

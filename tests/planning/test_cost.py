@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from thunder_fsdp_sched import BucketSpec
 from thunder_fsdp_sched.extras.planning.clusters import (
     CLUSTERS,
+    GLOO,
     ClusterSpec,
     Efficiency,
     Protocol,
@@ -68,6 +69,12 @@ def test_an_unknown_cluster_is_an_error_that_names_the_known_ones():
         ("NVIDIA RTX A1000", 8, 8, "a100-sxm"),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 8, 10, "a100-sxm"),
         ("Tesla T4", 7, 16, "a100-sxm"),
+        ("NVIDIA H100 PCIe", 9, 85, "h100-sxm"),
+        ("NVIDIA H100 NVL", 9, 100, "h100-sxm"),
+        ("NVIDIA H200 NVL", 9, 150, "h200-sxm"),
+        ("NVIDIA A100-SXM4-40GB", 8, 42, "a100-sxm"),
+        ("NVIDIA A100-PCIE-40GB", 8, 42, "a100-sxm"),
+        ("NVIDIA A100 80GB PCIe", 8, 85, "a100-sxm"),
     ],
 )
 def test_a_gpu_without_a_preset_gets_the_nearest_one_with_a_warning(
@@ -80,6 +87,15 @@ def test_a_gpu_without_a_preset_gets_the_nearest_one_with_a_warning(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     with pytest.warns(UserWarning, match=rf"no preset is known for {device_name}.* '{nearest}'(.|\n)*ClusterSpec"):
         assert cluster_of_this_process() is CLUSTERS[nearest]
+
+
+def test_only_machines_that_a_preset_describes_get_it_without_a_warning(monkeypatch):
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB", "NVIDIA B200")
+    presets = [preset_of_gpu(name) for name in names]
+    assert presets == [CLUSTERS[name] for name in ("h100-sxm", "h200-sxm", "a100-sxm", "a100-sxm", "b200")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.warns(UserWarning, match=r"this CPU \(\d+ cores\).* 'cpu-2core'.*ClusterSpec"):
+        assert cluster_of_this_process() is CLUSTERS["cpu-2core"]
 
 
 #
@@ -267,7 +283,7 @@ def test_a_registered_transport_costs_the_traffic_that_it_declares(monkeypatch):
         lambda: (nn.Linear(4, 4, bias=False), (torch.ones(2, 4),)), world_size=2, transport="relayed"
     )
     [small_bucket] = {b.args[0] for b in compiled.forward.bound_symbols if b.sym is fsdp_all_gather}
-    on_cpu = AnalyticCost(dataclasses.replace(PLAIN, synchronous=True, launch_overhead=1.0, reduce_scatter_factor=2.0))
+    on_cpu = AnalyticCost(dataclasses.replace(PLAIN, **GLOO, launch_overhead=1.0))
     on_gpu = AnalyticCost(dataclasses.replace(PLAIN, launch_overhead=1.0, reduce_scatter_factor=2.0))
     gather, reduction = ring_seconds(PLAIN, 64, range(2), passes=3), 2 * ring_seconds(PLAIN, 64, range(2))
     assert on_cpu.collective_seconds(gather_of(small_bucket)) == gather

@@ -22,7 +22,8 @@ from ..option_groups import Sharding
 from ..plan.specs import ShardingStrategy
 from ..transports import TRANSPORTS
 from .commands import COMMANDS, make_app
-from .planning.clusters import CLUSTERS, as_json, read_cluster
+from .planning.cluster_files import read_cluster
+from .planning.clusters import CLUSTERS, as_json
 from .planning.dry_run import DryRun, dry_run_step, find_model
 from .planning.fit import describe_fit, optimizer_state_bytes
 from .planning.models import MODELS

@@ -17,16 +17,37 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...sizes import parse_bytes
+
+def _check(owner: str, values: object, rules: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise an error if an attribute breaks its rule.
+
+    Args:
+        rules: keys of ``_RULES``, and for each the attributes that must keep it.
+    """
+    for rule, names in rules.items():
+        for name in names:
+            value = getattr(values, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not _RULES[rule](value):
+                raise ValueError(f"{owner}: {name} must be {rule}, got {value!r}")
+
+
+_RULES: Mapping[str, Callable[[float], bool]] = {  # NaN breaks all of them
+    "a positive whole number": lambda value: 0 < value < math.inf and value == int(value),
+    "positive": lambda value: value > 0,
+    "positive and finite": lambda value: 0 < value < math.inf,
+    "zero or positive": lambda value: value >= 0,
+    "zero or positive, and finite": lambda value: 0 <= value < math.inf,
+    "more than 0 and at most 1": lambda value: 0 < value <= 1,
+    "in [0, 1)": lambda value: 0 <= value < 1,
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +65,16 @@ class Protocol:
     intra_node_hop: float
     inter_node_hop: float
     bandwidth_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check(
+            "protocol",
+            self,
+            {
+                "zero or positive, and finite": ("start", "intra_node_hop", "inter_node_hop"),
+                "more than 0 and at most 1": ("bandwidth_share",),
+            },
+        )
 
 
 @dataclass(frozen=True)
@@ -64,6 +95,10 @@ class Efficiency:
     inter_node: float = 1.0
     host: float = 1.0
 
+    def __post_init__(self) -> None:
+        names = tuple(field.name for field in dataclasses.fields(self))
+        _check("efficiency", self, {"more than 0 and at most 1": names})
+
 
 @dataclass(frozen=True)
 class ClusterSpec:
@@ -79,6 +114,7 @@ class ClusterSpec:
         inter_node_bandwidth: bytes/s that one device can send to other nodes, one direction.
         protocols: latencies of the communication library.
         launch_overhead: seconds of the host for one bound symbol.
+        backend: the backend of the ranks' process groups, ``"nccl"`` or ``"gloo"``, on which the chosen transport depends.
         kernel_overhead: seconds of the device between two kernels, in addition to their work.
         synchronous: whether the host itself computes (CPU) instead of running ahead of a device.
         contention: share of compute speed that is lost while a collective runs, because it occupies processors.
@@ -101,6 +137,7 @@ class ClusterSpec:
     inter_node_bandwidth: float
     protocols: tuple[Protocol, ...]
     launch_overhead: float
+    backend: str = "nccl"
     kernel_overhead: float = 0.0
     synchronous: bool = False
     contention: float = 0.0
@@ -112,16 +149,32 @@ class ClusterSpec:
     host_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("devices_per_node", "memory", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth"):
-            self._check(name, getattr(self, name) > 0, "be positive")
-        self._check("host_bandwidth", self.host_bandwidth >= 0, "not be negative")
-        self._check("protocols", bool(self.protocols), "hold at least one")
-        self._check("flops", min(self.flops.values(), default=0.0) > 0, "give a positive peak for some dtype")
-        self._check("contention", 0 <= self.contention < 1, "be in [0, 1)")
-
-    def _check(self, name: str, valid: bool, rule: str) -> None:
-        if not valid:
-            raise ValueError(f"cluster {self.name!r}: {name} must {rule}, got {getattr(self, name)}")
+        owner = f"cluster {self.name!r}"
+        _check(
+            owner,
+            self,
+            {
+                "a positive whole number": ("devices_per_node", "memory", "concurrent"),
+                "positive": ("memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth"),
+                "zero or positive": ("host_bandwidth",),
+                "zero or positive, and finite": ("launch_overhead", "kernel_overhead"),
+                "in [0, 1)": ("contention", "reduction_share"),
+                "more than 0 and at most 1": ("gather_share",),
+                "positive and finite": ("reduce_scatter_factor",),
+            },
+        )
+        if self.gather_share + self.reduction_share > 1:
+            raise ValueError(f"{owner}: gather_share and reduction_share must be at most 1 together")
+        if not self.protocols:
+            raise ValueError(f"{owner}: protocols must hold at least one")
+        if not self.flops or not all(0 < peak < math.inf for peak in self.flops.values()):
+            raise ValueError(f"{owner}: flops must give a positive and finite peak for each dtype, got {self.flops}")
+        if self.backend not in ("nccl", "gloo"):
+            raise ValueError(f"{owner}: backend must be 'nccl' or 'gloo', got {self.backend!r}")
+        if self.synchronous and self.backend != "gloo":
+            raise ValueError(
+                f"{owner}: backend must be 'gloo' if the host computes (synchronous), got {self.backend!r}"
+            )
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """Return the FLOP/s that one device reaches in ``dtype``; without a peak, those of the slowest known dtype."""
@@ -148,6 +201,7 @@ class ClusterSpec:
 
 _NCCL = (Protocol(8.4e-6, 3.4e-6, 14e-6), Protocol(14e-6, 1.9e-6, 4e-6, bandwidth_share=0.92))
 GLOO: dict[str, Any] = {
+    "backend": "gloo",
     "synchronous": True,
     "reduce_scatter_factor": 2.0,
     "concurrent": 2,
@@ -247,143 +301,60 @@ def cluster(name: str | ClusterSpec) -> ClusterSpec:
     """
     if isinstance(name, ClusterSpec):
         return name
-    try:
-        return CLUSTERS[name]
-    except KeyError:
-        raise ValueError(f"cluster: unknown {name!r}; known are {', '.join(sorted(CLUSTERS))}") from None
+    if not isinstance(name, str) or name not in CLUSTERS:
+        raise ValueError(f"cluster: unknown {name!r}; known are {', '.join(sorted(CLUSTERS))}")
+    return CLUSTERS[name]
 
 
-_GPUS = {"H100": ("h100-sxm", 9), "H200": ("h200-sxm", 9), "A100": ("a100-sxm", 8), "B200": ("b200", 10)}
-"""The preset of each model, and the major number of its compute capability."""
+_GPUS = {
+    "h100-sxm": ("H100 80GB HBM3", 9),
+    "h200-sxm": ("H200", 9),
+    "a100-sxm": ("A100-SXM4-80GB", 8),
+    "b200": ("B200", 10),
+}
+"""The name that the driver reports for the GPU of each preset, and the major number of its compute capability."""
 
 
 def preset_of_gpu(device_name: str) -> ClusterSpec | None:
     """Return the preset of a GPU by the name that its driver reports, or ``None`` if there is none.
 
-    The model must be a separate word: a GH200 or GB200 has another link to its host, an RTX A1000 is not an A100, and a
-    MIG slice is only a part of a GPU.
+    The whole name must fit: an H100 PCIe or NVL and an A100 with 40 GB have other links or another memory, a GH200 has
+    another link to its host, and a MIG slice is only a part of a GPU.
     """
-    words = re.split(r"[\s-]+", device_name)
-    found = [preset for model, (preset, _) in _GPUS.items() if model in words and "MIG" not in words]
-    return CLUSTERS[found[0]] if found else None
+    model = device_name.removeprefix("NVIDIA ").strip()
+    return next((CLUSTERS[preset] for preset, (name, _) in _GPUS.items() if name == model), None)
 
 
 def cluster_of_this_process() -> ClusterSpec:
     """Return the preset of the current GPU, or that of a CPU with 2 cores if there is no GPU.
 
-    For a GPU without a preset it is that of the nearest generation, and of these the one with the nearest memory. A
-    warning names it.
+    For a GPU without a preset it is that of the nearest generation, and of these the one with the nearest memory. For it,
+    and for any CPU, a warning names what was found and the preset.
     """
     if not torch.cuda.is_available():
-        return cluster("cpu-2core")
-    device = torch.cuda.get_device_name()
-    preset = preset_of_gpu(device)
-    if preset is None:
-        found = torch.cuda.get_device_properties()
+        found, preset = f"this CPU ({os.cpu_count()} cores)", CLUSTERS["cpu-2core"]
+    else:
+        found = torch.cuda.get_device_name()
+        if (known := preset_of_gpu(found)) is not None:
+            return known
+        properties = torch.cuda.get_device_properties()
 
-        def distance(gpu: tuple[str, int]) -> tuple[int, float]:
-            return abs(gpu[1] - found.major), abs(math.log(CLUSTERS[gpu[0]].memory / found.total_memory))
+        def distance(preset: str) -> tuple[int, float]:
+            memory = CLUSTERS[preset].memory
+            return abs(_GPUS[preset][1] - properties.major), abs(math.log(memory / properties.total_memory))
 
-        preset = CLUSTERS[min(_GPUS.values(), key=distance)[0]]
-        warnings.warn(
-            f"cluster: no preset is known for {device}, so its speed is assumed to be that of {preset.name!r}, the nearest "
-            f"one. Describe the machine with a ClusterSpec, fsdp(cluster=...), if its compute, memory or links differ",
-            stacklevel=2,
-        )
+        preset = CLUSTERS[min(_GPUS, key=distance)]
+    warnings.warn(
+        f"cluster: no preset is known for {found}, so its speed is assumed to be that of {preset.name!r}, the nearest one. "
+        f"Name a preset, fsdp(cluster={preset.name!r}), or describe the machine with a ClusterSpec if its compute, memory "
+        f"or links differ (benchmarks/this_machine.py measures a CPU)",
+        stacklevel=2,
+    )
     return preset
 
 
-def read_cluster(name: str, changes: Sequence[str] = ()) -> ClusterSpec:
-    """Return a cluster by the name of a preset or the path of a JSON file, with some of its values changed.
-
-    A file holds an object with the attributes of :class:`ClusterSpec`; ``"like"`` names the preset that has those that
-    are left out::
-
-        {"like": "h100-sxm", "name": "our H100", "inter_node_bandwidth": "25GB", "flops": {"bfloat16": 8e14}}
-
-    Args:
-        name: a preset, or a path that ends with ``.json``.
-        changes: ``attribute=value``, such as ``inter_node_bandwidth=25GB`` (bytes/s) or ``devices_per_node=4``.
-
-    Raises:
-        ValueError: there is no such preset, file or attribute, or a value is invalid.
-    """
-    values: dict[str, Any] = {}
-    for change in changes:
-        key, found, value = change.partition("=")
-        if not found:
-            raise ValueError(f"cluster: expected attribute=value, got {change!r}")
-        values[key.strip()] = value.strip()
-    spec = _from_file(Path(name)) if name.endswith(".json") else cluster(name)
-    return _changed(spec, values, "cluster") if values else spec
-
-
 def as_json(spec: ClusterSpec) -> str:
-    """Return a cluster as the content of a file that :func:`read_cluster` reads."""
+    """Return a cluster as the content of a file that :func:`~.cluster_files.read_cluster` reads."""
     values = dataclasses.asdict(spec)
     values["flops"] = {str(dtype).removeprefix("torch."): peak for dtype, peak in spec.flops.items()}
     return json.dumps(values, indent=2)
-
-
-def _from_file(path: Path) -> ClusterSpec:
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cluster: {path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"cluster: {path} must hold a JSON object, got {type(values).__name__}")
-    base = values.pop("like", None)
-    values = {"name": path.stem, "source": path.name if base is None else f"{path.name}, like {base}"} | values
-    if base is not None:
-        return _changed(cluster(base), values, str(path))
-    required = {f.name for f in dataclasses.fields(ClusterSpec) if f.default is dataclasses.MISSING}
-    if missing := sorted(required - values.keys()):
-        raise ValueError(f'cluster: {path} lacks {", ".join(missing)}; add them, or "like": "h100-sxm"')
-    return ClusterSpec(**_checked(values, str(path)))
-
-
-def _changed(spec: ClusterSpec, values: Mapping[str, Any], where: str) -> ClusterSpec:
-    checked = _checked(values, where)
-    if "flops" in checked:
-        checked["flops"] = {**spec.flops, **checked["flops"]}
-    if isinstance(values.get("efficiency"), dict):
-        checked["efficiency"] = dataclasses.replace(spec.efficiency, **values["efficiency"])
-    return dataclasses.replace(spec, **checked)
-
-
-def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values of attributes that a file or the command line gives, in part as text."""
-    fields = {f.name: f.type for f in dataclasses.fields(ClusterSpec)}
-    if unknown := sorted(values.keys() - fields.keys()):
-        raise ValueError(f"{where}: a cluster has no {', '.join(unknown)}; its attributes are {', '.join(fields)}")
-    checked = {}
-    for name, value in values.items():
-        try:
-            checked[name] = _READ[fields[name]](value)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{where}: {name} cannot be {value!r}: {error}") from error
-    return checked
-
-
-def _number(value: Any) -> float:
-    """Return a number, or as many bytes as a text with a unit says: ``"25GB"``."""
-    has_unit = isinstance(value, str) and value[-1:].isalpha()
-    return float(parse_bytes("value", value) if has_unit else value)
-
-
-def _flag(value: Any) -> bool:
-    if value not in (True, False, "true", "false"):
-        raise ValueError("expected true or false")
-    return value in (True, "true")
-
-
-_READ: dict[Any, Callable[[Any], Any]] = {
-    "str": str,
-    "int": lambda number: int(_number(number)),
-    "float": _number,
-    "bool": _flag,
-    "Mapping[torch.dtype, float]": lambda peaks: {getattr(torch, dtype): float(of) for dtype, of in peaks.items()},
-    "tuple[Protocol, ...]": lambda protocols: tuple(Protocol(**protocol) for protocol in protocols),
-    "Efficiency": lambda shares: Efficiency(**shares),
-}
-"""Functions that read the values of a file or of the command line, by the types of attributes."""
