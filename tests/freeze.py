@@ -155,7 +155,7 @@ SMALL = (
 
 def dump(case: Frozen) -> str:
     """Compile a case and return the text of all that must stay."""
-    with fake_rank(0, case.world), warnings.catch_warnings():
+    with fake_rank(0, case.world, on=cluster("h100-sxm")), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _dump(case)
 

@@ -143,7 +143,7 @@ SLOW_LINKS = {"world_size": 16, "on": "cpu-2core"}
 
 def compiled_as_in_training(options: dict[str, Any]) -> Any:
     """Return the transform after a micro-batch under ``no_sync`` and the last one were compiled, without a plan."""
-    with fake_rank(0, 16):
+    with fake_rank(0, 16, on=cluster("cpu-2core")):
         transform = fsdp(cluster="cpu-2core", **options)
         module, args = make_on_meta()
         jitted = jit(module, transform)

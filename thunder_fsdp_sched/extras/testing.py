@@ -319,6 +319,9 @@ def compile_on_fake_ranks(
 ) -> list[CompiledTraces]:
     """Compile a model as some ranks of a world of any size would, in this process; nothing is sent.
 
+    ``transport="auto"`` chooses what these ranks would choose: that of gloo for parameters on the CPU, that of NCCL for
+    those on GPUs and on the meta device, and with ``cluster`` that of the cluster's backend.
+
     Args:
         make: returns a fresh module and its inputs, the same for every rank.
         world_size: number of ranks.

@@ -58,6 +58,33 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+PLANNED_BACKENDS = "cpu:gloo,cuda:nccl,meta:nccl"
+"""The backends of the ranks for which a fake group stands, unless :func:`plan_for` says otherwise: torch's defaults, and
+parameters on the meta device as on GPUs."""
+
+_planned_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+"""Those that ``plan_for`` has given, keyed by the default group."""
+
+
+def plan_for(backends: str) -> None:
+    """Let the fake groups of this process stand for groups with these backends, as long as its default group exists.
+
+    What ranks compile depends on their backend: a plan chooses the transport that they choose, and refuses a dtype that
+    they cannot send.
+
+    Args:
+        backends: one name for all device types, or ``"cpu:gloo,cuda:nccl"``.
+    """
+    assert dist.group.WORLD is not None
+    _planned_backends[dist.group.WORLD] = backends
+
+
+def _by_type(backends: str) -> dict[str, str]:
+    """Return the backend of each type of device; empty if one name holds for all."""
+    pairs = (pair.partition(":") for pair in backends.split(","))
+    return {device: backend for device, colon, backend in pairs if colon}
+
+
 @dataclass(frozen=True, eq=False)
 class ProcessGroupRef:
     """A description of a process group that outlives the group."""
@@ -66,6 +93,7 @@ class ProcessGroupRef:
     rank: int  # of this process
     global_ranks: Sequence[int]
     backends: str = "fake"  # for each device type, "cpu:gloo,cuda:nccl", or one name for all types
+    planned_backends: str = PLANNED_BACKENDS  # of a fake group: those of the ranks for which this process compiles
     name: str = ""  # the same for all members
     _process_group: weakref.ref[ProcessGroup] | None = field(default=None, repr=False)
     _process: int = field(default_factory=os.getpid, repr=False)
@@ -92,6 +120,7 @@ class ProcessGroupRef:
             ranks,
             # Not get_backend(): it says "undefined" if init_process_group() was given none.
             dist.get_backend_config(group),
+            PLANNED_BACKENDS if dist.group.WORLD is None else _planned_backends.get(dist.group.WORLD, PLANNED_BACKENDS),
             group.group_name,
             weakref.ref(group),
         )
@@ -103,22 +132,19 @@ class ProcessGroupRef:
     @property
     def is_fake(self) -> bool:
         """Whether its backend is fake: it sends nothing, and this process compiles as one of many ranks."""
-        return self._by_type.get("cpu", self.backends) == "fake"
-
-    @property
-    def _by_type(self) -> dict[str, str]:
-        pairs = (pair.partition(":") for pair in self.backends.split(","))
-        return {device: backend for device, colon, backend in pairs if colon}
+        return _by_type(self.backends).get("cpu", self.backends) == "fake"
 
     def backend_for(self, device: torch.device) -> str:
         """Return the backend that sends tensors on ``device``, ``"gloo"`` or ``"nccl"``; empty if it has none.
 
-        Tensors on the meta device are not sent. They count as having a backend if all device types share one.
+        A fake group answers for the ranks for which this process compiles. Tensors on the meta device are not sent. They
+        count as having a backend if it is given, or if all device types share one.
         """
-        by_type = self._by_type
+        backends = self.planned_backends if self.is_fake else self.backends
+        by_type = _by_type(backends)
         if not by_type:
-            return self.backends
-        if device.type == "meta":
+            return backends
+        if device.type == "meta" and "meta" not in by_type:
             return next(iter(by_type.values())) if len(set(by_type.values())) == 1 else ""
         return by_type.get(device.type, "")
 
@@ -134,7 +160,7 @@ class ProcessGroupRef:
         if device.type != "meta" and not self.backend_for(device):
             raise ValueError(
                 f"{what} would be sent from the {device.type.upper()}, but process group {self.description!r} has backends "
-                f"for {self.backends!r} only. Move the module to {' or '.join(self._by_type)} or pass "
+                f"for {self.backends!r} only. Move the module to {' or '.join(_by_type(self.backends))} or pass "
                 f"fsdp(init=Init(device=...)), or create the process group with a backend for both: "
                 f"init_process_group('cpu:gloo,cuda:nccl')"
             )

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from ...api import fsdp
 from ...compiled_traces import CompiledTraces
 from ...option_groups import Ranks, Sharding
+from ...ranks.process_groups import plan_for
 from ...transform import FSDPTransform
 from ..step_memory.step_memory import StepMemory
 from . import gpu_attention
@@ -230,10 +231,10 @@ def _plan(
         no_choice = partial(transform, prefetch=1, max_memory=None, sharding_strategy=sharding)
         chosen_later = no_choice if micro_batches > 1 else transform
         made = partial(module_and_inputs, make)
-        traced = compile_as_rank(made, chosen_later, rank=0, world_size=world_size, executors=executors)
+        traced = compile_as_rank(made, chosen_later, rank=0, world_size=world_size, on=spec, executors=executors)
         if micro_batches == 1:
             return DryRun(make, spec, world_size, replicas, micro_batches, options, traced)
-    with fake_rank(0, world_size):
+    with fake_rank(0, world_size, on=spec):
         new = transform()
         jitted = jit(module_and_inputs(make)[0], new, executors)
         for no_sync in (True, False) if micro_batches > 1 else (False,):
@@ -242,8 +243,12 @@ def _plan(
 
 
 @contextlib.contextmanager
-def fake_rank(rank: int, world_size: int) -> Iterator[None]:
+def fake_rank(rank: int, world_size: int, *, on: ClusterSpec | None = None) -> Iterator[None]:
     """Be ``rank`` of ``world_size`` ranks of a default process group that sends nothing.
+
+    Args:
+        on: the cluster of the ranks, whose backend they use. By default gloo for parameters on the CPU, and NCCL for those
+            on GPUs and on the meta device.
 
     Raises:
         RuntimeError: this process already has a default process group.
@@ -257,6 +262,8 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
         )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
+        if on is not None:
+            plan_for(on.backend)
         yield
     finally:
         dist.destroy_process_group()
@@ -268,6 +275,7 @@ def compile_as_rank(
     *,
     rank: int,
     world_size: int,
+    on: ClusterSpec | None = None,
     executors: Sequence[Executor] = (),
 ) -> FSDPTransform:
     """Compile a module's forward and backward as ``rank`` of ``world_size`` would, over a fake process group.
@@ -277,12 +285,15 @@ def compile_as_rank(
             meta device.
         transform: the result of :func:`thunder_fsdp_sched.fsdp`, which has the traces afterwards. Or a function that
             returns it, called after the process group is created, as meshes and further groups require.
+        on: the cluster of the ranks, as for :func:`fake_rank`; by default that of the transform, if it is given.
         executors: executors of Thunder that come before its default ones.
 
     Raises:
         RuntimeError: this process already has a default process group.
     """
-    with fake_rank(rank, world_size):
+    if isinstance(transform, FSDPTransform):
+        on = on or transform.options.cluster
+    with fake_rank(rank, world_size, on=on):
         if not isinstance(transform, FSDPTransform):
             transform = transform()
         module, args, *kwargs = make()
