@@ -4,12 +4,7 @@ Float32 shards, gradients and AdamW state; bfloat16 gathers and compute. The mod
 
 import sys
 
-from thunder_fsdp_sched.planning import (  # before thunder
-    describe_fit,
-    dry_run_step,
-    optimizer_state_bytes,
-    replan,
-)
+from thunder_fsdp_sched.planning import describe_fit, dry_run_step, replan, with_optimizer  # before thunder
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as Precision
@@ -53,8 +48,7 @@ def main(length=8192, blocks=32):
     first = dry_run_step(make, world_size=8, on="h100-sxm", mp_policy=Precision(torch.bfloat16, torch.float32))
     changes = ({"world_size": 64}, {"world_size": 512}, {"max_memory": "66GB"})
     for step in (first, *(replan(first, **change) for change in changes)):
-        state = optimizer_state_bytes(step.compiled.buckets)
-        fit = describe_fit(step.memory.with_optimizer_state(state), step.cluster.memory, "H100")
+        fit = describe_fit(with_optimizer(step), step.cluster.memory, "H100")
         print(f"{step.world_size} ranks, {1e3 * step.after.step_seconds:,.2f} ms a step: {fit}", flush=True)
 
 

@@ -4,7 +4,7 @@ from .extras.planning.cluster_files import read_cluster
 from .extras.planning.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, as_json, cluster
 from .extras.planning.cost import AnalyticCost
 from .extras.planning.dry_run import DryRun, Window, compile_as_rank, dry_run_step, find_model, replan
-from .extras.planning.fit import describe_fit, optimizer_state_bytes
+from .extras.planning.fit import describe_fit, optimizer_state_bytes, optimizer_step_bytes, with_optimizer
 from .extras.planning.models import MODELS, Decoder, Shape
 from .extras.planning.recorded import RecordedStep, read_recorded
 from .extras.planning.search import Candidate, Choice, MemoryLimitError
@@ -34,8 +34,10 @@ __all__ = [
     "dry_run_step",
     "find_model",
     "optimizer_state_bytes",
+    "optimizer_step_bytes",
     "read_cluster",
     "read_recorded",
     "replan",
     "simulate",
+    "with_optimizer",
 ]

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
+from functools import partial
 
+import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.extras.command_line import app
-from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step
+from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step, fake_rank, replan
+from thunder_fsdp_sched.extras.planning.fit import optimizer_step_bytes, with_optimizer
 from thunder_fsdp_sched.extras.planning.models import MODELS
 from thunder_fsdp_sched.extras.replay import load_schedules
+from thunder_fsdp_sched.extras.testing import compile_on_fake_ranks
 
 import pytest
+import thunder
 import torch
+from memory_count import Tracker
 from models import Stack
 from profiles import LONG_ONLY
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from typer.testing import CliRunner
 
 
@@ -57,13 +65,14 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     ) > 0
 
     other = tmp_path / "other.json"
-    limits = ["--max-gathers-in-flight", "1", "--optimizer-bytes", "1e9"]
+    limits = ["--max-gathers-in-flight", "1", "--optimizer-bytes", "1e9", "--optimizer-step-bytes", "1e8"]
     limited = invoke(*planned, *limits, "--schedule", str(other), "--memory", str(tmp_path / "memory.json"))
     memory = json.loads((tmp_path / "memory.json").read_text())
     assert min(memory["bytes"]["optimizer state"]) > 80e9 and memory["bytes"]["unsharded buckets"][0] % 512 == 0
     assert len(memory["statements"]) == len(memory["bytes"]["shards"]) and memory["tensors"][0]["nbytes"]
     assert re.search(r"^does not fit on h100-sxm: [\d,.]+ GB too much of 80 GB$", limited, re.MULTILINE), limited
     assert "gathers in flight, at most: forward 1, backward 1" in limited
+    assert memory["statements"][-1] == "optimizer.step" and " in optimizer.step, at position " in limited
     invoke("diff", str(files[2]), str(files[2]))
     assert "fsdp_all_gather" in invoke("diff", str(files[2]), str(other), exit_code=1)
 
@@ -115,8 +124,119 @@ def test_trace_and_plan_take_the_same_options_a_cluster_in_a_file_and_a_model_in
         assert all(text in " ".join(output.split()) for text in expected), output
 
 
+def sent(compiled):
+    """Return the communication of a step."""
+    halves = compiled.schedule.forward, compiled.schedule.backward
+    return [(op.kind, op.bucket, op.nbytes, op.transport, op.slot, op.position) for half in halves for op in half]
+
+
+def compile_on_gloo(rank: int, world_size: int):
+    model = thunder.jit(Stack(2, 32), transforms=[transform := tfs.fsdp(agree="compile")])
+    model(torch.ones(4, 32)).sum().backward()
+    return sent(transform.compiled[-1])
+
+
+def test_a_plan_sends_what_the_ranks_send(ranks):
+    step = dry_run_step(make_on_meta, world_size=2, on="cpu-2core", agree="compile")
+    assert {bucket.comm.transport for bucket in step.transform.plan} == {"all_to_all"}
+    assert ranks.run(compile_on_gloo) == 2 * [sent(step.compiled)]
+
+
+def make_rows_of_two_widths(device: str = "meta"):
+    with torch.device(device):
+        return torch.nn.Sequential(torch.nn.Linear(5, 3, False), torch.nn.Linear(3, 7, False)), (torch.randn(2, 5),)
+
+
+def test_the_backend_of_the_planned_ranks_decides_on_the_transport():
+    one_bucket = {"bucketing_strategy": lambda name, param: "all"}
+
+    def transport(compiled):
+        return {bucket.spec.comm.transport for bucket in compiled.buckets}
+
+    for device, cluster, expected in (
+        ("meta", None, "coalesced"),
+        ("cpu", None, "all_to_all"),
+        ("meta", "cpu-2core", "all_to_all"),
+        ("cpu", "h100-sxm", "coalesced"),
+    ):
+        make = partial(make_rows_of_two_widths, device)
+        [compiled] = compile_on_fake_ranks(make, 2, cluster=cluster, **one_bucket)
+        assert transport(compiled) == {expected}, (device, cluster)
+    step = dry_run_step(partial(make_rows_of_two_widths, "cpu"), world_size=2, on="h100-sxm", **one_bucket)
+    assert transport(step.compiled) == {"coalesced"}
+    on_gloo = dataclasses.replace(step.cluster, backend="gloo")
+    assert transport(replan(step, on=on_gloo).compiled) == {"all_to_all"}
+    policy = MixedPrecisionPolicy(param_dtype=torch.float8_e5m2)
+    with pytest.raises(ValueError, match=r"gloo cannot send torch\.float8_e5m2"):
+        dry_run_step(make_rows_of_two_widths, world_size=2, on="cpu-2core", mp_policy=policy)
+
+
+class AddsInPlace(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        h = self.linear(x + y)
+        y.add_(1.0)
+        return h * y
+
+
+def test_tensors_on_the_meta_device_share_memory_only_if_they_are_views():
+    with torch.device("meta"):
+        x = torch.randn(4, 8)
+        step = dry_run_step(lambda: (AddsInPlace(), (x, torch.randn(4, 8))), world_size=8, on="h100-sxm")
+        assert step.seconds > 0
+        with pytest.raises(RuntimeError, match="arguments 'x' and 'y' share memory"):
+            dry_run_step(lambda: (AddsInPlace(), (x, x[:])), world_size=8, on="h100-sxm")
+        viewed = AddsInPlace()
+        viewed.register_buffer("row", viewed.linear.weight.data[0])
+        with pytest.raises(ValueError, match=r"buffer 'row' shares memory with parameter 'linear\.weight'"):
+            dry_run_step(lambda: (viewed, (x, x)), world_size=8, on="h100-sxm")
+
+
+def test_a_planned_step_has_the_memory_that_its_optimizer_allocates():
+    step = dry_run_step(make_on_meta, world_size=2, on="h100-sxm")
+    shards = sum(bucket.shard.nbytes for bucket in step.compiled.buckets)
+    plain, memory = step.memory, with_optimizer(step)
+    assert memory.totals[:-1] == tuple(nbytes + 2 * shards for nbytes in plain.totals)
+    gradients = plain.bytes_of("gradients")[-1]
+    assert gradients >= shards
+    allocated = {kind: memory.bytes_of(kind)[-1] for kind in ("gradients", "temporaries", "saved for backward")}
+    assert allocated == {"gradients": gradients, "temporaries": shards, "saved for backward": 0}
+    assert memory.wasted == (*plain.wasted, plain.bytes_of("unsharded buckets")[-1])
+    assert memory.peak.phase == "optimizer.step" and with_optimizer(step, allocated=0).peak.phase == "backward"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "predict"),
+    [
+        (torch.optim.AdamW, {"foreach": True}, optimizer_step_bytes),
+        (torch.optim.AdamW, {}, partial(optimizer_step_bytes, foreach=False)),  # torch's default on a CPU
+        (torch.optim.AdamW, {"fused": True}, partial(optimizer_step_bytes, per_element=0)),
+        (torch.optim.SGD, {"foreach": True, "momentum": 0.9}, partial(optimizer_step_bytes, per_element=0)),
+    ],
+)
+def test_optimizers_allocate_the_predicted_bytes(optimizer, options, predict):
+    with fake_rank(0, 2):
+        model = thunder.jit(Stack(1, 32), transforms=[transform := tfs.fsdp()])
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        updates = optimizer(model.parameters(), **options)
+        updates.step()  # makes the state
+        tracker = Tracker()
+        with tracker:
+            updates.step()
+        predicted = predict(transform.sharded.buckets)
+        assert predicted <= tracker.peak <= predicted + 64, "besides counters of steps"
+
+
 def make_nothing():
     return 1
+
+
+def make_never():
+    raise AssertionError("the arguments are invalid, so nothing is made")
 
 
 def make_a_list():
@@ -124,6 +244,8 @@ def make_a_list():
 
 
 NOT_A_FUNCTION = 3
+
+NEVER = "test_dry_run:make_never"
 
 
 @pytest.mark.parametrize(
@@ -151,8 +273,36 @@ NOT_A_FUNCTION = 3
         (("plan", "test_dry_run:make_on_meta", "--cluster-set", "links=3"), "a cluster has no links"),
         (("plan", "test_dry_run:make_on_meta", "--sharding", "zero2", "--secondary-ranks", "2"), "secondary_ranks"),
         (("diff", "nowhere.json", "nowhere.json"), "nowhere.json"),
+        (("plan", NEVER, "--world-size", "0"), "Invalid value for '--world-size'"),
+        (("plan", NEVER, "--prefetch", "-1"), "prefetch: expected 0 or more"),
+        (("plan", NEVER, "--prefetch", "1.5"), "--prefetch: expected a number of buckets or auto, got '1.5'"),
+        (("plan", NEVER, "--optimizer-bytes", "inf"), "--optimizer-bytes: expected a finite number, got inf"),
+        (("plan", "Llama-3-8B", "--length", "0"), "Invalid value for '--length'"),
+        (("plan", NEVER, "--batch", "64", "--dtype", "float16"), "--batch, --dtype: only for models by name"),
+        (("trace", NEVER, "--length", "2048"), "--length: only for models by name"),
+        (("plan", NEVER, "--picture", "step.xyz"), "--picture: the name step.xyz must end with"),
+        (("plan", NEVER, "--memory", "step.xyz"), "--memory: the name step.xyz must end with .json or"),
+        (("plan", NEVER, "--perfetto", "step.png"), "--perfetto: the name step.png must end with .json"),
+        (("plan", NEVER, "--schedule", "no/one.json"), "--schedule: no/one.json cannot be written: No such file"),
+        (("plan", NEVER, "--schedule", "no/one.json"), "; create the folder no"),
+        (("plan", NEVER, "--schedule", "a.json", "--memory", "./a.json"), "--memory: --schedule already writes a.json"),
+        (("plan", NEVER, "--cluster-set", "devices_per_node=2.5"), "devices_per_node must be a positive whole number"),
+        (("exposed", "nowhere.json", "--save", "exposed.xyz"), "--save: the name exposed.xyz must end with"),
     ],
 )
 def test_invalid_arguments_are_usage_errors(arguments, message):
     output = invoke(*arguments, exit_code=2)
     assert message in words(output), output
+
+
+def test_outputs_are_checked_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "folder.json").mkdir()
+    folder, kept = tmp_path / "folder.json", tmp_path / "kept.json"
+    kept.write_text("of an earlier run")
+    output = invoke("plan", NEVER, "--perfetto", str(kept), "--schedule", str(folder), exit_code=2)
+    assert "cannot be written: Is a directory" in words(output) and kept.read_text() == "of an earlier run"
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    for arguments in (("plan", NEVER, "--picture"), ("plan", NEVER, "--memory"), ("exposed", "nowhere.json", "--save")):
+        output = invoke(*arguments, str(tmp_path / "new.png"), exit_code=2)
+        assert "pictures need matplotlib: pip install 'thunder_fsdp_sched[plot]'" in words(output)
+    assert set(tmp_path.iterdir()) == {folder, kept}

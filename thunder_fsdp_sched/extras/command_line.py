@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,10 +26,11 @@ from .commands import COMMANDS, make_app
 from .planning.cluster_files import read_cluster
 from .planning.clusters import CLUSTERS, as_json
 from .planning.dry_run import DryRun, dry_run_step, find_model
-from .planning.fit import describe_fit, optimizer_state_bytes
+from .planning.fit import describe_fit, with_optimizer
 from .planning.models import MODELS
 from .replay import load_schedules
 from .reports.exposed import exposed_communication
+from .reports.output_files import OutputFile, check_outputs
 from .reports.plot import plot_memory, plot_timelines, save_memory, save_perfetto
 from .reports.report import answer, dry_run_table, make_console, plan_table, step_before_and_after, window_table
 from .step_memory.step_memory import StepMemory
@@ -102,9 +104,16 @@ class StepOptions:
     ] = None
     replicas: Annotated[int, typer.Option(min=1, help="Hybrid sharding: number of copies of the shards.")] = 1
     transport: Annotated[str, typer.Option(help=f"How buckets travel: auto, {', '.join(sorted(TRANSPORTS))}.")] = "auto"
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank (models by name).")] = 1
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence (models by name).")] = 2048
-    dtype: Annotated[str, typer.Option(help="dtype of parameters and optimizer state (models by name).")] = "float32"
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per rank (models by name only); by default 1.")
+    ] = None
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence (models by name only); by default 2048.")
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="dtype of parameters and optimizer state (models by name only); by default float32."),
+    ] = None
     mixed_precision: Annotated[
         str | None,
         typer.Option(
@@ -115,14 +124,21 @@ class StepOptions:
 
     def compile(self, console: Console, *, micro_batches: int = 1) -> DryRun:
         """Compile the model as one of many ranks and simulate it, with a spinner that shows stage and elapsed time."""
-        dtype = _dtype("dtype", self.dtype)
-        lower = self.mixed_precision or ("none" if ":" in self.model else "bfloat16")
+        dtype = _dtype("dtype", self.dtype or "float32")
+        by_name = {"--batch": self.batch, "--length": self.length, "--dtype": self.dtype}
+        has_factory = ":" in self.model
+        if has_factory and (given := [option for option, value in by_name.items() if value is not None]):
+            raise typer.BadParameter(
+                f"{', '.join(given)}: only for models by name; {self.model} makes its parameters and inputs itself, so "
+                f"change them there"
+            )
+        lower = self.mixed_precision or ("none" if has_factory else "bfloat16")
         policy = None if lower == "none" else MixedPrecisionPolicy(_dtype("mixed-precision", lower), torch.float32)
         if (folder := str(Path.cwd())) not in sys.path:
             sys.path.insert(0, folder)
         try:
             spec = read_cluster(self.cluster, self.cluster_set or ())
-            make = find_model(self.model, batch=self.batch, length=self.length, dtype=dtype)
+            make = find_model(self.model, batch=self.batch or 1, length=self.length or 2048, dtype=dtype)
             with _spinner(console, f"{self.model}: making the model") as show:
                 with following_stages(lambda stage: show(f"{self.model}: {stage}")):
                     return dry_run_step(
@@ -135,7 +151,7 @@ class StepOptions:
                             secondary_ranks=self.secondary_ranks,
                         ),
                         bucketing_strategy=self.bucketing,
-                        prefetch=int(self.prefetch) if self.prefetch and self.prefetch.isdigit() else self.prefetch,
+                        prefetch=_prefetch(self.prefetch),
                         max_memory=self.max_memory,
                         max_gathers_in_flight=self.max_gathers_in_flight,
                         replicas=self.replicas,
@@ -152,6 +168,15 @@ def _dtype(option: str, name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise typer.BadParameter(f"{option}: torch has no dtype {name!r}; bfloat16, float16 and float32 are some")
     return found
+
+
+def _prefetch(text: str | None) -> int | str | None:
+    if text is None or text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"--prefetch: expected a number of buckets or auto, got {text!r}") from None
 
 
 def _takes(options: type, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -209,6 +234,14 @@ def plan(
         float | None,
         typer.Option(min=0, help="Bytes of optimizer state for each element that trains; by default those of AdamW."),
     ] = None,
+    optimizer_step_bytes: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Bytes that optimizer.step allocates for each element that trains, 0 with fused=True; by default those of "
+            "AdamW, on GPUs a copy of the shards.",
+        ),
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="Where to draw the timeline (.png, .svg).")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for Perfetto (.json).")] = None,
     schedule: Annotated[Path | None, typer.Option(help="Where to save the schedule (.json).")] = None,
@@ -218,9 +251,18 @@ def plan(
     ] = None,
 ) -> None:
     console = make_console()
+    for option, number in (("--optimizer-bytes", optimizer_bytes), ("--optimizer-step-bytes", optimizer_step_bytes)):
+        if number is not None and not math.isfinite(number):
+            raise typer.BadParameter(f"{option}: expected a finite number, got {number}")
+    _check_outputs(
+        picture=OutputFile(picture, picture=True),
+        perfetto=OutputFile(perfetto, data=True),
+        schedule=OutputFile(schedule, data=True),
+        memory=OutputFile(memory_file, picture=True, data=True),
+    )
     step = options.compile(console, micro_batches=micro_batches)
     compiled = step.compiled
-    memory = step.memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
+    memory = with_optimizer(step, optimizer_bytes, optimizer_step_bytes)
     fit = describe_fit(memory, step.cluster.memory, step.cluster.name, compiled.forward)
     verdict, _, parts = fit.partition("\n")
     console.print(answer(step, options.model, verdict, memory), markup=False)
@@ -243,8 +285,15 @@ def plan(
             console.print(f"{name}: {path}")
 
 
+def _check_outputs(**outputs: OutputFile) -> None:
+    try:
+        check_outputs({f"--{name}": output for name, output in outputs.items()})
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def _write_memory(memory: StepMemory, step: DryRun, path: Path) -> None:
-    if path.suffix == ".json":
+    if path.suffix.lower() == ".json":
         save_memory(memory, path)
     else:
         plot_memory(memory, path, timeline=step.after)
@@ -263,6 +312,7 @@ def exposed(
     files: Annotated[list[Path], typer.Argument(help="Files of torch's profiler (.json, .json.gz), one of each rank.")],
     save: Annotated[Path | None, typer.Option(help="Where to draw the last step of each rank (.png, .svg).")] = None,
 ) -> None:
+    _check_outputs(save=OutputFile(save, picture=True))
     try:
         found = exposed_communication(files)
     except ValueError as error:

@@ -14,8 +14,10 @@ from ...ir.effects import effects
 from ...ir.inspection import args_of, defined_by, is_library, source_of
 from ...ir.read_schedule import is_communication
 from ...runtime.bucket import Bucket
+from ...runtime.row_dtensor import local_rows
 from ...sizes import human_bytes
 from ..step_memory.step_memory import StepMemory
+from .dry_run import DryRun
 
 
 def optimizer_state_bytes(buckets: Iterable[Bucket], per_element: float | None = None) -> int:
@@ -27,8 +29,46 @@ def optimizer_state_bytes(buckets: Iterable[Bucket], per_element: float | None =
         per_element: bytes for each element that trains. By default those of Adam and AdamW: two values in the dtype of
             the shards.
     """
-    shards = [b.shard for b in buckets if b.spec.requires_grad and not b.spec.comm.offload]
+    shards = [b.shard for b in _trained_on_device(buckets)]
     return sum(2 * s.nbytes if per_element is None else int(per_element * s.numel()) for s in shards)
+
+
+def optimizer_step_bytes(buckets: Iterable[Bucket], per_element: float | None = None, *, foreach: bool = True) -> int:
+    """Return the bytes that ``optimizer.step`` allocates and frees on this rank's device.
+
+    Args:
+        per_element: bytes for each element that trains; 0 with ``fused=True``. By default those of Adam and AdamW: with
+            ``foreach`` the roots of all second moments exist at once, in a loop two results for one parameter.
+        foreach: whether the optimizer updates all parameters at once, torch's default on GPUs but not on CPUs.
+    """
+    trained = _trained_on_device(buckets)
+    if per_element is not None:
+        return sum(int(per_element * b.shard.numel()) for b in trained)
+    rows = [local_rows(param).nbytes for b in trained for param in b.params]
+    return sum(rows) if foreach else 2 * max(rows, default=0)
+
+
+def with_optimizer(step: DryRun, state: float | None = None, allocated: float | None = None) -> StepMemory:
+    """Return the memory of a planned step with its optimizer; in a window, of the micro-batch that needs most.
+
+    Args:
+        state: bytes of state for each element that trains, by default those of AdamW.
+        allocated: bytes that ``optimizer.step`` allocates for each of them, by default those of AdamW as torch runs it on
+            the devices of the cluster.
+    """
+    buckets = step.compiled.buckets
+    nbytes = optimizer_state_bytes(buckets, state)
+    *earlier, last = step.memories
+    updates = step.compiled.backward is not None
+    foreach = not step.cluster.synchronous
+    step_bytes = optimizer_step_bytes(buckets, allocated, foreach=foreach) if updates else 0
+    memories = [*(m.with_optimizer_state(nbytes) for m in earlier), last.with_optimizer_state(nbytes, step_bytes)]
+    return max(memories, key=lambda memory: memory.peak.nbytes)
+
+
+def _trained_on_device(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Return the buckets whose shards an optimizer updates on the device, not on the host."""
+    return [b for b in buckets if b.spec.requires_grad and not b.spec.comm.offload]
 
 
 def describe_fit(memory: StepMemory, device_bytes: int, device: str, forward: TraceCtx | None = None) -> str:

@@ -35,6 +35,9 @@ KINDS = (
 _FIXED = ("shards", "unsharded buckets", "communication")
 """The kinds of memory that may be allocated during the whole step."""
 
+OPTIMIZER_STEP = "optimizer.step"
+"""The statement of the position after backward, of a step with an optimizer."""
+
 _CUDA_BLOCK = 512
 """Bytes to a multiple of which CUDA's caching allocator rounds each allocation."""
 
@@ -66,7 +69,7 @@ class MemoryPeak(NamedTuple):
         position: a schedule position (see :func:`~.inspection.statements`); those of backward follow those of forward.
         nbytes: bytes of all kinds.
         by_kind: bytes of each kind.
-        phase: the trace: ``"forward"`` or ``"backward"``.
+        phase: the trace, ``"forward"`` or ``"backward"``, or ``"optimizer.step"``.
         statement: the bound symbol as it is printed in the trace.
         largest: the largest tensors there, of the kinds that traces make.
     """
@@ -179,9 +182,26 @@ class StepMemory:
 
         return cls(fixed, tuple(tensors), len(statements(traces[0])), _Statements(counted), wasted)
 
-    def with_optimizer_state(self, nbytes: int) -> StepMemory:
-        """Return the memory of a step with ``nbytes`` bytes of optimizer state on this rank."""
-        return replace(self, fixed={**self.fixed, "optimizer state": nbytes})
+    def with_optimizer_state(self, nbytes: int, step_bytes: int = 0) -> StepMemory:
+        """Return the memory of a step with an optimizer.
+
+        Args:
+            nbytes: bytes of its state on this rank.
+            step_bytes: bytes that ``optimizer.step`` allocates and frees. If there are some, a position for it follows the
+                last one, with everything that still exists at the end of backward.
+        """
+        memory = replace(self, fixed={**self.fixed, "optimizer state": nbytes})
+        if not step_bytes:
+            return memory
+        end = len(self.statements)
+        tensors = [t._replace(end=end) if t.end == end - 1 else t for t in self.tensors]
+        tensors.append(TensorMemory("temporaries", OPTIMIZER_STEP, step_bytes, end, end, ""))
+
+        def wasted() -> tuple[int, ...]:  # no bucket is used by the optimizer
+            return *self.wasted, memory.bytes_of("unsharded buckets")[-1]
+
+        statements = _Followed(self.statements, OPTIMIZER_STEP)
+        return replace(memory, tensors=tuple(tensors), statements=statements, _wasted=wasted)
 
     def bytes_at(self, position: int) -> dict[str, int]:
         """Return the bytes of each kind while the bound symbol at ``position`` runs, its inputs and outputs included."""
@@ -220,9 +240,9 @@ class StepMemory:
         """The first position at which the step uses most memory, and its five largest tensors."""
         position = max(range(len(self.totals)), key=self.totals.__getitem__)
         largest = tuple(sorted(self.alive_at(position), key=lambda tensor: -tensor.nbytes)[:5])
-        phase = "backward" if position >= self.backward else "forward"
-        by_kind = self.bytes_at(position)
-        return MemoryPeak(position, self.totals[position], by_kind, phase, self.statements[position], largest)
+        line = self.statements[position]
+        phase = "forward" if position < self.backward else OPTIMIZER_STEP if line == OPTIMIZER_STEP else "backward"
+        return MemoryPeak(position, self.totals[position], self.bytes_at(position), phase, line, largest)
 
     def __str__(self) -> str:
         peak = self.peak
@@ -248,6 +268,20 @@ class _Statements(Sequence[str]):
 
     def __getitem__(self, index: Any) -> Any:
         return statement(self._bsyms[index])
+
+
+class _Followed(Sequence[str]):
+    """Statements and one that follows them, which are printed when they are read, too."""
+
+    def __init__(self, statements: Sequence[str], last: str) -> None:
+        self._statements, self._last = statements, last
+
+    def __len__(self) -> int:
+        return len(self._statements) + 1
+
+    def __getitem__(self, index: Any) -> Any:
+        position = range(len(self))[index]
+        return self._last if position == len(self._statements) else self._statements[position]
 
 
 def _kind(memory: Lifetime, backward: int, length: int) -> str:
