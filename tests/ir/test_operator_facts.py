@@ -8,10 +8,14 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from thunder_fsdp_sched.ir.symbols import fsdp_detached
+from thunder_fsdp_sched.transforms.keep_fusions_apart import fsdp_fusion_barrier
+from thunder_fsdp_sched.transforms.write_out_of_place import fsdp_with_value
+
 import pytest
 import thunder.torch as ltorch
 import torch
-from internals import Aliases, caching, facts_of
+from internals import Aliases, caching, effects, facts_of
 from operator_calls import Call, calls
 from thunder.core.devices import to_device
 from thunder.core.dtypes import to_dtype
@@ -200,3 +204,19 @@ def test_only_unchanged_copies_keep_the_facts_of_the_original(monkeypatch: pytes
     assert facts_of(original.from_bsym(tags={BoundSymbolTag.BACKWARD})) is facts
     with pytest.raises(pytest.fail.Exception):
         facts_of(of_others)
+
+
+def test_facts_about_own_symbols_are_what_they_declare_and_return() -> None:
+    trace, tensors = TraceCtx(), {"x": torch.zeros(2, 3), "y": torch.zeros(2, 3)}
+    for symbol, read in {fsdp_detached: "x", fsdp_with_value: "xy"}.items():
+        with tracectx(trace):
+            args = [
+                TensorProxy(None, shape=(2, 3), device=to_device("cpu"), dtype=to_dtype(torch.float32)) for _ in read
+            ]
+            out = symbol(*args)
+        bsym, given = trace.bound_symbols[-1], [tensors[name] for name in read]
+        returned = bsym._call_ctx[symbol.name](*given)
+        shared = tuple(a.name for a, t in zip(args, given, strict=True) if _shares_memory(returned, t))
+        assert effects(bsym).aliases == facts_of(bsym).aliases == {out.name: shared}
+    barrier = fsdp_fusion_barrier.bind(*args, output=(x := args[0], y := args[1])[::-1])
+    assert facts_of(barrier).aliases == effects(barrier).aliases == {y.name: (x.name,), x.name: (y.name,)}

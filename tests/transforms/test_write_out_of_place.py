@@ -158,7 +158,15 @@ def _saved(self: Any, x: torch.Tensor) -> torch.Tensor:
     return z + y.pow(3)
 
 
+def _overwritten(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x).t() @ x
+    with torch.no_grad():
+        y.copy_(self.linear.weight)
+    return y
+
+
 WRITES: dict[str, Callable[..., Any]] = {
+    "an output with a parameter": _overwritten,
     "columns of a new tensor": _column_by_column,
     "without gradient": _without_gradient,
     "a buffer without gradient": _average,

@@ -35,7 +35,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..ir.effects import Allocation, Effects, LocalWork, bucket_of, effects
 from ..ir.inspection import first_tensor, forward_part, nbytes_of, with_bound_symbols
-from ..ir.operator_facts import COPYING_SLOTS
 from ..ir.registry import register
 from ..ir.symbols import fsdp_all_gather, tensor_proxy
 from ..plan.layout import Layout, make_placement
@@ -133,6 +132,7 @@ def _copy_secondary_shard_effects(bsym: BoundSymbol) -> Effects:
         work=LocalWork(0, 2 * nbytes_of(copy), 2 * nbytes_of(copy)),
         requires=tuple(read),
         gives={copy.name: ("secondary", bucket)},
+        copies_slot=True,
         allocates=(Allocation(copy.name, nbytes_of(copy), bucket.spec.device.type, kind="values"),),
     )
 
@@ -140,7 +140,6 @@ def _copy_secondary_shard_effects(bsym: BoundSymbol) -> Effects:
 fsdp_copy_secondary_shard = register(
     "fsdp_copy_secondary_shard", copy_secondary_shard, _copy_secondary_shard_effects, _copy_secondary_shard_meta
 )
-COPYING_SLOTS.add(fsdp_copy_secondary_shard.name)
 
 
 def gather_from_secondary(trace: TraceCtx) -> TraceCtx:

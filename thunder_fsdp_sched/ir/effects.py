@@ -71,8 +71,8 @@ class Issue(NamedTuple):
     Attributes:
         kind: the name of the symbol that issues it.
         future: the name of its future.
-        bucket: the bucket that it sends; ``None`` for a copy of an activation.
-        group: the ranks that take part; ``None`` for copies between device and host.
+        bucket: the bucket that it sends; ``None`` if it sends something else.
+        group: the ranks that take part; ``None`` if it is no collective.
         nbytes: bytes of the whole tensor that it operates on, with padding.
         dtype: dtype of that tensor.
         region: the slot that it uses until the wait; ``None`` if it uses none.
@@ -230,13 +230,14 @@ class Effects:
         in_place: results that are views of the slot of the future that it waits for, in the order of parameters.
         requires: contents that values must have: the token that earlier effects ``give`` them.
         gives: contents of results, for ``requires``.
-        aliases: results that may share memory with others, by the safe facts.
+        aliases: results that may share memory with others, by the safe facts. Slots are not among them: see ``in_place``.
         views: results that keep the memory of others and own none, by exact facts.
         strides: strides of results that are not contiguous.
         layouts: results with the strides of another value.
         operators: names of the base operators of torch that it calls; ``None`` if they cannot be observed.
         flops: their additions and multiplications by dtype; ``None`` if they cannot be observed.
         writes: values that it writes in place.
+        copies_slot: whether it copies what is in a slot only until another collective uses the slot.
         allocates: memory that it allocates.
         forgets: keys whose memory it frees.
         faults: contradictions to the settings of the bucket.
@@ -267,6 +268,7 @@ class Effects:
     operators: frozenset[str] | None = None
     flops: Mapping[torch.dtype, int] | None = None
     writes: frozenset[str] = frozenset()
+    copies_slot: bool = False
     allocates: tuple[Allocation, ...] = ()
     forgets: tuple[Hashable, ...] = ()
     faults: tuple[str, ...] = ()

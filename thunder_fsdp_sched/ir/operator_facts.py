@@ -1,7 +1,7 @@
 """Facts about operators: aliases of outputs, purity, and writes to inputs. Unknown operators count as unsafe.
 
 [Note: Sources of facts]
-1. *Symbols of this package* are known exactly: they return views of slots, which the passes follow themselves.
+1. *Symbols of this package* are known exactly, from their declared effects. Passes follow views of slots themselves.
 2. *Prims of Thunder* are in an explicit table. A prim that is not in the table is unknown.
 3. *Functions of torch* are observed, whichever symbol of Thunder calls them: see [Note: Observing a function] in
    ``observation``. So are Thunder's own small implementations, which call torch.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, Symbol
 
 from ..private_thunder import FACTS, function_called_by, torch_function_of
 from .inspection import args_of, outs_of
@@ -48,8 +48,6 @@ class Facts(NamedTuple):
     by_position: frozenset[str] = frozenset()
     draws: bool = False
 
-
-_OUR_EXECUTOR = "fsdp_sched"
 
 _NOT_VALUES = frozenset({PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.GET_GRAD, PrimIDs.PUT_GRAD, PrimIDs.RETURN})
 
@@ -133,16 +131,16 @@ def _renamed(facts: Facts, names: Mapping[str, Proxy]) -> Facts:
     )
 
 
-COPYING_SLOTS: set[str] = set()
-"""Names of our symbols that copy what is in a slot, where it is only until another collective uses the slot."""
+DECLARED_FACTS: dict[Symbol, Callable[[BoundSymbol], Facts]] = {}
+"""The facts about each symbol of this package, which ``registry`` takes from its declared effects."""
 
 
 def _facts_of(bsym: BoundSymbol) -> Facts:
     sym = bsym.sym
     if sym.id in _NOT_VALUES:
         return Facts({}, pure=False)
-    if sym.executor is not None and sym.executor.name == _OUR_EXECUTOR:
-        return Facts({}, pure=sym.name not in COPYING_SLOTS)
+    if (of_declared := DECLARED_FACTS.get(sym)) is not None:
+        return of_declared(bsym)
     if isinstance(sym.id, PrimIDs):
         return _of_prim(sym.id, bsym)
     looked_through = _look_through(bsym) if bsym.subsymbols else None

@@ -14,6 +14,7 @@ from thunder.extend import OperatorExecutor, register_executor
 
 from ..private_thunder import CachingBoundSymbol
 from .effects import DECLARED, Effects, LocalWork, effects
+from .operator_facts import DECLARED_FACTS, Facts
 
 executor = OperatorExecutor("fsdp_sched", version="0.1")
 register_executor(executor)
@@ -47,8 +48,13 @@ def register(
         python_printer=printer or _print,
     )
     executor.register_implementation(symbol, symbol)
-    DECLARED[symbol] = declared
+    DECLARED[symbol], DECLARED_FACTS[symbol] = declared, _declared_facts
     return symbol
+
+
+def _declared_facts(bsym: BoundSymbol) -> Facts:
+    known = effects(bsym)
+    return Facts(dict(known.aliases), pure=not known.copies_slot, writes=known.writes)
 
 
 def _is_handle(arg: Any) -> bool:

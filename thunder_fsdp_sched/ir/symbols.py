@@ -409,7 +409,16 @@ fsdp_check_hooks = register("fsdp_check_hooks", check_hooks)
 fsdp_check_inputs = register("fsdp_check_inputs", check_inputs)
 fsdp_check_parameters = register("fsdp_check_parameters", check_parameters)
 fsdp_guard_backward = register("fsdp_guard_backward", guard_backward)
-fsdp_detached = register("fsdp_detached", torch.Tensor.detach, meta=lambda tensor: TensorProxy(like=tensor))
+
+
+def _detached_effects(bsym: BoundSymbol) -> Effects:
+    aliases = {bsym.output.name: (bsym.args[0].name,)}
+    return Effects(work=LocalWork(), aliases=aliases, views=aliases)
+
+
+fsdp_detached = register(
+    "fsdp_detached", torch.Tensor.detach, _detached_effects, lambda tensor: TensorProxy(like=tensor)
+)
 
 
 def only_in_between(*args: Any) -> None:

@@ -42,7 +42,7 @@ from ..capture.bound_symbols import BoundSymbolCopies, RepeatedRegion, find_repe
 from ..ir.gradients import needing_gradient
 from ..ir.inspection import args_of, defined_by, forward_part, names, nested, outs_of, return_of
 from ..ir.operator_facts import share_facts
-from ..ir.registry import executor
+from ..ir.registry import executor, register
 from ..private_thunder import gradient_rules_of, renamed, requiring_gradient
 from .claim_operators import claim_operators
 
@@ -289,5 +289,5 @@ def _only_in_between(*args: Any) -> None:
     raise AssertionError("calls of programs must be expanded before a trace runs")
 
 
-fsdp_run = executor.register_operator("fsdp_run", meta=_run_meta, fn=_only_in_between)
+fsdp_run = register("fsdp_run", _only_in_between, meta=_run_meta)
 executor.register_implementation(fsdp_run, fsdp_run, grad_transform=_run_grad)
