@@ -306,6 +306,16 @@ def cases(draw: Any, *, numeric: bool = False, least: int = 1, most: int = 3) ->
     return Case(model, {"sharding_strategy": sharding, **options}, groups, kept, low, secondary)
 
 
+TOO_FEW_BYTES = "bytes are too few"
+"""Part of the error for a limit of unsharded bytes that no schedule keeps."""
+
+
+def without_limit(case: Any) -> Any:
+    """Return a case or a scenario without its limit of unsharded bytes, to run what is refused with it."""
+    sharding = replace(case.options["sharding_strategy"], max_unsharded_bytes=None)
+    return replace(case, options={**case.options, "sharding_strategy": sharding})
+
+
 def options_of(case: Case, new_group: Callable[[], Any], world_size: int) -> dict[str, Any]:
     """Return the options of a case. ``new_group`` creates the process group of the blocks in ``case.groups``."""
     options = dict(case.options)

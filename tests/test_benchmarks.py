@@ -84,7 +84,6 @@ def test_the_first_run_trains_on_virtual_gpus_without_a_race(tmp_path: Path) -> 
         record = result.values[0][case]
         assert len(record["digests"]) == 2
         assert record["finite"]
-        assert record["peak"] == 0
 
 
 #

@@ -301,18 +301,20 @@ def test_verify_refuses_a_reduction_that_skips_the_replicas():
 
 
 class SmallNorm(nn.Module):
-    """A model with a norm between large layers, whose communication and compute take almost no time."""
+    """A model with two norms between large layers, whose communication and compute take almost no time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-        self.norm = nn.LayerNorm(64)
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
         self.head = nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = torch.tanh(block(x))
-        return self.head.forward(self.norm(x))
+        for norm in self.norms:
+            x = norm(x)
+        return self.head.forward(x)
 
 
 def test_an_all_reduce_is_not_issued_after_a_reduce_scatter_too_small_to_hide_its_input():
@@ -320,10 +322,12 @@ def test_an_all_reduce_is_not_issued_after_a_reduce_scatter_too_small_to_hide_it
     kinds = [(op.kind.removeprefix("fsdp_"), op.bucket) for op in schedule if "reduce" in op.kind]
     assert kinds == [
         ("reduce_scatter", "head"),
-        ("reduce_scatter", "norm"),
-        ("all_reduce", "head"),  # frees the memory of one reduction for a third
+        ("reduce_scatter", "norms.1"),
+        ("reduce_scatter", "norms.0"),
+        ("all_reduce", "norms.1"),
+        ("all_reduce", "head"),  # frees the memory of one reduction for another
         ("reduce_scatter", "blocks.1"),
-        ("all_reduce", "norm"),
+        ("all_reduce", "norms.0"),
         ("reduce_scatter", "blocks.0"),
         ("all_reduce", "blocks.1"),
         ("all_reduce", "blocks.0"),
