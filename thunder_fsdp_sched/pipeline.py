@@ -85,7 +85,7 @@ def _has_scalars(trace: TraceCtx, c: Context) -> bool:
 
 def _retains(c: Context) -> bool:
     """Return whether backward may find what forward has left in slots, and the ranks agree in each step that it does."""
-    return c.options.agree == "step" and (not c.options.sharding_strategy.release or c.trains)
+    return c.options.agree == "step" and c.trains
 
 
 _FUSES: Condition = ("if an executor can fuse operators", lambda trace, c: bool(c.fusions))
@@ -259,7 +259,7 @@ PIPELINE: tuple[Phase, ...] = (
         Step(
             mark_retained_by_forward,
             when=(
-                'forward, unless `release` frees what it leaves, with `agree="step"`',
+                'forward of a backward, with `agree="step"`',
                 lambda trace, c: _retains(c) and c.forward is None,
             ),
             searched=True,
@@ -269,7 +269,7 @@ PIPELINE: tuple[Phase, ...] = (
             reuse_from_forward,
             lambda trace, c: reuse_from_forward(trace, forward=c.forward),
             when=(
-                'backward, unless `release` frees what forward leaves, with `agree="step"`',
+                'backward, with `agree="step"`',
                 lambda trace, c: _retains(c) and c.forward is not None,
             ),
             searched=True,
@@ -307,7 +307,9 @@ PIPELINE: tuple[Phase, ...] = (
         ),
         Step(
             verify,
-            lambda trace, c: verify(trace, forward=c.forward, max_gathers_in_flight=c.options.max_gathers_in_flight),
+            lambda trace, c: verify(
+                trace, forward=c.forward, original=c.split, max_gathers_in_flight=c.options.max_gathers_in_flight
+            ),
         ),
     ),
     Phase(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.step_memory.value_memory import shared_slots
 
 import pytest
@@ -88,6 +89,13 @@ def test_resident_buckets_hardly_increase_the_arena(prefetch: int) -> None:
     for trace, growth in ((forward, 1.0), (backward, 33 / 32)):
         unmarked = assign_slots(_without_marks(trace))
         assert shared_slots(trace)[0] <= growth * shared_slots(unmarked)[0]
+
+
+def test_a_forward_without_a_backward_leaves_no_bucket() -> None:
+    with torch.no_grad():
+        [compiled] = testing.compile_on_fake_ranks(lambda: (Stack(4, WIDTH), (torch.ones(2, WIDTH),)), 2)
+    assert compiled.backward is None
+    assert all(bsym.kwargs.get("issues_after") is None for bsym in _gathers(compiled.forward))
 
 
 def _without_marks(trace: TraceCtx) -> TraceCtx:

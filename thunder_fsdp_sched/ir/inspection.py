@@ -79,7 +79,7 @@ def return_of(trace: TraceCtx) -> BoundSymbol:
 
 
 def has_backward(trace: TraceCtx) -> bool:
-    """Return whether ``trace`` is a forward trace that saves values for a backward trace."""
+    """Return whether ``trace`` is a forward trace that may save values for a backward trace, also one without gradients."""
     return isinstance(next(iter(return_of(trace).args), None), dict)
 
 

@@ -111,7 +111,7 @@ class BucketOptions:
         comm_policy: the formats in which parameters and gradients travel; ``None`` if they travel exactly.
         gradient_divide_factor: what the sum of gradients over ranks is divided by; ``None`` for the number of ranks.
         secondary_ranks: the number of ranks among which backward gathers from secondary shards; ``None`` for all.
-            See [Note: Secondary shards] in ``runtime.bucket_aliases``.
+            See [Note: Secondary shards] in ``extras.secondary_shards``.
     """
 
     sharding_strategy: ShardingStrategy = "zero3"

@@ -46,7 +46,7 @@ class ShardedModule:
         former_params: the parameters that the sharded ones have replaced (see [Note: Former parameters]).
         replaced: ignored parameters and buffers on their new device.
         began_on_meta: names of tensors without values, until all of them are known to have some.
-        kept_is_final: whether ``max_unsharded_bytes`` has settled already which buckets are kept.
+        kept_buckets_are_final: whether ``max_unsharded_bytes`` has settled already which buckets are kept.
         found: the outcomes of searches for this module, which one rank made for all, by what was searched for.
         without_batch: the starts of the traces that a rank without a batch runs, by kind (``ranks_may_differ``).
         running_eagerly: whether the module's own forward may be called right now (``eager``).

@@ -9,7 +9,7 @@ Ranges of the arena are assigned one by one, each at the lowest offset that is f
 orders are tried: largest first (greedy by size, Pisarchyk and Lee 2020, arXiv:2001.03288), by start, by area, and by
 end from the back. The order that needs the least memory wins. Buckets of equal size get exactly as many slots as are
 live at once. With several sizes the result may exceed the lower bound, which is the most bytes live at once;
-``shared_slots`` returns both.
+``step_memory`` reports both.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def assign_slots(
     arena_split = _bytes_of_forward(forward, arena_of) if backward_arena and forward is not None else None
     shared = _SharedSlots([live for issue, live in ranges.items() if issue not in private], arena_split)
     room = None if max_unsharded_bytes is None else max_unsharded_bytes - private_bytes(trace, kept_buckets)
-    offsets = _offsets(trace, shared, forward, room)
+    offsets = _offsets(trace, shared, forward, room, trains=trains)
     bsyms = list(trace.bound_symbols)
     for issue, live in ranges.items():
         if issue in private:
@@ -133,7 +133,9 @@ class _ArenaLimits(NamedTuple):
     gathered_bytes: int
 
 
-def _offsets(trace: TraceCtx, shared: _SharedSlots, forward: TraceCtx | None, max_bytes: int | None) -> dict[int, int]:
+def _offsets(
+    trace: TraceCtx, shared: _SharedSlots, forward: TraceCtx | None, max_bytes: int | None, *, trains: bool
+) -> dict[int, int]:
     """Return the offset of each shared slot by its issue, with as many buckets resident longer as fit.
 
     Where one more does not fit, it may replace the previous one if it is larger.
@@ -144,7 +146,7 @@ def _offsets(trace: TraceCtx, shared: _SharedSlots, forward: TraceCtx | None, ma
     arena_bytes, gathered_bytes = _end(ranges, best), _gathered_bytes(ranges)
     gathers = [live for live in reversed(ranges) if live.is_gather]
     candidates: list[_Resident] = []
-    if has_backward(trace):
+    if trains and has_backward(trace):
         candidates = [_Resident(replace(live, last=len(trace.bound_symbols))) for live in gathers]
     elif forward is not None:
         retained = retained_by_forward(forward)

@@ -35,7 +35,7 @@ from ..runtime.memory import Arena, Slot
 def mark_retained_by_forward(trace: TraceCtx) -> TraceCtx:
     """Mark the gathers of a forward trace whose slots nothing overwrites before the end of forward.
 
-    Runs on the forward trace after ``assign_slots`` and before ``verify``. Does nothing if there is no backward. Before::
+    Runs on the forward trace of a backward after ``assign_slots`` and before ``verify``. Before::
 
         ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, reuse_cast=False)  # 16,384 bytes float32
         ...
@@ -97,8 +97,8 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
 def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
     """Mark the gathers of a forward trace into private slots, which an earlier micro-batch may have filled.
 
-    Runs on the forward trace after ``assign_slots`` and before ``verify``. Does nothing if there is no backward, or no
-    bucket is kept (ZeRO-3). Before::
+    Runs on the forward trace of a backward after ``assign_slots`` and before ``verify``. Does nothing if no bucket is kept
+    (ZeRO-3). Before::
 
         ft146 = ...(bucket_blocks_0, own_blocks_0, t_blocks_0_weight)  # 16,384 bytes float32
 

@@ -73,7 +73,7 @@ def sort_communication(
     * With ``max_gathers_in_flight``, a gather that would be one too many is issued right after the wait that makes room
       for it, before that wait's consumer.
     * A reduction is issued right after the last of its gradients. The bytes in flight are limited to those of the
-      ``max_reductions_in_flight`` largest reductions; beyond that the oldest is waited for. The others are waited for
+      ``reductions_in_flight`` largest reductions; beyond that the oldest is waited for. The others are waited for
       where their results are read, usually at the end. With 0, each is waited for right after its issue.
     * An all-reduce across replicas is issued after the reduce-scatter of the next bucket that is not small in
       comparison. It has to wait for its own reduce-scatter, which can finish during the compute in between, while the

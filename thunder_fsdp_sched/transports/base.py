@@ -29,7 +29,7 @@ class Views(NamedTuple):
     Attributes:
         flat: the interleaved unsharded buffer.
         tensors: the parameters, or their gradients, as views of ``flat``.
-        pieces: the non-empty segments of the layout, as views of ``flat``, created in advance so that a step creates
+        segments: the non-empty segments of the layout, as views of ``flat``, created in advance so that a step creates
             none.
     """
 

@@ -180,7 +180,6 @@ class _Simulator:
                 continue
             e = effects(bsym)
             issue, wait = e.issues, e.waits
-            in_bucket = e.bucket is not None  # else it is a copy of an activation
             if issue is not None and wait is not None:
                 self._wait(bsym, wait, Seconds(0.0, 0.0), number, position)
                 used = self.compute  # the slot is free before the next collective itself is issued
@@ -188,14 +187,14 @@ class _Simulator:
                 self._issue(e, issue, number, position)
             elif issue is not None and (issue.resident or (self.in_window and issue.window is not None)):
                 self.resident.add(issue.future)
-            elif issue is not None and (in_bucket or not self.cost.synchronous):  # on a CPU, a copy is compute
+            elif issue is not None:
                 self._work(bsym, seconds, number, position)
                 flight = self._issue(e, issue, number, position)
                 if issue.gathers:  # parameters occupy the slot only while they are received
                     began = flight.arrival
                 used = max(began, self.compute)
             else:
-                if wait is None or (not in_bucket and self.cost.synchronous):
+                if wait is None:
                     self._work(bsym, seconds, number, position)
                 elif wait.future not in self.resident:
                     self._wait(bsym, wait, seconds, number, position)
