@@ -50,6 +50,7 @@ class Context:
         computation: as Thunder traced it; ``None`` for a step that is planned again.
         has_gradients: whether ``differentiate`` finds some; ``None`` if Thunder differentiates.
         trains: whether the step has a backward.
+        split: the latest trace as Thunder has split it.
         forward: the forward trace, once it is scheduled.
         start: of a trace on the control channel, if the ranks agree before each run.
         artifacts: where traces are dumped.
@@ -71,6 +72,7 @@ class Context:
     computation: TraceCtx | None = None
     has_gradients: bool | None = None
     trains: bool = False
+    split: TraceCtx | None = None
     forward: TraceCtx | None = None
     start: TraceStart | None = None
     artifacts: Artifacts = field(default_factory=Artifacts)

@@ -390,6 +390,7 @@ class Compilation:
         half = "backward" if is_backward_trace(unscheduled) else "forward"
         size = len(unscheduled.bound_symbols)
         self.sharded.progress.log_phase(f"scheduling {half}, %d bound symbols", size, stage=f"scheduling {half}")
+        self.context.split = unscheduled
         sorted_trace = self.run("scheduled", self.run("split", unscheduled))
         schedule = read_schedule(sorted_trace)
         self._artifacts.log_schedule(half, unscheduled, schedule)

@@ -6,14 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import VerificationError, fsdp
-from thunder_fsdp_sched.ir.inspection import is_backward_trace, with_bound_symbols
+from thunder_fsdp_sched.ir.inspection import UNPACKING, is_backward_trace, with_bound_symbols
 
 import pytest
 import thunder
 import torch
-from internals import effects
+from internals import effects, outs_of
 from ranks import on_ranks
-from thunder.core.symbol import BoundSymbol
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy, variableify
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import tracectx
+from thunder.executors import torchex
 from torch import nn
 
 
@@ -32,10 +36,11 @@ class Reorder(thunder.Transform):
         self.change, self.backward = change, backward
 
     def transform_trace_post_optimization(self, computation_trace: Any, **kwargs: Any) -> Any:
-        bsyms = list(computation_trace.bound_symbols)
+        changed = with_bound_symbols(computation_trace, computation_trace.bound_symbols)
         if is_backward_trace(computation_trace) is self.backward:
-            self.change(bsyms)
-        return with_bound_symbols(computation_trace, bsyms)
+            with tracectx(changed):
+                self.change(changed.bound_symbols)
+        return changed
 
 
 def _named(bsyms: list[BoundSymbol], name: str) -> list[int]:
@@ -80,12 +85,18 @@ BROKEN: dict[str, tuple[Callable[[list[BoundSymbol]], None], bool, str]] = {
 }
 
 
-def _jit(change: Callable[[list[BoundSymbol]], None], *, backward: bool, **options: Any) -> Any:
+def _jit(
+    change: Callable[[list[BoundSymbol]], None],
+    *,
+    backward: bool,
+    module: Callable[[], nn.Module] = _Layers,
+    **options: Any,
+) -> Any:
     transforms = [
         fsdp(bucketing_strategy="layer", prefetch=0, sharding_strategy="zero3"),
         Reorder(change, backward=backward),
     ]
-    return thunder.jit(_Layers(), transforms=transforms, **options)
+    return thunder.jit(module(), transforms=transforms, **options)
 
 
 @pytest.mark.parametrize("what", BROKEN)
@@ -94,6 +105,148 @@ def test_a_later_transform_that_breaks_an_order_is_an_error_before_anything_runs
     change, backward, message = BROKEN[what]
     with pytest.raises(VerificationError, match=rf"after fsdp\(...\), Reorder has changed(.|\n)*{message}"):
         _jit(change, backward=backward)(torch.ones(2, 4))
+
+
+class _Pair(nn.Module):
+    """Two parameters of equal shape, with different gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.a).exp() + x * self.b * x
+
+
+def _pairs() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(_Pair(), _Pair())
+
+
+def _swap(name: str, *, results: bool = False) -> Callable[[list[BoundSymbol]], None]:
+    """Return a change that swaps the last two operands of a statement, or its results."""
+
+    def change(bsyms: list[BoundSymbol]) -> None:
+        at = _named(bsyms, name)[0]
+        old = bsyms[at].output if results else bsyms[at].args
+        new = (*old[:-2], old[-1], old[-2])
+        bsyms[at] = bsyms[at].from_bsym(**{"output" if results else "args": new})
+
+    return change
+
+
+def _swap_between_buckets(bsyms: list[BoundSymbol]) -> None:
+    """Send a gradient of the first bucket again in place of one of the second."""
+    bsyms[:] = [bsym for bsym in bsyms if bsym.sym.id is not PrimIDs.DEL]
+    first, second = _named(bsyms, "fsdp_reduce_scatter")
+    bsyms[second] = bsyms[second].from_bsym(args=(*bsyms[second].args[:2], bsyms[first].args[2], bsyms[second].args[3]))
+
+
+def _swap_returned(bsyms: list[BoundSymbol]) -> None:
+    [gradients] = bsyms[-1].args
+    bsyms[-1] = bsyms[-1].from_bsym(args=((*gradients[:-2], gradients[-1], gradients[-2]),))
+
+
+def _swap_saved(bsyms: list[BoundSymbol]) -> None:
+    returned, ((first, second, *more), others) = bsyms[-1].args
+    bsyms[-1] = bsyms[-1].from_bsym(args=(returned, ((second, first, *more), others)))
+
+
+def _swap_unpacked(bsyms: list[BoundSymbol]) -> None:
+    at = _named(bsyms, "unpack_sequence")[-1]
+    first, second, *more = bsyms[at].output
+    bsyms[at] = bsyms[at].from_bsym(output=[second, first, *more])
+
+
+def _swap_copies(bsyms: list[BoundSymbol]) -> None:
+    """Send copies of two gradients, under new names, in each other's place."""
+    at, *_ = _named(bsyms, "fsdp_reduce_scatter")
+    *others, a, b = bsyms[at].args
+    copies = [x.replace_name(f"copy_of_{x.name}") for x in (a, b)]
+    bsyms[at] = bsyms[at].from_bsym(args=(*others, *copies[::-1]))
+    bsyms[at:at] = [torchex.neg.bind(x, output=copy) for x, copy in zip((a, b), copies, strict=True)]
+
+
+def _swap_names_of_computed_gradients(bsyms: list[BoundSymbol]) -> None:
+    at, *_ = _named(bsyms, "fsdp_reduce_scatter")
+    a, b = bsyms[at].args[-2:]
+    for position in range(at):
+        if defined := {a.name: b, b.name: a}.keys() & outs_of(bsyms[position]):
+            bsyms[position] = bsyms[position].from_bsym(output=b if a.name in defined else a)
+
+
+_OTHER = "which is not what it read before|defines '.*' as another value than before"
+SWAPPED: dict[str, tuple[Callable[[list[BoundSymbol]], None], bool, str]] = {
+    "gradients": (_swap("fsdp_reduce_scatter"), True, r"as the gradient of parameter '1\.a', which is not"),
+    "gradients of two buckets": (_swap_between_buckets, True, "as the gradient of parameter"),
+    "copies of gradients": (_swap_copies, True, "as the gradient of parameter"),
+    "names of computed gradients": (_swap_names_of_computed_gradients, True, "as another value"),
+    "sharded gradients": (_swap("fsdp_wait_grads", results=True), True, "as another value than before"),
+    "parameters": (_swap("fsdp_wait_params", results=True), False, "as another value than before"),
+    "parameters of backward": (_swap("fsdp_wait_params", results=True), True, "as another value than before"),
+    "shards": (_swap("fsdp_all_gather"), False, _OTHER),
+    "shards of backward": (_swap("fsdp_all_gather"), True, _OTHER),
+    "returned gradients": (_swap_returned, True, _OTHER),
+    "saved values": (_swap_saved, False, _OTHER),
+    "unpacked values": (_swap_unpacked, True, _OTHER),
+}
+
+
+@on_ranks()
+def test_a_later_transform_that_swaps_values_of_equal_shape_is_an_error() -> None:
+    for what, (change, backward, message) in SWAPPED.items():
+        model = _jit(change, backward=backward, module=_pairs)
+        with pytest.raises(VerificationError, match=rf"Reorder has changed(.|\n)*({message})"):
+            model(torch.ones(4, 4))
+            pytest.fail(what)
+    model = _jit(_swap("fsdp_accumulate_grads"), backward=True, module=_pairs)
+    with model.no_sync(), pytest.raises(VerificationError, match="which is not what it read before"):
+        model(torch.ones(4, 4))
+
+
+def _rename_all(bsyms: list[BoundSymbol]) -> None:
+    """Give each computed value another name."""
+    new = {}
+    for position, bsym in enumerate(bsyms):
+        if bsym.sym.id not in UNPACKING:
+            new |= {variableify(p): p.replace_name(f"new_{p.name}") for p in bsym.flat_proxy_outs}
+        bsyms[position] = bsym.from_bsym_swap_proxies(new)
+
+
+def _fuse_gradients(bsyms: list[BoundSymbol]) -> None:
+    """Compute the gradients of a reduction in one fusion each, of which nobody sees inside."""
+    at, *_ = _named(bsyms, "fsdp_reduce_scatter")
+    for grad in bsyms[at].args[-2:]:
+        position = next(i for i, b in enumerate(bsyms) if grad.name in outs_of(b))
+        fusion, old = Symbol("opaque", meta=None), bsyms[position]
+        call = fusion.bind(*old.flat_proxy_args, output=grad)
+        constants = [arg for arg in old.flat_args if not isinstance(arg, Proxy)]
+        assert not constants
+        call._call_ctx = {"opaque": old._call_ctx[old.sym.name] if old._call_ctx else getattr(torch, old.sym.name)}
+        bsyms[position] = call
+
+
+def _scale_gradients(bsyms: list[BoundSymbol]) -> None:
+    """Negate each gradient twice before it is sent, under new names."""
+    for at in reversed(_named(bsyms, "fsdp_reduce_scatter")):
+        *others, a, b = bsyms[at].args
+        added = []
+        for x in (a, b):
+            once, twice = (x.replace_name(f"{x.name}_{number}") for number in range(2))
+            added += [torchex.neg.bind(x, output=once), torchex.neg.bind(once, output=twice)]
+        bsyms[at] = bsyms[at].from_bsym(args=(*others, added[1].output, added[3].output))
+        bsyms[at:at] = added
+
+
+@on_ranks()
+def test_a_later_transform_may_rename_fuse_and_process_values() -> None:
+    reference, x = _pairs(), torch.linspace(-1, 1, 16).view(4, 4)
+    reference(x).sum().backward()
+    for change in (_rename_all, _fuse_gradients, _scale_gradients):
+        model = _jit(change, backward=True, module=_pairs)
+        model(x).sum().backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.to_local(), p.rows.of(q.grad))
 
 
 @on_ranks()

@@ -28,9 +28,9 @@ from models import Chain
 from synthetic_traces import FakeProcessGroup, chain
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import from_trace, tracectx
+from thunder.core.trace import TraceCtx, from_trace, tracectx
 from torch import nn
 
 GATHER, REDUCE, GRAD = "fsdp_all_gather", "fsdp_reduce_scatter", "fsdp_matmul_into"
@@ -70,6 +70,10 @@ class Step:
             traces = [assign_slots(sort_communication(chain(4), prefetch=2))]
         else:
             traces = [compiled(options).forward, compiled(options).backward]
+        self.original = None
+        if options != "chain":
+            halves = compiled(options).forward_before, compiled(options).backward_before
+            self.original = halves[half == "backward"]
         copies = []
         for trace in traces[: 1 + (half == "backward")]:
             copies.append(from_trace(trace))
@@ -143,7 +147,8 @@ class Step:
         self.bsyms[-1] = self.bsyms[-1].from_bsym(args=(outputs, ((*tensors, value), others)))
 
     def verify(self) -> None:
-        verify(self.trace, forward=None if self.trace is self.forward else self.forward)
+        forward = None if self.trace is self.forward else self.forward
+        verify(self.trace, forward=forward, original=self.original)
 
 
 def fuse_a_view(step: Step) -> None:
@@ -163,6 +168,20 @@ def communicate(step: Step, position: int, *, inside: bool = False) -> None:
     step.bsyms[position] = foreign
 
 
+def swap(step: Step, name: str, *, results: bool = False) -> None:
+    """Swap the last two operands of a statement, or its results."""
+    position = step.at(name)
+    bsym = step.bsyms[position]
+    *others, first, second = bsym.output if results else bsym.args
+    changed = (*others, second, first)
+    step.bsyms[position] = bsym.from_bsym(**{"output": changed} if results else {"args": changed})
+
+
+def swap_returned(step: Step) -> None:
+    [gradients] = step.bsyms[-1].args
+    step.bsyms[-1] = step.bsyms[-1].from_bsym(args=((*gradients[:-2], gradients[-1], gradients[-2]),))
+
+
 def saved_weight(step: Step) -> tuple[int, int, TensorProxy]:
     """Return the positions of the second gradient in place and of its parameter's last read, and that parameter."""
     write = step.at(GRAD, 1)
@@ -171,16 +190,34 @@ def saved_weight(step: Step) -> tuple[int, int, TensorProxy]:
     return write, max(i for i, b in enumerate(step.bsyms) if weight.name in args_of(b)), weight
 
 
-def read_over_gradient(step: Step) -> None:
-    """Read a parameter after its gradient has taken its place."""
+def gradient_over_parameter(step: Step) -> tuple[int, TensorProxy]:
+    """Return the position of a gradient that takes the place of its parameter, and the parameter."""
     for grad in step.all(GRAD):
         bucket, slot, index, *_ = step.bsyms[grad].args
         waits = [b for b in step.bsyms[:grad] if b.sym.name == PARAMS and b.args[0] is bucket]
         issues = [b for b in step.bsyms[:grad] if b.sym.name == GATHER and b.args[:2] == (bucket, slot)]
         if waits and issues:
-            step.read(grad + 1, waits[0].output[index])
-            return
+            return grad, waits[0].output[index]
     raise AssertionError("no gradient is in the place of its parameter")
+
+
+def read_over_gradient(step: Step) -> None:
+    """Read a parameter after its gradient has taken its place."""
+    grad, parameter = gradient_over_parameter(step)
+    step.read(grad + 1, parameter)
+
+
+def write_over_operand(step: Step) -> None:
+    """Compute a gradient from the parameter whose place it takes."""
+    grad, parameter = gradient_over_parameter(step)
+    step.change(grad, {3: parameter})
+
+
+def gather_over_window(step: Step) -> None:
+    """Gather the first bucket into the private slot of the second, which may be there from an earlier micro-batch."""
+    first, second = step.all(GATHER)[:2]
+    step.change(first, {1: step.slot(GATHER, 1)}, window=None)
+    step.move(step.at(PARAMS), second)
 
 
 def guard_late(step: Step) -> None:
@@ -231,7 +268,7 @@ _MOVED = r"communicates, but a collective of bucket '\S+' was moved across it"
 _PLACE = (
     r"reduces '\w+' as the gradient of '\S+' for bucket '\S+' in \S+, but it is the gradient of '\S+' for bucket '\S+'"
 )
-_WRITES_SOURCE = r"may write '\w+' while fsdp_copy_to_host reads it"
+_OPERANDS = "other operands than when it was made"
 _IN_FLIGHT = r"writes slot_\d+ before the wait for bucket '\S+'"
 _NO_GUARD = r"reads '\w+' of bucket '\S+' in own_\S+ before the guard of bucket '\S+'"
 
@@ -266,6 +303,10 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
         # Order
         "others communicate after a gather": (lambda s: communicate(s, s.at(GATHER) + 1), _MOVED),
         "a composite communicates": (lambda s: communicate(s, s.at(GATHER) + 1, inside=True), _MOVED),
+        "a value is read after `del`": (
+            lambda s: s.bsyms.insert(s.at(PARAMS) + 1, prims.python_del.bind(s.weight(), output=None)),
+            _UNDEFINED,
+        ),
         # Slots
         "a gather has no slot": (lambda s: s.change(s.at(GATHER), {1: None}), r"bucket '\S+' has no slot"),
         "a view of a view is read after reuse": (
@@ -293,6 +334,12 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
         ),
         "a parameter is returned": (lambda s: s.return_(s.weight(-1)), r"returns '\w+', which is stored in slot_\d+"),
     },
+    ("zero2 forward",): {
+        "another bucket is gathered over one that a window has left": (
+            gather_over_window,
+            r"expects the parameters of bucket '\S+' in own_\S+, which bound symbol \d+ of forward has overwritten",
+        )
+    },
     ("zero3 forward",): {
         # Slots
         "a parameter is saved": (lambda s: s.save(s.weight(-1)), r"saves '\w+', which is stored in slot_\d+ of bucket"),
@@ -306,12 +353,25 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
             r"leaves the parameters of bucket '\S+' in slot_\d+, which bound symbol \d+ of forward has overwritten",
         ),
     },
+    ("zero3 forward", "zero3 backward", "zero2 forward", "secondary forward"): {
+        "shards are swapped": (lambda s: swap(s, GATHER), _OPERANDS),
+        "parameters are swapped": (lambda s: swap(s, PARAMS, results=True), _OPERANDS),
+    },
+    ("zero3 backward", "zero2 backward"): {
+        "gradients are swapped": (lambda s: swap(s, REDUCE), f"{_PLACE}|{_OPERANDS}"),
+        "sharded gradients are swapped": (lambda s: swap(s, "fsdp_wait_grads", results=True), _OPERANDS),
+        "returned gradients are swapped": (swap_returned, _OPERANDS),
+    },
     BW: {
         # Order
         "others communicate before a reduction": (lambda s: communicate(s, s.at(REDUCE, -1)), _MOVED),
         "a reduction is before a gradient": (lambda s: s.move(s.at(REDUCE), s.last_gradient()), _UNDEFINED),
         # Gradients in place
         "a parameter is read where its gradient is": (read_over_gradient, _OVERWRITTEN),
+        "a gradient is written over the parameter that its operator reads": (
+            write_over_operand,
+            r"writes slot_\d+ for bucket '\S+' while it reads '\w+' there",
+        ),
         "a gradient is in another slot": (
             lambda s: s.change(s.at(GRAD), {1: s.slot(GRAD, 1)}),
             f"{_PLACE}|{_IN_FLIGHT}",
@@ -385,6 +445,7 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
             lambda s: s.change(s.at(SECONDARY, 1), {0: s.get(SECONDARY).args[0]}),
             r"reads '\w+', which holds \('params', \w+, None\), not \('params', \w+, None\)",
         ),
+        "parameters whose shard is copied are swapped": (lambda s: swap(s, SECONDARY), "which holds"),
         "a shard is not copied": (lambda s: s.bsyms.pop(s.at(SECONDARY)), _UNDEFINED),
     },
     SHARDS[1:]: {
@@ -419,7 +480,9 @@ def test_correct_traces_pass(trace: str) -> None:
 def test_a_broken_trace_is_refused(trace: str, mutate: Mutation, message: str) -> None:
     step = Step(*trace.split())
     mutate(step)
-    with pytest.raises(VerificationError, match=rf"bound symbol \d+ of (forward|backward): .*({message})"):
+    with pytest.raises(
+        VerificationError, match=rf"(bound symbol \d+ of (forward|backward): .*|^a statement has )({message})"
+    ):
         step.verify()
 
 
@@ -438,6 +501,19 @@ def test_gradients_over_kept_parameters_need_their_forward() -> None:
         verify(Step("zero2", "backward").trace)
 
 
+@pytest.mark.parametrize("is_view", [False, True])
+def test_backward_may_use_a_name_of_forward_again(is_view: bool) -> None:
+    forward, step = Step("zero3"), Step("zero3", "backward")
+    old = forward.view(forward.at(PARAMS) + 1, forward.weight()) if is_view else forward.weight()
+    step.forward = forward.forward
+    computed = next(b.output for b in step.bsyms if b.sym.name == "mul")
+    with tracectx(TraceCtx()):
+        new = computed.replace_name(old.name)
+    step.trace.bound_symbols[:] = [b.from_bsym_swap_proxies({variableify(computed): new}) for b in step.bsyms]
+    step.original = None
+    step.verify()
+
+
 def test_a_view_that_forward_has_saved_is_followed() -> None:
     step = Step("zero2", "backward")
     _, _, weight = saved_weight(step)
@@ -447,6 +523,7 @@ def test_a_view_that_forward_has_saved_is_followed() -> None:
     step.forward = forward.forward
     unpack = next(i for i, b in enumerate(step.bsyms) if weight.name in outs_of(b))
     step.bsyms[unpack] = step.bsyms[unpack].from_bsym(output=[*step.bsyms[unpack].output, view])
+    step.original = None  # it unpacks no view
     step.verify()
     step.read(-1, view)
     with pytest.raises(VerificationError, match=_OVERWRITTEN):

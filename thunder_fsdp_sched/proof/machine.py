@@ -62,12 +62,10 @@ class _Range(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """An operation that was issued at ``position``, and reads values and sends their contents until its wait."""
+    """An operation that was issued at ``position`` and is not waited for."""
 
     issue: Issue
     position: int
-    reads: frozenset[str]
-    sent: frozenset[Hashable]
 
 
 class Machine:
@@ -154,12 +152,7 @@ class Machine:
             self._write(effect.fills, grad, bsym)
             self.filling[grad] = effect.fills, self.position
         if effect.issues is not None:
-            flight = self._issue(effect.issues, bsym, effect)
-        written = frozenset().union(*map(self._roots, effect.writes))
-        for flying in self.flights.values() if written else ():
-            for name in flying.reads:
-                if written & self._roots(name):
-                    self.fail(f"may write {name!r} while {flying.issue.kind} reads it")
+            flight = self._issue(effect.issues, bsym)
         if bsym.sym.id not in UNPACKING:
             self._put_results(bsym, effect, flight)
 
@@ -284,10 +277,8 @@ class Machine:
             if region is not None and _Range(*region.span, None, region).overlaps(arena, start, end):
                 self.fail(f"{verb} {region.slot} before the wait for bucket {_name(region)}")
 
-    def _issue(self, issue: Issue, bsym: BoundSymbol, effect: Effects) -> _Pending:
-        reads = frozenset(args_of(bsym)).difference(effect.collects)
-        sent = frozenset(self.contents[name] for name in reads if name in self.contents)
-        flight = _Pending(issue, self.position, reads, sent)
+    def _issue(self, issue: Issue, bsym: BoundSymbol) -> _Pending:
+        flight = _Pending(issue, self.position)
         if issue.region is not None:
             arena = self._slot(issue.region).arena
             if issue.gathers:
@@ -333,9 +324,6 @@ class Machine:
         if issue.kind not in kinds or issue.bucket is not effect.bucket:
             what = f"{issue.kind} of bucket {_name(issue)}" if issue.bucket else issue.kind
             self.fail(f"waits for {future!r}, {what}, but expects {' or '.join(kinds)} of its own bucket")
-        for out, content in effect.gives.items():
-            if flight.sent and content not in flight.sent:
-                self.fail(f"returns {out!r} as {content}, but {', '.join(map(str, flight.sent))} was sent")
         return flight
 
     def _end(self) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import with_bound_symbols
 from .machine import Machine
+from .same_values import check_operands, returned_by
 
 
 def verify(
     trace: TraceCtx,
     *,
     forward: TraceCtx | None = None,
+    original: TraceCtx | None = None,
     max_gathers_in_flight: int | None = None,
     in_order: bool = True,
 ) -> TraceCtx:
@@ -40,16 +43,16 @@ def verify(
     * A gather of backward that expects its bucket to be resident is right: forward has left the bucket in this slot (if
       ``forward`` is given), nothing overwrites it before that gather, and both gathers state the correct number of issues.
     * Only gathers of a forward with a backward, into private slots, take part in accumulation windows.
+    * Collectives and waits have the operands and results of the ``original`` trace: see [Note: Whose value it is] in
+      ``same_values``.
     * Every secondary shard is copied from the gather of its bucket, and backward gathers the bucket from these copies.
-    * Until the wait for a copy of an activation nothing writes its source. After the wait of a copy to host memory nothing
-      reads the source. Only copies to the device read what is in host memory, and they return the shape, dtype and
-      device of the value that forward copied.
 
     For example, a matmul with a weight in ``slot_0`` is refused if the trace gathers another bucket into ``slot_0`` before.
     See [Note: The abstract machine] in ``machine``.
 
     Args:
         forward: for a backward trace, its forward trace after ``mark_retained_by_forward``.
+        original: the trace as Thunder has split it; ``None`` if there is none to compare with.
         max_gathers_in_flight: how many gathers may be issued and not waited for; ``None`` for no limit.
         in_order: whether gathers of ``trace`` must be issued in the order of their first consumers. A trace that serves
             other ranks follows their order.
@@ -62,6 +65,8 @@ def verify(
         machine.run(forward)
     machine.in_order = in_order
     machine.run(trace)
+    if original is not None:
+        check_operands(original, trace)
     return with_bound_symbols(trace, trace.bound_symbols, "fsdp: verified")
 
 
@@ -69,4 +74,8 @@ def is_unchanged(verified: TraceCtx, final: TraceCtx) -> bool:
     """Return whether two traces have the same bound symbols; Thunder unwraps what a forward without backward returns."""
     same = len(verified.bound_symbols) == len(final.bound_symbols)
     pairs = zip(verified.bound_symbols, final.bound_symbols, strict=False)
-    return same and all(old is new or old.sym.id is new.sym.id is PrimIDs.RETURN for old, new in pairs)
+    return same and all(old is new or _return_the_same(old, new) for old, new in pairs)
+
+
+def _return_the_same(old: BoundSymbol, new: BoundSymbol) -> bool:
+    return old.sym.id is new.sym.id is PrimIDs.RETURN and returned_by(old) == returned_by(new)

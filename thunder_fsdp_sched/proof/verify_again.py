@@ -14,6 +14,7 @@ from ..ir.inspection import is_backward_trace, statement
 from ..ir.registry import handles_of
 from .audit import without_audit
 from .machine import Machine, VerificationError
+from .same_values import check_values
 
 
 def verify_again(
@@ -46,6 +47,7 @@ def verify_again(
         machine = Machine(max_gathers_in_flight)
         for trace in final:
             machine.run(trace)
+        check_values(verified, final)
     except VerificationError as error:
         raise VerificationError(
             f"after fsdp(...), {after} has changed a trace that was proved, and it is wrong now. Give that transform "

@@ -55,7 +55,7 @@ def build(
     no_sync = context.no_sync and half == "backward"
     merged = follow_order(trace, order=order, start=start, buckets=buckets, sources=sources, no_sync=no_sync)
     merged = _with_slots(merged, context, forward, trains=context.trains and (forward is not None or half == "forward"))
-    merged = verify(merged, forward=forward, in_order=False)
+    merged = verify(merged, forward=forward, original=trace, in_order=False)
     merged = _with_end(merged, start, buckets.values(), context, half)
     merged = del_last_used(merged, clear_mutable_collections=half == "backward")
     if half == "forward":  # what Thunder does after the last hook of transforms
