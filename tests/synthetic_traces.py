@@ -39,12 +39,13 @@ def make_bucket(
     dtype: torch.dtype = torch.float32,
     zero3: bool = True,
     arena: Arena | None = None,
+    ranks: BucketRanks | None = None,
 ) -> Bucket:
     cpu = torch.device("cpu")
     params = tuple(ParamSpec((f"{name}.p{i}",), shape, dtype, cpu, True) for i, shape in enumerate(shapes))
     layout, options = make_layout(shapes, world_size, dtype.itemsize), BucketOptions("zero3" if zero3 else "zero2")
     spec = BucketSpec(name, params, layout, options)
-    return Bucket(spec, _ranks(world_size), arena or Arena(cpu), f"bucket_{name}")
+    return Bucket(spec, ranks or _ranks(world_size), arena or Arena(cpu), f"bucket_{name}")
 
 
 @functools.cache

@@ -48,6 +48,26 @@ def test_parameters_are_aligned(shapes, world_size, itemsize):
     assert all(p.unsharded_offset * itemsize % ALIGNMENT == 0 for p in layout.placements)
 
 
+@settings(deadline=None)
+@given(shapes, st.sampled_from([2, 3, 8]), st.sampled_from([1, 2, 4, 8]))
+def test_segments_of_a_shard_are_aligned(shapes, world_size, itemsize):
+    layout = make_layout(shapes, world_size, itemsize, exempt=range(0, len(shapes), 2))
+    assert all(s.shard_offset * itemsize % ALIGNMENT == 0 for s in layout.segments)
+    assert layout.shard_numel * itemsize % ALIGNMENT == 0
+
+
+@settings(deadline=None)
+@given(shapes, st.sampled_from([2, 3, 8]))
+def test_more_than_an_eighth_is_padding_only_if_rows_of_one_width_need_as_much(shapes, world_size):
+    layout = make_layout(shapes, world_size, 4)
+    widths = {math.prod(shape[1:]) for shape in shapes}
+    of_width = [[shape for shape in shapes if math.prod(shape[1:]) == width] for width in widths]
+    split = sum(world_size * make_layout(each, world_size, 4).segments[0].shard_numel for each in of_width)
+    numel = sum(world_size * s.shard_numel for s in layout.segments)
+    if sum(p.numel for p in layout.placements) < 7 / 8 * numel:
+        assert numel <= split
+
+
 @pytest.mark.parametrize(("world_size", "padding"), [(2, 1e-4), (8, 1e-3), (64, 0.01), (1024, 0.08)])
 def test_a_llama_block_is_one_segment_with_little_padding(world_size, padding):
     d, ff, kv = 4096, 14336, 1024
