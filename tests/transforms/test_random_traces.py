@@ -136,7 +136,7 @@ limits = st.fixed_dictionaries(
 )
 
 
-@quiet(100)
+@quiet(60)
 @given(traces(), limits, st.booleans())
 def test_values_are_those_without_slots(
     drawn: tuple[TraceCtx, list[Bucket]], limits: dict[str, Any], kept: bool
@@ -198,7 +198,7 @@ def _until_compute(bsyms: list[BoundSymbol], position: int) -> range:
     return range(position + 1, end + 1)
 
 
-@quiet(100)
+@quiet(60)
 @given(traces(), st.integers(0, 3), st.sampled_from([2, 2, 1]))
 def test_reductions_wait_only_for_readers_and_for_memory_of_their_own_group(
     drawn: tuple[TraceCtx, list[Bucket]], prefetch: int, most: int
@@ -244,7 +244,7 @@ def test_reductions_wait_only_for_readers_and_for_memory_of_their_own_group(
         assert at_once[:1] == hiding[:1] != [] or needs_memory(reduction, reduction.across) or is_waited
 
 
-@quiet(100)
+@quiet(60)
 @given(traces(), st.integers(1, 3))
 def test_a_gather_overtakes_a_reduction_only_where_it_would_queue_behind_it(
     drawn: tuple[TraceCtx, list[Bucket]], prefetch: int
