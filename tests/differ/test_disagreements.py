@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,9 @@ from thunder_fsdp_sched.extras.ranks_differ import start
 
 import pytest
 import torch
+import torch.distributed as dist
 from differing import Blocks, DifferingRun
+from internals import ops
 from ranks import on_ranks
 from scenario import loss_of
 
@@ -207,3 +210,36 @@ def test_loops_over_batches(rank: int) -> None:
                 break
         run.forward(5, ("0", "0"), grad=False)
     run.train(1, ("0", "1"), first=6)
+
+
+def _failing_at(number: int) -> Any:
+    """Return a context in which the collective of this number is not issued, because of an exception."""
+    numbers, issue = itertools.count(), ops.issue
+
+    def issue_or_fail(*args: Any) -> Any:
+        if next(numbers) == number:
+            raise ArithmeticError("on demand")
+        return issue(*args)
+
+    return mock.patch.object(ops, "issue", issue_or_fail)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("ways", [("0", "1"), ("01", "01")])
+@on_ranks()
+def test_ranks_that_an_exception_stopped_at_different_collectives_continue_after_discarding(
+    rank: int, strategy: str, ways: tuple[str, str]
+) -> None:
+    run = DifferingRun(sharding_strategy=strategy, ranks=dist.new_group(timeout=timedelta(seconds=60)))
+    run.train(1, ways)
+    for number in (0, 1):
+        run.forward(1, ways)
+        with _failing_at(number + rank), pytest.raises(ArithmeticError, match="on demand"):
+            run.pending[-1].losses[0].backward()
+        if number:  # before they discard, they would mix up their collectives
+            with pytest.raises(ScheduleDisagreement, match="after an exception"):
+                run.model(*run.inputs(1), ways[rank])
+        run.model.zero_grad()
+        tfs.discard_unreduced(run.model)
+        run.forget()
+        run.train(1, ways, first=2)

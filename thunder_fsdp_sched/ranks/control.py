@@ -4,8 +4,8 @@
 Before the collectives of a trace, a state dict, a checkpoint and so on, every rank announces which of these it is about
 to run. That is a round of the channel (see [Note: Rounds] in ``channel``). In a trace, ``fsdp_agree`` posts the round
 and ``fsdp_agreed`` settles it. With gloo it is settled before the first collective is issued, because gloo aborts the
-process if sizes differ. With NCCL it is settled before the first result is waited for, so the round overlaps the first
-collective.
+process if sizes differ. With NCCL it is settled before the first result is waited for, so the round of a forward overlaps
+its first collective. That of a backward does only if it is not needed to know what backward gathers: see below.
 
 A token identifies the *agreed program*, not the trace: ranks may run traces of different shapes whose collectives
 match, and with ``process_group_for`` even different programs. ``check_program`` compared the programs when they
@@ -98,12 +98,17 @@ class IssueCounts:
     """The number of collectives that one model has issued on this rank; see [Note: Agreement of ranks].
 
     Each collective counts twice, before and after it is issued, so an issue that failed halfway is recognized.
+
+    Attributes:
+        log: if the ranks agree in steps, the kind and the bucket's handle of each collective since the last round that
+            followed none of an interrupted trace. After an exception, ranks catch up with it on one another.
     """
 
-    __slots__ = ("expected", "issued", "settle")
+    __slots__ = ("expected", "issued", "log", "settle")
 
-    def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, settle: Callable[[], None] = lambda: None, *, logs: bool = False) -> None:
         self.issued = 0
+        self.log: list[tuple[str, str]] | None = [] if logs else None
         self.expected = 0  # the collectives of all traces that have started
         self.settle = settle  # ends a round of agreement that is still open
 
@@ -139,7 +144,7 @@ class Control:
         self.number = hash64(name)
         self.failure: Callable[[], object] | None = None  # raises the error of a save beside training
         self.discards = 0  # how often `discard_unreduced` was called
-        self.issue_counts = IssueCounts() if channel is None else IssueCounts(channel.settle)
+        self.issue_counts = IssueCounts() if channel is None else IssueCounts(channel.settle, logs=agreement == "step")
         self.agreement = agreement
         self.agreed: dict[int, AgreedProgram] = {}  # programs that the ranks have compared, by a hash
         _controls[group] = weakref.ref(self)
@@ -200,6 +205,8 @@ class Control:
         """
         self.begin(what, *details)
         self.settle()
+        if self.issue_counts.log is not None:
+            self.issue_counts.log.clear()
 
     def begin(self, what: str, *details: str, digest: int = 0, advice: str = "") -> None:
         """Start a :meth:`rendezvous` without waiting; ``settle`` completes it.

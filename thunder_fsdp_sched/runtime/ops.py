@@ -107,6 +107,8 @@ def issue(bucket: Bucket, what: str, function: Callable[[], T], slot: Slot | Non
             slot.arena.mark_interrupted(bucket, what, slot)
         raise
     bucket.issue_counts.issued += 1
+    if (log := bucket.issue_counts.log) is not None:
+        log.append((what, bucket.handle))
     return issued
 
 

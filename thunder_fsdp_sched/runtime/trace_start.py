@@ -92,7 +92,7 @@ class TraceStart(RoundAction):
         self._bits = _BITS if agreed.is_alike else 1
         comparable, self._inputs, self._exact = computation.hashes if agreed.compares_computation else (0, 0, 0)
         self._program = agreed.number, comparable
-        self._surplus_issues, self._begun = 0, 0
+        self._surplus_issues, self._begun, self._logged = 0, 0, 0
         self._reduced: list[str] = []  # a line for each bucket of `pending_grad_buckets` that it reduces
         self._reduced_in: list[tuple[ProcessGroupRef, str]] = []  # the same for buckets that not all ranks have
         self._unused: dict[Bucket, frozenset[int]] = {}  # the parameters that this rank has not used
@@ -116,7 +116,7 @@ class TraceStart(RoundAction):
         """
         control, issue_counts = self.control, self.control.issue_counts
         self._surplus_issues = issue_counts.surplus_issues
-        self._begun = self.issues
+        self._begun, self._logged = self.issues, len(issue_counts.log or ())
         self._find_pending_grads()
         self._deferred, self._left = self._describe_windows()
         self._failure = control.failure if backward_number() < 0 else None
@@ -173,6 +173,8 @@ class TraceStart(RoundAction):
         Gathers are left out whose buckets all ranks have. Kept buckets that a rank has lost are gathered again. The error of
         a save is raised that all ranks know. No gradient is returned for parameters that no rank has used.
         """
+        if (log := self.control.issue_counts.log) is not None:
+            del log[: self._logged]
         self._ends_with_audit = not offered_bits & _UNAUDITED
         if offered_bits & _FAILURE and self._failure is not None:
             self.cancel()

@@ -12,6 +12,7 @@ from thunder.core.module import ThunderModule
 from ...option_checks import check_factor
 from ...runtime.row_dtensor import local_rows
 from ...sharding.sharded_module import find_jitted
+from .catch_up import catch_up
 
 
 def clip_grad_norm_(
@@ -108,14 +109,18 @@ def discard_unreduced(model: ThunderModule) -> None:
 
     Call it on all ranks to restart an accumulation; ``zero_grad()`` clears only ``.grad``. If only some ranks call it, all
     ranks raise an error at the start of their next forward or backward. After a backward under ``no_sync`` has failed
-    halfway, it is the only way to continue.
+    halfway, it is the only way to continue; so it is after exceptions have stopped ranks at different collectives, which
+    then meet here.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
+        RuntimeError: exceptions have stopped ranks at different collectives, some over a part of the ranks.
+        ScheduleDisagreement: an exception has stopped this rank in a trace, and another rank does something else.
     """
     _, sharded = find_jitted(model)
     for bucket in sharded.buckets:
         bucket.accumulation.discard()
+    catch_up(sharded)
     sharded.control.discards += 1
 
 
