@@ -56,7 +56,7 @@ class GroupAssignment:
         return ranks
 
     def ranks(self, group_key: GroupKey) -> BucketRanks:
-        """Return the ranks that a plan describes by ``key``."""
+        """Return the ranks that a plan describes by ``group_key``, which :meth:`key` has returned for them."""
         return self._of[group_key]
 
     def ranks_of(self, spec: BucketSpec) -> BucketRanks:
