@@ -14,7 +14,7 @@ from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step, fake_rank, 
 from thunder_fsdp_sched.extras.planning.fit import optimizer_step_bytes, with_optimizer
 from thunder_fsdp_sched.extras.planning.models import MODELS
 from thunder_fsdp_sched.extras.replay import load_schedules
-from thunder_fsdp_sched.extras.testing import compile_on_fake_ranks
+from thunder_fsdp_sched.extras.testing import assert_peak_memory_at_most, compile_on_fake_ranks
 
 import pytest
 import thunder
@@ -205,6 +205,11 @@ def test_a_planned_step_has_the_memory_that_its_optimizer_allocates():
     allocated = {kind: memory.bytes_of(kind)[-1] for kind in ("gradients", "temporaries", "saved for backward")}
     assert allocated == {"gradients": gradients, "temporaries": shards, "saved for backward": 0}
     assert memory.wasted == (*plain.wasted, plain.bytes_of("unsharded buckets")[-1])
+    adamw = {"optimizer_state": 2 * shards, "optimizer_step": shards}
+    peak = step.compiled.memory.with_optimizer_state(*adamw.values()).peak.nbytes
+    assert_peak_memory_at_most(step.transform, peak, **adamw)
+    with pytest.raises(AssertionError, match=r"in optimizer\.step"):
+        assert_peak_memory_at_most(step.transform, peak - 1, **adamw)
     assert memory.peak.phase == "optimizer.step" and with_optimizer(step, allocated=0).peak.phase == "backward"
 
 
@@ -274,6 +279,7 @@ NEVER = "test_dry_run:make_never"
         (("plan", "test_dry_run:make_on_meta", "--sharding", "zero2", "--secondary-ranks", "2"), "secondary_ranks"),
         (("diff", "nowhere.json", "nowhere.json"), "nowhere.json"),
         (("plan", NEVER, "--world-size", "0"), "Invalid value for '--world-size'"),
+        (("plan", NEVER, "--world-size", "1000000000"), "Invalid value for '--world-size'"),
         (("plan", NEVER, "--prefetch", "-1"), "prefetch: expected 0 or more"),
         (("plan", NEVER, "--prefetch", "1.5"), "--prefetch: expected a number of buckets or auto, got '1.5'"),
         (("plan", NEVER, "--optimizer-bytes", "inf"), "--optimizer-bytes: expected a finite number, got inf"),

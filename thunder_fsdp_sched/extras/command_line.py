@@ -66,7 +66,7 @@ class StepOptions:
             "is downloaded.",
         ),
     ]
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks to compile for; none is started.")] = 8
+    world_size: Annotated[int, typer.Option(min=1, max=10**6, help="Ranks to compile for; none is started.")] = 8
     cluster: Annotated[
         str, typer.Option(help="The machine: a preset, or a .json file with the attributes of ClusterSpec.")
     ] = "h100-sxm"

@@ -239,16 +239,19 @@ def _before_wait(gather: Gather) -> int:
     return gather.wait - 1
 
 
-def assert_peak_memory_at_most(subject: Subject, limit: int | str, *, optimizer_state: int = 0) -> None:
+def assert_peak_memory_at_most(
+    subject: Subject, limit: int | str, *, optimizer_state: int = 0, optimizer_step: int = 0
+) -> None:
     """Assert that a step never needs more memory on this rank: shards, unsharded buckets, activations, and the rest.
 
     Args:
         limit: bytes, or a string such as ``"70GiB"``.
         optimizer_state: bytes of optimizer state on this rank.
+        optimizer_step: bytes that ``optimizer.step`` allocates and frees.
     """
     __tracebackhide__ = True
     most = parse_bytes("limit", limit)
-    memory = compiled_traces(subject).memory.with_optimizer_state(optimizer_state)
+    memory = compiled_traces(subject).memory.with_optimizer_state(optimizer_state, optimizer_step)
     assert memory.peak.nbytes <= most, f"{memory.peak.nbytes - most:,} bytes more than the limit of {most:,}: {memory}"
 
 
