@@ -11,7 +11,7 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.ranks.compare_programs import AgreedProgram, Computation
-from thunder_fsdp_sched.ranks.control import IssueCounts
+from thunder_fsdp_sched.ranks.issue_counts import IssueCounts
 from thunder_fsdp_sched.runtime import trace_start
 from thunder_fsdp_sched.runtime.trace_start import TraceStart
 

@@ -17,7 +17,7 @@ from unittest import mock
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp
 from thunder_fsdp_sched.private_torch import host_backend
 from thunder_fsdp_sched.ranks.all_gather import HostAllGather
-from thunder_fsdp_sched.ranks.process_groups import exchange_texts
+from thunder_fsdp_sched.ranks.store_texts import exchange_texts
 
 import pytest
 import thunder

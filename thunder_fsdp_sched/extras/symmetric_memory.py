@@ -36,7 +36,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..plan.layout import Layout
 from ..plan.specs import BucketSpec
 from ..private_torch import timeout_of
-from ..ranks.process_groups import ARRIVAL_TIMEOUT, BucketRanks, ProcessGroupRef, exchange_texts
+from ..ranks.process_groups import ARRIVAL_TIMEOUT, BucketRanks, ProcessGroupRef
+from ..ranks.store_texts import exchange_texts
 from ..sizes import round_up
 from ..transports.base import Traffic, Transport, TransportedBucket, Views, Work, issue_then, segment_bytes
 from ..transports.flat import Flat, pairs

@@ -38,7 +38,8 @@ from ..extensions import load
 from ..private_torch import host_backend, labelled, timeout_of
 from .all_gather import HostAllGather
 from .messages import named
-from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, exchange_texts, let_belong, new_group, publish_text
+from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, let_belong, new_group
+from .store_texts import exchange_texts, publish_text
 
 TOKEN = struct.Struct("<5q")
 """The format of a token: a hash of what all ranks must have in common, one of what they may have in common (inputs), one

@@ -84,6 +84,7 @@ import torch.distributed as dist
 from ..extensions import load
 from ..process_state import reset_after_fork
 from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
+from .issue_counts import IssueCounts, after_surplus
 from .messages import first_line, without_remarks
 from .process_groups import ProcessGroupRef
 
@@ -92,30 +93,6 @@ if TYPE_CHECKING:
 
 Agreement = Literal["step", "compile", "never"]
 """How often ranks agree: before each compiled trace runs, when they compile it, or not at all."""
-
-
-class IssueCounts:
-    """The number of collectives that one model has issued on this rank; see [Note: Agreement of ranks].
-
-    Each collective counts twice, before and after it is issued, so an issue that failed halfway is recognized.
-
-    Attributes:
-        log: if the ranks agree in steps, the kind and the bucket's handle of each collective since the last round that
-            followed none of an interrupted trace. After an exception, ranks catch up with it on one another.
-    """
-
-    __slots__ = ("expected", "issued", "log", "settle")
-
-    def __init__(self, settle: Callable[[], None] = lambda: None, *, logs: bool = False) -> None:
-        self.issued = 0
-        self.log: list[tuple[str, str]] | None = [] if logs else None
-        self.expected = 0  # the collectives of all traces that have started
-        self.settle = settle  # ends a round of agreement that is still open
-
-    @property
-    def surplus_issues(self) -> int:
-        """How much has been issued beyond what was expected: 0 unless an exception interrupted a trace."""
-        return self.issued - self.expected
 
 
 class Control:
@@ -405,14 +382,6 @@ class Control:
             known_to_all(error)
             raise
         self.check_same(what, ["it can"])
-
-
-def after_surplus(surplus_issues: int) -> str:
-    """Return what a description of an action ends with if an exception interrupted a trace before it."""
-    if not surplus_issues:
-        return ""
-    number, compared = f"{abs(surplus_issues) / 2:g}", "fewer" if surplus_issues < 0 else "more"
-    return f" (this rank has issued {number} collectives {compared} than planned, for example after an exception)"
 
 
 def known_to_all(error: Exception) -> Exception:

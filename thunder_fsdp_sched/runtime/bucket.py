@@ -32,7 +32,8 @@ import torch
 
 from ..extensions import load
 from ..plan.specs import BucketSpec
-from ..ranks.control import Control, IssueCounts
+from ..ranks.control import Control
+from ..ranks.issue_counts import IssueCounts
 from ..transports import transport_of
 from ..transports.base import Views, Work
 from .accumulation import Accumulation

@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeVar
 from ..private_torch import backward_number
 from ..ranks.channel import TOKEN, RoundAction
 from ..ranks.compare_programs import AgreedProgram, Computation
-from ..ranks.control import Control, after_surplus, hash64
+from ..ranks.control import Control, hash64
+from ..ranks.issue_counts import after_surplus
 from ..ranks.messages import MAY_DIFFER
 from ..ranks.process_groups import ProcessGroupRef
 from .bucket import Bucket
