@@ -11,8 +11,8 @@ class IssueCounts:
     Each collective counts twice, before and after it is issued, so an issue that failed halfway is recognized.
 
     Attributes:
-        log: if the ranks agree in steps, the kind and the bucket's handle of each collective since the last round that
-            followed none of an interrupted trace. After an exception, ranks catch up with it on one another.
+        log: the kind and the bucket's handle of each collective since the last round in which all ranks had issued the
+            same ones, for ``extras.training.catch_up``; ``None`` unless the ranks agree in steps.
     """
 
     __slots__ = ("expected", "issued", "log", "settle")
