@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched import (
@@ -31,7 +32,9 @@ from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch import nn
 from torch.distributed.algorithms import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 #
 # Options, which are checked before there is a module or a process group
@@ -179,6 +182,9 @@ def test_former_names_of_options_and_fields_of_groups_raise_an_error_with_the_sp
         ("audit", "debug=Debug(audit=...)"),
         ("secondary_ranks", "sharding_strategy=Sharding(secondary_ranks=...)"),
         ("skip_passes", "debug=Debug(skip_passes=...)"),
+        ("auto_wrap_policy", "bucketing_strategy=..., by default a bucket for each block"),  # FSDP1
+        ("bucket_cap_mb", 'bucketing_strategy="25MB"'),  # DDP
+        ("stage", 'sharding_strategy="zero2" or "zero3"'),  # DeepSpeed
     ):
         with pytest.raises(TypeError, match=f"^{name}: now {re.escape(spelling)}"):
             fsdp(**{name: 1})  # type: ignore[arg-type]
@@ -187,6 +193,21 @@ def test_former_names_of_options_and_fields_of_groups_raise_an_error_with_the_sp
 def test_the_error_of_a_model_given_to_fsdp_says_where_it_belongs() -> None:
     with pytest.raises(TypeError, match=r"model is not an argument.*thunder\.jit\(model, transforms=\[fsdp"):
         fsdp(Stack(1))  # type: ignore[arg-type]
+
+
+def test_transforms_must_be_a_list_of_what_fsdp_returns() -> None:
+    for transforms, message in ((fsdp(), "expected a list"), ([fsdp], r"expected fsdp\(...\), got the function")):
+        with pytest.raises(TypeError, match=rf"transforms: {message}.*thunder\.jit\(model, transforms=\[fsdp"):
+            thunder.jit(Stack(1), transforms=transforms)
+    for made in (fsdp().compiled, fsdp().schedules):
+        with pytest.raises(IndexError, match="nothing is compiled yet: call the jitted module first"):
+            made[-1]
+        assert made == [] == made[:1]
+
+
+def test_a_bucket_of_a_few_bytes_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"bucketing_strategy=25 is a size of 25 bytes.*Megabytes are '25MB'"):
+        fsdp(bucketing_strategy=25)
 
 
 @pytest.mark.parametrize(
@@ -321,6 +342,14 @@ def _mesh(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
 
 
+def _wrapped_in_part(m: Any, wrap: Callable[[nn.Module], Any]) -> list[FSDPTransform]:
+    """Let a library shard, replicate or compile a part of the module."""
+    wrapped = wrap(m.first)
+    if wrapped is not None:
+        m.first = wrapped
+    return [fsdp()]
+
+
 # By what the user does: transforms for a module, which is changed as well, and the error on two ranks.
 REFUSED: dict[str, tuple[Callable[[Any], list[FSDPTransform]], type[Exception], str]] = {
     "shared memory": (
@@ -384,6 +413,31 @@ REFUSED: dict[str, tuple[Callable[[Any], list[FSDPTransform]], type[Exception], 
         r"'first\.bias' has a gradient.*zero_grad.*create optimizers after it",
     ),
     "sharded twice": (lambda m: [fsdp(), fsdp()], ValueError, r"sharded already; pass one fsdp"),
+    "fully_shard before": (
+        lambda m: _wrapped_in_part(m, fully_shard),
+        TypeError,
+        r"submodule 'first' is sharded by fully_shard\. Remove all calls of fully_shard: thunder\.jit\(model",
+    ),
+    "DDP before": (
+        lambda m: _wrapped_in_part(m, DistributedDataParallel),
+        TypeError,
+        r"submodule 'first' is wrapped in DistributedDataParallel\. Give thunder\.jit the module itself",
+    ),
+    "compiled before": (
+        lambda m: _wrapped_in_part(m, torch.compile),
+        TypeError,
+        r"submodule 'first' is compiled by torch\.compile.*Leave torch\.compile out",
+    ),
+    "compiled in place before": (
+        lambda m: _wrapped_in_part(m, nn.Module.compile),
+        TypeError,
+        r"submodule 'first' is compiled by torch\.compile.*Leave torch\.compile out",
+    ),
+    "DTensor": (
+        lambda m: _with_last(m, weight=nn.Parameter(distribute_tensor(torch.zeros(3, 4), _mesh(2)))),
+        TypeError,
+        r"'last\.weight' is a DTensor already.*with placements \(Replicate\(\),\).*Leave that step out",
+    ),
     "used for another module": (
         _used_already,
         ValueError,
@@ -409,6 +463,34 @@ def test_invalid_modules_and_options_are_refused_on_every_rank(case: str) -> Non
         assert param.device == before[name].device and param.shape == before[name].shape, name
         if not param.is_meta and not param.is_sparse:
             torch.testing.assert_close(param.detach(), before[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_methods_of_other_libraries_name_what_takes_their_place(one_rank: None) -> None:
+    model = thunder.jit(Stack(1), transforms=[fsdp()])
+    methods = [name for name in vars(FSDPModule) if not name.startswith("_")]
+    described = (Path(__file__).parents[1] / "docs" / "from-fsdp2.md").read_text()
+    for name in (*methods, "clip_grad_norm_", "summon_full_params", "register_comm_hook", "module", "backward", "step"):
+        with pytest.raises(AttributeError, match=rf"has no attribute '{name}'\. fsdp: ."):
+            getattr(model, name)
+        assert not hasattr(model, name) and (name not in methods or f"{name}(" in described)
+    with pytest.raises(AttributeError, match=r"has no attribute 'other'$"):
+        model.other  # noqa: B018
+
+
+def test_wrapping_a_sharded_module_is_refused_at_once(one_rank: None) -> None:
+    model = thunder.jit(Stack(1), transforms=[fsdp()])
+    for wrap, message in (
+        (fully_shard, "fully_shard: the module is sharded by thunder.jit.* already: remove the call"),
+        (lambda m: fully_shard(m._model.first), "fully_shard: the module is sharded by thunder.jit.* already: remove"),
+        (DistributedDataParallel, "DistributedDataParallel: .* use the jitted module itself"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            wrap(model)
+    compiled, inputs = torch.compile(model, backend="eager"), torch.ones(2, 4)
+    for call in (compiled, torch.compile(lambda x: model(x).sum(), backend="eager")):
+        with pytest.raises(RuntimeError, match=r"torch\.compile: a jitted module cannot .* leave torch\.compile out"):
+            call(inputs)
+    model(inputs).sum().backward()
 
 
 class _Branches(nn.Linear):

@@ -30,11 +30,11 @@ def test_a_real_model_passes_all_assertions_on_64_fake_ranks(strategy, prefetch)
         testing.assert_gathered_buckets_at_most(compiled, prefetch + 1)
         largest = max(g.nbytes for g in testing.gathers(compiled.forward))
         testing.assert_unsharded_bytes_at_most(compiled, (prefetch + 1) * largest)
-        testing.assert_bytes_in_flight_at_most(compiled, (prefetch + 1) * largest)
+        testing.assert_bytes_in_flight_at_most(compiled, f"{(prefetch + 1) * largest}B")
         with pytest.raises(AssertionError, match="buckets are unsharded"):
             testing.assert_gathered_buckets_at_most(compiled, prefetch)
         with pytest.raises(AssertionError, match="bytes are unsharded"):
-            testing.assert_unsharded_bytes_at_most(compiled, largest)
+            testing.assert_unsharded_bytes_at_most(compiled, f"{largest}B")
         with pytest.raises(AssertionError, match="gathers are in flight"):
             testing.assert_buckets_in_flight_at_most(compiled, prefetch)
         with pytest.raises(AssertionError, match="bytes are in flight"):

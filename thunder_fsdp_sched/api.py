@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 from typing import ParamSpec as Arguments
 
 import torch
@@ -65,8 +65,30 @@ _FORMER = {
     "mesh": "ranks=mesh",
     "allow_different_initialization": "init=Init(allow_different_values=True)",
     "move_state_dict_to_cpu": "stream_full_parameters(model) or save_safetensors(model, path)",
+    "auto_wrap_policy": "bucketing_strategy=..., by default a bucket for each block; no module is wrapped",
+    "mixed_precision": "mp_policy=MixedPrecisionPolicy(...) of torch.distributed.fsdp",
+    "cpu_offload": "offload_policy=CPUOffloadPolicy() of torch.distributed.fsdp",
+    "device_id": "init=Init(device=...)",
+    "device_mesh": "ranks=mesh",
+    "sync_module_states": "init=Init(broadcast_from=0)",
+    "ignored_modules": "init=Init(ignored_params=...), parameters or their names",
+    "ignored_states": "init=Init(ignored_params=...), parameters or their names",
+    "backward_prefetch": "prefetch=..., a number of buckets, for forward and backward",
+    "forward_prefetch": "prefetch=..., a number of buckets, for forward and backward",
+    "limit_all_gathers": "max_gathers_in_flight=..., a number",
+    "shard_placement_fn": "left out: parameters are cut along dim 0",
+    "dp_mesh_dims": "ranks=mesh['replicate', 'shard']",
+    **dict.fromkeys(("use_orig_params", "gradient_as_bucket_view", "static_graph"), "left out: it is always so"),
+    "find_unused_parameters": "left out, or ranks_may_differ=True if ranks use different parameters",
+    "stage": 'sharding_strategy="zero2" or "zero3"',
+    "overlap_comm": "left out: it is always so",
+    **dict.fromkeys(
+        ("bucket_cap_mb", "reduce_bucket_size", "allgather_bucket_size"), 'bucketing_strategy="25MB", for example'
+    ),
+    "gradient_accumulation_steps": "left out: run micro-batches in `with model.no_sync():`",
+    "gradient_clipping": "left out: call clip_grad_norm_(model, max_norm)",
 }
-"""How fields of groups, and options of earlier releases or of FSDP2, are spelled as options."""
+"""How fields of groups, and options of earlier releases, FSDP, DDP and DeepSpeed, are spelled as options."""
 
 
 def _explains_misuse(function: Callable[P, R]) -> Callable[P, R]:
@@ -92,7 +114,12 @@ def _explains_misuse(function: Callable[P, R]) -> Callable[P, R]:
             raise TypeError(f"fsdp: there is no option {name!r}{close}")
         return function(*args, **options)
 
+    call.transform_module = _refuse_uncalled  # type: ignore[attr-defined]
     return call
+
+
+def _refuse_uncalled(model: torch.nn.Module) -> NoReturn:
+    raise TypeError("transforms: expected fsdp(...), got the function fsdp: thunder.jit(model, transforms=[fsdp()])")
 
 
 @_explains_misuse

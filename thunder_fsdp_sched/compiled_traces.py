@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from thunder.core.trace import TraceCtx
 
@@ -40,6 +40,20 @@ class StepSettings:
     reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT
     backward_arena: bool = False
     recomputed: frozenset[str] = frozenset()
+
+
+Item = TypeVar("Item")
+
+
+class OfCalls(list[Item]):
+    """What calls of a model have compiled, oldest first. Before the first call it is empty, and an index says so."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if not self and not isinstance(index, slice):
+            raise IndexError(
+                "nothing is compiled yet: call the jitted module first, with a batch of the shapes of training"
+            )
+        return super().__getitem__(index)
 
 
 _TRACES = ("differentiated", "joint", "forward_before", "forward", "backward_before", "backward")

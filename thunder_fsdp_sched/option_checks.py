@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from enum import Enum
@@ -191,6 +192,12 @@ def check_bucketing(name: str, strategy: Any) -> BucketingStrategy | int | Bucke
     if isinstance(strategy, int):
         if strategy <= 0:
             raise ValueError(f"{name}: a size in bytes must be positive, got {strategy}")
+        if strategy < 1024:
+            warnings.warn(
+                f"{name}={strategy} is a size of {strategy} bytes, so that nearly each parameter gets a bucket of its own. "
+                f"Megabytes are '{strategy}MB'; if you mean a bucket for each parameter, write 'none'",
+                stacklevel=4,
+            )
         return strategy
     if known := _named(strategy, FSDPBucketingStrategy, get_args(BucketingStrategy)):
         return known

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, S
 from torch._guards import CompileId
 from torch._logging._internal import trace_structured
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer
@@ -379,3 +381,31 @@ def set_hooks(leaf: Any, hooks: dict[int, Any], accumulated_hooks: dict[int, Any
         leaf._backward_hooks = hooks
     if accumulated_hooks:
         leaf._post_accumulate_grad_hooks = accumulated_hooks
+
+
+DDP_PROBE = "_ddp_params_and_buffers_to_ignore"
+"""The first attribute of a module that ``DistributedDataParallel`` reads, and nobody else."""
+
+
+class _Refused(OrderedDict[Any, Any]):
+    """What ``fully_shard`` and ``replicate`` look into before they change a module."""
+
+    def __init__(self, refuse: Callable[[str], object]) -> None:
+        super().__init__()
+        self._refuse = refuse
+
+    def __contains__(self, function: object) -> bool:
+        if (name := getattr(function, "__name__", "")) in ("fully_shard", "replicate"):
+            self._refuse(name)
+        return super().__contains__(function)
+
+
+def refuse_composable(modules: Iterable[torch.nn.Module], refuse: Callable[[str], object]) -> None:
+    """Call ``refuse`` with the name of ``fully_shard`` or ``replicate`` if it is applied to one of the modules."""
+    for module in modules:
+        vars(module)[STATE_KEY] = _Refused(refuse)
+
+
+def is_under_dynamo() -> bool:
+    """Return whether the calling thread runs what ``torch.compile`` compiles."""
+    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())

@@ -21,7 +21,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import thunder
 from thunder.core.compile_data import get_cache_option
@@ -43,7 +43,7 @@ from .capture.traced_computation import (
     transforms_after,
     without_computation,
 )
-from .compiled_traces import CompiledTraces, StepSettings
+from .compiled_traces import CompiledTraces, OfCalls, StepSettings
 from .extensions import Answer, load
 from .ir.analysis import NO_PENDING_GRADS
 from .ir.calls import CallSignature, read_call
@@ -62,6 +62,7 @@ from .proof.audit import audited
 from .proof.verify import is_unchanged
 from .runtime.module_hooks import TracedHooks
 from .runtime.traced_inputs import MemoryOfInputs
+from .sharding.refusals import explain_foreign_use
 from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardingTransform, find_sharding
 from .sharding.state_dict import install_state_dict
@@ -91,7 +92,7 @@ class FSDPTransform(ShardingTransform):
         pipeline.check_skipped(options.debug.skip_passes)
         self.options = options
         self._planner = planner
-        self.compiled: list[CompiledTraces] = []
+        self.compiled: list[CompiledTraces] = OfCalls()
         self._compilations = itertools.count()
         self._compilation: Compilation | None = None
         self._executors = (
@@ -107,6 +108,9 @@ class FSDPTransform(ShardingTransform):
 
     def __repr__(self) -> str:
         return f"fsdp({self.options})"
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("transforms: expected a list: thunder.jit(model, transforms=[fsdp(...)])")
 
     @property
     def plan(self) -> Plan:
@@ -126,7 +130,7 @@ class FSDPTransform(ShardingTransform):
     @property
     def schedules(self) -> list[StepSchedule]:
         """The schedule of each compiled set of shapes and flags, oldest first."""
-        return [c.schedule for c in self.compiled if c.forward_schedule is not None]
+        return OfCalls(c.schedule for c in self.compiled if c.forward_schedule is not None)
 
     def save_schedules(self, path: str | Path) -> None:
         """Write :attr:`schedules` to a file that ``fsdp(schedule=path)`` replays."""
@@ -147,6 +151,7 @@ class FSDPTransform(ShardingTransform):
                 "this fsdp(...) already shards another module: make one transform for each module, "
                 "thunder.jit(model, transforms=[fsdp(...)])"
             )
+        explain_foreign_use(model)
         # Adding a transform to a jitted module creates a new ThunderModule, which gets the same shards.
         self._sharded.attach(model, self._verify_entry)
         install_state_dict(model, self._sharded)

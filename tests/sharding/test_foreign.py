@@ -59,7 +59,11 @@ def test_cuda_graphs_are_refused() -> None:
 
 @on_ranks()
 def test_ddp_refuses_shards_unless_it_ignores_them() -> None:
-    for wrap in (lambda m: m, nn.Sequential, lambda m: nn.Sequential(nn.Linear(4, 4), nn.Sequential(m))):
+    with pytest.raises(
+        TypeError, match=r"DistributedDataParallel: .* would copy the rows .* use the jitted module itself"
+    ):
+        nn.parallel.DistributedDataParallel(thunder.jit(nn.Linear(4, 4), transforms=[fsdp()]), init_sync=False)
+    for wrap in (nn.Sequential, lambda m: nn.Sequential(nn.Linear(4, 4), nn.Sequential(m))):
         model = thunder.jit(nn.Linear(4, 4, bias=False), transforms=[fsdp()])
         with pytest.raises((RuntimeError, NotImplementedError), match=r"would copy the rows|needs rows of other ranks"):
             nn.parallel.DistributedDataParallel(wrap(model))

@@ -18,12 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from models import Model
 from ranks import on_ranks
 from scenario import Run
 from test_optimizers import Matrices
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -223,6 +224,44 @@ def test_each_optimizer_trains_shards_as_it_trains_the_unsharded_model() -> None
             except Exception as error:
                 failures[f"{name} / {action}"] = f"{type(error).__name__}: {str(error)[:300]}"
     assert not failures, failures
+
+
+class Complex(Model):
+    """Complex parameters, of which optimizers update the real and the imaginary parts. It is not called."""
+
+    def __init__(self, *, has_scalar: bool) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.randn(7, 3, dtype=torch.complex64))
+        self.vector = torch.nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.real = torch.nn.Parameter(torch.randn(3, 2))
+        if has_scalar:
+            self.scalar = torch.nn.Parameter(torch.tensor(1 + 2j))
+
+
+@on_ranks()
+def test_complex_parameters_and_rprop_train_like_unsharded_ones() -> None:
+    torch.manual_seed(0)
+    failures, makes = {}, [(cls, options) for cls, options, kernels in TORCH.values() if "foreach" in kernels]
+    for has_scalar in (True, False):
+        run = Run(Complex(has_scalar=has_scalar), optimizer=SAVED["SGD"], tolerance=1e-6)
+        for cls, options in makes if has_scalar else [(Rprop, {"lr": 0.1})]:
+            for foreach in (False, True):
+                try:
+                    run.make_optimizer = partial(cls, **options, foreach=foreach)
+                    run.reset()
+                    for step in range(3):
+                        _step(run, step)
+                    run.compare_parameters()
+                    _check_states(run)
+                except Exception as error:
+                    failures[cls.__name__, foreach] = f"{type(error).__name__}: {str(error)[:300]}"
+    assert not failures, failures
+    run = _run(partial(Rprop, lr=0.1))
+    run.gradients(0)
+    with pytest.raises(
+        ValueError, match=r"Rprop reads 0-dim parameters .*'scale': .*shape \(1,\), or .*WholeParameters\(Rprop"
+    ):
+        run.optimizers[0].step()
 
 
 SAVED: dict[str, Make] = {

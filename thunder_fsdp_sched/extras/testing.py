@@ -204,8 +204,12 @@ def assert_gathered_buckets_at_most(trace: TraceCtx, buckets: int) -> None:
 
 
 @_on_every_trace
-def assert_unsharded_bytes_at_most(trace: TraceCtx, nbytes: int) -> None:
-    """Assert that at no position more than ``nbytes`` of buckets are in flight, or unsharded and yet to be read."""
+def assert_unsharded_bytes_at_most(trace: TraceCtx, nbytes: int | str) -> None:
+    """Assert that at no position more than ``nbytes`` of buckets are in flight, or unsharded and yet to be read.
+
+    Args:
+        nbytes: bytes, or a string such as ``"70GiB"``.
+    """
     _at_most(trace, nbytes, "bytes are unsharded", _last_consumer)
 
 
@@ -216,14 +220,19 @@ def assert_buckets_in_flight_at_most(trace: TraceCtx, buckets: int) -> None:
 
 
 @_on_every_trace
-def assert_bytes_in_flight_at_most(trace: TraceCtx, nbytes: int) -> None:
-    """Assert that at no position the gathers in flight have more than ``nbytes`` bytes together."""
+def assert_bytes_in_flight_at_most(trace: TraceCtx, nbytes: int | str) -> None:
+    """Assert that at no position the gathers in flight have more than ``nbytes`` bytes together.
+
+    Args:
+        nbytes: bytes, or a string such as ``"70GiB"``.
+    """
     _at_most(trace, nbytes, "bytes are in flight", _before_wait)
 
 
-def _at_most(trace: TraceCtx, limit: int, what: str, end: Callable[[Gather], int]) -> None:
+def _at_most(trace: TraceCtx, limit: int | str, what: str, end: Callable[[Gather], int]) -> None:
     """Raise an error if more gathers, or more bytes of them, exist at once, each from its issue to its ``end``."""
     found = gathers(trace)
+    limit = parse_bytes("nbytes", limit) if isinstance(limit, str) else limit
     for gather in found:
         live = [g for g in found if g.issue <= gather.issue <= end(g)]
         amount = sum(g.nbytes for g in live) if what.startswith("bytes") else len(live)

@@ -23,8 +23,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..extensions import load
-from ..runtime.row_dtensor import RowDTensor
+from ..runtime.row_dtensor import DTENSORS, RowDTensor
 from .former_parameters import refuse_former
+from .refusals import refuse_compilation
 
 _NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
 """See [Note: One owner for each parameter] in ``extras.training.whole_parameters``."""
@@ -43,6 +44,12 @@ def check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
     params = [param for group in optimizer.param_groups for param in group["params"]]
     refuse_former(params)
     sharded = [param for param in params if isinstance(param, RowDTensor)]
+    # Dynamo takes a RowDTensor for a DTensor, and leaves the graph to ask.
+    if sharded or (torch.compiler.is_dynamo_compiling() and any(isinstance(param, DTENSORS) for param in params)):
+        refuse_compilation(
+            f"{type(optimizer).__name__}.step with sharded parameters",
+            "call optimizer.step() uncompiled, with foreach=True or fused=True, which launch one kernel for many parameters",
+        )
     _refuse_rows(optimizer, sharded)
     state_to_rows(optimizer)
     if len(args) <= 1 and kwargs.get("closure") is None:  # a closure computes gradients later
@@ -90,6 +97,11 @@ def _refuse_rows(optimizer: torch.optim.Optimizer, sharded: Sequence[RowDTensor]
         raise ValueError(
             f"{cls} needs whole parameters, but was given rows of {param.rows.label!r}, which is sharded: create it with "
             f"thunder_fsdp_sched.WholeParameters({cls}, model, params, ...)"
+        )
+    if isinstance(optimizer, torch.optim.Rprop) and (param := _first(p for p in sharded if not p.ndim)) is not None:
+        raise ValueError(
+            f"{cls} reads 0-dim parameters as Python numbers, but only one rank has {param.rows.label!r}: give it the shape "
+            f"(1,), or create the optimizer with thunder_fsdp_sched.WholeParameters({cls}, model, params, ...)"
         )
 
 

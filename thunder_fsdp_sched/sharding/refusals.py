@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any, NoReturn
+
 import torch
 from thunder.core.module import ThunderModule
 from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from ..private_torch import find_backward_hooks, has_old_backward_hooks, memory_of
+from ..extensions import load
+from ..private_torch import (
+    DDP_PROBE,
+    find_backward_hooks,
+    has_old_backward_hooks,
+    is_under_dynamo,
+    memory_of,
+    refuse_composable,
+)
 from ..runtime.row_dtensor import RowDTensor
 from .former_parameters import refuse_former
 from .module_parameters import find_owner, tensors_in_containers
@@ -24,6 +37,33 @@ def refuse_compiled(module: nn.Module) -> None:
             "fsdp: thunder.fx gives graphs, which have no module to shard; use thunder.jit, and with thunder.compile a "
             "recipe with interpreter='thunder.jit', the default"
         )
+
+
+def refuse_wrapped(module: nn.Module) -> None:
+    """Raise an error for a module that another library has sharded, replicated or compiled, as a whole or in part.
+
+    Raises:
+        TypeError: names the submodule, and what to do.
+    """
+    compiled: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    for name, submodule in module.named_modules():
+        where = f"submodule {name!r}" if name else "the module that was given to thunder.jit"
+        if isinstance(submodule, FSDPModule):
+            raise TypeError(
+                f"{where} is sharded by fully_shard. Remove all calls of fully_shard: thunder.jit(model, "
+                f"transforms=[fsdp(...)]) shards the whole model at once, and the options of fully_shard have counterparts "
+                f"(mesh: ranks=, mp_policy, offload_policy, reshard_after_forward: sharding_strategy=)"
+            )
+        if isinstance(submodule, (FullyShardedDataParallel, DistributedDataParallel, nn.DataParallel)):
+            raise TypeError(
+                f"{where} is wrapped in {type(submodule).__name__}. Give thunder.jit the module itself: fsdp(...) shards it "
+                f"and reduces its gradients"
+            )
+        if isinstance(submodule, compiled) or submodule._compiled_call_impl is not None:
+            raise TypeError(
+                f"{where} is compiled by torch.compile, which Thunder cannot trace. Leave torch.compile out: thunder.jit "
+                f"compiles the whole model"
+            )
 
 
 def refuse_renamed(module: nn.Module) -> None:
@@ -85,6 +125,54 @@ def refuse_views(
                 f"{kind} {name!r} shares memory with parameter {shared!r}. Sharding moves the parameter, so it would "
                 f"keep the current values. Clone it, or read the parameter itself in forward"
             )
+
+
+#
+# After sharding
+#
+
+
+def explain_foreign_use(model: ThunderModule) -> None:
+    """Let attributes and wrappers of other libraries raise an error that says what to do with ``model`` instead."""
+    model.__class__ = _Jitted
+    refuse_composable(model.modules(), _refuse_composable)
+
+
+class _Jitted(ThunderModule):
+    """A sharded jitted module, with the fix in the errors of attributes that it does not have."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name == DDP_PROBE:
+                raise TypeError(
+                    "DistributedDataParallel: fsdp(...) shards this module and reduces its gradients. DDP would copy the "
+                    "rows of one rank to all others: use the jitted module itself"
+                ) from None
+            if name.startswith("_") or not (fix := load("extras.foreign_methods:fix_of")(name)):
+                raise
+            raise AttributeError(f"{error}. fsdp: {fix}", name=name, obj=self) from None
+
+
+_Jitted.__name__ = _Jitted.__qualname__ = ThunderModule.__name__
+
+
+def _refuse_composable(function: str) -> NoReturn:
+    raise TypeError(
+        f"{function}: the module is sharded by thunder.jit(model, transforms=[fsdp(...)]) already: remove the call; "
+        f"options of {function} are options of fsdp(...)"
+    )
+
+
+def refuse_compilation(what: str, fix: str) -> None:
+    """Raise an error if ``torch.compile`` runs the caller.
+
+    Raises:
+        RuntimeError: names ``what``, and the fix.
+    """
+    if is_under_dynamo():
+        raise RuntimeError(f"torch.compile: {what} cannot be compiled by it: {fix}")
 
 
 #

@@ -30,6 +30,7 @@ from ..ranks.control import Control
 from ..ranks.process_groups import BucketRanks
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
+from ..runtime.row_dtensor import DTENSORS
 from ..transports import choose_transport, find_transport, transport_of
 from .former_parameters import retire
 from .initial_values import ShardedParam, check_initial_values, resolve_device, source_of
@@ -42,6 +43,7 @@ from .refusals import (
     refuse_renamed,
     refuse_shards_and_grads,
     refuse_views,
+    refuse_wrapped,
 )
 from .sharded_module import ShardedModule
 
@@ -68,6 +70,7 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
             parameters or their values.
     """
     refuse_compiled(model._model)
+    refuse_wrapped(model._model)
     if options.init.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
         options = replace(options, init=replace(options.init, device=resolve_device(options.init.device)))
     sharding = ShardingSteps(model, options)
@@ -172,6 +175,12 @@ class ShardingSteps:
         """Return a spec for each distinct parameter, with all its tied names, in the order of the module tree."""
         tied: dict[nn.Parameter, list[str]] = {}
         for name, param in named.items():
+            if isinstance(param, DTENSORS):
+                raise TypeError(
+                    f"parameter {name!r} is a DTensor already, as after tensor parallelism or distribute_tensor, with "
+                    f"placements {param.placements}; only plain parameters can be sharded. Leave that step out, or list the "
+                    f"parameter in Init(ignored_params=...)"
+                )
             if type(param) is not nn.Parameter or param.layout is not torch.strided:
                 raise TypeError(
                     f"parameter {name!r} is a {type(param).__name__} with layout {param.layout}; only plain strided "

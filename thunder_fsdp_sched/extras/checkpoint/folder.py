@@ -23,6 +23,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from ...ranks.process_groups import ProcessGroupRef
 from .on_all_ranks import CheckpointError, reason_of, run_on_all_ranks, share_on_all_ranks
 
@@ -60,7 +62,10 @@ def path_of(value: str | os.PathLike[str], option: str) -> Path:
     try:
         path = Path(value).absolute()
     except (OSError, TypeError) as error:
-        raise ValueError(f"{option}: {value!r} is not usable as a path: {error}") from error
+        shown = (
+            f"a {type(value).__name__}" if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) else repr(value)
+        )
+        raise ValueError(f"{option}: {shown} is not usable as a path: {error}") from error
     for part in (path, *path.parents):
         if part.is_symlink() and not part.exists():
             target = os.readlink(part)

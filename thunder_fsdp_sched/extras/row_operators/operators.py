@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ...runtime.row_dtensor import DTENSORS, RowDTensor, local_rows, replicated
+from ...runtime.row_elements import on_elements
 from ...runtime.rows import Rows
 from .collectives import exchange
 
@@ -135,6 +136,24 @@ def _view(func: Any, tensor: RowDTensor, *args: Any, **kwargs: Any) -> Any:
     if not view.is_contiguous() or view.is_conj() or view.is_neg():
         return run_on_single_rank(func, tensor, *args, **kwargs)
     return RowDTensor.wrap(tensor._local_tensor.view_as(tensor._local_tensor), tensor.rows)
+
+
+def _as_numbers(func: Any, tensor: RowDTensor) -> RowDTensor:
+    """View complex numbers as pairs of real ones, or the reverse: a row stays a row, and a 0-dim tensor is one."""
+    shape = func(torch.empty(tensor.shape or (1,), dtype=tensor.dtype, device="meta")).shape
+    bucket, index = tensor.rows.in_bucket or (None, 0)
+    if func is aten.view_as_complex.default and bucket is not None and not bucket.rows[index].shape:
+        shape = torch.Size()
+    return RowDTensor.wrap(func(tensor._local_tensor), tensor.rows.reshaped(shape))
+
+
+def _put(func: Any, tensor: Any, indices: Sequence[Any], value: torch.Tensor, accumulate: bool = False) -> Any:
+    """Fill a tensor where a mask of its shape is true, ``p[mask] = 0``; otherwise as an operator that needs all rows."""
+    [mask, *others] = indices
+    is_mask = isinstance(mask, RowDTensor) and mask.dtype is torch.bool and mask.shape == tensor.shape
+    if not is_mask or others or value.ndim or accumulate or not isinstance(tensor, RowDTensor):
+        return run_on_single_rank(func, tensor, indices, value, accumulate)
+    return on_elements(aten.masked_fill_.Tensor, tensor, mask, value)
 
 
 def _new(func: Any, tensor: RowDTensor, size: Sequence[int], *args: Any, **kwargs: Any) -> Any:
@@ -302,6 +321,9 @@ _HANDLERS: dict[Any, Handler] = {
     aten.mean.default: _reduce,
     aten.equal.default: _compare,
     aten.allclose.default: _compare,
+    aten.view_as_real.default: _as_numbers,
+    aten.view_as_complex.default: _as_numbers,
+    aten.index_put_.default: _put,
     aten.new_empty.default: _new,
     aten.new_zeros.default: _new,
     aten.new_ones.default: _new,
