@@ -7,13 +7,20 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-# The latest release: nightly builds may vanish. .ci/run takes one.
+# The latest release, for users, CI and the documentation: a release stays on the package index, nightly builds may vanish.
 THUNDER ?= lightning-thunder==0.2.6
+# The last nightly build, and the tests of what depends most on Thunder's internals, which also run on it.
+NIGHTLY ?= lightning-thunder==0.2.7.dev20260201
+NIGHTLY_TESTS := tests/test_core.py tests/agreement/test_agreement.py tests/capture/test_repeated_modules.py \
+	tests/capture/test_symbolic_sizes.py tests/planning/test_replanning.py tests/training/test_windows.py
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
+# Of what pip installs a quarter is ever imported, so only that is compiled: at its first import, by whoever imports it.
+INSTALL := $(PIP) install --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
 # A stamp carries the versions in its name: with other versions the packages are installed anew.
 VERSIONS := $(subst =,,$(TORCH)-$(THUNDER))
@@ -23,15 +30,18 @@ NOTEBOOK := $(BASE)-notebook
 EVERYTHING := $(BASE)-everything
 MODELS := $(BASE)-models
 DOCS := $(BASE)-docs
+NIGHTLY_VENV := $(VENV)/nightly
+ON_NIGHTLY := $(NIGHTLY_VENV)/.ready-$(VERSIONS)-$(subst =,,$(NIGHTLY))
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup everything demo test models lint format types docs imports wheel notebooks clean distclean
+.PHONY: help setup everything demo test freeze nightly test-nightly models lint format types docs imports wheel notebooks clean distclean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       train a small GPT on 2 ranks and show the traces"
-	@echo "make test       run the tests"
+	@echo "make test       run the tests                    make test-nightly  some of them on a nightly build of Thunder"
+	@echo "make freeze     write the digests of traces anew, which the tests compare"
 	@echo "make models     install LitGPT and transformers, train their models beside FSDP2"
 	@echo "make lint       ruff: rules and format      make format   let ruff mend what it can"
 	@echo "make types      mypy                             make imports  which room imports which"
@@ -46,6 +56,14 @@ demo: $(BASE)
 
 test: $(DEV)
 	$(PY) -m pytest -q -n 2 --dist worksteal $(PYTEST_ARGS)
+
+freeze: $(DEV)
+	PYTHONPATH=.:examples $(PY) tests/freeze.py update
+
+test-nightly: nightly
+	$(NIGHTLY_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(NIGHTLY_TESTS) $(PYTEST_ARGS)
+
+nightly: $(ON_NIGHTLY)
 
 # Each test already keeps two processes busy, so one at a time.
 models: $(MODELS)
@@ -120,45 +138,53 @@ everything: $(EVERYTHING)
 define NEW_VENV
 test -x $(PY) || $(PYTHON) -m venv $(VENV)
 rm -f $(VENV)/.ready-*
-$(PIP) install $(NO_COMPILE) '$(TORCH)'
+$(INSTALL) '$(TORCH)'
 endef
 
 $(BASE): pyproject.toml
 	@echo "installing $(TORCH) and $(THUNDER) into $(VENV) ..."
 	$(NEW_VENV)
-	$(PIP) install '$(TORCH)' '$(THUNDER)' -e .
+	$(INSTALL) '$(TORCH)' '$(THUNDER)' -e .
 	@touch $@
 
-# For .ci/run: pip resolves and builds once, not once for each check. Of what it installs a quarter is ever imported; only
-# that is compiled, at its first import: most of it here, the rest later.
-$(EVERYTHING): NO_COMPILE := --no-compile
-$(EVERYTHING): export PYTHONDONTWRITEBYTECODE :=
-$(EVERYTHING): pyproject.toml
-	@echo "installing $(TORCH), $(THUNDER) and what all checks need into $(VENV) ..."
-	$(NEW_VENV)
-	$(PIP) install $(NO_COMPILE) '$(TORCH)' '$(THUNDER)' -e '.[dev,plot,docs,notebook-tests]'
+# For .ci/run: pip resolves and builds once, not once for each check.
+$(EVERYTHING): $(BASE)
+	@echo "installing what all checks need into $(VENV) ..."
+	$(INSTALL) '$(TORCH)' '$(THUNDER)' -e '.[dev,plot,docs,notebook-tests]'
 	@$(PY) -c 'import hypothesis, ipykernel.kernelapp, matplotlib.pyplot, mkdocs.commands.build, nbmake, pytest' & \
 	$(PY) -c 'import thunder_fsdp_sched, torch.distributed.checkpoint, torch._inductor.compile_fx' && wait $$!
-	@touch $(BASE) $(DEV) $(DOCS) $(NOTEBOOK) $@
+	@touch $(DEV) $(DOCS) $(NOTEBOOK) $@
+
+# It takes all other packages from $(VENV), the editable one included.
+$(ON_NIGHTLY): $(DEV)
+	@echo "installing $(NIGHTLY) into $(NIGHTLY_VENV) ..."
+	rm -rf $(NIGHTLY_VENV)
+	$(PY) -m venv --without-pip $(NIGHTLY_VENV)
+	@$(PIP) --python $(NIGHTLY_VENV)/bin/python install --no-compile --no-deps '$(NIGHTLY)' || { \
+		echo "$(NIGHTLY) cannot be installed. If the package index no longer has it, name another build, or none, in" \
+		"Makefile, .ci/versions and docs/models.md."; exit 1; }
+	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		>"$$($(NIGHTLY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/other_packages.pth"
+	@touch $@
 
 $(DEV): $(BASE)
 	@echo "installing what the tests and checks need ..."
-	$(PIP) install '$(TORCH)' '$(THUNDER)' -e '.[dev,plot]'
+	$(INSTALL) '$(TORCH)' '$(THUNDER)' -e '.[dev,plot]'
 	@touch $@
 
 $(MODELS): $(DEV)
 	@echo "installing libraries of models ..."
-	$(PIP) install '$(TORCH)' '$(THUNDER)' -e '.[dev,models]'
+	$(INSTALL) '$(TORCH)' '$(THUNDER)' -e '.[dev,models]'
 	@touch $@
 
 $(DOCS): $(BASE)
 	@echo "installing what the documentation needs ..."
-	$(PIP) install '$(TORCH)' '$(THUNDER)' -e '.[docs]'
+	$(INSTALL) '$(TORCH)' '$(THUNDER)' -e '.[docs]'
 	@touch $@
 
 $(NOTEBOOK): $(BASE)
 	@echo "installing what the notebooks need ..."
-	$(PIP) install '$(TORCH)' '$(THUNDER)' -e '.[notebook-tests]'
+	$(INSTALL) '$(TORCH)' '$(THUNDER)' -e '.[notebook-tests]'
 	@touch $@
 
 clean:

@@ -1,11 +1,11 @@
 """Dump everything that a redesign must not change: traces, schedules, slots, predicted bytes, plan numbers.
 
-    python tests/freeze.py write FOLDER [REGEX]   # one text file for each case
-    python tests/freeze.py update                 # tests/freeze.json, which CI compares
+    make freeze                                                       # tests/freeze.json, which CI compares
+    PYTHONPATH=.:examples python tests/freeze.py write FOLDER [REGEX]   # one text file for each case
 
 Each case is a model and options, compiled as rank 0 of a fake process group, also under ``no_sync``. Names of values are
 numbered in the order of their appearance, so dumps are equal up to names. To compare with another commit (``diff -r``),
-write its dumps with ``PYTHONPATH`` set to its work tree.
+write its dumps with ``PYTHONPATH`` set to its work tree and its examples.
 """
 
 from __future__ import annotations

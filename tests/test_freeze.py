@@ -15,5 +15,5 @@ KNOWN = json.loads(DIGESTS.read_text())
 )
 @pytest.mark.parametrize("name", SMALL)
 def test_dump_is_unchanged(name: str) -> None:
-    """If the change is meant, compare dumps of ``freeze.py write`` before and after, then run ``freeze.py update``."""
+    """If the change is meant, compare dumps of ``freeze.py write`` before and after, then run ``make freeze``."""
     assert digest(dump(all_cases()[name])) == KNOWN[name]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import email.message
 import email.parser
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -14,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -151,16 +155,76 @@ def test_the_script_for_other_versions_tries_all_that_are_supported(versions, ab
     }
     assert {Version(torch).minor for torch in torches} == {n for n in range(100) if f"2.{n}.0" in required["torch"]}
     assert all(required["lightning-thunder"].contains(thunder, prereleases=True) for thunder in thunders)
-    assert "0.2.6" in thunders
-    defaults = dict(re.findall(r"^(TORCH|THUNDER) \?= .*==(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert (defaults["TORCH"], defaults["THUNDER"]) in {combination[1:] for combination in versions.COMBINATIONS}
+    assert {makefile()["THUNDER"], makefile()["NIGHTLY"]} == {
+        thunder for _, torch, thunder in versions.COMBINATIONS if torch == makefile()["TORCH"]
+    }
 
 
-def test_ci_has_the_versions_of_the_digests_which_other_versions_skip():
-    [torch] = re.findall(r"^TORCH \?= (.*)==(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    [thunder] = re.findall(r"THUNDER:-lightning-thunder==(.*)\}$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+def makefile() -> dict[str, str]:
+    """Return the versions that the Makefile installs by default."""
+    text = (ROOT / "Makefile").read_text()
+    return dict(re.findall(r"^(TORCH|THUNDER|NIGHTLY) \?= .*==(.*)$", text, re.MULTILINE))
+
+
+def test_the_digests_are_of_the_default_versions_because_others_skip_them():
     digests = json.loads((ROOT / "tests" / "freeze.json").read_text())
-    assert digests["versions"] == f"torch {torch[1]}, thunder {thunder}"
+    assert digests["versions"] == f"torch {makefile()['TORCH']}, thunder {makefile()['THUNDER']}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_documentation_installs_the_default_versions(page):
+    command = f"pip install torch=={makefile()['TORCH']} lightning-thunder=={makefile()['THUNDER']}"
+    assert f"    {command}\n" in (ROOT / page).read_text()
+
+
+def test_ci_runs_the_two_commands_of_the_readme_without_settings_of_its_own():
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert next(line for line in lines if line.startswith("phase ")) == "phase demo"
+    assert lines[-1] == "phase test"
+    assert '    make --no-print-directory "$1" </dev/null' in lines
+    assert not [line for line in lines if re.search(r"\bexport\b|^[A-Z_]+=|THUNDER|TORCH", line)]
+
+
+def test_the_tests_import_nothing_that_make_test_does_not_install(about):
+    paths = [path for folder in ("tests", "examples") for path in (ROOT / folder).rglob("*.py")]
+    distributions = importlib.metadata.packages_distributions()
+    needed = {name for module in set().union(*map(imports_of, paths)) for name in distributions.get(module, ())}
+    assert {"torch", "pytest", "hypothesis"} <= needed
+    requirements = about.get_all("Requires-Dist")
+    # Tests of libraries of models are skipped without them.
+    assert needed <= {"thunder_fsdp_sched", *installed_by(requirements, {"dev", "plot", "models"})}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return the names of the top-level modules that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module or "")
+    return {name.partition(".")[0] for name in names}
+
+
+def installed_by(requirements: Iterable[str], extras: Collection[str]) -> set[str]:
+    """Return the names of the distributions that requirements install, as far as they are installed here."""
+    found: set[str] = set()
+    front = [(requirement, extras) for requirement in requirements]
+    seen = set()
+    while front:
+        text, extras = front.pop()
+        requirement = Requirement(text)
+        is_wanted = requirement.marker is None or any(
+            requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras)
+        )
+        if not is_wanted or (requirement.name, frozenset(requirement.extras)) in seen:
+            continue
+        seen.add((requirement.name, frozenset(requirement.extras)))
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            distribution = importlib.metadata.distribution(requirement.name)
+            found.add(distribution.metadata["Name"])
+            front += [(of_it, requirement.extras) for of_it in distribution.requires or ()]
+    return found
 
 
 @pytest.mark.parametrize(
