@@ -487,6 +487,9 @@ def test_wrapping_a_sharded_module_is_refused_at_once(one_rank: None) -> None:
         with pytest.raises(TypeError, match=message):
             wrap(model)
     compiled, inputs = torch.compile(model, backend="eager"), torch.ones(2, 4)
+    for jitted in (thunder.jit(model), thunder.jit(nn.Sequential(model)), thunder.jit(lambda x: model(x) * 2)):
+        with pytest.raises(TypeError, match=r"thunder\.jit was given .* already: jit only the outermost module"):
+            jitted(inputs)
     for call in (compiled, torch.compile(lambda x: model(x).sum(), backend="eager")):
         with pytest.raises(RuntimeError, match=r"torch\.compile: a jitted module cannot .* leave torch\.compile out"):
             call(inputs)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from thunder.core.module import ThunderModule
+from thunder.core.trace import get_tracectx
 from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -173,6 +174,19 @@ def refuse_compilation(what: str, fix: str) -> None:
     """
     if is_under_dynamo():
         raise RuntimeError(f"torch.compile: {what} cannot be compiled by it: {fix}")
+
+
+def refuse_nested() -> None:
+    """Raise an error if Thunder traces the caller.
+
+    Raises:
+        TypeError: says what to jit.
+    """
+    if get_tracectx() is not None:
+        raise TypeError(
+            "thunder.jit was given a module or function that calls a module which fsdp(...) shards and thunder.jit has "
+            "compiled already: jit only the outermost module, with transforms=[fsdp(...)]"
+        )
 
 
 #

@@ -27,7 +27,13 @@ from ..ranks.control import Control
 from ..runtime.bucket import Bucket
 from .former_parameters import FormerParameters, check_gradients
 from .module_parameters import ModuleParameters
-from .refusals import refuse_backward_hooks, refuse_compilation, refuse_conflicts, refuse_old_backward_hooks
+from .refusals import (
+    refuse_backward_hooks,
+    refuse_compilation,
+    refuse_conflicts,
+    refuse_nested,
+    refuse_old_backward_hooks,
+)
 from .set_attributes import SetAttributes
 
 
@@ -122,6 +128,7 @@ class ShardedModule:
         install_placeholders_on_miss = watch_compilations(model, before_trace, after_trace)
 
         def before_call(jitted: torch.nn.Module, *_: Any) -> None:
+            refuse_nested()
             refuse_compilation("a jitted module", "thunder.jit compiles it already, so leave torch.compile out")
             self._is_starting = self.control.agrees_in_steps
             self._collects_less.end()  # compiling without a call may have failed
