@@ -40,6 +40,13 @@ def ranks(workers: Callable[[int], Ranks]) -> Ranks:
     return workers(2)
 
 
+@pytest.fixture(scope="module")
+def lone_workers() -> Iterator[Callable[[int], Ranks]]:
+    """Worker processes without a process group, by their number."""
+    with worker_pool(has_group=False) as of_size:
+        yield of_size
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""

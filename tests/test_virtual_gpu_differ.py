@@ -21,7 +21,6 @@ import torch
 from models import ChosenBlocks
 from profiles import LONG_ONLY
 from ranks import Ranks as Workers
-from ranks import worker_pool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from virtual_gpu import guard
@@ -29,14 +28,6 @@ from virtual_gpu.clocks import check
 from virtual_gpu.log import Entry
 from virtual_gpu.together import run_together
 from virtual_gpu.world import Rank
-
-
-@pytest.fixture(scope="module")
-def lone_workers() -> Iterator[Callable[[int], Workers]]:
-    """Worker processes without a process group, by their number."""
-    with worker_pool(has_group=False) as of_size:
-        yield of_size
-
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 

@@ -135,7 +135,17 @@ def test_only_requested_gradients_accumulate(strategy: str, accumulate: str) -> 
         loss_of(net(_batch(7))).backward(inputs=inputs)
         return _grads(net)
 
-    for run in (window, some):
+    def twice(net: nn.Module) -> list[Any]:
+        net.zero_grad()
+        first, *others = net.parameters()
+        with _waiting(net):
+            loss = loss_of(net(_batch(8)))
+            loss.backward(inputs=[first], retain_graph=True)
+            loss.backward(inputs=others)
+        loss_of(net(_batch(9))).backward()
+        return _grads(net)
+
+    for run in (window, twice, some):
         _close(run(model), run(reference))
     assert _grads(model)[1] is None
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -13,8 +14,8 @@ import torch.distributed as dist
 from internals import channel
 from ranks import Ranks
 
-from .log import Log
-from .world import Result, virtual_rank
+from .log import Entry, Log
+from .world import Rank, Result, virtual_rank
 
 
 class _Gather:
@@ -45,14 +46,44 @@ class _Channel(channel.Channel):
     def __init__(self, group: Any, store: dist.Store) -> None:
         with mock.patch.object(channel, "new_group", lambda *args, **options: group):
             super().__init__(group, timedelta(minutes=2))
-        self._store = store
+        self.store = store
         self._tokens = _Gather(store, group)  # type: ignore[assignment]
 
-    def _all_gather(self, own: bytes) -> list[bytes]:
-        gather = _Gather(self._store, self.group)
+    def _all_gather(self, own: bytes, sizes: Sequence[int]) -> list[bytes]:
+        gather = _Gather(self.store, self.group)
         gather.start(own, None, self._next_tag())
         gather.finish(self._timeout)
         return gather.gathered()
+
+
+_PATIENCE = timedelta(minutes=1)
+"""How long a late rank waits for the first one; only if that waits for it, too, it takes so long."""
+
+
+@contextlib.contextmanager
+def late_round(rank: Rank, channel: _Channel, name: str) -> Iterator[None]:
+    """Within the context, let all ranks but the first announce traces only after the first has run an operator of one.
+
+    So the context ends with an error if the first rank waits for the others before its first operator.
+
+    Args:
+        name: unique to this context, the same on all ranks.
+    """
+    post, add = channel.post, rank.log.add
+
+    def add_and_tell(kind: str, *args: Any, **kwargs: Any) -> Entry:
+        entry = add(kind, *args, **kwargs)
+        if kind == "kernel" and entry.where and entry.where[-1][0].startswith("thunder."):
+            channel.store.set(name, "computes")
+        return entry
+
+    def post_late(*args: Any) -> None:
+        channel.store.wait([name], _PATIENCE)
+        post(*args)
+
+    owner, method, late = (channel, "post", post_late) if rank.rank else (rank.log, "add", add_and_tell)
+    with mock.patch.object(owner, method, late):
+        yield
 
 
 def run_together(ranks: Ranks, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Result:
