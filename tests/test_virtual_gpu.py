@@ -8,6 +8,7 @@ must agree: ``clocks`` checks the changed log, and ``order`` compares sets of ac
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 from thunder_fsdp_sched import Sharding
@@ -93,6 +94,39 @@ def test_two_forwards_before_their_backwards_change_no_later_step(options: dict[
     for kind in ("kernel", "copy", "collective"):
         assert counts[1][kind] == counts[3][kind], kind
     assert counts[1]["collective"] == result.values[0] < counts[2]["collective"] / 2
+
+
+def _use_two_streams(rank: Rank, **options: Any) -> None:
+    """Run forwards and backwards on two streams that do not wait for each other, and once in a window."""
+    model = make_model(rank, **options)
+    main, side = torch.cuda.current_stream(rank.device), torch.cuda.Stream(rank.device)
+    side.wait_stream(main)
+
+    def forward(stream: torch.cuda.Stream, grad: bool = True) -> torch.Tensor:
+        with torch.cuda.stream(stream), torch.set_grad_enabled(grad):
+            return model(torch.randn(4, 8, device=rank.device)).sum()
+
+    for is_in_window in (False, True, False):
+        with model.no_sync() if is_in_window else nullcontext():
+            losses = [(stream, forward(stream)) for stream in (main, side)]
+            forward(side, grad=False)
+            torch.zeros(1 << 16, device=rank.device)  # may be what the evaluation has freed
+            for stream, loss in losses:
+                with torch.cuda.stream(stream):
+                    loss.backward()
+    main.wait_stream(side)  # before the model is dropped
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharding_strategy": "zero2", "mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
+        {"sharding_strategy": Sharding("zero3", release=True), "transport": "all_to_all"},
+    ],
+    ids=["kept casts", "released"],
+)
+def test_two_forwards_on_two_streams_do_not_overwrite_each_others_slots(options: dict[str, Any]) -> None:
+    run(_use_two_streams, ranks=[0], **options).assert_clean()
 
 
 # Transport, setup, and that every nth mutation is checked with both checkers.

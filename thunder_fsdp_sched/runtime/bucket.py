@@ -107,7 +107,7 @@ class Bucket:
         self.transport = transport_of(spec)
         self.arena = arena
         self.handle = handle
-        own = Arena(spec.device, arena.scratch)
+        own = Arena(spec.device, arena)
         self.private_slot = own.slot(0, slot_bytes(spec, spec.param_dtype), handle.replace("bucket", "own", 1))
         """Where the bucket stays from forward to backward, if it is kept (ZeRO-2); allocated by the first gather into it."""
         self.issue_counts = IssueCounts() if base is None else base.issue_counts

@@ -31,6 +31,12 @@ each unsharded parameter has a storage of its own here, too: a slice of the aren
 of the unsharded model, and an operator that leaves its parameter fails instead of reading another one. To find out
 whether a tensor is in a slot, compare addresses (``Arena.span_of``), not storages.
 
+[Note: Streams of traces]
+A model's slots, the idle memory of its transports, its casts and its accumulated gradients are used again in the order in
+which the host runs traces. A trace runs on the stream that is current, and a backward on that of its forward. So the first
+use of this memory on another stream waits for the last stream that used it: two forwards on two streams run one after
+the other. Each arena of the model is then also recorded to be in use on the new stream, and idle memory is dropped.
+
 [Note: State after an exception]
 An exception (an index out of range, out of memory, an interrupt) may end a forward or a backward between any two lines.
 
@@ -50,6 +56,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -151,27 +158,29 @@ class Arena:
 
     At compile time it grows to the largest end of any slot of any trace. A step allocates nothing.
 
+    Args:
+        shared: the arena of shared slots of a model, for its other arenas: those of slots that belong to one bucket, and
+            those that exist for a single call.
+
     Attributes:
-        scratch: idle temporary memory of transports, keyed by dtype and number of elements. The arenas of slots that
-            belong to one bucket have that of the shared arena, so whichever is freed, no idle memory stays.
+        scratch: idle temporary memory of transports, keyed by dtype and number of elements. All arenas of a model have
+            that of the shared arena, so whichever is freed, no idle memory stays.
         times_released: how often its memory has been released.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] | None = None,
-        *,
-        prefix: str = "slot",
-    ) -> None:
+    def __init__(self, device: torch.device, shared: Arena | None = None, *, prefix: str = "slot") -> None:
         self.device = device
+        self._shared = shared if shared is None else shared._shared or shared
         self.nbytes = 0
         self._in_flight: dict[Slot, InFlight] = {}
         self._issued = 0
         self._retained: dict[Bucket, _Retained] = {}
         self.scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] = (
-            defaultdict(list) if scratch is None else scratch
+            defaultdict(list) if self._shared is None else self._shared.scratch
         )
+        self._arenas: weakref.WeakSet[Arena] = weakref.WeakSet() if shared is None else shared._arenas  # of the model
+        self._arenas.add(self)
+        self._stream: torch.cuda.Stream | None = None  # of a shared arena: the last one that used the model's memory
         self.times_released = 0
         self._was_freed = False
         self._allocated_at = 0  # a `moment`, kept only once the memory was freed
@@ -182,7 +191,7 @@ class Arena:
     @functools.cached_property
     def extension(self) -> Arena:
         """An arena for slots that only backward needs, which shares the idle memory of transports with this one."""
-        return Arena(self.device, self.scratch, prefix=f"more_{self._prefix}")
+        return Arena(self.device, self, prefix=f"more_{self._prefix}")
 
     @property
     def all_of_it(self) -> Slot:
@@ -241,11 +250,12 @@ class Arena:
         If it is too small, it is freed, and the other arena allocates its own. A trace that runs in the meantime
         allocates new memory, and nothing that forward left is resident any more.
         """
+        self.follow_stream()
         for flight in self.in_flight:  # an exception left it
             self.finish(flight)
         memory = self._memory
         self.release()
-        other = Arena(self.device)
+        other = Arena(self.device, self)
         other.nbytes = nbytes
         if memory is not None and memory.numel() >= nbytes:
             other._memory = memory
@@ -303,7 +313,23 @@ class Arena:
         This counts as an issue even if it fails, because from here on the memory may be written.
         """
         self._issued += 1
+        self.follow_stream()
         self.wait_for_overlapping(slot)
+
+    def follow_stream(self) -> None:
+        """Let the current stream wait for the last one that used the model's memory; see [Note: Streams of traces]."""
+        if self.device.type != "cuda":
+            return
+        shared, current = self._shared or self, torch.cuda.current_stream(self.device)
+        if current == shared._stream:
+            return
+        if shared._stream is not None:
+            current.wait_stream(shared._stream)
+            self.scratch.clear()
+            for arena in self._arenas:
+                if arena._memory is not None:
+                    arena._memory.record_stream(current)
+        shared._stream = current
 
     def register(self, flight: InFlight) -> InFlight:
         """Register ``flight``, whose slot was claimed, as in flight."""
@@ -339,6 +365,7 @@ class Arena:
         The backward of an earlier forward may fail before its first issue. Buckets that it has overwritten by then must
         not count as resident from the latest forward.
         """
+        self.follow_stream()
         if self._in_flight:
             self.wait_for_overlapping(slot)
         if self._retained and not all(is_of_running_backward(retained.left_at) for retained in self._retained.values()):

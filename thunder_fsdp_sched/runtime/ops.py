@@ -84,7 +84,7 @@ def gather_again(bucket: Bucket, *, lost: bool) -> None:
         lost: whether this rank has. Otherwise it takes part with other memory: its private slot may hold gradients already.
     """
     spec = bucket.spec
-    slot = bucket.private_slot if lost else Arena(spec.device).slot(0, slot_bytes(spec, spec.param_dtype))
+    slot = bucket.private_slot if lost else Arena(spec.device, bucket.arena).slot(0, slot_bytes(spec, spec.param_dtype))
     wait_params(bucket, all_gather(bucket, slot, *[None] * len(spec.params), reuse_cast=True))
     if not lost:
         slot.arena.release()

@@ -16,6 +16,7 @@ from ..replicas import all_reduce
 
 def accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
     given = {i: grad for i, grad in enumerate(grads) if grad is not None}
+    bucket.arena.follow_stream()
     if added := _accumulated_of(bucket, given):
         add_grads(bucket, {i: bucket.sum_to_param(i, given[i]) for i in sorted(added)})
         bucket.accumulation.used |= added - not_used_here(bucket)
@@ -88,7 +89,7 @@ def reduce_sums(bucket: Bucket, *, scatters: bool) -> None:
         scatters: whether some rank has left unsharded gradients.
     """
     spec = bucket.spec
-    slot = Arena(spec.device).slot(0, slot_bytes(spec, spec.reduce_dtype))
+    slot = Arena(spec.device, bucket.arena).slot(0, slot_bytes(spec, spec.reduce_dtype))
     nothing = [None] * len(spec.params)
     if scatters:
         flight = reduce_scatter(bucket, slot, *nothing)

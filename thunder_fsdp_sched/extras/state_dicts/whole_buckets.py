@@ -57,7 +57,8 @@ def gather_ahead(
     flights: list[tuple[Bucket, InFlight]] = []
     with contextlib.ExitStack() as undo:
         if own_memory:
-            slots = {n: Arena(b.spec.device).slot(0, slot_bytes(b.spec, dtype)) for n, (b, dtype) in enumerate(wanted)}
+            arenas = [Arena(bucket.spec.device, bucket.arena) for bucket, _ in wanted]
+            slots = {n: arenas[n].slot(0, slot_bytes(b.spec, dtype)) for n, (b, dtype) in enumerate(wanted)}
         else:
             slots = _alternating_slots(wanted, undo)
         undo.callback(_release_shards, flights)

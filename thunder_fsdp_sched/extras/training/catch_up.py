@@ -56,7 +56,7 @@ def _can_repeat(kind: str, bucket: Bucket | None) -> bool:
 
 def _reduce_zeros(bucket: Bucket) -> None:
     spec = bucket.spec
-    slot = Arena(spec.device).slot(0, slot_bytes(spec, spec.reduce_dtype))
+    slot = Arena(spec.device, bucket.arena).slot(0, slot_bytes(spec, spec.reduce_dtype))
     flight = reduce_scatter(bucket, slot, *[None] * len(spec.params), adds_left=False)
     slot.arena.finish(flight)
     slot.arena.release()

@@ -130,7 +130,7 @@ class _Unsharded:
         bucket, spec = self.bucket, self.bucket.spec
         self.gathers += 1
         bucket.issue_counts.expected += 2
-        slot = Arena(spec.device).slot(0, slot_bytes(spec, spec.param_dtype))
+        slot = Arena(spec.device, bucket.arena).slot(0, slot_bytes(spec, spec.param_dtype))
         return all_gather(bucket, slot, *bucket.params)  # type: ignore[arg-type]
 
     def fill(self, flight: InFlight) -> None:
