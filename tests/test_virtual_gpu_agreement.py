@@ -33,17 +33,13 @@ def _lose_window(buckets: Any) -> None:
 LOSSES = {"zero2": (_lose_kept, _lose_window), "zero3": (_lose_left, _lose_left)}
 """How a rank loses a bucket before backward, and before the forward of the next micro-batch."""
 
-STEPS = {"usual": (), "rank 0": (0,), "rank 1": (1,), "both": (0, 1), "none": ()}
+STEPS = {"usual": (), "rank 0": (0,), "rank 1": (1,), "both": (0, 1), "late": ()}
 """The ranks that lose a bucket in each step."""
 
 
-def take_steps(rank: Rank, strategy: str, computes_first: bool) -> None:
-    """Take steps of two micro-batches, in which ranks lose buckets.
-
-    Args:
-        computes_first: whether rank 1 is late in backwards before which nothing is lost.
-    """
-    model = make_model(rank, sharding_strategy=strategy, prefetch=0)
+def take_steps(rank: Rank, strategy: str) -> None:
+    """Take steps of two micro-batches, in which ranks lose buckets, or rank 1 announces its backwards late."""
+    model = make_model(rank, sharding_strategy=strategy)
     sharded = find_transform(model).sharded
     buckets, control = sharded.buckets, sharded.control
     before_backward, before_forward = LOSSES[strategy]
@@ -57,8 +53,8 @@ def take_steps(rank: Rank, strategy: str, computes_first: bool) -> None:
                 loss = model(torch.randn(4, 8, device=rank.device)).sum()
             if rank.rank in losers:
                 before_backward(buckets)
-            is_late = computes_first and not losers and step != "usual"
-            with late_round(rank, control.channel, f"{step}, {last}") if is_late else nullcontext():
+            is_late = step == "late"
+            with late_round(rank, control.channel, f"{step} {last}") if is_late else nullcontext():
                 with rank.phase(f"{step}, backward {last:d}"):
                     loss.backward()
         for param in model.parameters():
@@ -69,7 +65,7 @@ def take_steps(rank: Rank, strategy: str, computes_first: bool) -> None:
 def test_ranks_that_lose_buckets_issue_the_same_collectives(
     lone_workers: Callable[[int], Workers], strategy: str
 ) -> None:
-    result = run_together(lone_workers(2), take_steps, strategy, computes_first=strategy == "zero2")
+    result = run_together(lone_workers(2), take_steps, strategy)
     result.assert_clean()
 
     def sent(step: str) -> list[int]:
@@ -77,5 +73,5 @@ def test_ranks_that_lose_buckets_issue_the_same_collectives(
         return [result.count(phase)["collective"] for phase in phases]
 
     for step, losers in STEPS.items():
-        more = [a - b for a, b in zip(sent(step), sent("none"), strict=True)]
+        more = [a - b for a, b in zip(sent(step), sent("late"), strict=True)]
         assert min(more) >= 0 and (more[1] > 0, more[3] > 0) == (bool(losers),) * 2, (step, more)

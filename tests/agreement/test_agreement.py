@@ -24,7 +24,7 @@ import thunder
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from internals import AGREEMENT, channel, shard_module, statements
+from internals import AGREEMENT, channel, effects, shard_module, statements
 from models import Stack
 from ranks import on_ranks
 from torch import nn
@@ -398,7 +398,8 @@ def test_traces_agree_before_their_first_collective(rank: int) -> None:
     for trace in (compiled.forward, compiled.backward):
         names = [b.sym.name for b in trace.bound_symbols]
         agree, agreed = names.index("fsdp_agree"), names.index("fsdp_agreed")
-        first = next(i for i, name in enumerate(names) if name in ("fsdp_all_gather", "fsdp_reduce_scatter"))
+        issues = [effects(b).issues for b in trace.bound_symbols]
+        first = next(i for i, issue in enumerate(issues) if issue is not None and not issue.resident)
         assert agree < agreed < first, names
         assert not any(b.sym.name in AGREEMENT for b in statements(trace))
     assert "fsdp_agree(forward_0)\n" in str(compiled.forward)

@@ -13,7 +13,7 @@ import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.ranks.compare_programs import AgreedProgram, Computation
 from thunder_fsdp_sched.ranks.issue_counts import IssueCounts
 from thunder_fsdp_sched.runtime import trace_start
-from thunder_fsdp_sched.runtime.trace_start import TraceStart
+from thunder_fsdp_sched.runtime.trace_start import ExpectedBucket, TraceStart
 
 import pytest
 import torch
@@ -182,7 +182,7 @@ class _Kept:
     """A kept bucket, which this rank has lost or not."""
 
     def __init__(self, name: str, *, lost: bool) -> None:
-        self.name, self.lost, self.is_agreed = name, lost, False
+        self.name, self.lost, self.is_agreed, self.primary = name, lost, False, self
 
     def is_kept_for_this_backward(self) -> bool:
         return not self.lost
@@ -194,11 +194,11 @@ def test_ranks_with_other_collectives_gather_all_kept_buckets_if_one_is_lost(is_
     control = mock.Mock(discards=0, failure=None, number=1, issue_counts=IssueCounts())
     start = TraceStart(control, "backward_0", AgreedProgram(1, True, True, is_alike), "", Computation(), 0)
     kept = [_Kept(name=name, lost=name == "b") for name in "abc"]
-    start.guarded_buckets = list(map(weakref.ref, kept))
+    start.expected = [ExpectedBucket(weakref.ref(bucket), None) for bucket in kept]
     start.post()
     [(token, _)] = [call.args for call in control.channel.post.call_args_list]
     *_, offered, _ = channel.TOKEN.unpack(token)
-    with mock.patch.object(trace_start, "gather_again", lambda bucket, lost: gathered.append(bucket.name)):
+    with mock.patch.object(trace_start, "gather_again", lambda bucket, **_: gathered.append(bucket.name)):
         gathered: list[str] = []
         start.apply_agreement(offered, alike=True)
     assert gathered == again

@@ -4,16 +4,18 @@
 Before the collectives of a trace, a state dict, a checkpoint and so on, every rank announces which of these it is about
 to run. That is a round of the channel (see [Note: Rounds] in ``channel``). In a trace, ``fsdp_agree`` posts the round
 and ``fsdp_agreed`` settles it. With gloo it is settled before the first collective is issued, because gloo aborts the
-process if sizes differ. With NCCL it is settled before the first result is waited for, so the round of a forward overlaps
-its first collective. That of a backward does only if it is not needed to know what backward gathers: see below.
+process if sizes differ. With NCCL a forward settles it before the first result is waited for, so the round overlaps the
+first gather; a backward, before it sends anything.
 
 A token identifies the *agreed program*, not the trace: ranks may run traces of different shapes whose collectives
 match, and with ``process_group_for`` even different programs. ``check_program`` compared the programs when they
 were compiled and numbered those that match.
 
 The token also says, as bits, what this rank has of buckets that need not be gathered: see [Note: Decisions of one rank].
-If that decides what the trace gathers first, the rank waits for the round at once. A rank that has all kept buckets does
-not wait. If another one has lost some, it takes part in their gathers when it settles the round.
+In a forward that may find what an earlier micro-batch has gathered, that decides what it gathers first, so a rank that has
+it waits for the round at once. A backward expects buckets that forward has kept or left. A rank that has all of them
+computes with them before the round has ended, without a hop. It settles the round before it sends anything, and takes part
+in the gathers of what another rank has lost. A rank that has lost some waits at once, and gathers them first.
 
 The token also contains how many more collectives this rank has issued than the traces that it started contain. That is
 0 unless an exception interrupted a trace. Ranks that were interrupted at different collectives would otherwise match
@@ -37,8 +39,8 @@ which gradients of ``no_sync`` are reduced         the hash; by process group if
 that backward leaves such gradients (``inputs``)   the hash, of buckets that all ranks share
 that such gradients were discarded                 the hash: ``Control.discards``
 that a failed backward has left no such gradients  the hash: ``Accumulation.dropped``
-whether backward still has a kept bucket           offered (``TraceStart.guarded_buckets``): else all gather it again
-whether forward has left a bucket for backward     offered (``TraceStart.reusable_gathers``): else all gather it
+whether backward still has a kept bucket           offered (``TraceStart.expected``): else all gather it again
+whether forward has left a bucket for backward     offered (``TraceStart.expected``): else all gather it again
 whether a window has left a bucket for forward     offered (``TraceStart.reusable_gathers``): else all gather it
 which parameters have no gradient                  the last hash; if it differs, names: those that no rank has used
 whether a save beside training has failed          offered: the error is raised once all ranks know of it

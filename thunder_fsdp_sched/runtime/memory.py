@@ -64,7 +64,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..plan.specs import BucketSpec
-from ..private_torch import labelled
+from ..private_torch import backward_number, labelled
 from ..sizes import round_up
 from ..transports.base import Views, Work
 from .autograd import is_of_running_backward, moment
@@ -170,7 +170,7 @@ class Arena:
 
     def __init__(self, device: torch.device, shared: Arena | None = None, *, prefix: str = "slot") -> None:
         self.device = device
-        self._shared = shared if shared is None else shared._shared or shared
+        self._shared: Arena | None = shared if shared is None else shared._shared or shared
         self.nbytes = 0
         self._in_flight: dict[Slot, InFlight] = {}
         self._issued = 0
@@ -356,8 +356,18 @@ class Arena:
             retained is not None
             and retained.slot is slot
             and retained.issued == self._issued - issues
-            and is_of_running_backward(retained.left_at)
+            and retained.is_for_running_backward()
         )
+
+    def restore(self, bucket: Bucket, slot: Slot, gather: Callable[[], object]) -> None:
+        """Gather a bucket that the running backward expects in ``slot`` into it, before its first issue on the arena.
+
+        It does not count as an issue: buckets that are still resident are in other slots. If it fails, none is resident.
+        """
+        issued = self._issued
+        gather()
+        self._issued = issued
+        self._retained[bucket] = _Retained(slot, issued, restored_in=backward_number())
 
     def prepare_for_gradient(self, slot: Slot) -> None:
         """Prepare the memory of ``slot`` for gradients before their reduction claims it.
@@ -368,8 +378,8 @@ class Arena:
         self.follow_stream()
         if self._in_flight:
             self.wait_for_overlapping(slot)
-        if self._retained and not all(is_of_running_backward(retained.left_at) for retained in self._retained.values()):
-            self._retained.clear()
+        for bucket in [b for b, retained in self._retained.items() if not retained.is_for_running_backward()]:
+            del self._retained[bucket]
 
     def finish(self, flight: InFlight) -> None:
         """Wait for ``flight``. If that fails, it stays in flight and its memory stays unusable."""
@@ -386,14 +396,22 @@ class Arena:
 
 
 class _Retained(NamedTuple):
-    """A bucket that forward left in shared memory.
+    """A bucket that forward left in shared memory, or that the start of a backward has gathered there again.
 
-    ``issued`` is the arena's number of issues at the end of that forward, ``left_at`` a ``moment`` in it.
+    ``issued`` is the arena's number of issues at the end of that forward, ``left_at`` a ``moment`` in it; ``restored_in`` is
+    the number of that backward.
     """
 
     slot: Slot
     issued: int
-    left_at: int
+    left_at: int | None = None
+    restored_in: int | None = None
+
+    def is_for_running_backward(self) -> bool:
+        """Return whether the running backward may use it."""
+        if self.left_at is None:
+            return self.restored_in == backward_number()
+        return is_of_running_backward(self.left_at)
 
 
 class _InterruptedWork:

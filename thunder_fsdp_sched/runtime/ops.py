@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -77,17 +78,26 @@ def _reuses(bucket: Bucket, slot: Slot, issues_before: int | None) -> bool:
     return bucket.is_reuse_agreed
 
 
-def gather_again(bucket: Bucket, *, lost: bool) -> None:
-    """Gather a kept bucket again, which some rank has lost since forward.
+def gather_again(bucket: Bucket, *, lost: bool, slot: Slot | None = None) -> None:
+    """Gather a bucket again, which some rank has lost since forward.
 
     Args:
-        lost: whether this rank has. Otherwise it takes part with other memory: its private slot may hold gradients already.
+        lost: whether this rank has. Otherwise it takes part with other memory: the slot may hold gradients already.
+        slot: where the running backward expects it; by default the private slot.
     """
-    spec = bucket.spec
-    slot = bucket.private_slot if lost else Arena(spec.device, bucket.arena).slot(0, slot_bytes(spec, spec.param_dtype))
-    wait_params(bucket, all_gather(bucket, slot, *[None] * len(spec.params), reuse_cast=True))
     if not lost:
-        slot.arena.release()
+        spec = bucket.spec
+        other = Arena(spec.device, bucket.arena).slot(0, slot_bytes(spec, spec.param_dtype))
+        _gather_into(other, bucket)
+        other.arena.release()
+    elif slot is None:
+        _gather_into(bucket.private_slot, bucket)
+    else:
+        slot.arena.restore(bucket, slot, partial(_gather_into, slot, bucket))
+
+
+def _gather_into(slot: Slot, bucket: Bucket) -> None:
+    wait_params(bucket, all_gather(bucket, slot, *[None] * len(bucket.spec.params), reuse_cast=True))
 
 
 def issue(bucket: Bucket, what: str, function: Callable[[], T], slot: Slot | None = None) -> T:

@@ -19,9 +19,9 @@ from .ops import gather_again
 from .unused_outputs import agree_on_unused, unused_gradients
 
 _BITS = 30
-"""How many of a token's offered bits stand for kept buckets, and as many for gathers that may be left out. Buckets whose
-numbers differ by a multiple of this share a bit. They all share one if the ranks have different collectives, because their
-numbers then mean different buckets."""
+"""How many of a token's offered bits stand for buckets that backward expects, and as many for gathers that may be left out.
+Buckets whose numbers differ by a multiple of this share a bit. They all share one if the ranks have different collectives,
+because their numbers then mean different buckets."""
 
 SHARED = 1 << 60
 """The bit of a rank that reduces gradients of ``no_sync`` only in buckets that all ranks have. If one does not have it, the
@@ -38,7 +38,7 @@ _ALL = (1 << 63) - 1
 
 KEPT_BITS = (1 << _BITS) - 1
 GATHER_BITS = KEPT_BITS << _BITS
-"""The bits of kept buckets, and of gathers that may be left out."""
+"""The bits of buckets that backward expects, and of gathers that may be left out."""
 
 T = TypeVar("T")
 
@@ -54,11 +54,33 @@ class MarkedGather(NamedTuple):
     slot: weakref.ref[Slot]
     is_resident: bool
 
+    def name(self) -> str:
+        """Return the name of its bucket."""
+        bucket = self.bucket()
+        return "" if bucket is None else bucket.spec.name
+
     @property
     def is_in_slot(self) -> bool:
         """Whether this rank has the bucket, as the trace starts."""
         bucket, slot = self.bucket(), self.slot()
         return bucket is not None and slot is not None and bucket.is_resident(slot, 0 if self.is_resident else None)
+
+
+class ExpectedBucket(NamedTuple):
+    """A bucket that backward expects to find, and that all ranks gather again if one of them has lost it.
+
+    Attributes:
+        slot: where forward has left it; ``None`` if it is kept in its private slot.
+    """
+
+    bucket: weakref.ref[Bucket]
+    slot: weakref.ref[Slot] | None
+
+    def is_there(self, bucket: Bucket) -> bool:
+        """Return whether this rank has it, as the trace starts."""
+        if self.slot is None:
+            return bucket.is_kept_for_this_backward()
+        return (slot := self.slot()) is not None and bucket.is_resident(slot, 0)
 
 
 class TraceStart(RoundAction):
@@ -86,8 +108,8 @@ class TraceStart(RoundAction):
         """Buckets whose unreduced gradients from ``no_sync`` the trace reduces if there are any."""
         self.ending: list[tuple[weakref.ref[Bucket], frozenset[int]]] = []
         """Buckets whose gradients the trace returns, each with the parameters of which it computes none itself."""
-        self.guarded_buckets: list[weakref.ref[Bucket]] = []
-        """Kept buckets, which are gathered again if some rank has lost them; in the same order on all ranks."""
+        self.expected: list[ExpectedBucket] = []
+        """In the same order on all ranks."""
         self.reusable_gathers: list[MarkedGather] = []
         """Gathers that are left out if all ranks have their buckets; see :meth:`apply_agreement`."""
         self._bits = _BITS if agreed.is_alike else 1
@@ -100,7 +122,7 @@ class TraceStart(RoundAction):
         self._deferred = ""  # the parameters whose gradients only earlier micro-batches of the window have
         self._dropped = 0  # how many failed backwards of the window have left nothing
         self._left = ""  # the buckets whose window it does not end, because it was called for other parameters
-        self._lost: set[weakref.ref[Bucket]] = set()  # of `guarded_buckets`, those that this rank has lost
+        self._lost: set[ExpectedBucket] = set()  # of `expected`, those that this rank has lost
         self._failure: Callable[[], object] | None = None
         self.auditing: set[object] = set()  # the auditors on this rank that have not seen a complete run
         self.audit_error: Exception | None = None  # the first error that the audit of this run has found
@@ -171,8 +193,8 @@ class TraceStart(RoundAction):
     def apply_agreement(self, offered_bits: int, *, alike: bool) -> None:
         """Do what all ranks have offered.
 
-        Gathers are left out whose buckets all ranks have. Kept buckets that a rank has lost are gathered again. The error of
-        a save is raised that all ranks know. No gradient is returned for parameters that no rank has used.
+        Gathers are left out whose buckets all ranks have. Buckets that backward expects but a rank has lost are gathered
+        again. The error of a save is raised that all ranks know. No gradient is returned for parameters that no rank used.
         """
         if (log := self.control.issue_counts.log) is not None:
             del log[: self._logged]
@@ -187,10 +209,11 @@ class TraceStart(RoundAction):
             self.control.check_same_in_groups("the gradients of no_sync to reduce", self._reduced_in, met=True)
         if self.ending or not alike:
             self._agree_on_unused(alike)
-        for reference, bit in self._numbered(self.guarded_buckets):
-            if not offered_bits & bit and (bucket := reference()) is not None:
+        for expected, bit in self._numbered(self.expected):
+            if not offered_bits & bit and (bucket := expected.bucket()) is not None:
                 self.control.issue_counts.expected += 2
-                gather_again(bucket, lost=reference in self._lost)
+                slot = None if expected.slot is None else expected.slot()
+                gather_again(bucket.primary, lost=expected in self._lost, slot=slot)
 
     def _find_pending_grads(self) -> None:
         """Find out which buckets of :attr:`pending_grad_buckets` it reduces."""
@@ -240,11 +263,14 @@ class TraceStart(RoundAction):
                 has, bucket.is_reuse_agreed = gather.is_in_slot, False
                 missing |= 0 if has else bit
                 waits |= has
-        for reference, bit in self._numbered(self.guarded_buckets):
-            if (bucket := reference()) is not None:
-                bucket.is_agreed = True
-                if not bucket.is_kept_for_this_backward():
-                    self._lost.add(reference)
+        for expected, bit in self._numbered(self.expected):
+            if (bucket := expected.bucket()) is not None:
+                if expected.slot is None:
+                    bucket.is_agreed = True
+                else:
+                    bucket.is_reuse_agreed = True
+                if not expected.is_there(bucket):
+                    self._lost.add(expected)
                     missing |= bit
                     waits = True
         return missing, waits

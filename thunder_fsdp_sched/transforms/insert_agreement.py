@@ -11,7 +11,7 @@ from thunder.core.trace import TraceCtx
 from ..ir.effects import NOTHING, Effects, effects
 from ..ir.inspection import AGREEMENT, with_bound_symbols
 from ..ir.registry import register
-from ..runtime.trace_start import MarkedGather, TraceStart
+from ..runtime.trace_start import ExpectedBucket, MarkedGather, TraceStart
 
 _FIRST = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT})
 
@@ -25,9 +25,9 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool, 
         fsdp_agree(forward_0)
         fsdp_agreed(forward_0)
 
-    A gather that finds its bucket resident counts as the first collective: it sends unless all ranks have the bucket, which
-    the round says. A backward with guards settles before its first issue, because kept buckets that one rank has lost are
-    gathered again before that.
+    A backward that expects buckets, kept ones or those that forward has left, settles before it sends anything, because
+    buckets that one rank has lost are gathered again before that. A rank that has lost some settles at the start. The others
+    compute in the meantime: a gather that finds its bucket resident sends nothing.
 
     The two statements are one round, which takes each of W ranks ceil(log2 W) messages, one after the other.
 
@@ -41,16 +41,18 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool, 
     head = next(position for position, bsym in enumerate(bsyms) if bsym.sym.id not in _FIRST)
     end = len(bsyms) - 1  # if other ranks communicate in this trace and this one does not
     of_all = list(map(effects, bsyms))
-    guarded = any(e.ensures is not None for e in of_all)
+    describe(start, of_all)
+    left = [gather for gather in start.reusable_gathers if gather.is_resident]
+    start.reusable_gathers = [gather for gather in start.reusable_gathers if not gather.is_resident]
+    start.expected += [ExpectedBucket(gather.bucket, gather.slot) for gather in sorted(left, key=MarkedGather.name)]
     for position, e in enumerate(of_all):
-        issue = e.issues if e.issues is not None and e.issues.bucket is not None else None
+        issue = e.issues if e.issues is not None and e.issues.bucket is not None and not e.issues.resident else None
         if issue is not None:
             issued.add(issue.future)
         waits = e.waits is not None and e.issues is None and e.waits.future in issued
-        if (issue is not None and (before_issue or guarded or issue.resident)) or waits or e.runs is not None:
+        if (issue is not None and (before_issue or start.expected)) or waits or e.runs is not None:
             end = position
             break
-    describe(start, of_all)
     if audit:
         bsyms.insert(len(bsyms) - 1, fsdp_audit_agreed.bind(start, output=None))
     bsyms.insert(end, fsdp_agreed.bind(start, output=None))
@@ -67,8 +69,8 @@ def describe(start: TraceStart, of_all: Sequence[Effects]) -> None:
         for e in of_all
         if e.bucket is not None and (e.collects or e.runs) and not accumulates
     ]
-    guarded = [e.ensures.bucket for e in of_all if e.ensures is not None]
-    start.guarded_buckets = [weakref.ref(bucket) for bucket in sorted(guarded, key=lambda bucket: bucket.spec.name)]
+    kept = [e.ensures.bucket for e in of_all if e.ensures is not None]
+    start.expected = [ExpectedBucket(weakref.ref(b), None) for b in sorted(kept, key=lambda bucket: bucket.spec.name)]
     issues = [e.issues for e in of_all if e.issues is not None]
     start.reusable_gathers = [
         MarkedGather(weakref.ref(issue.bucket), weakref.ref(issue.region.slot), issue.resident)

@@ -12,7 +12,8 @@ A marked gather states how many issues on its arena lie between it and the end o
 start of its backward (``issues_before``). The arena counts issues at run time. If there was one more (another forward in
 between, an exception, a second backward), the bucket is gathered as usual. The backward of another forward, which may
 have had other parameters, does not reuse it either: see [Note: The backward of the most recent forward] in
-``runtime.autograd``. Each rank offers what it has, and only what all ranks have is reused: see
+``runtime.autograd``. Each rank offers what it has. What some rank has
+lost all gather again before the trace sends anything else, each that still has it into memory that it frees: see
 [Note: Decisions of one rank] in ``ranks.control``.
 """
 

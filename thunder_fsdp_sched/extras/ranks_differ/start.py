@@ -118,7 +118,7 @@ class DifferingStart(TraceStart):
     def _find_unused(self) -> int:
         """Find the state of this rank and return a hash; 0 if there is nothing to tell."""
         super()._find_unused()
-        lost = tuple(sorted(r().spec.name for r in self._lost))  # type: ignore[union-attr]
+        lost = tuple(sorted(kept.bucket().spec.name for kept in self._lost))  # type: ignore[union-attr]
         unused: list[tuple[str, tuple[int, ...]]] = []
         left: list[tuple[str, Left]] = []
         if self.half == "backward" and not self.no_sync:
@@ -154,7 +154,7 @@ class DifferingStart(TraceStart):
             (offered_bits if reusable else offered_bits & ~GATHER_BITS) | SHARED | KEPT_BITS, alike=not outcome.merges
         )
         if outcome.lost:
-            lost = {reference() for reference in self._lost}
+            lost = {kept.bucket() for kept in self._lost}
             for bucket in (b for b in self.buckets if b.spec.name in outcome.lost):
                 self.control.issue_counts.expected += 2
                 gather_again(bucket, lost=bucket in lost)
