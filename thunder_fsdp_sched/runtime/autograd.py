@@ -70,21 +70,31 @@ class _Request(NamedTuple):
         number: the number of the backward.
         answers: what :func:`accumulates` says of each sharded parameter that forward reads, by its identity.
         adds_all: whether it adds to the ``.grad`` of all of them.
+        indices: the answers for the parameters of each bucket that was asked for, by their identity and the question.
     """
 
     number: int
     answers: dict[int, bool | None]
     adds_all: bool
+    indices: dict[tuple[int, Callable[[bool | None], bool]], frozenset[int]]
 
 
 def requested(params: Sequence[torch.nn.Parameter]) -> frozenset[int]:
-    """Return the indices of the parameters to whose ``.grad`` the running backward adds."""
-    return _indices(params, lambda answer: answer is True)
+    """Return the indices of the parameters of a bucket to whose ``.grad`` the running backward adds."""
+    return _indices(params, _adds)
 
 
 def wanted(params: Sequence[torch.nn.Parameter]) -> frozenset[int]:
     """Return these indices, and those of parameters whose gradients ``torch.autograd.grad`` returns."""
-    return _indices(params, lambda answer: answer is not False)
+    return _indices(params, _adds_or_returns)
+
+
+def _adds(answer: bool | None) -> bool:
+    return answer is True
+
+
+def _adds_or_returns(answer: bool | None) -> bool:
+    return answer is not False
 
 
 def _indices(params: Sequence[torch.nn.Parameter], counts: Callable[[bool | None], bool]) -> frozenset[int]:
@@ -94,9 +104,13 @@ def _indices(params: Sequence[torch.nn.Parameter], counts: Callable[[bool | None
     request = node.metadata.get(_KEY)
     if request is None or request.number != backward_number():
         answers = {id(leaf): accumulates(n) for leaf, n in leaf_nodes(node) if _is_sharded(leaf)}
-        request = _Request(backward_number(), answers, all(answer is True for answer in answers.values()))
+        request = _Request(backward_number(), answers, all(answer is True for answer in answers.values()), {})
         node.metadata[_KEY] = request
-    return frozenset(i for i, param in enumerate(params) if counts(request.answers.get(id(param), request.adds_all)))
+    key = id(params), counts
+    if key not in request.indices:
+        answers, adds_all = request.answers, request.adds_all
+        request.indices[key] = frozenset(i for i, p in enumerate(params) if counts(answers.get(id(p), adds_all)))
+    return request.indices[key]
 
 
 _KEY = "thunder_fsdp_sched.requested"
