@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
+import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -288,6 +290,18 @@ def replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     set_hooks(param, hooks, accumulated_hooks)
 
 
+_STATE = operator.attrgetter("dtype", "requires_grad")
+
+
+def states_of(params: Iterable[torch.Tensor]) -> list[tuple[torch.dtype, bool]]:
+    """Return the dtype of each parameter, and whether it requires a gradient.
+
+    In a subclass of tensors, each attribute is first looked for in ``__torch_function__``, unless that is switched off.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_STATE, params))
+
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -296,14 +310,9 @@ def find_hooks(modules: Iterable[torch.nn.Module]) -> list[tuple[int, Any]]:
 
     No other call that adds a hook gets the same number.
     """
-    found: list[tuple[int, Any]] = []
-    for hooks in _global_hooks():
-        found += hooks.items()
-    for module in modules:
-        for name in _HOOKS:
-            if hooks := getattr(module, name):
-                found += hooks.items()
-    return found
+    of_modules = itertools.chain.from_iterable(map(operator.attrgetter(*_HOOKS), modules))
+    hooks = filter(None, itertools.chain(_global_hooks(), of_modules))
+    return list(itertools.chain.from_iterable(map(operator.methodcaller("items"), hooks)))
 
 
 def find_backward_hooks(module: torch.nn.Module) -> list[str | None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..extensions import load
+from ..private_torch import states_of
 
 Path = tuple[Any, ...]
 """A root, and then steps from it: see ``capture.paths``."""
@@ -96,23 +98,60 @@ class TracedParameters:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._names = tuple(parameters)
-        self._expected = [(p, p.dtype, p.requires_grad) for p in parameters.values()]
+        self._parameters = tuple(parameters.values())
+        self._expected = states_of(self._parameters)
 
     def __str__(self) -> str:
         return "traced_parameters"  # in the prologue
 
     def check(self, parameters: tuple[torch.nn.Parameter, ...]) -> None:
         """Raise an error unless these are the parameters that were traced, and unchanged."""
-        for index, (found, (parameter, dtype, requires_grad)) in enumerate(
-            zip(parameters, self._expected, strict=True)
-        ):
-            if found is not parameter or found.dtype is not dtype or found.requires_grad is not requires_grad:
-                raise RuntimeError(f"fsdp: parameter {self._names[index]!r} has changed since it was traced")
+        is_same = list(map(operator.is_, parameters, self._parameters))
+        if all(is_same) and (state := states_of(parameters)) != self._expected:
+            is_same = list(map(operator.eq, state, self._expected))
+        if not all(is_same):
+            raise RuntimeError(f"fsdp: parameter {self._names[is_same.index(False)]!r} has changed since it was traced")
 
 
 def check_parameters(traced: TracedParameters, *parameters: torch.nn.Parameter) -> None:
     """Raise an error, which makes Thunder look for other traces, if parameters differ from ``traced``."""
     traced.check(parameters)
+
+
+class TracedAttributes:
+    """The numbers and strings that a program has read from its module and submodules, which all calls must find there.
+
+    Args:
+        reads: the path of a module, the name of its attribute, and its value.
+    """
+
+    def __init__(self, reads: Sequence[tuple[str, str, Any]]) -> None:
+        self._reads = reads
+        self._modules: list[torch.nn.Module] = []  # of which no guard accepts others
+        self._names = [name for _, name, _ in reads]
+        self._known = [value for _, _, value in reads]
+
+    def __str__(self) -> str:
+        return "traced_attributes"  # in the prologue
+
+    def check(self, module: Any) -> None:
+        """Raise an error unless the attributes are those that were traced."""
+        if not self._modules:
+            self._modules = [module.get_submodule(path) if path else module for path, _, _ in self._reads]
+        found = list(map(getattr, self._modules, self._names))
+        if all(map(operator.is_, found, self._known)):
+            return
+        for (path, name, expected), value in zip(self._reads, found, strict=True):
+            is_nan = value != value and expected != expected
+            if type(value) is not type(expected) or not (value == expected or is_nan):
+                where = f"{path}.{name}".lstrip(".")
+                raise RuntimeError(f"fsdp: {where} is {value!r}, and was {expected!r} when the module was traced")
+        self._known = found
+
+
+def check_attributes(module: Any, traced: TracedAttributes) -> None:
+    """Raise an error, which makes Thunder look for other traces, if attributes of modules differ from ``traced``."""
+    traced.check(module)
 
 
 class MemoryOfInputs(NamedTuple):

@@ -37,12 +37,12 @@ class SetAttributes:
             RuntimeError: names a parameter, buffer or submodule, for which the module would have to be sharded again.
         """
         module = model._model
-        for kind, name in _registered(model):
+        for kind, name in _registered(model) if len(model._modules) > 1 or model._parameters or model._buffers else ():
             raise RuntimeError(
                 f"{kind} {name!r} was set on the jitted module, where forward does not find it: set it on the module before "
                 f"thunder.jit, and make another jitted module"
             )
-        for name in vars(model).keys() - self._own:
+        for name in () if vars(model).keys() <= self._own else vars(model).keys() - self._own:
             if hasattr(type(model), name) or (name.startswith("_") and not hasattr(module, name)):
                 continue
             value = vars(model)[name]

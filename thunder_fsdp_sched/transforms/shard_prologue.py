@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -9,11 +10,17 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.inspection import with_bound_symbols
-from ..ir.symbols import fsdp_check_hooks, fsdp_check_inputs, fsdp_check_no_sync, fsdp_check_parameters
+from ..ir.inspection import args_of, with_bound_symbols
+from ..ir.symbols import (
+    fsdp_check_attributes,
+    fsdp_check_hooks,
+    fsdp_check_inputs,
+    fsdp_check_no_sync,
+    fsdp_check_parameters,
+)
 from ..runtime.module_hooks import TracedHooks
 from ..runtime.row_dtensor import local_rows
-from ..runtime.traced_inputs import MemoryOfInputs, TracedInputs, TracedParameters
+from ..runtime.traced_inputs import MemoryOfInputs, TracedAttributes, TracedInputs, TracedParameters
 
 
 def unpacked_parameters(prologue: TraceCtx) -> dict[str, str]:
@@ -105,6 +112,9 @@ def shard_prologue(
         module: "Any" = thunder.core.module.get_thunder_module(module0)
         t_blocks_0_weight: "cpu f32[64, 64]" = module.get_parameter('blocks.0.weight')
         prims.check_tensor_shape_and_metadata(t_blocks_0_weight, (64, 64), 'cpu', torch.float32, True)
+        m1: "Any" = module.get_submodule('blocks.0')
+        i2: "bool True" = m1.training
+        prims.check_number_type_and_value(i2, True)
 
     After::
 
@@ -113,11 +123,13 @@ def shard_prologue(
         module: "Any" = thunder.core.module.get_thunder_module(module0)
         fsdp_check_no_sync(module, False)
         fsdp_check_hooks(module, traced_hooks)
+        fsdp_check_attributes(module, traced_attributes)
         t_blocks_0_weight: "cpu f32[32, 64]" = module.get_parameter('blocks.0.weight')
         fsdp_check_parameters(traced_parameters, t_blocks_0_weight)
 
     The parameter is a DTensor with the shape of the unsharded one. Its proxy has the shape of this rank's rows. One check of
-    all of them takes a fraction of the host time of Thunder's checks, which read the shape, device and dtype of each.
+    all parameters, and one of all numbers and strings that are read from modules, take a fraction of the host time of
+    Thunder's own, one call each.
 
     Args:
         shards: this rank's shard of each parameter, keyed by each of its names.
@@ -134,9 +146,12 @@ def shard_prologue(
     roots = {bsym.output.name for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_function_obj}
     if len(modules) > 1 and not all(bsym.args[0].name in roots for bsym in modules):
         raise NotImplementedError("fsdp: the compiled function uses more than one module; jit the outermost one")
-    bsyms = []
+    reads, folded = _reads_of_attributes(prologue, modules[0].output.name) if modules else ([], set())
+    bsyms: list[BoundSymbol] = []
     checked: dict[str, TensorProxy] = {}  # by the name of the parameter
-    for bsym in prologue.bound_symbols:
+    for number, bsym in enumerate(prologue.bound_symbols):
+        if number in folded:
+            continue
         if bsym.sym is prims.unpack_parameter and bsym.args[1] in shards:
             become_shard(bsym.output, shards[bsym.args[1]])
         elif bsym.sym is prims.check_tensor_shape_and_metadata and unpacked.get(bsym.args[0].name) in shards:
@@ -147,6 +162,8 @@ def shard_prologue(
             # The module is an argument so that transforms that sort checks by their inputs see the dependency.
             bsyms.append(fsdp_check_no_sync.bind(bsym.output, no_sync, output=None))
             bsyms.append(fsdp_check_hooks.bind(bsym.output, hooks, output=None))
+            if reads:
+                bsyms.append(fsdp_check_attributes.bind(bsym.output, TracedAttributes(reads), output=None))
     if inputs is not None and len(inputs):  # first: errors of unpacking name nothing
         names = {bsym.output.name: bsym.output for bsym in bsyms if bsym.sym is prims.unpack_trivial}
         check = fsdp_check_inputs.bind(names["args"], names["kwargs"], inputs, output=None)
@@ -163,6 +180,43 @@ def shard_prologue(
         check = fsdp_check_memory.bind(written, contiguous, tuple(p.name for p in tensors), *tensors, output=None)
         bsyms.insert(len(bsyms) - 1, check)
     return with_bound_symbols(prologue, bsyms, "fsdp: shard the prologue")
+
+
+def _reads_of_attributes(prologue: TraceCtx, module: str) -> tuple[list[tuple[str, str, Any]], set[int]]:
+    """Return what the prologue reads from modules only to compare it, and the positions of the bound symbols that do so.
+
+    Args:
+        module: the name of the root module's proxy.
+
+    Returns:
+        the path of a module, the name of its attribute, and its value, for each read.
+    """
+    users: dict[str, list[int]] = defaultdict(list)
+    for position, bsym in enumerate(prologue.bound_symbols):
+        for name in args_of(bsym):
+            users[name].append(position)
+    paths = {module: ""}
+    reads: dict[tuple[str, str, Any], None] = {}
+    folded: set[int] = set()
+    for position, bsym in enumerate(prologue.bound_symbols):
+        if bsym.sym is prims.unpack_submodule and bsym.args[0].name == module:
+            paths[bsym.output.name] = bsym.args[1]
+        elif bsym.sym is prims.unpack_attr and bsym.args[0].name in paths:
+            user = [prologue.bound_symbols[user] for user in users[bsym.output.name]]
+            if (
+                len(user) == 1
+                and user[0].sym in _COMPARES
+                and getattr(user[0].args[0], "name", None) == bsym.output.name
+            ):
+                reads[paths[bsym.args[0].name], bsym.args[1], user[0].args[1]] = None
+                folded |= {position, *users[bsym.output.name]}
+    for position, bsym in enumerate(prologue.bound_symbols):
+        if bsym.sym is prims.unpack_submodule and folded.issuperset(users[bsym.output.name]):
+            folded.add(position)
+    return list(reads), folded
+
+
+_COMPARES = (prims.check_number_type_and_value, prims.check_string_value)
 
 
 def become_shard(proxy: TensorProxy, param: torch.nn.Parameter) -> None:
