@@ -6,14 +6,17 @@ The oracle of values is ``slot_executor``; that of the rules recomputes them fro
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from thunder_fsdp_sched.extras.replicas import fsdp_all_reduce
+from thunder_fsdp_sched.transforms.assign_slots import _ArenaLimits, _Resident, _SharedSlots
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from internals import (
+    BEFORE_TRACE,
     Analysis,
     Arena,
     Bucket,
@@ -33,7 +36,7 @@ from internals import (
 )
 from random_models import quiet
 from slot_executor import SlotExecutor
-from synthetic_traces import SHAPE, FakeProcessGroup, make_bucket, tensor
+from synthetic_traces import SHAPE, FakeProcessGroup, chain, make_bucket, tensor
 from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
@@ -329,3 +332,14 @@ def test_a_parameter_that_is_a_gradient_counts_as_gathered_until_its_reduction()
     unlimited, limited = issues(9 * 1024), issues(8 * 1024)
     assert unlimited == ["first", "second", "third", "neg", "reduced"]
     assert limited == ["first", "second", "neg", "third", "reduced"]
+
+
+def test_buckets_stay_resident_only_within_both_limits() -> None:
+    slots = Analysis(sort_communication(chain(2), prefetch=0)).slots.values()
+    one, other = slots  # one after the other
+    resident = [_Resident(replace(live, first=BEFORE_TRACE)) for live in slots]
+    enough = _ArenaLimits(one.nbytes + other.nbytes, one.nbytes + other.nbytes)
+    shared = _SharedSlots(list(slots), None)
+    assert shared.offsets(resident, enough) is not None
+    assert shared.offsets(resident, enough._replace(arena_bytes=enough.arena_bytes - 1)) is None
+    assert shared.offsets(resident, enough._replace(gathered_bytes=enough.gathered_bytes - 1)) is None

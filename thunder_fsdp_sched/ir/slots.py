@@ -87,10 +87,8 @@ def _may_replace(reduction: Lifetime, gather: Lifetime) -> bool:
     """Return whether each gradient is written after the last read of its parameter, and can take its place."""
     spec = reduction.bucket.spec
     writes = [reduction.accesses.get(index, reduction.issue) for index in gather.accesses]
-    return (
-        spec.param_dtype == spec.reduce_dtype
-        and gather.last < reduction.issue
-        and all(read < write for read, write in zip(gather.accesses.values(), writes, strict=True))
+    return spec.param_dtype == spec.reduce_dtype and all(
+        read < write for read, write in zip(gather.accesses.values(), writes, strict=True)
     )
 
 
