@@ -51,7 +51,9 @@ def catch_up(sharded: ShardedModule) -> None:
 def _can_repeat(kind: str, bucket: Bucket | None) -> bool:
     if bucket is None or not bucket.is_on_all_ranks or kind not in ("all-gather", "reduce-scatter"):
         return False
-    return bucket.ranks.replicas is None and bucket.secondary_ranks is None
+    # Zeros would take rounding errors along that are kept for the next reduction.
+    is_stateless = kind == "all-gather" or not bucket.spec.has_error_feedback
+    return is_stateless and bucket.ranks.replicas is None and bucket.secondary_ranks is None
 
 
 def _reduce_zeros(bucket: Bucket) -> None:
