@@ -43,7 +43,10 @@ from torch.nn.parallel import DistributedDataParallel
 # The option, a value, the error, and what it says after the option's name.
 WRONG_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
     ("sharding_strategy", "zero4", ValueError, "expected 'zero2', 'zero3'.*got 'zero4'"),
-    *(("sharding_strategy", value, ValueError, f"expected .*got {value}") for value in (3, None)),
+    *(
+        ("sharding_strategy", value, ValueError, f"expected .*got {value}; .* stage 3 are 'zero3'")
+        for value in (3, None)
+    ),
     ("bucketing_strategy", "blocks", ValueError, "expected 'none', 'layer', 'block'.*got 'blocks"),
     ("bucketing_strategy", 0, ValueError, "a size in bytes must be positive, got 0"),
     ("bucketing_strategy", True, TypeError, ".*got True"),

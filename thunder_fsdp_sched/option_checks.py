@@ -107,7 +107,10 @@ def _named(value: Any, enum: type[Enum], known: tuple[str, ...]) -> Any:
 def check_strategy(name: str, strategy: Any) -> ShardingStrategy:
     if known := _named(strategy, FSDPType, get_args(ShardingStrategy)):
         return known
-    raise ValueError(f"{name}: expected 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {strategy!r}")
+    raise ValueError(
+        f"{name}: expected 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {strategy!r}; FSDP's SHARD_GRAD_OP and "
+        f"DeepSpeed's stage 2 are 'zero2', FULL_SHARD and stage 3 are 'zero3'"
+    )
 
 
 _FIELDS = {

@@ -228,6 +228,7 @@ def test_invalid_saves_are_refused_on_every_rank(rank: int, tmp_path: Path) -> N
     refused("extra: the name 'optim' is taken", model, save_checkpoint, model, second, optimizer, extra={"optim": 1})
     refused("expected a dictionary of values by name", model, save_checkpoint, model, second, extra=[1])
     refused("is in two of them", model, save_checkpoint, model, second, [optimizer, twice])
+    refused("got a dictionary: pass the optimizer, not", model, save_checkpoint, model, second, optimizer.state_dict())
     with pytest.raises(TypeError, match=r"expected the result of thunder\.jit"):
         save_checkpoint(nn.Linear(2, 2), second)
     for function in (save_checkpoint, tfs.save_checkpoint_async, tfs.load_checkpoint):
@@ -325,7 +326,10 @@ def test_whole_models_are_exported_and_imported(tmp_path: Path) -> None:
         refused(message, other, tfs.load_safetensors, other, folder, **options)
     on_first(index.unlink)
     refused("its export did not end", other, tfs.load_safetensors, other, folder)
-    refused(r"is no \.safetensors file and no folder with one", other, tfs.load_safetensors, other, tmp_path / "none")
+    save_checkpoint(other, tmp_path / "rows")
+    for wrong, why in (("none", "it does not exist"), ("rows", "it is a checkpoint, which load_checkpoint")):
+        message = rf"is no \.safetensors file and no folder with one: {why}"
+        refused(message, other, tfs.load_safetensors, other, tmp_path / wrong)
 
 
 #

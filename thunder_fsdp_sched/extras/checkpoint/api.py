@@ -169,7 +169,10 @@ def _collect(
             state[keys[1]] = get_optimizer_state_dict(model, chosen)
             check_plain(state[keys[1]], keys[1])
         if taken := state.keys() & (extra or {}).keys():
-            raise ValueError(f"extra: the name {sorted(taken)[0]!r} is taken by the model or its optimizers (keys)")
+            raise ValueError(
+                f"extra: the name {sorted(taken)[0]!r} is taken by the model or its optimizers: choose another one, or give "
+                f"those other names (keys)"
+            )
         if reserved := {EXTRA, FEEDBACK}.intersection(keys):
             raise ValueError(f"keys: the name {reserved.pop()!r} is taken")
         if error_feedback and (lost := extras.feedback_of(sharded)):

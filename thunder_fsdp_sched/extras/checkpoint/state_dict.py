@@ -103,6 +103,10 @@ def listed(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) 
     Raises:
         TypeError: one of them is none.
     """
+    if isinstance(optimizers, Mapping):
+        raise TypeError(
+            "optimizers: expected an optimizer or several, got a dictionary: pass the optimizer, not its state"
+        )
     every = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     accelerate = sys.modules.get("accelerate.optimizer")
     wrapper: Any = () if accelerate is None else accelerate.AcceleratedOptimizer

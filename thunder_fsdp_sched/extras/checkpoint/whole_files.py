@@ -37,7 +37,7 @@ from ...sharding.sharded_module import find_jitted
 from ..state_dicts.entries import refuse_unshared
 from ..state_dicts.jitted import rows_by_name
 from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds
-from .folder import INDEX, SaveRun, checksum, path_of, refuse_complete
+from .folder import INDEX, METADATA, SaveRun, checksum, is_complete, path_of, refuse_complete
 from .on_all_ranks import refuse_different, run_on_all_ranks
 from .staging import Staging
 from .state_dict import Cast, compare, tell_casts, tell_lacking
@@ -298,7 +298,12 @@ def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
         return [source / name for name in names], crcs
     files = sorted(source.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"source: {source} is no .safetensors file and no folder with one")
+        hint = "" if source.exists() else ": it does not exist"
+        if is_complete(source, METADATA):
+            hint = ": it is a checkpoint, which load_checkpoint(model, folder) loads"
+        elif below := next(source.glob("*/*.safetensors"), None):
+            hint = f": {below.parent} has some"
+        raise ValueError(f"source: {source} is no .safetensors file and no folder with one{hint}")
     if any(source.glob("model-[0-9]*.safetensors")):
         raise ValueError(f"source: {source} has no {INDEX}: its export did not end")
     return files, {}
