@@ -381,6 +381,24 @@ def save_attributes_of_root(context: Any) -> None:
             modified.provenance = ProvenanceRecord(PseudoInst.LOAD_ATTR, inputs=[root, inputs[1]])
 
 
+def forget_new_modules(context: Any) -> None:
+    """Let the epilogue store nothing in modules that the program itself has made.
+
+    Thunder stores buffers that a program assigns, also those that ``nn.CrossEntropyLoss()`` registers in forward, and
+    fails, because such a module is no part of the one that is compiled.
+    """
+    for modified in [m for m in context._additional_outputs if _is_new(m.provenance)]:
+        del context._additional_outputs[modified]
+
+
+def _is_new(provenance: ProvenanceRecord) -> bool:
+    """Return whether a value is, or was read from, an object that the program has made."""
+    while provenance.inputs and provenance.inst in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR):
+        provenance = provenance.inputs[0]
+    makes = provenance.inputs[0].value if provenance.inst is PseudoInst.OPAQUE else None
+    return provenance.inst is PseudoInst.NEW or getattr(makes, "__name__", None) == "__new__"
+
+
 def checks_of(context: Any) -> list[Any]:
     """Return the list of ``(check, proxy, *expected)`` that Thunder's tracing writes to the prologue in the end."""
     return context._constraints

@@ -38,6 +38,7 @@ from thunder.core.interpreter import (
     ProvenanceRecord,
     PseudoInst,
     WrappedValue,
+    do_raise,
     get_interpretercompilectx,
     interpretercompilectx,
     unwrap,
@@ -47,9 +48,30 @@ from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import NumberProxy, Proxy, StringProxy, TensorProxy
 
 from ..extensions import load
-from ..private_thunder import find_attributes, fixed_shapes, save_attributes_of_root, wraps_observed_by
-from ..runtime.traced_inputs import EQUAL, HAS, IS, KEYS, LENGTH, TYPE, Check, TracedInputs
+from ..private_thunder import (
+    find_attributes,
+    fixed_shapes,
+    forget_new_modules,
+    save_attributes_of_root,
+    wraps_observed_by,
+)
+from ..runtime.traced_inputs import (
+    ENVIRONMENT,
+    EQUAL,
+    HAS,
+    IS,
+    KEYS,
+    LENGTH,
+    TYPE,
+    Check,
+    Environment,
+    TracedInputs,
+)
+from .changing_values import READ_ENVIRONMENT, ForeignIterators, changing_value, environment_read
 from .paths import ATTRIBUTE, COMPUTED, FUNCTION, INPUTS, ITEM, Path, Paths, evaluate
+from .refusals import collect_refusals
+from .unknown_numbers import UnknownNumbers
+from .unsupported import unsupported_call
 
 
 class InputReads:
@@ -67,17 +89,29 @@ class InputReads:
         if context.computation_trace is self._trace:
             return call(module, *args, **kwargs)
         self._trace, self._checks, self._paths = context.computation_trace, {}, _ConcretePaths()
+        self._unknown, self._iterators = UnknownNumbers(), ForeignIterators()
         self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
         self._module = unwrap(module)
         is_symbolic = get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES
         self._sizes = load("extras.symbolic_sizes:Sizes")() if is_symbolic else None
         for value in (*args, *kwargs.values()):
             self._note(value)
-        with interpretercompilectx(wraps_observed_by(get_interpretercompilectx(), self, self._sizes)):
-            result = call(module, *args, **kwargs)
+        observed = wraps_observed_by(get_interpretercompilectx(), self, self._sizes)
+        with interpretercompilectx(observed), collect_refusals() as refused:
+            try:
+                result = call(module, *args, **kwargs)
+            except (
+                Exception
+            ):  # instructions that the interpreter does not interpret further raise what Thunder would hide
+                if not refused:
+                    raise
+                result = INTERPRETER_SIGNALS.EXCEPTION_RAISED
+            if refused:
+                result = do_raise(refused[0])
         if self._sizes is not None:
             self._checks.update(self._sizes.checks(context.computation_trace.bound_symbols))
         if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            forget_new_modules(context)
             save_attributes_of_root(context)
         return result
 
@@ -116,10 +150,20 @@ class InputReads:
         self._note(value)
 
     def look_aside(self, look_aside: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Note for which attributes the program asks, and let it assign several."""
-        found = look_aside(function, *args, **kwargs)
-        if found is None and self._sizes is not None:
-            self._sizes.note_call(function, args)
+        """Refuse what a trace would not reproduce, note for which attributes the program asks, and let it assign several."""
+        if (error := unsupported_call(function, args, kwargs)) is not None:
+            return do_raise(error)
+        found = self._unknown.look_aside(function, args) or look_aside(function, *args, **kwargs)
+        if found is None:
+            if self._sizes is not None:
+                self._sizes.note_call(function, args)
+            if isinstance(function, FunctionType) and function in READ_ENVIRONMENT:
+                name = environment_read(function, args)
+                self._checks.setdefault((ENVIRONMENT, (ITEM, name)), (EQUAL, Environment()[name]))
+            if (error := changing_value(function, args)) is not None:
+                return do_raise(error)
+        if function is next and (error := self._iterators.error(args[0].value)) is not None:
+            return do_raise(error)
         if function is object.__setattr__:
             find_attributes(args[0])
         if (function is hasattr or (function is getattr and len(args) == 3)) and callable(found):
@@ -151,14 +195,20 @@ class InputReads:
         if isinstance(value.original_value, slice):
             plain = value.original_value
         is_number = isinstance(plain, NumberProxy)
+        if is_number and plain.value is None:
+            self._unknown.note(plain, provenance)
+            return
         if isinstance(plain, _IGNORED) and not is_number:
             return
+        if isinstance(plain, bool):
+            self._unknown.check_identity(provenance)
         path = self._paths.of(provenance)
         if path is None or path is COMPUTED or path in self._checks or path[0] not in _ROOTS:
             return
         if is_number:
             self._checks[path] = TYPE, type(plain.value)
             return
+        self._iterators.note(plain)
         checked = _CHECKED_BY_THUNDER if self._sizes is None else torch.device
         if isinstance(plain, checked) and should_register_for_prologue(provenance):
             return

@@ -1,4 +1,4 @@
-"""Name the module in whose forward an exception was raised while it was traced."""
+"""Name the module in whose forward an exception was raised while it was traced, and what to do instead."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import get_interpreterruntimectx
 
 from ..ir.inspection import is_library
+from .unsupported import remedy
 
 _THIS_FOLDER = Path(__file__).parent
 
@@ -32,4 +33,6 @@ def name_in_error(module: torch.nn.Module) -> None:
     lines = [f"{file}:{number}" for file, number in files if Path(file).parent != _THIS_FOLDER and not is_library(file)]
     note = f"fsdp: while tracing {name}, {type(module).__name__}"
     note += f" ({', '.join(dtypes)})" * bool(dtypes) + "".join(f", at {line}" for line in lines[-1:])
+    if instead := remedy(error):
+        note += f". {instead}"
     getattr(error, "add_note", warnings.warn)(note)  # Python 3.10 has no notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,17 @@ IS, EQUAL, NOT, LENGTH, KEYS, TYPE = "is", "equal", "not", "length", "keys", "ty
 HAS = "has"
 """The last step of a path to whether an object has an attribute."""
 
+ENVIRONMENT = "os.environ"
+"""The root of the paths to environment variables."""
+
 MISSING = object()
+
+
+class Environment:
+    """The environment variables; those that are not set are ``None``, and under ``None`` there are all."""
+
+    def __getitem__(self, name: str | None) -> Any:
+        return dict(os.environ) if name is None else os.environ.get(name)
 
 
 class TracedInputs:
@@ -36,7 +47,8 @@ class TracedInputs:
     def __init__(self, module: Any, checks: Mapping[Path, Check]) -> None:
         self._module = module
         self._steps: list[tuple[int, Any, Path, Check | None]] = []  # each after that from which it reads
-        numbers: dict[Path, int] = {("INPUT_FN",): 0, ("INPUT_ARGS",): 1, ("INPUT_KWARGS",): 2}
+        roots = ("INPUT_FN", "INPUT_ARGS", "INPUT_KWARGS", ENVIRONMENT)
+        numbers: dict[Path, int] = {(root,): number for number, root in enumerate(roots)}
         for whole in checks:
             if module is None and whole[0] == "INPUT_FN":
                 continue
@@ -54,7 +66,7 @@ class TracedInputs:
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise an error unless the inputs are like those that were traced."""
-        values: list[Any] = [self._module, args, kwargs]
+        values: list[Any] = [self._module, args, kwargs, Environment()]
         for source, (kind, key), path, check in self._steps:
             try:
                 if kind == "item":

@@ -1,0 +1,289 @@
+"""What a trace would not reproduce is refused, with the line and what to do instead."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import io
+import itertools
+import logging
+import operator
+import os
+import random
+import re
+import time
+import uuid
+from collections.abc import Callable
+from random import random as drawn
+from typing import Any
+
+from thunder_fsdp_sched import fsdp
+
+import numpy as np
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+HERE = rf"{re.escape(__file__)}:\d+"
+
+
+class Applied(nn.Module):
+    """A linear layer, and then a function of its result."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(2, 2), function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.linear(x))
+
+
+def compiled(function: Callable[[torch.Tensor], Any]) -> tuple[Any, Applied]:
+    """Return a model that applies ``function``, sharded, and unsharded with equal parameters."""
+    module = Applied(function)
+    return thunder.jit(copy.deepcopy(module), transforms=[fsdp()]), module
+
+
+def item(y: torch.Tensor) -> float:
+    return y.mean().item()
+
+
+def _swallowed(y: torch.Tensor) -> torch.Tensor:
+    try:
+        return y if item(y) > 0 else -y
+    except Exception:
+        return y
+
+
+def _while(y: torch.Tensor) -> torch.Tensor:
+    value = item(y)
+    while value > 1:
+        y, value = y / 2, value / 2
+    return y
+
+
+def _match(y: torch.Tensor) -> torch.Tensor:
+    match item(y):
+        case 1.0:
+            return -y
+    return y
+
+
+READ: dict[str, Callable[[torch.Tensor], Any]] = {
+    **{
+        f"{name}, called": lambda y, compare=compare: y if compare(item(y), 0) else -y
+        for name, compare in vars(operator).items()
+        if name in ("lt", "le", "eq", "ne", "gt", "ge")
+    },
+    ">": lambda y: y if item(y) > 0 else -y,
+    "==": lambda y: y if item(y) == 1 else -y,
+    "two numbers": lambda y: y if item(y) < item(y * y) else -y,
+    "between": lambda y: y if 0 < item(y) < 1 else -y,
+    "and": lambda y: y if item(y) > 0 and len(y) > 1 else -y,
+    "not": lambda y: y if not item(y) else -y,
+    "truth": lambda y: y if item(y) else -y,
+    "bool": lambda y: y if bool(item(y)) else -y,
+    "is True": lambda y: y if (y > 0).any().item() is True else -y,
+    "any": lambda y: y if (y > 0).any().item() else -y,
+    "any of a list": lambda y: y if any([item(y) > 0]) else -y,
+    "all of a list": lambda y: y if all([item(y), 1]) else -y,
+    "in": lambda y: y if item(y) in [1.0, 2.0] else -y,
+    "index": lambda y: (y, -y)[int(item(y) > 0)],
+    "key": lambda y: {1.0: -y}.get(item(y), y),
+    "range": lambda y: y * len(range(y.long().sum().item())),
+    "size": lambda y: y.sum() + torch.arange(y.long().sum().item()).sum(),
+    "int": lambda y: y * int(item(y)),
+    "float": lambda y: y * float(item(y)),
+    "math": lambda y: y * __import__("math").sqrt(item(y)),
+    "max": lambda y: y * max(item(y), 0),
+    "sorted": lambda y: y * sorted([0.5, item(y)])[0],
+    "text": lambda y: y if f"{item(y):.1f}" == "1.0" else -y,
+    "str": lambda y: y if str(item(y)).startswith("-") else -y,
+    "while": _while,
+    "match": _match,
+    "compared by an operator of Thunder": lambda y: torch.add(y, y, alpha=item(y)),
+    "the error is caught": _swallowed,
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_number_of_a_tensor_is_not_read_while_tracing(name: str) -> None:
+    model, _ = compiled(READ[name])
+    message = rf"^fsdp: {HERE}: forward uses a number .* at {HERE} \(\.item\(\)\).*torch\.where.* as an argument"
+    with pytest.raises(NotImplementedError, match=message):
+        model(torch.ones(2, 2))
+
+
+COMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "arithmetic": lambda y: y * ((item(y) + 1) ** 2 - 3) / item(y),
+    "negative": lambda y: y * -item(y) + abs(item(y)),
+    "limit": lambda y: y.clamp(max=item(y)),
+    "filled": lambda y: y + torch.full((2,), item(y)),
+    "compared with a tensor": lambda y: torch.where(y > item(y), y, -y),
+    "is None": lambda y: -y if item(y) is None else y,
+    "isinstance": lambda y: y if isinstance(item(y), float) else -y,
+    "type": lambda y: y if type(item(y)) is float else -y,
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+@torch.no_grad()
+def test_operators_compute_with_a_number_of_a_tensor(name: str) -> None:
+    model, module = compiled(COMPUTED[name])
+    for x in (torch.ones(2, 2), -torch.ones(2, 2)):
+        torch.testing.assert_close(model(x), module(x))
+    assert thunder.cache_misses(model) == 1
+
+
+class _Generator(random.Random):
+    pass
+
+
+_GENERATOR, _OTHER = _Generator(0), np.random.default_rng(0)
+
+_COUNTER, _ITEMS = itertools.count(), (i for i in range(9))
+
+CHANGES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "random": (lambda y: y * random.random(), r"draws random numbers \(random\.random\).*torch\.rand"),
+    "under another name": (lambda y: y * drawn(), r"random\.random"),
+    "randint": (lambda y: y * random.randint(1, 9), r"random\.getrandbits"),
+    "choice": (lambda y: y * random.choice([1, 2]), r"random\.getrandbits"),
+    "of a generator": (lambda y: y * _GENERATOR.random(), r"random\.random"),
+    "state": (lambda y: y * len(random.getstate()), r"random\.getstate"),
+    "seed": (lambda y: random.seed(0) or y, r"random\.seed"),
+    "without a seed": (lambda y: y * random.Random().random(), r"random\.seed"),
+    "numpy": (lambda y: y * float(np.random.rand()), r"numpy\.random\.rand"),
+    "numpy's generator": (lambda y: y * float(_OTHER.random()), r"numpy\.random\.random"),
+    "numpy's seed": (lambda y: np.random.seed(0) or y, r"numpy\.random\.seed"),
+    "numpy's generator without a seed": (lambda y: y * np.random.default_rng().random(), r"numpy\.random\.default_rng"),
+    "urandom": (lambda y: y * os.urandom(1)[0], r"os\.urandom"),
+    "uuid": (lambda y: y * float(uuid.uuid4().int), r"os\.urandom"),
+    "time": (lambda y: y * time.time(), r"calls time\.time.*outside of forward"),
+    "perf_counter": (lambda y: y * time.perf_counter(), r"time\.perf_counter"),
+    "now": (lambda y: y * datetime.datetime.now().timestamp(), r"datetime\.now"),
+    "counter": (lambda y: y * next(_COUNTER), r"iterator that it has not made \(count\).*as arguments"),
+    "generator": (lambda y: next(y * i for i in _ITEMS), r"iterator that it has not made \(generator\)"),
+    "initial_seed": (lambda y: y * torch.initial_seed(), r"generator of torch \(initial_seed\).*torch\.rand"),
+    "manual_seed": (lambda y: torch.manual_seed(0) and y, r"generator of torch \(manual_seed\)"),
+    "get_rng_state": (lambda y: y * torch.get_rng_state()[0], r"generator of torch \(get_rng_state\)"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_value_that_changes_between_calls_is_not_traced(name: str) -> None:
+    function, text = CHANGES[name]
+    model, _ = compiled(function)
+    with pytest.raises(NotImplementedError, match=rf"^fsdp: {HERE}: forward .*{text}"):
+        model(torch.ones(2, 2))
+
+
+@torch.no_grad()
+def test_seeded_generators_of_forward_and_clocks_of_logging_are_traced() -> None:
+    logger = logging.Logger("forward")
+    logger.addHandler(logging.StreamHandler(text := io.StringIO()))
+
+    def logged(y: torch.Tensor) -> torch.Tensor:
+        logger.warning("called")
+        generators = random.Random(0), np.random.default_rng(0), np.random.RandomState(0)
+        return y * generators[0].random() * float(generators[1].random()) * float(generators[2].rand())
+
+    model, module = compiled(logged)
+    torch.testing.assert_close(model(torch.ones(2, 2)), module(torch.ones(2, 2)))
+    assert text.getvalue() == "called\n" * 2
+
+
+@torch.no_grad()
+def test_environment_variables_are_compared_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Block(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * float(os.environ.get("FACTOR", "1")) + len([name for name in os.environ if name == "FACTOR"])
+
+    blocks = nn.Sequential(Block(), Block())
+    model, module = compiled(blocks)
+    for factor in (None, "2", "2", "3", None):
+        if factor is None:
+            monkeypatch.delenv("FACTOR", raising=False)
+        else:
+            monkeypatch.setenv("FACTOR", factor)
+        torch.testing.assert_close(model(torch.ones(2, 2)), module(torch.ones(2, 2)))
+    assert thunder.cache_misses(model) == 3
+
+
+def test_modules_that_forward_makes_are_traced() -> None:
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        y = nn.Sequential(nn.Tanh(), nn.Dropout(0.0))(y)
+        target = torch.zeros(2, dtype=torch.long)
+        weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]))
+        return nn.CrossEntropyLoss()(y, target) + weighted(y * y, target)
+
+    model, module = compiled(loss)
+    x = torch.linspace(-1, 1, 4).view(2, 2)
+    for each in (model, module):
+        each(x).backward()
+    for found, expected in zip(model.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+
+class _NeedsInputGrad(_Function):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 2 if ctx.needs_input_grad[0] else None
+
+
+class _MaterializesGrads(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return x * 2
+
+
+class _SetupContext(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+TOKENS, WEIGHT = torch.zeros(2, 2, dtype=torch.long), torch.ones(3, 2)
+UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "sparse": (lambda y: F.embedding(TOKENS, WEIGHT * y[0], sparse=True), r"sparse=True.*Pass sparse=False"),
+    "max_norm": (lambda y: F.embedding(TOKENS, WEIGHT * y[0], max_norm=1.0), r"max_norm.*Leave max_norm out"),
+    "needs_input_grad": (lambda y: _NeedsInputGrad.apply(y), r"attribute of ctx\. Save what backward needs"),
+    "set_materialize_grads": (lambda y: _MaterializesGrads.apply(y), r"attribute of ctx\. Save what backward needs"),
+    "setup_context": (lambda y: _SetupContext.apply(y), r"setup_context \(_SetupContext\)\. Let forward take ctx"),
+    "vmap": (lambda y: torch.func.vmap(torch.sin)(y), r"cannot trace torch\.func.*outside of the module"),
+    "grad": (lambda y: torch.func.grad(torch.sum)(y), r"cannot trace torch\.func.*outside of the module"),
+    "functional_call": (lambda y: torch.func.functional_call(nn.Tanh(), {}, (y,)), r"cannot trace torch\.func"),
+    "lstm": (nn.LSTM(2, 2), r"cannot trace nn\.LSTM.*nn\.LSTMCell"),
+    "gru": (nn.GRU(2, 2), r"cannot trace nn\.GRU.*nn\.GRUCell"),
+    "branch on a tensor": (lambda y: y if y.sum() > 0 else -y, r"depend on a tensor's value.*torch\.where"),
+    "tolist": (lambda y: y * y[0].tolist()[0], r"known only when the trace runs.*torch\.where"),
+    "index": (lambda y: [y, -y][y.long().sum().item()], r"known only when the trace runs.*as an argument"),
+    "mask": (lambda y: y[y > 0], r"known only when the trace runs"),
+    "parameters": (lambda y: nn.Linear(2, 2)(y), "Create parameters.*outside of forward"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.filterwarnings("ignore:fsdp. .*_flat_weights")
+def test_errors_of_what_thunder_cannot_trace_say_what_to_do(name: str) -> None:
+    function, text = UNSUPPORTED[name]
+    model, _ = compiled(function)
+    with pytest.raises(Exception) as raised:
+        model(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    notes = [str(raised.value), *getattr(raised.value, "__notes__", ())]
+    assert re.search(text, " ".join(notes)) and re.search(HERE, " ".join(notes)), notes

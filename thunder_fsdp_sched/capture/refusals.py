@@ -1,0 +1,58 @@
+"""Errors for programs that a trace would not reproduce: they name the line of the program and what to do instead."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+from thunder.core.interpreter import get_interpreterruntimectx
+
+from ..ir.inspection import is_library
+
+_PACKAGE = str(Path(__file__).parents[1])
+_STANDARD = Path(random.__file__).parent  # Python's library
+
+_refused: ContextVar[list[NotImplementedError] | None] = ContextVar("_refused", default=None)
+
+
+def refusal(what: str, instead: str) -> NotImplementedError:
+    """Return the error for something that the program does on the line that is being traced.
+
+    Args:
+        what: what it does and why a trace does not reproduce it, without a period.
+        instead: what to do instead, without a period.
+    """
+    line = user_line()
+    error = NotImplementedError(f"fsdp: {line + ': ' if line else ''}{what}. {instead}")
+    known = _refused.get()
+    if known is not None:
+        known.append(error)
+    return error
+
+
+@contextmanager
+def collect_refusals() -> Iterator[list[NotImplementedError]]:
+    """Collect the errors of :func:`refusal`. The traced program may catch them, but its trace is wrong nevertheless."""
+    refused: list[NotImplementedError] = []
+    token = _refused.set(refused)
+    try:
+        yield refused
+    finally:
+        _refused.reset(token)
+
+
+def user_line() -> str:
+    """Return the file and line of the innermost traced function that belongs to no library; "" outside of tracing."""
+    try:
+        frames = get_interpreterruntimectx().frame_stack
+    except LookupError:
+        return ""
+    for frame in reversed(frames):
+        file, positions = frame.code.co_filename, frame.positions
+        is_inner = is_library(file) or file.startswith((_PACKAGE, "<")) or Path(file).parent == _STANDARD
+        if positions is not None and not is_inner:
+            return f"{file}:{positions.lineno}"
+    return ""

@@ -1,0 +1,116 @@
+"""What Thunder cannot trace, and what to do instead, where its own error does not say so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from thunder.core.interpreter import unwrap
+from torch import nn
+
+from .refusals import refusal
+
+_RULE = Callable[[Sequence[Any], Mapping[str, Any]], NotImplementedError | None]
+
+_OUTSIDE = "call it outside of the module that is compiled, on its inputs or results"
+_OWN_BACKWARD = (
+    "Save what backward needs with ctx.save_for_backward or as an attribute of ctx, return one gradient for each input of "
+    "forward, also for those that need none, and return only outputs that are differentiable"
+)
+_AS_TENSORS = (
+    "Compute with tensors instead (torch.where, torch.clamp, a mask), or compute the value outside of forward and pass it "
+    "as an argument; each value is then compiled once"
+)
+_BY_TEXT = (
+    (r"casting a TensorProxy to a Python", f"What forward does would depend on a tensor's value. {_AS_TENSORS}"),
+    (
+        r"automatic registration for (tolist|numpy|nonzero|equal|is_nonzero|item|unique|masked_select)\b"
+        r"|boolean advanced indexing|torch\.(allclose|nonzero|unique)\b|'?NoneType'?|value=None|_Unknown(Integer|Float)",
+        f"The value or the shape of the result is known only when the trace runs. {_AS_TENSORS}",
+    ),
+    (
+        r"^(needs_input_grad|mark_non_differentiable|set_materialize_grads|mark_dirty)$",
+        f"Thunder traces autograd functions without this attribute of ctx. {_OWN_BACKWARD}",
+    ),
+    (
+        r"Unknown attribute requires_grad_",
+        "Create parameters, and modules that have some, outside of forward; torch.autograd.grad in forward cannot be traced",
+    ),
+)
+"""What to do after an error whose text matches a pattern."""
+
+
+def remedy(error: BaseException) -> str:
+    """Return what to do about an error of Thunder, as a sentence; "" if it is not known."""
+    text = str(error)
+    return next((instead for pattern, instead in _BY_TEXT if re.search(pattern, text)), "")
+
+
+def unsupported_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError | None:
+    """Return the error for a call with which Thunder fails later, or without a word why.
+
+    Args:
+        args, kwargs: the wrapped arguments.
+    """
+    rule = _RULES.get(id(function))
+    if rule is not None:
+        return rule(args, kwargs)
+    if isinstance(function, FunctionType) and function.__module__ in _FUNCTORCH:
+        return refusal(
+            "Thunder cannot trace torch.func (vmap, grad, jvp, functional_call and so on)",
+            f"Write the batch dimension or the derivative out, or {_OUTSIDE}",
+        )
+    return None
+
+
+def _embedding(args: Sequence[Any], kwargs: Mapping[str, Any], sparse: int) -> NotImplementedError | None:
+    if _argument(args, kwargs, "sparse", sparse):
+        return refusal(
+            "gradients of an embedding with sparse=True are sparse tensors, which cannot be reduced or sharded",
+            "Pass sparse=False",
+        )
+    if _argument(args, kwargs, "max_norm", 3) is not None:
+        return refusal(
+            "an embedding with max_norm changes its parameter in forward, which Thunder cannot trace",
+            "Leave max_norm out, and normalize what the embedding returns, or the rows of the parameter between steps",
+        )
+    return None
+
+
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], name: str, index: int) -> Any:
+    return unwrap(kwargs.get(name, args[index] if len(args) > index else None))
+
+
+def _recurrent(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError:
+    name = type(unwrap(args[0])).__name__
+    return refusal(
+        f"Thunder cannot trace nn.{name}",
+        f"Loop over the sequence with nn.{name}Cell in forward, or {_OUTSIDE}",
+    )
+
+
+def _autograd_function(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError | None:
+    kind = unwrap(args[0])
+    if getattr(kind, "setup_context", None) is torch.autograd.Function.setup_context:
+        return None
+    return refusal(
+        f"Thunder cannot trace autograd functions with a setup_context ({kind.__name__})",
+        f"Let forward take ctx as its first argument, without setup_context. {_OWN_BACKWARD}",
+    )
+
+
+_RULES: dict[int, _RULE] = {
+    id(F.embedding): lambda args, kwargs: _embedding(args, kwargs, sparse=6),
+    id(F.embedding_bag): lambda args, kwargs: _embedding(args, kwargs, sparse=7),
+    id(torch.autograd.Function.apply.__func__): _autograd_function,  # type: ignore[attr-defined]
+    **{id(kind.forward): _recurrent for kind in (nn.RNN, nn.LSTM, nn.GRU)},
+}
+"""What says whether a call is supported, by the identity of the function."""
+
+_FUNCTORCH = frozenset(
+    {"torch.func", "torch._functorch.apis", "torch._functorch.vmap", "torch._functorch.eager_transforms"}
+)
