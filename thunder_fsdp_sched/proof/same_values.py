@@ -46,10 +46,10 @@ def check_operands(original: TraceCtx, trace: TraceCtx) -> None:
     symbols = {key[:2] for key in expected}
     wrong = next((key for key in actual if key[:2] in symbols and key not in expected), None)
     if wrong is not None:
-        was = next(bsym for key, bsym in expected.items() if key[:2] == wrong[:2] and key not in actual)
+        made = (statement(bsym) for key, bsym in expected.items() if key[:2] == wrong[:2] and key not in actual)
         raise VerificationError(
             f"a statement has other operands than when it was made:\n    {statement(actual[wrong])}\n"
-            f"    made as: {statement(was)}"
+            f"    made as: {next(made, 'nothing')}"
         )
 
 
