@@ -99,7 +99,6 @@ READ: dict[str, Callable[[torch.Tensor], Any]] = {
     "int": lambda y: y * int(item(y)),
     "float": lambda y: y * float(item(y)),
     "math": lambda y: y * __import__("math").sqrt(item(y)),
-    "max": lambda y: y * max(item(y), 0),
     "sorted": lambda y: y * sorted([0.5, item(y)])[0],
     "text": lambda y: y if f"{item(y):.1f}" == "1.0" else -y,
     "str": lambda y: y if str(item(y)).startswith("-") else -y,
