@@ -82,7 +82,8 @@ def run_on_ranks(
 
 
 def join_ranks() -> None:
-    """Create the default process group of a rank, with one thread."""
+    """Create the default process group of a rank, with one thread, on a core of its own."""
+    os.sched_setaffinity(0, {int(os.environ["RANK_CORE"])})
     torch.set_num_threads(1)
     ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], **ranks)

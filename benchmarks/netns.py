@@ -65,8 +65,8 @@ class Loopback:
     def run(self, command: Sequence[str], *, timeout: float = 3600.0) -> list[str]:
         """Run ``command`` once for each rank and return what each wrote to stdout; forward rank 0's stderr immediately.
 
-        The environment contains ``RANK``, ``WORLD_SIZE`` and ``INIT_METHOD`` (for ``init_process_group``), and the
-        interface for gloo.
+        The environment contains ``RANK``, ``WORLD_SIZE`` and ``INIT_METHOD`` (for ``init_process_group``), the
+        interface for gloo, and ``RANK_CORE``, the core on which the rank should run.
 
         Args:
             timeout: limit in seconds.
@@ -80,15 +80,15 @@ class Loopback:
             environment = {
                 **os.environ,
                 "RANK": str(rank),
+                "RANK_CORE": str(self.cores[rank]),
                 "WORLD_SIZE": str(self.world_size),
                 "INIT_METHOD": f"file://{self._folder}/store",
                 "GLOO_SOCKET_IFNAME": self.interface,
                 "OMP_NUM_THREADS": "1",
             }
-            prefix = [*self._prefix(rank), "taskset", "-c", str(self.cores[rank])]
             with out.open("w") as stdout, err.open("w") as stderr:
                 processes.append(
-                    subprocess.Popen([*prefix, *command], env=environment, stdout=stdout, stderr=stderr, text=True)
+                    subprocess.Popen([*self._prefix(rank), *command], env=environment, stdout=stdout, stderr=stderr, text=True)
                 )
         deadline = time.monotonic() + timeout
         progress = logs[0][1].open()

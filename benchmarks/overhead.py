@@ -31,7 +31,8 @@ from unittest import mock
 import thunder_fsdp_sched
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.ranks.channel import open_channel
-from thunder_fsdp_sched.ranks.control import AgreedProgram, Computation, Control
+from thunder_fsdp_sched.ranks.compare_programs import AgreedProgram, Computation
+from thunder_fsdp_sched.ranks.control import Control
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef
 from thunder_fsdp_sched.runtime.trace_start import TraceStart
 from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
@@ -46,8 +47,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 WORLD_SIZE = 8
-BLOCKS, LAYERS = 6, 6  # of the model, and of a block: each layer has two parameters
-ROUNDS = 15  # of steps; agreement takes STEPS times as many
+LAYERS = 6  # of a block: each has two parameters
 STEPS = 10  # of one system in a round
 CALLS = 200  # of one collective in a round
 
@@ -55,14 +55,16 @@ CALLS = 200  # of one collective in a round
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
-    for part in parser.parse_args().only:
+    parser.add_argument("--blocks", type=int, default=6, help="of the model")
+    parser.add_argument("--rounds", type=int, default=15, help=f"of steps; agreement takes {STEPS} times as many")
+    arguments = parser.parse_args()
+    for part in arguments.only:
         harness.say(f"measuring: {part}")
-        measure, show = PARTS[part]
-        show(measure())
+        PARTS[part](arguments)
 
 
-def show_steps(found: Mapping[str, Any]) -> None:
-    print(f"microseconds of a step: {BLOCKS} blocks of {2 * LAYERS} parameters, fake group of {WORLD_SIZE}\n")
+def show_steps(found: Mapping[str, Any], blocks: int) -> None:
+    print(f"microseconds of a step: {blocks} blocks of {2 * LAYERS} parameters, fake group of {WORLD_SIZE}\n")
     keys = ("step", "unsharded", "difference", "gathers", "reductions", "own_calls", "beyond", "each")
     print(table(found, {key.replace("_", " "): (key, ".0f") for key in keys}))
     print("\nBeyond: the difference without the collectives' own calls. Each: for one collective.")
@@ -77,16 +79,16 @@ def show_agreement(found: Mapping[str, Mapping[str, float]]) -> None:
     print(table(found, {"median": ("median", ".1f"), "10th percentile": ("tenth", ".1f")}))
 
 
-def steps() -> dict[str, dict[str, Any]]:
+def steps(arguments: argparse.Namespace) -> None:
     """Measure the host time of steps, of their gathers and reductions, and of the collectives alone."""
     harness.join_fake_ranks(WORLD_SIZE)
-    systems = {name: _Stepping(make) for name, make in _systems().items()}
+    systems = {name: _Stepping(make) for name, make in _systems(arguments.blocks).items()}
     bucket = systems["ours zero3"].transform.sharded.buckets[0]
     own_calls = _own_calls(bucket)
     seconds: dict[str, list[float]] = defaultdict(list)
     inside: dict[str, list[dict[str, float]]] = defaultdict(list)
     _stop_collecting()
-    for _ in range(ROUNDS):
+    for _ in range(arguments.rounds):
         for name, call in own_calls.items():
             seconds[name].append(_time(call, CALLS))
         for name, system in systems.items():
@@ -117,17 +119,17 @@ def steps() -> dict[str, dict[str, Any]]:
             issue, wait = (_median(inside[name], f"{kind} {what}") * 1e6 for what in ("issue", "wait"))
             result[name][kind] = {"issue": issue, "wait": wait, "own call": micro[kind]}
             result[name][kind]["beyond"] = issue + wait - micro[kind]
-    return result
+    show_steps(result, arguments.blocks)
 
 
-def agreement() -> dict[str, Any]:
+def agreement(arguments: argparse.Namespace) -> None:
     """Measure the host time of a round on the control channel."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_agree, (Path(folder),), nprocs=2)
-        return json.loads((Path(folder) / "seconds").read_text())
+        torch.multiprocessing.spawn(_agree, (Path(folder), arguments.rounds * STEPS), nprocs=2)
+        show_agreement(json.loads((Path(folder) / "seconds").read_text()))
 
 
-def _agree(rank: int, folder: Path) -> None:
+def _agree(rank: int, folder: Path, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     world_group = ProcessGroupRef.of(dist.distributed_c10d._get_default_group())
@@ -135,7 +137,7 @@ def _agree(rank: int, folder: Path) -> None:
     run = TraceStart(control, "forward_0", AgreedProgram(1, True, True, True), "forward", Computation(), 0)
     seconds: dict[str, list[float]] = defaultdict(list)
     _stop_collecting()
-    for _ in range(ROUNDS * STEPS):
+    for _ in range(rounds):
         run.post()
         run.settle()  # so that both ranks start together
         for name, call in (("post", run.post), ("settle", run.settle)):
@@ -149,7 +151,7 @@ def _agree(rank: int, folder: Path) -> None:
         run.post()
         run.settle()
 
-    for _ in range(ROUNDS * STEPS):
+    for _ in range(rounds):
         seconds["blocking"].append(_time(both, 1))
     if rank == 0:
         tenths = {name: statistics.quantiles(of_one, n=10) for name, of_one in seconds.items()}
@@ -159,10 +161,10 @@ def _agree(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _systems() -> dict[str, Callable[[], Any]]:
+def _systems(blocks: int) -> dict[str, Callable[[], Any]]:
     def model() -> nn.Module:
         torch.manual_seed(0)
-        return _Blocks()
+        return _Blocks(blocks)
 
     def ours(strategy: str) -> Any:
         return thunder.jit(model(), transforms=[thunder_fsdp_sched.fsdp(sharding_strategy=strategy)])
@@ -186,9 +188,9 @@ def _systems() -> dict[str, Callable[[], Any]]:
 class _Blocks(nn.Module):
     """Blocks of linear layers that are so small that a step takes only host time."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS))) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS))) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -314,11 +316,7 @@ def _median(of: list[dict[str, float]], key: str) -> float:
     return statistics.median(one[key] for one in of)
 
 
-# For each part, the function that measures it, and the one that prints the result.
-PARTS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-    "steps": (steps, show_steps),
-    "agreement": (agreement, show_agreement),
-}
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"steps": steps, "agreement": agreement}
 
 
 if __name__ == "__main__":

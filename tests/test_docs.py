@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import re
@@ -9,7 +10,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import iter_modules, walk_packages
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,10 @@ import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import transforms
 from thunder_fsdp_sched.extras import command_line
 from thunder_fsdp_sched.extras.commands import COMMANDS
+from thunder_fsdp_sched.extras.ranks_differ import follow_order
+from thunder_fsdp_sched.ir.effects import DECLARED
 from thunder_fsdp_sched.passes import Later
+from thunder_fsdp_sched.transforms import sort_communication
 
 import pytest
 import thunder
@@ -104,6 +108,28 @@ def test_the_table_of_passes_is_that_of_the_code_and_has_all_of_them() -> None:
     functions = [getattr(module, name) for module in modules for name in functions_of(module)]
     found = {f.__name__ for f in functions if inspect.signature(f).return_annotation == "TraceCtx"}
     assert found == {step.name for step in steps} - {"verify", "del_last_used"}
+
+
+def test_everything_that_a_trace_prints_is_explained() -> None:
+    """Each symbol that can be in a trace, its named arguments, and the reasons for positions, as the code has them."""
+    text = text_of("traces.md")
+    for info in walk_packages(thunder_fsdp_sched.__path__, "thunder_fsdp_sched."):
+        path = Path(info.module_finder.path) / f"{info.name.rpartition('.')[2]}.py"  # type: ignore[union-attr]
+        if path.exists() and "= register(" in path.read_text():
+            import_module(info.name)
+    symbols = {s for s in DECLARED if str(s.name).startswith("fsdp_")}
+    assert len(symbols) > 30
+    for symbol in symbols:
+        parameters = inspect.signature(symbol.meta).parameters.values()
+        named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        for printed in (symbol.name, *(f"{name}=" for name in named)):
+            assert re.search(rf"`[^`\n]*\b{printed}", text), f"docs/traces.md does not explain {printed}"
+    reasons = set()
+    for module in (sort_communication, follow_order):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+                reasons |= set(re.findall(r"^([a-z -]+): ", node.value)) - {"fsdp"}
+    assert reasons == set(re.findall(r"^\| `([^`]+)` ", section("traces.md", "Reasons"), re.MULTILINE))
 
 
 def test_every_example_is_included_in_a_page() -> None:
