@@ -172,7 +172,10 @@ def noise(module: torch.nn.Module, share: float) -> Iterator[None]:
     kept = [weight.detach().clone() for weight in weights]
     with torch.no_grad():
         for weight in weights:
-            weight *= 1 + share * torch.randn_like(weight)
+            noisy = weight.detach().clone()
+            rows = noisy.to_local()
+            rows *= 1 + share * torch.randn_like(rows)
+            weight.copy_(noisy)
     yield
     with torch.no_grad():
         for weight, value in zip(weights, kept, strict=True):

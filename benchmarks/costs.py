@@ -69,6 +69,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("audit")
     command.set_defaults(measure=measure_audit)
+    command.add_argument("--blocks", type=int, nargs="+", default=[2, 8])
     command = commands.add_parser("checksums")
     command.set_defaults(measure=measure_checksums)
     command.add_argument("--runs", type=int, default=5)
@@ -80,6 +81,7 @@ def main() -> None:
     command = commands.add_parser("differing")
     command.set_defaults(measure=measure_differing)
     command.add_argument("--rounds", type=int, default=30)
+    command.add_argument("--blocks", type=int, default=8, help="of the GPT, at most 8")
     arguments = parser.parse_args()
     arguments.measure(arguments)
 
@@ -100,7 +102,7 @@ def one_rank() -> Iterator[None]:
 
 def measure_audit(arguments: argparse.Namespace) -> None:
     with one_rank():
-        figures = {f"{blocks} blocks": audit_of(blocks) for blocks in (2, 8)}
+        figures = {f"{blocks} blocks": audit_of(blocks) for blocks in arguments.blocks}
     kinds = {kind: (kind, ".3f") for of_one in figures.values() for kind in of_one}
     print(f"processor seconds of a first step\n\n{table(figures, kinds | {'share': ('share', '.1%')})}")
 
@@ -349,17 +351,17 @@ class Tiny(torch.nn.Module):
 
 def measure_differing(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_differ, (Path(folder), arguments.rounds), nprocs=2)
+        mp.spawn(_differ, (Path(folder), arguments.rounds, arguments.blocks), nprocs=2)
 
 
-def _differ(rank: int, folder: Path, rounds: int) -> None:
+def _differ(rank: int, folder: Path, rounds: int, blocks: int) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     tokens = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(rank))
     figures = {}
     for name, make, batch in (
-        ("GPT", lambda: Skipping(blocks=8, width=128, heads=4, length=64), tokens),
+        ("GPT", lambda: Skipping(blocks=blocks, width=128, heads=4, length=64), tokens),
         ("tiny", Tiny, torch.ones(8, 8)),
     ):
         models = {}

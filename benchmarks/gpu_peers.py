@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import thunder_fsdp_sched  # noqa: F401  before thunder
+from thunder_fsdp_sched import CommPolicy  # before thunder
 from thunder_fsdp_sched.extras.low_precision.formats import FORMATS, decode, encode
 
 import torch
@@ -118,10 +118,10 @@ def profiled(system: System, tokens: torch.Tensor) -> dict[str, Any]:
 def encoder_speed(name: str, device: torch.device, numel: int) -> dict[str, float]:
     """Return the gigabytes of bfloat16 that are encoded and decoded in a second."""
     form = FORMATS[name]
-    block = form.block or 128
+    block = CommPolicy().block
     x = torch.randn(1, numel // block, block, device=device, dtype=torch.bfloat16)
-    codes = torch.empty(1, numel // block, block // form.per_code, device=device, dtype=form.dtype)
-    scales = torch.empty(1, numel // block, 1, device=device, dtype=form.scale)
+    codes = torch.empty(1, numel // block, block, device=device, dtype=form.dtype)
+    scales = torch.empty(1, numel // block, 1, device=device)
     speeds = {}
     for way, function in (("encode", encode), ("decode", decode)):
         times = []

@@ -88,7 +88,9 @@ class Loopback:
             }
             with out.open("w") as stdout, err.open("w") as stderr:
                 processes.append(
-                    subprocess.Popen([*self._prefix(rank), *command], env=environment, stdout=stdout, stderr=stderr, text=True)
+                    subprocess.Popen(
+                        [*self._prefix(rank), *command], env=environment, stdout=stdout, stderr=stderr, text=True
+                    )
                 )
         deadline = time.monotonic() + timeout
         progress = logs[0][1].open()

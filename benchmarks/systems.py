@@ -356,7 +356,10 @@ def communicate(system: System, compiled: Any = None, *, empty: bool = False) ->
         name = bsym.sym.name
         if name in WAITS:
             flight = flights.pop(bsym.args[1].name)
-            flight.wait() if empty else bsym._call_ctx[name](bsym.args[0], flight)
+            if not empty:
+                bsym._call_ctx[name](bsym.args[0], flight)
+            elif flight is not None:
+                flight.wait()
         elif name in ISSUES:
             flights[bsym.output.name] = _issue_empty(bsym) if empty else _issue(bsym)
     return time.perf_counter() - started
@@ -373,8 +376,9 @@ def _issue(bsym: BoundSymbol) -> Any:
 
 def _issue_empty(bsym: BoundSymbol) -> Any:
     own, whole = torch.zeros(1), torch.zeros(dist.get_world_size())
-    sent = sends(bsym)
-    assert sent is not None and sent.group is not None
+    if (sent := sends(bsym)) is None:  # already resident
+        return None
+    assert sent.group is not None
     issue, operands = (all_gather_flat, (whole, own)) if sent.gathers else (reduce_scatter_flat, (own, whole))
     return issue(*operands, group=sent.group.process_group, async_op=True)
 

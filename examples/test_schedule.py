@@ -1,7 +1,9 @@
 """Pin a schedule in pytest, without ranks and without a GPU.
 
-pytest --update-schedules examples/test_schedule.py writes examples/schedules/*.json; commit these files. Later runs without
-the option fail if the schedule changes, and show what changed.
+pytest --update-schedules examples/test_schedule.py
+
+writes examples/schedules/*.json; commit these files. Later runs without the option fail if the schedule changes, and show what
+changed.
 """
 
 from thunder_fsdp_sched import testing
