@@ -87,11 +87,8 @@ class Loopback:
                 "OMP_NUM_THREADS": "1",
             }
             with out.open("w") as stdout, err.open("w") as stderr:
-                processes.append(
-                    subprocess.Popen(
-                        [*self._prefix(rank), *command], env=environment, stdout=stdout, stderr=stderr, text=True
-                    )
-                )
+                prefixed = [*self._prefix(rank), *command]
+                processes.append(subprocess.Popen(prefixed, env=environment, stdout=stdout, stderr=stderr, text=True))
         deadline = time.monotonic() + timeout
         progress = logs[0][1].open()
         try:

@@ -2,8 +2,8 @@
 
 pytest --update-schedules examples/test_schedule.py
 
-writes examples/schedules/*.json; commit these files. Later runs without the option fail if the schedule changes, and show what
-changed.
+writes examples/schedules/*.json; commit these files. Later runs without the option fail if the schedule changes, and show
+what changed.
 """
 
 from thunder_fsdp_sched import testing

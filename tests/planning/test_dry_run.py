@@ -14,6 +14,7 @@ from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step, fake_rank, 
 from thunder_fsdp_sched.extras.planning.fit import optimizer_step_bytes, with_optimizer
 from thunder_fsdp_sched.extras.planning.models import MODELS
 from thunder_fsdp_sched.extras.replay import load_schedules
+from thunder_fsdp_sched.extras.reports.plot import plot_timelines
 from thunder_fsdp_sched.extras.testing import assert_peak_memory_at_most, compile_on_fake_ranks
 
 import pytest
@@ -49,10 +50,15 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     outputs = ["--picture", str(files[0]), "--perfetto", str(files[1]), "--schedule", str(files[2])]
     outputs += ["--memory", str(files[3])]
     planned = ("plan", "test_dry_run:make_on_meta", "--world-size", "16")
+    hook = sys.excepthook
     output = invoke(*planned, *outputs)
+    assert sys.excepthook is hook, 'torch puts "[rank0]: " in front of tracebacks while there is a process group'
     assert "fits on h100-sxm: 80 GB free of 80 GB" in output
     step = dry_run_step(make_on_meta, world_size=16, on="h100-sxm")
     share = step.after.exposed_seconds / step.after.step_seconds
+    [axes] = plot_timelines([("scheduled", step.after)]).axes
+    labels = {text.get_text() for text in axes.texts}
+    assert " backward" in labels and labels & {"0", "blocks.0"} and labels & {"1", "blocks.1"}
     assert f"{share:6.1%} of the step is exposed communication" in output and "bound by links" in output
     assert re.search(r"^  0.0% of the memory is used at the peak, \d+% of it by ", output, re.MULTILINE), output
     assert all(file.stat().st_size for file in files)
@@ -83,6 +89,7 @@ def test_a_model_by_name_is_planned_in_mixed_precision_with_optimizer_state_in_f
     monkeypatch.setitem(MODELS, "Llama-3-8B", small)
     planned = ("plan", "Llama-3-8B", "--world-size", "4", "--length", "64", "--memory", str(tmp_path / "memory.json"))
     output = invoke(*planned)
+    assert "gradients written in place: 0 B" in output and "computed in bfloat16, reduced in float32" in words(output)
     fixed = json.loads((tmp_path / "memory.json").read_text())["bytes"]
     state = fixed["optimizer state"][0]
     assert state == pytest.approx(2 * fixed["shards"][0], rel=0.1)  # which the allocator rounds up

@@ -9,7 +9,7 @@ from typing import Any
 
 from thunder_fsdp_sched import full_state_dict
 from thunder_fsdp_sched.extras import testing
-from thunder_fsdp_sched.extras.reports.report import share_written_in_place
+from thunder_fsdp_sched.extras.reports.report import copied_gradients, share_written_in_place
 from thunder_fsdp_sched.extras.step_memory.value_memory import shared_slots
 
 import pytest
@@ -104,7 +104,10 @@ def test_only_gradients_that_are_sums_or_lack_an_out_variant_are_copied(
 @pytest.mark.parametrize(("reduced", "expected"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_gradients_that_are_reduced_in_another_dtype_are_copied(reduced: torch.dtype, expected: bool) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
-    done = in_place(compiled(Stack, mp_policy=policy).backward)
+    backward = compiled(Stack, mp_policy=policy).backward
+    done = in_place(backward)
+    why = "computed in bfloat16, reduced in float32"
+    assert copied_gradients(backward)[why] == (0 if expected else share_written_in_place(backward)[1])
     assert {done[name] for name in done if name.endswith("weight")} == {expected}
 
 

@@ -339,5 +339,5 @@ def diff(
     for number, (a, b) in enumerate(zip(first, second, strict=False), start=1):
         if a != b:
             console.print(f"schedule {number}")
-            console.print(a.diff(b) or "the compute around it differs", markup=False)
+            console.print(a.diff(b) or "the compute around it differs", markup=False, soft_wrap=True)
     raise typer.Exit(int(first != second))

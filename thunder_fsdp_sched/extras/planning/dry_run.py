@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -260,6 +261,7 @@ def fake_rank(rank: int, world_size: int, *, on: ClusterSpec | None = None) -> I
             "compiling for other ranks needs a process without a process group (it makes a fake one), but "
             "torch.distributed is initialized here"
         )
+    hook = sys.excepthook  # torch replaces it with one that prints "[rank0]: " in front of each line, and leaves it
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         if on is not None:
@@ -267,6 +269,7 @@ def fake_rank(rank: int, world_size: int, *, on: ClusterSpec | None = None) -> I
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def compile_as_rank(

@@ -43,7 +43,8 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path |
 
     For each: a compute lane, a lane for each process group, and below a bar for each unsharded bucket while a slot holds
     it, in as many rows as slots are in use at once. On the compute lane, exposed communication is red, and gaps in which
-    the device waits for the host to launch are violet; shorter ones than half a thousandth of the picture are not drawn.
+    the device waits for the host to launch are violet; shorter ones than half a thousandth of the picture are not drawn. A
+    dotted line is the start of backward.
 
     Args:
         timelines: title and timeline of each step, ``[("before", ...), ("after", ...)]`` for a comparison.
@@ -100,6 +101,13 @@ def _lanes(timeline: Timeline) -> list[str]:
     return [COMPUTE, *timeline.communication_seconds, *dict.fromkeys(use.slot for use in timeline.slots)]
 
 
+def _labels(bucket: str) -> list[str]:
+    """Return the name of a bucket, and shorter ones that still tell its block: ``blocks.0.up``, ``0.up``, ``0``."""
+    parts = bucket.split(".")
+    number = next((at for at, part in enumerate(parts) if part.isdigit()), None)
+    return [bucket] if number is None else [bucket, ".".join(parts[number:]), parts[number]]
+
+
 def _draw(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
     groups, lanes = list(timeline.communication_seconds), _lanes(timeline)
     y = {name: -float(number) for number, name in enumerate(lanes)}
@@ -112,10 +120,10 @@ def _draw(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
         color, width = _COLORS["gather" if use.kind in GATHERS else "reduction"], (use.end - use.start) * scale
         how: dict[str, Any] = {"color": color, "alpha": alpha, "edgecolor": "white", "linewidth": 0.5}
         axes.barh(y[lane], width, left=use.start * scale, height=_LANE, **how)
-        short = label if len(label) * _LABEL_SHARE * end <= width else label.rpartition(".")[2]
-        if len(short) * _LABEL_SHARE * end <= width:  # a label that does not fit would cover its neighbours
+        fitting = (text for text in _labels(label) if len(text) * _LABEL_SHARE * end <= width)
+        if text := next(fitting, ""):  # a label that does not fit would cover its neighbours
             center = use.start * scale + width / 2
-            axes.text(center, y[lane], short, ha="center", va="center", fontsize=7, clip_on=True)
+            axes.text(center, y[lane], text, ha="center", va="center", fontsize=7, clip_on=True)
 
     bars(
         union((i.span for i in timeline.intervals if i.kind == COMPUTE), end / scale / 2000), "compute"
@@ -126,6 +134,9 @@ def _draw(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
         bar(interval.stream, interval, interval.bucket)
     for use in timeline.slots:
         bar(use.slot, use, use.bucket if use.slot else "", alpha=0.55)  # without slots, buckets overlap in one lane
+    if backward := [i.start for i in timeline.intervals if i.trace]:
+        axes.axvline(min(backward) * scale, color="black", linewidth=0.8, linestyle=":", label="backward")
+        axes.text(min(backward) * scale, 0.6, " backward", ha="left", va="top", fontsize=7)
     names = [f"group {lane}" if lane in groups and " " not in lane else lane or "no slots yet" for lane in lanes]
     axes.set_yticks([y[name] for name in lanes], names, fontsize=8)
     axes.set_ylim(-len(lanes) + 0.5, 0.6)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+from thunder.core.dtypes import to_torch_dtype
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
@@ -183,6 +186,8 @@ def dry_run_table(step: DryRun) -> Table:
     if compiled.backward is not None:
         in_place, total = share_written_in_place(compiled.backward)
         table.caption += f"\ngradients written in place: {human_bytes(in_place)} of {human_bytes(total)}"
+        copied = [f"{human_bytes(nbytes)} {why}" for why, nbytes in copied_gradients(compiled.backward).most_common(3)]
+        table.caption += f"; copied: {', '.join(copied)}" if copied else ""
     return table
 
 
@@ -248,14 +253,34 @@ def _line(position: int, bsym: BoundSymbol, width: int | None) -> str:
 
 def share_written_in_place(trace: TraceCtx) -> tuple[int, int]:
     """Return the bytes of gradients that a trace writes in place, and of all that it reduces, without padding."""
+    found = list(_gradients(trace))
+    return sum(nbytes for nbytes, why in found if not why), sum(nbytes for nbytes, _ in found)
+
+
+def copied_gradients(trace: TraceCtx) -> Counter[str]:
+    """Return the bytes of gradients that a trace copies before it reduces them, by the reason why it does."""
+    copied: Counter[str] = Counter()
+    for nbytes, why in _gradients(trace):
+        if why:
+            copied[why] += nbytes
+    return copied
+
+
+def _gradients(trace: TraceCtx) -> Iterator[tuple[int, str]]:
+    """Yield the bytes of each gradient that a trace reduces, and why it is copied; empty if it is written in place."""
+    made: dict[str, tuple[str, Any]] = {}
     written: set[str] = set()
-    in_place = total = 0
-    for e in map(effects, trace.bound_symbols):
+    for bsym in trace.bound_symbols:
+        e = effects(bsym)
         if e.fills is not None:
             written.update(e.in_place)
+        made.update((out.name, (bsym.sym.name, out)) for out in bsym.flat_proxy_outs if out.name not in made)
         for name, region in e.collects.items():
             assert region.param is not None
             nbytes = region.bucket.spec.layout.placements[region.param].numel * region.dtype.itemsize
-            total += nbytes
-            in_place += nbytes * (name in written)
-    return in_place, total
+            operator, gradient = made[name]
+            computed = to_torch_dtype(gradient.dtype)
+            why = f"computed by {operator}"
+            if computed != region.dtype:
+                why = f"computed in {computed}, reduced in {region.dtype}".replace("torch.", "")
+            yield nbytes, "" if name in written else why
