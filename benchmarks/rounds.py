@@ -54,7 +54,7 @@ class Hops:
 
     def __init__(self, backend: Any) -> None:
         self.backend, self.tags = backend, itertools.count(1)
-        self.gather = HostAllGather(dist.get_rank(), dist.get_world_size(), TOKEN.size)
+        self.gather = HostAllGather(dist.get_rank(), [TOKEN.size] * dist.get_world_size())
 
     def post(self) -> None:
         self.gather.start(bytes(TOKEN.size), self.backend, next(self.tags))

@@ -92,14 +92,14 @@ COMMANDS: dict[str, Small | By | Not] = {
     ),
     r"(sudo )?python benchmarks/copies\.py( --no-limit)?": Small(f"{LOOPBACK} --only '^DDP$'", "DDP"),
     r"python benchmarks/costs\.py audit": Small("audit --blocks 1", "first step"),
-    r"python benchmarks/costs\.py checksums .*": Small("checksums --runs 1", "save_checkpoint"),
-    r"python benchmarks/costs\.py differing .*": Small("differing --rounds 1 --blocks 2", "of all blocks"),
-    r"python benchmarks/costs\.py dtensors.*": Small("dtensors --parameters 4", "AdamW|foreach"),
+    r"python benchmarks/costs\.py checksums .*": Small("checksums --runs 1", "MB of parameters on 2 ranks"),
+    r"python benchmarks/costs\.py differing .*": Small("differing --rounds 1 --blocks 2", "of all blocks", long=True),
+    r"python benchmarks/costs\.py dtensors.*": Small("dtensors --parameters 4", "microseconds a parameter and step"),
     r"python benchmarks/costs\.py formats": Small("formats", "int8"),
     r"python benchmarks/differ\.py.*": Small("--only alike --systems 'ours$'", "right"),
     r"python benchmarks/gpu\.py first.*": Small("first --stand-in --only alone --cases 'zero3 flat$'", "zero3 flat"),
     r"python benchmarks/gpu_bytes\.py": Small("", "skipped: no GPU"),
-    r"python benchmarks/gpu_peers\.py.*": Small("--cpu --rounds 1", "ours, zero3"),
+    r"python benchmarks/gpu_peers\.py.*": Small("--cpu --rounds 1", "ours, zero3", long=True),
     r"(sudo )?python benchmarks/memory\.py.*": Small(
         f"{LOOPBACK} --batch 1 --budgets 1.0 --not-equal --only 'ours zero3, every'", "ours zero3", long=True
     ),
