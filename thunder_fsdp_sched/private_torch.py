@@ -392,8 +392,8 @@ def set_hooks(leaf: Any, hooks: dict[int, Any], accumulated_hooks: dict[int, Any
         leaf._post_accumulate_grad_hooks = accumulated_hooks
 
 
-DDP_PROBE = "_ddp_params_and_buffers_to_ignore"
-"""The first attribute of a module that ``DistributedDataParallel`` reads, and nobody else."""
+READ_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+"""An attribute of a module with names of parameters, which ``DistributedDataParallel`` alone reads, before anything else."""
 
 
 class _Refused(OrderedDict[Any, Any]):

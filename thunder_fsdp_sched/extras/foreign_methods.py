@@ -1,4 +1,4 @@
-"""Methods of modules that FSDP, DDP and DeepSpeed wrap: what takes their place in this package.
+"""What takes the place of methods of modules that FSDP and DDP wrap.
 
 ``docs/from-fsdp2.md`` has those of FSDP2 with links.
 """
@@ -10,7 +10,6 @@ _GATHERED = (
     "`with thunder_fsdp_sched.unsharded(model, ...):` to change whole parameters, `eager(model)` to call modules "
     "uncompiled, `stream_full_parameters(model)` to read parameters"
 )
-_STATE = "use model.state_dict(), get_optimizer_state_dict, save_checkpoint and load_checkpoint"
 _NOT_NEEDED = "remove the call, nothing takes its place"
 
 _FIXES = {
@@ -43,18 +42,9 @@ _FIXES = {
     "finalize_backward": _NOT_NEEDED,
     "set_keep_unsharded_storage": _NOT_NEEDED,
     "clip_grad_norm_": "thunder_fsdp_sched.clip_grad_norm_(model, max_norm)",
-    "set_state_dict_type": _STATE,
-    "state_dict_type": _STATE,
-    "optim_state_dict": _STATE,
-    "full_optim_state_dict": _STATE,
-    "module": "the jitted module has the attributes and the state dict of the original one: leave .module out",
-    "backward": "call backward() of the loss",
-    "save_checkpoint": "thunder_fsdp_sched.save_checkpoint(model, folder, optimizer)",
-    "load_checkpoint": "thunder_fsdp_sched.load_checkpoint(model, folder, optimizer)",
-    "step": "call step() and zero_grad() of the optimizer",
 }
 
 
 def fix_of(name: str) -> str:
-    """Return what to do instead of using the attribute ``name``; empty if it is none of those libraries."""
-    return _FIXES.get(name, "")
+    """Return what to do instead of calling the method ``name``."""
+    return _FIXES.get(name, "it is a method of another library; docs/from-fsdp2.md lists what takes the place of which")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..extensions import load
 from ..private_torch import (
-    DDP_PROBE,
+    READ_BY_DDP,
     find_backward_hooks,
     has_old_backward_hooks,
     is_under_dynamo,
@@ -134,29 +136,28 @@ def refuse_views(
 
 
 def explain_foreign_use(model: ThunderModule) -> None:
-    """Let attributes and wrappers of other libraries raise an error that says what to do with ``model`` instead."""
-    model.__class__ = _Jitted
+    """Let methods and wrappers of other libraries raise an error that says what to do with ``model`` instead."""
+    methods = (name for name in vars(FSDPModule) if not name.startswith("_"))
+    for name in (*methods, "clip_grad_norm_", "register_comm_hook", "summon_full_params"):
+        vars(model)[name] = partial(_refuse_method, name)
+    vars(model)[READ_BY_DDP] = _RefusedByDDP()
     refuse_composable(model.modules(), _refuse_composable)
 
 
-class _Jitted(ThunderModule):
-    """A sharded jitted module, with the fix in the errors of attributes that it does not have."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            if name == DDP_PROBE:
-                raise TypeError(
-                    "DistributedDataParallel: fsdp(...) shards this module and reduces its gradients. DDP would copy the "
-                    "rows of one rank to all others: use the jitted module itself"
-                ) from None
-            if name.startswith("_") or not (fix := load("extras.foreign_methods:fix_of")(name)):
-                raise
-            raise AttributeError(f"{error}. fsdp: {fix}", name=name, obj=self) from None
+def _refuse_method(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise AttributeError(
+        f"a module sharded by fsdp(...) has no {name!r}: {load('extras.foreign_methods:fix_of')(name)}"
+    )
 
 
-_Jitted.__name__ = _Jitted.__qualname__ = ThunderModule.__name__
+class _RefusedByDDP:
+    """An attribute of a module that only ``DistributedDataParallel`` reads."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError(
+            "DistributedDataParallel: fsdp(...) shards this module and reduces its gradients. DDP would copy the rows of "
+            "one rank to all others: use the jitted module itself"
+        )
 
 
 def _refuse_composable(function: str) -> NoReturn:
