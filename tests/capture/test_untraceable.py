@@ -286,3 +286,31 @@ def test_errors_of_what_thunder_cannot_trace_say_what_to_do(name: str) -> None:
         model(torch.ones(2, 2, requires_grad=True)).sum().backward()
     notes = [str(raised.value), *getattr(raised.value, "__notes__", ())]
     assert re.search(text, " ".join(notes)) and re.search(HERE, " ".join(notes)), notes
+
+
+CPU = torch.device("cpu")
+
+TRUE_OF_A_FLOAT_MATRIX: dict[str, Callable[[torch.Tensor], bool]] = {
+    "dtype ==": lambda y: y.dtype == torch.float32 and torch.float32 == y.dtype,
+    "dtype is": lambda y: y.dtype is torch.float32,
+    "dtype !=": lambda y: y.dtype != torch.int64,
+    "dtype in": lambda y: y.dtype in (torch.float16, torch.float32) and y.dtype in {torch.float32},
+    "dtype as a key": lambda y: {torch.float32: True}.get(y.dtype, False),
+    "its text": lambda y: str(y.dtype) == "torch.float32" and str(y.device) == "cpu",
+    "its attributes": lambda y: y.dtype.is_floating_point and torch.finfo(y.dtype).bits == 32,
+    "isinstance": lambda y: isinstance(y.dtype, torch.dtype) and isinstance(y.device, torch.device),
+    "the default": lambda y: y.dtype == torch.get_default_dtype(),
+    "device ==": lambda y: y.device == torch.device("cpu") and y.device == torch.device(type="cpu"),
+    "device from outside": lambda y: y.device == CPU and y.device.type == "cpu",
+    "made on it": lambda y: torch.zeros(2, dtype=y.dtype, device=y.device).dtype == y.to(torch.device("cpu")).dtype,
+    "type": lambda y: type(y) is torch.Tensor,
+}
+
+
+@pytest.mark.parametrize("name", TRUE_OF_A_FLOAT_MATRIX)
+def test_dtypes_devices_and_types_of_tensors_are_those_of_torch(name: str) -> None:
+    condition = TRUE_OF_A_FLOAT_MATRIX[name]
+    model, reference = compiled(lambda y: y if condition(y) else -y)
+    x = torch.ones(3, 2)
+    assert condition(reference.linear(x))
+    torch.testing.assert_close(model(x), reference(x))
