@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -139,7 +140,7 @@ class TracedAttributes:
 
     def __init__(self, reads: Sequence[tuple[str, str, Any]]) -> None:
         self._reads = reads
-        self._modules: list[torch.nn.Module] = []  # of which no guard accepts others
+        self._modules: list[weakref.ref[Any]] = []  # of which no guard accepts others; traces keep no module alive
         self._names = [name for _, name, _ in reads]
         self._known = [value for _, _, value in reads]
 
@@ -149,8 +150,8 @@ class TracedAttributes:
     def check(self, module: Any) -> None:
         """Raise an error unless the attributes are those that were traced."""
         if not self._modules:
-            self._modules = [module.get_submodule(path) if path else module for path, _, _ in self._reads]
-        found = list(map(getattr, self._modules, self._names))
+            self._modules = [weakref.ref(module.get_submodule(path) if path else module) for path, _, _ in self._reads]
+        found = [getattr(known(), name) for known, name in zip(self._modules, self._names, strict=True)]
         if all(map(operator.is_, found, self._known)):
             return
         for (path, name, expected), value in zip(self._reads, found, strict=True):
