@@ -502,3 +502,18 @@ def test_ranks_with_inputs_of_different_sizes_may_differ_by_numbers_derived_from
     tenth = _computing(lambda m, x: m.b(m.a(x)) * (0.3, 0.7)[rank])
     with pytest.raises(ScheduleDisagreement, match="the computations differ"):
         tenth(torch.ones(3 + rank, 4))
+
+
+@on_ranks(2)
+def test_ranks_continue_after_a_rank_has_left_out_a_backward(rank: int) -> None:
+    torch.manual_seed(0)
+    model = thunder.jit(Stack(2), transforms=[fsdp(bucketing_strategy="layer")])
+    inputs = torch.ones(2, 4)
+    model(inputs).sum().backward()
+    loss = model(inputs).sum()
+    with pytest.raises(ScheduleDisagreement):
+        if rank == 0:
+            model(inputs)
+        else:  # it computes with the buckets that forward has left before it hears of the other rank
+            loss.backward()
+    model(inputs).sum().backward()

@@ -116,6 +116,7 @@ class TraceStart(RoundAction):
         comparable, self._inputs, self._exact = computation.hashes if agreed.compares_computation else (0, 0, 0)
         self._program = agreed.number, comparable
         self._surplus_issues, self._begun, self._logged = 0, 0, 0
+        self._issued: int | None = None  # what this rank had issued when the round began
         self._reduced: list[str] = []  # a line for each bucket of `pending_grad_buckets` that it reduces
         self._reduced_in: list[tuple[ProcessGroupRef, str]] = []  # the same for buckets that not all ranks have
         self._unused: dict[Bucket, frozenset[int]] = {}  # the parameters that this rank has not used
@@ -156,6 +157,7 @@ class TraceStart(RoundAction):
             TOKEN.pack(self._same(), self._inputs, self._exact, offered_bits, self._find_unused()), self
         )
         issue_counts.expected += self._begun
+        self._issued = issue_counts.issued
         if waits:
             self.settle()
 
@@ -187,8 +189,11 @@ class TraceStart(RoundAction):
         return self._lines
 
     def cancel(self) -> None:
+        """Count nothing of this trace: before ranks have agreed, only gathers whose buckets are resident can have run."""
         self.control.issue_counts.expected -= self._begun
         self._begun = 0
+        if self._issued is not None:
+            self.control.issue_counts.issued, self._issued = self._issued, None
 
     def apply_agreement(self, offered_bits: int, *, alike: bool) -> None:
         """Do what all ranks have offered.
