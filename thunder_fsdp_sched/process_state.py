@@ -14,6 +14,7 @@ compares this table with the code:
 | `extras.checkpoint.folder` | each `SaveRun`: files of an unfinished save | the parent's: none is deleted | |
 | `ranks.process_groups` | each `ProcessGroupRef` | raises an error, but for fake groups | gloo groups end (hook) |
 | `ranks.process_groups` | `_companions` | kept, and replaced: their groups are unusable | |
+| `ranks.process_groups` | `_planned_backends` of fake groups | kept | |
 | `ranks.process_groups` | `_used` groups | kept: they are unusable | |
 | `ranks.process_groups` | `_register_exit_hook` | the first group registers the hook again | |
 | `ranks.channel` | `_channels` | kept, and replaced: their groups are unusable | |
@@ -45,6 +46,7 @@ What the package changes in Python, torch and Thunder (docs/how-it-works.md says
 | `extras.checkpoint.beside` | exit hook, thread of a save | the hook finds no save | `sys.stderr` is wrapped if it failed |
 | `extras.checkpoint.writer_process` | a process that writes | the parent's | it ends when its connection does |
 | `extras.symmetric_memory` | a variable of the environment | inherited | |
+| `extras.planning.dry_run` | `sys.excepthook`, restored after a plan | inherited | |
 | `extras.command_line` | `sys.path`, of the process of the command line | | |
 
 Registries (transports, formats), and what functions remember of operators and code (``cache``), are kept.
