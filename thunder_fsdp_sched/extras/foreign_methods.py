@@ -41,7 +41,6 @@ _FIXES = {
     "set_manual_backward_finalization": _NOT_NEEDED,
     "finalize_backward": _NOT_NEEDED,
     "set_keep_unsharded_storage": _NOT_NEEDED,
-    "clip_grad_norm_": "thunder_fsdp_sched.clip_grad_norm_(model, max_norm)",
 }
 
 

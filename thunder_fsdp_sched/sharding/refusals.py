@@ -138,8 +138,9 @@ def refuse_views(
 def explain_foreign_use(model: ThunderModule) -> None:
     """Let methods and wrappers of other libraries raise an error that says what to do with ``model`` instead."""
     methods = (name for name in vars(FSDPModule) if not name.startswith("_"))
-    for name in (*methods, "clip_grad_norm_", "register_comm_hook", "summon_full_params"):
-        vars(model)[name] = partial(_refuse_method, name)
+    for name in (*methods, "register_comm_hook", "summon_full_params"):
+        if not hasattr(model._model, name):
+            vars(model)[name] = partial(_refuse_method, name)
     vars(model)[READ_BY_DDP] = _RefusedByDDP()
     refuse_composable(model.modules(), _refuse_composable)
 
