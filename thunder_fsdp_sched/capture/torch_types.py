@@ -1,7 +1,7 @@
-"""Dtypes, devices and types of tensors, as torch's in place of Thunder's.
+"""Dtypes and devices of tensors, as torch's in place of Thunder's.
 
-[Note: Types of traced tensors]
-While Thunder traces, a tensor is a proxy. Its type, ``dtype`` and ``device`` are Thunder's, which equal none of torch's, so
+[Note: Dtypes of traced tensors]
+While Thunder traces, a tensor is a proxy, whose ``dtype`` and ``device`` are Thunder's, which equal none of torch's, so
 ``x.dtype == torch.float32`` would be false for all inputs, and one branch would run for all of them. A program that Thunder
 traces gets torch's. Thunder's own functions, which the interpreter interprets as well, go on with Thunder's.
 """
@@ -21,31 +21,24 @@ _AS_TORCH = {"dtype": to_torch_dtype, "device": to_torch_device}
 
 
 def look_aside(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Return what to call in place of a function that returns a dtype, a device or the type of a tensor.
+    """Return what to call in place of a function that returns a dtype or a device.
 
     Args:
-        function: ``getattr``, ``type`` or ``torch.device``; others are left alone.
+        function: ``getattr`` or ``torch.device``; others are left alone.
         args: the wrapped arguments.
     """
-    if function not in (getattr, type, torch.device):
+    if function not in (getattr, torch.device):
         return None
     if str(get_interpreterruntimectx().frame_stack[-1].module).startswith("thunder."):
         return None
     if function is torch.device:
         return _device
-    if not isinstance(args[0].value, TensorProxy):
-        return None
-    if function is type:
-        return _type if len(args) == 1 else None
-    return _attribute if unwrap(args[1]) in _AS_TORCH else None
+    is_asked = isinstance(args[0].value, TensorProxy) and unwrap(args[1]) in _AS_TORCH
+    return _attribute if is_asked else None
 
 
 def _attribute(tensor: WrappedValue, name: WrappedValue, *default: WrappedValue) -> Any:
     return wrap_const(_AS_TORCH[unwrap(name)](getattr(tensor.value, unwrap(name))))
-
-
-def _type(tensor: WrappedValue) -> Any:
-    return wrap_const(torch.nn.Parameter if issubclass(tensor.python_typ, torch.nn.Parameter) else torch.Tensor)
 
 
 def _device(*args: WrappedValue, **kwargs: WrappedValue) -> Any:
