@@ -22,6 +22,7 @@ from thunder.executors.passes import del_last_used
 
 from .capture.bound_symbols import IN_CHECKPOINT
 from .extensions import load
+from .ir.gradients import LOST_IN_SEQUENCES
 from .ir.inspection import nested
 from .passes import Condition, Context, Later, Order, Phase, PhaseName, Step, check_order, given
 from .proof import verify
@@ -59,9 +60,9 @@ gather_from_secondary = Later("extras.secondary_shards:gather_from_secondary")
 replay_schedule = Later("extras.replay:replay_schedule")
 
 
-def _has(name: str) -> Callable[[TraceCtx, Context], bool]:
-    """Return a condition: whether a trace has bound symbols of this name."""
-    return lambda trace, c: any(bsym.sym.name == name for bsym in trace.bound_symbols)
+def _has(*names: str) -> Callable[[TraceCtx, Context], bool]:
+    """Return a condition: whether a trace has bound symbols of one of these names."""
+    return lambda trace, c: any(bsym.sym.name in names for bsym in trace.bound_symbols)
 
 
 def _recomputes(trace: TraceCtx, c: Context) -> bool:
@@ -135,7 +136,10 @@ PIPELINE: tuple[Phase, ...] = (
             ),
         ),
         Step(broadcast_scalars, when=("with operands without dimensions", _has_scalars)),
-        Step(refuse_wrong_gradients, when=("with an `index_put`", _has("index_put"))),
+        Step(
+            refuse_wrong_gradients,
+            when=("with an `index_put`, a `hstack` or the like", _has("index_put", *LOST_IN_SEQUENCES)),
+        ),
     ),
     Phase(
         "autograd",

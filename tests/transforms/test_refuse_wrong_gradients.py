@@ -68,3 +68,20 @@ def test_what_takes_its_place_has_the_gradients_of_eager_mode(
         assert (ours.grad is None) == (theirs.grad is None)
         if theirs.grad is not None:
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda y, v: torch.hstack([y[:2], v]),
+        lambda y, v: torch.vstack((y, v)),
+        lambda y, v: torch.column_stack([y[:2], v]),
+    ],
+    ids=["hstack", "vstack", "column_stack"],
+)
+def test_gradients_of_tensors_in_a_list_are_not_lost(
+    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    model = thunder.jit(Written(call), transforms=[fsdp()])
+    with pytest.raises(NotImplementedError, match="no gradient of tensors in a list or tuple"):
+        model(torch.ones(3, 2, dtype=torch.float64))

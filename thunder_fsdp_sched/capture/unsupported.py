@@ -87,9 +87,10 @@ def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], name: str, index: 
 
 def _recurrent(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError:
     name = type(unwrap(args[0])).__name__
+    cell = "GRU" if name == "LSTM" else name  # Thunder loses gradients of nn.LSTMCell
     return refusal(
         f"Thunder cannot trace nn.{name}",
-        f"Loop over the sequence with nn.{name}Cell in forward, or {_OUTSIDE}",
+        f"Loop over the sequence with nn.{cell}Cell in forward, or {_OUTSIDE}",
     )
 
 

@@ -22,6 +22,9 @@ _RETURNING_CONSTANTS = frozenset({
 })  # fmt: skip
 """Names of operators whose results require no gradient in torch, whatever they read."""
 
+LOST_IN_SEQUENCES = frozenset({"column_stack", "dstack", "hstack", "lstm_cell", "row_stack", "vstack"})
+"""Names of operators that take tensors in a list or tuple, to which Thunder passes no gradient."""
+
 
 def mark_constants(trace: TraceCtx) -> TraceCtx:
     """Tag what operators such as ``detach`` return as constants. Adds nothing but tags; see [Note: Constants]."""

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import thunder.torch as ltorch
+from thunder.core.pytree import tree_iter
 from thunder.core.trace import TraceCtx
 
-from ..ir.gradients import needing_gradient
-from ..ir.inspection import source_of
+from ..ir.gradients import LOST_IN_SEQUENCES, needing_gradient
+from ..ir.inspection import names, source_of
 
 
 def refuse_wrong_gradients(trace: TraceCtx) -> TraceCtx:
     """Raise NotImplementedError for operators of which Thunder silently loses a gradient.
 
-    Runs on the computation before it is differentiated. Changes nothing. So far that is ``index_put`` with values that need
-    a gradient: Thunder returns theirs as that of the first index.
+    Runs on the computation before it is differentiated. Changes nothing. Of ``index_put`` Thunder returns the gradient of
+    the values as that of the first index, and tensors in a list or tuple (``hstack``, ``lstm_cell``) get none.
     """
-    writes = [bsym for bsym in trace.bound_symbols if bsym.sym.id == ltorch.index_put.id]
-    needing = needing_gradient(trace) if writes else frozenset()
-    for bsym in writes:
+    bsyms = [b for b in trace.bound_symbols if b.sym.id == ltorch.index_put.id or b.sym.name in LOST_IN_SEQUENCES]
+    needing = needing_gradient(trace) if bsyms else frozenset()
+    for bsym in bsyms:
+        where = f" ({source})" if (source := source_of(bsym)) else ""
+        if bsym.sym.name in LOST_IN_SEQUENCES:
+            sequences = [each for each in (*bsym.args, *bsym.kwargs.values()) if isinstance(each, list | tuple)]
+            if not needing.isdisjoint(names(tree_iter(sequences))):
+                raise NotImplementedError(
+                    f"fsdp: Thunder computes no gradient of tensors in a list or tuple for {bsym.sym.name!r}{where}. Use "
+                    f"torch.cat or torch.stack in place of hstack and the like, and nn.GRUCell, or linear layers and "
+                    f"gates, in place of nn.LSTMCell"
+                )
+            continue
         values = bsym.args[2] if len(bsym.args) > 2 else bsym.kwargs["values"]
         if values.name in needing:
-            where = f" ({source})" if (source := source_of(bsym)) else ""
             raise NotImplementedError(
                 f"fsdp: Thunder computes no gradient of the values of {bsym.sym.name!r}{where}. Write to a copy instead, "
                 f"z = y.clone(); z[indices] = values, or with accumulate=True use scatter_add"
