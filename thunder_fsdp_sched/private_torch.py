@@ -397,7 +397,7 @@ READ_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
 class _Refused(OrderedDict[Any, Any]):
-    """What ``fully_shard`` and ``replicate`` look into before they change a module."""
+    """A registry that ``fully_shard`` and ``replicate`` look into before they change a module."""
 
     def __init__(self, refuse: Callable[[str], object]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a trace would not reproduce is refused, with the line and what to do instead."""
+"""A trace that would not reproduce its program is refused; the error gives the line and the fix."""
 
 from __future__ import annotations
 

@@ -101,10 +101,8 @@ class InputReads:
         with interpretercompilectx(observed), collect_refusals() as refused:
             try:
                 result = call(module, *args, **kwargs)
-            except (
-                Exception
-            ):  # instructions that the interpreter does not interpret further raise what Thunder would hide
-                if not refused:
+            except Exception:
+                if not refused:  # otherwise an instruction that the interpreter does not interpret has raised a refusal
                     raise
                 result = INTERPRETER_SIGNALS.EXCEPTION_RAISED
             if refused:

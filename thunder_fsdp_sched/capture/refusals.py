@@ -44,6 +44,11 @@ def collect_refusals() -> Iterator[list[NotImplementedError]]:
         _refused.reset(token)
 
 
+def is_in_thunder() -> bool:
+    """Return whether the traced function that runs is one of Thunder's own, which goes on with Thunder's types."""
+    return str(get_interpreterruntimectx().frame_stack[-1].module).startswith("thunder.")
+
+
 def user_line() -> str:
     """Return the file and line of the innermost traced function that belongs to no library; "" outside of tracing."""
     try:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.interpreter import WrappedValue, get_interpreterruntimectx, unwrap, wrap_const
+from thunder.core.interpreter import WrappedValue, unwrap, wrap_const
 from thunder.core.proxies import NumberProxy, StringProxy, TensorProxy
+
+from .refusals import is_in_thunder
 
 _AS_TORCH = {"dtype": to_torch_dtype, "device": to_torch_device}
 
@@ -29,12 +31,11 @@ def look_aside(function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | Non
     """
     if function not in (getattr, torch.device):
         return None
-    if str(get_interpreterruntimectx().frame_stack[-1].module).startswith("thunder."):
+    if function is getattr and not (isinstance(args[0].value, TensorProxy) and unwrap(args[1]) in _AS_TORCH):
         return None
-    if function is torch.device:
-        return _device
-    is_asked = isinstance(args[0].value, TensorProxy) and unwrap(args[1]) in _AS_TORCH
-    return _attribute if is_asked else None
+    if is_in_thunder():
+        return None
+    return _device if function is torch.device else _attribute
 
 
 def _attribute(tensor: WrappedValue, name: WrappedValue, *default: WrappedValue) -> Any:

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from thunder.core.interpreter import ProvenanceRecord, do_raise, get_interpreterruntimectx, wrap_const
+from thunder.core.interpreter import ProvenanceRecord, do_raise, wrap_const
 from thunder.core.proxies import ComplexProxy, FloatProxy, IntegerProxy, NumberProxy
 
 from ..private_thunder import call_interpreted
-from .refusals import refusal, user_line
+from .refusals import is_in_thunder, refusal, user_line
 
 
 class UnknownNumber(NumberProxy):
@@ -104,7 +104,7 @@ class UnknownNumbers:
             return None
         if function is bool:
             return lambda *_: do_raise(number.error())
-        if str(get_interpreterruntimectx().frame_stack[-1].module).startswith("thunder."):
+        if is_in_thunder():
             return None  # which asks whether it is a proxy
         if function is type and len(args) == 1:
             return lambda *_: wrap_const(number.python_type)

@@ -1,4 +1,4 @@
-"""What Thunder cannot trace, and what to do instead, where its own error does not say so."""
+"""Errors for calls that Thunder cannot trace, and advice for those of its errors that give none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BY_TEXT = (
         "Create parameters, and modules that have some, outside of forward; torch.autograd.grad in forward cannot be traced",
     ),
 )
-"""What to do after an error whose text matches a pattern."""
+"""Patterns of the texts of errors, each with the advice for it."""
 
 
 def remedy(error: BaseException) -> str:
@@ -110,7 +110,7 @@ _RULES: dict[int, _RULE] = {
     id(torch.autograd.Function.apply.__func__): _autograd_function,  # type: ignore[attr-defined]
     **{id(kind.forward): _recurrent for kind in (nn.RNN, nn.LSTM, nn.GRU)},
 }
-"""What says whether a call is supported, by the identity of the function."""
+"""Functions that return the error for a call, by the identity of the called function."""
 
 _FUNCTORCH = frozenset(
     {"torch.func", "torch._functorch.apis", "torch._functorch.vmap", "torch._functorch.eager_transforms"}

@@ -1,4 +1,4 @@
-"""What takes the place of methods of modules that FSDP and DDP wrap.
+"""Replacements for methods of modules that FSDP and DDP wrap.
 
 ``docs/from-fsdp2.md`` has those of FSDP2 with links.
 """

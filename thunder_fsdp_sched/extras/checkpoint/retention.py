@@ -3,7 +3,7 @@
 [Note: What is removed]
 ``keep=n`` deletes data, so it deletes only what is certainly an old checkpoint of this package:
 
-- a folder beside the new one whose name differs from the new one's in digits alone (``step-100``, not ``best``). Links
+- a sibling folder whose name differs in digits alone from that of the new one (``step-100``, not ``best``). Links
   (``latest -> step-3``) are left alone, as is what they point to unless it is beside the new one. Folders are compared by
   device and inode, because one folder may have several names;
 - complete, with a stamp (see [Note: The order of saves] in ``order``), with the file names of a single run, and not one of
