@@ -78,6 +78,8 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[Any]]] = {
     "items by a computed index": (_add_by_index, [(1, 2), (1, 3), (1,)]),
     "tensors by a computed index": (_add_by_index, [(ONES, ONES * 2), (ONES,)]),
     "nested": (_add_nested, [{"inner": [(1,)]}, {"inner": [(1, 2)]}, {"inner": [(2, 1)]}]),
+    "sign of zero": (lambda x, value: x / value, [0.0, -0.0]),
+    "sign of zero in a tuple": (lambda x, values: x / values[0], [(0.0,), (-0.0,)]),
     "keys": (lambda x, values: x * 2 if "k" in values else x, [{}, {"k": 1}]),
     "number of keys": (lambda x, values: x * len(values), [{"a": 1}, {"a": 1, "b": 1}]),
     "order of keys": (lambda x, values: x * 2 if next(iter(values)) == "a" else x, [dict(a=1, b=2), dict(b=2, a=1)]),
@@ -115,6 +117,12 @@ def test_keyword_arguments_and_attributes_are_compared() -> None:
         torch.testing.assert_close(jitted(x, **kwargs), module(x, **kwargs), rtol=0, atol=0)
     jitted._model.function = module.function = torch.neg
     torch.testing.assert_close(jitted(x), module(x), rtol=0, atol=0)
+    module = Stateful(lambda self, y: y / self.divisor, divisor=0.0)
+    jitted = thunder.jit(copy.deepcopy(module), transforms=[fsdp()])
+    for jitted._model.divisor in (0.0, -0.0, 0.0, 2.0):
+        module.divisor = jitted._model.divisor
+        torch.testing.assert_close(jitted(x), module(x), rtol=0, atol=0)
+    assert thunder.cache_misses(jitted) == 3
 
 
 class Stateful(nn.Module):

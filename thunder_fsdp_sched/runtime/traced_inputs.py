@@ -95,7 +95,14 @@ def _agrees(value: Any, check: Check) -> bool:
         return type(value) is expected[0] and tuple(value) == expected[1]
     if kind == TYPE:
         return type(value) is expected
-    return type(value) is type(expected) and bool(value == expected)
+    return _is_same(value, expected)
+
+
+def _is_same(value: Any, expected: Any) -> bool:
+    """Return whether two plain values are of one type and equal; -0.0 is not 0.0, and a number that is nan equals nan."""
+    if type(value) is not type(expected):
+        return False
+    return repr(value) == repr(expected) if isinstance(value, (float, complex)) else bool(value == expected)
 
 
 def check_inputs(args: Any, kwargs: Any, inputs: TracedInputs) -> None:
@@ -155,8 +162,7 @@ class TracedAttributes:
         if all(map(operator.is_, found, self._known)):
             return
         for (path, name, expected), value in zip(self._reads, found, strict=True):
-            is_nan = value != value and expected != expected
-            if type(value) is not type(expected) or not (value == expected or is_nan):
+            if not _is_same(value, expected):
                 where = f"{path}.{name}".lstrip(".")
                 raise RuntimeError(f"fsdp: {where} is {value!r}, and was {expected!r} when the module was traced")
         self._known = found
@@ -165,6 +171,12 @@ class TracedAttributes:
 def check_attributes(module: Any, traced: TracedAttributes) -> None:
     """Raise an error, which makes Thunder look for other traces, if attributes of modules differ from ``traced``."""
     traced.check(module)
+
+
+def check_number(value: Any, expected: Any) -> None:
+    """Raise an error, which makes Thunder look for other traces, unless two numbers are the same, with their signs."""
+    if not _is_same(value, expected):
+        raise RuntimeError(f"fsdp: a number is {value!r}, and was {expected!r} when the module was traced")
 
 
 class MemoryOfInputs(NamedTuple):

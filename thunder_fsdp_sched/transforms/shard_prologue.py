@@ -16,6 +16,7 @@ from ..ir.symbols import (
     fsdp_check_hooks,
     fsdp_check_inputs,
     fsdp_check_no_sync,
+    fsdp_check_number,
     fsdp_check_parameters,
 )
 from ..runtime.module_hooks import TracedHooks
@@ -157,6 +158,8 @@ def shard_prologue(
         elif bsym.sym is prims.check_tensor_shape_and_metadata and unpacked.get(bsym.args[0].name) in shards:
             checked[unpacked[bsym.args[0].name]] = bsym.args[0]
             continue
+        elif bsym.sym is prims.check_number_type_and_value and isinstance(bsym.args[1], (float, complex)):
+            bsym = fsdp_check_number.bind(*bsym.args, output=None)  # Thunder's takes -0.0 for 0.0
         bsyms.append(bsym)
         if modules and bsym is modules[0]:
             # The module is an argument so that transforms that sort checks by their inputs see the dependency.
