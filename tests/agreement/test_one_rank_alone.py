@@ -13,6 +13,7 @@ import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.ranks.compare_programs import AgreedProgram, Computation
 from thunder_fsdp_sched.ranks.issue_counts import IssueCounts
 from thunder_fsdp_sched.runtime import trace_start
+from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.runtime.trace_start import ExpectedBucket, TraceStart
 
 import pytest
@@ -128,20 +129,40 @@ def test_ranks_that_have_lost_different_ones_of_many_buckets_gather_both(rank: i
 
 
 @on_ranks()
-def test_discarding_unreduced_gradients_on_one_rank_raises_on_all(rank: int) -> None:
-    for strategy in ("zero2", "zero3"):
-        run = Run(Stack(2, 8).double(), sharding_strategy=strategy, others=[])
-        run.micro_batch(0)
+def test_discarding_unreduced_gradients_on_one_rank_raises_on_all_and_discards_nothing(rank: int) -> None:
+    run = Run(Stack(2, 8).double(), sharding_strategy="zero2")
+    run.micro_batch(0)
+    with pytest.raises(tfs.ScheduleDisagreement, match=r"rank 0: the forward [^\n]*\n *rank 1: discard_unreduced of"):
         if rank == 1:
             tfs.discard_unreduced(run.model)
-        with pytest.raises(
-            tfs.ScheduleDisagreement, match=r"rank 1: the forward [^\n]*, after 1 calls? of discard_unreduced"
-        ):
-            run.model(*run.inputs(1))
-        if rank == 0:
-            tfs.discard_unreduced(run.model)
-        run.unsharded.discard()
-        run.train(1)
+        else:
+            run.forward(1, no_sync=True)
+    run.micro_batch(1, no_sync=False)
+    run.step()
+    run.micro_batch(2)
+    tfs.discard_unreduced(run.model)
+    run.unsharded.discard()
+    run.train(1)
+
+
+@on_ranks()
+def test_ranks_catch_up_with_one_that_has_issued_all_collectives_of_its_trace(rank: int) -> None:
+    run = Run(Stack(2, 8).double(), prefetch=1)
+    run.train(1)
+    last, issue, finish = run.transform.sharded.buckets[-1], ops.issue, Arena.finish
+
+    def fail_at_last(function: Callable[..., Any], bucket: Any, *args: Any) -> Any:
+        if bucket is last:
+            raise ArithmeticError("on demand")
+        return function(*args)
+
+    issuing = mock.patch.object(ops, "issue", lambda *args: fail_at_last(issue, args[0], *args))
+    waiting = mock.patch.object(Arena, "finish", lambda *args: fail_at_last(finish, args[1].bucket, *args))
+    with issuing if rank else waiting, pytest.raises(ArithmeticError, match="on demand"):
+        run.model(*run.inputs(1))
+    assert (run.transform.sharded.control.issue_counts.surplus_issues == 0) == (rank == 0)
+    tfs.discard_unreduced(run.model)
+    run.train(1, first=1)
 
 
 @on_ranks()
@@ -191,7 +212,7 @@ class _Kept:
 @pytest.mark.parametrize(("is_alike", "again"), [(True, ["b"]), (False, ["a", "b", "c"])])
 def test_ranks_with_other_collectives_gather_all_kept_buckets_if_one_is_lost(is_alike: bool, again: list[str]) -> None:
     """Their numbers of buckets mean other buckets: a bit for each would gather one that its other ranks do not gather."""
-    control = mock.Mock(discards=0, failure=None, number=1, issue_counts=IssueCounts())
+    control = mock.Mock(failure=None, number=1, issue_counts=IssueCounts())
     start = TraceStart(control, "backward_0", AgreedProgram(1, True, True, is_alike), "", Computation(), 0)
     kept = [_Kept(name=name, lost=name == "b") for name in "abc"]
     start.expected = [ExpectedBucket(weakref.ref(bucket), None) for bucket in kept]

@@ -37,7 +37,7 @@ which compiled trace runs                          the hash: the number of the a
 what an exception has left out                     the hash: ``IssueCounts.surplus_issues``
 which gradients of ``no_sync`` are reduced         the hash; by process group if not all ranks share the bucket
 that backward leaves such gradients (``inputs``)   the hash, of buckets that all ranks share
-that such gradients were discarded                 the hash: ``Control.discards``
+that such gradients are discarded                  ``discard_unreduced``, which is a round
 that a failed backward has left no such gradients  the hash: ``Accumulation.dropped``
 whether backward still has a kept bucket           offered (``TraceStart.expected``): else all gather it again
 whether forward has left a bucket for backward     offered (``TraceStart.expected``): else all gather it again
@@ -122,7 +122,6 @@ class Control:
         self.title = title
         self.number = hash64(name)
         self.failure: Callable[[], object] | None = None  # raises the error of a save beside training
-        self.discards = 0  # how often `discard_unreduced` was called
         self.issue_counts = IssueCounts() if channel is None else IssueCounts(channel.settle, logs=agreement == "step")
         self.agreement = agreement
         self.agreed: dict[int, AgreedProgram] = {}  # programs that the ranks have compared, by a hash

@@ -180,9 +180,7 @@ class TraceStart(RoundAction):
         deferred = f", with gradients that only no_sync has left for {self._deferred}" if self._deferred else ""
         left = f", which leaves gradients of no_sync in {self._left}" if self._left else ""
         dropped = f", after {self._dropped} failed backwards under no_sync were left out" if self._dropped else ""
-        calls = self.control.discards
-        discarded = f", after {calls} calls of discard_unreduced" if calls else ""
-        window = f"{reduced}{deferred}{left}{dropped}{discarded}"
+        window = f"{reduced}{deferred}{left}{dropped}"
         return f"the {self.text} of {self.control.title}{window}{after_surplus(self._surplus_issues)}"
 
     def details(self) -> Sequence[str]:
@@ -318,14 +316,7 @@ class TraceStart(RoundAction):
 
     def _same(self) -> int:
         """Return the hash of what all ranks must have in common."""
-        state = (
-            self._surplus_issues,
-            self.control.discards,
-            tuple(self._reduced),
-            self._deferred,
-            self._left,
-            self._dropped,
-        )
+        state = self._surplus_issues, tuple(self._reduced), self._deferred, self._left, self._dropped
         if state != self._hashed[0]:
             self._hashed = state, hash64("trace", self.control.number, *self._program, *state)
         return self._hashed[1]

@@ -68,8 +68,7 @@ def _batches(control: Control, loader: Iterable[Batch]) -> Iterator[Batch | None
             has_ended = True
         except Exception as raised:
             error = raised
-        discarded = f" after {control.discards} calls of discard_unreduced" if control.discards else ""
-        step = f"the next step of batches(...){discarded}{after_surplus(control.issue_counts.surplus_issues)}"
+        step = f"the next step of batches(...){after_surplus(control.issue_counts.surplus_issues)}"
         control.report(step, error, digest=int(has_ended))
         if has_ended and (control.channel is None or control.channel.is_alike):
             return  # all ranks have ended

@@ -5,7 +5,8 @@ Exceptions may stop the ranks at different collectives of a trace. Each process 
 the next one of one rank would meet an earlier one of another, and agreement refuses to go on. The ranks began this trace
 together and have its collectives in one order: what a rank has issued is the beginning of what the farthest one has.
 So each rank issues what it lacks, into memory that nobody reads. It must not do so on its own, because a rank that still
-waits for a collective would take zeros for gradients: first all of them meet, after they all have failed.
+waits for a collective would take zeros for gradients: first all of them meet, after they all have failed. A rank that had
+issued all collectives of the trace when it failed cannot know whether others have, so it meets them as well.
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ from ...sharding.sharded_module import ShardedModule
 
 
 def catch_up(sharded: ShardedModule) -> None:
-    """Let all ranks have issued the same collectives, if an exception has stopped this rank in a trace; a collective then.
+    """Let all ranks have issued the same collectives, if exceptions have stopped some in a trace; one round if not.
+
+    Ranks that do not agree in steps do nothing.
 
     Raises:
         RuntimeError: this rank cannot.
         ScheduleDisagreement: another rank cannot, or does something else.
     """
     control, counts = sharded.control, sharded.control.issue_counts
-    if counts.log is None or not counts.surplus_issues:
+    if counts.log is None:
         return
-    what = "catching up after an exception"
-    control.report(what, None)
+    control.settle()  # the round of a trace that an exception has stopped
+    what = "discard_unreduced"
+    control.report(what, None, digest=counts.surplus_issues)
+    assert control.channel is not None
+    if control.channel.is_alike and not counts.surplus_issues:
+        return
     logs = control.gather_settled(what, counts.log)
     farthest, fewest = max(logs.values(), key=len), min(map(len, logs.values()))
     buckets = {b.handle: b for base in sharded.buckets for b in (base, *base.aliases.values())}

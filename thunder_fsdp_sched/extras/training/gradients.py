@@ -107,21 +107,20 @@ def clip_grad_norm_(
 def discard_unreduced(model: ThunderModule) -> None:
     """Discard the gradients that backwards under ``no_sync`` have accumulated and no backward has returned yet.
 
-    Call it on all ranks to restart an accumulation; ``zero_grad()`` clears only ``.grad``. If only some ranks call it, all
-    ranks raise an error at the start of their next forward or backward. After a backward under ``no_sync`` has failed
-    halfway, it is the only way to continue; so it is after exceptions have stopped ranks at different collectives, which
-    then meet here.
+    Call it on all ranks to restart an accumulation; ``zero_grad()`` clears only ``.grad``. The ranks meet here: if only some
+    call it, all ranks raise an error, and nothing is discarded. After a backward under ``no_sync`` has failed halfway, it is
+    the only way to continue; so it is after exceptions have stopped ranks at different collectives. With another ``agree``
+    than "step", ranks do not meet.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
         RuntimeError: exceptions have stopped ranks at different collectives, some over a part of the ranks.
-        ScheduleDisagreement: an exception has stopped this rank in a trace, and another rank does something else.
+        ScheduleDisagreement: another rank does something else.
     """
     _, sharded = find_jitted(model)
+    catch_up(sharded)
     for bucket in sharded.buckets:
         bucket.accumulation.discard()
-    catch_up(sharded)
-    sharded.control.discards += 1
 
 
 def set_gradient_divide_factor(model: ThunderModule, factor: float | None, *, module_name: str = "") -> None:
