@@ -18,6 +18,7 @@ compares this table with the code:
 | `ranks.process_groups` | `_used` groups | kept: they are unusable | |
 | `ranks.process_groups` | `_register_exit_hook` | the first group registers the hook again | |
 | `ranks.channel` | `_channels` | kept, and replaced: their groups are unusable | |
+| `ranks.known_failures` | `_work`: a counter | kept: it marks exceptions, which are not shared | |
 | `ranks.control` | `_numbers` of modules | begin at 0, as on a rank that was not forked | |
 | `ranks.control` | `_controls` | kept: of groups that are unusable | |
 | `runtime.autograd` | `_moments`: a counter | kept: numbers stay larger than earlier ones | |

@@ -251,6 +251,22 @@ def _fail_in_later_transform(run: Run, rows: int) -> None:
         run.model(_batch(rows))
 
 
+_ERROR = OSError("the same object")
+
+
+def _fail_with_one_error(run: Run, rows: int) -> None:
+    with mock.patch.object(type(run.transform), "begin_compilation", side_effect=_ERROR):
+        run.model(_batch(rows))
+
+
+def _fail_because_of_one_error(run: Run, rows: int) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("another one") from _ERROR
+
+    with mock.patch.object(type(run.transform), "begin_compilation", fail):
+        run.model(_batch(rows))
+
+
 def _fail_in_check(run: Run, rows: int) -> None:
     hook = run.transform.sharded.module.register_full_backward_pre_hook(lambda *_: None)
     try:
@@ -271,6 +287,8 @@ def _fail_in_cached_call(run: Run, rows: int) -> None:
 ALONE: dict[str, tuple[Callable[[Run, int], Any], str]] = {
     "tracing": (lambda run, rows: run.model(_batch(rows, 9)), "RuntimeError: "),
     "a pass": (_fail_in_pass, "OSError: a pass"),
+    "an error raised again": (_fail_with_one_error, "OSError: the same object"),
+    "an error raised again, as a cause": (_fail_because_of_one_error, "ValueError: another one"),
     "a later transform": (_fail_in_later_transform, "OSError: a later transform"),
     "a check before tracing": (_fail_in_check, "NotImplementedError: "),
     "a check before a cached trace": (_fail_in_cached_call, "RuntimeError: "),

@@ -37,6 +37,7 @@ from typing import Any
 from ..extensions import load
 from ..private_torch import host_backend, labelled, timeout_of
 from .all_gather import HostAllGather
+from .known_failures import known_to_all
 from .messages import named
 from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, let_belong, new_group
 from .store_texts import exchange_texts, publish_text
@@ -57,6 +58,10 @@ _INSTANT = timedelta(milliseconds=1)
 
 class ScheduleDisagreement(RuntimeError):
     """The error that ranks of a process group do different things: other schedules, other traces, or some did not come."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        known_to_all(self)
 
 
 class RoundAction:

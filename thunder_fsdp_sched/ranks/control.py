@@ -87,6 +87,7 @@ from ..extensions import load
 from ..process_state import reset_after_fork
 from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
 from .issue_counts import IssueCounts, after_surplus
+from .known_failures import begin_work, is_known_to_all, known_to_all
 from .messages import first_line, without_remarks
 from .process_groups import ProcessGroupRef
 
@@ -299,13 +300,14 @@ class Control:
         Args:
             what: the work that has failed, for messages.
         """
-        if self.agreement != "never" and not _is_known_to_all(failure):
+        if self.agreement != "never" and not is_known_to_all(failure):
             with contextlib.suppress(RuntimeError):
                 self._tell(what, known_to_all(failure))
 
     @contextlib.contextmanager
     def announcing_failure(self, what: str) -> Iterator[None]:
         """Wrap work that may fail on this rank alone; see :meth:`announce`."""
+        begin_work()
         try:
             yield
         except Exception as error:
@@ -383,21 +385,6 @@ class Control:
             known_to_all(error)
             raise
         self.check_same(what, ["it can"])
-
-
-def known_to_all(error: Exception) -> Exception:
-    """Mark an error as one that all ranks have raised, or an error that names it."""
-    error._is_known_to_all_ranks = True  # type: ignore[attr-defined]
-    return error
-
-
-def _is_known_to_all(error: BaseException | None) -> bool:
-    """Return whether all ranks have raised this error, or that which has caused it."""
-    while error is not None and not isinstance(error, ScheduleDisagreement):
-        if hasattr(error, "_is_known_to_all_ranks"):
-            return True
-        error = error.__cause__
-    return error is not None
 
 
 def hash64(*parts: object) -> int:

@@ -24,6 +24,7 @@ from ..private_thunder import watch_compilations
 from ..private_torch import state_name, unwrap_fabric
 from ..proof.audit import PreShardStorages
 from ..ranks.control import Control
+from ..ranks.known_failures import begin_work
 from ..runtime.bucket import Bucket
 from .former_parameters import FormerParameters, check_gradients
 from .module_parameters import ModuleParameters
@@ -128,6 +129,7 @@ class ShardedModule:
         install_placeholders_on_miss = watch_compilations(model, before_trace, after_trace)
 
         def before_call(jitted: torch.nn.Module, *_: Any) -> None:
+            begin_work()
             refuse_nested()
             refuse_compilation("a jitted module", "thunder.jit compiles it already, so leave torch.compile out")
             self._is_starting = self.control.agrees_in_steps

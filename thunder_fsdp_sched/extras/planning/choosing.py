@@ -43,7 +43,8 @@ from ...ir.effects import effects
 from ...ir.inspection import names, nbytes_of, split_joint
 from ...logs import LOGGER
 from ...passes import Context
-from ...ranks.control import Control, hash64, known_to_all
+from ...ranks.control import Control, hash64
+from ...ranks.known_failures import known_to_all
 from ...ranks.messages import sides
 from ...runtime.accumulation import AccumulationMode
 from ...runtime.bucket import Bucket
