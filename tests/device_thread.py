@@ -50,7 +50,11 @@ def backward_on(
             if threading.current_thread() is of_device or os.getpid() != process or not next(own):
                 return call()
             state = torch.is_grad_enabled(), torch._C._is_multithreading_enabled(), _get_current_dispatch_mode_stack()
-            return executor.submit(_call, call, carry(), *state).result()
+            try:
+                return executor.submit(_call, call, carry(), *state).result()
+            finally:
+                # Once it takes another call, the thread refers to nothing of this one, such as tensors in frames of an error.
+                executor.submit(threading.current_thread).result()
 
         with contextlib.nullcontext() if IS_CUDA else mock.patch.object(torch.autograd, "_engine_run_backward", run):
             yield
