@@ -53,7 +53,7 @@ def backward_on(
             try:
                 return executor.submit(_call, call, carry(), *state).result()
             finally:
-                # Once it takes another call, the thread refers to nothing of this one, such as tensors in frames of an error.
+                # Once it takes another call, the thread refers to nothing of this one, such as an error and its frames.
                 executor.submit(threading.current_thread).result()
 
         with contextlib.nullcontext() if IS_CUDA else mock.patch.object(torch.autograd, "_engine_run_backward", run):

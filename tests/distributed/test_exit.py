@@ -35,11 +35,13 @@ def rank_of():
 
 def run_last(how, rank):
     '''An exit handler of the user, registered before this package's, so that it runs afterwards.'''
+    global other
     if how == "other group":
         total = torch.ones(1)
         dist.all_reduce(total, group=other)
         is_right = total == 2
         dist.destroy_process_group()
+        other = None  # only without a reference are its threads joined before the interpreter shuts down
     else:
         is_right = how != "failed" or rank == 1 or sys.last_traceback.tb_frame.f_globals["__name__"] == "__main__"
     if not is_right:
