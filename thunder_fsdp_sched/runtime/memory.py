@@ -47,6 +47,9 @@ was interrupted, it is unknown what is in flight, so every later use of that mem
 *Resident buckets* are reused only by the backward of the forward that left them, and only if no other issue has used
 the arena since. An aborted run in between rules that out, no matter how far it got.
 
+*A round of agreement* that a backward has posted and not settled stays pending until the model's next round. Nothing settles
+it when the exception leaves backward: that would wait for ranks that never come to this backward, and withhold the error.
+
 *Gradients of* ``no_sync`` stay in ``Bucket.accumulation`` until the backward that reduces them has run to its end, where
 ``fsdp_backward_done`` drops them. A ``no_sync`` backward that fails after adding some of its gradients leaves a sum
 that cannot be repaired: every later backward raises an error until ``discard_unreduced`` is called.

@@ -11,10 +11,14 @@ issued all collectives of the trace when it failed cannot know whether others ha
 
 from __future__ import annotations
 
+from ...ranks.channel import ScheduleDisagreement
+from ...ranks.control import Control
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena, slot_bytes
 from ...runtime.ops import gather_again, reduce_scatter
 from ...sharding.sharded_module import ShardedModule
+
+_WHAT = "discard_unreduced"
 
 
 def catch_up(sharded: ShardedModule) -> None:
@@ -29,13 +33,16 @@ def catch_up(sharded: ShardedModule) -> None:
     control, counts = sharded.control, sharded.control.issue_counts
     if counts.log is None:
         return
-    control.settle()  # the round of a trace that an exception has stopped
-    what = "discard_unreduced"
-    control.report(what, None, digest=counts.surplus_issues)
     assert control.channel is not None
+    try:
+        _meet(control)
+    except ScheduleDisagreement:
+        if not control.channel.is_open:
+            raise
+        _meet(control)  # an exception may have stopped some ranks in a trace that they alone had announced
     if control.channel.is_alike and not counts.surplus_issues:
         return
-    logs = control.gather_settled(what, counts.log)
+    logs = control.gather_settled(_WHAT, counts.log)
     farthest, fewest = max(logs.values(), key=len), min(map(len, logs.values()))
     buckets = {b.handle: b for base in sharded.buckets for b in (base, *base.aliases.values())}
     is_possible = all(log == farthest[: len(log)] for log in logs.values()) and all(
@@ -45,7 +52,7 @@ def catch_up(sharded: ShardedModule) -> None:
         "after exceptions, ranks have issued different collectives, on which they cannot catch up: start again from a "
         "checkpoint"
     )
-    control.report(what, None if is_possible else failure)
+    control.report(_WHAT, None if is_possible else failure)
     for kind, handle in farthest[len(counts.log) :]:
         if kind == "all-gather":
             gather_again(buckets[handle], lost=False)
@@ -53,6 +60,11 @@ def catch_up(sharded: ShardedModule) -> None:
             _reduce_zeros(buckets[handle])
     counts.issued = counts.expected = 0
     counts.log.clear()
+
+
+def _meet(control: Control) -> None:
+    control.settle()  # the round of a trace that an exception has stopped
+    control.report(_WHAT, None, digest=control.issue_counts.surplus_issues)
 
 
 def _can_repeat(kind: str, bucket: Bucket | None) -> bool:

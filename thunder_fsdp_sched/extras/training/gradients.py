@@ -109,8 +109,9 @@ def discard_unreduced(model: ThunderModule) -> None:
 
     Call it on all ranks to restart an accumulation; ``zero_grad()`` clears only ``.grad``. The ranks meet here: if only some
     call it, all ranks raise an error, and nothing is discarded. After a backward under ``no_sync`` has failed halfway, it is
-    the only way to continue; so it is after exceptions have stopped ranks at different collectives. With another ``agree``
-    than "step", ranks do not meet.
+    the only way to continue; so it is after exceptions have stopped ranks at different collectives. Call it before any
+    collective of your own then: another rank may be in backward and wait until all gather a bucket that it alone has lost.
+    With another ``agree`` than "step", ranks do not meet.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
