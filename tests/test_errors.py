@@ -32,8 +32,14 @@ from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch import nn
 from torch.distributed.algorithms import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 #
@@ -477,6 +483,16 @@ def test_methods_of_other_libraries_name_what_takes_their_place(one_rank: None) 
             getattr(model, name)()
         assert name not in methods or f"{name}(" in described
     assert type(model) is thunder.ThunderModule and not hasattr(model, "module")
+
+
+def test_class_methods_of_fsdp1_find_nothing_to_do_as_documented(fake_ranks: None) -> None:
+    model = thunder.jit(Stack(1), transforms=[fsdp()])
+    with FullyShardedDataParallel.summon_full_params(model):
+        assert model.first.weight.to_local().numel() < model.first.weight.numel()
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute"):
+        FullyShardedDataParallel.optim_state_dict(model, torch.optim.SGD(model.parameters()))
 
 
 def test_wrapping_a_sharded_module_is_refused_at_once(one_rank: None) -> None:
