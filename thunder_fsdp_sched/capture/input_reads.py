@@ -67,7 +67,7 @@ from ..runtime.traced_inputs import (
     Environment,
     TracedInputs,
 )
-from . import torch_types
+from . import module_members, torch_types
 from .changing_values import READ_ENVIRONMENT, ForeignIterators, changing_value, environment_read
 from .paths import ATTRIBUTE, COMPUTED, FUNCTION, INPUTS, ITEM, Path, Paths, evaluate
 from .refusals import collect_refusals
@@ -153,6 +153,8 @@ class InputReads:
         if (error := unsupported_call(function, args, kwargs)) is not None:
             return do_raise(error)
         if (found := torch_types.look_aside(function, args)) is not None:
+            return found
+        if (found := module_members.look_aside(function, args, self._paths)) is not None:
             return found
         found = self._unknown.look_aside(function, args) or look_aside(function, *args, **kwargs)
         if found is None:
