@@ -178,6 +178,23 @@ def test_the_backend_of_the_planned_ranks_decides_on_the_transport():
         dry_run_step(make_rows_of_two_widths, world_size=2, on="cpu-2core", mp_policy=policy)
 
 
+def test_the_device_of_the_planned_ranks_decides_on_the_memory_of_encoding():
+    def make(device):
+        with torch.device(device):
+            return Stack(1, 32), (torch.randn(4, 32),)
+
+    found = {}
+    for device, cluster in (("cpu", None), ("meta", "cpu-2core"), ("meta", None), ("cpu", "h100-sxm")):
+        policy = tfs.CommPolicy("int8", "int8", block=5)  # the last block is not full
+        [compiled] = compile_on_fake_ranks(partial(make, device), 2, cluster=cluster, comm_policy=policy)
+        labels = ("encoding", "decoding", "temporary memory")
+        found[device, cluster] = {t.name: t.nbytes for t in compiled.memory.tensors if t.name.startswith(labels)}
+    assert found["meta", "cpu-2core"] == found["cpu", None] != found["meta", None] == found["cpu", "h100-sxm"]
+    blocks = 2 * 32 * 64 // 2 // 5  # full ones of each rank in two layers: codes of both ranks, and scales in float32
+    assert found["meta", None]["encoding (blocks.0)"] == 2 * blocks * (5 + 4)
+    assert found["cpu", None]["encoding (blocks.0)"] == blocks * 5 * 4, "scaled in float32, a rank after the other"
+
+
 class AddsInPlace(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -240,7 +240,7 @@ def memory_of_sums(bucket: Bucket, grads: Sequence[TensorProxy | None]) -> tuple
 def _afterwards(bucket: Bucket, what: str, nbytes: int) -> tuple[Allocation, ...]:
     """Return memory that a transport needs after its collective: on a GPU in the issue, elsewhere in the wait."""
     spec = bucket.spec
-    scope: Literal["call", "wait"] = "call" if spec.device.type == "cuda" else "wait"
+    scope: Literal["call", "wait"] = "call" if spec.comm.computes_on == "cuda" else "wait"
     return (Allocation(None, nbytes, spec.device.type, scope, label=f"{what} ({spec.name})"),) if nbytes else ()
 
 

@@ -138,6 +138,7 @@ class CommSpec:
         False  # whether shards and their gradients are on the CPU; shards are copied to the device to be sent
     )
     pin_memory: bool = False  # whether they are stored in page-locked memory there
+    computes_on: str = "cpu"  # the type of device that copies, casts and encodes; in a plan that of the planned ranks
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,25 +57,34 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-PLANNED_BACKENDS = "cpu:gloo,cuda:nccl,meta:nccl"
-"""The backends of the ranks for which a fake group stands, unless :func:`plan_for` says otherwise: torch's defaults, and
-parameters on the meta device as on GPUs."""
+class PlannedRanks(NamedTuple):
+    """The ranks for which a fake group stands.
 
-_planned_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+    By default they have torch's default backends, and parameters on the meta device are on GPUs.
+
+    Attributes:
+        backends: of their groups, one name for all device types, or ``"cpu:gloo,cuda:nccl"``.
+        device_type: of what computes, ``"cpu"`` or ``"cuda"``; empty if it follows from the device of the parameters.
+    """
+
+    backends: str = "cpu:gloo,cuda:nccl,meta:nccl"
+    device_type: str = ""
+
+
+_BY_PARAMETERS = PlannedRanks()
+
+_planned: weakref.WeakKeyDictionary[dist.ProcessGroup, PlannedRanks] = weakref.WeakKeyDictionary()
 """Those that ``plan_for`` has given, keyed by the default group."""
 
 
-def plan_for(backends: str) -> None:
-    """Let the fake groups of this process stand for groups with these backends, as long as its default group exists.
+def plan_for(planned: PlannedRanks) -> None:
+    """Let the fake groups of this process stand for groups of these ranks, as long as its default group exists.
 
     What ranks compile depends on their backend: a plan chooses the transport that they choose, and refuses a dtype that
-    they cannot send.
-
-    Args:
-        backends: one name for all device types, or ``"cpu:gloo,cuda:nccl"``.
+    they cannot send. What they allocate depends on their device.
     """
     assert dist.group.WORLD is not None
-    _planned_backends[dist.group.WORLD] = backends
+    _planned[dist.group.WORLD] = planned
 
 
 def _by_type(backends: str) -> dict[str, str]:
@@ -92,7 +101,7 @@ class ProcessGroupRef:
     rank: int  # of this process
     global_ranks: Sequence[int]
     backends: str = "fake"  # for each device type, "cpu:gloo,cuda:nccl", or one name for all types
-    planned_backends: str = PLANNED_BACKENDS  # of a fake group: those of the ranks for which this process compiles
+    planned: PlannedRanks = _BY_PARAMETERS  # of a fake group: the ranks for which this process compiles
     name: str = ""  # the same for all members
     _process_group: weakref.ref[ProcessGroup] | None = field(default=None, repr=False)
     _process: int = field(default_factory=os.getpid, repr=False)
@@ -119,7 +128,7 @@ class ProcessGroupRef:
             ranks,
             # Not get_backend(): it says "undefined" if init_process_group() was given none.
             dist.get_backend_config(group),
-            PLANNED_BACKENDS if dist.group.WORLD is None else _planned_backends.get(dist.group.WORLD, PLANNED_BACKENDS),
+            _BY_PARAMETERS if dist.group.WORLD is None else _planned.get(dist.group.WORLD, _BY_PARAMETERS),
             group.group_name,
             weakref.ref(group),
         )
@@ -139,13 +148,22 @@ class ProcessGroupRef:
         A fake group answers for the ranks for which this process compiles. Tensors on the meta device are not sent. They
         count as having a backend if it is given, or if all device types share one.
         """
-        backends = self.planned_backends if self.is_fake else self.backends
+        backends = self.planned.backends if self.is_fake else self.backends
         by_type = _by_type(backends)
         if not by_type:
             return backends
         if device.type == "meta" and "meta" not in by_type:
             return next(iter(by_type.values())) if len(set(by_type.values())) == 1 else ""
         return by_type.get(device.type, "")
+
+    def device_type_for(self, device: torch.device) -> str:
+        """Return the type of device, ``"cpu"`` or ``"cuda"``, that computes with parameters on ``device``.
+
+        A fake group answers for the ranks for which this process compiles.
+        """
+        if self.is_fake and self.planned.device_type:
+            return self.planned.device_type
+        return "cuda" if device.type == "meta" else device.type
 
     def check_sends(self, device: torch.device, what: str) -> None:
         """Raise an error if the group cannot send tensors on ``device``.

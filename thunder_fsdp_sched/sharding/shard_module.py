@@ -243,9 +243,9 @@ class ShardingSteps:
                 raise ValueError(f"comm_policy: {own.comm_policy} cannot be sent by transport={asked!r}: {why}")
         except ValueError as error:
             raise ValueError(f"{error} (bucket {name!r})") from error
-        policy = self.options.offload_policy
+        policy, computes_on = self.options.offload_policy, ranks.group.device_type_for(first.device)
         if not isinstance(policy, CPUOffloadPolicy):
-            return CommSpec(asked, reason, transport.per_param)
+            return CommSpec(asked, reason, transport.per_param, computes_on=computes_on)
         if transport.peers_read_shards:
             raise ValueError(
                 f"transport={asked!r}: peers read shards in GPU memory, but offload_policy keeps them on the CPU "
@@ -257,6 +257,7 @@ class ShardingSteps:
             transport.per_param,
             offload=True,
             pin_memory=policy.pin_memory and first.device.type == "cuda",
+            computes_on=computes_on,
         )
 
     def compare(self) -> None:

@@ -134,20 +134,18 @@ class Encoded(Transport):
     def gather_temporary(self, spec: BucketSpec) -> int:
         if (wire := spec.gather_wire) is None:
             return self._inner.gather_temporary(spec)
-        return _on_host(spec, wire.temporary_bytes(spec.layout.world_size, spec.param_dtype, decodes=True))
+        return wire.temporary_bytes(spec.layout.world_size, spec.param_dtype, decodes=True)
 
     def sending_temporary(self, spec: BucketSpec) -> int:
         if (wire := spec.reduce_wire) is None:
             return self._inner.sending_temporary(spec)
         world_size, dtype = spec.layout.world_size, spec.reduce_dtype
-        return _on_host(
-            spec, max(wire.temporary_bytes(world_size, dtype, decodes=d) for d in {False, spec.has_error_feedback})
-        )
+        return max(wire.temporary_bytes(world_size, dtype, decodes=d) for d in {False, spec.has_error_feedback})
 
     def reduce_temporary(self, spec: BucketSpec) -> int:
         if (wire := spec.reduce_wire) is None:
             return self._inner.reduce_temporary(spec)
-        return _on_host(spec, wire.temporary_bytes(1, spec.reduce_dtype, decodes=True, adds=True))
+        return wire.temporary_bytes(1, spec.reduce_dtype, decodes=True, adds=True)
 
 
 class _BytesOf(NamedTuple):
@@ -182,10 +180,6 @@ def _by_rank(wire: torch.Tensor, bucket: TransportedBucket) -> torch.Tensor:
 
 def _segments(segments: Sequence[torch.Tensor], bucket: TransportedBucket) -> list[torch.Tensor]:
     return [_by_rank(segment, bucket) for segment in segments]
-
-
-def _on_host(spec: BucketSpec, nbytes: int) -> int:
-    return nbytes if spec.device.type == "cpu" else 0  # compiled on a GPU
 
 
 def _moved(wire: WireFormat, spec: BucketSpec, nbytes: int) -> int:

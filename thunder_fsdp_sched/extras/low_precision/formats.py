@@ -176,6 +176,13 @@ def sum_dtype(form: Format) -> torch.dtype:
     return torch.float64 if form.dtype is torch.float64 else torch.float32
 
 
+def bytes_on_gpu(form: Format, numel: int, block: int, *, decodes: bool) -> int:
+    """Return the bytes that encoding or decoding so many elements allocates and frees on a GPU: see :func:`encode`."""
+    if decodes or not form.largest:
+        return 0
+    return numel * form.dtype.itemsize + numel // block * torch.float32.itemsize
+
+
 def temporary_bytes(form: Format, numel: int, block: int, dtype: torch.dtype, *, decodes: bool, adds: bool) -> int:
     """Return the most bytes that encoding or decoding allocates and frees on a CPU.
 
@@ -242,13 +249,15 @@ class Wire(NamedTuple):
     Attributes:
         parts: one for each segment that has elements.
         nbytes: bytes that each rank sends.
+        on_gpu: whether it is encoded and decoded by compiled kernels.
     """
 
     parts: tuple[_Part, ...]
     nbytes: int
+    on_gpu: bool = False
 
     @classmethod
-    def of(cls, segments: Iterable[tuple[int, Format]], block: int) -> Wire:
+    def of(cls, segments: Iterable[tuple[int, Format]], block: int, *, on_gpu: bool = False) -> Wire:
         """Return the layout for segments of which each rank owns so many elements, one after the other, aligned."""
         parts: list[_Part] = []
         end = 0
@@ -258,7 +267,7 @@ class Wire(NamedTuple):
             part = part._replace(scales=round_up(end + part.code_bytes, _ALIGNMENT))
             end = round_up(part.scales + part.scale_bytes, _ALIGNMENT)
             parts.append(part)
-        return cls(tuple(parts), end)
+        return cls(tuple(parts), end, on_gpu)
 
     def encode(self, segments: Sequence[torch.Tensor], wire: torch.Tensor) -> None:
         """Fill ``wire``, ``(ranks, nbytes)``, with what so many ranks own of each segment, ``(ranks, elements)``."""
@@ -276,7 +285,7 @@ class Wire(NamedTuple):
             _each_run(decode_mean, part, out, wire, fills_x=True)
 
     def temporary_bytes(self, ranks: int, dtype: torch.dtype, *, decodes: bool = False, adds: bool = False) -> int:
-        """Return the most bytes that a call of the methods above allocates and frees on a CPU.
+        """Return the most bytes that a call of the methods above allocates and frees.
 
         Args:
             ranks: the first dimension of segments.
@@ -284,15 +293,19 @@ class Wire(NamedTuple):
             decodes: whether it is not :meth:`encode`.
             adds: whether it is :meth:`decode_mean`.
         """
-        return max((_temporary(part, ranks, dtype, decodes, adds) for part in self.parts), default=0)
+
+        def of_run(part: _Part, blocks: int) -> int:
+            form, numel = part.form, blocks * part.block
+            if self.on_gpu:
+                return bytes_on_gpu(form, ranks * numel, part.block, decodes=decodes)
+            return temporary_bytes(form, numel, part.block, dtype, decodes=decodes, adds=adds)
+
+        return max((_temporary(part, ranks, dtype, of_run) for part in self.parts), default=0)
 
 
-def _temporary(part: _Part, ranks: int, dtype: torch.dtype, decodes: bool, adds: bool) -> int:
+def _temporary(part: _Part, ranks: int, dtype: torch.dtype, of_run: Callable[[_Part, int], int]) -> int:
     whole, rest = divmod(part.numel, part.block)
-    of_whole, of_rest = (
-        temporary_bytes(part.form, blocks * part.block, part.block, dtype, decodes=decodes, adds=adds)
-        for blocks in (whole, 1)
-    )
+    of_whole, of_rest = (of_run(part, blocks) for blocks in (whole, 1))
     return max(of_whole, bool(rest) * (of_rest + ranks * part.block * dtype.itemsize))
 
 

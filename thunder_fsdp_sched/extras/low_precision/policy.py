@@ -114,7 +114,9 @@ class CommPolicy:
 
     def _wire_of(self, spec: BucketSpec, encoded: Format, exact: torch.dtype) -> Wire:
         segments = [(s.shard_numel, Format(exact) if s.exempt else encoded) for s in spec.layout.segments]
-        return Wire.of([segment for segment in segments if segment[0]], self.block)
+        return Wire.of(
+            [segment for segment in segments if segment[0]], self.block, on_gpu=spec.comm.computes_on == "cuda"
+        )
 
     def __str__(self) -> str:
         default = CommPolicy()

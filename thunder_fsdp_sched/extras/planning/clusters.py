@@ -181,6 +181,11 @@ class ClusterSpec:
         return self.flops.get(dtype, min(self.flops.values())) * self.efficiency.flops
 
     @property
+    def device_type(self) -> str:
+        """The type of its devices, ``"cpu"`` or ``"cuda"``."""
+        return "cpu" if self.synchronous else "cuda"
+
+    @property
     def bytes_per_second(self) -> float:
         """The bytes/s that one device reads and writes."""
         return self.memory_bandwidth * self.efficiency.memory

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from ...api import fsdp
 from ...compiled_traces import CompiledTraces
 from ...option_groups import Ranks, Sharding
-from ...ranks.process_groups import plan_for
+from ...ranks.process_groups import PlannedRanks, plan_for
 from ...transform import FSDPTransform
 from ..step_memory.step_memory import StepMemory
 from . import gpu_attention
@@ -120,7 +120,7 @@ class DryRun:
     @cached_property
     def memories(self) -> tuple[StepMemory, ...]:
         """As :attr:`memory`, of the last micro-batch, and in an accumulation window before it of the earlier ones."""
-        return self.predict_memories(device="cpu" if self.cluster.synchronous else "cuda")
+        return self.predict_memories(device=self.cluster.device_type)
 
     def predict_memories(self, *, device: str | None = None) -> tuple[StepMemory, ...]:
         """Return :attr:`memories` as the allocator of another type of device rounds them, by default that of the buckets."""
@@ -248,8 +248,8 @@ def fake_rank(rank: int, world_size: int, *, on: ClusterSpec | None = None) -> I
     """Be ``rank`` of ``world_size`` ranks of a default process group that sends nothing.
 
     Args:
-        on: the cluster of the ranks, whose backend they use. By default gloo for parameters on the CPU, and NCCL for those
-            on GPUs and on the meta device.
+        on: the cluster of the ranks, whose backend and devices they use. By default gloo for parameters on the CPU, and
+            NCCL for those on GPUs and on the meta device.
 
     Raises:
         RuntimeError: this process already has a default process group.
@@ -265,7 +265,7 @@ def fake_rank(rank: int, world_size: int, *, on: ClusterSpec | None = None) -> I
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         if on is not None:
-            plan_for(on.backend)
+            plan_for(PlannedRanks(on.backend, on.device_type))
         yield
     finally:
         dist.destroy_process_group()
