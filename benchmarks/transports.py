@@ -16,6 +16,7 @@ backward on the slowest rank, without the optimizer. All other figures are those
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -69,8 +70,9 @@ def run(arguments: argparse.Namespace) -> None:
         "formats": {name: {"comm_policy": policy} for name, policy in FORMATS.items()},
     }
     for title, variants in tables.items():
-        if arguments.only in title:
-            compare(arguments, title, variants)
+        asked = {name: of for name, of in variants.items() if re.search(arguments.only, f"{title}, {name}")}
+        if asked:
+            compare(arguments, title, asked)
 
 
 def compare(arguments: argparse.Namespace, title: str, variants: Mapping[str, Mapping[str, Any]]) -> None:
