@@ -105,6 +105,7 @@ class DifferingRun(Run):
         type(self.unsharded).reduce(self.unsharded)
 
     def step(self, *, set_to_none: bool = True) -> None:
+        assert self.transform.sharded.control.issue_counts.surplus_issues == 0, self.at
         self.clip()
         super().step(set_to_none=set_to_none)
 

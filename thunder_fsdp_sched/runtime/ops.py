@@ -79,12 +79,13 @@ def _reuses(bucket: Bucket, slot: Slot, issues_before: int | None) -> bool:
 
 
 def gather_again(bucket: Bucket, *, lost: bool, slot: Slot | None = None) -> None:
-    """Gather a bucket again, which some rank has lost since forward.
+    """Gather a bucket again, which some rank has lost since forward, besides the collectives that traces contain.
 
     Args:
         lost: whether this rank has. Otherwise it takes part with other memory: the slot may hold gradients already.
         slot: where the running backward expects it; by default the private slot.
     """
+    bucket.issue_counts.expected += 2
     if not lost:
         spec = bucket.spec
         other = Arena(spec.device, bucket.arena).slot(0, slot_bytes(spec, spec.param_dtype))

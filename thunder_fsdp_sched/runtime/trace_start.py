@@ -214,7 +214,6 @@ class TraceStart(RoundAction):
             self._agree_on_unused(alike)
         for expected, bit in self._numbered(self.expected):
             if not offered_bits & bit and (bucket := expected.bucket()) is not None:
-                self.control.issue_counts.expected += 2
                 slot = None if expected.slot is None else expected.slot()
                 gather_again(bucket.primary, lost=expected in self._lost, slot=slot)
 

@@ -152,10 +152,11 @@ class DifferingStart(TraceStart):
         super().apply_agreement(
             (offered_bits if reusable else offered_bits & ~GATHER_BITS) | SHARED | KEPT_BITS, alike=not outcome.merges
         )
+        if outcome.merges:
+            self.cancel()
         if outcome.lost:
             lost = {kept.bucket() for kept in self._lost}
             for bucket in (b for b in self.buckets if b.spec.name in outcome.lost):
-                self.control.issue_counts.expected += 2
                 gather_again(bucket, lost=bucket in lost)
         if self.half == "backward":
             for bucket in self.buckets:
@@ -168,7 +169,6 @@ class DifferingStart(TraceStart):
 
     def _begin_merged(self, *, is_ready: bool) -> None:
         """Build the merged trace unless all ranks have theirs, and count what it issues."""
-        self.cancel()
         self.waiting.clear()  # those of a run that failed
         if not is_ready:
             with self.control.all_or_none("whether each rank can take part in the collectives of the others"):
