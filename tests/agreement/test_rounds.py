@@ -290,21 +290,22 @@ def test_ranks_that_fail_in_a_round_and_in_a_collective_do_not_blame_each_other(
     group = dist.new_group(timeout=timedelta(hours=1))
     opened = channel.open_channel(ProcessGroupRef.of(group), f"gone {settled}")
     assert opened is not None
+    if rank != 1:
+        opened.post(channel.TOKEN.pack(0, 0, 0, 0, 0), channel.RoundAction("a round"))
+    dist.barrier()  # otherwise rank 1 might be gone before the others have posted theirs
     if rank == 1:
         opened._tokens._backend = host_backend(opened.group.process_group)
         opened._tokens.close()  # as when the process ends
+    elif rank == 3:
+        opened.pending, opened.rounds = None, opened.rounds + settled
+        report = opened.explain("rank 3: the all-gather failed: a connection was closed\nand why")
+        assert "rank 0: a round\n    rank 2: a round\n    rank 1 reported nothing" in report
     else:
-        opened.post(channel.TOKEN.pack(0, 0, 0, 0, 0), channel.RoundAction("a round"))
-        if rank == 3:
-            opened.pending, opened.rounds = None, opened.rounds + settled
-            report = opened.explain("rank 3: the all-gather failed: a connection was closed\nand why")
-            assert "rank 0: a round\n    rank 2: a round\n    rank 1 reported nothing" in report
-        else:
-            message = (
-                r"rank 1 did not come .*:\n    ranks \[0, 2\]: a round\n    rank 3: the all-gather failed: .* closed\n"
-            )
-            with pytest.raises(ScheduleDisagreement, match=message):
-                opened.settle()
+        message = (
+            r"rank 1 did not come .*:\n    ranks \[0, 2\]: a round\n    rank 3: the all-gather failed: .* closed\n"
+        )
+        with pytest.raises(ScheduleDisagreement, match=message):
+            opened.settle()
     dist.barrier()
     if rank == 3:
         opened._tokens.close()
