@@ -70,6 +70,7 @@ __all__ = [
     "WholeParameters",
     "batches",
     "clip_grad_norm_",
+    "declare_operator",
     "discard_unreduced",
     "eager",
     "exposed_communication",
@@ -96,6 +97,7 @@ _MODULES = ("fabric", "huggingface", "planning", "reports", "testing", "transpor
 _CORE = (
     "api",
     "compiled_traces",
+    "ir.operator_facts",
     "ir.schedule",
     "option_groups",
     "plan.plan",

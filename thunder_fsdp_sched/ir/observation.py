@@ -77,6 +77,7 @@ class Observed(NamedTuple):
         operators: names of the base operators that it calls, without namespace.
         draws: whether it draws random numbers. Operators outside of torch's own namespaces may draw without a sign of it.
         flops: additions and multiplications by dtype, by the formulas of ``torch.utils.flop_counter``.
+        elsewhere: whether it writes or returns memory that is neither an argument's nor allocated by the call.
     """
 
     aliases: tuple[frozenset[int], ...]
@@ -89,6 +90,7 @@ class Observed(NamedTuple):
     operators: frozenset[str] = frozenset()
     draws: bool = False
     flops: Mapping[torch.dtype, int] | None = None
+    elsewhere: bool = False
 
 
 class _Tensor(NamedTuple):
@@ -115,13 +117,13 @@ def observe_call(
             it all, are contiguous.
     """
     leaves, spec = bsym.flat_args_and_spec
-    arguments = _describe(leaves, strides or {})
+    arguments = describe(leaves, strides or {})
     if arguments is None:
         return ()
     formats = [torch.contiguous_format]
     if strides is None:
         formats += [a for a in arguments if isinstance(a, torch.memory_format) and a in _DIMENSIONS_OF]
-    call = function, spec, tuple([(type(a), a if type(a) is _Tensor else str(a)) for a in arguments])
+    call = function, spec, identity_of(arguments)
     found = []
     for layout in formats:
         if (key := (call, layout)) not in _cache:
@@ -163,6 +165,7 @@ def _observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observe
         frozenset(recorder.operators),
         recorder.draws,
         recorder.flops,
+        recorder.writes_elsewhere or not all(map(recorder.knows, outs)),
     )
 
 
@@ -178,6 +181,7 @@ class _Recorder(TorchDispatchMode):
         self.draws = False
         self.custom_alias = False
         self.writes: set[int] = set()
+        self.writes_elsewhere = False
         self.by_position: set[int] = set()
         self.uninitialized: set[StorageWeakRef] = set()
         self.operators: set[str] = set()
@@ -193,8 +197,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         self.operators.add(schema.name.rpartition("::")[2])
         self._count(out)
-        named = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-        named |= dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        named = named_arguments(func, args, kwargs)
         if flops := _flops(func.overloadpacket, args, kwargs, out):
             self.flops[next(a.dtype for a in args if isinstance(a, torch.Tensor))] += flops
         for argument in schema.arguments:
@@ -202,6 +205,7 @@ class _Recorder(TorchDispatchMode):
                 for tensor in tree_leaves(named.get(argument.name)):
                     if isinstance(tensor, torch.Tensor):
                         self.writes |= self.inputs.get(_storage(tensor), frozenset())
+                        self.writes_elsewhere |= not self.knows(tensor)
                         self.uninitialized.discard(_storage(tensor))
         addressed = named.get("self") if any(a.name == "storage_offset" for a in schema.arguments) else None
         if isinstance(addressed, torch.Tensor):
@@ -209,15 +213,15 @@ class _Recorder(TorchDispatchMode):
         if func.namespace not in _TRUSTED_NAMESPACES:
             self.deterministic = False
             self.custom_alias |= any(r.alias_info is not None for r in schema.returns)
-        if (
-            torch.Tag.nondeterministic_seeded in func.tags
-            and named.get("dropout_p", None) != 0.0
-            and not any(a.name in _SEEDS for a in schema.arguments)
-        ):
+        if draws(func, named):
             self.deterministic, self.draws = False, True
         if schema.name.removeprefix("aten::") in _UNINITIALIZED:
             self.uninitialized.update(_storage(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         return out
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor shares memory with an argument, or lies in memory that the call has allocated."""
+        return _storage(tensor) in self.inputs or _storage(tensor) in self.new
 
     def _count(self, out: Any) -> None:
         """Count the bytes that exist after an operator, without those of the inputs."""
@@ -229,6 +233,26 @@ class _Recorder(TorchDispatchMode):
                     self._alive.append(storage)
         self._alive = [storage for storage in self._alive if not storage.expired()]
         self.peak_bytes = max(self.peak_bytes, sum(self.new[storage] for storage in self._alive))
+
+
+def named_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a base operator by name, with the defaults of those that are not given."""
+    arguments = schema_of(operator).arguments
+    named = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return named | dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
+
+
+def draws(operator: Any, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a base operator of torch draws random numbers.
+
+    Args:
+        arguments: as ``named_arguments`` returns them.
+    """
+    return (
+        torch.Tag.nondeterministic_seeded in operator.tags
+        and arguments.get("dropout_p") != 0.0
+        and not any(argument.name in _SEEDS for argument in schema_of(operator).arguments)
+    )
 
 
 def _flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
@@ -261,18 +285,37 @@ def _try(
     """Observe a call with torch's dtypes and devices, or else with Thunder's; return ``None`` if both fail."""
     for convert in (True, False):
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(_quiet)
-                stack.enter_context(torch.device("cpu"))
-                stack.enter_context(torch.autocast("cpu", enabled=False))
-                stack.enter_context(torch.no_grad())
-                stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-                tensors = {a.number: _empty(a, layout) for a in arguments if type(a) is _Tensor}
-                args, kwargs = tree_unflatten([_fake(a, tensors, convert) for a in arguments], spec)
+            with fake_mode():
+                args, kwargs = fake_arguments(arguments, spec, layout, convert=convert)
                 return _observe(function, *args, **kwargs)
         except Exception:  # after any error nothing is known about the function
             continue
     return None
+
+
+@contextlib.contextmanager
+def fake_mode(device: str = "cpu") -> Iterator[None]:
+    """Let torch run on fake tensors on a device, by default the CPU, without autograd, autocast and warnings."""
+    with (
+        _quiet,
+        torch.device(device),
+        torch.autocast(device, enabled=False),
+        torch.no_grad(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        yield
+
+
+def fake_arguments(
+    arguments: Sequence[Any], spec: Any, layout: torch.memory_format = torch.contiguous_format, *, convert: bool = True
+) -> Any:
+    """Return the arguments of a call, with fake tensors for those that ``describe`` has described.
+
+    Args:
+        convert: whether Thunder's dtypes and devices become torch's. All devices become that of ``fake_mode``.
+    """
+    tensors = {a.number: _empty(a, layout) for a in arguments if type(a) is _Tensor}
+    return tree_unflatten([_fake(a, tensors, convert) for a in arguments], spec)
 
 
 def _empty(tensor: _Tensor, layout: torch.memory_format) -> torch.Tensor:
@@ -287,9 +330,9 @@ def _fake(argument: Any, tensors: Mapping[int, torch.Tensor], convert: bool) -> 
     if isinstance(argument, _Tensor):
         return tensors[argument.number]
     if isinstance(argument, torch.device) or (isinstance(argument, str) and _DEVICE.fullmatch(argument)):
-        return torch.device("cpu")
+        return torch.get_default_device()
     if convert and isinstance(argument, devices.Device):
-        return torch.device("cpu")
+        return torch.get_default_device()
     if convert and isinstance(argument, dtypes.dtype):
         return to_torch_dtype(argument)
     return argument
@@ -299,7 +342,7 @@ _CONSTANTS = (bool, int, float, complex, str, slice, NoneType, EllipsisType)
 _KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format, dtypes.dtype, devices.Device)
 
 
-def _describe(leaves: Sequence[Any], strides: Mapping[str, tuple[int, ...]]) -> list[Any] | None:
+def describe(leaves: Sequence[Any], strides: Mapping[str, tuple[int, ...]]) -> list[Any] | None:
     """Return the arguments of a call without proxies, or ``None`` if one cannot be converted."""
     numbers: dict[str, int] = {}
     described: list[Any] = []
@@ -314,6 +357,11 @@ def _describe(leaves: Sequence[Any], strides: Mapping[str, tuple[int, ...]]) -> 
         else:
             return None
     return described
+
+
+def identity_of(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Return a key that is equal for equal described arguments; ``True`` and ``1`` differ."""
+    return tuple([(type(a), a if type(a) is _Tensor else str(a)) for a in arguments])
 
 
 def _value(size: Any) -> Any:

@@ -9,6 +9,8 @@
    also be observed, the two sources are combined: an output aliases the inputs of either, and the symbol is pure only
    in both.
 5. *Symbols of other executors* that replace exactly one operator have the facts of that operator.
+6. *Functions of users*, of whichever executor, are declared with :func:`declare_operator`, or else observed as in 3.
+   What they do besides calling torch cannot be observed, so they are not pure.
 
 Everything else is unknown: all outputs may alias all tensor inputs, and it is never recomputed.
 """
@@ -143,12 +145,14 @@ def _facts_of(bsym: BoundSymbol) -> Facts:
         return of_declared(bsym)
     if isinstance(sym.id, PrimIDs):
         return _of_prim(sym.id, bsym)
+    if sym in _declared:
+        return _declared[sym](bsym)
     looked_through = _look_through(bsym) if bsym.subsymbols else None
     if sym.is_fusion:
         return looked_through or _unknown(bsym)
     observed = _observe(bsym, _function_of(bsym))
     if observed is None:
-        return looked_through or _of_implemented(bsym) or _unknown(bsym)
+        return looked_through or _of_implemented(bsym) or _of_users_function(bsym) or _unknown(bsym)
     if looked_through is None or not looked_through.known:
         return observed
     return _either(observed, looked_through)
@@ -263,6 +267,41 @@ def _of_implemented(bsym: BoundSymbol) -> Facts | None:
     ]
     known = [facts for facts in found if facts is not None and facts.known]
     return reduce(_either, known) if known and len(known) == len(found) else None
+
+
+_declared: dict[Symbol, Callable[[BoundSymbol], Facts]] = {}
+
+
+def declare_operator(symbol: Symbol, *, pure: bool = False, views: bool = False) -> None:
+    """Declare what an operator of your own executor does, where that cannot be observed: see [Note: Sources of facts].
+
+    An operator whose function runs on fake tensors needs this only to be recomputed.
+
+    Args:
+        symbol: as ``register_operator`` of the executor has returned it. It modifies none of its inputs.
+        pure: whether it returns equal values for equal inputs, and does nothing else.
+        views: whether its outputs may share memory with its inputs.
+
+    Raises:
+        TypeError: ``symbol`` is not a symbol of Thunder.
+    """
+    if not isinstance(symbol, Symbol):
+        raise TypeError(
+            f"declare_operator: symbol: expected what register_operator of an executor has returned, got {symbol!r}"
+        )
+    _declared[symbol] = lambda bsym: Facts(_alias_all(bsym) if views else {}, pure)
+
+
+def _of_users_function(bsym: BoundSymbol) -> Facts | None:
+    """Return the observed facts about a function that belongs neither to torch nor to Thunder.
+
+    There are none if it cannot run on fake tensors, or keeps memory between calls.
+    """
+    function = (bsym._call_ctx or {}).get(bsym.sym.name)
+    found = () if function is None else observe_call(bsym, function)
+    if not found or any(observed.elsewhere for observed in found):
+        return None
+    return reduce(_either, [_named(observed, bsym) for observed in found])._replace(pure=False)
 
 
 def _either(a: Facts, b: Facts) -> Facts:

@@ -337,7 +337,10 @@ class Machine:
             for name in names(tree_iter(values)):
                 for region in (self.needs[root].region for root in self._roots(name) & self.needs.keys()):
                     if what == "returns" or not region.is_private:
-                        self.fail(f"{what} {name!r}, which is stored in {region.slot} of bucket {_name(region)}")
+                        self.fail(
+                            f"{what} {name!r}, which is stored in {region.slot} of bucket {_name(region)}. If the operator "
+                            f"that computes it returns memory of its own, declare it: thunder_fsdp_sched.declare_operator"
+                        )
         for flight, number in self.marked:
             issue, left = flight.issue, flight.issue.region
             assert left is not None
