@@ -145,7 +145,10 @@ def train(name: str, options: DemoOptions, text: torch.Tensor) -> Run:
     transform = None
     if name == STOCK:
         strategies = {"sharding_strategy": FSDPType.ZERO3, "bucketing_strategy": FSDPBucketingStrategy.BLOCK}
-        model = thunder.distributed.fsdp(thunder.jit(model), device=torch.device("cpu"), **strategies)
+        # With the kernels that `tfs.fsdp` uses, so that all numbers are the same.
+        executors = ["torch_kernels", *thunder.get_default_executors()]
+        jitted = thunder.jit(model, executors=executors)
+        model = thunder.distributed.fsdp(jitted, device=torch.device("cpu"), **strategies)
     elif name != UNSHARDED:
         transform = fsdp(sharding_strategy=name.replace("ZeRO-", "zero"), prefetch=options.prefetch)
         model = thunder.jit(model, transforms=[transform])

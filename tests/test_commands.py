@@ -99,6 +99,7 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"python benchmarks/gpu\.py first.*": Small("first --stand-in --only alone --cases 'zero3 flat$'", "zero3 flat"),
     r"python benchmarks/gpu_bytes\.py": Small("", "skipped: no GPU"),
     r"python benchmarks/gpu_peers\.py.*": Small("--cpu --rounds 1", "ours, zero3", long=True),
+    r"python benchmarks/kernels\.py.*": Small("--rows 64 --width 16 --rounds 1", "layer_norm"),
     r"(sudo )?python benchmarks/memory\.py.*": Small(
         f"{LOOPBACK} --batch 1 --budgets 1.0 --not-equal --only 'ours zero3, every'", "ours zero3", long=True
     ),
@@ -106,6 +107,9 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"python benchmarks/overhead\.py( --only steps)?": Small("--only steps --blocks 1 --rounds 2", "ours zero3"),
     r"(sudo )?python benchmarks/overlap\.py.*": Small(
         f"{LOOPBACK} --bucketing --only 'ours zero3 block'", "latency ms"
+    ),
+    r"python benchmarks/real_compute\.py.*": Small(
+        "--blocks 1 --width 64 --length 16 --batch 1 --rounds 1 --only 'ours zero2$'", "ours zero2"
     ),
     r"python benchmarks/rounds\.py": Small("--ranks 2 --rounds 1", "ranks"),
     r"python benchmarks/scale\.py.*": Not("takes minutes: traces Llama-3-8B"),

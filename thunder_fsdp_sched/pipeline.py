@@ -24,6 +24,7 @@ from .capture.bound_symbols import IN_CHECKPOINT
 from .extensions import load
 from .ir.gradients import LOST_IN_SEQUENCES
 from .ir.inspection import nested
+from .kernels.symbols import executor as kernels
 from .passes import Condition, Context, Later, Order, Phase, PhaseName, Step, check_order, given
 from .proof import verify
 from .transforms.assign_slots import assign_slots
@@ -37,6 +38,7 @@ from .transforms.regather_for_backward import regather_for_backward
 from .transforms.reject_resampled_random_grads import reject_resampled_random_grads
 from .transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward, reuse_in_window
 from .transforms.shard_prologue import shard_prologue
+from .transforms.skip_unused_gradients import skip_unused_gradients
 from .transforms.sort_communication import sort_communication
 from .transforms.write_grads_in_place import write_grads_in_place
 
@@ -161,6 +163,7 @@ PIPELINE: tuple[Phase, ...] = (
     Phase(
         "joint",
         "",
+        Step(skip_unused_gradients, when=("with kernels of torch", lambda trace, c: kernels in c.executors)),
         Step(
             bucket_communication,
             lambda trace, c: bucket_communication(
@@ -366,6 +369,8 @@ ORDER: tuple[Order, ...] = (
     (broadcast_scalars, claim_operators, "Thunder's autograd, right before claim_operators, differentiates broadcasts"),
     (insert_unshard, differentiate, "the derivative of fsdp_unshard is fsdp_reduce"),
     (insert_unshard, claim_operators, "Thunder's autograd, right before claim_operators, differentiates fsdp_unshard"),
+    (differentiate, skip_unused_gradients, "it looks at what reads gradients"),
+    (claim_operators, skip_unused_gradients, "it looks at what reads gradients"),
     (differentiate, bucket_communication, "a bucket is reduced after the last of its gradients"),
     (claim_operators, bucket_communication, "dead code is gone by then, and with it parameters that nothing needs"),
     (bucket_communication, fuse_downcast, "a bucket has one gather by then, whose dtype may change"),

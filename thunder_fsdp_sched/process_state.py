@@ -28,7 +28,9 @@ compares this table with the code:
 | `sharding.optimizer_steps` | `_checked` optimizers | kept | |
 | `capture.repetition` | `_callers`: jitted modules | kept | |
 | `ir.observation` | `_cache`: facts on operators | kept | |
+| `ir.operator_facts` | `_declared` operators | kept | |
 | `ir.observation` | `_quiet`: filters of warnings, a logger | restored if another thread had changed them | |
+| `kernels.symbols` | `_cache`: what torch runs for functions | kept | |
 | `extras.checkpoint.storage` | `_numpy_is_safe`: torch's safe globals | the same | |
 | `extras.ranks_differ.programs` | `_differences`, `_stepped`: models, optimizers | kept | |
 | `logs` | `_compile_ids`, `_followers` | kept: numbers in logs, and open `with` blocks | |

@@ -54,6 +54,7 @@ from .ir.read_schedule import read_schedule
 from .ir.registry import executor as own_executor
 from .ir.registry import with_caches
 from .ir.schedule import Schedule, StepSchedule
+from .kernels.functions import with_kernels
 from .options import Options
 from .passes import Context, PassExecutor, PhaseName
 from .plan.plan import Plan
@@ -168,8 +169,8 @@ class FSDPTransform(ShardingTransform):
             compile_data, self._repetition if self.options.debug.trace_modules_once else call_forward, self._reads
         )
         first, last = self._executors
-        others = (e for e in compile_data.executors_list if e not in (own_executor, first, last))
-        self._claiming = (own_executor, *others)
+        others = [e for e in compile_data.executors_list if e not in (own_executor, first, last)]
+        self._claiming = (own_executor, *with_kernels(others, {bucket.comm.computes_on for bucket in self.plan}))
         compile_data.executors_list = (first, *self._claiming, last)
 
     @staticmethod

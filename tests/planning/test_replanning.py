@@ -112,7 +112,7 @@ class Attention(torch.nn.Module):
     [
         ("h100-sxm", torch.bfloat16, False, "sdpafx_grad_forward"),
         ("h100-sxm", torch.float32, True, "sdpaex_grad_forward"),
-        ("cpu-2core", torch.bfloat16, False, None),
+        ("cpu-2core", torch.bfloat16, False, "torch_scaled_dot_product_flash_attention_for_cpu"),
         ("h100-sxm", torch.float64, False, None),
     ],
 )

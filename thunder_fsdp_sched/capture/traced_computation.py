@@ -26,7 +26,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from thunder.core.compile_data import get_compile_data
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.prims import PrimIDs
@@ -35,6 +34,7 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import Transform
 from thunder.extend import StatefulExecutor
 
+from ..kernels.symbols import attention_backends
 from ..private_thunder import cache_info
 from .bound_symbols import StructuralKeys
 from .keys import IdentityKey
@@ -68,7 +68,7 @@ def fingerprint(trace: TraceCtx, parameters: Mapping[str, str], transform: Trans
         (tuple(trace.args), dict(trace.kwargs), tuple(sorted(map(str, trace.tags)))),
         [parameters.get(arg.name) if isinstance(arg, Proxy) else None for arg in trace.args],
         *trace.bound_symbols,
-        [list(data.executors_list), dict(data.compile_options), cache_info(), _attention_backends()],
+        [list(data.executors_list), dict(data.compile_options), cache_info(), attention_backends()],
     )
     return None if structure is None else (IdentityKey(weakref.ref(data)), *structure.key)
 
@@ -110,14 +110,3 @@ def needs_backward(trace: TraceCtx) -> bool:
 
 def _sees_computation(transform: Transform) -> bool:
     return type(transform).transform_traces_pre_prologue is not Transform.transform_traces_pre_prologue
-
-
-def _attention_backends() -> tuple[bool, ...]:
-    """Return which kernels of attention torch may use; Thunder asks for them when it claims attention."""
-    backends = torch.backends.cuda
-    return (
-        backends.flash_sdp_enabled(),
-        backends.mem_efficient_sdp_enabled(),
-        backends.math_sdp_enabled(),
-        backends.cudnn_sdp_enabled(),
-    )

@@ -1,0 +1,14 @@
+"""Executors that keep whole what torch has as one kernel with a backward, such as layer norm or attention.
+
+[Note: Torch's kernels]
+Thunder decomposes layer norm, GELU, attention or a loss into prims, and differentiates those. Torch has one kernel for
+each, and another for its gradient, which read and write memory less often, take less time to launch, and save less for
+backward. ``torch_program`` finds out which operators torch runs for a function, ``symbols`` makes symbols of Thunder of
+them, and ``functions`` lists the functions that are kept whole.
+
+The executor is registered as ``torch_kernels``. On a CPU it claims before Thunder's default executors, and before fusion
+executors, which would have to compile what torch has. On GPUs nobody has measured it beside nvFuser and Thunder's own
+attention yet, so there it runs only if ``thunder.jit(executors=[...])`` names it. An operator that is wrong for some
+strides of its inputs, or fails for them, is replaced in ``strided``. What operators share memory with, and whether they
+are pure, is observed as for torch's functions.
+"""

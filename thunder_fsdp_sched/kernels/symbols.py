@@ -1,0 +1,115 @@
+"""Base operators of torch as symbols of Thunder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from thunder.core.devices import to_device
+from thunder.core.dtypes import to_dtype
+from thunder.core.proxies import TensorProxy
+from thunder.core.pytree import tree_flatten
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.extend import OperatorExecutor, register_executor
+from torch.utils._pytree import tree_map
+
+from ..ir.observation import describe, fake_arguments, fake_mode, identity_of
+
+
+class _KernelExecutor(OperatorExecutor):
+    """An executor that claims a function only if the function's own check says so.
+
+    Thunder would take the grad rule of a loss that the check has refused, if its log-softmax and its negative
+    log-likelihood can be claimed.
+    """
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        return False
+
+
+executor = _KernelExecutor("torch_kernels", version="0.1")
+"""The executor of functions that torch has as kernels; see [Note: Torch's kernels]."""
+
+register_executor(executor)
+
+_MAX_CACHED = 1_000
+"""How many calls are cached; a model has a few dozen."""
+
+_cache: dict[Any, Any] = {}
+
+
+def attention_backends() -> tuple[bool, ...]:
+    """Return which kernels of attention torch may use; ``torch.nn.attention.sdpa_kernel`` sets them."""
+    backends = torch.backends.cuda
+    return (
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
+    )
+
+
+def cached(make: Callable[..., Any], function: Any, arguments: Sequence[Any], spec: Any, *others: Any) -> Any:
+    """Return ``make(function, arguments, spec, *others)``, made once for equal calls.
+
+    Args:
+        arguments: as ``observation.describe`` returns them.
+    """
+    key = make, function, identity_of(arguments), spec, others, attention_backends()
+    if key not in _cache:
+        if len(_cache) >= _MAX_CACHED:
+            _cache.clear()
+        _cache[key] = make(function, arguments, spec, *others)
+    return _cache[key]
+
+
+def device_of(tensors: Iterable[TensorProxy]) -> str:
+    """Return the type of the device on which torch is asked what it runs; a CPU stands for the meta device."""
+    found = {tensor.device.type for tensor in tensors} - {"meta"}
+    return found.pop() if len(found) == 1 else "cpu"
+
+
+def call_operator(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record a call of a base operator in the current trace, and return its results."""
+    return _symbol_of(operator)(*args, **kwargs)
+
+
+@cache
+def _symbol_of(operator: Any) -> Symbol:
+    def meta(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        arguments = describe(leaves, {})
+        assert arguments is not None, operator
+        like = next((leaf for leaf in leaves if isinstance(leaf, TensorProxy)), None)
+        device = device_of(leaf for leaf in leaves if isinstance(leaf, TensorProxy))
+        found = cached(_results_of, operator, arguments, spec, device)
+
+        def proxy(result: _Result | None) -> TensorProxy | None:
+            if result is None:
+                return None
+            if like is None:  # a constant, such as the minus infinity of a mask
+                device = to_device(kwargs["device"])
+                return TensorProxy(shape=result.shape, dtype=result.dtype, device=device, requires_grad=False)
+            return TensorProxy(like=like, shape=result.shape, dtype=result.dtype)
+
+        return tuple(map(proxy, found)) if type(found) is tuple else proxy(found)
+
+    # With a prefix, because Thunder has operators of its own with some of these names.
+    name = operator.__name__.partition(".")[0].strip("_")
+    return executor.register_operator(f"torch_{name}", meta=meta, fn=operator)
+
+
+class _Result(NamedTuple):
+    """A tensor that an operator returns; ``None`` stands for one that an output mask leaves out."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def _results_of(operator: Any, arguments: Sequence[Any], spec: Any, device: str) -> Any:
+    with fake_mode(device):
+        args, kwargs = fake_arguments(arguments, spec)
+        found = operator(*args, **kwargs)
+    return tree_map(lambda t: _Result(tuple(t.shape), to_dtype(t.dtype)) if isinstance(t, torch.Tensor) else t, found)

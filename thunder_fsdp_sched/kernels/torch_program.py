@@ -1,0 +1,217 @@
+"""The base operators that torch runs for a function and its gradient, recorded on fake tensors.
+
+[Note: What torch runs]
+Torch itself is asked: the function runs forward and backward on fake tensors under a dispatch mode, which records the base
+operators that autograd calls. A function is kept whole if few operators are left, none of them changes something in
+place, and none draws random numbers.
+
+Fake tensors are contiguous, the real ones need not be. ``strided`` replaces operators that need it.
+
+Alternative: ``make_fx`` records the same, but while it runs, it changes ``torch.nn.Module`` for all threads of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..ir.observation import draws, fake_arguments, fake_mode, named_arguments
+from ..private_torch import schema_of
+from .strided import FOR_ALL_STRIDES
+
+aten = torch.ops.aten
+
+_ALIASES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
+"""Operators whose result stands for their input, because nothing is changed in place."""
+
+_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
+"""Operators that do not count."""
+
+_MAX_OPERATORS = 7
+"""The most base operators, forward and backward, of a function that counts as one with kernels. Attention to itself with a
+mask of booleans takes seven."""
+
+
+class _Value(NamedTuple):
+    """A tensor of a program."""
+
+    number: int
+
+
+class _Step(NamedTuple):
+    """A call of a base operator, with a ``_Value`` for each tensor among its arguments and results."""
+
+    operator: Any
+    args: Any
+    kwargs: Any
+    results: Any
+
+    def reads(self) -> Iterator[_Value]:
+        return _values((self.args, self.kwargs))
+
+
+class TorchProgram(NamedTuple):
+    """The base operators of a function and its gradient.
+
+    Attributes:
+        steps: in the order in which torch calls them.
+        inputs: the tensor arguments of the function, each once.
+        result: what the function returns.
+        grad: the gradient of the result.
+        grads: the gradients of inputs, ``None`` for those without.
+        forward: the numbers of the steps that compute the result.
+    """
+
+    steps: Sequence[_Step]
+    inputs: Sequence[_Value]
+    result: _Value
+    grad: _Value
+    grads: Sequence[_Value | None]
+    forward: frozenset[int]
+
+    def run(self, call: Callable[..., Any], inputs: Sequence[Any], grad: Callable[[Any], Any] | None) -> Any:
+        """Call the operators, and return the result and the gradients of inputs.
+
+        Args:
+            call: calls an operator with arguments.
+            inputs: the tensor arguments.
+            grad: returns the gradient of the result; ``None`` to run forward alone.
+        """
+        known: dict[_Value, Any] = dict(zip(self.inputs, inputs, strict=True))
+        for number, step in enumerate(self.steps):
+            if grad is None and number not in self.forward:
+                continue
+            if grad is not None and self.grad not in known and self.grad in step.reads():
+                known[self.grad] = grad(known[self.result])
+            args, kwargs = _with((step.args, step.kwargs), known)
+            results = call(step.operator, *args, **kwargs)
+            pairs = (
+                zip(step.results, results, strict=True) if type(step.results) is tuple else [(step.results, results)]
+            )
+            known.update((value, result) for value, result in pairs if value is not None)
+        if grad is None:
+            return known[self.result], ()
+        return known[self.result], tuple([None if each is None else known[each] for each in self.grads])
+
+
+def torch_program(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    spec: Any,
+    device: str,
+    named: Sequence[str],
+    differentiable: Sequence[bool],
+) -> TorchProgram | None:
+    """Return what torch runs for a call of ``function``; ``None`` if it cannot be kept whole.
+
+    Args:
+        arguments: as ``observation.describe`` returns them.
+        device: the type of the device of the tensors.
+        named: names of all arguments but the first.
+        differentiable: for each tensor argument, each once, whether its gradient is wanted.
+    """
+    try:
+        with fake_mode(device):
+            (first, *others), _ = fake_arguments(arguments, spec)
+            program = _record(function, (first,), dict(zip(named, others, strict=True)), differentiable)
+    except Exception:  # torch refuses such a call, or one with fake tensors: Thunder runs it in its own way
+        return None
+    called = [step.operator for step in program.steps if step.operator not in _VIEWS]
+    if len(called) > _MAX_OPERATORS or not all(map(_is_functional, program.steps)):
+        return None
+    steps = [step._replace(operator=FOR_ALL_STRIDES.get(step.operator, step.operator)) for step in program.steps]
+    return program._replace(steps=steps)
+
+
+def _record(function: Callable[..., Any], args: Any, kwargs: Any, differentiable: Sequence[bool]) -> TorchProgram:
+    inputs = list({id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}.values())
+    for tensor, is_wanted in zip(inputs, differentiable, strict=True):
+        tensor.requires_grad_(is_wanted)
+    recorder = _Recorder(inputs)
+    with torch.enable_grad(), recorder:
+        result = function(*args, **kwargs)
+    number = len(recorder.steps)
+    grad = torch.empty_like(result, memory_format=torch.contiguous_format)
+    of_grad = recorder.value(grad, is_new=True)
+    wanted = [tensor for tensor, is_wanted in zip(inputs, differentiable, strict=True) if is_wanted]
+    with recorder:
+        grads = iter(torch.autograd.grad(result, wanted, grad, allow_unused=True) if wanted else ())
+    of_inputs = [next(grads) if is_wanted else None for is_wanted in differentiable]
+    return TorchProgram(
+        recorder.steps,
+        [recorder.value(tensor) for tensor in inputs],
+        recorder.value(result),
+        of_grad,
+        [None if each is None else recorder.value(each) for each in of_inputs],
+        _needed(recorder.steps[:number], recorder.value(result)),
+    )
+
+
+class _Recorder(TorchDispatchMode):
+    """A dispatch mode that records the base operators that run under it."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.steps: list[_Step] = []
+        self._values: dict[int, _Value] = {}
+        self._alive: list[torch.Tensor] = []  # so that no other tensor gets the identity of one that is gone
+        for tensor in inputs:
+            self.value(tensor, is_new=True)
+
+    def value(self, tensor: torch.Tensor, *, is_new: bool = False) -> _Value:
+        """Return what stands for a tensor.
+
+        Raises:
+            KeyError: no recorded operator has returned it.
+        """
+        if is_new:
+            self._stands_for(tensor, _Value(len(self._alive)))
+        return self._values[id(tensor)]
+
+    def _stands_for(self, tensor: torch.Tensor, value: _Value) -> None:
+        self._values[id(tensor)] = value
+        self._alive.append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read_args, read_kwargs = tree_map_only(torch.Tensor, self.value, (args, kwargs or {}))
+        if func in _ALIASES:
+            self._stands_for(out, read_args[0])
+        elif func.namespace != "prim":  # such as a question for the device
+            results = tree_map_only(torch.Tensor, lambda tensor: self.value(tensor, is_new=True), out)
+            self.steps.append(_Step(func, read_args, read_kwargs, results))
+        return out
+
+
+def _is_functional(step: _Step) -> bool:
+    """Return whether an operator changes nothing and draws nothing."""
+    operator = step.operator
+    if operator.namespace != "aten" or schema_of(operator).is_mutable:
+        return False
+    return not draws(operator, named_arguments(operator, step.args, step.kwargs))
+
+
+def _needed(steps: Sequence[_Step], result: _Value) -> frozenset[int]:
+    """Return the numbers of the steps that compute ``result``."""
+    values, numbers = {result}, set()
+    for number in reversed(range(len(steps))):
+        if values.intersection(_values(steps[number].results)):
+            numbers.add(number)
+            values.update(steps[number].reads())
+    return frozenset(numbers)
+
+
+def _values(tree: Any) -> Iterator[_Value]:
+    return (leaf for leaf in tree_leaves(tree, is_leaf=_is_value) if isinstance(leaf, _Value))
+
+
+def _with(tree: Any, known: Mapping[_Value, Any]) -> Any:
+    return tree_map_only(_Value, known.__getitem__, tree, is_leaf=_is_value)
+
+
+def _is_value(leaf: Any) -> bool:
+    return isinstance(leaf, _Value)
