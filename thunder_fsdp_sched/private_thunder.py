@@ -334,25 +334,6 @@ def observed_by(context: Any, observer: Any) -> Any:
     )
 
 
-def wraps_observed_by(context: Any, observer: Any, instructions: Any = None) -> Any:
-    """Return an interpreter context that passes all values and look-ups of ``context`` through ``observer``.
-
-    Args:
-        observer: has ``look_aside`` and ``wrap``, as in :func:`observed_by`.
-        instructions: has ``interpret``, if instructions are to pass through it.
-    """
-    wrap = context._callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
-    return InterpreterCompileCtx(
-        opcode_interpreter=context._opcode_interpreter
-        if instructions is None
-        else partial(instructions.interpret, context._opcode_interpreter),
-        fn_lookaside=partial(observer.look_aside, context._fn_lookaside),
-        callbacks={**context._callbacks, INTERPRETER_CALLBACKS.WRAP_CALLBACK: partial(observer.wrap, wrap)},
-        with_provenance_tracking=True,
-        uncacheable_classes=context._uncacheable_classes,
-    )
-
-
 def find_attributes(source: WrappedValue) -> None:
     """Let Thunder find the dictionary of an object's attributes when the program assigns one.
 

@@ -415,6 +415,11 @@ def refuse_composable(modules: Iterable[torch.nn.Module], refuse: Callable[[str]
         vars(module)[STATE_KEY] = _Refused(refuse)
 
 
+def compiled_function(function: Any) -> Callable[..., Any] | None:
+    """Return the function from which ``torch.compile`` has made this one; ``None`` if it has not made it."""
+    return getattr(function, "_torchdynamo_orig_callable", None)
+
+
 def is_under_dynamo() -> bool:
     """Return whether the calling thread runs what ``torch.compile`` compiles."""
     return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())

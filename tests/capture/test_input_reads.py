@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections import namedtuple
+from collections import Counter, deque, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.private_thunder import observed_by, wraps_observed_by
+from thunder_fsdp_sched.private_thunder import observed_by
 
+import numpy as np
 import pytest
 import thunder
 import torch
@@ -90,6 +91,16 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[Any]]] = {
     "enum": (lambda x, kind: x if kind is Kind.PLAIN else x * 2, [Kind.PLAIN, Kind.DOUBLED]),
     "function": (lambda x, function: function(x), [F.relu, torch.neg]),
     "set": (lambda x, values: x if 1 in values else x * 2, [{1}, {2}]),
+    "sum of a list": (lambda x, values: x * sum(values), [[1, 2], [1, 3]]),
+    "a tuple that is compared": (lambda x, size: x if size == (1, 2) else -x, [(1, 2), (2, 1)]),
+    "text": (lambda x, values: x * len(f"{values}"), [[1, 2], [1, 11], {1: 2}, {1: 11}]),
+    "nested lists": (lambda x, values: x * max(values)[1], [[[1, 2], [0, 3]], [[1, 5], [0, 3]]]),
+    "deque": (lambda x, values: x * next(iter(values)) * len(values), [deque([1, 2]), deque([2, 1]), deque([2])]),
+    "array": (lambda x, values: x * float(values.sum()), [np.array([1.0, 2.0]), np.array([1.0, 3.0])]),
+    "in a key": (
+        lambda x, given: x * max([1, 2], key=lambda v: v * given.sign),
+        [SimpleNamespace(sign=s) for s in (1, -1)],
+    ),
     "attribute": (_flagged, [SimpleNamespace(scale=None), SimpleNamespace(scale=3)]),
     "missing attribute": (
         _optional,
@@ -250,18 +261,51 @@ def _step(module: nn.Module, original: nn.Module) -> tuple[Any, ...]:
     return result
 
 
-def test_state_in_a_list_or_dictionary_is_refused_by_name() -> None:
-    def collect(self: Any, y: torch.Tensor) -> torch.Tensor:
-        self.history.append(1)
-        return y * len(self.history)
+def _append(self: Any, y: torch.Tensor) -> torch.Tensor:
+    self.history.append(1)
+    return y * len(self.history)
 
-    jitted = thunder.jit(Stateful(collect, history=[]), transforms=[fsdp()])
+
+def _rotate(self: Any, y: torch.Tensor) -> torch.Tensor:
+    self.history.rotate(1)
+    return y * self.history[0]
+
+
+def _update(self: Any, y: torch.Tensor) -> torch.Tensor:
+    self.history.update("a")
+    return y * self.history["a"]
+
+
+def _store(self: Any, y: torch.Tensor) -> torch.Tensor:
+    self.history[0] = 5.0
+    return y
+
+
+CHANGED_IN_PLACE: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[], Any]]] = {
+    "list": (_append, list),
+    "deque": (_rotate, lambda: deque([1, 2])),
+    "counter": (_update, lambda: Counter("ab")),
+    "array": (_store, lambda: np.ones(2)),
+    "item": (_store, lambda: [1.0]),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED_IN_PLACE)
+def test_state_in_a_container_is_refused_by_name(kind: str) -> None:
+    change, make = CHANGED_IN_PLACE[kind]
+    jitted = thunder.jit(Stateful(change, history=make()), transforms=[fsdp()])
     with pytest.raises(RuntimeError, match=r"forward read self\.history .* has\s+changed it while it was traced"):
         jitted(torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("observe", [observed_by, wraps_observed_by])
-def test_observed_contexts_cache_no_values_that_the_observed_one_does_not_cache(observe: Any) -> None:
+def test_a_list_in_the_closure_of_forward_is_refused_by_name() -> None:
+    seen: list[int] = []
+    jitted = thunder.jit(Applied(lambda x: seen.append(1) or x), transforms=[fsdp()])
+    with pytest.raises(RuntimeError, match=r"forward read .*cell_contents .* has\s+changed it while it was traced"):
+        jitted(torch.ones(2, 2))
+
+
+def test_observed_contexts_cache_no_values_that_the_observed_one_does_not_cache() -> None:
     class Uncacheable: ...
 
     def nothing(*args: object) -> None: ...
@@ -274,4 +318,4 @@ def test_observed_contexts_cache_no_values_that_the_observed_one_does_not_cache(
         uncacheable_classes=[Uncacheable],
     )
     observer = SimpleNamespace(interpret=nothing, look_aside=nothing, wrap=nothing)
-    assert Uncacheable in observe(context, observer)._uncacheable_classes
+    assert Uncacheable in observed_by(context, observer)._uncacheable_classes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import io
 import itertools
 import logging
@@ -166,6 +167,14 @@ CHANGES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "now": (lambda y: y * datetime.datetime.now().timestamp(), r"datetime\.now"),
     "counter": (lambda y: y * next(_COUNTER), r"iterator that it has not made \(count\).*as arguments"),
     "generator": (lambda y: next(y * i for i in _ITEMS), r"iterator that it has not made \(generator\)"),
+    "in a key": (lambda y: y * sorted([1, 2], key=lambda _: random.random())[0], r"random\.random"),
+    "in the key of a sorted list": (lambda y: [1, 2].sort(key=lambda _: random.random()) or y, r"random\.random"),
+    "in max": (lambda y: y * max([1, 2], key=lambda _: random.random()), r"random\.random"),
+    "in map": (lambda y: y * sum(map(lambda _: random.random(), [1, 2])), r"random\.random"),
+    "in filter": (lambda y: y * len(list(filter(lambda _: random.random() < 0.5, [1, 2]))), r"random\.random"),
+    "in reduce": (lambda y: y * functools.reduce(lambda a, _: a + random.random(), [1, 2]), r"random\.random"),
+    "in native code": (lambda y: y * float(re.sub("a", lambda _: str(time.time()), "a")), r"time\.time"),
+    "in an iterator": (lambda y: y * max(itertools.accumulate([1, 2], lambda *_: random.random())), r"random\.random"),
     "initial_seed": (lambda y: y * torch.initial_seed(), r"generator of torch \(initial_seed\).*torch\.rand"),
     "manual_seed": (lambda y: torch.manual_seed(0) and y, r"generator of torch \(manual_seed\)"),
     "get_rng_state": (lambda y: y * torch.get_rng_state()[0], r"generator of torch \(get_rng_state\)"),
@@ -196,6 +205,22 @@ def test_seeded_generators_of_forward_and_clocks_of_logging_are_traced() -> None
 
 
 @torch.no_grad()
+def test_builtin_functions_that_call_back_are_traced() -> None:
+    def computed(y: torch.Tensor) -> torch.Tensor:
+        items = sorted(["aa", "b"], key=len, reverse=True)
+        numbers = [1.0, 2.0, 3.0]
+        numbers.sort(key=lambda v: (v - 2) ** 2)
+        best = max(numbers, key=lambda v: -v) + min(4.0, 5.0, key=lambda v: v % 5) + max([], key=len, default=7.0)
+        parts = list(filter(lambda part: part is not None, map(torch.add, [y, y * 2], [y, 1])))
+        return parts[0] * best + parts[1] * numbers[-1] * len(items[0]) * sum(filter(None, [0, 3])) * int(
+            "".join(map(str, [1, 2]))
+        )
+
+    model, module = compiled(computed)
+    torch.testing.assert_close(model(torch.ones(2, 2)), module(torch.ones(2, 2)))
+
+
+@torch.no_grad()
 def test_environment_variables_are_compared_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     class Block(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -210,6 +235,39 @@ def test_environment_variables_are_compared_in_each_call(monkeypatch: pytest.Mon
             monkeypatch.setenv("FACTOR", factor)
         torch.testing.assert_close(model(torch.ones(2, 2)), module(torch.ones(2, 2)))
     assert thunder.cache_misses(model) == 3
+
+
+class _Frozen(nn.Module):
+    """An embedding with sparse gradients, which gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 2, sparse=True).requires_grad_(False)
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return y + self.embedding(TOKENS)
+
+
+def test_a_frozen_embedding_may_be_sparse() -> None:
+    model, module = compiled(_Frozen())
+    torch.testing.assert_close(model(torch.ones(2, 2)), module(torch.ones(2, 2)))
+
+
+@torch.no_grad()
+def test_forward_sets_a_variable_and_calls_a_compiled_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    double = torch.compile(lambda y: y * 2)
+
+    def function(y: torch.Tensor) -> torch.Tensor:
+        return double(y) * float(os.environ.setdefault("FACTOR", "2"))
+
+    model, module = compiled(function)
+    for factor in (None, "3", "2"):
+        monkeypatch.delenv("FACTOR", raising=False)
+        if factor is not None:
+            monkeypatch.setenv("FACTOR", factor)
+        expected = module.linear(torch.ones(2, 2)) * 2 * float(factor or 2)
+        torch.testing.assert_close(model(torch.ones(2, 2)), expected)
+    assert thunder.cache_misses(model) == 2
 
 
 def test_modules_that_forward_makes_are_traced() -> None:
@@ -272,6 +330,18 @@ UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "branch on a tensor": (lambda y: y if y.sum() > 0 else -y, r"depend on a tensor's value.*torch\.where"),
     "tolist": (lambda y: y * y[0].tolist()[0], r"known only when the trace runs.*torch\.where"),
     "index": (lambda y: [y, -y][y.long().sum().item()], r"known only when the trace runs.*as an argument"),
+    "is_contiguous": (
+        lambda y: y if y.t().is_contiguous() else -y,
+        r"memory layout .*is_contiguous.*Call \.contiguous\(\)",
+    ),
+    "stride": (lambda y: y * y.stride(0), r"memory layout .*stride"),
+    "data_ptr": (lambda y: y * (y.data_ptr() != 0), r"memory layout .*data_ptr"),
+    "grad_fn": (lambda y: y if getattr(y, "grad_fn", None) else -y, r"attribute grad_fn of a tensor"),
+    "is": (lambda y: y if y.to(y.dtype) is y else -y, r"two tensors are one object.*Compare dtypes"),
+    "contiguous is": (lambda y: y if y is y.float().contiguous() else -y, r"two tensors are one object"),
+    "tensor of a number": (lambda y: y * torch.tensor(item(y)), r"uses a number that it reads.*torch\.where"),
+    "generator": (lambda y: y * torch.rand(2, generator=torch.Generator().manual_seed(3)), r"Leave generator out"),
+    "operand": (lambda y: y / y.long().sum().item(), r"known only when the trace runs.*torch\.where"),
     "mask": (lambda y: y[y > 0], r"known only when the trace runs"),
     "parameters": (lambda y: nn.Linear(2, 2)(y), "Create parameters.*outside of forward"),
 }
@@ -302,12 +372,19 @@ TRUE_OF_A_FLOAT_MATRIX: dict[str, Callable[[torch.Tensor], bool]] = {
     "the default": lambda y: y.dtype == torch.get_default_dtype(),
     "device ==": lambda y: y.device == torch.device("cpu") and y.device == torch.device(type="cpu"),
     "device from outside": lambda y: y.device == CPU and y.device.type == "cpu",
+    "type": lambda y: type(y) is torch.Tensor and y.__class__ is torch.Tensor and issubclass(type(y), torch.Tensor),
+    "type of the shape": lambda y: isinstance(y.shape, torch.Size) and type(y.shape) is torch.Size,
+    "hasattr": lambda y: hasattr(y, "grad_fn") and hasattr(y, "stride") and not hasattr(y, "nothing"),
+    "layout": lambda y: y.layout is torch.strided and not y.is_sparse,
+    "requires_grad": lambda y: y.requires_grad and not y.detach().requires_grad and not y.long().requires_grad,
+    "requires_grad of views": lambda y: y.t()[0].requires_grad and not torch.zeros_like(y).requires_grad,
+    "is": lambda y: y is y and y.t() is not y and y * 1 is not y,
     "made on it": lambda y: torch.zeros(2, dtype=y.dtype, device=y.device).dtype == y.to(torch.device("cpu")).dtype,
 }
 
 
 @pytest.mark.parametrize("name", TRUE_OF_A_FLOAT_MATRIX)
-def test_dtypes_and_devices_of_tensors_are_those_of_torch(name: str) -> None:
+def test_properties_of_tensors_are_those_of_torch(name: str) -> None:
     condition = TRUE_OF_A_FLOAT_MATRIX[name]
     model, reference = compiled(lambda y: y if condition(y) else -y)
     x = torch.ones(3, 2)

@@ -24,19 +24,10 @@ from thunder.core.interpreter import PseudoInst, WrappedValue, get_interpreterru
 from ..ir.inspection import is_library
 from .refusals import refusal
 
+_COUNTING = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
 _CLOCKS = frozenset(
-    (
-        "time",
-        "time_ns",
-        "perf_counter",
-        "perf_counter_ns",
-        "monotonic",
-        "monotonic_ns",
-        "process_time",
-        "process_time_ns",
-    )
-    + ("thread_time", "thread_time_ns", "clock_gettime", "clock_gettime_ns", "localtime", "gmtime", "ctime", "asctime")
-    + ("strftime", "now", "utcnow", "today")
+    (*_COUNTING, *(f"{name}_ns" for name in _COUNTING))
+    + ("localtime", "gmtime", "ctime", "asctime", "strftime", "now", "utcnow", "today")
 )
 _BYTES = frozenset({"urandom", "getrandom", "generate_time_safe", "UuidCreate"})
 _CHANGING = {
@@ -134,6 +125,12 @@ class ForeignIterators:
 def environment_read(function: Any, args: Sequence[Any]) -> str | None:
     """Return the name of the environment variable that a call of one of ``READ_ENVIRONMENT`` reads; ``None`` for all."""
     return os.fsdecode(unwrap(args[1])) if function is _ENVIRON.__getitem__ else None
+
+
+def set_default(function: Any, args: Sequence[Any]) -> None:
+    """Set a variable before the program calls ``os.environ.setdefault``, so that it reads what later calls read."""
+    if function is _ENVIRON.setdefault and unwrap(args[0]) is os.environ:
+        os.environ.setdefault(*map(unwrap, args[1:]))
 
 
 _ENVIRON: Any = type(os.environ)

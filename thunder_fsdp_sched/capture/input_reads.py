@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
@@ -40,7 +41,9 @@ from thunder.core.interpreter import (
     WrappedValue,
     do_raise,
     get_interpretercompilectx,
+    get_interpreterruntimectx,
     interpretercompilectx,
+    is_opaque,
     unwrap,
 )
 from thunder.core.jit_ext import EXT_FLAG_IS_TENSOR_PROXY, get_jit_ctx, should_register_for_prologue
@@ -48,12 +51,13 @@ from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import NumberProxy, Proxy, StringProxy, TensorProxy
 
 from ..extensions import load
+from ..ir.inspection import is_library
 from ..private_thunder import (
     find_attributes,
     fixed_shapes,
     forget_new_modules,
+    observed_by,
     save_attributes_of_root,
-    wraps_observed_by,
 )
 from ..runtime.traced_inputs import (
     ENVIRONMENT,
@@ -67,8 +71,9 @@ from ..runtime.traced_inputs import (
     Environment,
     TracedInputs,
 )
-from . import module_members, torch_types
-from .changing_values import READ_ENVIRONMENT, ForeignIterators, changing_value, environment_read
+from . import callbacks, module_members, torch_types
+from .changing_values import READ_ENVIRONMENT, ForeignIterators, changing_value, environment_read, set_default
+from .containers import Containers
 from .paths import ATTRIBUTE, COMPUTED, FUNCTION, INPUTS, ITEM, Path, Paths, evaluate
 from .refusals import collect_refusals
 from .unknown_numbers import UnknownNumbers
@@ -90,15 +95,15 @@ class InputReads:
         if context.computation_trace is self._trace:
             return call(module, *args, **kwargs)
         self._trace, self._checks, self._paths = context.computation_trace, {}, _ConcretePaths()
-        self._unknown, self._iterators = UnknownNumbers(), ForeignIterators()
+        self._shapes = torch_types.Shapes()
+        self._unknown, self._iterators, self._containers = UnknownNumbers(), ForeignIterators(), Containers(self._paths)
         self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
         self._module = unwrap(module)
         is_symbolic = get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES
         self._sizes = load("extras.symbolic_sizes:Sizes")() if is_symbolic else None
         for value in (*args, *kwargs.values()):
             self._note(value)
-        observed = wraps_observed_by(get_interpretercompilectx(), self, self._sizes)
-        with interpretercompilectx(observed), collect_refusals() as refused:
+        with interpretercompilectx(observed_by(get_interpretercompilectx(), self)), collect_refusals() as refused:
             try:
                 result = call(module, *args, **kwargs)
             except Exception:
@@ -120,13 +125,15 @@ class InputReads:
         for path in paths:
             if path[0] == FUNCTION and path not in self._checks:
                 try:
-                    self._add(path, evaluate(path, known))
+                    self._add(path, evaluate(path, known), is_read=True)
                 except Exception:  # the program has made it
                     continue
 
     def take(self) -> TracedInputs | None:
         """Return the checks of the compilation that has just been traced; ``None`` if its module was not called."""
         module, checks = self._module, self._checks
+        if module is not None:
+            checks.update(self._containers.checks())
         self._trace, self._checks, self._module = None, {}, None
         return None if module is None else TracedInputs(module if self._is_root else None, checks)
 
@@ -148,27 +155,42 @@ class InputReads:
             wrap(value)
         self._note(value)
 
+    def interpret(self, interpret: Callable[..., Any], inst: Any, /, **state: Any) -> Any:
+        """Note which containers an instruction reads."""
+        stack = state["stack"]
+        self._containers.note_instruction(inst, stack)
+        if inst.opname == "IS_OP":
+            torch_types.error_of_identity(stack.getitem_wrapped(-1), stack.getitem_wrapped(-2))  # which is collected
+        if self._sizes is not None:
+            return self._sizes.interpret(interpret, inst, **state)
+        return interpret(inst, **state)
+
     def look_aside(self, look_aside: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Refuse what a trace would not reproduce, note for which attributes the program asks, and let it assign several."""
         if (error := unsupported_call(function, args, kwargs)) is not None:
             return do_raise(error)
-        if (found := torch_types.look_aside(function, args)) is not None:
+        if (found := torch_types.look_aside(function, args) or callbacks.look_aside(function, kwargs)) is not None:
             return found
         if (found := module_members.look_aside(function, args, self._paths)) is not None:
             return found
         found = self._unknown.look_aside(function, args) or look_aside(function, *args, **kwargs)
+        self._containers.note_call(function, found is not None, (*args, *kwargs.values()))
         if found is None:
             if self._sizes is not None:
                 self._sizes.note_call(function, args)
+            set_default(function, args)
             if isinstance(function, FunctionType) and function in READ_ENVIRONMENT:
                 name = environment_read(function, args)
                 self._checks.setdefault((ENVIRONMENT, (ITEM, name)), (EQUAL, Environment()[name]))
             if (error := changing_value(function, args)) is not None:
                 return do_raise(error)
+            if is_opaque(function):
+                found = callbacks.Watched(function)
         if function is next and (error := self._iterators.error(args[0].value)) is not None:
             return do_raise(error)
         if function is object.__setattr__:
             find_attributes(args[0])
+        found = self._shapes.look_aside(function, args, found)
         if (function is hasattr or (function is getattr and len(args) == 3)) and callable(found):
             return functools.partial(self._ask, found)
         return found
@@ -217,11 +239,12 @@ class InputReads:
             return
         self._add(path, plain)
 
-    def _add(self, path: Path, value: Any) -> None:
+    def _add(self, path: Path, value: Any, is_read: bool = False) -> None:
         owner = getattr(value, "__self__", None) if path[-1][0] == ATTRIBUTE else None
         is_method = owner is not None and not isinstance(owner, torch.nn.Module)
-        if not (is_method or isinstance(value, _IGNORED)) and _may_differ(path):
+        if not (is_method or isinstance(value, _IGNORED)) and (_may_differ(path) or _is_list_of_program(path, value)):
             self._checks.setdefault(path, _check_of(value))
+            self._containers.note(path, value, is_read)
 
 
 class _ConcretePaths(Paths):
@@ -265,6 +288,13 @@ def _check_of(value: Any) -> Check:
     if isinstance(value, dict):
         return KEYS, (type(value), tuple(value))
     return TYPE, type(value)
+
+
+def _is_list_of_program(path: Path, value: Any) -> bool:
+    """Return whether a value is a list in the closure of a function that belongs to no library."""
+    if not isinstance(value, list | deque) or (ATTRIBUTE, "__closure__") not in path:
+        return False
+    return not is_library(get_interpreterruntimectx().frame_stack[-1].code.co_filename)
 
 
 def _may_differ(path: Path) -> bool:

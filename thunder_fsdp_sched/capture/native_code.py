@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from abc import ABCMeta
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -48,8 +48,21 @@ _PURE_BUILTINS = frozenset(
     (abs, all, any, ascii, bin, bool, chr, complex, dict, divmod, enumerate, float, format, frozenset, hash, hex, int)
     + (iter, len, list, max, min, oct, ord, pow, range, repr, reversed, round, set, slice, sorted, str, sum, tuple, zip)
 )
-_CALL_NOTHING = frozenset({callable, isinstance, issubclass, super, type, getattr, hasattr})
+CALL_NOTHING = frozenset({callable, isinstance, issubclass, super, type, getattr, hasattr})
 """Builtins that run no code of their arguments, or whose code the observer learns of in another way."""
+
+READ_ITEMS = frozenset({"__getitem__", "__len__", "__setitem__"})
+"""Methods of containers that read no other items than those under their arguments."""
+
+NATIVE_OPERANDS: dict[str, Callable[[int], Iterable[int]]] = {
+    "COMPARE_OP": lambda arg: (-1, -2),
+    "BUILD_MAP": lambda arg: range(-2 * arg, 0, 2),
+    "BUILD_SET": lambda arg: range(-arg, 0),
+    **dict.fromkeys(("SET_ADD", "SET_UPDATE", "DICT_UPDATE"), lambda arg: (-1,)),
+    "MAP_ADD": lambda arg: (-2,),
+}
+"""Instructions that the interpreter does not interpret further, and where on the stack the values are that they compare
+or take hashes of, by their argument."""
 
 _IDENTITIES = frozenset({object.__eq__, object.__ne__})
 
@@ -82,7 +95,7 @@ def is_pure(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bo
     """
     name = getattr(function, "__name__", "")
     owner = getattr(function, "__objclass__", None)
-    if isinstance(function, BuiltinFunctionType | type) and function in _CALL_NOTHING:
+    if isinstance(function, BuiltinFunctionType | type) and function in CALL_NOTHING:
         return True
     if name in ("__new__", "__init__"):
         made = getattr(function, "__self__", owner)

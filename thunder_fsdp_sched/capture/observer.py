@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
 from typing import Any, NamedTuple
 
@@ -23,11 +23,22 @@ from thunder.core.interpreter import (
     wrap_const,
 )
 from thunder.core.jit_ext import get_jit_ctx
-from thunder.core.proxies import Proxy
+from thunder.core.proxies import Proxy, TensorProxy
 
 from ..private_thunder import checks_of, has_been_modified, observed_by, renames_of, uses_grad_mode
+from .callbacks import Watched
 from .keys import LONG, IdentityKey, has_state
-from .native_code import CONTAINERS, READING_METHODS, checks_natively, has_registry, is_plain, is_pure, is_value
+from .native_code import (
+    CONTAINERS,
+    NATIVE_OPERANDS,
+    READ_ITEMS,
+    READING_METHODS,
+    checks_natively,
+    has_registry,
+    is_plain,
+    is_pure,
+    is_value,
+)
 from .paths import (
     ATTRIBUTE,
     BUILTINS,
@@ -158,7 +169,7 @@ class Observer:
             self._modify(name, stack.getitem_wrapped(_STORES[name]))
         elif name in _FOREIGN_STORES or (name in _CELL_STORES and inst.argval in state["co"].co_freevars):
             self.effects.append((f"{name} {inst.argval}", None))
-        if name in _NATIVE:
+        if name in NATIVE_OPERANDS:
             self._operands(inst, stack)
         if name == "LOAD_GLOBAL" and inst.argval not in unwrap(state["globals_dict"]):  # a builtin, which it would hide
             self._access(ITEM, state["globals_dict"], wrap_const(inst.argval), None)
@@ -175,8 +186,9 @@ class Observer:
         lookaside = look_aside(function, *args, **kwargs)
         if lookaside is None and isinstance(function, FunctionType):  # which the interpreter runs
             self._read_state(function)
-        self._call(function, lookaside, args, kwargs)
-        if not callable(lookaside):
+        is_native = isinstance(lookaside, Watched)
+        self._call(function, None if is_native else lookaside, args, kwargs)
+        if is_native or not callable(lookaside):
             return lookaside
 
         @functools.wraps(lookaside)
@@ -220,6 +232,9 @@ class Observer:
         """
         self.uses_of_grad_mode += isinstance(source.value, CompileData)  # Thunder's own functions read it there
         path = self.paths.of(source.provenance)
+        is_property = kind == ATTRIBUTE and isinstance(source.value, TensorProxy) and path is None
+        if is_property and key.value == "requires_grad":
+            self.effects.append(("a read of requires_grad, which depends on other modules,", None))
         if path is None or path is COMPUTED or (kind == ITEM and isinstance(source.value, Proxy)):
             return
         if not is_hashable(key.value) or isinstance(key.value, Proxy):
@@ -262,7 +277,7 @@ class Observer:
             is_seen = lookaside is not None or all(is_plain(unwrap(arg)) for arg in args[1:])
         elif lookaside is None and is_opaque(function):
             is_seen = is_pure(function, tuple(map(unwrap, args)), {k: unwrap(v) for k, v in kwargs.items()})
-        if is_seen and isinstance(owner, type) and issubclass(owner, CONTAINERS) and name not in _SINGLE:
+        if is_seen and isinstance(owner, type) and issubclass(owner, CONTAINERS) and name not in READ_ITEMS:
             is_seen = self._is_compared(args[0])
             if not is_seen and name == "__contains__" and issubclass(owner, dict):
                 self._access(ITEM, args[0], args[1], None)
@@ -282,7 +297,7 @@ class Observer:
     def _operands(self, inst: Any, stack: Any) -> None:
         """Log an instruction whose operands may run Python code that the interpreter does not see."""
         name = inst.opname
-        values = [unwrap(stack.getitem_wrapped(i)) for i in _NATIVE[name](inst.arg)]
+        values = [unwrap(stack.getitem_wrapped(i)) for i in NATIVE_OPERANDS[name](inst.arg)]
         identities = name in ("BUILD_MAP", "MAP_ADD", "DICT_UPDATE") or "==" in inst.argrepr or "!=" in inst.argrepr
         if name == "DICT_UPDATE" and type(values[0]) in (dict, OrderedDict):
             values = list(values[0])
@@ -298,19 +313,6 @@ _STORES = {"STORE_ATTR": -1, "DELETE_ATTR": -1, "STORE_SUBSCR": -2, "DELETE_SUBS
 
 _FOREIGN_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME", "IMPORT_STAR"})
 _CELL_STORES = frozenset({"STORE_DEREF", "DELETE_DEREF"})
-_NATIVE: dict[str, Callable[[int], Iterable[int]]] = {
-    "COMPARE_OP": lambda arg: (-1, -2),
-    "BUILD_MAP": lambda arg: range(-2 * arg, 0, 2),
-    "BUILD_SET": lambda arg: range(-arg, 0),
-    **dict.fromkeys(("SET_ADD", "SET_UPDATE", "DICT_UPDATE"), lambda arg: (-1,)),
-    "MAP_ADD": lambda arg: (-2,),
-}
-"""Instructions that the interpreter does not interpret further, and where on the stack the values are that they compare
-or take hashes of, by their argument."""
-
-_SINGLE = frozenset({"__getitem__", "__len__", "__setitem__"})
-"""Methods of containers that read no other items than those under their arguments."""
-
 _KEYED = frozenset({"__getitem__", "__setitem__", "__delitem__", "__contains__"})
 """Methods of dictionaries and sequences that look up their first argument."""
 

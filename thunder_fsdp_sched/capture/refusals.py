@@ -12,8 +12,14 @@ from thunder.core.interpreter import get_interpreterruntimectx
 
 from ..ir.inspection import is_library
 
+AS_TENSORS = (
+    "Compute with tensors instead (torch.where, torch.clamp, a mask), or compute the value outside of forward and pass it "
+    "as an argument; each value is then compiled once"
+)
+"""The advice for a program that depends on the value of a tensor."""
+
 _PACKAGE = str(Path(__file__).parents[1])
-_STANDARD = Path(random.__file__).parent  # Python's library
+_STANDARD = str(Path(random.__file__).parent)  # Python's library, which also has the folder of installed packages
 
 _refused: ContextVar[list[NotImplementedError] | None] = ContextVar("_refused", default=None)
 
@@ -49,6 +55,11 @@ def is_in_thunder() -> bool:
     return str(get_interpreterruntimectx().frame_stack[-1].module).startswith("thunder.")
 
 
+def is_own(filename: str) -> bool:
+    """Return whether a file is one of this package."""
+    return filename.startswith(_PACKAGE)
+
+
 def user_line() -> str:
     """Return the file and line of the innermost traced function that belongs to no library; "" outside of tracing."""
     try:
@@ -57,7 +68,7 @@ def user_line() -> str:
         return ""
     for frame in reversed(frames):
         file, positions = frame.code.co_filename, frame.positions
-        is_inner = is_library(file) or file.startswith((_PACKAGE, "<")) or Path(file).parent == _STANDARD
-        if positions is not None and not is_inner:
+        is_standard = file.startswith(_STANDARD) and "site-packages" not in file
+        if positions is not None and not (is_standard or is_library(file) or is_own(file) or file.startswith("<")):
             return f"{file}:{positions.lineno}"
     return ""

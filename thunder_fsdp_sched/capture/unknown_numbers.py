@@ -17,7 +17,7 @@ from thunder.core.interpreter import ProvenanceRecord, do_raise, wrap_const
 from thunder.core.proxies import ComplexProxy, FloatProxy, IntegerProxy, NumberProxy
 
 from ..private_thunder import call_interpreted
-from .refusals import is_in_thunder, refusal, user_line
+from .refusals import AS_TENSORS, is_in_thunder, refusal, user_line
 
 
 class UnknownNumber(NumberProxy):
@@ -48,8 +48,7 @@ class UnknownNumber(NumberProxy):
             f"forward uses a number that it reads from a tensor{source} (.item()) as a value of Python, in a branch, a "
             f"comparison, a size, an index or a text. The trace is made once, before the value is known, and would do the "
             f"same for all inputs",
-            "Compute with tensors instead (torch.where, torch.clamp, a mask), or compute the number outside of forward and "
-            "pass it as an argument; each of its values is then compiled once",
+            AS_TENSORS,
         )
 
     __bool__ = __int__ = __float__ = __complex__ = __index__ = __hash__ = __str__ = __format__ = refuse

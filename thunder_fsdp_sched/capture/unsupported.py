@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import unwrap
 from torch import nn
 
-from .refusals import refusal
+from .refusals import AS_TENSORS, refusal
+from .unknown_numbers import UnknownNumber
 
 _RULE = Callable[[Sequence[Any], Mapping[str, Any]], NotImplementedError | None]
 
@@ -21,24 +23,20 @@ _OWN_BACKWARD = (
     "Save what backward needs with ctx.save_for_backward or as an attribute of ctx, return one gradient for each input of "
     "forward, also for those that need none, and return only outputs that are differentiable"
 )
-_AS_TENSORS = (
-    "Compute with tensors instead (torch.where, torch.clamp, a mask), or compute the value outside of forward and pass it "
-    "as an argument; each value is then compiled once"
-)
 _BY_TEXT = (
-    (r"casting a TensorProxy to a Python", f"What forward does would depend on a tensor's value. {_AS_TENSORS}"),
+    (r"casting a TensorProxy to a Python", f"What forward does would depend on a tensor's value. {AS_TENSORS}"),
     (
         r"automatic registration for (tolist|numpy|nonzero|equal|is_nonzero|item|unique|masked_select)\b"
         r"|boolean advanced indexing|torch\.(allclose|nonzero|unique)\b|'?NoneType'?|value=None|_Unknown(Integer|Float)",
-        f"The value or the shape of the result is known only when the trace runs. {_AS_TENSORS}",
+        f"The value or the shape of the result is known only when the trace runs. {AS_TENSORS}",
+    ),
+    (
+        r"generator is not None",
+        "Leave generator out and seed outside of forward, or draw outside of forward and pass the result as an argument",
     ),
     (
         r"^(needs_input_grad|mark_non_differentiable|set_materialize_grads|mark_dirty)$",
         f"Thunder traces autograd functions without this attribute of ctx. {_OWN_BACKWARD}",
-    ),
-    (
-        r"Unknown attribute requires_grad_",
-        "Create parameters, and modules that have some, outside of forward; torch.autograd.grad in forward cannot be traced",
     ),
 )
 """Patterns of the texts of errors, each with the advice for it."""
@@ -68,7 +66,9 @@ def unsupported_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _embedding(args: Sequence[Any], kwargs: Mapping[str, Any], sparse: int) -> NotImplementedError | None:
-    if _argument(args, kwargs, "sparse", sparse):
+    if _argument(args, kwargs, "sparse", sparse) and _has_gradient(
+        kwargs.get("weight", args[-1 if len(args) < 2 else 1])
+    ):
         return refusal(
             "gradients of an embedding with sparse=True are sparse tensors, which cannot be reduced or sharded",
             "Pass sparse=False",
@@ -79,6 +79,12 @@ def _embedding(args: Sequence[Any], kwargs: Mapping[str, Any], sparse: int) -> N
             "Leave max_norm out, and normalize what the embedding returns, or the rows of the parameter between steps",
         )
     return None
+
+
+def _has_gradient(weight: Any) -> bool:
+    """Return whether the parameter of an embedding, or what it is computed from, may get a gradient."""
+    is_enabled = torch.is_grad_enabled() and get_compile_data().is_grad_enabled
+    return is_enabled and (weight.value.requires_grad or not issubclass(weight.python_typ, nn.Parameter))
 
 
 def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], name: str, index: int) -> Any:
@@ -104,7 +110,18 @@ def _autograd_function(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImp
     )
 
 
+def _tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError | None:
+    data = _argument(args, kwargs, "data", 0)
+    return data.error() if isinstance(data, UnknownNumber) else None
+
+
+def _parameter(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError:
+    return refusal("forward creates a parameter", "Create parameters, and modules that have some, outside of forward")
+
+
 _RULES: dict[int, _RULE] = {
+    id(torch.tensor): _tensor,
+    id(nn.Parameter.__new__): _parameter,
     id(F.embedding): lambda args, kwargs: _embedding(args, kwargs, sparse=6),
     id(F.embedding_bag): lambda args, kwargs: _embedding(args, kwargs, sparse=7),
     id(torch.autograd.Function.apply.__func__): _autograd_function,  # type: ignore[attr-defined]

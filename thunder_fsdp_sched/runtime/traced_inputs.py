@@ -19,7 +19,7 @@ Path = tuple[Any, ...]
 Check = tuple[str, Any]
 """The property of a value that is compared, and its expected result."""
 
-IS, EQUAL, NOT, LENGTH, KEYS, TYPE = "is", "equal", "not", "length", "keys", "type"
+IS, EQUAL, NOT, LENGTH, KEYS, TYPE, CONTENT = "is", "equal", "not", "length", "keys", "type", "content"
 
 HAS = "has"
 """The last step of a path to whether an object has an attribute."""
@@ -95,6 +95,8 @@ def _agrees(value: Any, check: Check) -> bool:
         return type(value) is expected[0] and tuple(value) == expected[1]
     if kind == TYPE:
         return type(value) is expected
+    if kind == CONTENT:
+        return bool(expected.fits(value))
     return _is_same(value, expected)
 
 

@@ -1,0 +1,122 @@
+"""Containers that a program reads as a whole, or changes in place.
+
+[Note: Contents of containers]
+Thunder checks each item of a list or dictionary that the interpreter sees the program read. It does not see what native
+code reads: ``sum(self.weights)``, ``self.sizes == (2, 2)``, or anything of a deque or an array of numpy. And a program that
+changes a container in place changes it once, when it is traced. So the contents of each container are noted when the
+program reads it from its module or its arguments. The prologue compares those of containers that native code has read, and
+of those that differ when the trace ends, so that the call which has just been compiled is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import deque
+from typing import Any
+
+from thunder.core.interpreter import ProvenanceRecord, WrappedValue, is_opaque
+
+from ..runtime.traced_inputs import CONTENT, Check
+from .keys import DEPTH, key_of
+from .native_code import CALL_NOTHING, NATIVE_OPERANDS, READ_ITEMS
+from .paths import Path, Paths
+
+_ITEMS_OF = (list, tuple, deque)
+_BUFFERS = (bytearray, array)
+
+
+class Contents:
+    """The contents of a container, which other containers are compared with."""
+
+    def __init__(self, container: Any) -> None:
+        self._contents, self._text = _contents_of(container), f"{container!r:.100}"
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def fits(self, container: Any) -> bool:
+        """Return whether a container has the same contents."""
+        return bool(_contents_of(container) == self._contents)
+
+
+class Containers:
+    """The containers that one traced program has read."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+        self._known: dict[Path, tuple[Any, Contents]] = {}
+        self._read: set[Path] = set()
+
+    def note(self, path: Path, value: Any, is_read: bool = False) -> None:
+        """Note the contents of a value if it is a container.
+
+        Args:
+            is_read: whether native code may have read all of it.
+        """
+        if path not in self._known and (isinstance(value, (*_ITEMS_OF, dict, *_BUFFERS)) or _is_numpy(value)):
+            self._known[path] = value, Contents(value)
+        if is_read:
+            self._read.add(path)
+
+    def note_call(self, function: Any, is_interpreted: bool, args: tuple[WrappedValue, ...]) -> None:
+        """Note which of its arguments a function reads as a whole.
+
+        Args:
+            is_interpreted: whether it has a lookaside; those of functions that are not torch's read item by item.
+        """
+        name, owner = getattr(function, "__name__", ""), getattr(function, "__objclass__", None)
+        if is_interpreted:
+            is_whole = str(getattr(owner or function, "__module__", None)).startswith("torch")
+        else:
+            is_whole = is_opaque(function) and function not in _READ_NOTHING and name != "__get__"
+            is_whole = is_whole and not (owner in (list, tuple, dict) and name in READ_ITEMS)
+        if is_whole:
+            for arg in args:
+                if not isinstance(arg.value, str | int):
+                    self._note_read(arg.provenance)
+
+    def note_instruction(self, inst: Any, stack: Any) -> None:
+        """Note which containers an instruction reads natively.
+
+        Args:
+            stack: the interpreter's, with the operands.
+        """
+        for index in NATIVE_OPERANDS[inst.opname](inst.arg) if inst.opname in NATIVE_OPERANDS else ():
+            self._note_read(stack.getitem_wrapped(index).provenance)
+
+    def _note_read(self, provenance: ProvenanceRecord) -> None:
+        path = self._paths.of(provenance)
+        if path in self._known:
+            self._read.add(path)
+
+    def checks(self) -> dict[Path, Check]:
+        """Return the checks of containers that were read as a whole or have changed."""
+        return {
+            path: (CONTENT, contents)
+            for path, (value, contents) in self._known.items()
+            if path in self._read or not contents.fits(value)
+        }
+
+
+_READ_NOTHING = frozenset({*CALL_NOTHING, object.__new__, object.__init__})
+
+
+def _contents_of(value: Any, depth: int = DEPTH) -> Any:
+    kind = type(value)
+    if not depth:
+        return key_of(value, 0)
+    if isinstance(value, _ITEMS_OF):
+        return kind, tuple(_contents_of(item, depth - 1) for item in value)
+    if isinstance(value, dict):
+        return kind, tuple((key, _contents_of(item, depth - 1)) for key, item in value.items())
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(value)
+    if isinstance(value, _BUFFERS) or _is_numpy(value):
+        return kind, getattr(value, "shape", None), str(getattr(value, "dtype", None)), bytes(value)
+    return key_of(value, 0)
+
+
+def _is_numpy(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
