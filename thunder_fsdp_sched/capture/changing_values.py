@@ -44,7 +44,8 @@ _CHANGING = {
 _MAKING = frozenset({"__new__", "__init__", "default_rng"})
 _SEEDING = frozenset({"seed", "manual_seed"})
 _RANDOM_OF_TORCH = frozenset({"torch.random", "torch.cuda.random"})
-_READ_CLOCKS = frozenset({"logging", "warnings"})
+READ_CLOCKS = frozenset({"logging", "warnings"})
+"""Modules whose reads of clocks do not influence what forward computes."""
 
 
 def changing_value(function: Any, args: Sequence[Any]) -> NotImplementedError | None:
@@ -67,7 +68,7 @@ def changing_value(function: Any, args: Sequence[Any]) -> NotImplementedError | 
         return None
     if name in _CLOCKS and module in ("time", "datetime"):
         caller = get_interpreterruntimectx().frame_stack[-1]
-        if str(caller.module).partition(".")[0] in _READ_CLOCKS or is_library(caller.code.co_filename):
+        if str(caller.module).partition(".")[0] in READ_CLOCKS or is_library(caller.code.co_filename):
             return None
         return refusal(
             f"forward calls {module}.{name}, which the trace would keep the result of",
