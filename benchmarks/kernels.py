@@ -45,7 +45,6 @@ def cases(rows: int, width: int) -> dict[str, tuple[Callable[..., Any], tuple[An
         "softplus": F.softplus,
         "logsigmoid": F.logsigmoid,
         "sigmoid": torch.sigmoid,
-        "tanh": torch.tanh,
         "glu": F.glu,
         "softmax": partial(F.softmax, dim=-1),
         "log_softmax": partial(F.log_softmax, dim=-1),

@@ -46,7 +46,6 @@ CASES: dict[str, tuple[str | None, Callable[..., Any], tuple[Any, ...]]] = {
     "hardtanh": ("hardtanh", F.hardtanh, (tensor(6, 8),)),
     "relu6": ("hardtanh", F.relu6, (tensor(6, 8),)),
     "sigmoid": ("sigmoid", torch.sigmoid, (tensor(6, 8),)),
-    "tanh": ("tanh", torch.tanh, (tensor(6, 8),)),
     "softmax": ("softmax", partial(F.softmax, dim=-1), (tensor(6, 8),)),
     "softmax of columns": ("softmax", partial(torch.softmax, dim=0), (tensor(6, 8),)),
     "softmax in another dtype": ("softmax", partial(torch.softmax, dim=-1, dtype=F64), (tensor(6, 8),)),

@@ -104,8 +104,8 @@ def _keep_whole(symbol: Symbol, *differentiable: str) -> None:
 
 for _symbol in (ltorch.layer_norm, ltorch.group_norm, ltorch.rms_norm):
     _keep_whole(_symbol, "weight", "bias")
-# Cross entropy, log-softmax and embedding are not among them: Thunder calls torch's kernels for them itself. `relu` takes
-# two operators in Thunder, too. RMS norm is one kernel on GPUs only. See `benchmarks/kernels.py`.
+# Cross entropy, log-softmax, embedding and tanh are not among them: Thunder calls torch's kernels for them itself. `relu`
+# takes two operators in Thunder, too. RMS norm is one kernel on GPUs only. See `benchmarks/kernels.py`.
 for _symbol in (
     # activations
     ltorch.elu,
@@ -120,7 +120,6 @@ for _symbol in (
     ltorch.sigmoid,
     ltorch.silu,
     ltorch.softplus,
-    ltorch.tanh,
     # softmax
     ltorch._softmax,
     ltorch.logsumexp,

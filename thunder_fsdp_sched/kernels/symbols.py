@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from thunder.extend import OperatorExecutor, register_executor
 from torch.utils._pytree import tree_map
 
 from ..ir.observation import describe, fake_arguments, fake_mode, identity_of
+from ..private_torch import schema_of
 
 
 class _KernelExecutor(OperatorExecutor):
@@ -96,6 +98,11 @@ def _symbol_of(operator: Any) -> Symbol:
 
         return tuple(map(proxy, found)) if type(found) is tuple else proxy(found)
 
+    if (base := getattr(operator, "__wrapped__", operator)) is not torch.reshape:
+        # Ranks compare numbers that are called dimensions.
+        arguments = schema_of(base).arguments
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        meta.__signature__ = inspect.Signature([inspect.Parameter(a.name, kind) for a in arguments])  # type: ignore[attr-defined]
     # With a prefix, because Thunder has operators of its own with some of these names.
     name = operator.__name__.partition(".")[0].strip("_")
     return executor.register_operator(f"torch_{name}", meta=meta, fn=operator)
