@@ -16,7 +16,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import OperatorExecutor, register_executor
 from torch.utils._pytree import tree_map
 
-from ..ir.observation import describe, fake_arguments, fake_mode, identity_of
+from ..ir.observation import describe, fake_arguments, fake_mode, identity_of, named_arguments
 from ..private_torch import schema_of
 
 
@@ -98,14 +98,23 @@ def _symbol_of(operator: Any) -> Symbol:
 
         return tuple(map(proxy, found)) if type(found) is tuple else proxy(found)
 
-    if (base := getattr(operator, "__wrapped__", operator)) is not torch.reshape:
-        # Ranks compare numbers that are called dimensions.
-        arguments = schema_of(base).arguments
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        meta.__signature__ = inspect.Signature([inspect.Parameter(a.name, kind) for a in arguments])  # type: ignore[attr-defined]
+    base = getattr(operator, "__wrapped__", operator)
+    if base is not torch.reshape:  # ranks compare numbers by what their arguments are called
+        meta.__signature__ = _signature_of(base)  # type: ignore[attr-defined]
     # With a prefix, because Thunder has operators of its own with some of these names.
     name = operator.__name__.partition(".")[0].strip("_")
     return executor.register_operator(f"torch_{name}", meta=meta, fn=operator)
+
+
+def _signature_of(operator: Any) -> inspect.Signature:
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    defaults = named_arguments(operator, (), {})
+    return inspect.Signature(
+        [
+            inspect.Parameter(a.name, kinds[a.kwarg_only], default=defaults.get(a.name, inspect.Parameter.empty))
+            for a in schema_of(operator).arguments
+        ]
+    )
 
 
 class _Result(NamedTuple):
