@@ -209,3 +209,20 @@ def test_a_tied_parameter_has_a_gradient_if_an_output_that_reads_it_has_one(igno
             assert (ours.grad is None) is (theirs.grad is None)
             if theirs.grad is not None:
                 torch.testing.assert_close(whole_of(ours.grad), theirs.grad)
+
+
+class Dead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight * 2  # whose result nothing reads
+        return x.square().sum()
+
+
+def test_a_backward_that_reduces_nothing_returns_gradients_of_inputs(fake_ranks: None) -> None:
+    model, x = thunder.jit(Dead(), transforms=[fsdp()]), torch.randn(4, requires_grad=True)
+    model(x).backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+    assert all(p.grad is None for p in model.parameters())

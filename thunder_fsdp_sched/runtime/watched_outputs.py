@@ -24,7 +24,7 @@ class RunningBackward:
     """
 
     def __init__(self) -> None:
-        self._number = -1
+        self._number: int | None = None
         self.given = 0
         self.unused: frozenset[int] = frozenset()
         self.begin()
