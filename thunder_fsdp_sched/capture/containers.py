@@ -15,6 +15,7 @@ from array import array
 from collections import deque
 from typing import Any
 
+import torch
 from thunder.core.interpreter import ProvenanceRecord, WrappedValue, is_opaque
 
 from ..runtime.traced_inputs import CONTENT, Check
@@ -104,6 +105,8 @@ _READ_NOTHING = frozenset({*CALL_NOTHING, object.__new__, object.__init__})
 
 def _contents_of(value: Any, depth: int = DEPTH) -> Any:
     kind = type(value)
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter  # tracing replaces it, and a parameter that is read by another name is an error
     if not depth:
         return key_of(value, 0)
     if isinstance(value, _ITEMS_OF):
