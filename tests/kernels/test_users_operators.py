@@ -71,3 +71,8 @@ def test_operators_can_be_declared() -> None:
     assert facts(by_address, "declared_view", views=True) == (("x", "w"), False, True)
     with pytest.raises(TypeError, match="declare_operator: symbol: expected what register_operator"):
         tfs.declare_operator(torch.mul)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="declare_operator: symbol"):
+        tfs.declare_operator(thunder.torch.layer_norm)
+    symbol = executor.register_operator("badly_declared", like=thunder.torch.sin, fn=torch.sin)
+    with pytest.raises(TypeError, match="declare_operator: pure: expected True or False, got 'no'"):
+        tfs.declare_operator(symbol, pure="no")  # type: ignore[arg-type]

@@ -283,12 +283,15 @@ def declare_operator(symbol: Symbol, *, pure: bool = False, views: bool = False)
         views: whether its outputs may share memory with its inputs.
 
     Raises:
-        TypeError: ``symbol`` is not a symbol of Thunder.
+        TypeError: ``symbol`` is not a symbol of an executor, or ``pure`` or ``views`` is no bool.
     """
-    if not isinstance(symbol, Symbol):
+    if not isinstance(symbol, Symbol) or symbol.executor is None:
         raise TypeError(
             f"declare_operator: symbol: expected what register_operator of an executor has returned, got {symbol!r}"
         )
+    for name, value in {"pure": pure, "views": views}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"declare_operator: {name}: expected True or False, got {value!r}")
     _declared[symbol] = lambda bsym: Facts(_alias_all(bsym) if views else {}, pure)
 
 
