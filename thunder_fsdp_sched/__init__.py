@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .extras.training.unsharded import unsharded
     from .extras.training.weight_stream import stream_full_parameters
     from .extras.training.whole_parameters import WholeParameters
+    from .ir.operator_facts import declare_operator
     from .ir.schedule import CommOp, Schedule, StepSchedule
     from .option_groups import Debug, Init, Ranks, Sharding
     from .plan.plan import Plan
