@@ -265,7 +265,10 @@ class Run:
         self.make_inputs, self.initial = original.inputs, original.state_dict()
         self.unsharded: Unsharded | None = None
         if oracle is not None:
-            jit = lambda module: thunder.jit(module, transforms=[*before, *after], **(jit_options or {}))  # noqa: E731
+            # With the kernels that `fsdp` uses on a CPU by default.
+            kernels = ["torch_kernels"] if DEVICE.type == "cpu" else []
+            given = {"executors": [*kernels, *thunder.get_default_executors()], **(jit_options or {})}
+            jit = lambda module: thunder.jit(module, transforms=[*before, *after], **given)  # noqa: E731
             self.unsharded = Unsharded(self.ranks, copy.deepcopy(model), jit if oracle == "compiled" else None)
         copies = [copy.deepcopy(model) for _ in others]
         self.model = thunder.jit(model, transforms=[*before, self.transform, *after], **(jit_options or {}))
