@@ -7,9 +7,9 @@ into such a view (``out=``). So where one of them computes a gradient that only 
 ``layout.ALIGNMENT`` bytes, and with that alignment the kernels do not depend on the address.
 
 Other gradients are still copied, because no operator can write them in place, or not with the same bits: sums of
-several gradients (a parameter that is used twice), gradients of an embedding (its backward has no ``out=``) or of a
-convolution, outputs of a fusion, gradients in another dtype than that of the reduction, and transposed ones (a matmul
-into a transposed view rounds differently).
+several gradients (a parameter that is used twice), gradients of an embedding, a layer norm (their backwards have no
+``out=`` that does not copy) or a convolution, outputs of a fusion, gradients in another dtype than that of the reduction,
+and transposed ones (a matmul into a transposed view rounds differently).
 
 The cost: the slot is in use from the first such gradient on, not only from the issue of the reduction. Copied gradients
 would have occupied memory of their own for as long, so the peak does not grow, but it is in slots.
