@@ -20,15 +20,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import thunder_fsdp_sched
+import thunder_fsdp_sched  # before thunder  # noqa: F401
 
 import harness
-import thunder
 import torch
 import torch.distributed as dist
 from harness import ratio
@@ -107,13 +106,6 @@ def compiled_fsdp2(name: str, shape: Shape, emulation: Emulation) -> System:
     return system
 
 
-def ours_with(name: str, shape: Shape, emulation: Emulation, executors: Sequence[Any] = (), **options: Any) -> System:
-    """Return this package with certain executors, by default without that of torch's kernels."""
-    transform = thunder_fsdp_sched.fsdp(**options)
-    module = thunder.jit(shape.model(), transforms=[transform], executors=[*executors, "sdpa"])
-    return System(name, module, torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=True), transform=transform)
-
-
 SYSTEMS: dict[str, Make] = {
     "eager, one rank": unsharded_eager,
     "Thunder, one rank": unsharded,
@@ -121,9 +113,9 @@ SYSTEMS: dict[str, Make] = {
     "FSDP2": partial(fsdp2, reshard=True),
     "FSDP2 compiled": compiled_fsdp2,
     "ours zero3": partial(ours, sharding_strategy="zero3"),
-    "ours zero3, Thunder's operators": partial(ours_with, sharding_strategy="zero3"),
+    "ours zero3, Thunder's operators": partial(ours, executors=["sdpa"], sharding_strategy="zero3"),
     "ours zero3, torch.compile": partial(
-        ours_with, executors=["torch_kernels", "torchcompile_cat"], sharding_strategy="zero3"
+        ours, executors=["torch_kernels", "torchcompile_cat", "sdpa"], sharding_strategy="zero3"
     ),
     "ours zero2": partial(ours, sharding_strategy="zero2"),
 }

@@ -180,10 +180,13 @@ def unsharded_eager(name: str, shape: Shape, emulation: Emulation) -> System:
     return System(name, module, _optimizer(module))
 
 
-def ours(name: str, shape: Shape, emulation: Emulation, **options: Any) -> System:
-    """Return this project's ``fsdp(**options)``."""
+def ours(
+    name: str, shape: Shape, emulation: Emulation, executors: Sequence[str] | None = None, **options: Any
+) -> System:
+    """Return this project's ``fsdp(**options)``, by default with the default executors."""
     transform = thunder_fsdp_sched.fsdp(**options)
-    return _jitted(name, thunder.jit(shape.model(), transforms=[transform, emulation.transform()]), transform)
+    transforms = [transform, emulation.transform()]
+    return _jitted(name, thunder.jit(shape.model(), transforms=transforms, executors=executors), transform)
 
 
 def thunders_fsdp(name: str, shape: Shape, emulation: Emulation, strategy: str, bucketing: str) -> System:

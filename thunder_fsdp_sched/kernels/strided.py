@@ -15,31 +15,26 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 
-def _on_contiguous(operator: Any) -> Callable[..., Any]:
-    """Return a function that copies those tensor arguments that are not contiguous, and calls an operator."""
+def _copying(operator: Any, fits: Callable[[Tensor], bool]) -> Callable[..., Any]:
+    """Return a function that makes those tensor arguments contiguous that do not fit, and calls an operator."""
 
     @functools.wraps(operator)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return operator(*(a.contiguous() if isinstance(a, Tensor) else a for a in args), **kwargs)
+        return operator(*(a.contiguous() if isinstance(a, Tensor) and not fits(a) else a for a in args), **kwargs)
 
     return call
 
 
-def _on_contiguous_heads(operator: Any) -> Callable[..., Any]:
-    """Return a function that copies those tensor arguments whose last dimension has strides, and calls an operator."""
-
-    @functools.wraps(operator)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return operator(*(a.contiguous() if isinstance(a, Tensor) and a.stride(-1) != 1 else a for a in args), **kwargs)
-
-    return call
+def _has_adjacent_elements(tensor: Tensor) -> bool:
+    """Return whether the elements of each head lie next to each other."""
+    return tensor.stride(-1) == 1
 
 
 FOR_ALL_STRIDES: dict[Any, Callable[..., Any]] = {
     _aten.view.default: torch.reshape,
     _aten._unsafe_view.default: torch.reshape,
     **{
-        operator: _on_contiguous(operator)
+        operator: _copying(operator, Tensor.is_contiguous)
         for operator in (
             _aten.native_layer_norm_backward.default,
             _aten.native_group_norm.default,
@@ -47,7 +42,7 @@ FOR_ALL_STRIDES: dict[Any, Callable[..., Any]] = {
         )
     },
     **{
-        operator: _on_contiguous_heads(operator)
+        operator: _copying(operator, _has_adjacent_elements)
         for operator in (
             _aten._scaled_dot_product_flash_attention_for_cpu.default,
             _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,

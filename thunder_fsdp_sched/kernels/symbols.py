@@ -84,17 +84,16 @@ def _symbol_of(operator: Any) -> Symbol:
         leaves, spec = tree_flatten((args, kwargs))
         arguments = describe(leaves, {})
         assert arguments is not None, operator
-        like = next((leaf for leaf in leaves if isinstance(leaf, TensorProxy)), None)
-        device = device_of(leaf for leaf in leaves if isinstance(leaf, TensorProxy))
-        found = cached(_results_of, operator, arguments, spec, device)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, TensorProxy)]
+        found = cached(_results_of, operator, arguments, spec, device_of(tensors))
 
         def proxy(result: _Result | None) -> TensorProxy | None:
             if result is None:
                 return None
-            if like is None:  # a constant, such as the minus infinity of a mask
+            if not tensors:  # a constant, such as the minus infinity of a mask
                 device = to_device(kwargs["device"])
                 return TensorProxy(shape=result.shape, dtype=result.dtype, device=device, requires_grad=False)
-            return TensorProxy(like=like, shape=result.shape, dtype=result.dtype)
+            return TensorProxy(like=tensors[0], shape=result.shape, dtype=result.dtype)
 
         return tuple(map(proxy, found)) if type(found) is tuple else proxy(found)
 
