@@ -19,6 +19,7 @@ from thunder_fsdp_sched.extras.planning.clusters import (
 )
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost, bytes_of, flops_of, ring_seconds
 from thunder_fsdp_sched.extras.testing import compile_on_fake_ranks
+from thunder_fsdp_sched.kernels.symbols import call_operator
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.flat import Flat
 
@@ -231,6 +232,12 @@ def test_flops_of_causal_attention_exclude_the_masked_half():
             query, query, query, query, None, query, query, query, query, 0.0, False, output=(query,) * 3
         )
     assert flops_of(backward) == {torch.bfloat16: 5 * products}
+    with tracectx(trace := TraceCtx()):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        call_operator(flash, query, query, query, 0.0, True)
+        gradient = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        call_operator(gradient, *[query] * 5, tensor(batch, heads, length), 0.0, False)
+    assert [flops_of(bsym)[torch.bfloat16] for bsym in trace.bound_symbols] == [products, 5 * products]
 
 
 class Mixed(nn.Module):

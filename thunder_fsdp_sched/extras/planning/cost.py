@@ -202,6 +202,8 @@ _ATTENTION = {
     "cudnn_sdpa_bwd": (1, 5),
     "fa3_fwd": (0, 2),
     "fa3_bwd": (1, 5),
+    "torch_scaled_dot_product_flash_attention_for_cpu": (0, 2),
+    "torch_scaled_dot_product_flash_attention_for_cpu_backward": (1, 5),
     "scaled_dot_product_attention": (0, 2),
 }
 """Attention in one kernel: the index of its query, and of how many matrix products it consists.
