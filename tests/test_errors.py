@@ -524,11 +524,13 @@ class _Branches(nn.Linear):
 def test_errors_of_tracing_name_the_module_its_dtypes_and_the_line() -> None:
     line = inspect.getsourcelines(_Branches.forward)[1] + 1
     branch = rf"_Branches \(.*\), at .*test_errors\.py:{line}\. What forward does .*\(torch\.where.*"
+    branch += r"To run it as it is, without tracing: fsdp\(leaf_modules=\('\*\.\*',\)\)"
     for second, error, note in (
         (nn.Linear(4, 4).bfloat16(), RuntimeError, r"Linear \(weight bfloat16, bias bfloat16\)"),
         (_Branches(4, 4), NotImplementedError, branch),
     ):
-        model = thunder.jit(nn.Sequential(nn.Sequential(nn.Linear(4, 4), second)), transforms=[fsdp()])
+        options = {} if error is RuntimeError else {"leaf_modules": ()}  # the program's own error stays one
+        model = thunder.jit(nn.Sequential(nn.Sequential(nn.Linear(4, 4), second)), transforms=[fsdp(**options)])
         with pytest.raises(error) as raised:
             model(torch.ones(2, 4))
         [found] = raised.value.__notes__

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 from typing import ParamSpec as Arguments
 
 import torch
@@ -30,6 +30,7 @@ from .option_checks import (
     check_factor,
     check_gathers,
     check_hook,
+    check_leaves,
     check_mp_policy,
     check_offload_policy,
     check_prefetch,
@@ -141,6 +142,8 @@ def fsdp(
     offload_policy: OffloadPolicy | None = None,
     ranks: ProcessGroup | DeviceMesh | Ranks | None = None,
     init: Init = Init(),  # noqa: B008  # frozen
+    leaf_modules: Literal["auto"]
+    | Sequence[str | type | Callable[[str, torch.nn.Module], bool] | tuple[Any, Callable[..., Any]]] = "auto",
     agree: Literal["step", "compile", "never"] = "step",
     ranks_may_differ: bool = False,
     debug: Debug | None = None,
@@ -242,6 +245,14 @@ def fsdp(
             mesh, parameters are replicated across the first and sharded over the second, as in FSDP2 (hybrid sharding).
             The default is the default process group.
         init: where parameters are, and which values they begin with: see :class:`Init`.
+        leaf_modules: submodules that are not traced: each call runs the module's own forward as it is, or as
+            ``torch.compile`` has compiled it, and torch's autograd for its backward. In the trace it is one operator, so
+            its parameters are gathered before it, and its gradients are reduced after it, as usual. ``"auto"``: those that
+            Thunder cannot trace, each class with a warning. Or a sequence of names with ``*``
+            (``"model.layers.*.mlp"``), classes, names of classes, and functions ``(name, module) -> bool``, each also in a
+            pair with a function of the same arguments that returns tensors like the module's; then other modules that
+            cannot be traced are errors, unless ``"auto"`` is among them. ``()``: everything is traced, or is an error. See
+            :doc:`leaf-modules`.
         agree: how often ranks make sure that they do the same. ``"step"``: before the collectives of each forward and
             backward, in a round that overlaps compute; a rank that does something else is an error on all ranks that
             names both. ``"compile"``: only when they compile; a step exchanges no messages besides its collectives. What
@@ -291,6 +302,7 @@ def fsdp(
         offload_policy=check_offload_policy("offload_policy", offload_policy),
         ranks=Ranks.of(ranks),
         init=is_a(Init, "Init(...)")("init", init),
+        leaf_modules=check_leaves("leaf_modules", leaf_modules),
         agree=check_agree("agree", agree),
         ranks_may_differ=flag("ranks_may_differ", ranks_may_differ),
         debug=is_a(Debug, "Debug(...)")("debug", Debug() if debug is None else debug),

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, get_args
@@ -315,3 +315,16 @@ BY_MODULE: dict[str, Check] = {
     "secondary_ranks": check_secondary_ranks,
 }
 """The check of each answer of a function of (module name, module), by the field of ``BucketOptions`` that it decides."""
+
+
+def check_leaves(name: str, value: Any) -> tuple[Any, ...]:
+    """Accept "auto", or a sequence of names, classes, functions, and pairs of one of these with a function."""
+    if value == "auto":
+        return (value,)
+    if isinstance(value, str | type) or not isinstance(value, Sequence):
+        raise TypeError(f"{name}: expected 'auto', or a sequence such as ('model.layers.*.mlp',), got {value!r}")
+    for each in value:
+        match, like = each if isinstance(each, tuple) and len(each) == 2 else (each, None)
+        if not (isinstance(match, str | type) or callable(match)) or not (like is None or callable(like)):
+            raise TypeError(f"{name}: expected names, classes or functions (name, module) -> bool, got {each!r}")
+    return tuple(value)

@@ -46,6 +46,7 @@ class Options:
     offload_policy: OffloadPolicy
     ranks: Ranks
     init: Init
+    leaf_modules: tuple[Any, ...]
     agree: Agreement
     ranks_may_differ: bool
     debug: Debug

@@ -59,6 +59,7 @@ release_extension = Later("transforms.release_slots:release_extension")
 insert_agreement = Later("transforms.insert_agreement")
 insert_choice = Later("extras.ranks_differ.insert_choice")
 gather_from_secondary = Later("extras.secondary_shards:gather_from_secondary")
+prepare_leaves = Later("extras.leaf_modules.symbols:prepare_leaves")
 replay_schedule = Later("extras.replay:replay_schedule")
 
 
@@ -137,6 +138,7 @@ PIPELINE: tuple[Phase, ...] = (
                 trace, parameters=c.traces.parameters, locations=c.locations, shards=c.shards
             ),
         ),
+        Step(prepare_leaves, when=("with leaf modules", _has("fsdp_leaf"))),
         Step(broadcast_scalars, when=("with operands without dimensions", _has_scalars)),
         Step(
             refuse_wrong_gradients,
@@ -367,6 +369,9 @@ ORDER: tuple[Order, ...] = (
     (broadcast_scalars, differentiate, "the derivative of a broadcast is a sum"),
     (refuse_wrong_gradients, differentiate, "it looks at operators that are not differentiated yet"),
     (broadcast_scalars, claim_operators, "Thunder's autograd, right before claim_operators, differentiates broadcasts"),
+    (insert_unshard, prepare_leaves, "inputs of leaves that are views of parameters are cloned"),
+    (prepare_leaves, differentiate, "the grad rule of a leaf reads which gradients are needed"),
+    (prepare_leaves, claim_operators, "Thunder's autograd, right before claim_operators, calls the rule, too"),
     (insert_unshard, differentiate, "the derivative of fsdp_unshard is fsdp_reduce"),
     (insert_unshard, claim_operators, "Thunder's autograd, right before claim_operators, differentiates fsdp_unshard"),
     (differentiate, skip_unused_gradients, "it looks at what reads gradients"),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 import thunder
 import torch
@@ -39,6 +39,8 @@ from thunder.core.pytree import tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.distributed import skip_data_parallel_grad_sync
 from thunder.executors.passes import _transform_for_operator_executor_execution
+
+T = TypeVar("T")
 
 
 def claim(trace: Any, executors: Any) -> Any:
@@ -470,6 +472,34 @@ def watch_compilations(
 
     stats.interpreter_cache = TraceCache(stats.interpreter_cache, before_trace, on_entry)
     return before_call
+
+
+def saved_objects(node: Any) -> Sequence[Any]:
+    """Return what a compiled forward has saved for its backward besides tensors.
+
+    Args:
+        node: of autograd, which runs the compiled backward.
+    """
+    return tuple(node.saved_other)
+
+
+def repeat_failed_compilations(model: ThunderModule, is_worthwhile: Callable[[], bool]) -> None:
+    """Let calls of a jitted module that raise an exception run again as long as ``is_worthwhile()`` says so."""
+    model._forward_fn = functools.wraps(model._forward_fn)(repeated(model._forward_fn, is_worthwhile))
+
+
+def repeated(call: Callable[..., T], is_worthwhile: Callable[[], bool]) -> Callable[..., T]:
+    """Return a function that repeats a call as long as it raises an exception and ``is_worthwhile()`` then says so."""
+
+    def again(*args: Any, **kwargs: Any) -> T:
+        while True:
+            try:
+                return call(*args, **kwargs)
+            except Exception:
+                if not is_worthwhile():
+                    raise
+
+    return again
 
 
 def quiet_no_sync(model: ThunderModule) -> None:

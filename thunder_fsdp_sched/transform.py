@@ -166,7 +166,10 @@ class FSDPTransform(ShardingTransform):
         quiet_no_sync(model)
         self._stats.add(thunder.compile_stats(model))
         trace_module_calls(
-            compile_data, self._repetition if self.options.debug.trace_modules_once else call_forward, self._reads
+            compile_data,
+            self._repetition if self.options.debug.trace_modules_once else call_forward,
+            self._reads,
+            self._sharded.leaves,
         )
         first, last = self._executors
         others = [e for e in compile_data.executors_list if e not in (own_executor, first, last)]

@@ -46,7 +46,7 @@ class Applied(nn.Module):
 def compiled(function: Callable[[torch.Tensor], Any]) -> tuple[Any, Applied]:
     """Return a model that applies ``function``, sharded, and unsharded with equal parameters."""
     module = Applied(function)
-    return thunder.jit(copy.deepcopy(module), transforms=[fsdp()]), module
+    return thunder.jit(copy.deepcopy(module), transforms=[fsdp(leaf_modules=())]), module
 
 
 def item(y: torch.Tensor) -> float:

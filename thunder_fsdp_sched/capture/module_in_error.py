@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import thunder
 import torch
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import get_interpreterruntimectx
@@ -15,12 +16,16 @@ from ..ir.inspection import is_library
 from .unsupported import remedy
 
 _THIS_FOLDER = Path(__file__).parent
+_THUNDER = Path(thunder.__file__).parent
 
 
-def name_in_error(module: torch.nn.Module) -> None:
+def name_in_error(module: torch.nn.Module, *, names_leaf: bool) -> None:
     """Add a note to the exception: the module, the dtypes of its parameters, and the line; unless a module within it did.
 
     Thunder's messages name no module, and most lines of the traceback are the interpreter's.
+
+    Args:
+        names_leaf: whether to say how the module could run as it is.
     """
     error: Any = get_interpreterruntimectx().curexc
     if getattr(error, "__notes__", None):
@@ -35,4 +40,17 @@ def name_in_error(module: torch.nn.Module) -> None:
     note += f" ({', '.join(dtypes)})" * bool(dtypes) + "".join(f", at {line}" for line in lines[-1:])
     if instead := remedy(error):
         note += f". {instead}"
+    if names_leaf and module is not root and _is_limit_of_tracing(error, files):
+        path = next((path for path, part in root.named_modules() if part is module), type(module).__name__)
+        note += f". To run it as it is, without tracing: fsdp(leaf_modules=({_pattern(path)!r},))"
     getattr(error, "add_note", warnings.warn)(note)  # Python 3.10 has no notes
+
+
+def _is_limit_of_tracing(error: BaseException, files: list[tuple[str, int | None]]) -> bool:
+    """Return whether Thunder, rather than the user's program, has raised an error: the program may run without it."""
+    return isinstance(error, NotImplementedError) or (bool(files) and Path(files[-1][0]).is_relative_to(_THUNDER))
+
+
+def _pattern(path: str) -> str:
+    """Return a pattern for a module and those like it in other blocks: ``layers.*.mlp`` for ``layers.0.mlp``."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))

@@ -50,6 +50,18 @@ def collect_refusals() -> Iterator[list[NotImplementedError]]:
         _refused.reset(token)
 
 
+def count_refused() -> int:
+    """Return how many refusals the running trace has collected."""
+    return len(_refused.get() or ())
+
+
+def latest_refused() -> NotImplementedError:
+    """Return the latest refusal that the running trace has collected."""
+    known = _refused.get()
+    assert known, "something was refused"
+    return known[-1]
+
+
 def is_in_thunder() -> bool:
     """Return whether the traced function that runs is one of Thunder's own, which goes on with Thunder's types."""
     return str(get_interpreterruntimectx().frame_stack[-1].module).startswith("thunder.")

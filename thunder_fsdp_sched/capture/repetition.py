@@ -24,6 +24,7 @@ from thunder.core.interpreter import (
     ProvenanceRecord,
     PseudoInst,
     WrappedValue,
+    do_raise,
     unwrap,
     wrap,
     wrap_const,
@@ -49,9 +50,11 @@ from ..private_thunder import (
 from ..private_torch import is_hooked
 from .bound_symbols import IN_CHECKPOINT, BoundSymbolCopies, renew_calls, tag_call
 from .input_reads import InputReads
+from .leaves import Leaves
 from .observer import Observer, Unrepeatable
 from .paths import ATTRIBUTE, FUNCTION, ITEM, Path, evaluate
 from .records import Arguments, GradMode, Record, flatten, grad_mode_of, kwargs_in, make_record, tags_in
+from .refusals import count_refused, latest_refused
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -134,6 +137,10 @@ class Repetition:
         del records[:-_MOST]
         self.recorded += 1
         return result
+
+    def note_leaf(self) -> None:
+        """Note that the program calls a leaf module: its operator names that module, so no other call may repeat it."""
+        self._observer.effects.append(("a call of a leaf module", None))
 
     def _begin(self, trace: Any, module: WrappedValue) -> None:
         """Begin a new compilation, whose first module call is that of the outermost module."""
@@ -281,12 +288,17 @@ class _Copies(BoundSymbolCopies):
 # Calls of modules
 #
 
-_callers: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Callable[..., Any]], InputReads | None]] = (
+_callers: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Callable[..., Any]], InputReads | None, Leaves | None]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def trace_module_calls(compile_data: Any, call: Callable[..., Any], reads: InputReads | None = None) -> None:
+def trace_module_calls(
+    compile_data: Any,
+    call: Callable[..., Any],
+    reads: InputReads | None = None,
+    leaves: Leaves | None = None,
+) -> None:
     """Let ``call(module, *args, **kwargs)``, with wrapped values, trace the calls of modules without hooks.
 
     Thunder interprets ``nn.Module.__call__``, which tests eight dictionaries of hooks, and this takes half of its time.
@@ -295,9 +307,10 @@ def trace_module_calls(compile_data: Any, call: Callable[..., Any], reads: Input
         compile_data: that of one jitted module; other programs that Thunder compiles are not affected.
         call: :func:`call_forward`, or something that calls it; the caller keeps it alive.
         reads: notes what the program reads from its inputs.
+        leaves: modules that are not traced; see [Note: Leaf modules] in ``extras.leaf_modules.run``.
     """
     _register()
-    _callers[compile_data] = weakref.ref(call), reads
+    _callers[compile_data] = weakref.ref(call), reads, leaves
 
 
 @functools.cache
@@ -318,16 +331,25 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
     known = _callers.get(get_compile_data())
-    call, reads = (None, None) if known is None else (known[0](), known[1])
+    call, reads, leaves = (None, None, None) if known is None else (known[0](), *known[1:])
     if call is None:
         return call_module_as_torch(module, *args, **kwargs)
+    if leaves and unwrap(module) in leaves:
+        if isinstance(call, Repetition):
+            call.note_leaf()
+        return load("extras.leaf_modules.capture:call_leaf")(leaves, module, *args, **kwargs)
     if is_hooked(unwrap(module)):
         call = call_module_as_torch
     scope = get_jit_ctx().computation_trace.peek_scope()
-    before = len(scope)
+    before, refused = len(scope), count_refused()
     result = call(module, *args, **kwargs) if reads is None else reads.call(call, module, *args, **kwargs)
+    if count_refused() > refused and result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+        result = do_raise(latest_refused())  # here, where the module is known that may run as it is
     if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-        load("capture.module_in_error:name_in_error")(unwrap(module))
+        is_automatic = leaves is not None and leaves.automatic
+        load("capture.module_in_error:name_in_error")(unwrap(module), names_leaf=not is_automatic)
+        if is_automatic:
+            load("extras.leaf_modules.capture:note_obstacle")(leaves, module, *args, **kwargs)
     tag_call(scope[before:])
     return result
 

@@ -136,7 +136,7 @@ def _text(value: Any, names: Mapping[str, str], number: Callable[[Any], str]) ->
             return value.name
         case type() | Callable():
             return str(getattr(value, "__qualname__", type(value).__qualname__))
-    return type(value).__qualname__
+    return str(getattr(value, "text_to_compare", type(value).__qualname__))
 
 
 def _without_size(number: Any) -> str:

@@ -30,6 +30,8 @@ def register(
     declared: Callable[[BoundSymbol], Effects] = lambda bsym: Effects(work=LocalWork()),
     meta: Callable[..., Any] = _returns_nothing,
     printer: Callable[..., Any] | None = None,
+    tags: Sequence[prims.OpTags] = (),
+    facts: Callable[[BoundSymbol], Facts] | None = None,
 ) -> Symbol:
     """Register a symbol.
 
@@ -38,17 +40,22 @@ def register(
         declared: returns its effects.
         meta: returns proxies for its results. A symbol without results stays in a trace, although nothing reads them.
         printer: prints it; by default as a call.
+        tags: Thunder's tags.
+        facts: returns those about an operator that only computes, from which its effects follow.
     """
     symbol = executor.register_operator(
         name,
         meta=meta,
         fn=function,
-        tags=[prims.OpTags.DONT_DCE] if meta is _returns_nothing else None,
+        tags=[prims.OpTags.DONT_DCE] if meta is _returns_nothing else list(tags) or None,
         bind_postprocess=_bind_handles,
-        python_printer=printer or _print,
+        python_printer=printer or print_call,
     )
     executor.register_implementation(symbol, symbol)
-    DECLARED[symbol], DECLARED_FACTS[symbol] = declared, _declared_facts
+    if facts is not None:
+        DECLARED_FACTS[symbol] = facts
+    else:
+        DECLARED[symbol], DECLARED_FACTS[symbol] = declared, _declared_facts
     return symbol
 
 
@@ -71,7 +78,7 @@ def _bind_handles(bsym: BoundSymbol) -> None:
     bsym._call_ctx = {**(bsym._call_ctx or {}), **{str(arg): arg for arg in handles_of(bsym)}}
 
 
-def _print(
+def print_call(
     bsym: BoundSymbol, out_printables: Any, arg_printables: Sequence[Any], kwarg_printables: dict[str, Any]
 ) -> str:
     """Print ``out = symbol(bucket, slot, tensors)  # bytes``, with handles by name."""

@@ -413,6 +413,10 @@ fsdp_check_number = register("fsdp_check_number", check_number)
 fsdp_guard_backward = register("fsdp_guard_backward", guard_backward)
 
 
+LEAF = "fsdp_leaf"
+"""The name of the symbol that runs a leaf module, in the computation; it is an extra's, ``extras.leaf_modules``."""
+
+
 def _detached_effects(bsym: BoundSymbol) -> Effects:
     aliases = {bsym.output.name: (bsym.args[0].name,)}
     return Effects(work=LocalWork(), aliases=aliases, views=aliases)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -38,6 +38,7 @@ def make_plan(
     strategy: BucketingStrategy | int | BucketRule,
     default_group: GroupKey,
     comm_spec: Callable[[str, tuple[ParamSpec, ...], GroupKey, BucketOptions], CommSpec],
+    leaves: Container[torch.nn.Module] = (),
 ) -> Plan:
     """Group parameters into buckets, never across dtype, device, ``requires_grad``, process group or options.
 
@@ -48,13 +49,14 @@ def make_plan(
             the name of a parameter's bucket.
         default_group: the ranks of parameters for which ``process_group_for`` names no others.
         comm_spec: returns how a bucket is sent, given its name, its parameters, its ranks and its options.
+        leaves: modules that need all their parameters at once, so that blocks are not searched within them.
 
     Raises:
         TypeError: the rule did not return a name.
         ValueError: the rule puts parameters that are sharded over different groups into one bucket, or the ranks of a
             bucket cannot be divided into groups for secondary shards.
     """
-    rule = _rule(module, strategy)
+    rule = _rule(module, strategy, leaves)
     grouped: dict[tuple[str, Kind], list[ParamSpec]] = {}
     first_of: dict[str, tuple[Kind, str]] = {}
     for spec, param, ranks, options in params:
@@ -151,24 +153,28 @@ def _sent_as(gather: str | None, reduce: str | None) -> str:
 Rule = Callable[[ParamSpec, torch.nn.Parameter, Kind], str]
 
 
-def _rule(module: torch.nn.Module, strategy: BucketingStrategy | int | BucketRule) -> Rule:
+def _rule(
+    module: torch.nn.Module, strategy: BucketingStrategy | int | BucketRule, leaves: Container[torch.nn.Module]
+) -> Rule:
     if strategy == "none":
         return lambda spec, *_: spec.name
     if strategy == "layer":
         return lambda spec, *_: spec.name.rpartition(".")[0] or "root"
     if strategy == "block":
-        return _by_block(module)
+        return _by_block(module, leaves)
     rule: Rule = load("plan.bucketing_by_option:rule_of")(strategy)
     return rule
 
 
-def _by_block(module: torch.nn.Module) -> Rule:
+def _by_block(module: torch.nn.Module, leaves: Container[torch.nn.Module]) -> Rule:
     """Return the rule of one bucket per block, and several for the first and last block: see [Note: Edges]."""
-    blocks = named_blocks(module)
+    blocks = named_blocks(module, leaves)
     modules = dict(module.named_modules(remove_duplicate=False))
     in_turn = [b for b in blocks if _is_container(modules[b.rpartition(".")[0]])]  # not an embedding, not a head
     bucket_of: dict[str, str] = {}
     for block in dict.fromkeys((*in_turn[:1], *in_turn[-1:])):
+        if modules[block] in leaves:
+            continue
         bucket_of.update(_edge_pieces(modules[block], block))
 
     def rule(spec: ParamSpec, *_: object) -> str:
@@ -205,14 +211,14 @@ def _innermost(param_name: str, blocks: Iterable[str]) -> str:
     return max((block for block in blocks if param_name.startswith(f"{block}.")), key=len, default="root")
 
 
-def named_blocks(module: torch.nn.Module) -> tuple[str, ...]:
+def named_blocks(module: torch.nn.Module, leaves: Container[torch.nn.Module] = ()) -> tuple[str, ...]:
     """Return the paths of the modules that form one bucket each under ``bucketing_strategy="block"``, in module order.
 
     A child of a ``ModuleList`` or ``Sequential`` is a block. Exception: if it directly holds another such container of
     repeated composite modules, as a stage of a vision model does, the children of that container are blocks instead.
     Outside of containers, each module that branches off the path to a container is a block: an embedding, a final norm,
     a head. A parameter that a module on such a path owns directly belongs to no block; its bucket is named after that
-    module.
+    module. Leaf modules are not searched.
     """
     blocks: list[str] = []
 
@@ -221,7 +227,7 @@ def named_blocks(module: torch.nn.Module) -> tuple[str, ...]:
             child_path = f"{path}.{name}" if path else name
             if next(child.parameters(), None) is None:
                 continue
-            if _holds_blocks(child, inside_container=_is_container(node)):
+            if child not in leaves and _holds_blocks(child, leaves, inside_container=_is_container(node)):
                 visit(child, child_path)
                 if any(True for _ in child.parameters(recurse=False)):
                     blocks.append(child_path)
@@ -236,12 +242,14 @@ def _is_container(module: torch.nn.Module) -> bool:
     return isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
 
 
-def _holds_blocks(module: torch.nn.Module, *, inside_container: bool) -> bool:
+def _holds_blocks(module: torch.nn.Module, leaves: Container[torch.nn.Module], *, inside_container: bool) -> bool:
     """Return whether blocks are to be searched within ``module``, instead of making it one block."""
     if inside_container:
         containers = [module] if _is_container(module) else [c for c in module.children() if _is_container(c)]
-        return any(_has_repeated_composites(c) for c in containers)
-    return any(_is_container(m) for m in module.modules())
+        return any(_has_repeated_composites(c) for c in containers if c not in leaves)
+    if module in leaves:
+        return False
+    return _is_container(module) or any(_holds_blocks(m, leaves, inside_container=False) for m in module.children())
 
 
 def _has_repeated_composites(container: torch.nn.Module) -> bool:

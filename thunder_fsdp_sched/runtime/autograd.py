@@ -28,8 +28,9 @@ compiled backward starts, from a hook of the node that autograd runs first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +123,12 @@ def _is_sharded(leaf: torch.Tensor) -> bool:
     return hasattr(leaf, "rows")
 
 
-def guard_backward(no_sync: bool, *outputs: torch.Tensor, reached: Sequence[int] | None = None) -> None:
+def guard_backward(
+    no_sync: bool,
+    *outputs: torch.Tensor,
+    reached: Sequence[int] | None = None,
+    by_leaves: Mapping[str, int] = MappingProxyType({}),
+) -> None:
     """Prepare the autograd node of the forward that has just ended.
 
     It learns when that was: see [Note: The backward of the most recent forward]. And its backward raises errors for requests
@@ -133,13 +139,14 @@ def guard_backward(no_sync: bool, *outputs: torch.Tensor, reached: Sequence[int]
         outputs: the outputs of forward, connected to autograd.
         reached: for each tensor among the inputs, the outputs that it reaches, as bits; ``None`` if all that reach one reach
             all. See [Note: Outputs without gradient] in ``unused_outputs``.
+        by_leaves: the outputs that the parameters of a leaf module reach through it, if it uses them, by its name.
     """
     for first, compiled in compiled_nodes_of(outputs):
         if _ENDED not in compiled.metadata:  # otherwise of an earlier forward, whose output this one has returned
             compiled.metadata[_ENDED] = moment()
             first.register_prehook(partial(_check, leaf_nodes(compiled) if no_sync else ()))
             if reached is not None:
-                load("runtime.watch_outputs:watch_outputs")(first, compiled, reached)
+                load("runtime.watch_outputs:watch_outputs")(first, compiled, reached, by_leaves)
 
 
 def _check(leaves: Sequence[tuple[Any, Any]], grads: Any) -> None:

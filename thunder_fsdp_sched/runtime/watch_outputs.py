@@ -6,22 +6,24 @@ See [Note: Outputs without gradient] in ``unused_outputs``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from ..private_thunder import saved_objects
 from .watched_outputs import KEY, RunningBackward
 
 
-def watch_outputs(first: Any, compiled: Any, reached: Sequence[int]) -> None:
+def watch_outputs(first: Any, compiled: Any, reached: Sequence[int], by_leaves: Mapping[str, int]) -> None:
     """Let a backward return ``None`` for inputs that reach no output with a gradient.
 
     Args:
         first: the node that autograd runs first.
         compiled: the node that runs the compiled trace.
         reached: for each tensor that ``compiled`` computes a gradient of, the outputs that it reaches, as bits.
+        by_leaves: the outputs that the parameters which a leaf module has used reach through it, by its name.
     """
     nodes = [following for following, _ in compiled.next_functions]
     assert len(nodes) == len(reached), "the node has an edge for each tensor among the inputs of the computation"
@@ -34,7 +36,8 @@ def watch_outputs(first: Any, compiled: Any, reached: Sequence[int]) -> None:
         for leaf, bits in zip(leaves, reached, strict=True)
     ]
     running = compiled.metadata[KEY] = RunningBackward()
-    first.register_prehook(partial(_see_given, running, inputs))
+    of_leaves = [(by_leaves[s.name], s.used) for s in saved_objects(compiled) if getattr(s, "name", "") in by_leaves]
+    first.register_prehook(partial(_see_given, running, inputs, of_leaves))
     compiled.register_hook(partial(_drop_unused, running, inputs))
 
 
@@ -42,9 +45,17 @@ _Inputs = Sequence[tuple[int | None, int]]
 """Of each input, the identity if it is a sharded parameter, and the outputs that it reaches."""
 
 
-def _see_given(running: RunningBackward, inputs: _Inputs, grads: Sequence[torch.Tensor | None]) -> None:
+def _see_given(
+    running: RunningBackward,
+    inputs: _Inputs,
+    of_leaves: Sequence[tuple[int, frozenset[int]]],
+    grads: Sequence[torch.Tensor | None],
+) -> None:
     running.given = sum(1 << number for number, grad in enumerate(grads) if grad is not None)
-    running.unused = frozenset(param for param, bits in inputs if param is not None and not bits & running.given)
+    used = {param for bits, params in of_leaves if bits & running.given for param in params}
+    running.unused = frozenset(
+        param for param, bits in inputs if param is not None and not bits & running.given and param not in used
+    )
 
 
 def _drop_unused(running: RunningBackward, inputs: _Inputs, grads: Sequence[torch.Tensor | None], _: Any) -> Any:

@@ -34,6 +34,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..capture.leaves import Leaves
 from ..extensions import load
 from ..private_torch import state_name
 from ..runtime.bucket import Bucket
@@ -80,7 +81,7 @@ class ModuleParameters:
         is_gathering: whether entries are for this rank alone, which gathers them: ranks may have different parameters.
     """
 
-    def __init__(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], leaves: Leaves) -> None:
         self.stand_ins: Mapping[int, nn.Parameter] = {}
         self.is_gathering = False
         self._module = module
@@ -103,6 +104,7 @@ class ModuleParameters:
             for path, guarded in module.named_modules()
             if any(id(child) in owners for child in guarded.modules())
         ]
+        self._leaves = leaves
         self._call_guards: list[RemovableHandle] = []
         for guard, guarded in self._guards:
             guarded.register_state_dict_pre_hook(guard.check_state_dict)
@@ -184,7 +186,9 @@ class ModuleParameters:
         for handle in self._call_guards:
             handle.remove()
         if not self.has_placeholders:
-            self._call_guards = [m.register_forward_pre_hook(guard, prepend=True) for guard, m in self._guards]
+            unguarded = set(self._leaves.parts()) if self._leaves else ()  # leaves run with their hooks
+            guards = ((guard, module) for guard, module in self._guards if module not in unguarded)
+            self._call_guards = [m.register_forward_pre_hook(guard, prepend=True) for guard, m in guards]
 
     def replace_placeholders(self) -> None:
         """Put the shards back if there are placeholders in the module."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..capture.leaves import AUTO, Leaves
 from ..compat import __version__
 from ..extensions import load
 from ..option_checks import check_transport
@@ -92,6 +93,7 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
         former_params,
         sharding.moved,
         set(sharding.source.began_on_meta),
+        sharding.leaves,
     )
 
 
@@ -106,6 +108,7 @@ class ShardingSteps:
     params: list[ShardedParam]
     moved: dict[str, torch.Tensor]
     policies: ModulePolicies
+    leaves: Leaves
     plan: Plan
     locations: dict[str, tuple[Bucket, int]]
 
@@ -152,6 +155,9 @@ class ShardingSteps:
             ShardedParam(spec, param, _own_param(module, spec.name, param), assignment.of(spec.name, param))
             for spec, param in specs
         ]
+        self.leaves = Leaves(module, automatic=AUTO in options.leaf_modules)
+        if set(options.leaf_modules) - {AUTO}:
+            self.leaves = load("extras.leaf_modules.choose:find_leaves")(module, options.leaf_modules)
         self.policies = ModulePolicies(module, options)
         self.policies.check_exempt(spec for spec, _ in specs)
         for spec, _, _, ranks in self.params:
@@ -169,6 +175,7 @@ class ShardingSteps:
             strategy=options.bucketing_strategy,
             default_group=default_key,
             comm_spec=self._comm_spec,
+            leaves=self.leaves,
         )
 
     def _param_specs(self, named: dict[str, nn.Parameter]) -> list[tuple[ParamSpec, nn.Parameter]]:

@@ -16,11 +16,12 @@ from thunder.core.transform_common import Transform
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..capture.garbage_collection import CollectsLess
+from ..capture.leaves import Leaves
 from ..extensions import load
 from ..logs import Progress
 from ..plan.plan import Plan
 from ..plan.specs import BucketSpec
-from ..private_thunder import watch_compilations
+from ..private_thunder import repeat_failed_compilations, repeated, watch_compilations
 from ..private_torch import state_name, unwrap_fabric
 from ..proof.audit import PreShardStorages
 from ..ranks.control import Control
@@ -57,6 +58,7 @@ class ShardedModule:
         found: the outcomes of searches for this module, which one rank made for all, by what was searched for.
         without_batch: the starts of the traces that a rank without a batch runs, by kind (``ranks_may_differ``).
         running_eagerly: whether the module's own forward may be called right now (``eager``).
+        leaves: the modules that are not traced.
     """
 
     module: torch.nn.Module
@@ -69,6 +71,7 @@ class ShardedModule:
     former_params: FormerParameters
     replaced: dict[str, torch.Tensor]
     began_on_meta: set[str]
+    leaves: Leaves
     kept_buckets_are_final: bool = False
     found: dict[int, Any] = field(default_factory=dict)
     without_batch: dict[Any, Any] = field(default_factory=dict)
@@ -81,10 +84,11 @@ class ShardedModule:
         self.progress = Progress(self.control.title, self.world_group.rank)
         for bucket in self.buckets:
             bucket.control, bucket.issue_counts = self.control, self.control.issue_counts
-        self.module_params = ModuleParameters(self.module, self.buckets)
+        self.module_params = ModuleParameters(self.module, self.buckets, self.leaves)
         self._collects_less = CollectsLess()
         self._model: Callable[[], ThunderModule | None] = lambda: None
         self._is_starting = False  # whether a call runs whose trace does not run yet
+        self._is_tracing = False
 
     @property
     def kept_buckets(self) -> set[Bucket]:
@@ -119,12 +123,13 @@ class ShardedModule:
         reference = weakref.ref(model)
 
         def before_trace() -> None:
-            self._is_starting = True
+            self._is_starting = self._is_tracing = True
             self.before_trace(reference)
 
         def after_trace(entry: Any) -> None:
             on_entry(entry)
-            self._is_starting = False
+            self._is_starting = self._is_tracing = False
+            self.leaves.obstacle = None  # the program has handled the exception itself
 
         install_placeholders_on_miss = watch_compilations(model, before_trace, after_trace)
 
@@ -163,6 +168,7 @@ class ShardedModule:
                 self._is_starting = False
                 self.control.announce("starting a call", error)
 
+        repeat_failed_compilations(model, self._adds_leaf)
         model.register_forward_pre_hook(before_call)
         model.register_forward_hook(after_call, always_call=True)
 
@@ -178,11 +184,20 @@ class ShardedModule:
 
     def compile(self, model: ThunderModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Compile ``model`` for a call without running it; return Thunder's cache entry, and the inputs of its traces."""
+        compile_call = repeated(thunder.compile_data(model).get_computation_and_inputs, self._adds_leaf)
         try:
-            entry, inputs, _ = thunder.compile_data(model).get_computation_and_inputs(*args, **kwargs)
+            entry, inputs, _ = compile_call(*args, **kwargs)
         finally:
             self._collects_less.end()
         return entry, inputs
+
+    def _adds_leaf(self) -> bool:
+        """Return whether the failed compilation has found a module to run as it is, so that another one makes sense."""
+        if not (self._is_tracing and self.leaves.obstacle):
+            return False
+        self._is_tracing = False
+        self.module_params.replace_placeholders()
+        return bool(load("extras.leaf_modules.choose:add_obstacle")(self.leaves))
 
     def known(self) -> Collection[str]:
         """Return the names of all parameters that Thunder may unpack, including those that other transforms created."""

@@ -15,7 +15,7 @@ from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.gradients import needing_gradient, with_gradient
 from ..ir.inspection import args_of, before_return, names, return_of, swap_args, with_bound_symbols
-from ..ir.symbols import fsdp_detached, fsdp_guard_backward
+from ..ir.symbols import LEAF, fsdp_detached, fsdp_guard_backward
 
 
 def guard_outputs(epilogue: TraceCtx, *, no_sync: bool, computation: TraceCtx) -> TraceCtx:
@@ -34,8 +34,7 @@ def guard_outputs(epilogue: TraceCtx, *, no_sync: bool, computation: TraceCtx) -
     ``runtime.unused_outputs``.
     """
     outputs = [argument for argument in epilogue.args if isinstance(argument, TensorProxy)]
-    reached = outputs_reached(computation, epilogue)
-    marks = {} if reached is None else {"reached": reached}
+    marks = outputs_reached(computation, epilogue)
     guard = fsdp_guard_backward.bind(no_sync, *outputs, **marks, output=None)
     return before_return(epilogue, guard, pass_name="fsdp: guard outputs")
 
@@ -81,12 +80,13 @@ def detach_constants(epilogue: TraceCtx, *, computation: TraceCtx) -> TraceCtx:
     return with_bound_symbols(epilogue, bsyms, "fsdp: detach constants") if detached else epilogue
 
 
-def outputs_reached(computation: TraceCtx, epilogue: TraceCtx) -> tuple[int, ...] | None:
-    """Return for each tensor among the inputs of a computation the outputs that it reaches, as bits.
+def outputs_reached(computation: TraceCtx, epilogue: TraceCtx) -> dict[str, Any]:
+    """Return for each tensor among the inputs of a computation the outputs that it ``reached``, as bits.
 
     An operator connects all that it reads with all that it returns and that has a gradient, as a node of autograd does.
     Outputs that the program neither returns nor assigns to an attribute, such as new values of buffers, do not count.
-    ``None`` if all inputs that require a gradient reach the same outputs.
+    Nothing if all inputs that require a gradient reach the same outputs. A leaf module connects its inputs; which of its
+    parameters it connects is known when it has run, so for each leaf there are the outputs that it reaches, ``by_leaves``.
 
     Args:
         computation: as Thunder has traced it.
@@ -99,13 +99,20 @@ def outputs_reached(computation: TraceCtx, epilogue: TraceCtx) -> tuple[int, ...
     for number, output in enumerate(outputs):
         if visible[number]:
             bits[output.name] |= 1 << number
+    by_leaves: dict[str, int] = {}
     for bsym in reversed(computation.bound_symbols[:-1]):
         reaching = reduce(or_, (bits[name] for name in with_gradient(bsym)), 0)
-        for name in args_of(bsym) if reaching else ():
+        read = args_of(bsym) if reaching else ()
+        if read and bsym.sym.name == LEAF:
+            leaf = bsym.args[0]
+            read = tuple(names(bsym.args[1 : 1 + len(leaf.inputs)]))
+            by_leaves[leaf.name] = by_leaves.get(leaf.name, 0) | reaching
+        for name in read:
             bits[name] |= reaching
     inputs = [arg for arg in returned["flat_args"] if isinstance(arg, TensorProxy)]
     found = {bits[arg.name] for arg in inputs if arg.requires_grad}
-    return tuple(bits[arg.name] for arg in inputs) if len(found) > 1 else None
+    reached = {"reached": tuple(bits[arg.name] for arg in inputs)} if len(found) > 1 or by_leaves else {}
+    return {**reached, "by_leaves": by_leaves} if by_leaves else reached
 
 
 def _visible(outputs: list[Any], epilogue: TraceCtx) -> list[bool]:

@@ -52,6 +52,7 @@ from ...ir.effects import (
 from ...ir.inspection import UNPACKING, args_of, defined_by, is_statement, names, nbytes_of
 from ...ir.operator_facts import facts_of, observed_call, tensors_read, tensors_returned
 from ...ir.slots import peak_live_bytes, spans_of
+from ...ir.symbols import LEAF
 from ...private_thunder import OBSERVED_EFFECTS
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena
@@ -98,8 +99,10 @@ def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int
     views: dict[str, tuple[str, ...]] = {}
     found: dict[str, tuple[int, ...]] = {}
     memory = []
+    leaf = bsym.args[0] if bsym.sym.name.startswith(LEAF) else None
+    saved_bytes, device = (0, "") if leaf is None else (leaf.saved_bytes, leaf.outputs[0].device.type)
     for out in defined_by(bsym):
-        nbytes = nbytes_of(out) if isinstance(out, TensorProxy) else 0
+        nbytes = nbytes_of(out) if isinstance(out, TensorProxy) else saved_bytes
         if call is not None and out.name in outs:
             index = outs.index(out.name)
             first, nbytes = call.storages[index]
@@ -112,12 +115,14 @@ def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int
             is_new = not (of and facts.known)
         views[out.name] = of
         if is_new:
-            memory.append(Allocation(out.name, nbytes, device_of(out), kind="values"))
+            memory.append(Allocation(out.name, nbytes, device or device_of(out), kind="values"))
     if call is not None and call.temporary_bytes:
         tensors = (p for p in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy))
         device = next(map(device_of, tensors), "cpu")
         memory.append(Allocation(None, call.temporary_bytes, device, "call", "temporaries", bsym.sym.name))
     operators, flops = (None, None) if call is None else (call.operators, call.flops)
+    if leaf is not None:
+        flops = leaf.flops_of(bsym.sym.name)
     return replace(known, views=views, strides=found, operators=operators, flops=flops, allocates=tuple(memory))
 
 

@@ -1,0 +1,37 @@
+"""The modules of a model that are not traced: see [Note: Leaf modules] in ``extras.leaf_modules.run``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+AUTO = "auto"
+"""In place of the name of a leaf module: any that Thunder cannot trace."""
+
+
+class Leaves(dict[torch.nn.Module, str]):
+    """The path of each leaf module.
+
+    Attributes:
+        model: of which they are parts.
+        automatic: whether modules that cannot be traced become leaves.
+        output_like: functions that say what a leaf returns, by its path.
+        calls: those that were traced, by module, and by what they pass.
+        obstacle: the innermost module whose trace has failed although it can be a leaf, with the error.
+        announced: the classes of which a warning has said that they are leaves.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, automatic: bool = False) -> None:
+        super().__init__()
+        self.model, self.automatic = model, automatic
+        self.output_like: dict[str, Callable[..., Any]] = {}
+        self.calls: dict[torch.nn.Module, dict[Any, Any]] = {}
+        self.obstacle: tuple[torch.nn.Module, BaseException] | None = None
+        self.announced: set[type] = set()
+
+    def parts(self) -> Iterator[torch.nn.Module]:
+        """Yield all modules that run as they are."""
+        for leaf in self:
+            yield from leaf.modules()

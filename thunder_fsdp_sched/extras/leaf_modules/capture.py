@@ -1,0 +1,167 @@
+"""Trace a call of a leaf module as a single operator."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from thunder.core import devices, dtypes
+from thunder.core.compile_data import get_cache_option, get_compile_data
+from thunder.core.interpreter import (
+    ProvenanceRecord,
+    PseudoInst,
+    WrappedValue,
+    get_interpreterruntimectx,
+    interpreter_needs_wrap,
+    unwrap,
+    wrap,
+    wrap_const,
+)
+from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, get_jit_ctx, record_source_loc_in_symbol_header
+from thunder.core.options import CACHE_OPTIONS
+from thunder.core.proxies import TensorProxy
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ...capture.leaves import Leaves
+from ...private_thunder import added_checks, checks_of
+from .leaf import TENSOR, Entry, Leaf, Metadata, Structure
+from .observe import is_plain, observe, run_once
+from .symbols import fsdp_leaf
+
+
+def call_leaf(leaves: Leaves, module: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
+    """Trace a call of a leaf module, with wrapped values; return the wrapped result, or a signal."""
+    for value in (*args, *kwargs.values()):
+        _proxy_contents(value)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        return _record(leaves, module, args, kwargs)
+
+    return interpreter_needs_wrap(record_source_loc_in_symbol_header(record))(*args, **kwargs)
+
+
+def note_obstacle(leaves: Leaves, wrapped: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> None:
+    """Note a module whose trace has failed, if it runs as it is, and no module within it does.
+
+    The error is the user's own, and not for this to hide, if it appears in a run of the module itself, too.
+    """
+    error, module = get_interpreterruntimectx().curexc, unwrap(wrapped)
+    if isinstance(error, StopIteration) or module is leaves.model or module in leaves:
+        return
+    if leaves.obstacle is not None and leaves.obstacle[1] is error:
+        return
+    leaves.obstacle = None
+    path = next((path for path, part in leaves.model.named_modules() if part is module), "")
+    if not path:
+        return
+    try:
+        plain_args, plain_kwargs = tree_map(unwrap, (args, kwargs))
+        parameters = [_metadata(parameter) for parameter in _parameters_of(module)[1].values()]
+        leaf = _leaf_of(path, module, plain_args, plain_kwargs, parameters)
+        observe(leaf, None)
+        if not isinstance(error, NotImplementedError):  # perhaps the program's own, which fake tensors may not show
+            run_once(leaf)
+    except Exception:  # of any code that the module runs
+        return
+    leaves.obstacle = module, error
+
+
+def _proxy_contents(value: WrappedValue) -> None:
+    """Let containers hold the proxies of their tensors. Thunder's ``recursively_proxy`` fails for dictionaries."""
+    if isinstance(value.value, (tuple, list, dict)):
+        value.track_items()
+        items = value.item_wrappers.values() if isinstance(value.value, dict) else value.item_wrappers
+        for item in items:
+            _proxy_contents(item)
+        get_jit_ctx().proxify(value)
+
+
+def _record(leaves: Leaves, wrapped: WrappedValue, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    module, context = unwrap(wrapped), get_jit_ctx()
+    kept = vars(context).setdefault("_fsdp_wrapped", [])  # else the interpreter would make another proxy of a tied one
+    proxies = []
+    for path, parameter in _parameters_of(module)[1].items():
+        kept.append(_wrap_parameter(wrapped, path, parameter))
+        proxies.append(kept[-1].value)
+    leaf = _leaf_of(leaves[module], module, args, kwargs, list(map(_metadata, proxies)))
+    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, TensorProxy)]
+    key = repr((leaf.arguments, leaf.inputs, leaf.parameters, leaf.autocasts, module.training))
+    known = leaves.calls.setdefault(module, {})
+    if key not in known:
+        observe(leaf, leaves.output_like.get(leaf.path))
+        number = f"_{len(known)}" if known else ""
+        leaf.name = leaf.traced_name = "leaf_" + re.sub(r"\W", "_", leaf.path) + number
+        known[key] = leaf
+    leaf = known[key]
+    if not context.computation_trace.has_name(leaf.name):
+        context.computation_trace.add_name(leaf.name)
+    return leaf.results.fill(fsdp_leaf(leaf, *tensors, *proxies))
+
+
+def _leaf_of(path: str, module: torch.nn.Module, args: Any, kwargs: Any, parameters: Sequence[Metadata]) -> Leaf:
+    """Return a new leaf for a call with proxies in place of tensors.
+
+    Raises:
+        NotImplementedError, TypeError: a leaf cannot be called so.
+    """
+    what = f"the leaf module {path!r} ({type(module).__name__})"
+    if get_cache_option() is not CACHE_OPTIONS.CONSTANT_VALUES:
+        raise NotImplementedError(f"fsdp: {what} needs fixed sizes: leave out thunder.jit(cache=...)")
+    flat, spec = tree_flatten((args, kwargs))
+    for value in flat:
+        if not (_is_tensor(value) or is_plain(value)):
+            raise TypeError(
+                f"fsdp: {what} is called with a {type(value).__name__}; a leaf takes tensors and plain values (numbers, "
+                f"strings, dtypes), also in lists, tuples and dictionaries. Pass its tensors, or None (use_cache=False)"
+            )
+    inputs = [_metadata(value) for value in flat if _is_tensor(value)]
+    arguments = Structure(tuple(TENSOR if _is_tensor(value) else value for value in flat), spec)
+    autocasts = [
+        (str(device), None if dtype is None else dtypes.to_torch_dtype(dtype), enabled)
+        for device, dtype, enabled in get_compile_data().autocast_stack.stack
+    ]
+    return Leaf(path, module, _parameters_of(module)[0], inputs, parameters, arguments, autocasts)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (TensorProxy, torch.Tensor))
+
+
+def _metadata(tensor: TensorProxy | torch.Tensor) -> Metadata:
+    dtype = dtypes.to_torch_dtype(tensor.dtype)
+    device = devices.to_torch_device(getattr(tensor, "_thunder_device", tensor.device))
+    is_differentiable = dtype.is_floating_point or dtype.is_complex
+    return Metadata(tuple(map(int, tensor.shape)), dtype, device, is_differentiable)
+
+
+def _parameters_of(module: torch.nn.Module) -> tuple[list[Entry], dict[tuple[str, ...], torch.nn.Parameter]]:
+    """Return all entries, and each parameter once with the path to one of its names."""
+    numbers: dict[int, int] = {}
+    entries: list[Entry] = []
+    parameters: dict[tuple[str, ...], torch.nn.Parameter] = {}
+    for path, owner in module.named_modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in numbers:
+                    numbers[id(parameter)] = len(parameters)
+                    parameters[(*filter(None, path.split(".")), key)] = parameter
+                entries.append(Entry(owner, key, numbers[id(parameter)]))
+    return entries, parameters
+
+
+def _wrap_parameter(wrapped: WrappedValue, path: Sequence[str], value: Any) -> WrappedValue:
+    """Return a parameter of a module as the interpreter wraps it when the program reads it."""
+    provenance = wrapped.provenance
+    for depth, key in enumerate(path):
+        kind = "_parameters" if depth == len(path) - 1 else "_modules"
+        members = ProvenanceRecord(PseudoInst.LOAD_ATTR, inputs=[provenance, wrap_const(kind).provenance])
+        provenance = ProvenanceRecord(PseudoInst.BINARY_SUBSCR, inputs=[members, wrap_const(key).provenance])
+        if kind == "_modules":
+            provenance.ext_flag |= EXT_FLAG_IS_MODULE
+    context = get_jit_ctx()
+    with added_checks(context) as added:
+        found = wrap(value, provenance=provenance)
+    checks_of(context).extend(added)
+    return found

@@ -1,0 +1,95 @@
+"""Choose leaf modules: those that the user has named, and those that turn out not to be traceable."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...capture.leaves import AUTO, Leaves
+
+Matcher = str | type | Callable[[str, torch.nn.Module], bool]
+
+
+def find_leaves(model: torch.nn.Module, matchers: Sequence[Any]) -> Leaves:
+    """Return the leaf modules of a model.
+
+    Raises:
+        ValueError: nothing matches, or the model itself does.
+    """
+    leaves = Leaves(model, automatic=AUTO in [m for m in matchers if isinstance(m, str)])
+    for matcher in matchers:
+        if not (isinstance(matcher, str) and matcher == AUTO):
+            _add_matching(leaves, *(matcher if isinstance(matcher, tuple) else (matcher, None)))
+    _remove_inner(leaves)
+    return leaves
+
+
+def _add_matching(leaves: Leaves, match: Matcher, output_like: Callable[..., Any] | None) -> None:
+    paths = [(path, module) for path, module in leaves.model.named_modules() if _matches(match, path, module)]
+    if not paths:
+        raise ValueError(f"leaf_modules: {match!r} matches no submodule of the {type(leaves.model).__name__}")
+    for path, module in paths:
+        if not path:
+            raise ValueError("leaf_modules: the model itself cannot be a leaf; nothing would be left to schedule")
+        leaves.setdefault(module, path)
+        if output_like is not None:
+            leaves.output_like[path] = output_like
+
+
+def _matches(match: Matcher, path: str, module: torch.nn.Module) -> bool:
+    if isinstance(match, str):
+        return fnmatch.fnmatchcase(path, match) or match == type(module).__name__
+    if isinstance(match, type):
+        return isinstance(module, match)
+    return bool(match(path, module))
+
+
+def _remove_inner(leaves: Leaves) -> None:
+    """Remove leaves within other leaves, which are called as parts of those."""
+    parts = {part for leaf in leaves for part in leaf.modules() if part is not leaf}
+    for module in [module for module in leaves if module in parts]:
+        del leaves[module]
+
+
+def add_obstacle(leaves: Leaves) -> bool:
+    """Let the module at which the last trace has failed be a leaf, and those like it in other blocks.
+
+    Returns whether there is one, so that tracing again makes sense.
+    """
+    obstacle, leaves.obstacle = leaves.obstacle, None
+    if obstacle is None:
+        return False
+    module, error = obstacle
+    paths = {part: path for path, part in leaves.model.named_modules()}
+    pattern = _pattern(paths[module])
+    alike = [part for part, path in paths.items() if type(part) is type(module) and _pattern(path) == pattern]
+    leaves.update((part, paths[part]) for part in alike)
+    _remove_inner(leaves)
+    if type(module) not in leaves.announced:
+        leaves.announced.add(type(module))
+        warnings.warn(
+            f"fsdp: {pattern} ({type(module).__name__}, {_source(module)}) is not traced, but runs as it is: "
+            f"{type(error).__name__}: {error}. To confirm it, pass fsdp(leaf_modules=({pattern!r},)); to get this as an "
+            f"error, leaf_modules=()",
+            stacklevel=2,
+        )
+    return True
+
+
+def _pattern(path: str) -> str:
+    """Return a pattern for a module and those like it in other blocks: ``layers.*.mlp`` for ``layers.0.mlp``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+def _source(module: torch.nn.Module) -> str:
+    try:
+        line = inspect.getsourcelines(type(module).forward)[1]
+        return f"{inspect.getsourcefile(type(module))}:{line}"
+    except (OSError, TypeError):
+        return type(module).__module__

@@ -1,0 +1,208 @@
+"""A call of a leaf module: what it takes and returns, and where the module has its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from ...sharding.module_parameters import replace_in_containers, tensors_in_containers
+
+
+class Metadata(NamedTuple):
+    """What a trace knows of a tensor.
+
+    Attributes:
+        differentiable: whether gradients pass through it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    differentiable: bool
+
+
+class _Tensor:
+    def __repr__(self) -> str:
+        return "a tensor"
+
+
+TENSOR = _Tensor()
+"""Stands for a tensor among the flat arguments or results of a call."""
+
+
+class Structure(NamedTuple):
+    """Nested arguments or results: tensors in the places of :data:`TENSOR`, and constants."""
+
+    flat: tuple[Any, ...]
+    spec: Any
+
+    def fill(self, tensors: Sequence[Any]) -> Any:
+        """Return the nested values with these tensors."""
+        values = iter(tensors)
+        return tree_unflatten([next(values) if each is TENSOR else each for each in self.flat], self.spec)
+
+
+class Entry(NamedTuple):
+    """A name under which a submodule has a parameter.
+
+    Attributes:
+        number: of the parameter among those of the leaf, each of which counts once.
+    """
+
+    owner: torch.nn.Module
+    key: str
+    number: int
+
+
+class Leaf:
+    """A call of a leaf module: the opaque argument of ``fsdp_leaf``, which prints its name.
+
+    Args:
+        path: of the module in the model.
+        entries: all names of parameters.
+        inputs, parameters: the tensors that the call reads.
+        arguments: how its arguments are nested.
+        autocasts: arguments of ``torch.autocast``, the outermost first.
+
+    Attributes:
+        name: in traces.
+        traced_name: the one in the computation before ``prepare_leaves``.
+        needs: whether the gradient of each input, and then of each parameter, is needed; empty before ``prepare_leaves``.
+        outputs, results: the tensors that it returns, and how they are nested.
+        recomputes: whether backward runs its forward again instead of keeping what autograd saves.
+        saved_bytes: bytes that autograd keeps for backward besides inputs and parameters, as observed once.
+        flops: floating-point operations of a forward by dtype, by the formulas of ``torch.utils.flop_counter``.
+    """
+
+    outputs: tuple[Metadata, ...]
+    results: Structure
+    name = traced_name = ""
+    needs: tuple[bool, ...] = ()
+    recomputes = False
+    saved_bytes = 0
+    flops: Mapping[torch.dtype, int] = MappingProxyType({})
+
+    def __init__(
+        self,
+        path: str,
+        module: torch.nn.Module,
+        entries: Sequence[Entry],
+        inputs: Sequence[Metadata],
+        parameters: Sequence[Metadata],
+        arguments: Structure,
+        autocasts: Sequence[tuple[str, torch.dtype | None, bool]],
+    ) -> None:
+        self.path, self.module, self.entries = path, module, tuple(entries)
+        self.inputs, self.parameters = tuple(inputs), tuple(parameters)
+        self.arguments, self.autocasts = arguments, tuple(autocasts)
+        self._stand_ins: dict[int, torch.Tensor] = {}
+        self._variants: dict[Any, Leaf] = {}
+        own = {id(entry.owner._parameters[entry.key]) for entry in entries}
+        self._is_in_containers = any(id(tensor) in own for _, tensor in tensors_in_containers(module))
+
+    def __str__(self) -> str:
+        return self.name
+
+    __repr__ = __str__
+
+    @property
+    def text_to_compare(self) -> str:
+        """What ranks compare of it."""
+        return f"{type(self.module).__name__} {self.path}"
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"leaf module {self.path!r} ({type(self.module).__name__})"
+
+    def flops_of(self, symbol: str) -> dict[torch.dtype, int]:
+        """Return the floating-point operations of a symbol that runs it, by dtype: a backward counts as two forwards."""
+        return {dtype: flops * (2 if symbol.endswith("backward") else 1) for dtype, flops in self.flops.items()}
+
+    def needing(self, needs: tuple[bool, ...], *, recomputes: bool) -> Leaf:
+        """Return the same call with the gradients that are needed of it."""
+        key = needs, recomputes
+        if key not in self._variants:
+            other = self._variants[key] = object.__new__(Leaf)
+            vars(other).update(vars(self), needs=needs, recomputes=recomputes, _stand_ins={})
+            if recomputes:
+                other.saved_bytes = 0
+            if len(self._variants) > 1:
+                other.name = f"{self.name}_{len(self._variants) - 1}"
+        return self._variants[key]
+
+    @contextlib.contextmanager
+    def bound(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the module have these parameters."""
+        former = [owner._parameters[key] for owner, key, _ in self.entries]
+        self._replace(former, [parameters[index] for _, _, index in self.entries])
+        try:
+            yield
+        finally:
+            self._replace([parameters[index] for _, _, index in self.entries], former)
+
+    def _replace(self, old: Sequence[Any], new: Sequence[Any]) -> None:
+        for (owner, key, _), parameter in zip(self.entries, new, strict=True):
+            owner._parameters[key] = parameter
+        if self._is_in_containers:  # as in `nn.LSTM._flat_weights`
+            replace_in_containers(self.module, dict(zip(map(id, old), new, strict=True)))
+
+    @contextlib.contextmanager
+    def _autocast(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device, dtype, enabled in self.autocasts:
+                stack.enter_context(torch.autocast(device, dtype, enabled))
+            yield
+
+    def call(self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Any:
+        """Call the module."""
+        args, kwargs = self.arguments.fill(inputs)
+        with self.bound(parameters), self._autocast() if self.autocasts else contextlib.nullcontext():
+            if self.recomputes and torch.is_grad_enabled():
+                return checkpoint(self.module, *args, use_reentrant=False, **kwargs)
+            return self.module(*args, **kwargs)
+
+    def tensors_in(self, result: Any) -> list[torch.Tensor]:
+        """Return the tensors of a result.
+
+        Raises:
+            RuntimeError: it has another structure, or other metadata, than the trace knows.
+        """
+        flat, spec = tree_flatten(result)
+        found = [each for each in flat if isinstance(each, torch.Tensor)]
+        constants = tuple(TENSOR if isinstance(each, torch.Tensor) else each for each in flat)
+        if spec != self.results.spec or constants != self.results.flat:
+            self.fail(f"returns another structure than when it was traced: {constants} in {spec}, not {self.results}")
+        for number, (tensor, known) in enumerate(zip(found, self.outputs, strict=True)):
+            actual = tuple(tensor.shape), tensor.dtype, tensor.device.type
+            expected = known.shape, known.dtype, known.device.type
+            if actual != expected:
+                self.fail(
+                    f"returns {actual} as output {number}, not {expected} as when it was traced. Shapes and dtypes of what "
+                    f"a leaf returns must not depend on data"
+                )
+        return found
+
+    def stand_in(self, number: int) -> torch.Tensor:
+        """Return the tensor without memory that takes the place of an input or a parameter in autograd."""
+        if number not in self._stand_ins:
+            known = (*self.inputs, *self.parameters)[number]
+            scalar = torch.zeros((), dtype=known.dtype, device=known.device)
+            self._stand_ins[number] = scalar.expand(known.shape).requires_grad_()
+        return self._stand_ins[number]
+
+    def name_of(self, number: int) -> str:
+        """Return the name of a parameter in the leaf."""
+        names: Mapping[torch.nn.Module, str] = {module: path for path, module in self.module.named_modules()}
+        entry = next(entry for entry in self.entries if entry.number == number)
+        return f"{names[entry.owner]}.{entry.key}".lstrip(".")
+
+    def fail(self, what: str) -> NoReturn:
+        """Raise an error of the running call."""
+        raise RuntimeError(f"fsdp: the {self.title} {what}")

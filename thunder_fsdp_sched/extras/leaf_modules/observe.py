@@ -1,0 +1,169 @@
+"""Find out what a leaf module returns, from a run of it on other values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from enum import Enum
+from numbers import Number
+from typing import Any
+
+import torch
+from thunder.core.proxies import Proxy
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import FlopCounterMode
+
+from .leaf import TENSOR, Leaf, Metadata, Structure
+
+
+class _ChangesInput(Exception):
+    """The leaf has written to a tensor that it was given."""
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value may be passed to a leaf, or returned, besides tensors."""
+    plain = (bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format, Enum, slice)
+    return value is None or (isinstance(value, plain) and not isinstance(value, Proxy))
+
+
+def observe(leaf: Leaf, output_like: Callable[..., Any] | None) -> None:
+    """Find out what a leaf returns: from ``output_like``, from a run on fake tensors, or from one on random ones.
+
+    Raises:
+        NotImplementedError: all of them fail.
+    """
+    if output_like is not None:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            args, kwargs = leaf.arguments.fill([_empty(m) for m in leaf.inputs])
+            _note(leaf, output_like(*args, **kwargs), is_given=True)
+        return
+    try:
+        _observe(leaf, is_fake=True)
+    except _ChangesInput as error:
+        raise NotImplementedError(f"fsdp: the {leaf.title} {error}") from None
+    except Exception as fake:  # the module may run any code
+        try:
+            _observe(leaf, is_fake=False)
+        except Exception as real:
+            raise NotImplementedError(
+                f"fsdp: what the {leaf.title} returns is not known: a run on fake tensors raised {type(fake).__name__}: "
+                f"{fake}; one on random tensors {type(real).__name__}: {real}. Say it, as a function of the same arguments: "
+                f"leaf_modules=[({leaf.path!r}, lambda x, **_: torch.empty_like(x))]"
+            ) from real
+
+
+def run_once(leaf: Leaf) -> None:
+    """Run a leaf on random tensors, if it is on a device of this machine, so that an exception of its own shows."""
+    tensors = (*leaf.inputs, *leaf.parameters)
+    if all(_real_device(metadata.device) == metadata.device for metadata in tensors):
+        _observe(leaf, is_fake=False)
+
+
+def _observe(leaf: Leaf, *, is_fake: bool) -> None:
+    devices = {m.device for m in (*leaf.inputs, *leaf.parameters) if m.device.type != "cpu"}
+    numbers = torch.Generator().manual_seed(0)
+    make = _empty if is_fake else lambda metadata: _random(metadata, numbers)
+    saved: dict[int, int] = {}
+    with contextlib.ExitStack() as stack:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        stack.enter_context(_unchanged(leaf.module, mode.from_tensor if is_fake else _real_copy))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        kind = next((device.type for device in devices), "cuda")
+        stack.enter_context(torch.random.fork_rng(list(devices), device_type=kind))
+        if is_fake:
+            stack.enter_context(mode)
+        stack.enter_context(torch.enable_grad())
+        inputs = [make(m).requires_grad_(m.differentiable) for m in leaf.inputs]
+        parameters = [torch.nn.Parameter(make(m), m.differentiable) for m in leaf.parameters]
+        given_inputs = [t.clone() for t in inputs]  # not leaves of autograd
+        given = {StorageWeakRef(t.untyped_storage()).cdata for t in (*given_inputs, *parameters)}
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            key = StorageWeakRef(storage).cdata
+            if key not in given:
+                saved[key] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(count, lambda tensor: tensor), FlopCounterMode(display=False) as counter:
+            versions = [t._version for t in given_inputs]
+            result = leaf.call(given_inputs, parameters)
+            if changed := [i for i, t in enumerate(given_inputs) if t._version != versions[i]]:
+                raise _ChangesInput(f"changes its input {changed[0]} in place. Clone it first")
+        _note(leaf, result, reads_data=not is_fake)
+        leaf.saved_bytes, leaf.flops = sum(saved.values()), {leaf.outputs[0].dtype: counter.get_total_flops()}
+
+
+def _note(leaf: Leaf, result: Any, *, is_given: bool = False, reads_data: bool = False) -> None:
+    flat, spec = tree_flatten(result)
+    device = next((m.device for m in (*leaf.inputs, *leaf.parameters)), torch.device("cpu"))
+    outputs = []
+    for value in flat:
+        if isinstance(value, torch.Tensor):
+            if not all(isinstance(size, int) for size in value.shape):
+                raise RuntimeError("it returns a tensor whose shape depends on data")
+            differentiable = value.requires_grad or (is_given and value.is_floating_point())
+            outputs.append(Metadata(tuple(value.shape), value.dtype, device, differentiable))
+        elif not is_plain(value):
+            raise TypeError(f"it returns a {type(value).__name__}; a leaf returns tensors and plain values")
+        elif reads_data and isinstance(value, Number) and not isinstance(value, Enum):
+            raise TypeError("it returns a number that may depend on data; a trace would contain it as a constant")
+    if not outputs:
+        raise TypeError("it returns no tensor, so nothing would run it")
+    leaf.outputs = tuple(outputs)
+    leaf.results = Structure(tuple(TENSOR if isinstance(v, torch.Tensor) else v for v in flat), spec)
+
+
+def _empty(metadata: Metadata) -> torch.Tensor:
+    return torch.empty(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+
+
+def _random(metadata: Metadata, numbers: torch.Generator) -> torch.Tensor:
+    shape, dtype = metadata.shape, metadata.dtype
+    device = _real_device(metadata.device)
+    if metadata.differentiable:
+        return torch.randn(shape, generator=numbers, dtype=torch.float32).mul_(0.1).to(device, dtype)
+    return (torch.ones if dtype is torch.bool else torch.zeros)(shape, dtype=dtype, device=device)
+
+
+def _real_device(device: torch.device) -> torch.device:
+    """Return where to run instead of a device that this machine does not have, as in a plan."""
+    return device if device.type == "cuda" and torch.cuda.is_available() else torch.device("cpu")
+
+
+def _real_copy(tensor: torch.Tensor) -> torch.Tensor:
+    device = _real_device(tensor.device)
+    return torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.detach().clone().to(device)
+
+
+@contextlib.contextmanager
+def _unchanged(module: torch.nn.Module, copy: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Undo what happens in between to attributes of a module, also to lists, dictionaries and sets there.
+
+    Its buffers, and other tensors, are copies until then.
+    """
+    modules = list(module.modules())
+    attributes = [dict(vars(m)) for m in modules]
+    containers = [
+        (value, value.copy()) for each in attributes for value in each.values() if type(value) in (list, dict, set)
+    ]
+    copies: dict[int, torch.Tensor] = {}
+    for m in modules:
+        for members in (m._buffers, vars(m)):
+            for name, tensor in list(members.items()):
+                if isinstance(tensor, torch.Tensor):
+                    if id(tensor) not in copies:
+                        copies[id(tensor)] = copy(tensor)
+                    members[name] = copies[id(tensor)]
+    try:
+        yield
+    finally:
+        for m, before in zip(modules, attributes, strict=True):
+            vars(m).clear()
+            vars(m).update(before)
+        for value, before in containers:
+            value.clear()
+            value.extend(before) if isinstance(value, list) else value.update(before)

@@ -1,0 +1,272 @@
+"""Run a leaf module: its own forward, and torch's autograd for its backward.
+
+[Note: Leaf modules]
+A leaf is not traced. Its call is one operator, ``fsdp_leaf``, which reads the inputs and the unsharded parameters. Its
+grad rule makes two: ``fsdp_leaf_forward`` runs the module with gradients and returns its autograd graph as an opaque value,
+``fsdp_leaf_backward`` runs that graph. Backward reads the parameters, too, so that the schedule gathers them again.
+
+Between the two, the slots of the parameters hold other buckets. So the graph must not refer to their memory:
+
+- What autograd saves of a parameter is replaced by its place in it (``saved_tensors_hooks``), and found again in the
+  parameters that backward has gathered.
+- Autograd knows parameters as results of a function of *stand-ins*, which have their shape and no memory. Gradients are
+  those of the stand-ins.
+- Each parameter gets a storage of its own for one run. If it still exists after forward, something else keeps it: an
+  attribute of a custom function's context, or of the module. That is an error, because backward would read another bucket.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .leaf import Leaf
+
+
+class _Bind(torch.autograd.Function):
+    """Give inputs and parameters to a leaf as results of their stand-ins."""
+
+    @staticmethod
+    def forward(ctx: Any, tensors: list[torch.Tensor], *stand_ins: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, *grads
+
+
+class _Place(NamedTuple):
+    """A tensor in the memory of a parameter."""
+
+    number: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Packing:
+    """The hooks of what autograd saves in one forward of a leaf. The graph keeps them, so they know nothing of the graph.
+
+    Attributes:
+        numbers: of parameters, by the addresses of their storages; empty once forward has run.
+        memory: the storages of the parameters, during backward.
+    """
+
+    def __init__(self, leaf: Leaf, numbers: dict[int, int]) -> None:
+        self.leaf, self.numbers = leaf, numbers
+        self.memory: list[torch.UntypedStorage] = []
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        try:
+            index = self.numbers.get(tensor.untyped_storage().data_ptr()) if self.numbers else None
+        except (RuntimeError, NotImplementedError):  # it has no storage: a fake tensor, while a compiler traces
+            return tensor
+        if index is None or not tensor.numel():
+            return tensor, tensor._version
+        if tensor.is_conj() or tensor.is_neg():
+            return tensor.resolve_conj().resolve_neg().clone()
+        return _Place(index, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, _Place):
+            if not self.memory:
+                self.leaf.fail("has its graph run outside of backward")
+            return _tensor_at(self.memory[packed.number], packed)
+        if isinstance(packed, torch.Tensor):
+            return packed
+        tensor, version = packed
+        if tensor._version != version:
+            self.leaf.fail(
+                "changes a tensor in place that its backward needs: one of the variables needed for gradient computation "
+                "has been modified by an inplace operation"
+            )
+        return tensor
+
+
+class State:
+    """What one forward of a leaf leaves for its backward.
+
+    Attributes:
+        name: of the leaf in the computation.
+        edges: of the outputs; ``None`` once backward has run.
+        used: the sharded parameters, by identity, that the outputs depend on; see [Note: Outputs without gradient] in
+            ``runtime.unused_outputs``.
+    """
+
+    def __init__(self, leaf: Leaf, packing: _Packing) -> None:
+        self.name, self.packing = leaf.traced_name, packing
+        self.edges: list[Any] | None = []
+        self.used: frozenset[int] = frozenset()
+
+
+def _tensor_at(storage: torch.UntypedStorage, place: _Place) -> torch.Tensor:
+    return torch.empty(0, dtype=place.dtype, device=storage.device).set_(
+        storage, place.offset, place.size, place.stride
+    )
+
+
+def _with_storages(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:
+    """Return the same parameters, each with a storage object of its own, and the storages."""
+    tensors, storages = [], []
+    for each in parameters:
+        memory = each.untyped_storage()
+        storage = memory[0 : memory.nbytes()]  # another storage, of the same memory
+        place = _Place(0, each.dtype, each.size(), each.stride(), int(each.storage_offset()))
+        tensors.append(_tensor_at(storage, place))
+        storages.append(storage)
+    return tensors, storages
+
+
+class _Run:
+    """One call of a leaf: what it gets, and the checks of what it leaves."""
+
+    def __init__(self, leaf: Leaf, tensors: Sequence[torch.Tensor]) -> None:
+        count = len(leaf.inputs)
+        self.leaf = leaf
+        self.given = tensors[:count]
+        self.versions = [None if t.is_inference() else t._version for t in self.given]
+        self.parameters, self.storages = _with_storages(tensors[count:])
+        self.first_version = [p._version if not p.is_inference() else None for p in self.parameters]
+        self.pointers = {storage.data_ptr(): i for i, storage in enumerate(self.storages) if storage.nbytes()}
+        self.alive = list(map(StorageWeakRef, self.storages))
+        self.storages.clear()
+
+    def outputs(self, result: Any) -> list[torch.Tensor]:
+        """Return the tensors that the trace gets: none shares memory with an input or a parameter."""
+        known = self.pointers.keys() | {t.untyped_storage().data_ptr() for t in self.given}
+        tensors = self.leaf.tensors_in(result)
+        return [
+            t.detach().clone() if t.numel() and t.untyped_storage().data_ptr() in known else t.detach() for t in tensors
+        ]
+
+    def check(self) -> None:
+        """Check that nothing was changed in place or is kept that the schedule knows nothing of."""
+        leaf = self.leaf
+        for number, (tensor, version) in enumerate(zip(self.given, self.versions, strict=True)):
+            if version is not None and tensor._version != version:
+                leaf.fail(f"changes its input {number} in place. Clone it first")
+        changed = [
+            i
+            for i, (p, v) in enumerate(zip(self.parameters, self.first_version, strict=True))
+            if v is not None and p._version != v
+        ]
+        if changed:
+            leaf.fail(f"changes parameter {leaf.name_of(changed[0])!r} in place during forward, which would be lost")
+        self.parameters.clear()
+
+    def check_freed(self) -> None:
+        """Check that nothing keeps a parameter."""
+        if not all(each.expired() for each in self.alive):
+            gc.collect()
+            kept = [i for i, each in enumerate(self.alive) if not each.expired()]
+            if kept:
+                self.leaf.fail(
+                    f"keeps parameter {self.leaf.name_of(kept[0])!r} or a view of it after its forward, where other "
+                    f"parameters will be: in an attribute of a module, or of the context of a torch.autograd.Function. Use "
+                    f"ctx.save_for_backward, or clone it"
+                )
+
+
+def run(leaf: Leaf, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Call a leaf without gradients."""
+    one = _Run(leaf, tensors)
+    with torch.no_grad():
+        outputs = one.outputs(leaf.call(one.given, one.parameters))
+    one.check()
+    one.check_freed()
+    return tuple(outputs)
+
+
+def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    """Call a leaf, and return its outputs and the state for its backward."""
+    one = _Run(leaf, tensors)
+    packing = _Packing(leaf, one.pointers)
+    state, count = State(leaf, packing), len(leaf.inputs)
+    with torch.enable_grad(), saved_tensors_hooks(packing.pack, packing.unpack):
+        given = [*(t.detach() for t in one.given), *one.parameters]
+        numbers = [i for i, is_needed in enumerate(leaf.needs) if is_needed]
+        bound = _Bind.apply([given[i] for i in numbers], *map(leaf.stand_in, numbers))
+        for i, tensor in zip(numbers, bound, strict=True):
+            given[i] = tensor
+            if i >= count:
+                tensor._is_param = True
+        binding = bound[0].grad_fn
+        del bound, tensor
+        result = leaf.call(given[:count], given[count:])
+        state.edges = [get_gradient_edge(t) if t.requires_grad else None for t in leaf.tensors_in(result)]
+        outputs = one.outputs(result)
+    del result, given
+    shards = {index: id(owner._parameters[key]) for owner, key, index in leaf.entries}
+    used = [numbers[i] - count for i in _used(state.edges, binding, len(numbers))]
+    state.used = frozenset(shards[index] for index in used if index >= 0)
+    del binding
+    one.check()
+    one.check_freed()
+    packing.numbers = {}
+    return *outputs, state
+
+
+def _used(edges: Sequence[Any], binding: Any, count: int) -> set[int]:
+    """Return which of the ``count`` results of the node ``binding`` the outputs with these edges depend on."""
+    found = {edge.output_nr for edge in edges if edge is not None and edge.node is binding}
+    nodes = [edge.node for edge in edges if edge is not None and edge.node is not binding]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "CheckpointFunctionBackward":  # a reentrant checkpoint: what it uses is known in backward
+            return set(range(count))
+        for following, number in node.next_functions:
+            if following is binding:
+                found.add(number)
+            elif following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return found
+
+
+def backward(leaf: Leaf, state: State, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the inputs and parameters that need one.
+
+    Args:
+        tensors: the parameters, then the gradients of the differentiable outputs.
+    """
+    if state.edges is None:
+        leaf.fail("runs backward a second time; its graph was freed (retain_graph is not supported)")
+    count = len(leaf.parameters)
+    parameters, state.packing.memory = _with_storages(tensors[:count])
+    cotangents = iter(tensors[count:])
+    pairs = [
+        (edge, next(cotangents))
+        for edge, known in zip(state.edges or (), leaf.outputs, strict=True)
+        if known.differentiable
+    ]
+    pairs = [(edge, cotangent) for edge, cotangent in pairs if edge is not None]
+    for parameter, is_needed in zip(parameters, leaf.needs[len(leaf.inputs) :], strict=True):
+        parameter.requires_grad_(is_needed)
+        parameter._is_param = True
+    numbers = [i for i, is_needed in enumerate(leaf.needs) if is_needed]
+    stand_ins = list(map(leaf.stand_in, numbers))
+    grads: list[torch.Tensor | None] = []
+    try:
+        if pairs:
+            # A region of torch.utils.checkpoint in the module reads the parameters again; a reentrant one, with which
+            # autograd.grad would not do, computes gradients of these.
+            with leaf.bound(parameters):
+                torch.autograd.backward([edge for edge, _ in pairs], [cotangent for _, cotangent in pairs])
+    finally:
+        state.edges, state.packing.memory = None, []
+        for number, stand_in in zip(numbers, stand_ins, strict=True):
+            grad, stand_in.grad = stand_in.grad, None
+            again = None if number < len(leaf.inputs) else parameters[number - len(leaf.inputs)].grad
+            grads.append(again if grad is None else grad if again is None else grad + again)
+    return tuple(
+        torch.zeros((), dtype=s.dtype, device=s.device).expand(s.shape) if g is None else g
+        for g, s in zip(grads, stand_ins, strict=True)
+    )
