@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import thunder_fsdp_sched as tfs
+
 import pytest
+import thunder
 import torch
+from ranks import on_ranks
 from scenario import Scenario, do, each
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -115,10 +119,10 @@ class Structured(Mlp):
 class CallsStructured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.part = Structured()
+        self.mlp = Structured()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        got = self.part(x, more={"bias": x.mean(-1, keepdim=True), "none": None}, scale=0.5)
+        got = self.mlp(x, more={"bias": x.mean(-1, keepdim=True), "none": None}, scale=0.5)
         return got["out"] + got["same"] * got["bias"]
 
 
@@ -132,10 +136,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, part: Callable[[], nn.Module] = Mlp, blocks: int = 2) -> None:
+    def __init__(self, *parts: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
-        self.blocks = nn.ModuleList(Block(part()) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(part()) for part in parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -146,31 +150,6 @@ class Model(nn.Module):
     @staticmethod
     def inputs(generator: torch.Generator, rows: int = 4) -> tuple[torch.Tensor, ...]:
         return (torch.randn(rows, 3, SIZE, generator=generator, dtype=torch.float64),)
-
-
-def _model(part: Callable[[], nn.Module] = Mlp) -> Callable[[], nn.Module]:
-    return lambda: Model(part).double()
-
-
-def _leaf(part: Callable[[], nn.Module], *actions: Any, strategy: str = "zero3", **options: Any) -> Scenario:
-    options = {"leaf_modules": ("blocks.*.part",), "sharding_strategy": strategy, **options}
-    return Scenario(_model(part), actions or [do.train()], options)
-
-
-SCENARIOS = {
-    "mlp": _leaf(Mlp),
-    "whole block": _leaf(Mlp, leaf_modules=(Block,), strategy="zero2"),
-    "experts, zero2": _leaf(Experts, strategy="zero2"),
-    "experts": _leaf(Experts),
-    "branch": _leaf(Branch),
-    "custom function": _leaf(Custom),
-    "lstm": _leaf(Recurrent),
-    "buffers": _leaf(Counting),
-    "checkpoint": _leaf(lambda: Checkpointed(reentrant=False)),
-    "reentrant checkpoint": _leaf(lambda: Checkpointed(reentrant=True)),
-    "structures": _leaf(CallsStructured, leaf_modules=("Structured",)),
-    "window": _leaf(Experts, do.micro_batch(0), do.micro_batch(1), do.micro_batch(2, no_sync=False), do.step()),
-}
 
 
 class Mixture(nn.Module):
@@ -207,38 +186,6 @@ class InCheckpoint(nn.Module):
         return torch.tanh(self.mlp(torch.sin(x)))
 
 
-LEAF = {"leaf_modules": ("blocks.*.part",)}
-SCENARIOS |= {
-    "one bucket": _leaf(Mixture),
-    "twice": _leaf(Twice, leaf_modules=("blocks.*.part.mlp",)),
-    "in a checkpoint": _leaf(InCheckpoint, leaf_modules=("Branch",)),
-    "frozen": _leaf(
-        Mlp,
-        do.freeze(
-            "blocks.0.part.up.weight",
-            "blocks.1.part.up.weight",
-            "blocks.1.part.up.bias",
-            "blocks.1.part.down.weight",
-            "blocks.1.part.down.bias",
-        ),
-        do.train(),
-    ),
-    "evaluation": _leaf(Experts, do.train(1), do.mode(training=False), do.forward(7, grad=False), do.train(1, first=8)),
-    "two forwards": _leaf(Branch, do.forward(0), do.forward(1), do.backward(0), do.backward(), do.step()),
-    "accumulated sharded": _leaf(
-        Experts, do.micro_batch(0), do.micro_batch(1, no_sync=False), do.step(), accumulate="sharded"
-    ),
-    "hybrid": Scenario(_model(Experts), [do.train()], {**LEAF, "ranks": (2, 2)}, ranks=4),
-    "offload": _leaf(Experts, offload_policy=CPUOffloadPolicy()),
-    "prefetch": _leaf(Branch, prefetch=1, transport="all_reduce"),
-}
-
-
-@each(SCENARIOS)
-def test_trains_like_the_unsharded_model(name: str) -> None:
-    SCENARIOS[name].run()
-
-
 class Nested(nn.Module):
     """Only the inner module cannot be traced."""
 
@@ -266,21 +213,175 @@ class Largest(nn.Module):
         return float(x.abs().max().item() > 1) + 1.0
 
 
-AUTOMATIC = {
-    "experts": (Experts, "blocks.*.part"),
-    "branch": (Branch, "blocks.*.part"),
-    "custom function": (Custom, "blocks.*.part"),
-    "lstm": (Recurrent, "blocks.*.part.lstm"),
-    "nested": (Nested, "blocks.*.part.second"),
-    "python number": (RandomScale, "blocks.*.part"),
+def _scenario(
+    *parts: Callable[[], nn.Module],
+    actions: Sequence[Any] = (do.train(),),
+    world: int = 2,
+    long: bool = False,
+    **options: Any,
+) -> Scenario:
+    options = {"leaf_modules": ("blocks.*.part",), **options}
+    return Scenario(lambda: Model(*parts).double(), actions, options, ranks=world, long=long)
+
+
+PARTS = (
+    *(Mlp, Experts, Branch, Custom, Recurrent, Counting, Mixture),
+    *(lambda: Checkpointed(reentrant=False), lambda: Checkpointed(reentrant=True)),
+)
+WITHIN = (CallsStructured, Twice, InCheckpoint)
+"""Modules that have a leaf, each of which the pattern ``blocks.*.part.mlp`` finds."""
+EVALUATE = (
+    do.train(1),
+    do.mode(training=False),
+    do.forward(7, grad=False),
+    do.mode(training=True),
+    do.train(1, first=8),
+)
+WINDOW = (do.micro_batch(0), do.micro_batch(1), do.micro_batch(2, no_sync=False), do.step())
+FROZEN = (
+    "blocks.0.part.up.weight",
+    *(f"blocks.1.part.{name}.{kind}" for name in ("up", "down") for kind in ("weight", "bias")),
+)
+
+SCENARIOS = {
+    "all kinds": _scenario(*PARTS),
+    "within others": _scenario(*WITHIN, leaf_modules=("blocks.*.part.mlp",)),
+    "whole blocks, zero2": _scenario(Experts, Branch, leaf_modules=(Block,), sharding_strategy="zero2"),
+    "windows, evaluation": _scenario(Experts, Branch, actions=[*WINDOW, *EVALUATE], sharding_strategy="zero2"),
+    "frozen": _scenario(Mlp, Mlp, actions=[do.freeze(*FROZEN), do.train()]),
+    "two forwards": _scenario(Branch, actions=[do.forward(0), do.forward(1), do.backward(0), do.backward(), do.step()]),
+    "hybrid": _scenario(Experts, ranks=(2, 2), world=4),
+    "offload, accumulated sharded": _scenario(
+        Experts,
+        actions=WINDOW,
+        offload_policy=CPUOffloadPolicy(),
+        accumulate="sharded",
+        prefetch=1,
+        transport="all_reduce",
+    ),
+    "all kinds, zero2": _scenario(*PARTS, sharding_strategy="zero2", long=True),
+    "all kinds, windows": _scenario(*PARTS, actions=[*WINDOW, *EVALUATE], long=True),
 }
 
 
-@each({name: Scenario(_model(part)) for name, (part, _) in AUTOMATIC.items()})
-def test_what_cannot_be_traced_runs_as_it_is(name: str) -> None:
-    part, pattern = AUTOMATIC[name]
+@each(SCENARIOS)
+def test_trains_like_the_unsharded_model(name: str) -> None:
+    SCENARIOS[name].run()
+
+
+AUTOMATIC = {
+    Experts: "part",
+    Branch: "part",
+    Custom: "part",
+    Recurrent: "part.lstm",
+    Nested: "part.second",
+    RandomScale: "part",
+}
+"""Modules that cannot be traced, each with the part of it that becomes a leaf."""
+
+
+@on_ranks()
+def test_what_cannot_be_traced_runs_as_it_is() -> None:
     with pytest.warns(UserWarning, match="is not traced, but runs as it is") as caught:
-        run = Scenario(_model(part)).run()
-    texts = {str(w.message).partition(" (")[0] for w in caught if "runs as it is" in str(w.message)}
-    assert texts == {f"fsdp: {pattern}"}
-    assert sorted(run.transform.sharded.leaves.values()) == [pattern.replace("*", str(i)) for i in range(2)]
+        run = _scenario(*AUTOMATIC, leaf_modules="auto").run()
+    texts = [str(w.message).partition(",")[0] for w in caught if "runs as it is" in str(w.message)]
+    kinds = {"Experts": "", "Branch": "", "Custom": "", "LSTM": ".lstm", "RandomScale": ""}  # Nested has Experts, too
+    expected = [f"fsdp: blocks.*.part{path} ({kind}" for kind, path in kinds.items()]
+    assert texts == expected
+    leaves = sorted(run.transform.sharded.leaves.values())
+    assert leaves == [f"blocks.{number}.{path}" for number, path in enumerate(AUTOMATIC.values())]
+
+
+class Keeps(Mlp):
+    """Keeps a parameter beyond its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = [self.up.weight]
+        return super().forward(x)
+
+
+class Writes(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(0.5)
+        return super().forward(x)
+
+
+class WritesInput(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(2))
+
+
+class TakesObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(_Box(x))
+
+
+class _Box:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] = {
+    "keeps a parameter": (
+        Keeps,
+        "*.part",
+        RuntimeError,
+        r"leaf module 'blocks.0.part' \(Keeps\) keeps parameter 'up.weight'",
+    ),
+    "writes a parameter": (Writes, "*.part", RuntimeError, r"changes parameter 'up.weight' in place"),
+    "writes its input": (WritesInput, "*.part", NotImplementedError, r"changes its input 0 in place. Clone it first"),
+    "matches nothing": (Mlp, "*.mlps", ValueError, r"'\*.mlps' matches no submodule of the Model"),
+    "the model": (Mlp, Model, ValueError, "the model itself cannot be a leaf"),
+    "an object": (TakesObject, "*.mlp", TypeError, r"is called with a _Box; a leaf takes tensors and plain values"),
+    "another shape": (Mlp, ("*.part", lambda x: x[:1]), RuntimeError, r"returns .*\(4, 3, 8\).* not .*\(1, 3, 8\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_leaf_must_not_do_is_an_error(name: str, one_rank: None) -> None:
+    part, match, error, text = REFUSED[name]
+    x = torch.ones(4, 3, SIZE)
+    with pytest.raises(error, match=text):
+        thunder.jit(Model(part), transforms=[tfs.fsdp(leaf_modules=[match])])(x).sum().backward()
+
+
+@pytest.mark.parametrize("value", ["mlp", Mlp, 3, [3], [("a", "b")]])
+def test_values_of_the_option_are_checked(value: Any) -> None:
+    with pytest.raises(TypeError, match="leaf_modules: expected"):
+        tfs.fsdp(leaf_modules=value)
+
+
+def test_without_leaves_what_cannot_be_traced_is_an_error_that_names_the_option(one_rank: None) -> None:
+    model = thunder.jit(Model(Branch), transforms=[tfs.fsdp(leaf_modules=())])
+    with pytest.raises(NotImplementedError, match="item") as raised:
+        model(torch.ones(4, 3, SIZE))
+    assert "fsdp(leaf_modules=('blocks.*.part',))" in raised.value.__notes__[0]
+
+
+def test_a_second_backward_is_an_error(one_rank: None) -> None:
+    loss = thunder.jit(Model(Branch), transforms=[tfs.fsdp(leaf_modules=[Branch])])(torch.ones(4, 3, SIZE)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"'blocks.0.part'.* runs backward a second time"):
+        loss.backward()
+
+
+class _OwnError(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 5:
+            raise ValueError("five rows are too many")
+        return super().forward(x) @ x.new_ones(SIZE + (x.shape[0] == 6), SIZE)
+
+
+@pytest.mark.parametrize(("rows", "error"), [(5, "five rows"), (6, "shape|size|dimension")])
+def test_the_errors_of_the_program_stay_its_own(rows: int, error: str, one_rank: None) -> None:
+    transform = tfs.fsdp()
+    model = thunder.jit(Model(_OwnError), transforms=[transform])
+    with pytest.raises((ValueError, RuntimeError), match=error):
+        model(torch.ones(rows, 3, SIZE))
+    assert not transform.sharded.leaves
+    model(torch.ones(4, 3, SIZE)).sum().backward()
