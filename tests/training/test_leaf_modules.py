@@ -269,6 +269,14 @@ def test_trains_like_the_unsharded_model(name: str) -> None:
     SCENARIOS[name].run()
 
 
+class Puts(Mlp):
+    """Thunder computes no gradient of the values, which is known after the trace."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, indices = torch.zeros_like(x), torch.arange(x.shape[0]).flip(0)
+        return out.index_put((indices,), super().forward(x))
+
+
 AUTOMATIC = {
     Experts: "part",
     Branch: "part",
@@ -276,6 +284,7 @@ AUTOMATIC = {
     Recurrent: "part.lstm",
     Nested: "part.second",
     RandomScale: "part",
+    Puts: "part",
 }
 """Modules that cannot be traced, each with the part of it that becomes a leaf."""
 
@@ -285,9 +294,16 @@ def test_what_cannot_be_traced_runs_as_it_is() -> None:
     with pytest.warns(UserWarning, match="is not traced, but runs as it is") as caught:
         run = _scenario(*AUTOMATIC, leaf_modules="auto").run()
     texts = [str(w.message).partition(",")[0] for w in caught if "runs as it is" in str(w.message)]
-    kinds = {"Experts": "", "Branch": "", "Custom": "", "LSTM": ".lstm", "RandomScale": ""}  # Nested has Experts, too
+    kinds = {
+        "Experts": "",
+        "Branch": "",
+        "Custom": "",
+        "LSTM": ".lstm",
+        "RandomScale": "",
+        "Puts": "",
+    }  # Nested has Experts, too
     expected = [f"fsdp: blocks.*.part{path} ({kind}" for kind, path in kinds.items()]
-    assert texts == expected
+    assert texts == expected, texts
     leaves = sorted(run.transform.sharded.leaves.values())
     assert leaves == [f"blocks.{number}.{path}" for number, path in enumerate(AUTOMATIC.values())]
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from thunder.core.devices import Device
 from thunder.core.dtypes import dtype
 from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorProxy
@@ -29,7 +30,14 @@ Parameter = tuple[Bucket, int]
 
 
 class ModuleCall:
-    """The tag of the bound symbols that one call of a module has added to a trace."""
+    """The tag of the bound symbols that one call of a module has added to a trace.
+
+    Attributes:
+        module: ``None`` for a copy of a recorded call.
+    """
+
+    def __init__(self, module: torch.nn.Module | None = None) -> None:
+        self.module = module
 
 
 IN_CHECKPOINT = "in a region of torch.utils.checkpoint"
@@ -206,9 +214,9 @@ class RepeatedRegion(NamedTuple):
     output: TensorProxy
 
 
-def tag_call(bsyms: Iterable[BoundSymbol]) -> None:
-    """Tag the bound symbols that a module call has added."""
-    call = ModuleCall()
+def tag_call(bsyms: Iterable[BoundSymbol], module: torch.nn.Module) -> None:
+    """Tag the bound symbols that a call of a module has added."""
+    call = ModuleCall(module)
     for bsym in bsyms:
         bsym.tags.add(call)
 

@@ -20,6 +20,7 @@ class Leaves(dict[torch.nn.Module, str]):
         output_like: functions that say what a leaf returns, by its path.
         calls: those that were traced, by module, and by what they pass.
         obstacle: the innermost module whose trace has failed although it can be a leaf, with the error.
+        version: how often leaves were added; calls that were recorded with another one are not repeated.
         announced: the classes of which a warning has said that they are leaves.
     """
 
@@ -29,6 +30,7 @@ class Leaves(dict[torch.nn.Module, str]):
         self.output_like: dict[str, Callable[..., Any]] = {}
         self.calls: dict[torch.nn.Module, dict[Any, Any]] = {}
         self.obstacle: tuple[torch.nn.Module, BaseException] | None = None
+        self.version = 0
         self.announced: set[type] = set()
 
     def parts(self) -> Iterator[torch.nn.Module]:

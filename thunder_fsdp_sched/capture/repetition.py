@@ -102,7 +102,9 @@ class Repetition:
         except Unrepeatable as reason:
             self._refuse(module_path, reason)
             return call_forward(module, *args, **kwargs)
-        key = type(unwrap(module)), arguments.key, *map(cache_info().get, _DEFAULTS)
+        leaves = _callers[data][2]
+        version = 0 if leaves is None else leaves.version
+        key = type(unwrap(module)), arguments.key, version, *map(cache_info().get, _DEFAULTS)
         records, mode = self._records.setdefault(key, []), grad_mode_of(data)
         observer.note_checks()
         for record in (known for known in (ref() for ref in records) if known is not None):
@@ -350,7 +352,7 @@ def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
         load("capture.module_in_error:name_in_error")(unwrap(module), names_leaf=not is_automatic)
         if is_automatic:
             load("extras.leaf_modules.capture:note_obstacle")(leaves, module, *args, **kwargs)
-    tag_call(scope[before:])
+    tag_call(scope[before:], unwrap(module))
     return result
 
 

@@ -193,6 +193,10 @@ class ShardedModule:
 
     def _adds_leaf(self) -> bool:
         """Return whether the failed compilation has found a module to run as it is, so that another one makes sense."""
+        error = sys.exc_info()[1]
+        bsym = getattr(error, "bsym", None)  # the operator that a pass has refused
+        if bsym is not None and self.leaves.automatic:
+            load("extras.leaf_modules.choose:note_operator")(self.leaves, bsym, error)
         if not (self._is_tracing and self.leaves.obstacle):
             return False
         self._is_tracing = False

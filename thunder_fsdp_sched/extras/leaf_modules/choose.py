@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from thunder.core.symbol import BoundSymbol
 
+from ...capture.bound_symbols import ModuleCall
 from ...capture.leaves import AUTO, Leaves
 
 Matcher = str | type | Callable[[str, torch.nn.Module], bool]
@@ -57,6 +59,15 @@ def _remove_inner(leaves: Leaves) -> None:
         del leaves[module]
 
 
+def note_operator(leaves: Leaves, bsym: BoundSymbol, error: BaseException) -> None:
+    """Note the innermost module that has called an operator which a pass refuses."""
+    paths = {part: path for path, part in leaves.model.named_modules()}
+    called = (tag.module for tag in bsym.tags if isinstance(tag, ModuleCall))
+    modules = [module for module in called if module is not None and paths.get(module)]
+    if modules:
+        leaves.obstacle = max(modules, key=lambda module: len(paths[module])), error
+
+
 def add_obstacle(leaves: Leaves) -> bool:
     """Let the module at which the last trace has failed be a leaf, and those like it in other blocks.
 
@@ -71,6 +82,7 @@ def add_obstacle(leaves: Leaves) -> bool:
     alike = [part for part, path in paths.items() if type(part) is type(module) and _pattern(path) == pattern]
     leaves.update((part, paths[part]) for part in alike)
     _remove_inner(leaves)
+    leaves.version += 1
     if type(module) not in leaves.announced:
         leaves.announced.add(type(module))
         warnings.warn(
