@@ -171,6 +171,16 @@ def register_foreach_type(tensor_class: type[torch.Tensor]) -> None:
             supported.append(tensor_class)
 
 
+def step_hooks(stepped: torch.optim.Optimizer) -> Iterator[Any]:
+    """Return the hooks that run before and after a step of an optimizer, its own and those of all optimizers."""
+    return itertools.chain(
+        optimizer._global_optimizer_pre_hooks.values(),
+        optimizer._global_optimizer_post_hooks.values(),
+        stepped._optimizer_step_pre_hooks.values(),
+        stepped._optimizer_step_post_hooks.values(),
+    )
+
+
 def timeout_of(group: Any) -> timedelta:
     """Return the timeout of the collectives of ``group``."""
     for device in ("cuda", "cpu"):
@@ -300,6 +310,12 @@ def states_of(params: Iterable[torch.Tensor]) -> list[tuple[torch.dtype, bool]]:
     """
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(_STATE, params))
+
+
+def grads_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return the gradient of each parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(operator.attrgetter("grad"), params))
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from internals import RowDTensor
 from models import Model
 from ranks import on_ranks
 from scenario import Run
@@ -26,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 Make = Callable[[Any], Optimizer]
@@ -120,7 +123,7 @@ def _scale_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _clear_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Clear the momentum after each second step, which a hook of the state sees."""
-    assert optimizer.state
+    assert optimizer.state and args[0] is optimizer
     for state in optimizer.state.values():
         state["calls"] = state.get("calls", 0) + 1
         for key, value in state.items():
@@ -217,13 +220,56 @@ def test_each_optimizer_trains_shards_as_it_trains_the_unsharded_model() -> None
                     for optimizer in run.optimizers if step in by_step else ():
                         by_step[step](optimizer)
                     _step(run, step)
+                run.gradients(4)
+                with _OnRows() as on_rows:
+                    run.optimizers[0].step()
+                assert bool(on_rows.called) == (name in OWN or "hook" in action or action == "schedulers"), (
+                    on_rows.called
+                )
+                run.optimizers[1].step()
                 for optimizer in run.optimizers if name not in OWN else ():
-                    assert optimizer.step(lambda: run.gradients(4) or 0.5) == 0.5
+                    assert optimizer.step(lambda: run.gradients(5) or 0.5) == 0.5
                 run.compare_parameters()
                 _check_states(run)
             except Exception as error:
                 failures[f"{name} / {action}"] = f"{type(error).__name__}: {str(error)[:300]}"
     assert not failures, failures
+
+
+class _OnRows(TorchDispatchMode):
+    """Records the operators that get a parameter, a gradient or state as a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, RowDTensor) for leaf in tree_leaves((args, kwargs))):
+            self.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_a_step_on_plain_rows_leaves_what_a_step_of_the_unsharded_model_leaves() -> None:
+    for make in (partial(AdamW, lr=0.1), partial(AdamW, lr=0.1, foreach=True), partial(SGD, lr=0.1, momentum=0.9)):
+        run = _run(make)
+        run.gradients(0)
+        for optimizer in run.optimizers:
+            group = optimizer.param_groups[0]
+            lr, group["lr"] = group["lr"], "none"
+            with pytest.raises(TypeError):
+                optimizer.step()
+            group["lr"] = lr
+        _check_states(run)  # state that the failed step has made
+        param = run.optimizers[0].param_groups[0]["params"][0]
+        penalty = param.pow(2).sum()
+        gradient = weakref.ref(param.grad.to_local())
+        _step(run, 1)
+        assert gradient() is None  # freed by zero_grad
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            penalty.backward()
+        run.compare_parameters()
+        _check_states(run)
 
 
 class Complex(Model):

@@ -1,9 +1,11 @@
-"""Checks before each step of an optimizer, whose parameters, gradients and state are rows.
+"""Preparations before each step of an optimizer, whose parameters, gradients and state are rows.
 
 [Note: Optimizers on rows]
 The user's optimizer steps, on parameters, gradients and state that are DTensors. State that it makes from a parameter, by
 ``torch.zeros_like(p)`` for instance, is rows by itself (see [Note: Operators on rows] in ``extras.row_operators``). So
 hooks, closures, schedulers and derived classes see what they see in an unsharded run, and ``state_dict`` has DTensors.
+Optimizers of torch that treat each element by itself have the rows as plain tensors while they step: see [Note: Steps on
+plain rows] in ``plain_steps``.
 
 Loaded state may be cut otherwise: ``torch.distributed.checkpoint.state_dict`` cuts whole state evenly, and ``torch.load``
 gives a :class:`RowPiece`. It becomes rows before the next step. ``load_state_dict`` gives an optimizer a new dictionary of
@@ -25,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from ..extensions import load
 from ..runtime.row_dtensor import DTENSORS, RowDTensor
 from .former_parameters import refuse_former
+from .plain_steps import on_plain_rows
 from .refusals import refuse_compilation
 
 _NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
@@ -34,8 +37,11 @@ _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKe
 """The dictionary of state of each optimizer that was found to be rows."""
 
 
-def check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def prepare_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Refuse optimizers that would train something else than the model, and give their state the rows of parameters.
+
+    Returns:
+        other arguments of the step, of which the first is the optimizer: see [Note: Steps on plain rows] in ``plain_steps``.
 
     Raises:
         RuntimeError: it has parameters from before ``thunder.jit``.
@@ -52,8 +58,11 @@ def check_before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
         )
     _refuse_rows(optimizer, sharded)
     state_to_rows(optimizer)
-    if len(args) <= 1 and kwargs.get("closure") is None:  # a closure computes gradients later
-        _warn_of_unreduced(optimizer, sharded)
+    if len(args) > 1 or kwargs.get("closure") is not None:  # a closure computes gradients later
+        return None
+    _warn_of_unreduced(optimizer, sharded)
+    stand_in = on_plain_rows(optimizer)
+    return None if stand_in is None else ((stand_in,), kwargs)
 
 
 def state_to_rows(optimizer: torch.optim.Optimizer) -> None:

@@ -37,7 +37,7 @@ from .former_parameters import retire
 from .initial_values import ShardedParam, check_initial_values, resolve_device, source_of
 from .module_parameters import find_owner, replace_in_containers
 from .module_policies import ModulePolicies
-from .optimizer_steps import check_before_step
+from .optimizer_steps import prepare_step
 from .refusals import (
     refuse_compiled,
     refuse_grad_dtypes,
@@ -48,7 +48,7 @@ from .refusals import (
 )
 from .sharded_module import ShardedModule
 
-register_optimizer_step_pre_hook(check_before_step)
+register_optimizer_step_pre_hook(prepare_step)
 
 
 def shard_module(model: ThunderModule, options: Options) -> ShardedModule:

@@ -1,0 +1,135 @@
+"""Run the steps of torch's own optimizers on plain tensors, this rank's rows.
+
+[Note: Steps on plain rows]
+An operator on a :class:`RowDTensor` goes through Python, which takes several times as long as a small operator on a CPU, and
+a step runs a dozen of them for each parameter. torch's optimizers treat each element by itself, so for the time of a step
+they can have the rows alone, without any operator on rows. torch lets a hook before a step replace the arguments of the
+step, of which the first is the optimizer: the step runs on a stand-in, an object of a derived class that shares all
+attributes of the optimizer but ``param_groups`` and ``state``. Nothing is kept from one step to the next, and an exception
+leaves the user's optimizer as it would leave an unsharded one: values are written in place, and what the step adds to the
+state of a parameter becomes rows in the optimizer's own state at once.
+
+Everything else steps on rows (see [Note: Optimizers on rows] in ``optimizer_steps``): classes of users, whose steps may
+read whole parameters; steps with a closure, which computes other gradients; and those with other hooks, which would see the
+stand-in, or gradients that it does not have.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
+
+from ..private_torch import grads_of, step_hooks
+from ..runtime.row_dtensor import RowDTensor
+from ..runtime.rows import Rows
+
+_ELEMENTWISE = frozenset({ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD})
+"""Optimizers that treat each element of a parameter by itself. Derived classes do not count."""
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def on_plain_rows(optimizer: torch.optim.Optimizer) -> Any:
+    """Return what the optimizer's step can run on in place of the optimizer; ``None`` if it has to run on rows."""
+    own: Any = type(optimizer)
+    if own not in _ELEMENTWISE or optimizer.defaults["differentiable"] or _has_other_hooks(optimizer):
+        return None
+    groups, state = [], _State(optimizer.state)
+    for group in optimizer.param_groups:
+        if any(isinstance(option, torch.Tensor) and option.ndim for option in group.values()):
+            return None  # state that is made of it could be taken for rows
+        params = group["params"]
+        if len(set(map(id, params))) < len(params):
+            return None  # they share state
+        plain = list(map(state.add, params, grads_of(params)))
+        if any(param is None for param in plain):
+            return None
+        groups.append({**group, "params": plain})
+    if not state.written:
+        return None
+    torch.autograd.graph.increment_version(state.written)  # below autograd, operators count no versions
+    cls = _stand_in_for(own)
+    stand_in = cls.__new__(cls)
+    stand_in.__dict__ = optimizer.__dict__
+    stand_in.param_groups, stand_in.state = groups, state
+    return stand_in
+
+
+def _has_other_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return any(not getattr(hook, "__module__", "").startswith(f"{_PACKAGE}.") for hook in step_hooks(optimizer))
+
+
+def _are_alike(tensor: RowDTensor, param: RowDTensor) -> bool:
+    return tensor.rows == param.rows and tensor.dtype is param.dtype
+
+
+@functools.cache
+def _stand_in_for(cls: type[torch.optim.Optimizer]) -> Any:
+    # As slots, these two hide those of the `__dict__` that the stand-in shares.
+    return type(cls.__name__, (cls,), {"__slots__": ("param_groups", "state"), "__module__": __name__})
+
+
+class _State(dict[Any, Any]):
+    """The state of an optimizer by plain rows instead of parameters.
+
+    Attributes:
+        new: the parameters without state, by plain rows.
+        written: the rows that the step may write.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self.new: dict[torch.Tensor, RowDTensor] = {}
+        self.written: list[torch.Tensor] = []
+
+    def add(self, param: Any, grad: Any) -> Any:
+        """Return the plain rows of a parameter, with the gradient; ``None`` if that or the state is not of such rows.
+
+        A step does nothing with parameters without a gradient, and those that are not sharded it gets as they are.
+        """
+        if grad is None or type(param) is not RowDTensor:
+            return param
+        local, spec = param._local_tensor, cast(Any, param._spec)
+        if type(grad) is not RowDTensor or not (grad._spec is spec or _are_alike(grad, param)):
+            return None
+        plain = local.data  # another object, for a gradient of its own
+        plain.grad = grad._local_tensor
+        self.written += (param, local)
+        if (entries := self._state.get(param)) is None:
+            self.new[plain] = param
+            return plain
+        values = {**entries}
+        for key, value in entries.items():
+            if type(value) is RowDTensor and (value._spec is spec or _are_alike(value, param)):
+                self.written.append(value)
+                values[key] = value._local_tensor
+            elif isinstance(value, torch.Tensor) and (type(value) is not torch.Tensor or value.ndim):
+                return None
+        self[plain] = of_param = _Entries(values)
+        of_param.entries, of_param.rows = entries, spec.rows
+        return plain
+
+    def __missing__(self, plain: torch.Tensor) -> Any:
+        if (param := self.new.get(plain)) is None:  # one that is not sharded
+            return self._state[plain]
+        self[plain] = entries = _Entries()
+        entries.entries, entries.rows = self._state[param], param.rows
+        return entries
+
+
+class _Entries(dict[str, Any]):
+    """The state of one parameter as plain rows. What is set becomes rows in the optimizer's own state."""
+
+    __slots__ = ("entries", "rows")
+
+    entries: dict[str, Any]
+    rows: Rows
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self.get(key) is not value or key not in self.entries:
+            is_rows = isinstance(value, torch.Tensor) and value.ndim
+            self.entries[key] = RowDTensor.wrap(value, self.rows) if is_rows else value
+        super().__setitem__(key, value)
