@@ -117,6 +117,8 @@ SYSTEMS: dict[str, Make] = {
     "ours zero3, torch.compile": partial(
         ours, executors=["torch_kernels", "torchcompile_cat", "sdpa"], sharding_strategy="zero3"
     ),
+    "ours zero3, blocks as leaves": partial(ours, leaf_modules=("blocks.*",), sharding_strategy="zero3"),
+    "ours zero3, compiled leaves": partial(ours, compiled_blocks=True, sharding_strategy="zero3"),
     "ours zero2": partial(ours, sharding_strategy="zero2"),
 }
 

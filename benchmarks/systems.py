@@ -181,12 +181,27 @@ def unsharded_eager(name: str, shape: Shape, emulation: Emulation) -> System:
 
 
 def ours(
-    name: str, shape: Shape, emulation: Emulation, executors: Sequence[str] | None = None, **options: Any
+    name: str,
+    shape: Shape,
+    emulation: Emulation,
+    executors: Sequence[str] | None = None,
+    compiled_blocks: bool = False,
+    **options: Any,
 ) -> System:
-    """Return this project's ``fsdp(**options)``, by default with the default executors."""
+    """Return this project's ``fsdp(**options)``, by default with the default executors.
+
+    Args:
+        compiled_blocks: whether each block is a leaf module that ``torch.compile`` compiles.
+    """
+    model = shape.model()
+    if compiled_blocks:
+        options["leaf_modules"] = ("blocks.*",)
+        for block in model.blocks:
+            block.compile()
     transform = thunder_fsdp_sched.fsdp(**options)
-    transforms = [transform, emulation.transform()]
-    return _jitted(name, thunder.jit(shape.model(), transforms=transforms, executors=executors), transform)
+    return _jitted(
+        name, thunder.jit(model, transforms=[transform, emulation.transform()], executors=executors), transform
+    )
 
 
 def thunders_fsdp(name: str, shape: Shape, emulation: Emulation, strategy: str, bucketing: str) -> System:

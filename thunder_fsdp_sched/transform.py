@@ -165,6 +165,7 @@ class FSDPTransform(ShardingTransform):
         self._let_libraries_use(model, compile_data)
         quiet_no_sync(model)
         self._stats.add(thunder.compile_stats(model))
+        self._reads.leaves = self._sharded.leaves
         trace_module_calls(
             compile_data,
             self._repetition if self.options.debug.trace_modules_once else call_forward,

@@ -277,14 +277,31 @@ class Puts(Mlp):
         return out.index_put((indices,), super().forward(x))
 
 
+@torch.library.custom_op("leaf_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, grad: grad * 2)
+
+
+class Operators(Mlp):
+    """Calls an operator, an overload and an autograd function, which alone run as they are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = doubled(super().forward(x)) + torch.ops.leaf_tests.doubled(x) + torch.ops.leaf_tests.doubled.default(x)
+        return _Scaled.apply(x, self.down.bias)
+
+
 AUTOMATIC = {
     Experts: "part",
     Branch: "part",
-    Custom: "part",
     Recurrent: "part.lstm",
     Nested: "part.second",
     RandomScale: "part",
     Puts: "part",
+    Operators: None,
 }
 """Modules that cannot be traced, each with the part of it that becomes a leaf."""
 
@@ -294,18 +311,27 @@ def test_what_cannot_be_traced_runs_as_it_is() -> None:
     with pytest.warns(UserWarning, match="is not traced, but runs as it is") as caught:
         run = _scenario(*AUTOMATIC, leaf_modules="auto").run()
     texts = [str(w.message).partition(",")[0] for w in caught if "runs as it is" in str(w.message)]
-    kinds = {
-        "Experts": "",
-        "Branch": "",
-        "Custom": "",
-        "LSTM": ".lstm",
-        "RandomScale": "",
-        "Puts": "",
-    }  # Nested has Experts, too
-    expected = [f"fsdp: blocks.*.part{path} ({kind}" for kind, path in kinds.items()]
-    assert texts == expected, texts
+    kinds = {"Experts": "", "Branch": "", "LSTM": ".lstm", "RandomScale": "", "Puts": ""}  # Nested has Experts, too
+    expected = {f"fsdp: blocks.*.part{path} ({kind}" for kind, path in kinds.items()}
+    functions = ("leaf_tests.doubled", "leaf_tests.doubled.default", "_Scaled")
+    assert set(texts) == expected | {f"fsdp: {name} is not traced" for name in functions}, texts
     leaves = sorted(run.transform.sharded.leaves.values())
-    assert leaves == [f"blocks.{number}.{path}" for number, path in enumerate(AUTOMATIC.values())]
+    assert leaves == [f"blocks.{number}.{path}" for number, path in enumerate(AUTOMATIC.values()) if path]
+
+
+def _compiled() -> nn.Module:
+    part = Branch()
+    part.compile(backend="aot_eager")
+    return part
+
+
+COMPILED = Scenario(lambda: Model(_compiled, lambda: torch.compile(Mlp(), backend="eager")).double())
+
+
+@on_ranks()
+def test_compiled_submodules_run_as_they_are_compiled() -> None:
+    run = COMPILED.run()
+    assert sorted(run.transform.sharded.leaves.values()) == ["blocks.0.part", "blocks.1.part"]
 
 
 class Keeps(Mlp):

@@ -74,6 +74,7 @@ from ..runtime.traced_inputs import (
 from . import callbacks, module_members, torch_types
 from .changing_values import READ_ENVIRONMENT, ForeignIterators, changing_value, environment_read, set_default
 from .containers import Containers
+from .leaves import CALLS, Leaves
 from .paths import ATTRIBUTE, COMPUTED, FUNCTION, INPUTS, ITEM, Path, Paths, evaluate
 from .refusals import collect_refusals
 from .unknown_numbers import UnknownNumbers
@@ -81,13 +82,18 @@ from .unsupported import unsupported_call
 
 
 class InputReads:
-    """The checks for what one jitted module reads from its inputs in the present compilation."""
+    """The checks for what one jitted module reads from its inputs in the present compilation.
+
+    Attributes:
+        leaves: what of the module is not traced; ``None`` if everything is.
+    """
 
     def __init__(self) -> None:
         self._trace: Any = None
         self._checks: dict[Path, Check] = {}
         self._module: torch.nn.Module | None = None
         self._sizes: Any = None  # the `Sizes`, with symbolic values
+        self.leaves: Leaves | None = None
 
     def call(self, call: Callable[..., Any], module: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
         """Let ``call`` trace a call of a module, with wrapped values, and note what it reads if it is the outermost one."""
@@ -167,6 +173,9 @@ class InputReads:
 
     def look_aside(self, look_aside: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Refuse what a trace would not reproduce, note for which attributes the program asks, and let it assign several."""
+        if self.leaves is not None and id(function) in CALLS and self.leaves.automatic:
+            if (leaf := load("extras.leaf_modules.capture:function_to_call")(function, args)) is not None:
+                return functools.partial(load("extras.leaf_modules.capture:call_function"), self.leaves, *leaf)
         if (error := unsupported_call(function, args, kwargs)) is not None:
             return do_raise(error)
         if (found := torch_types.look_aside(function, args) or callbacks.look_aside(function, kwargs)) is not None:

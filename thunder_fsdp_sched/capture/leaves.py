@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 
 AUTO = "auto"
 """In place of the name of a leaf module: any that Thunder cannot trace."""
+
+
+CALLS = frozenset(
+    map(
+        id,
+        (
+            torch.autograd.Function.apply.__func__,  # type: ignore[attr-defined]
+            torch._ops.OpOverloadPacket.__call__,
+            torch._ops.OpOverload.__call__,
+        ),
+    )
+)
+"""The identities of functions that call one of the user, which Thunder may not know: autograd functions, operators."""
 
 
 class Leaves(dict[torch.nn.Module, str]):
@@ -18,20 +31,20 @@ class Leaves(dict[torch.nn.Module, str]):
         model: of which they are parts.
         automatic: whether modules that cannot be traced become leaves.
         output_like: functions that say what a leaf returns, by its path.
-        calls: those that were traced, by module, and by what they pass.
+        calls: those that were traced, by module or function, and by what they pass.
         obstacle: the innermost module whose trace has failed although it can be a leaf, with the error.
         version: how often leaves were added; calls that were recorded with another one are not repeated.
-        announced: the classes of which a warning has said that they are leaves.
+        announced: the classes of modules, and the functions, of which a warning has said that they run as they are.
     """
 
     def __init__(self, model: torch.nn.Module, *, automatic: bool = False) -> None:
         super().__init__()
         self.model, self.automatic = model, automatic
         self.output_like: dict[str, Callable[..., Any]] = {}
-        self.calls: dict[torch.nn.Module, dict[Any, Any]] = {}
+        self.calls: dict[Hashable, dict[Any, Any]] = {}
         self.obstacle: tuple[torch.nn.Module, BaseException] | None = None
         self.version = 0
-        self.announced: set[type] = set()
+        self.announced: set[Hashable] = set()
 
     def parts(self) -> Iterator[torch.nn.Module]:
         """Yield all modules that run as they are."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from ..capture.leaves import Leaves
 from ..extensions import load
 from ..private_torch import (
     READ_BY_DDP,
@@ -48,7 +49,6 @@ def refuse_wrapped(module: nn.Module) -> None:
     Raises:
         TypeError: names the submodule, and what to do.
     """
-    compiled: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     for name, submodule in module.named_modules():
         where = f"submodule {name!r}" if name else "the module that was given to thunder.jit"
         if isinstance(submodule, FSDPModule):
@@ -62,11 +62,36 @@ def refuse_wrapped(module: nn.Module) -> None:
                 f"{where} is wrapped in {type(submodule).__name__}. Give thunder.jit the module itself: fsdp(...) shards it "
                 f"and reduces its gradients"
             )
-        if isinstance(submodule, compiled) or submodule._compiled_call_impl is not None:
-            raise TypeError(
-                f"{where} is compiled by torch.compile, which Thunder cannot trace. Leave torch.compile out: thunder.jit "
-                f"compiles the whole model"
-            )
+    if is_compiled(module):
+        raise TypeError(
+            "the module that was given to thunder.jit is compiled by torch.compile, which Thunder cannot trace. Leave "
+            "torch.compile out: thunder.jit compiles the whole model"
+        )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` has compiled a module itself."""
+    compiled: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    return isinstance(module, compiled) or module._compiled_call_impl is not None
+
+
+def run_compiled_as_leaves(leaves: Leaves) -> None:
+    """Let submodules that ``torch.compile`` has compiled be leaf modules.
+
+    Raises:
+        TypeError: one is not, because the user has chosen others.
+    """
+    parts = set(leaves.parts())
+    for name, submodule in leaves.model.named_modules():
+        if is_compiled(submodule) and submodule not in parts:
+            if not leaves.automatic:
+                raise TypeError(
+                    f"submodule {name!r} is compiled by torch.compile, which Thunder cannot trace. Name it in "
+                    f"fsdp(leaf_modules=...), to run it as it is compiled, or leave torch.compile out: thunder.jit compiles "
+                    f"the whole model"
+                )
+            leaves[submodule] = name
+            parts.update(submodule.modules())
 
 
 def refuse_renamed(module: nn.Module) -> None:

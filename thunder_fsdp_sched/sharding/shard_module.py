@@ -45,6 +45,7 @@ from .refusals import (
     refuse_shards_and_grads,
     refuse_views,
     refuse_wrapped,
+    run_compiled_as_leaves,
 )
 from .sharded_module import ShardedModule
 
@@ -158,6 +159,7 @@ class ShardingSteps:
         self.leaves = Leaves(module, automatic=AUTO in options.leaf_modules)
         if set(options.leaf_modules) - {AUTO}:
             self.leaves = load("extras.leaf_modules.choose:find_leaves")(module, options.leaf_modules)
+        run_compiled_as_leaves(self.leaves)
         self.policies = ModulePolicies(module, options)
         self.policies.check_exempt(spec for spec, _ in specs)
         for spec, _, _, ranks in self.params:

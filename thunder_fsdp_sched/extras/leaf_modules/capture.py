@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from thunder.core.interpreter import (
 from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, get_jit_ctx, record_source_loc_in_symbol_header
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import TensorProxy
+from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ...capture.leaves import Leaves
 from ...private_thunder import added_checks, checks_of
+from .choose import announce
 from .leaf import TENSOR, Entry, Leaf, Metadata, Structure
 from .observe import is_plain, observe, run_once
 from .symbols import fsdp_leaf
@@ -37,9 +39,50 @@ def call_leaf(leaves: Leaves, module: WrappedValue, *args: WrappedValue, **kwarg
         _proxy_contents(value)
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        return _record(leaves, module, args, kwargs)
+        plain, context = unwrap(module), get_jit_ctx()
+        kept = vars(context).setdefault(
+            "_fsdp_wrapped", []
+        )  # else the interpreter would make another proxy of a tied one
+        wrapped = [_wrap_parameter(module, *each) for each in _parameters_of(plain)[1].items()]
+        kept.extend(wrapped)
+        return _record(leaves, leaves[plain], plain, args, kwargs, [each.value for each in wrapped])
 
     return interpreter_needs_wrap(record_source_loc_in_symbol_header(record))(*args, **kwargs)
+
+
+def function_to_call(function: Any, args: Sequence[WrappedValue]) -> tuple[str, Callable[..., Any]] | None:
+    """Return the name of a function that Thunder does not know, and the function, if it can run as it is.
+
+    Args:
+        function: one of :data:`CALLS`, which the program calls.
+        args: wrapped.
+    """
+    called = unwrap(args[0])
+    if function is _APPLY:
+        has_context = called.setup_context is torch.autograd.Function.setup_context
+        return None if has_context else (called.__qualname__, called.apply)
+    packet = getattr(called, "overloadpacket", called)
+    is_known = packet in _torch_to_thunder_function_map or str(packet).partition(".")[0] in _OF_TORCH
+    return None if is_known else (str(called), called)
+
+
+def call_function(
+    leaves: Leaves, name: str, function: Callable[..., Any], *args: WrappedValue, **kwargs: WrappedValue
+) -> Any:
+    """Trace a call of a function as a single operator, with wrapped values; return the wrapped result, or a signal."""
+    _, *rest = args  # without the class, or the operator
+    for value in (*rest, *kwargs.values()):
+        _proxy_contents(value)
+    announce(leaves, function, f"{name} is not traced, but runs as it is, as one operator with its own gradient")
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        return _record(leaves, name, function, args, kwargs, [])
+
+    return interpreter_needs_wrap(record_source_loc_in_symbol_header(record))(*rest, **kwargs)
+
+
+_APPLY = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+_OF_TORCH = frozenset({"aten", "prim", "prims"})
 
 
 def note_obstacle(leaves: Leaves, wrapped: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> None:
@@ -78,17 +121,20 @@ def _proxy_contents(value: WrappedValue) -> None:
         get_jit_ctx().proxify(value)
 
 
-def _record(leaves: Leaves, wrapped: WrappedValue, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    module, context = unwrap(wrapped), get_jit_ctx()
-    kept = vars(context).setdefault("_fsdp_wrapped", [])  # else the interpreter would make another proxy of a tied one
-    proxies = []
-    for path, parameter in _parameters_of(module)[1].items():
-        kept.append(_wrap_parameter(wrapped, path, parameter))
-        proxies.append(kept[-1].value)
-    leaf = _leaf_of(leaves[module], module, args, kwargs, list(map(_metadata, proxies)))
+def _record(
+    leaves: Leaves,
+    path: str,
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parameters: list[TensorProxy],
+) -> Any:
+    context = get_jit_ctx()
+    leaf = _leaf_of(path, function, args, kwargs, list(map(_metadata, parameters)))
     tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, TensorProxy)]
-    key = repr((leaf.arguments, leaf.inputs, leaf.parameters, leaf.autocasts, module.training))
-    known = leaves.calls.setdefault(module, {})
+    is_training = [module.training for module in leaf.modules]
+    key = repr((leaf.arguments, leaf.inputs, leaf.parameters, leaf.autocasts, is_training))
+    known = leaves.calls.setdefault(function, {})
     if key not in known:
         observe(leaf, leaves.output_like.get(leaf.path))
         number = f"_{len(known)}" if known else ""
@@ -97,16 +143,16 @@ def _record(leaves: Leaves, wrapped: WrappedValue, args: tuple[Any, ...], kwargs
     leaf = known[key]
     if not context.computation_trace.has_name(leaf.name):
         context.computation_trace.add_name(leaf.name)
-    return leaf.results.fill(fsdp_leaf(leaf, *tensors, *proxies))
+    return leaf.results.fill(fsdp_leaf(leaf, *tensors, *parameters))
 
 
-def _leaf_of(path: str, module: torch.nn.Module, args: Any, kwargs: Any, parameters: Sequence[Metadata]) -> Leaf:
+def _leaf_of(path: str, function: Callable[..., Any], args: Any, kwargs: Any, parameters: Sequence[Metadata]) -> Leaf:
     """Return a new leaf for a call with proxies in place of tensors.
 
     Raises:
         NotImplementedError, TypeError: a leaf cannot be called so.
     """
-    what = f"the leaf module {path!r} ({type(module).__name__})"
+    what = f"the leaf {path!r} ({getattr(function, '__name__', type(function).__name__)})"
     if get_cache_option() is not CACHE_OPTIONS.CONSTANT_VALUES:
         raise NotImplementedError(f"fsdp: {what} needs fixed sizes: leave out thunder.jit(cache=...)")
     flat, spec = tree_flatten((args, kwargs))
@@ -122,7 +168,8 @@ def _leaf_of(path: str, module: torch.nn.Module, args: Any, kwargs: Any, paramet
         (str(device), None if dtype is None else dtypes.to_torch_dtype(dtype), enabled)
         for device, dtype, enabled in get_compile_data().autocast_stack.stack
     ]
-    return Leaf(path, module, _parameters_of(module)[0], inputs, parameters, arguments, autocasts)
+    entries = _parameters_of(function)[0] if isinstance(function, torch.nn.Module) else ()
+    return Leaf(path, function, entries, inputs, parameters, arguments, autocasts)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -83,15 +83,20 @@ def add_obstacle(leaves: Leaves) -> bool:
     leaves.update((part, paths[part]) for part in alike)
     _remove_inner(leaves)
     leaves.version += 1
-    if type(module) not in leaves.announced:
-        leaves.announced.add(type(module))
-        warnings.warn(
-            f"fsdp: {pattern} ({type(module).__name__}, {_source(module)}) is not traced, but runs as it is: "
-            f"{type(error).__name__}: {error}. To confirm it, pass fsdp(leaf_modules=({pattern!r},)); to get this as an "
-            f"error, leaf_modules=()",
-            stacklevel=2,
-        )
+    announce(
+        leaves,
+        type(module),
+        f"{pattern} ({type(module).__name__}, {_source(module)}) is not traced, but runs as it is: {type(error).__name__}: "
+        f"{error}. To confirm it, pass fsdp(leaf_modules=({pattern!r},))",
+    )
     return True
+
+
+def announce(leaves: Leaves, what: Any, text: str) -> None:
+    """Warn once that a class of modules, or a function, runs as it is."""
+    if what not in leaves.announced:
+        leaves.announced.add(what)
+        warnings.warn(f"fsdp: {text}; to get an error instead, pass leaf_modules=()", stacklevel=2)
 
 
 def _pattern(path: str) -> str:

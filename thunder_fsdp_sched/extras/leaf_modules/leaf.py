@@ -1,9 +1,9 @@
-"""A call of a leaf module: what it takes and returns, and where the module has its parameters."""
+"""A call of a leaf module or function: what it takes and returns, and where the module has its parameters."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -61,10 +61,11 @@ class Entry(NamedTuple):
 
 
 class Leaf:
-    """A call of a leaf module: the opaque argument of ``fsdp_leaf``, which prints its name.
+    """A call of a leaf module, or of a function that runs as it is: the opaque argument of ``fsdp_leaf``.
 
     Args:
-        path: of the module in the model.
+        path: of the module in the model; the name of the function.
+        function: the module itself, if it is one.
         entries: all names of parameters.
         inputs, parameters: the tensors that the call reads.
         arguments: how its arguments are nested.
@@ -91,20 +92,22 @@ class Leaf:
     def __init__(
         self,
         path: str,
-        module: torch.nn.Module,
+        function: Callable[..., Any],
         entries: Sequence[Entry],
         inputs: Sequence[Metadata],
         parameters: Sequence[Metadata],
         arguments: Structure,
         autocasts: Sequence[tuple[str, torch.dtype | None, bool]],
     ) -> None:
-        self.path, self.module, self.entries = path, module, tuple(entries)
+        self.path, self.function, self.entries = path, function, tuple(entries)
         self.inputs, self.parameters = tuple(inputs), tuple(parameters)
         self.arguments, self.autocasts = arguments, tuple(autocasts)
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._variants: dict[Any, Leaf] = {}
         own = {id(entry.owner._parameters[entry.key]) for entry in entries}
-        self._is_in_containers = any(id(tensor) in own for _, tensor in tensors_in_containers(module))
+        self._is_in_containers = any(
+            id(tensor) in own for module in self.modules for _, tensor in tensors_in_containers(module)
+        )
 
     def __str__(self) -> str:
         return self.name
@@ -112,14 +115,20 @@ class Leaf:
     __repr__ = __str__
 
     @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """The module; empty for a function."""
+        return (self.function,) if isinstance(self.function, torch.nn.Module) else ()
+
+    @property
     def text_to_compare(self) -> str:
         """What ranks compare of it."""
-        return f"{type(self.module).__name__} {self.path}"
+        return " ".join((self.path, *(type(module).__name__ for module in self.modules)))
 
     @property
     def title(self) -> str:
         """What messages call it."""
-        return f"leaf module {self.path!r} ({type(self.module).__name__})"
+        kinds = [type(module).__name__ for module in self.modules]
+        return f"leaf module {self.path!r} ({kinds[0]})" if kinds else f"leaf function {self.path!r}"
 
     def flops_of(self, symbol: str) -> dict[torch.dtype, int]:
         """Return the floating-point operations of a symbol that runs it, by dtype: a backward counts as two forwards."""
@@ -151,7 +160,8 @@ class Leaf:
         for (owner, key, _), parameter in zip(self.entries, new, strict=True):
             owner._parameters[key] = parameter
         if self._is_in_containers:  # as in `nn.LSTM._flat_weights`
-            replace_in_containers(self.module, dict(zip(map(id, old), new, strict=True)))
+            for module in self.modules:
+                replace_in_containers(module, dict(zip(map(id, old), new, strict=True)))
 
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -165,8 +175,8 @@ class Leaf:
         args, kwargs = self.arguments.fill(inputs)
         with self.bound(parameters), self._autocast() if self.autocasts else contextlib.nullcontext():
             if self.recomputes and torch.is_grad_enabled():
-                return checkpoint(self.module, *args, use_reentrant=False, **kwargs)
-            return self.module(*args, **kwargs)
+                return checkpoint(self.function, *args, use_reentrant=False, **kwargs)
+            return self.function(*args, **kwargs)
 
     def tensors_in(self, result: Any) -> list[torch.Tensor]:
         """Return the tensors of a result.
@@ -199,7 +209,9 @@ class Leaf:
 
     def name_of(self, number: int) -> str:
         """Return the name of a parameter in the leaf."""
-        names: Mapping[torch.nn.Module, str] = {module: path for path, module in self.module.named_modules()}
+        names: Mapping[torch.nn.Module, str] = {
+            module: path for root in self.modules for path, module in root.named_modules()
+        }
         entry = next(entry for entry in self.entries if entry.number == number)
         return f"{names[entry.owner]}.{entry.key}".lstrip(".")
 

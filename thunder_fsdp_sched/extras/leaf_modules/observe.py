@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from numbers import Number
 from typing import Any
@@ -69,7 +69,7 @@ def _observe(leaf: Leaf, *, is_fake: bool) -> None:
     saved: dict[int, int] = {}
     with contextlib.ExitStack() as stack:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        stack.enter_context(_unchanged(leaf.module, mode.from_tensor if is_fake else _real_copy))
+        stack.enter_context(_unchanged(leaf.modules, mode.from_tensor if is_fake else _real_copy))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         kind = next((device.type for device in devices), "cuda")
         stack.enter_context(torch.random.fork_rng(list(devices), device_type=kind))
@@ -140,12 +140,12 @@ def _real_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _unchanged(module: torch.nn.Module, copy: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Undo what happens in between to attributes of a module, also to lists, dictionaries and sets there.
+def _unchanged(roots: Iterable[torch.nn.Module], copy: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Undo what happens in between to attributes of modules and their parts, also to lists, dictionaries and sets there.
 
-    Its buffers, and other tensors, are copies until then.
+    Their buffers, and other tensors, are copies until then.
     """
-    modules = list(module.modules())
+    modules = [module for root in roots for module in root.modules()]
     attributes = [dict(vars(m)) for m in modules]
     containers = [
         (value, value.copy()) for each in attributes for value in each.values() if type(value) in (list, dict, set)

@@ -44,8 +44,7 @@ def _backward_meta(leaf: Leaf, state: Proxy, *tensors: TensorProxy) -> tuple[Ten
 
 
 def _print(bsym: BoundSymbol, *printables: Any) -> str:
-    module = bsym.args[0].module
-    return f"{print_call(bsym, *printables)}  # runs as it is: {bsym.args[0].path}, {type(module).__name__}"
+    return f"{print_call(bsym, *printables)}  # runs as it is: {bsym.args[0].title}"
 
 
 def _facts(bsym: BoundSymbol) -> Facts:
