@@ -70,6 +70,7 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"torchrun .*\btrain\.py": By("test_demo.py::test_the_training_example_trains"),
     r"torchrun .* examples/resume\.py checkpoints": By("test_demo.py::test_the_restartable_example"),
     r"torchrun .* examples/ranks_differ\.py( --check)?": By("test_examples.py::test_ranks_that_differ_end_together"),
+    r"torchrun .* examples/expert_parallel\.py( --check)?": By("test_examples.py::test_experts_in_parallel"),
     r"torchrun .* examples/from_scratch\.py": By("test_examples.py::test_from_scratch_trains"),
     r"torchrun .* examples/evaluate\.py": By("test_examples.py::test_evaluate_gives_the_loss"),
     r"torchrun .* examples/stream_weights\.py": By("test_examples.py::test_the_inference_process"),

@@ -187,3 +187,8 @@ def test_from_scratch_names_what_it_has_no_rule_for() -> None:
     model = example.thunder.jit(HasUnusedParameter(), transforms=[example.FromScratch()])
     with pytest.raises(ValueError, match="forward does not use unused: the gradients of unused"):
         model(torch.ones(2, 4))
+
+
+@on_ranks(4)
+def test_experts_in_parallel_within_a_leaf_have_the_gradients_of_one_process() -> None:
+    load("expert_parallel").main(check=True)

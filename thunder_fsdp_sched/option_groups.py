@@ -66,10 +66,13 @@ def _comparable(value: Any, captured: bool) -> str:
         return f"mesh of {tuple(value.shape)} ranks, dimensions {value.mesh_dim_names}"
     if isinstance(value, tuple):
         schedules = [step for step in value if isinstance(step, StepSchedule)]
-        return str([(s.forward.compute, s.backward and s.backward.compute) for s in schedules] or value)
+        computes = [(s.forward.compute, s.backward and s.backward.compute) for s in schedules]
+        return str(computes) if computes else f"({', '.join(_comparable(each, captured) for each in value)})"
     if isinstance(value, (MixedPrecisionPolicy, OffloadPolicy)):
         of_fields = [f"{f.name}={_comparable(getattr(value, f.name), captured)}" for f in fields(value)]
         return f"{type(value).__name__}({', '.join(of_fields)})"
+    if isinstance(value, type):
+        return value.__qualname__
     if not callable(value):
         return str(value)
     from .callables import describe, place_of  # here, because most options are no functions

@@ -354,6 +354,13 @@ class WritesInput(Mlp):
         return super().forward(x.mul_(2))
 
 
+class Sums(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        torch.distributed.all_reduce(out)
+        return out
+
+
 class TakesObject(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -377,6 +384,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] = 
     ),
     "writes a parameter": (Writes, "*.part", RuntimeError, r"changes parameter 'up.weight' in place"),
     "writes its input": (WritesInput, "*.part", NotImplementedError, r"changes its input 0 in place. Clone it first"),
+    "communicates": (
+        Sums,
+        "*.part",
+        NotImplementedError,
+        r"'blocks.0.part' \(Sums\) communicates \(c10d::allreduce_\)",
+    ),
     "matches nothing": (Mlp, "*.mlps", ValueError, r"'\*.mlps' matches no submodule of the Model"),
     "the model": (Mlp, Model, ValueError, "the model itself cannot be a leaf"),
     "an object": (TakesObject, "*.mlp", TypeError, r"is called with a _Box; a leaf takes tensors and plain values"),

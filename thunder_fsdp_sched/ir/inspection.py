@@ -160,9 +160,16 @@ def communicates(bsym: BoundSymbol) -> bool:
     if isinstance(sym_id, DistPrimIDs):
         return True
     # Executors claim Thunder's communication prims under other names; a process group among the arguments reveals them.
+    # So does a leaf module of which it is not known that it does not communicate.
     # Proxies are left out because they look up any attribute that they lack among the operators, which takes long.
     for arg in bsym.args:
-        if not isinstance(arg, Proxy) and (type(arg).__name__.endswith("ProcessGroup") or hasattr(arg, "_get_backend")):
+        if isinstance(arg, Proxy):
+            continue
+        if (
+            type(arg).__name__.endswith("ProcessGroup")
+            or hasattr(arg, "_get_backend")
+            or getattr(arg, "communicates", False)
+        ):
             return True
     return any(communicates(sub) for sub in bsym.subsymbols)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from ...capture.leaves import Leaves
 from ...private_thunder import added_checks, checks_of
 from .choose import announce
 from .leaf import TENSOR, Entry, Leaf, Metadata, Structure
-from .observe import is_plain, observe, run_once
+from .observe import Communicates, is_plain, observe, run_once
 from .symbols import fsdp_leaf
 
 
@@ -106,6 +107,9 @@ def note_obstacle(leaves: Leaves, wrapped: WrappedValue, *args: WrappedValue, **
         observe(leaf, None)
         if not isinstance(error, NotImplementedError):  # perhaps the program's own, which fake tensors may not show
             run_once(leaf)
+    except Communicates as reason:
+        getattr(error, "add_note", warnings.warn)(str(reason))  # Python 3.10 has no notes
+        return
     except Exception:  # of any code that the module runs
         return
     leaves.obstacle = module, error

@@ -77,6 +77,7 @@ class Leaf:
         needs: whether the gradient of each input, and then of each parameter, is needed; empty before ``prepare_leaves``.
         outputs, results: the tensors that it returns, and how they are nested.
         recomputes: whether backward runs its forward again instead of keeping what autograd saves.
+        communicates: whether it may communicate: the user has said what it returns, so no run of it was observed.
         saved_bytes: bytes that autograd keeps for backward besides inputs and parameters, as observed once.
         flops: floating-point operations of a forward by dtype, by the formulas of ``torch.utils.flop_counter``.
     """
@@ -85,7 +86,7 @@ class Leaf:
     results: Structure
     name = traced_name = ""
     needs: tuple[bool, ...] = ()
-    recomputes = False
+    recomputes = communicates = False
     saved_bytes = 0
     flops: Mapping[torch.dtype, int] = MappingProxyType({})
 

@@ -13,14 +13,36 @@ from thunder.core.proxies import Proxy
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from .leaf import TENSOR, Leaf, Metadata, Structure
 
 
-class _ChangesInput(Exception):
-    """The leaf has written to a tensor that it was given."""
+class _Refused(NotImplementedError):
+    """The leaf does what the schedule cannot allow."""
+
+
+class Communicates(_Refused):
+    """The leaf runs a collective, in which the other ranks do not take part now."""
+
+
+class _WithoutCommunication(TorchDispatchMode):
+    """Refuses collectives, of whichever interface of torch."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        super().__init__()
+        self._leaf = leaf
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"):
+            raise Communicates(
+                f"fsdp: the {self._leaf.title} communicates ({func.name()}), so it is not run to find out what it returns. "
+                f"Say it, as a function of the same arguments, and no other communication crosses it: "
+                f"leaf_modules=[({self._leaf.path!r}, lambda x, **_: torch.empty_like(x))]"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def is_plain(value: Any) -> bool:
@@ -39,14 +61,17 @@ def observe(leaf: Leaf, output_like: Callable[..., Any] | None) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             args, kwargs = leaf.arguments.fill([_empty(m) for m in leaf.inputs])
             _note(leaf, output_like(*args, **kwargs), is_given=True)
+        leaf.communicates = True
         return
     try:
         _observe(leaf, is_fake=True)
-    except _ChangesInput as error:
-        raise NotImplementedError(f"fsdp: the {leaf.title} {error}") from None
+    except _Refused:
+        raise
     except Exception as fake:  # the module may run any code
         try:
             _observe(leaf, is_fake=False)
+        except _Refused:
+            raise
         except Exception as real:
             raise NotImplementedError(
                 f"fsdp: what the {leaf.title} returns is not known: a run on fake tensors raised {type(fake).__name__}: "
@@ -75,6 +100,7 @@ def _observe(leaf: Leaf, *, is_fake: bool) -> None:
         stack.enter_context(torch.random.fork_rng(list(devices), device_type=kind))
         if is_fake:
             stack.enter_context(mode)
+        stack.enter_context(_WithoutCommunication(leaf))
         stack.enter_context(torch.enable_grad())
         inputs = [make(m).requires_grad_(m.differentiable) for m in leaf.inputs]
         parameters = [torch.nn.Parameter(make(m), m.differentiable) for m in leaf.parameters]
@@ -92,7 +118,7 @@ def _observe(leaf: Leaf, *, is_fake: bool) -> None:
             versions = [t._version for t in given_inputs]
             result = leaf.call(given_inputs, parameters)
             if changed := [i for i, t in enumerate(given_inputs) if t._version != versions[i]]:
-                raise _ChangesInput(f"changes its input {changed[0]} in place. Clone it first")
+                raise _Refused(f"fsdp: the {leaf.title} changes its input {changed[0]} in place. Clone it first")
         _note(leaf, result, reads_data=not is_fake)
         leaf.saved_bytes, leaf.flops = sum(saved.values()), {leaf.outputs[0].dtype: counter.get_total_flops()}
 
