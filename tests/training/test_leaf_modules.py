@@ -10,6 +10,7 @@ import thunder_fsdp_sched as tfs
 import pytest
 import thunder
 import torch
+from memory_count import compare, count_on_fake_ranks
 from ranks import on_ranks
 from scenario import Scenario, do, each
 from torch import nn
@@ -440,3 +441,13 @@ def test_the_errors_of_the_program_stay_its_own(rows: int, error: str, one_rank:
         model(torch.ones(rows, 3, SIZE))
     assert not transform.sharded.leaves
     model(torch.ones(4, 3, SIZE)).sum().backward()
+
+
+@pytest.mark.parametrize(("part", "pattern"), [(Mlp, "blocks.*.part"), (InCheckpoint, "blocks.*.part.mlp")])
+def test_predicted_memory_contains_what_a_leaf_saves_and_takes(part: Callable[[], nn.Module], pattern: str) -> None:
+    """What a leaf takes in backward is an upper bound; everything else is exact."""
+    found = count_on_fake_ranks(Model(part, part).double(), lambda: tfs.fsdp(leaf_modules=(pattern,)))
+    compiled, memory, tracker = found["step"]
+    count = compare(memory, compiled, tracker)
+    assert all(wrong >= actual and "fsdp_leaf_backward" in text for wrong, actual, text in count.wrong), str(count)
+    assert count.counted <= count.predicted <= 1.05 * count.counted

@@ -140,7 +140,7 @@ def _observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observe
     Tensor arguments are numbered in the order in which they appear, each tensor once.
     """
     inputs = list({id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}.values())
-    recorder = _Recorder(inputs)
+    recorder = Recorder(inputs)
     with recorder:
         outputs = function(*args, **kwargs)
     outs = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
@@ -169,7 +169,7 @@ def _observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observe
     )
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """A dispatch mode that collects facts from the schemas and tags of all base operators that run under it."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:

@@ -79,6 +79,7 @@ class Leaf:
         recomputes: whether backward runs its forward again instead of keeping what autograd saves.
         communicates: whether it may communicate: the user has said what it returns, so no run of it was observed.
         saved_bytes: bytes that autograd keeps for backward besides inputs and parameters, as observed once.
+        forward_bytes, backward_bytes: the most bytes that exist in either besides these, its results included.
         flops: floating-point operations of a forward by dtype, by the formulas of ``torch.utils.flop_counter``.
     """
 
@@ -87,7 +88,7 @@ class Leaf:
     name = traced_name = ""
     needs: tuple[bool, ...] = ()
     recomputes = communicates = False
-    saved_bytes = 0
+    saved_bytes = forward_bytes = backward_bytes = 0
     flops: Mapping[torch.dtype, int] = MappingProxyType({})
 
     def __init__(
@@ -135,6 +136,10 @@ class Leaf:
         """Return the floating-point operations of a symbol that runs it, by dtype: a backward counts as two forwards."""
         return {dtype: flops * (2 if symbol.endswith("backward") else 1) for dtype, flops in self.flops.items()}
 
+    def bytes_of(self, symbol: str) -> int:
+        """Return the most bytes that exist while a symbol runs it, results included, besides those that are saved."""
+        return self.backward_bytes if symbol.endswith("backward") else self.forward_bytes
+
     def needing(self, needs: tuple[bool, ...], *, recomputes: bool) -> Leaf:
         """Return the same call with the gradients that are needed of it."""
         key = needs, recomputes
@@ -143,6 +148,8 @@ class Leaf:
             vars(other).update(vars(self), needs=needs, recomputes=recomputes, _stand_ins={})
             if recomputes:
                 other.saved_bytes = 0
+                other.forward_bytes += self.saved_bytes
+                other.backward_bytes += self.saved_bytes
             if len(self._variants) > 1:
                 other.name = f"{self.name}_{len(self._variants) - 1}"
         return self._variants[key]

@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-from torch.utils.flop_counter import FlopCounterMode
 
+from ...ir.observation import Recorder
 from .leaf import TENSOR, Leaf, Metadata, Structure
 
 
@@ -114,13 +114,33 @@ def _observe(leaf: Leaf, *, is_fake: bool) -> None:
                 saved[key] = storage.nbytes()
             return tensor
 
-        with saved_tensors_hooks(count, lambda tensor: tensor), FlopCounterMode(display=False) as counter:
+        recorder = Recorder([*given_inputs, *parameters])
+        with saved_tensors_hooks(count, lambda tensor: tensor), recorder:
             versions = [t._version for t in given_inputs]
             result = leaf.call(given_inputs, parameters)
             if changed := [i for i, t in enumerate(given_inputs) if t._version != versions[i]]:
                 raise _Refused(f"fsdp: the {leaf.title} changes its input {changed[0]} in place. Clone it first")
         _note(leaf, result, reads_data=not is_fake)
-        leaf.saved_bytes, leaf.flops = sum(saved.values()), {leaf.outputs[0].dtype: counter.get_total_flops()}
+        leaf.saved_bytes, leaf.flops = sum(saved.values()), dict(recorder.flops)
+        leaf.forward_bytes = max(recorder.peak_bytes - leaf.saved_bytes, 0)
+        leaf.backward_bytes = _observe_backward(result, recorder) - leaf.saved_bytes
+
+
+def _observe_backward(result: Any, recorder: Recorder) -> int:
+    """Run backward; return the most bytes that exist during it besides the results of forward."""
+    outputs = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+    storages = {StorageWeakRef(t.untyped_storage()): t.untyped_storage().nbytes() for t in outputs}
+    outputs = [t for t in outputs if t.requires_grad]
+    gradients = list(map(torch.empty_like, outputs))
+    recorder.peak_bytes = 0
+    try:
+        with recorder:
+            torch.autograd.backward(outputs, gradients)
+    except _Refused:
+        raise
+    except Exception:  # it has none, which the backward of a training step says
+        return 0
+    return recorder.peak_bytes - sum(storages.values())
 
 
 def _note(leaf: Leaf, result: Any, *, is_given: bool = False, reads_data: bool = False) -> None:

@@ -100,9 +100,8 @@ def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int
     found: dict[str, tuple[int, ...]] = {}
     memory = []
     leaf = bsym.args[0] if bsym.sym.name.startswith(LEAF) else None
-    saved_bytes, device = (0, "") if leaf is None else (leaf.saved_bytes, leaf.outputs[0].device.type)
     for out in defined_by(bsym):
-        nbytes = nbytes_of(out) if isinstance(out, TensorProxy) else saved_bytes
+        nbytes = nbytes_of(out) if isinstance(out, TensorProxy) else 0
         if call is not None and out.name in outs:
             index = outs.index(out.name)
             first, nbytes = call.storages[index]
@@ -115,7 +114,7 @@ def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int
             is_new = not (of and facts.known)
         views[out.name] = of
         if is_new:
-            memory.append(Allocation(out.name, nbytes, device or device_of(out), kind="values"))
+            memory.append(Allocation(out.name, nbytes, device_of(out), kind="values"))
     if call is not None and call.temporary_bytes:
         tensors = (p for p in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy))
         device = next(map(device_of, tensors), "cpu")
@@ -123,6 +122,15 @@ def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int
     operators, flops = (None, None) if call is None else (call.operators, call.flops)
     if leaf is not None:
         flops = leaf.flops_of(bsym.sym.name)
+        for state in [out for out in defined_by(bsym) if not isinstance(out, TensorProxy)]:  # its autograd graph
+            views[state.name] = facts.aliases.get(state.name, ())
+            memory.append(Allocation(state.name, leaf.saved_bytes, leaf.outputs[0].device.type, kind="values"))
+        temporary = leaf.bytes_of(bsym.sym.name) - sum(
+            nbytes_of(out) for out in defined_by(bsym) if isinstance(out, TensorProxy)
+        )
+        memory.append(
+            Allocation(None, max(temporary, 0), leaf.outputs[0].device.type, "call", "temporaries", bsym.sym.name)
+        )
     return replace(known, views=views, strides=found, operators=operators, flops=flops, allocates=tuple(memory))
 
 
