@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 
 import pytest
 import thunder
@@ -451,3 +452,14 @@ def test_predicted_memory_contains_what_a_leaf_saves_and_takes(part: Callable[[]
     count = compare(memory, compiled, tracker)
     assert all(wrong >= actual and "fsdp_leaf_backward" in text for wrong, actual, text in count.wrong), str(count)
     assert count.counted <= count.predicted <= 1.05 * count.counted
+
+
+def test_blocks_with_leaves_are_traced_once() -> None:
+    with fake_rank(0, 2):
+        transform = tfs.fsdp(leaf_modules=("blocks.*.part",))
+        model = thunder.jit(Model(*[Experts] * 3, Branch).double(), transforms=[transform])
+        transform.sharded.compile(model, Model.inputs(torch.Generator()), {})
+        assert transform._repetition.repeated == 4, (
+            "two blocks, the last norm, and the head, which is like the embedding"
+        )
+        assert sorted(transform.sharded.leaves.calls, key=str) == sorted(transform.sharded.leaves, key=str)

@@ -46,7 +46,7 @@ arguments repeat only records of calls with the same ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import BuiltinMethodType, MethodType, MethodWrapperType
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, unvariableify
 from thunder.core.symbol import BoundSymbol, Symbol
 
 from ..ir.inspection import nested
+from ..ir.symbols import LEAF
 from ..private_thunder import checks_of, renames_of
 from .keys import key_of
 from .observer import Mark, Observer, Unrepeatable
@@ -223,6 +224,10 @@ class Record:
     mode: GradMode  # of the recorded call
     detached: frozenset[int]  # which of its tensor arguments had the tag DETACHED
     is_portable: bool  # whether the record holds in other grad modes
+    leaves: dict[Any, str] = field(
+        default_factory=dict
+    )  # the calls of leaf modules, with their paths within the module
+    ties: tuple[int, ...] = ()  # if there are leaves, which parameters of the module are one
 
     def fits(self, module_path: Path, roots: Mapping[Path, Any], mode: GradMode, detached: frozenset[int]) -> bool:
         """Return whether the program would read the same for the module at ``module_path``, in a mode in which this holds.
@@ -288,9 +293,33 @@ def make_record(
     reads_mode = observer.uses_of_grad_mode != since.uses_of_grad_mode
     portable = not reads_mode and is_portable(bsyms, {*inputs, *passed}, mode.enabled)
     modes = mode, arguments.detached, portable
+    leaves = _leaves_in(bsyms, evaluate(module_path, known), inputs)
+    ties = ties_of(evaluate(module_path, known)) if leaves else ()
     return Record(
-        tuple(seen), tuple(passed.values()), inputs, tuple(bsyms), tuple(written), tags, names, returned, *modes
+        *(tuple(seen), tuple(passed.values()), inputs, tuple(bsyms), tuple(written), tags, names, returned),
+        *(*modes, leaves, ties),
     )
+
+
+def _leaves_in(bsyms: Iterable[BoundSymbol], module: torch.nn.Module, inputs: Mapping[str, Read]) -> dict[Any, str]:
+    """Return the calls of leaf modules among bound symbols, with the path of each leaf within ``module``."""
+    found: dict[Any, str] = {}
+    for bsym in nested(bsyms):
+        if bsym.sym.name == LEAF and bsym.args[0].modules:
+            leaf, *tensors = bsym.args
+            path = next((path for path, part in module.named_modules() if part in leaf.modules), None)
+            parameters = tensors[len(leaf.inputs) :]
+            if path is None or not all(p.name in inputs and inputs[p.name].is_inside for p in parameters):
+                raise Unrepeatable("a leaf module, or a parameter of one, is a part of another module, too")
+            found[leaf] = path
+    return found
+
+
+def ties_of(module: torch.nn.Module) -> tuple[int, ...]:
+    """Return for each name of a parameter the number of the first one with the same parameter."""
+    first: dict[int, int] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return tuple(first.setdefault(id(parameter), number) for number, (_, parameter) in enumerate(named))
 
 
 def _read(path: Path, module_path: Path) -> Read:

@@ -14,7 +14,7 @@ import functools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol
 
 from ..extensions import load
+from ..ir.symbols import LEAF
 from ..private_thunder import (
     added_checks,
     cache_info,
@@ -53,7 +54,7 @@ from .input_reads import InputReads
 from .leaves import Leaves
 from .observer import Observer, Unrepeatable
 from .paths import ATTRIBUTE, FUNCTION, ITEM, Path, evaluate
-from .records import Arguments, GradMode, Record, flatten, grad_mode_of, kwargs_in, make_record, tags_in
+from .records import Arguments, GradMode, Record, flatten, grad_mode_of, kwargs_in, make_record, tags_in, ties_of
 from .refusals import count_refused, latest_refused
 
 _LOGGER = logging.getLogger(__name__)
@@ -108,14 +109,17 @@ class Repetition:
         records, mode = self._records.setdefault(key, []), grad_mode_of(data)
         observer.note_checks()
         for record in (known for known in (ref() for ref in records) if known is not None):
-            if record.fits(module_path, observer.roots, mode, arguments.detached):
+            if (
+                record.fits(module_path, observer.roots, mode, arguments.detached)
+                and (new_leaves := _leaves_like(record, leaves, unwrap(module))) is not None
+            ):
                 self.repeated += 1
                 self._used[-1].add(record)
                 observer.uses_of_grad_mode += not record.is_portable
                 read = [read.at(module_path) for read in record.reads]
                 observer.reads.extend(read)
                 self._input_reads.note_paths(read, observer.roots)
-                return _repeat(record, observer, module, module_path, arguments, mode)
+                return _repeat(record, observer, module, module_path, arguments, mode, new_leaves)
         is_known = module_path in observer.checked  # then full tracing adds fewer checks than it will for others
         since = observer.mark()
         observer.reads.append(module_path)
@@ -139,10 +143,6 @@ class Repetition:
         del records[:-_MOST]
         self.recorded += 1
         return result
-
-    def note_leaf(self) -> None:
-        """Note that the program calls a leaf module: its operator names that module, so no other call may repeat it."""
-        self._observer.effects.append(("a call of a leaf module", None))
 
     def _begin(self, trace: Any, module: WrappedValue) -> None:
         """Begin a new compilation, whose first module call is that of the outermost module."""
@@ -182,8 +182,29 @@ class Repetition:
 #
 
 
+def _leaves_like(record: Record, leaves: Leaves | None, module: torch.nn.Module) -> dict[Any, Any] | None:
+    """Return the calls of leaf modules in place of the recorded ones; ``None`` if they do not return the same."""
+    if not record.leaves:
+        return {}
+    if ties_of(module) != record.ties:
+        return None
+    found: dict[Any, Any] = {}
+    for leaf, path in record.leaves.items():
+        like = load("extras.leaf_modules.capture:leaf_like")(leaves, leaf, module.get_submodule(path))
+        if like is None:
+            return None
+        found[leaf] = like
+    return found
+
+
 def _repeat(
-    record: Record, observer: Observer, module: WrappedValue, module_path: Path, arguments: Arguments, mode: GradMode
+    record: Record,
+    observer: Observer,
+    module: WrappedValue,
+    module_path: Path,
+    arguments: Arguments,
+    mode: GradMode,
+    leaves: Mapping[Any, Any],
 ) -> WrappedValue:
     """Add copies of everything that the recorded call added to the traces; return the wrapped result of the call.
 
@@ -191,9 +212,10 @@ def _repeat(
         module_path: the path of ``module``, for which the record fits.
         arguments: those of the call, with the same key as in the recorded one.
         mode: the grad mode of the call, in which the record holds.
+        leaves: the calls of leaf modules in place of the recorded ones.
     """
     context = observer.context
-    copies = _Copies(record, observer, mode, {module_path: module.provenance, (FUNCTION,): observer.root})
+    copies = _Copies(record, observer, mode, {module_path: module.provenance, (FUNCTION,): observer.root}, leaves)
     copies.new.update(
         (old.name, wrapped.value) for old, wrapped in zip(record.arguments, arguments.tensors, strict=True)
     )
@@ -219,9 +241,15 @@ class _Copies(BoundSymbolCopies):
     """Copies for one repetition."""
 
     def __init__(
-        self, record: Record, observer: Observer, mode: GradMode, provenances: dict[Path, ProvenanceRecord]
+        self,
+        record: Record,
+        observer: Observer,
+        mode: GradMode,
+        provenances: dict[Path, ProvenanceRecord],
+        leaves: Mapping[Any, Any],
     ) -> None:
         super().__init__(observer.context.computation_trace, {})
+        self._leaves = leaves
         self._context = observer.context
         self._checked = observer.checked_names
         self._record = record
@@ -259,8 +287,13 @@ class _Copies(BoundSymbolCopies):
         return self._wrapped[path]
 
     def copy(self, bsym: BoundSymbol) -> BoundSymbol:
-        """Return a copy of a bound symbol, for the grad mode of this call."""
+        """Return a copy of a bound symbol, for the grad mode and the leaf modules of this call."""
         new = super().copy(bsym)
+        if bsym.sym.name == LEAF and bsym.args[0] in self._leaves:
+            leaf = self._leaves[bsym.args[0]]
+            if not self._trace.has_name(leaf.name):
+                self._trace.add_name(leaf.name)
+            new = new.from_bsym(args=(leaf, *new.args[1:]), _call_ctx={leaf.name: leaf})
         if self._record.is_portable and (kwargs := kwargs_in(bsym, self._mode.enabled)) is not bsym.kwargs:
             new = new.from_bsym(kwargs=self.swap(kwargs))
         return new
@@ -337,8 +370,6 @@ def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
     if call is None:
         return call_module_as_torch(module, *args, **kwargs)
     if leaves and unwrap(module) in leaves:
-        if isinstance(call, Repetition):
-            call.note_leaf()
         return load("extras.leaf_modules.capture:call_leaf")(leaves, module, *args, **kwargs)
     if is_hooked(unwrap(module)):
         call = call_module_as_torch

@@ -136,18 +136,42 @@ def _record(
     context = get_jit_ctx()
     leaf = _leaf_of(path, function, args, kwargs, list(map(_metadata, parameters)))
     tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, TensorProxy)]
+    leaf = _known(leaves, leaf)
+    if not context.computation_trace.has_name(leaf.name):
+        context.computation_trace.add_name(leaf.name)
+    return leaf.results.fill(fsdp_leaf(leaf, *tensors, *parameters))
+
+
+def leaf_like(leaves: Leaves, leaf: Leaf, module: torch.nn.Module) -> Leaf | None:
+    """Return the same call of another leaf module; ``None`` if it is none, or returns something else."""
+    if module not in leaves or type(module) is not type(leaf.function):
+        return None
+    entries, parameters = _parameters_of(module)
+    other = Leaf(
+        leaves[module],
+        module,
+        entries,
+        leaf.inputs,
+        [_metadata(parameter) for parameter in parameters.values()],
+        leaf.arguments,
+        leaf.autocasts,
+    )
+    other = _known(leaves, other)
+    same = (other.outputs, other.results) == (leaf.outputs, leaf.results)
+    return other if same and other.parameters == leaf.parameters else None
+
+
+def _known(leaves: Leaves, leaf: Leaf) -> Leaf:
+    """Return the leaf of an earlier call that passes the same, or this one, with what it returns and a name."""
     is_training = [module.training for module in leaf.modules]
     key = repr((leaf.arguments, leaf.inputs, leaf.parameters, leaf.autocasts, is_training))
-    known = leaves.calls.setdefault(function, {})
+    known = leaves.calls.setdefault(leaf.function, {})
     if key not in known:
         observe(leaf, leaves.output_like.get(leaf.path))
         number = f"_{len(known)}" if known else ""
         leaf.name = leaf.traced_name = "leaf_" + re.sub(r"\W", "_", leaf.path) + number
         known[key] = leaf
-    leaf = known[key]
-    if not context.computation_trace.has_name(leaf.name):
-        context.computation_trace.add_name(leaf.name)
-    return leaf.results.fill(fsdp_leaf(leaf, *tensors, *parameters))
+    return known[key]
 
 
 def _leaf_of(path: str, function: Callable[..., Any], args: Any, kwargs: Any, parameters: Sequence[Metadata]) -> Leaf:
