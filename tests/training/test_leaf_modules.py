@@ -16,6 +16,7 @@ from ranks import on_ranks
 from scenario import Scenario, do, each
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 SIZE = 8
@@ -296,6 +297,39 @@ class Operators(Mlp):
         return _Scaled.apply(x, self.down.bias)
 
 
+class Tables(Mlp):
+    """Fills a dictionary in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] not in self.tables:
+            self.tables[x.shape[1]] = torch.arange(x.shape[1], dtype=x.dtype)[:, None] / 10
+        return super().forward(x + self.tables[x.shape[1]])
+
+
+class Normed(nn.Module):
+    """Thunder's interpreter itself fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = weight_norm(nn.Linear(SIZE, SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, SIZE, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table((x[..., 0] > 0).long())
+
+
 AUTOMATIC = {
     Experts: "part",
     Branch: "part",
@@ -303,6 +337,8 @@ AUTOMATIC = {
     Nested: "part.second",
     RandomScale: "part",
     Puts: "part",
+    Tables: "part",
+    Normed: "part.linear.parametrizations.weight",
     Operators: None,
 }
 """Modules that cannot be traced, each with the part of it that becomes a leaf."""
@@ -313,7 +349,16 @@ def test_what_cannot_be_traced_runs_as_it_is() -> None:
     with pytest.warns(UserWarning, match="is not traced, but runs as it is") as caught:
         run = _scenario(*AUTOMATIC, leaf_modules="auto").run()
     texts = [str(w.message).partition(",")[0] for w in caught if "runs as it is" in str(w.message)]
-    kinds = {"Experts": "", "Branch": "", "LSTM": ".lstm", "RandomScale": "", "Puts": ""}  # Nested has Experts, too
+    weight = ".linear.parametrizations.weight"
+    kinds = {
+        "Tables": "",
+        "ParametrizationList": weight,
+        "Experts": "",
+        "Branch": "",
+        "LSTM": ".lstm",
+        "RandomScale": "",
+        "Puts": "",
+    }  # Nested has Experts, too
     expected = {f"fsdp: blocks.*.part{path} ({kind}" for kind, path in kinds.items()}
     functions = ("leaf_tests.doubled", "leaf_tests.doubled.default", "_Scaled")
     assert set(texts) == expected | {f"fsdp: {name} is not traced" for name in functions}, texts
@@ -394,6 +439,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] = 
     ),
     "matches nothing": (Mlp, "*.mlps", ValueError, r"'\*.mlps' matches no submodule of the Model"),
     "the model": (Mlp, Model, ValueError, "the model itself cannot be a leaf"),
+    "sparse": (Looks, "*.part", RuntimeError, r"'blocks.0.part' \(Looks\) has a sparse gradient.*sparse=False"),
     "an object": (TakesObject, "*.mlp", TypeError, r"is called with a _Box; a leaf takes tensors and plain values"),
     "another shape": (Mlp, ("*.part", lambda x: x[:1]), RuntimeError, r"returns .*\(4, 3, 8\).* not .*\(1, 3, 8\)"),
 }

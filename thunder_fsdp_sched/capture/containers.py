@@ -47,6 +47,7 @@ class Containers:
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._known: dict[Path, tuple[Any, Contents]] = {}
+        self._copies: dict[Path, Any] = {}  # shallow ones, of lists, dictionaries and deques
         self._read: set[Path] = set()
 
     def note(self, path: Path, value: Any, is_read: bool = False) -> None:
@@ -57,6 +58,8 @@ class Containers:
         """
         if path not in self._known and (isinstance(value, (*_ITEMS_OF, dict, *_BUFFERS)) or _is_numpy(value)):
             self._known[path] = value, Contents(value)
+            if type(value) in (list, dict, deque):
+                self._copies[path] = value.copy()
         if is_read:
             self._read.add(path)
 
@@ -90,6 +93,17 @@ class Containers:
         path = self._paths.of(provenance)
         if path in self._known:
             self._read.add(path)
+
+    def changed(self) -> Path | None:
+        """Return the path of a list, dictionary or deque that has changed since it was noted; ``None`` if none has."""
+        return next((path for path in self._copies if not self._known[path][1].fits(self._known[path][0])), None)
+
+    def restore(self) -> None:
+        """Undo changes of lists, dictionaries and deques."""
+        for path, copy in self._copies.items():
+            value = self._known[path][0]
+            value.clear()
+            value.update(copy) if isinstance(value, dict) else value.extend(copy)
 
     def checks(self) -> dict[Path, Check]:
         """Return the checks of containers that were read as a whole or have changed."""

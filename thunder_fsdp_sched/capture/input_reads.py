@@ -114,13 +114,21 @@ class InputReads:
                 result = call(module, *args, **kwargs)
             except Exception:
                 if not refused:  # otherwise an instruction that the interpreter does not interpret has raised a refusal
+                    self._containers.restore()
                     raise
                 result = INTERPRETER_SIGNALS.EXCEPTION_RAISED
             if refused:
                 result = do_raise(refused[0])
+        has_failed = result is INTERPRETER_SIGNALS.EXCEPTION_RAISED
+        is_automatic = self.leaves is not None and self.leaves.automatic
+        if is_automatic and not has_failed and (changed := self._containers.changed()) is not None:
+            result = load("extras.leaf_modules.capture:explain_change")(self.leaves, changed) or result
+            has_failed = result is INTERPRETER_SIGNALS.EXCEPTION_RAISED
+        if has_failed:
+            self._containers.restore()  # else they would hold proxies of this trace
         if self._sizes is not None:
             self._checks.update(self._sizes.checks(context.computation_trace.bound_symbols))
-        if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+        if not has_failed:
             forget_new_modules(context)
             save_attributes_of_root(context)
         return result

@@ -25,6 +25,7 @@ from thunder.core.interpreter import (
     PseudoInst,
     WrappedValue,
     do_raise,
+    get_interpreterruntimectx,
     unwrap,
     wrap,
     wrap_const,
@@ -375,14 +376,20 @@ def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
         call = call_module_as_torch
     scope = get_jit_ctx().computation_trace.peek_scope()
     before, refused = len(scope), count_refused()
-    result = call(module, *args, **kwargs) if reads is None else reads.call(call, module, *args, **kwargs)
+    is_automatic = leaves is not None and leaves.automatic
+    try:
+        result = call(module, *args, **kwargs) if reads is None else reads.call(call, module, *args, **kwargs)
+    except Exception as error:  # in the interpreter itself
+        if is_automatic:
+            load("extras.leaf_modules.capture:note_obstacle")(leaves, error, module, *args, **kwargs)
+        raise
     if count_refused() > refused and result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
         result = do_raise(latest_refused())  # here, where the module is known that may run as it is
     if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-        is_automatic = leaves is not None and leaves.automatic
         load("capture.module_in_error:name_in_error")(unwrap(module), names_leaf=not is_automatic)
         if is_automatic:
-            load("extras.leaf_modules.capture:note_obstacle")(leaves, module, *args, **kwargs)
+            raised = get_interpreterruntimectx().curexc
+            load("extras.leaf_modules.capture:note_obstacle")(leaves, raised, module, *args, **kwargs)
     tag_call(scope[before:], unwrap(module))
     return result
 

@@ -14,7 +14,7 @@ from thunder.core.interpreter import (
     ProvenanceRecord,
     PseudoInst,
     WrappedValue,
-    get_interpreterruntimectx,
+    do_raise,
     interpreter_needs_wrap,
     unwrap,
     wrap,
@@ -27,6 +27,7 @@ from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ...capture.leaves import Leaves
+from ...capture.paths import FUNCTION, Path, evaluate
 from ...private_thunder import added_checks, checks_of
 from .choose import announce
 from .leaf import TENSOR, Entry, Leaf, Metadata, Structure
@@ -86,12 +87,29 @@ _APPLY = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 _OF_TORCH = frozenset({"aten", "prim", "prims"})
 
 
-def note_obstacle(leaves: Leaves, wrapped: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> None:
+def explain_change(leaves: Leaves, changed: Path) -> Any:
+    """Let the module whose forward has changed a list or dictionary of it run as it is; return the signal to trace again.
+
+    Returns nothing if that is the outermost module: then the check of the new traces says what is wrong.
+    """
+    known = {(FUNCTION,): leaves.model}
+    found = [evaluate(changed[:length], known) for length in range(2, len(changed))] if changed[0] == FUNCTION else []
+    modules = [value for value in found if isinstance(value, torch.nn.Module)]
+    if not modules:
+        return None
+    error = NotImplementedError(f"forward changes a {type(evaluate(changed, known)).__name__}, {changed[-1][1]!r}")
+    leaves.obstacle = modules[-1], error
+    return do_raise(error)
+
+
+def note_obstacle(
+    leaves: Leaves, error: BaseException, wrapped: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue
+) -> None:
     """Note a module whose trace has failed, if it runs as it is, and no module within it does.
 
     The error is the user's own, and not for this to hide, if it appears in a run of the module itself, too.
     """
-    error, module = get_interpreterruntimectx().curexc, unwrap(wrapped)
+    module = unwrap(wrapped)
     if isinstance(error, StopIteration) or module is leaves.model or module in leaves:
         return
     if leaves.obstacle is not None and leaves.obstacle[1] is error:

@@ -266,6 +266,8 @@ def backward(leaf: Leaf, state: State, *tensors: torch.Tensor) -> tuple[torch.Te
             grad, stand_in.grad = stand_in.grad, None
             again = None if number < len(leaf.inputs) else parameters[number - len(leaf.inputs)].grad
             grads.append(again if grad is None else grad if again is None else grad + again)
+    if any(grad is not None and grad.layout is not torch.strided for grad in grads):
+        leaf.fail("has a sparse gradient, which cannot be reduced or sharded: pass sparse=False")
     return tuple(
         torch.zeros((), dtype=s.dtype, device=s.device).expand(s.shape) if g is None else g
         for g, s in zip(grads, stand_ins, strict=True)
