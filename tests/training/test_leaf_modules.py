@@ -508,4 +508,8 @@ def test_blocks_with_leaves_are_traced_once() -> None:
         assert transform._repetition.repeated == 4, (
             "two blocks, the last norm, and the head, which is like the embedding"
         )
+        assert transform.sharded.leaves.summary() == [
+            "blocks.*.part (Experts, 3 times)",
+            "blocks.*.part (Branch, 1 times)",
+        ]
         assert sorted(transform.sharded.leaves.calls, key=str) == sorted(transform.sharded.leaves, key=str)

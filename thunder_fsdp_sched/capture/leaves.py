@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -46,7 +48,17 @@ class Leaves(dict[torch.nn.Module, str]):
         self.version = 0
         self.announced: set[Hashable] = set()
 
+    def summary(self) -> list[str]:
+        """Return the patterns of their paths, each with the class and the number of modules."""
+        found = Counter((pattern_of(path), type(module).__name__) for module, path in self.items())
+        return [f"{pattern} ({kind}, {count} times)" for (pattern, kind), count in found.items()]
+
     def parts(self) -> Iterator[torch.nn.Module]:
         """Yield all modules that run as they are."""
         for leaf in self:
             yield from leaf.modules()
+
+
+def pattern_of(path: str) -> str:
+    """Return a pattern for a module and those like it in other blocks: ``layers.*.mlp`` for ``layers.0.mlp``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

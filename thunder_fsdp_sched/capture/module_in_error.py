@@ -13,6 +13,7 @@ from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import get_interpreterruntimectx
 
 from ..ir.inspection import is_library
+from .leaves import pattern_of
 from .unsupported import remedy
 
 _THIS_FOLDER = Path(__file__).parent
@@ -42,15 +43,10 @@ def name_in_error(module: torch.nn.Module, *, names_leaf: bool) -> None:
         note += f". {instead}"
     if names_leaf and module is not root and _is_limit_of_tracing(error, files):
         path = next((path for path, part in root.named_modules() if part is module), type(module).__name__)
-        note += f". To run it as it is, without tracing: fsdp(leaf_modules=({_pattern(path)!r},))"
+        note += f". To run it as it is, without tracing: fsdp(leaf_modules=({pattern_of(path)!r},))"
     getattr(error, "add_note", warnings.warn)(note)  # Python 3.10 has no notes
 
 
 def _is_limit_of_tracing(error: BaseException, files: list[tuple[str, int | None]]) -> bool:
     """Return whether Thunder, rather than the user's program, has raised an error: the program may run without it."""
     return isinstance(error, NotImplementedError) or (bool(files) and Path(files[-1][0]).is_relative_to(_THUNDER))
-
-
-def _pattern(path: str) -> str:
-    """Return a pattern for a module and those like it in other blocks: ``layers.*.mlp`` for ``layers.0.mlp``."""
-    return ".".join("*" if part.isdecimal() else part for part in path.split("."))

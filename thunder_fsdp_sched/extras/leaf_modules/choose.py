@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from thunder.core.symbol import BoundSymbol
 
 from ...capture.bound_symbols import ModuleCall
-from ...capture.leaves import AUTO, Leaves
+from ...capture.leaves import AUTO, Leaves, pattern_of
 
 Matcher = str | type | Callable[[str, torch.nn.Module], bool]
 
@@ -78,8 +77,8 @@ def add_obstacle(leaves: Leaves) -> bool:
         return False
     module, error = obstacle
     paths = {part: path for path, part in leaves.model.named_modules()}
-    pattern = _pattern(paths[module])
-    alike = [part for part, path in paths.items() if type(part) is type(module) and _pattern(path) == pattern]
+    pattern = pattern_of(paths[module])
+    alike = [part for part, path in paths.items() if type(part) is type(module) and pattern_of(path) == pattern]
     leaves.update((part, paths[part]) for part in alike)
     _remove_inner(leaves)
     leaves.version += 1
@@ -97,11 +96,6 @@ def announce(leaves: Leaves, what: Any, text: str) -> None:
     if what not in leaves.announced:
         leaves.announced.add(what)
         warnings.warn(f"fsdp: {text}; to get an error instead, pass leaf_modules=()", stacklevel=2)
-
-
-def _pattern(path: str) -> str:
-    """Return a pattern for a module and those like it in other blocks: ``layers.*.mlp`` for ``layers.0.mlp``."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _source(module: torch.nn.Module) -> str:

@@ -152,6 +152,7 @@ def answer(step: DryRun, model: str, verdict: str, memory: StepMemory) -> str:
         f"{step.compiled.call}" + f", {step.micro_batches} micro-batches" * (step.micro_batches > 1),
         f"{options.sharding_strategy.strategy}, {step.world_size} ranks of {step.cluster.name}: "
         f"{1e3 * step.seconds:,.2f} ms a step",
+        *(f"runs as it is: {leaf}" for leaf in step.transform.sharded.leaves.summary()),
         verdict,
         *(f"{share:6.1%} {what}" for what, share in shares.items()),
     ]
