@@ -70,6 +70,12 @@ def acts_on_elements(func: Any) -> bool:
 
 def on_elements(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on this rank's rows of all operands."""
+    if (own := _rows_alone(args, kwargs)) is not None:
+        result = func(*own, **kwargs)
+        if not (written := _written(func, len(args), ())):
+            return RowDTensor.wrap(result, args[0]._spec.rows)
+        torch.autograd.graph.increment_version([own[position] for position in written])  # see below
+        return args[written[0]]
     values = [*args, *kwargs.values()]
     written = _written(func, len(args), tuple(kwargs))
     rows: Sequence[Rows | None]
@@ -96,6 +102,25 @@ def _written(func: Any, number: int, names: tuple[str, ...]) -> list[int]:
     positions |= {name: number + position for position, name in enumerate(names)}
     infos = {argument.name: argument.alias_info for argument in arguments}
     return [position for name, position in positions.items() if (info := infos[name]) is not None and info.is_write]
+
+
+def _rows_alone(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Return the arguments with this rank's rows, if the first is rows and all others are such rows or Python numbers.
+
+    Most operators get no more than that, and most of their time would be that of telling other arguments apart.
+    """
+    if type(args[0]) is not RowDTensor or any(isinstance(value, _TENSORS) for value in kwargs.values()):
+        return None
+    rows = args[0]._spec.rows  # type: ignore[attr-defined]
+    operands = []
+    for value in args:
+        if type(value) is RowDTensor and value._spec.rows is rows:  # type: ignore[attr-defined]
+            operands.append(value._local_tensor)
+        elif isinstance(value, _TENSORS):
+            return None
+        else:
+            operands.append(value)
+    return operands
 
 
 def _unwrapped(values: Sequence[Any], written: list[int]) -> tuple[list[Any], list[Rows]] | None:
@@ -125,6 +150,7 @@ def _unwrapped(values: Sequence[Any], written: list[int]) -> tuple[list[Any], li
 
 
 _ROW_DTENSOR = {RowDTensor}
+_TENSORS = (torch.Tensor, list, tuple)
 
 
 def _is_number(item: Any) -> bool:

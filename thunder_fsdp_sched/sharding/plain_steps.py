@@ -101,15 +101,14 @@ class _State(dict[Any, Any]):
         if (entries := self._state.get(param)) is None:
             self.new[plain] = param
             return plain
-        values = {**entries}
+        self[plain] = of_param = _Entries(entries)
+        of_param.entries, of_param.rows = entries, spec.rows
         for key, value in entries.items():
             if type(value) is RowDTensor and (value._spec is spec or _are_alike(value, param)):
                 self.written.append(value)
-                values[key] = value._local_tensor
+                dict.__setitem__(of_param, key, value._local_tensor)
             elif isinstance(value, torch.Tensor) and (type(value) is not torch.Tensor or value.ndim):
                 return None
-        self[plain] = of_param = _Entries(values)
-        of_param.entries, of_param.rows = entries, spec.rows
         return plain
 
     def __missing__(self, plain: torch.Tensor) -> Any:
