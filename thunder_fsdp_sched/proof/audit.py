@@ -5,7 +5,7 @@ A slot is reused as soon as the last value that may alias it has been read, so t
 about operators (``operator_facts``). The first run of a forward or backward trace therefore calls ``fsdp_audit``
 after each bound symbol. It compares addresses and raises an error in three cases:
 
-- An output is in a slot, contrary to the plan.
+- An output is in a slot, or in a shard that takes the place of a slot, contrary to the plan.
 - An unsharded parameter was modified in place. The audit compares versions, or bytes if the operator is unknown.
 - An input is in memory where a parameter was stored before it was sharded. That is a view that was created earlier and
   kept in a closure or an object.
@@ -24,6 +24,7 @@ not wait for a device. Its cost, once per trace: ``python benchmarks/costs.py au
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,7 +41,8 @@ from ..ir.operator_facts import Aliases, facts_of
 from ..ir.registry import executor, register
 from ..private_thunder import without_calls
 from ..ranks.control import Control
-from ..runtime.memory import Arena, Slot
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Arena, Slot, span_in
 from .machine import VerificationError
 
 if TYPE_CHECKING:
@@ -127,6 +129,10 @@ class Auditor:
                 self._expect(bsym, position)
         slots = [region.slot for _, region in self._issues if region.slot is not None]
         self._arenas: tuple[Arena, ...] = tuple({slot.arena: None for slot in slots})
+        self._wholes: defaultdict[Bucket, set[Slot]] = defaultdict(set)  # that are views of shards, with their slots
+        for region in self._params.values():
+            if region.slot is not None and region.bucket.is_whole_in(region.slot):
+                self._wholes[region.bucket.base].add(region.slot)
 
     def __repr__(self) -> str:
         return self.name
@@ -192,7 +198,10 @@ class Auditor:
             for arena in self._arenas:
                 span = None if output is None else arena.span_of(output)
                 if span is not None and not any(s.arena is arena and s.contains(span) for s in slots):
-                    self._fail(position, self._misplaced(position, proxy.name, arena, span, slots))
+                    self._fail(position, _misplaced(proxy.name, self._content(position, arena, span), slots))
+            bucket = None if output is None else next((b for b in self._wholes if span_in(b.shard, output)), None)
+            if bucket is not None and slots.isdisjoint(self._wholes[bucket]):
+                self._fail(position, _misplaced(proxy.name, f"the shard of bucket {bucket.spec.name!r}", slots))
         for param, (version, copy) in zip(expected.read, state, strict=True):
             tensor, spec = _tensor_in(param), param.bucket.spec
             if tensor._version != version or (copy is not None and not _same_bytes(tensor, copy)):
@@ -204,14 +213,13 @@ class Auditor:
                     f"place, but {what}",
                 )
 
-    def _misplaced(self, position: int, name: str, arena: Arena, span: tuple[int, int], slots: frozenset[Slot]) -> str:
+    def _content(self, position: int, arena: Arena, span: tuple[int, int]) -> str:
         where = "memory of slots that nothing was gathered into"
         for at, region in self._issues:
             if at <= position and region.slot is not None and region.slot.arena is arena:
                 if region.slot.offset < span[1] and span[0] < region.slot.end:
                     where = f"{region.slot} of bucket {region.bucket.spec.name!r}"
-        expected = f"the plan says {', '.join(sorted(map(str, slots)))}" if slots else "the plan says it lies in none"
-        return f"returns {name!r}, which lies in {where}; {expected}"
+        return where
 
     def _fail(self, position: int, what: str) -> None:
         self._raise(
@@ -304,6 +312,11 @@ _NO_OPERATORS = UNPACKING | {PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.RETURN}
 def _tensor_in(region: SlotRegion) -> torch.Tensor:
     assert region.slot is not None and region.param is not None
     return region.slot.params[region.bucket].tensors[region.param]
+
+
+def _misplaced(name: str, where: str, slots: frozenset[Slot]) -> str:
+    expected = f"the plan says {', '.join(sorted(map(str, slots)))}" if slots else "the plan says it lies in none"
+    return f"returns {name!r}, which lies in {where}; {expected}"
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

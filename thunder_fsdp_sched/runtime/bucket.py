@@ -224,8 +224,22 @@ class Bucket:
 
         Keep ``sent`` alive until they finish.
         """
+        if unsharded.flat is sent:  # it is whole in the slot
+            _ = self.ranks.group.process_group  # an error if it was destroyed, or is that of a parent process
+            return ()
         with self.source.send_context():
             return self.transport.all_gather(self, sent, unsharded)
+
+    def is_whole_in(self, slot: Slot) -> bool:
+        """Return whether the shard is what a trace gathers into ``slot``: one rank has all of it, and sends it as it is.
+
+        Callers outside of traces get copies, which they may write.
+        """
+        spec = self.spec
+        is_sent_unchanged = spec.comm.transport == "flat" and not (spec.sends_copy or spec.comm.offload)
+        is_of_trace = slot is self.private_slot or slot.arena in (self.arena, self.arena.extension)
+        has_secondary = self.primary is not self or spec.options.secondary_ranks is not None
+        return self.ranks.group.size == 1 and is_sent_unchanged and is_of_trace and not has_secondary
 
     def is_kept_for_this_backward(self) -> bool:
         """Return whether the private slot holds the values that the running backward's own forward gathered.

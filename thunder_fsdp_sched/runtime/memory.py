@@ -3,7 +3,10 @@
 [Note: Ownership of memory]
 Three kinds of memory hold parameters and gradients, each with one rule.
 
-*Shard buffers* belong to the optimizer. Parameters are views of them, and forward and backward never write them.
+*Shard buffers* belong to the optimizer. Parameters are views of them, and forward and backward never write them. If a rank
+has the whole bucket, and sends it as it is (``Bucket.is_whole_in``), unsharded parameters are views of it as well, and a
+gather copies nothing. What is proved of slots still holds: nothing writes an unsharded parameter, and autograd compares
+the versions of shards between forward and backward. Slots stay planned and allocated, because gradients use them.
 
 *Private slots* (ZeRO-2) belong to one bucket. As long as the parameters do not change, a gather overwrites a slot with
 the same bytes; a change between forward and backward is an error (``fsdp_params_unchanged``). Backward first checks
@@ -290,20 +293,23 @@ class Arena:
             return Views(flat, tensors, [piece.data for piece in spec.layout.unsharded_segments(flat)])
 
     def make_params(self, bucket: Bucket, slot: Slot) -> Views:
-        """Return the views of ``slot`` as parameters of ``bucket``, each with a storage of its own."""
+        """Return the views of ``slot`` as parameters of ``bucket``, each with a storage of its own.
+
+        They are views of the shard instead, with the shard as ``flat``, where :meth:`Bucket.is_whole_in` the slot.
+        """
+        if bucket.is_whole_in(slot):
+            self.allocate()  # as planned; gradients may be written there
+            with torch.inference_mode(False):
+                shapes = (placement.shape for placement in bucket.spec.layout.placements)
+                wholes = (view.view(shape) for view, shape in zip(bucket.shard_views, shapes, strict=True))
+                return Views(bucket.shard, tuple(with_own_storage(whole.data) for whole in wholes), [])
         views = self.make_views(bucket, slot, bucket.spec.param_dtype)
         with torch.inference_mode(False):
             return views._replace(tensors=tuple(map(with_own_storage, views.tensors)))
 
     def span_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return the range of bytes of the arena that ``tensor`` spans, or ``None`` if it is not in the arena."""
-        memory = self._memory
-        if memory is None or tensor.device != memory.device or tensor.numel() == 0 or memory.is_meta:
-            return None
-        begin = tensor.data_ptr() - memory.data_ptr()
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        end = begin + (last + 1) * tensor.element_size()
-        return (begin, end) if begin < memory.numel() and end > 0 else None
+        return None if self._memory is None else span_in(self._memory, tensor)
 
     @property
     def in_flight(self) -> tuple[InFlight, ...]:
@@ -424,6 +430,16 @@ class _InterruptedWork:
         raise RuntimeError(
             "it was interrupted while it was being issued, so its memory cannot be used again: restart the process"
         )
+
+
+def span_in(memory: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the range of bytes of flat ``memory`` that ``tensor`` spans, or ``None`` if it is not there."""
+    if tensor.device != memory.device or tensor.numel() == 0 or memory.is_meta:
+        return None
+    begin = tensor.data_ptr() - memory.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = begin + (last + 1) * tensor.element_size()
+    return (begin, end) if begin < memory.nbytes and end > 0 else None
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
