@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched.extras.leaf_modules import capture
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 
 import pytest
@@ -178,9 +180,9 @@ class Twice(nn.Module):
 
 
 class InCheckpoint(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.Module] | None = None) -> None:
         super().__init__()
-        self.mlp = Branch()
+        self.mlp = (kind or Branch)()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(self._inner, x, use_reentrant=False)
@@ -490,7 +492,9 @@ def test_the_errors_of_the_program_stay_its_own(rows: int, error: str, one_rank:
     model(torch.ones(4, 3, SIZE)).sum().backward()
 
 
-@pytest.mark.parametrize(("part", "pattern"), [(Mlp, "blocks.*.part"), (InCheckpoint, "blocks.*.part.mlp")])
+@pytest.mark.parametrize(
+    ("part", "pattern"), [(Mlp, "blocks.*.part"), (lambda: InCheckpoint(Mlp), "blocks.*.part.mlp")]
+)
 def test_predicted_memory_contains_what_a_leaf_saves_and_takes(part: Callable[[], nn.Module], pattern: str) -> None:
     """What a leaf takes in backward is an upper bound; everything else is exact."""
     found = count_on_fake_ranks(Model(part, part).double(), lambda: tfs.fsdp(leaf_modules=(pattern,)))
@@ -500,14 +504,15 @@ def test_predicted_memory_contains_what_a_leaf_saves_and_takes(part: Callable[[]
     assert count.counted <= count.predicted <= 1.05 * count.counted
 
 
-def test_blocks_with_leaves_are_traced_once() -> None:
-    with fake_rank(0, 2):
+def test_blocks_with_leaves_are_traced_and_observed_once() -> None:
+    with fake_rank(0, 2), mock.patch.object(capture, "observe", wraps=capture.observe) as observe:
         transform = tfs.fsdp(leaf_modules=("blocks.*.part",))
         model = thunder.jit(Model(*[Experts] * 3, Branch).double(), transforms=[transform])
         transform.sharded.compile(model, Model.inputs(torch.Generator()), {})
         assert transform._repetition.repeated == 4, (
             "two blocks, the last norm, and the head, which is like the embedding"
         )
+        assert [type(call.args[0].function) for call in observe.call_args_list] == [Experts, Branch]
         assert transform.sharded.leaves.summary() == [
             "blocks.*.part (Experts, 3 times)",
             "blocks.*.part (Branch, 1 times)",

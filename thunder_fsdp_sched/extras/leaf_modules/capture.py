@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ...capture.keys import key_of
 from ...capture.leaves import Leaves
 from ...capture.paths import FUNCTION, Path, evaluate
 from ...private_thunder import added_checks, checks_of
@@ -185,11 +186,32 @@ def _known(leaves: Leaves, leaf: Leaf) -> Leaf:
     key = repr((leaf.arguments, leaf.inputs, leaf.parameters, leaf.autocasts, is_training))
     known = leaves.calls.setdefault(leaf.function, {})
     if key not in known:
-        observe(leaf, leaves.output_like.get(leaf.path))
+        alike = next((other for other in _alike(leaves, leaf.function) if key in leaves.calls[other]), None)
+        if alike is None:
+            observe(leaf, leaves.output_like.get(leaf.path))
+        else:
+            leaf.take_observations(leaves.calls[alike][key])
         number = f"_{len(known)}" if known else ""
         leaf.name = leaf.traced_name = "leaf_" + re.sub(r"\W", "_", leaf.path) + number
         known[key] = leaf
     return known[key]
+
+
+def _alike(leaves: Leaves, function: Any) -> Iterator[torch.nn.Module]:
+    """Yield the leaf modules that were called before and differ from this one in values of parameters and buffers only."""
+    if isinstance(function, torch.nn.Module) and not leaves.output_like:
+        state = _state_of(function)
+        for other in leaves.calls:
+            if type(other) is type(function) and other is not function and _state_of(other) == state:
+                yield other
+
+
+def _state_of(module: torch.nn.Module) -> Any:
+    plain = set(vars(torch.nn.Module()))
+    return [
+        (path, type(part), part.training, key_of({k: v for k, v in vars(part).items() if k not in plain}))
+        for path, part in module.named_modules()
+    ]
 
 
 def _leaf_of(path: str, function: Callable[..., Any], args: Any, kwargs: Any, parameters: Sequence[Metadata]) -> Leaf:

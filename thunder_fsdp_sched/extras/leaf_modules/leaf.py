@@ -132,6 +132,15 @@ class Leaf:
         kinds = [type(module).__name__ for module in self.modules]
         return f"leaf module {self.path!r} ({kinds[0]})" if kinds else f"leaf function {self.path!r}"
 
+    def take_observations(self, other: Leaf) -> None:
+        """Take what was observed of a call of a module that is like this one."""
+        self.outputs, self.results, self.flops = other.outputs, other.results, other.flops
+        self.saved_bytes, self.forward_bytes, self.backward_bytes = (
+            other.saved_bytes,
+            other.forward_bytes,
+            other.backward_bytes,
+        )
+
     def flops_of(self, symbol: str) -> dict[torch.dtype, int]:
         """Return the floating-point operations of a symbol that runs it, by dtype: a backward counts as two forwards."""
         return {dtype: flops * (2 if symbol.endswith("backward") else 1) for dtype, flops in self.flops.items()}

@@ -123,7 +123,11 @@ def _observe(leaf: Leaf, *, is_fake: bool) -> None:
         _note(leaf, result, reads_data=not is_fake)
         leaf.saved_bytes, leaf.flops = sum(saved.values()), dict(recorder.flops)
         leaf.forward_bytes = max(recorder.peak_bytes - leaf.saved_bytes, 0)
-        leaf.backward_bytes = _observe_backward(result, recorder) - leaf.saved_bytes
+        if is_fake:
+            leaf.backward_bytes = _observe_backward(result, recorder) - leaf.saved_bytes
+        else:  # an upper bound, because the run itself would take it
+            nbytes = sum(t.nbytes for t in (*given_inputs, *parameters))
+            leaf.backward_bytes = leaf.forward_bytes + leaf.saved_bytes + nbytes
 
 
 def _observe_backward(result: Any, recorder: Recorder) -> int:
