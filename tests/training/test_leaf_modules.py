@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import Sharding
 from thunder_fsdp_sched.extras.leaf_modules import capture
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 
@@ -264,6 +265,9 @@ SCENARIOS = {
         prefetch=1,
         transport="all_reduce",
     ),
+    "ranks may differ": _scenario(Experts, Branch, ranks_may_differ=True),
+    "searched": _scenario(Mlp, Branch, prefetch="auto", max_memory="1 MB", long=True),
+    "released": _scenario(Experts, sharding_strategy=Sharding("zero2", release=True), agree="compile", long=True),
     "all kinds, zero2": _scenario(*PARTS, sharding_strategy="zero2", long=True),
     "all kinds, windows": _scenario(*PARTS, actions=[*WINDOW, *EVALUATE], long=True),
 }
