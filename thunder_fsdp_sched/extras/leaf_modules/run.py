@@ -113,13 +113,14 @@ def _tensor_at(storage: torch.UntypedStorage, place: _Place) -> torch.Tensor:
 
 
 def _with_storages(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:
-    """Return the same parameters, each with a storage object of its own, and the storages."""
+    """Return the same parameters, each with a storage object of its own that begins where the parameter does."""
     tensors, storages = [], []
     for each in parameters:
-        memory = each.untyped_storage()
-        storage = memory[0 : memory.nbytes()]  # another storage, of the same memory
-        place = _Place(0, each.dtype, each.size(), each.stride(), int(each.storage_offset()))
-        tensors.append(_tensor_at(storage, place))
+        size, stride, itemsize = each.size(), each.stride(), each.itemsize
+        length = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if each.numel() else 0
+        begin = int(each.storage_offset()) * itemsize
+        storage = each.untyped_storage()[begin : begin + length * itemsize]  # of the same memory
+        tensors.append(_tensor_at(storage, _Place(0, each.dtype, size, stride, 0)))
         storages.append(storage)
     return tensors, storages
 
