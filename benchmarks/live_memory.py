@@ -2,11 +2,11 @@
 
 [Note: Live memory]
 A storage is live as long as it exists and has bytes; FSDP2 frees and fills its storages by resizing them. A storage that
-is a slice of an arena, or of memory allocated in the step, counts as part of it. Wrappers, such as DTensors, hold nothing
-themselves. Memory that no operator allocated, such as gloo's buffers, is live from its first use by an operator. The
-bytes of a storage count as unsharded parameters if an all-gather writes it, or a copy from such a storage does. They
-count as unsharded gradients if a reduction reads the storage, or a copy, a concatenation or a scaling of it. All bytes
-count, including padding.
+is a slice of an arena, of a shard, or of memory allocated in the step, counts as part of it. Wrappers, such as DTensors,
+hold nothing themselves. Memory that no operator allocated, such as gloo's buffers, is live from its first use by an
+operator. The bytes of a storage count as unsharded parameters if an all-gather writes it, or a copy from such a storage
+does. They count as unsharded gradients if a reduction reads the storage, or a copy, a concatenation or a scaling of it. All
+bytes count, including padding.
 
 An *arena* outlives the step and contains only unsharded buckets, so it has two figures. *Allocated* is all of it, all
 the time. *Live* are the bytes that are yet to be read. Parameters are live from the issue of their gather to their last
@@ -108,14 +108,17 @@ class LiveMemory(TorchDispatchMode):
         self._alive: set[int] = set()
         self._results: dict[int, list[_Event]] = defaultdict(list)  # reductions by the storages they write
         self._there: set[int] = set()
-        self._arenas: list[tuple[int, int, int]] = []  # first address, end, number
-        self._slices: list[StorageWeakRef] = []  # storages of unsharded parameters, which are slices of an arena's
-        self._shards = {self._number(parameter) for parameter in parameters}
+        self._sliced: dict[int, tuple[int, int, int]] = {}  # arenas and shards by number: first address, end, number
+        self._slices: list[StorageWeakRef] = []  # storages of unsharded parameters, which are slices of those
+        self._shards = {self._add_sliced(parameter) for parameter in parameters}
         self._whole = set(self._shards) if whole else set()
         for arena in arenas:
-            number, storage = self._number(arena), arena.untyped_storage()
-            self._storages[number].arena = True
-            self._arenas.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes(), number))
+            self._storages[self._add_sliced(arena)].arena = True
+
+    def _add_sliced(self, tensor: torch.Tensor) -> int:
+        number, (address, nbytes) = self._number(tensor), _memory_of(tensor.untyped_storage())
+        self._sliced[number] = address, address + nbytes, number
+        return number
 
     def __enter__(self) -> LiveMemory:
         for found in gc.get_objects():  # storages that are freed now may be filled again before an operator sees them
@@ -199,8 +202,8 @@ class LiveMemory(TorchDispatchMode):
         return number
 
     def _arena_of(self, begin: int, nbytes: int) -> int | None:
-        """Return the number of the arena or storage allocated in the step of which a storage is a slice, if any."""
-        for start, end, number in (*self._arenas, *self._allocated()):
+        """Return the number of the arena, shard or storage allocated in the step of which a storage is a slice, if any."""
+        for start, end, number in (*self._sliced.values(), *self._allocated()):
             if start <= begin and begin + nbytes <= end:
                 return number
         return None
