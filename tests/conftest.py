@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -26,6 +27,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if item.get_closest_marker("device") is None]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
+
+
+def pytest_collection_finish() -> None:
+    """Freeze what imports have made, as ``preloaded`` does for forked processes: it lives until the process ends."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -107,7 +107,7 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"python benchmarks/overhead\.py --only agreement": Small("--only agreement --rounds 1", "settle"),
     r"python benchmarks/overhead\.py( --only steps)?": Small("--only steps --blocks 1 --rounds 2", "ours zero3"),
     r"(sudo )?python benchmarks/overlap\.py.*": Small(
-        f"{LOOPBACK} --bucketing --only 'ours zero3 block'", "latency ms"
+        f"{LOOPBACK} --bucketing --only 'ours zero3 block'", "latency ms", long=True
     ),
     r"python benchmarks/real_compute\.py.*": Small(
         "--blocks 1 --width 64 --length 16 --batch 1 --rounds 1 --only 'ours zero2$'", "ours zero2"

@@ -34,6 +34,7 @@ TINY = ["--steps", "3", "--blocks", "1", "--width", "192", "--length", "16", "--
 #
 
 
+@pytest.mark.long  # CI runs `make demo`, which fails unless all of its checks pass
 def test_demo_shows_traces_and_table_and_all_checks_pass(tmp_path: Path) -> None:
     environment = {"NO_COLOR": "1", "COLUMNS": "132"}
     result = run_python("-W", "ignore", EXAMPLES / "demo.py", *TINY, cwd=tmp_path, env=environment)

@@ -91,7 +91,9 @@ def _tokens(world_size: int, differing: int) -> list[bytes]:
     return [channel.TOKEN.pack(1, 2, 3, -1, rank if rank < differing else 0) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("world_sizes", [range(1, 65), (512,)], ids=["1 to 64", "512"])
+@pytest.mark.parametrize(
+    "world_sizes", [range(1, 65), pytest.param((512,), marks=pytest.mark.long)], ids=["1 to 64", "512"]
+)
 def test_any_number_of_ranks_gather_the_same_in_a_logarithmic_number_of_hops(world_sizes: Sequence[int]) -> None:
     order = random.Random(0)
     for world_size in world_sizes:

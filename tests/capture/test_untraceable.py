@@ -226,6 +226,8 @@ def test_environment_variables_are_compared_in_each_call(monkeypatch: pytest.Mon
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * float(os.environ.get("FACTOR", "1")) + len([name for name in os.environ if name == "FACTOR"])
 
+    for name in os.environ:  # the fewer, the less is traced
+        monkeypatch.delenv(name)
     blocks = nn.Sequential(Block(), Block())
     model, module = compiled(blocks)
     for factor in (None, "2", "2", "3", None):

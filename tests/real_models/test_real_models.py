@@ -101,7 +101,7 @@ def _skip_without_library(case: RealModel) -> None:
         pytest.skip(f"{case.library} is not installed (make models)")
 
 
-_LONG_ONLY = {("dlrm", "zero2"), ("resnet", "memory")}
+_LONG_ONLY = {("dlrm", "zero2"), ("resnet", "memory"), ("dense_moe", "memory")}
 
 
 def _case(*case: str) -> Any:

@@ -89,7 +89,7 @@ SCENARIOS = {
     "zero2": _every_transport("zero2", 2, *OTHERS, long=True),
     "zero2, 4 ranks": _every_transport("zero2", 4, "flat", "all_to_all", SHARED_MEMORY, model=_tiny),
     **{f"{s}, 4 ranks, all": _every_transport(s, 4, *OTHERS, long=True) for s in ("zero2", "zero3")},
-    "zero2, bfloat16": _every_transport("zero2", 2, "all_to_all", SHARED_MEMORY, low=True),
+    "zero2, bfloat16": _every_transport("zero2", 2, "all_to_all", SHARED_MEMORY, low=True, long=True),
     **{f"{s}, bfloat16, all": _every_transport(s, 2, *OTHERS, low=True, long=True) for s in ("zero2", "zero3")},
     "bfloat16 as with FSDP2": Scenario(
         partial(Stack, 2, width=8, activation=torch.relu),
