@@ -351,12 +351,12 @@ def _mesh(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
 
 
-def _wrapped_in_part(m: Any, wrap: Callable[[nn.Module], Any]) -> list[FSDPTransform]:
+def _wrapped_in_part(m: Any, wrap: Callable[[nn.Module], Any], **options: Any) -> list[FSDPTransform]:
     """Let a library shard, replicate or compile a part of the module."""
     wrapped = wrap(m.first)
     if wrapped is not None:
         m.first = wrapped
-    return [fsdp()]
+    return [fsdp(**options)]
 
 
 # By what the user does: transforms for a module, which is changed as well, and the error on two ranks.
@@ -433,14 +433,14 @@ REFUSED: dict[str, tuple[Callable[[Any], list[FSDPTransform]], type[Exception], 
         r"submodule 'first' is wrapped in DistributedDataParallel\. Give thunder\.jit the module itself",
     ),
     "compiled before": (
-        lambda m: _wrapped_in_part(m, torch.compile),
+        lambda m: _wrapped_in_part(m, torch.compile, leaf_modules=()),
         TypeError,
-        r"submodule 'first' is compiled by torch\.compile.*Leave torch\.compile out",
+        r"submodule 'first' is compiled by torch\.compile.*Name it in fsdp\(leaf_modules=\.\.\.\).*leave torch\.compile out",
     ),
     "compiled in place before": (
-        lambda m: _wrapped_in_part(m, nn.Module.compile),
+        lambda m: _wrapped_in_part(m, nn.Module.compile, leaf_modules=["last"]),
         TypeError,
-        r"submodule 'first' is compiled by torch\.compile.*Leave torch\.compile out",
+        r"submodule 'first' is compiled by torch\.compile.*Name it in fsdp\(leaf_modules=\.\.\.\)",
     ),
     "DTensor": (
         lambda m: _with_last(m, weight=nn.Parameter(distribute_tensor(torch.zeros(3, 4), _mesh(2)))),
