@@ -61,7 +61,7 @@ def prepare_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     if len(args) > 1 or kwargs.get("closure") is not None:  # a closure computes gradients later
         return None
     _warn_of_unreduced(optimizer, sharded)
-    stand_in = on_plain_rows(optimizer)
+    stand_in = on_plain_rows(optimizer) if sharded else None
     return None if stand_in is None else ((stand_in,), kwargs)
 
 
