@@ -127,8 +127,11 @@ def test_a_compiled_step_of_an_optimizer_is_refused() -> None:
         RuntimeError, match=r"torch\.compile: AdamW\.step with sharded parameters .* call optimizer\.step"
     ):
         torch.compile(ours.step, backend="eager")()
-    torch.compile(run.optimizers[1].step, backend="eager", fullgraph=True)()  # of the unsharded model
+    torch.compiler.reset()  # Dynamo remembers the frames that it has skipped, of any optimizer
+    torch.compile(run.optimizers[1].step, backend="eager")()  # of the unsharded model
     ours.step()
+    run.tolerance = 1e-6  # compiled, it corrects its moments in other order
+    run.compare_parameters()
 
 
 @on_ranks(2)
