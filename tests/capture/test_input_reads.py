@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.private_thunder import observed_by
+from thunder_fsdp_sched.private_interpreter import observed_by
 
 import numpy as np
 import pytest

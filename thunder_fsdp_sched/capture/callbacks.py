@@ -31,7 +31,7 @@ from thunder.core.interpreter import (
 )
 
 from ..ir.inspection import is_library
-from ..private_thunder import call_interpreted
+from ..private_interpreter import call_interpreted
 from ..private_torch import compiled_function
 from .changing_values import READ_CLOCKS, changing_value
 from .refusals import is_in_thunder, is_own

@@ -52,13 +52,8 @@ from thunder.core.proxies import NumberProxy, Proxy, StringProxy, TensorProxy
 
 from ..extensions import load
 from ..ir.inspection import is_library
-from ..private_thunder import (
-    find_attributes,
-    fixed_shapes,
-    forget_new_modules,
-    observed_by,
-    save_attributes_of_root,
-)
+from ..private_interpreter import find_attributes, forget_new_modules, observed_by, save_attributes_of_root
+from ..private_thunder import fixed_shapes
 from ..runtime.traced_inputs import (
     ENVIRONMENT,
     EQUAL,

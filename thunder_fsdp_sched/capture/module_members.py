@@ -15,7 +15,7 @@ import torch
 from thunder.core.interpreter import WrappedValue, unwrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 
-from ..private_thunder import call_interpreted, has_been_modified
+from ..private_interpreter import call_interpreted, has_been_modified
 from .paths import FUNCTION, Paths
 
 _GETATTR = torch.nn.Module.__getattr__  # torch's, and not what a program may have put in its place

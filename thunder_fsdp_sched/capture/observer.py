@@ -25,7 +25,7 @@ from thunder.core.interpreter import (
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy, TensorProxy
 
-from ..private_thunder import checks_of, has_been_modified, observed_by, renames_of, uses_grad_mode
+from ..private_interpreter import checks_of, has_been_modified, observed_by, renames_of, uses_grad_mode
 from .callbacks import Watched
 from .keys import LONG, IdentityKey, has_state
 from .native_code import (

@@ -61,7 +61,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 
 from ..ir.inspection import nested
 from ..ir.symbols import LEAF
-from ..private_thunder import checks_of, renames_of
+from ..private_interpreter import checks_of, renames_of
 from .keys import key_of
 from .observer import Mark, Observer, Unrepeatable
 from .paths import ATTRIBUTE, ATTRIBUTES, COMPUTED, INPUTS, MEMBERS, NAMESPACES, STATE, Path, Paths, evaluate

@@ -37,18 +37,17 @@ from thunder.core.symbol import BoundSymbol
 
 from ..extensions import load
 from ..ir.symbols import LEAF
-from ..private_thunder import (
+from ..private_interpreter import (
     added_checks,
-    cache_info,
     call_interpreted,
     call_module_as_torch,
     checks_of,
     has_been_modified,
     look_aside_checkpoints,
     look_aside_module_calls,
-    renamed,
     renames_of,
 )
+from ..private_thunder import cache_info, renamed
 from ..private_torch import is_hooked
 from .bound_symbols import IN_CHECKPOINT, BoundSymbolCopies, renew_calls, tag_call
 from .input_reads import InputReads

@@ -25,7 +25,7 @@ from thunder.core.proxies import NumberProxy, ProxyTag, StringProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from ..ir.inspection import nested
-from ..private_thunder import call_interpreted
+from ..private_interpreter import call_interpreted
 from .refusals import is_in_thunder, refusal
 
 _LAYOUT = frozenset({"is_contiguous", "stride", "storage_offset", "data_ptr", "untyped_storage", "storage"})

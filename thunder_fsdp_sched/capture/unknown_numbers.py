@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from thunder.core.interpreter import ProvenanceRecord, do_raise, wrap_const
 from thunder.core.proxies import ComplexProxy, FloatProxy, IntegerProxy, NumberProxy
 
-from ..private_thunder import call_interpreted
+from ..private_interpreter import call_interpreted
 from .refusals import AS_TENSORS, is_in_thunder, refusal, user_line
 
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ...capture.keys import key_of
 from ...capture.leaves import Leaves
 from ...capture.paths import FUNCTION, Path, evaluate
-from ...private_thunder import added_checks, checks_of
+from ...private_interpreter import added_checks, checks_of
 from .choose import announce
 from .leaf import TENSOR, Entry, Leaf, Metadata, Structure
 from .observe import Communicates, is_plain, observe, run_once

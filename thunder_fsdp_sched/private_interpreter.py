@@ -1,0 +1,180 @@
+"""Private names of Thunder's interpreter, each used in one function only: see ``private_thunder``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from thunder.core.interpreter import (
+    INTERPRETER_CALLBACKS,
+    InterpreterCompileCtx,
+    ProvenanceRecord,
+    PseudoInst,
+    WrappedValue,
+    _interpret_call,
+    get_interpretercompilectx,
+    get_interpreterruntimectx,
+)
+from thunder.core.jit_ext import _general_jit_lookaside_map, register_general_jit_lookaside
+from thunder.core.proxies import AnyProxy
+
+_INTERPRETER = _interpret_call.__module__
+
+
+def call_interpreted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let Thunder's interpreter call ``function`` with wrapped arguments; return the wrapped result, or its signal."""
+    return _interpret_call(function, *args, **kwargs)
+
+
+def call_module_as_torch(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Interpret what ``nn.Module.__call__`` does, with hooks."""
+    return call_interpreted(_wrapped_call_impl, module, *args, **kwargs)
+
+
+def _wrapped_call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
+    if module._compiled_call_impl is not None:
+        return module._compiled_call_impl(*args, **kwargs)
+    return module._call_impl(*args, **kwargs)
+
+
+def look_aside_module_calls(lookaside: Callable[..., Any]) -> None:
+    """Let Thunder's interpreter call ``lookaside(module, ...)``, with wrapped values, wherever a module is called."""
+    register_general_jit_lookaside(torch.nn.Module._wrapped_call_impl)(lookaside)
+
+
+def look_aside_checkpoints(lookaside: Callable[..., Any]) -> None:
+    """Let Thunder's interpreter call ``lookaside`` wherever a program calls ``torch.utils.checkpoint.checkpoint``.
+
+    Args:
+        lookaside: called with Thunder's own lookaside, then with the wrapped arguments of the call.
+    """
+    checkpoint = torch.utils.checkpoint.checkpoint
+    register_general_jit_lookaside(checkpoint)(partial(lookaside, _general_jit_lookaside_map[checkpoint]))
+
+
+_LOOKUPS = {
+    "globals_lookup.<locals>.<lambda>": "__getitem__",
+    "_binary_subscr_handler.<locals>.getitem_impl": "__getitem__",
+    "_contains_op_handler.<locals>.impl": "__contains__",
+}
+"""By the functions in Python that Thunder's interpreter interprets to look an item up: the method that they call."""
+
+
+def _direct_lookup(function: Any, args: tuple[Any, ...]) -> Any:
+    """Return what the interpreter calls for an item of a dictionary, list or tuple in the end; ``None`` for all else.
+
+    Thunder looks up each global and item by interpreting a small function of its own, such as ``lambda d, k: d[k]``, which
+    looks up others. Of the frames that it interprets for a GPT four in five are these. What they arrive at is what the
+    interpreter has registered for the method, so wrapped values, provenance and callbacks are the same.
+    """
+    if type(function) is not FunctionType or function.__module__ != _INTERPRETER:
+        return None
+    method = _LOOKUPS.get(function.__qualname__)
+    if method is None or type(args[0].value) not in (dict, list, tuple):
+        return None
+    return get_interpretercompilectx().lookaside(getattr(type(args[0].value), method), *args)
+
+
+def observed_by(context: Any, observer: Any) -> Any:
+    """Return an interpreter context that passes what happens in ``context`` through ``observer``.
+
+    Args:
+        context: Thunder's ``InterpreterCompileCtx``.
+        observer: has ``interpret(interpret, inst, **state)``, ``look_aside(look_aside, function, *args, **kwargs)`` and
+            ``wrap(wrap, value)``, which call their first argument to do what ``context`` does.
+    """
+    wrap = context._callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
+
+    def look_aside(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return _direct_lookup(function, args) or observer.look_aside(context._fn_lookaside, function, *args, **kwargs)
+
+    return InterpreterCompileCtx(
+        opcode_interpreter=partial(observer.interpret, context._opcode_interpreter),
+        fn_lookaside=look_aside,
+        callbacks={**context._callbacks, INTERPRETER_CALLBACKS.WRAP_CALLBACK: partial(observer.wrap, wrap)},
+        with_provenance_tracking=True,
+        uncacheable_classes=context._uncacheable_classes,
+    )
+
+
+def find_attributes(source: WrappedValue) -> None:
+    """Let Thunder find the dictionary of an object's attributes when the program assigns one.
+
+    At the first assignment Thunder replaces the dictionary by a copy, does not find the copy at the next one, and drops it.
+    """
+    attributes = source.attribute_wrappers.get("__dict__")
+    if attributes is not None:
+        get_interpreterruntimectx().cache_wrapper(attributes)
+
+
+def save_attributes_of_root(context: Any) -> None:
+    """Let the epilogue store the attributes that the program has assigned to the module that is compiled.
+
+    Thunder stores those of submodules, and drops those of the outermost module, which has no proxy. This one is unpacked
+    by itself, so that the prologue reads parameters as it would without.
+    """
+    root: ProvenanceRecord | None = None
+    for modified in context._additional_outputs:
+        inputs = modified.provenance.inputs
+        if modified.provenance.inst is not PseudoInst.LOAD_ATTR or inputs[1].value != "__dict__":
+            continue
+        if inputs[0].inst is PseudoInst.INPUT_FN and not hasattr(inputs[0], "proxy"):
+            if root is None:
+                root = ProvenanceRecord(PseudoInst.INPUT_FN, inputs=[])
+                root.proxy = AnyProxy(None, history=root)
+            modified.provenance = ProvenanceRecord(PseudoInst.LOAD_ATTR, inputs=[root, inputs[1]])
+
+
+def forget_new_modules(context: Any) -> None:
+    """Let the epilogue store nothing in modules that the program itself has made.
+
+    Thunder stores buffers that a program assigns, also those that ``nn.CrossEntropyLoss()`` registers in forward, and
+    fails, because such a module is no part of the one that is compiled.
+    """
+    for modified in [m for m in context._additional_outputs if _is_new(m.provenance)]:
+        del context._additional_outputs[modified]
+
+
+def _is_new(provenance: ProvenanceRecord) -> bool:
+    """Return whether a value is, or was read from, an object that the program has made."""
+    while provenance.inputs and provenance.inst in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR):
+        provenance = provenance.inputs[0]
+    makes = provenance.inputs[0].value if provenance.inst is PseudoInst.OPAQUE else None
+    return provenance.inst is PseudoInst.NEW or getattr(makes, "__name__", None) == "__new__"
+
+
+def checks_of(context: Any) -> list[Any]:
+    """Return the list of ``(check, proxy, *expected)`` that Thunder's tracing writes to the prologue in the end."""
+    return context._constraints
+
+
+@contextmanager
+def added_checks(context: Any) -> Iterator[list[Any]]:
+    """Let Thunder's tracing add checks to a new list instead of :func:`checks_of`.
+
+    It compares each with all in the list, so that the checks of all tensors of a model take quadratic time.
+    """
+    earlier, context._constraints = context._constraints, []
+    try:
+        yield context._constraints
+    finally:
+        context._constraints = earlier
+
+
+def renames_of(context: Any) -> dict[Any, Any]:
+    """Return the proxies that Thunder's tracing replaces in the end by proxies named like the user's variables."""
+    return context._proxy_swapmap
+
+
+def has_been_modified(context: Any) -> bool:
+    """Return whether the program has assigned an attribute or a buffer of its inputs."""
+    return bool(context._additional_outputs)
+
+
+def uses_grad_mode(function: Any) -> bool:
+    """Return whether this builtin function of torch reads or changes the grad mode."""
+    return function in (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch._C._set_grad_enabled)
