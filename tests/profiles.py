@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,7 +16,14 @@ LONG_ONLY = pytest.mark.long
 mostly_zero3 = pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
 """Test with ZeRO-3, and in long runs with ZeRO-2 as well."""
 
-_ORDINARY_CASES = ("tied_weights", "buffers", "checkpointed")
+_ORDINARY_CASES = ("buffers", "checkpointed")
+
+
+def with_long(names: Iterable[str], *long: str) -> list[Any]:
+    """Return all names of a table, those that are ``long`` for long runs only."""
+    names = list(names)
+    assert set(long) <= set(names), set(long) - set(names)
+    return [pytest.param(name, marks=[LONG_ONLY] if name in long else []) for name in names]
 
 
 def each_case(*more: Any) -> list[Any]:

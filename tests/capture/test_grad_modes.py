@@ -113,7 +113,9 @@ REFUSED = ("views_of_parameters", "mixed_dtypes")
 """Models that read under a computed name, or call an operator that Thunder registers automatically."""
 
 
-@pytest.mark.parametrize("name", [*each_case("gpt", "stack"), pytest.param("attention", marks=LONG_ONLY)])
+@pytest.mark.parametrize(
+    "name", [*each_case("gpt"), *(pytest.param(n, marks=LONG_ONLY) for n in ("stack", "attention"))]
+)
 def test_a_record_holds_in_the_other_grad_mode(name: str) -> None:
     make = ALL[name]
     inputs = make().inputs(torch.Generator().manual_seed(0))
@@ -174,7 +176,10 @@ class Freezing(Linear):
 ORDERS = (GRAD, NO_GRAD, INFERENCE), (INFERENCE, GRAD), (NO_GRAD, GRAD)
 
 
-@pytest.mark.parametrize("block", [Updating, InPlace, Normalizing, Checkpointing, Dropping, Freezing])
+@pytest.mark.parametrize(
+    "block",
+    [Updating, InPlace, Checkpointing, *(pytest.param(b, marks=LONG_ONLY) for b in (Normalizing, Dropping, Freezing))],
+)
 def test_a_block_that_does_not_use_the_grad_mode_is_repeated_in_both(block: Callable[[int], nn.Module]) -> None:
     for first, *others in counts_in(seeded(lambda: Chain(block, count=2)), (X,), *ORDERS):
         assert first[0] >= 3 and first[1] == 1
@@ -231,16 +236,16 @@ Scaling = running(lambda self, x: SCALED(self.linear(x)))
 @pytest.mark.parametrize(
     "block",
     [
-        WithoutGradients,
-        Decorated,
         Setting,
-        Asking,
         AskingThunder,
-        AskingForInference,
-        Detaching,
         Registered,
         CopyingAlone,
         Scaling,
+        # Other ways to read or to set the same mode.
+        *(
+            pytest.param(b, marks=LONG_ONLY)
+            for b in (WithoutGradients, Decorated, Asking, AskingForInference, Detaching)
+        ),
     ],
 )
 def test_a_block_that_may_use_the_grad_mode_is_repeated_in_its_own(block: Callable[[int], nn.Module]) -> None:

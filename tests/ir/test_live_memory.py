@@ -18,7 +18,7 @@ import torch.cuda._memory_viz
 from extending import extended
 from memory_count import Tracker, compare, count_on_fake_ranks
 from models import CASES, GPT, FeedForward, Stack, compile_model
-from profiles import LONG_ONLY
+from profiles import LONG_ONLY, with_long
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -96,7 +96,14 @@ VIEW_CASES = ("views_of_parameters", "shared_blocks", "scalar_loss", "checkpoint
 
 
 @pytest.mark.parametrize(
-    "name", [*GPT_CASES, *half_of(TRANSPORT_CASES), *half_of(RELEASE_CASES), *WINDOW_CASES, *VIEW_CASES]
+    "name",
+    [
+        *with_long(GPT_CASES, "zero2, lower precision"),
+        *half_of(TRANSPORT_CASES),
+        *half_of(RELEASE_CASES),
+        *with_long(WINDOW_CASES, "sharded, zero2", "secondary, released"),
+        *with_long(VIEW_CASES, "scalar_loss"),
+    ],
 )
 def test_every_position_has_the_bytes_that_a_run_allocates(name: str) -> None:
     if name in GPT_CASES:
@@ -113,8 +120,8 @@ def test_every_position_has_the_bytes_that_a_run_allocates(name: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "no_sync"),
     [
-        ("zero2", False),
         ("zero3", True),
+        pytest.param("zero2", False, marks=LONG_ONLY),
         pytest.param("zero2", True, marks=LONG_ONLY),
         pytest.param("zero3", False, marks=LONG_ONLY),
     ],
@@ -166,7 +173,7 @@ ENCODED: dict[str, dict[str, Any]] = {
 """Encoded buckets, with every transport that sends them."""
 
 
-@pytest.mark.parametrize("transport", ENCODED)
+@pytest.mark.parametrize("transport", with_long(ENCODED, "flat", "coalesced"))
 def test_every_position_has_the_bytes_that_a_run_with_encoded_buckets_allocates(transport: str) -> None:
     check_positions(counted(Stack, window=True, transport=transport, **ENCODED[transport]))
 
@@ -180,7 +187,7 @@ MESH_CASES: dict[str, dict[str, Any]] = {
 """Options for a mesh of replicas and shards."""
 
 
-@pytest.mark.parametrize("name", MESH_CASES)
+@pytest.mark.parametrize("name", with_long(MESH_CASES, "zero3", "offloaded"))
 def test_hybrid_sharding_hooks_and_divide_factors_have_the_bytes_that_a_run_allocates(name: str) -> None:
     def ask() -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -211,7 +218,7 @@ class Routed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("transport", ["all_to_all", "flat"])
+@pytest.mark.parametrize("transport", ["all_to_all", pytest.param("flat", marks=LONG_ONLY)])
 def test_a_window_of_different_micro_batches_has_the_gradients_that_these_have_left(transport: str) -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
     found = count_on_fake_ranks(

@@ -18,6 +18,7 @@ import pytest
 import torch
 from internals import gather_of
 from models import Stack
+from profiles import LONG_ONLY
 from test_dry_run import make_on_meta
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -64,7 +65,7 @@ def plan_of(step: DryRun) -> Any:
     "change",
     [
         {},
-        {"prefetch": 0, "max_gathers_in_flight": 1},
+        pytest.param({"prefetch": 0, "max_gathers_in_flight": 1}, marks=LONG_ONLY),
         {"sharding_strategy": "zero2", "world_size": 3},
         {"world_size": 64, "replicas": 8, "bucketing_strategy": "layer"},
         {"prefetch": "auto", "sharding_strategy": Sharding(max_unsharded_bytes="50kB"), "on": "a100-sxm"},
@@ -111,9 +112,9 @@ class Attention(torch.nn.Module):
     ("cluster", "dtype", "masked", "kernel"),
     [
         ("h100-sxm", torch.bfloat16, False, "sdpafx_grad_forward"),
-        ("h100-sxm", torch.float32, True, "sdpaex_grad_forward"),
+        pytest.param("h100-sxm", torch.float32, True, "sdpaex_grad_forward", marks=LONG_ONLY),
         ("cpu-2core", torch.bfloat16, False, "torch_scaled_dot_product_flash_attention_for_cpu"),
-        ("h100-sxm", torch.float64, False, None),
+        pytest.param("h100-sxm", torch.float64, False, None, marks=LONG_ONLY),
     ],
 )
 def test_attention_is_planned_with_the_kernels_of_the_cluster(cluster, dtype, masked, kernel):
@@ -156,7 +157,7 @@ def compiled_as_in_training(options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        {"sharding_strategy": "zero2"},
+        pytest.param({"sharding_strategy": "zero2"}, marks=LONG_ONLY),  # the fixture `zero2` is such a window
         {"sharding_strategy": "zero3", "accumulate": "sharded", "prefetch": 2},
         {"sharding_strategy": "zero3", "max_memory": "200kB"},
     ],

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from internals import Facts, facts_of
 from models import CASES, GPT, Chain, FeedForward, Stack, running
-from profiles import LONG_ONLY, each_case
+from profiles import LONG_ONLY, each_case, with_long
 from random_models import CallingModel, ModelSpec, periodic_models, quiet
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -91,7 +91,7 @@ def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
     return Comparison(monkeypatch)
 
 
-@pytest.mark.parametrize("name", each_case("gpt", "stack", pytest.param("attention", marks=LONG_ONLY)))
+@pytest.mark.parametrize("name", each_case("gpt", *(pytest.param(n, marks=LONG_ONLY) for n in ("stack", "attention"))))
 def test_traces_are_those_of_thunder_up_to_names(name: str, comparison: Comparison) -> None:
     more = {"gpt": lambda: GPT(block=FeedForward), "attention": GPT, "stack": Stack}
     make: Any = {**CASES, **more}[name]
@@ -207,7 +207,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 """Models of blocks, and how many regions are computed by a program."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+COMBINED = (
+    "two calls of one stack of stacks",
+    "hooked blocks",
+    "a frozen embedding",
+    "an input of all blocks without a gradient",
+    "two blocks twice",
+    "parts without gradients",
+    "detached blocks",
+)
+"""Models whose parts other models have."""
+
+
+@pytest.mark.parametrize("name", with_long(MODELS, *COMBINED))
 def test_which_regions_repeat(name: str, comparison: Comparison) -> None:
     make, expected = MODELS[name]
     assert comparison.run(make, X) == expected

@@ -210,12 +210,18 @@ class Transposes(TwoWeights):
 
 DERIVED: dict[str, Callable[[], nn.Module]] = {b.__name__: functools.partial(Chain, b) for b in (Sines, Transposes)}
 TRAINED = [
-    *(("nvfuser", "zero3", "consecutive", name) for name in DERIVED),
-    ("nvfuser", "zero2", "dataflow", "Sines"),
+    *(("nvfuser", "zero3", "consecutive", name) for name in (*DERIVED, "views_of_parameters")),
     ("aot_eager", "zero3", "consecutive", "Transposes"),
-    *(("nvfuser", "zero3", "dataflow", name) for name in ("tied_weights", "shared_blocks", "mixed_dtypes")),
-    *(("nvfuser", "zero3", "consecutive", name) for name in ("frozen_parameters", "views_of_parameters")),
-    ("nvfuser", "zero2", "consecutive", "buffers"),
+    ("nvfuser", "zero3", "dataflow", "shared_blocks"),
+    *(
+        pytest.param("nvfuser", *row, marks=LONG_ONLY)
+        for row in (
+            ("zero2", "dataflow", "Sines"),
+            *(("zero3", "dataflow", name) for name in ("tied_weights", "mixed_dtypes")),
+            ("zero3", "consecutive", "frozen_parameters"),
+            ("zero2", "consecutive", "buffers"),
+        )
+    ),
 ]
 
 
