@@ -100,7 +100,7 @@ def _write_offloaded_shards(rank: Rank, write: str) -> None:
             param.data.fill_(1.0)
 
 
-@pytest.mark.parametrize("write", ["after inference", "after forward", "after backward"])
+@pytest.mark.parametrize("write", ["after inference", pytest.param("after forward", marks=LONG_ONLY), "after backward"])
 def test_offloaded_shards_may_be_written_after_every_call(write: str) -> None:
     run(_write_offloaded_shards, write, ranks=[0]).assert_clean()
 
@@ -247,7 +247,7 @@ def count_allocations(rank: Rank, autocast: bool, **options: Any) -> tuple[int, 
     ("options", "autocast", "counts"),
     [
         pytest.param({}, False, (2, 2, 2), id="fp32"),
-        pytest.param({"sharding_strategy": "zero2"}, False, (2, 2, 2), id="zero2"),
+        pytest.param({"sharding_strategy": "zero2"}, False, (2, 2, 2), id="zero2", marks=LONG_ONLY),
         pytest.param(BF16, False, (0, 2, 2), id="bf16: casts only, when first needed"),
         pytest.param({}, True, (2, 3, 3), id="autocast: shards, and later their casts"),
     ],

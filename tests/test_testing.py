@@ -17,7 +17,10 @@ def make(blocks: int = 4):
     return Stack(blocks, width=16), (torch.randn(2, 16),)
 
 
-@pytest.mark.parametrize(("strategy", "prefetch"), [("zero3", 1), ("zero3", 2), ("zero2", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "prefetch"),
+    [("zero3", 1), ("zero2", 1), pytest.param("zero3", 2, marks=pytest.mark.long)],
+)
 def test_a_real_model_passes_all_assertions_on_64_fake_ranks(strategy, prefetch):
     [compiled] = testing.compile_on_fake_ranks(make, 64, sharding_strategy=strategy, prefetch=prefetch)
     testing.assert_waits_right_before_first_consumer(compiled)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from internals import find_transform
+from profiles import with_long
 from ranks import Ranks as Workers
 from virtual_gpu import guard
 from virtual_gpu.histories import make_model
@@ -61,7 +62,7 @@ def take_steps(rank: Rank, strategy: str) -> None:
             param.grad = None
 
 
-@pytest.mark.parametrize("strategy", LOSSES)
+@pytest.mark.parametrize("strategy", with_long(LOSSES, "zero3"))
 def test_ranks_that_lose_buckets_issue_the_same_collectives(
     lone_workers: Callable[[int], Workers], strategy: str
 ) -> None:

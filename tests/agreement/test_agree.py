@@ -42,7 +42,10 @@ def _steps_send_no_message(run: Run) -> None:
 
 SCENARIOS = {
     f"{agree}, {strategy}": Scenario(
-        _stack, [*STEPS, _steps_send_no_message], {"agree": agree, "sharding_strategy": strategy}
+        _stack,
+        [*STEPS, _steps_send_no_message],
+        {"agree": agree, "sharding_strategy": strategy},
+        long=(agree, strategy) == ("compile", "zero2"),
     )
     for agree, strategy in (("step", "zero2"), ("compile", "zero2"), ("compile", "zero3"), ("never", "zero3"))
 }

@@ -186,7 +186,7 @@ def _exchanged(texts: dict[int, str], world_size: int, patience: float) -> tuple
         return list(ranks.map(exchange, texts)), store
 
 
-@pytest.mark.parametrize("world_size", [1, 8, 64, 512])
+@pytest.mark.parametrize("world_size", [1, 8, 64, pytest.param(512, marks=pytest.mark.long)])
 def test_texts_cost_a_constant_number_of_requests_of_each_rank(world_size: int) -> None:
     for differing in {0, 1, world_size}:
         texts = {rank: f"text\n{rank if rank < differing else 'of all'}" for rank in range(world_size)}

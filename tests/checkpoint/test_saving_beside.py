@@ -42,7 +42,7 @@ from virtual_gpu.world import Rank, run
     ("strategy", "writer"),
     [
         ("zero2", "process"),
-        ("zero3", "thread"),
+        pytest.param("zero3", "thread", marks=pytest.mark.long),
         pytest.param("zero2", "thread", marks=pytest.mark.long),
         pytest.param("zero3", "process", marks=pytest.mark.long),
     ],
@@ -176,7 +176,7 @@ def _small_files(of: int, nbytes: int = 2048) -> Iterator[None]:
         resource.prlimit(of, resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("writer", ["thread", "process"])
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.long)])
 @on_ranks(2)
 def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lost(
     rank: int, tmp_path: Path, writer: Any

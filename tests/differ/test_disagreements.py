@@ -224,8 +224,15 @@ def _failing_at(number: int) -> Any:
     return mock.patch.object(ops, "issue", issue_or_fail)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-@pytest.mark.parametrize("ways", [("0", "1"), ("01", "01")])
+@pytest.mark.parametrize(
+    ("ways", "strategy"),
+    [
+        (("0", "1"), "zero2"),
+        (("01", "01"), "zero3"),
+        pytest.param(("0", "1"), "zero3", marks=pytest.mark.long),
+        pytest.param(("01", "01"), "zero2", marks=pytest.mark.long),
+    ],
+)
 @on_ranks()
 def test_ranks_that_an_exception_stopped_at_different_collectives_continue_after_discarding(
     rank: int, strategy: str, ways: tuple[str, str]

@@ -150,8 +150,10 @@ def issued(trace: TraceCtx) -> list[tuple[str, Any]]:
             for p in (0, 2)
         ),
         ({"sharding_strategy": fs.Sharding("zero3", release=True)}, nullcontext),
-        ({"max_memory": "1 GB"}, nullcontext),
-        ({"sharding_strategy": "zero3"}, lambda: torch.autocast("cpu", torch.bfloat16)),
+        pytest.param({"max_memory": "1 GB"}, nullcontext, marks=pytest.mark.long),
+        pytest.param(
+            {"sharding_strategy": "zero3"}, lambda: torch.autocast("cpu", torch.bfloat16), marks=pytest.mark.long
+        ),
         ({"sharding_strategy": "zero3", "ranks": "replicas"}, nullcontext),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from differing import Blocks, DifferingRun, Ways, adamw
 from models import Layer
-from profiles import LONG_ONLY
+from profiles import LONG_ONLY, with_long
 from ranks import on_ranks
 from scenario import loss_of
 from torch import nn
@@ -77,10 +77,7 @@ def _at_issue(issue: Callable[[], Sequence[Work]], action: Callable[[], None], u
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(o, marks=LONG_ONLY if o in ("prefetch 0", "prefetch 2", "release with zero2") else ())
-        for o in OPTIONS
-    ],
+    with_long(OPTIONS, "prefetch 0", "prefetch 2", "sharded accumulation", "release", "release with zero2"),
 )
 @on_ranks()
 def test_options(name: str) -> None:
@@ -375,7 +372,7 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("name", with_long(LIMITS, "own max_unsharded_bytes"))
 @on_ranks()
 def test_limits_that_merged_traces_exceed(name: str) -> None:
     options, message = LIMITS[name]

@@ -135,7 +135,7 @@ def _expert_group(rank: int) -> dist.ProcessGroup:
     ("strategy", "separate"),
     [
         ("zero2", True),
-        ("zero3", False),
+        pytest.param("zero3", False, marks=LONG_ONLY),
         pytest.param("zero2", False, marks=LONG_ONLY),
         pytest.param("zero3", True, marks=LONG_ONLY),
     ],

@@ -58,7 +58,7 @@ COMBINATIONS: dict[str, tuple[int, Options, torch.dtype]] = {
         torch.float64,
     ),
 }
-_LONG = ("autocast", "groups", "released windows", "secondary", "windows")
+_LONG = ("autocast", "groups", "offload", "released windows", "secondary", "windows")
 
 
 @pytest.mark.device
@@ -111,7 +111,9 @@ def test_other_ways_to_run_the_same_step_give_the_same_bits(tmp_path: Path) -> N
     torch.testing.assert_close(tfs.clip_grad_norm_(run.model, 1.0), norm)
 
 
-@pytest.mark.parametrize(("accumulate", "times"), [("sharded", 2), ("unsharded", 1)])
+@pytest.mark.parametrize(
+    ("accumulate", "times"), [("sharded", 2), pytest.param("unsharded", 1, marks=pytest.mark.long)]
+)
 @on_ranks(2)
 def test_a_window_reduces_the_sum_of_its_micro_batches(rank: int, accumulate: str, times: int) -> None:
     twins = Twins(lambda: Stack(1), P(reduce="int8", block=4), accumulate=accumulate)

@@ -46,7 +46,7 @@ ROWS: dict[str, tuple[str | None, str | None, str, str, int, int]] = {
 }
 
 
-_LONG = ("float8, float8", "bfloat16, float8", "int8, shared", "float8, all")
+_LONG = ("int8", "float8, float8", "bfloat16, float8", "int8, shared", "float8, all")
 _NAMES = [*ROWS, *(f"{name}, 3 ranks" for name in ROWS)]
 
 

@@ -99,7 +99,7 @@ class _FaultInjector:
 @pytest.mark.parametrize(
     ("strategy", "transport", "first", "step"),
     [
-        ("zero2", "all_reduce", 0, 2),
+        pytest.param("zero2", "all_reduce", 0, 2, marks=pytest.mark.long),
         ("zero3", "flat", 1, 2),
         *(pytest.param(s, t, 0, 1, marks=pytest.mark.long) for s in ("zero2", "zero3") for t in ("flat", "all_reduce")),
     ],

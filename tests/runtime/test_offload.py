@@ -62,6 +62,7 @@ SCENARIOS = {
         [_check_loads, _check_offloaded, _check_loads],
         {"sharding_strategy": "zero2", "mp_policy": LOW, **OFFLOADED},
         [{"offload_policy": OffloadPolicy()}],
+        long=True,
     ),
     "FSDP2": _with_adamw([do.train()], OFFLOADED, [partial(fsdp2, offload_policy=CPUOffloadPolicy(pin_memory=False))]),
 }

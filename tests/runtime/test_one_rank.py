@@ -59,7 +59,7 @@ def _clear(block: Any, args: Any) -> None:
     block.up.weight.zero_()
 
 
-@pytest.mark.parametrize("model", [Stack, TinyParameters])
+@pytest.mark.parametrize("model", [Stack, pytest.param(TinyParameters, marks=pytest.mark.long)])
 @on_ranks(1)
 def test_unsharded_parameters_are_views_of_shards(model: type[torch.nn.Module]) -> None:
     for name, options in VIEWS.items():

@@ -106,7 +106,7 @@ INITIALIZING = tfs.Init(device="cpu", param_init_fn=_reset)
     "options",
     [
         {"init": tfs.Init(broadcast_from=0)},
-        {"init": replace(IGNORING, broadcast_from=0), "transport": "coalesced"},
+        pytest.param({"init": replace(IGNORING, broadcast_from=0), "transport": "coalesced"}, marks=pytest.mark.long),
         {"init": replace(INITIALIZING, broadcast_from=0)},
         {"init": replace(IGNORING, param_init_fn=_reset), "transport": "coalesced"},
     ],

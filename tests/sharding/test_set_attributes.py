@@ -66,7 +66,7 @@ def _make() -> tuple[Any, nn.Module, nn.Module]:
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
-@pytest.mark.parametrize("on", ["jitted", "original"])
+@pytest.mark.parametrize("on", ["jitted", pytest.param("original", marks=pytest.mark.long)])
 def test_attributes_have_the_effect_of_eager_mode(on: str) -> None:
     jitted, module, expected = _make()
     jitted(X)

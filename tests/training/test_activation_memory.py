@@ -120,7 +120,7 @@ KEEPING = {**RELEASING, "cluster": "h100-sxm"}  # where compute is fast, gatheri
 @pytest.mark.parametrize(
     ("name", "no_sync", "options", "within", "share", "most"),
     [
-        ("gpt", False, {}, {}, 0.0, 0),
+        pytest.param("gpt", False, {}, {}, 0.0, 0, marks=pytest.mark.long),  # `test_search` searches for the least
         ("dropping", True, {"sharding_strategy": "zero2"}, {}, 0.85, 2),
         pytest.param("gpt", True, {"sharding_strategy": "zero2"}, {}, 0.75, 2, marks=pytest.mark.long),
         pytest.param("dropping", False, {"prefetch": "auto"}, {}, 0.75, 2, marks=pytest.mark.long),

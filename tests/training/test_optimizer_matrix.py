@@ -325,7 +325,7 @@ def _run_to_save(name: str, *, steps: int, group: Any = None) -> Run:
     return run
 
 
-_SIZES = [(1, 3), (3, 2)]
+_SIZES = [(3, 2)]
 _MORE_SIZES = [pytest.param(s, n, marks=pytest.mark.long) for s in (1, 2, 3) for n in (1, 2, 3) if (s, n) not in _SIZES]
 
 

@@ -138,7 +138,7 @@ SCENARIOS = {
         tolerance=0,
         optimizer=partial(torch.optim.AdamW, lr=1e-2),
     ),
-    "extension, zero2": _extended("zero2", True),
+    "extension, zero2": _extended("zero2", True, long=True),
     "extension, zero3": _extended("zero3", False),
     "extension, zero3, no_sync": _extended("zero3", True, long=True),
 }

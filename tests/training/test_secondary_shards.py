@@ -126,7 +126,7 @@ SCENARIOS = {
     "tied weights": _scenario(_tied, STEPS, _options(), long=True),
     "history": _scenario(_small, HISTORY, _options() | {"bucketing_strategy": "layer"}),
     "unsharded": Scenario(
-        lambda: _tied().double(), [do.train(2)], {"sharding_strategy": Sharding(secondary_ranks=2)}, ranks=4
+        lambda: _tied().double(), [do.train(2)], {"sharding_strategy": Sharding(secondary_ranks=2)}, ranks=4, long=True
     ),
     "one module": Scenario(
         lambda: _small().double(),
@@ -141,6 +141,7 @@ SCENARIOS = {
         others=[partial(fsdp2, reshard_after_forward=2)],
         others_tolerance=1e-5,
         oracle=None,
+        long=True,
         optimizer=ADAMW,
         ranks=4,
     ),

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from internals import RowDTensor
 from models import GPT, Experts, Layer, LoRALinear, Stack, TinyParameters
+from profiles import LONG_ONLY
 from ranks import on_ranks
 from scenario import Run, everywhere
 from torch import nn
@@ -61,7 +62,12 @@ def test_a_change_of_one_ranks_rows_counts_as_a_change_on_all_ranks() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"sharding_strategy": "zero2", "transport": "coalesced", "bucketing_strategy": "none"}],
+    [
+        {},
+        pytest.param(
+            {"sharding_strategy": "zero2", "transport": "coalesced", "bucketing_strategy": "none"}, marks=LONG_ONLY
+        ),
+    ],
     ids=["zero3", "zero2-coalesced"],
 )
 @on_ranks(2)

@@ -20,6 +20,7 @@ import thunder
 import torch
 from internals import Bucket
 from models import GPT, Halves, Layer, Stack
+from profiles import LONG_ONLY, with_long
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each
 from torch import nn
@@ -64,20 +65,23 @@ def _reuse(run: Run, *, all_kept: bool = True) -> None:
     assert kept == set(_each(run)) or not all_kept
 
 
-def _zero2(model: Callable[[], nn.Module] = _stack, world_size: int = 2, **options: Any) -> Scenario:
+def _zero2(
+    model: Callable[[], nn.Module] = _stack, world_size: int = 2, long: bool = False, **options: Any
+) -> Scenario:
     actions, others = [_reuse], AGAIN
     if sharding := options.get("sharding_strategy"):  # with a limit
         actions = [partial(_reuse, all_kept=False)]
         others = [{"sharding_strategy": replace(sharding, reshard_after_backward=True)}]
-    return Scenario(model, actions, {"sharding_strategy": "zero2", **options}, others, oracle=None, ranks=world_size)
+    options = {"sharding_strategy": "zero2", **options}
+    return Scenario(model, actions, options, others, oracle=None, ranks=world_size, long=long)
 
 
 SCENARIOS = {
     "bfloat16": _zero2(
-        partial(GPT, blocks=1, block=Layer), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        partial(GPT, blocks=1, block=Layer), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), long=True
     ),
     "offload": _zero2(offload_policy=CPUOffloadPolicy()),
-    "sharded": _zero2(accumulate="sharded", transport="flat"),
+    "sharded": _zero2(accumulate="sharded", transport="flat", long=True),
     "limit": _zero2(sharding_strategy=Sharding("zero3", max_unsharded_bytes=1 << 24)),
     "replicas": _zero2(world_size=4, ranks=(2, 2)),
 }
@@ -184,7 +188,7 @@ MICRO_BATCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", MICRO_BATCHES)
+@pytest.mark.parametrize("options", with_long(MICRO_BATCHES, "zero2"))
 @on_ranks(2)
 def test_reducing_in_each_micro_batch_gives_the_bits_of_training_without_no_sync(options: str) -> None:
     run = _train_in_windows(Stack(2, width=8).double(), [[()] * 3, [()] * 3], **MICRO_BATCHES[options])
@@ -197,7 +201,7 @@ def test_reducing_in_each_micro_batch_gives_the_bits_of_training_without_no_sync
     ("strategy", "bucketing"),
     [
         ("zero3", "block"),
-        ("zero3", "none"),
+        pytest.param("zero3", "none", marks=LONG_ONLY),
         ("zero2", "block"),
     ],
 )

@@ -20,19 +20,20 @@ def _stack() -> Stack:
     return Stack(3, width=16).double()
 
 
-def _without(*names: str, strategy: str = "zero3", **options: Any) -> Scenario:
+def _without(*names: str, strategy: str = "zero3", long: bool = False, **options: Any) -> Scenario:
     sharding = Sharding(strategy, **options)
     return Scenario(
         lambda: CASES["checkpointed"]().double(),
         [do.train(1), do.micro_batch(0), do.micro_batch(1, no_sync=False), do.step()],
         {"sharding_strategy": sharding, "debug": Debug(skip_passes=names)},
         others=[{"sharding_strategy": sharding}],
+        long=long,
     )
 
 
 SCENARIOS = {
     "ZeRO-3": _without(*OPTIONAL, secondary_ranks=2),
-    "ZeRO-2": _without(*OPTIONAL, strategy="zero2", release=True),
+    "ZeRO-2": _without(*OPTIONAL, strategy="zero2", release=True, long=True),
     "marks": _without("mark_retained_by_forward"),
     "reuse": _without("reuse_from_forward"),
 }

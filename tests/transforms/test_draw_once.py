@@ -13,6 +13,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 from internals import facts_of, local_rows
+from profiles import LONG_ONLY
 from ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -85,7 +86,8 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "window", "share"), [(True, False, 0.0), (False, True, 0.0), (False, False, 0.85)]
+    ("checkpoints", "window", "share"),
+    [(True, False, 0.0), pytest.param(False, True, 0.0, marks=LONG_ONLY), (False, False, 0.85)],
 )
 @on_ranks()
 def test_backward_has_the_sample_of_forward(checkpoints: bool, window: bool, share: float) -> None:

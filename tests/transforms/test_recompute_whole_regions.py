@@ -12,6 +12,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 from memory_count import Tracker
+from profiles import with_long
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -68,6 +69,10 @@ OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 """Operators with grad rules of their own, in Thunder, one of its executors or the model, and some that are decomposed."""
 
 
+ALIKE = ("softmax", "rms_norm", "group_norm", "causal attention", "silu", "amin", "std", "polygamma", "mish")
+"""Operators whose rules are of the kinds of others."""
+
+
 class Region(nn.Module):
     """A layer, and a region of one operator."""
 
@@ -90,7 +95,7 @@ def _saved(module: nn.Module, *inputs: torch.Tensor) -> int:
     return nbytes
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", with_long(OPERATORS, *ALIKE))
 def test_a_region_that_ends_in_any_operator_saves_no_more_than_torch(name: str, fake_ranks: None) -> None:
     x, w = torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE, requires_grad=True)
     expected = _saved(Region(OPERATORS[name]), x, w)

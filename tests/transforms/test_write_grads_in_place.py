@@ -153,7 +153,7 @@ def _in_lower_precision(reduce_dtype: torch.dtype) -> dict[str, Any]:
         ("gpt_with_tied_weights", {}),
         ("batched_experts", {"sharding_strategy": "zero2"}),
         ("stack", _in_lower_precision(torch.float32)),
-        ("stack", _in_lower_precision(torch.bfloat16)),
+        pytest.param("stack", _in_lower_precision(torch.bfloat16), marks=LONG_ONLY),
         pytest.param("uneven_rows", {"sharding_strategy": "zero2"}, marks=LONG_ONLY),
         pytest.param("shared_blocks", {}, marks=LONG_ONLY),
     ],

@@ -15,6 +15,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from profiles import with_long
 from scenario import whole_of
 from torch import nn
 
@@ -106,7 +107,11 @@ def check(function: Callable[..., Any], *inputs: torch.Tensor) -> None:
     torch.testing.assert_close(list(original.buffers()), list(module.buffers()))
 
 
-@pytest.mark.parametrize("name", VIEWS)
+ALIKE = ("reshape", "flatten", "T", "permute", "movedim", "slice of columns", "ellipsis", "unsqueeze", "view_as")
+"""Views that Thunder makes by the operators of others."""
+
+
+@pytest.mark.parametrize("name", with_long(VIEWS, *ALIKE))
 def test_a_write_through_a_view_changes_the_base_and_its_gradient(name: str) -> None:
     check(_through(VIEWS[name]))
 
