@@ -11,6 +11,7 @@ backward, without the inputs, which are there anyway.
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -95,6 +96,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     figures = {}
     default = thunder.get_default_executors()
     for name, (function, args) in cases(arguments.rows, arguments.width).items():
+        if not re.search(arguments.only, name):
+            continue
         # A function of its own each, because Thunder looks up how `thunder.torch` represents a function that it knows.
         call = lambda *a, function=function: function(*a)  # noqa: E731
         systems = {
@@ -120,6 +123,7 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", metavar="REGEX", default="", help="only matching functions")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write all figures as JSON")
     given = parser.parse_args()
     torch.set_num_threads(1)

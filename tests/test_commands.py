@@ -36,7 +36,7 @@ class Small(NamedTuple):
 
     arguments: str
     prints: str  # a regular expression
-    long: bool = False  # many compilations
+    long: bool = False  # many compilations, or a second mode of a program that another row starts
 
 
 class By(NamedTuple):
@@ -88,11 +88,11 @@ COMMANDS: dict[str, Small | By | Not] = {
     ),
     r"python benchmarks/checkpoints\.py\b.*": Small(f"{LOOPBACK} --only 'ours, thread'", "ours, thread"),
     r"python benchmarks/copies\.py --fake .*": Small(
-        "--fake 2 --blocks 1 --width 16 --length 8 --only 'ours zero3$'", "ours zero3"
+        "--fake 2 --blocks 1 --width 16 --length 8 --only 'ours zero3$'", "ours zero3", long=True
     ),
     r"(sudo )?python benchmarks/copies\.py( --no-limit)?": Small(f"{LOOPBACK} --only '^DDP$'", "DDP"),
-    r"python benchmarks/costs\.py audit": Small("audit --blocks 1", "first step"),
-    r"python benchmarks/costs\.py checksums .*": Small("checksums --runs 1", "MB of parameters on 2 ranks"),
+    r"python benchmarks/costs\.py audit": Small("audit --blocks 1", "first step", long=True),
+    r"python benchmarks/costs\.py checksums .*": Small("checksums --runs 1", "MB of parameters on 2 ranks", long=True),
     r"python benchmarks/costs\.py differing .*": Small("differing --rounds 1 --blocks 2", "of all blocks", long=True),
     r"python benchmarks/costs\.py dtensors.*": Small("dtensors --parameters 4", "microseconds a parameter and step"),
     r"python benchmarks/costs\.py formats": Small("formats", "int8"),
@@ -100,24 +100,26 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"python benchmarks/gpu\.py first.*": Small("first --stand-in --only alone --cases 'zero3 flat$'", "zero3 flat"),
     r"python benchmarks/gpu_bytes\.py": Small("", "skipped: no GPU"),
     r"python benchmarks/gpu_peers\.py.*": Small("--cpu --rounds 1", "ours, zero3", long=True),
-    r"python benchmarks/kernels\.py.*": Small("--rows 64 --width 16 --rounds 1", "layer_norm"),
+    r"python benchmarks/kernels\.py.*": Small("--rows 64 --width 16 --rounds 1 --only layer_norm", "layer_norm"),
     r"(sudo )?python benchmarks/memory\.py.*": Small(
         f"{LOOPBACK} --batch 1 --budgets 1.0 --not-equal --only 'ours zero3, every'", "ours zero3", long=True
     ),
     r"python benchmarks/overhead\.py --only agreement": Small("--only agreement --rounds 1", "settle"),
-    r"python benchmarks/overhead\.py( --only steps)?": Small("--only steps --blocks 1 --rounds 2", "ours zero3"),
+    r"python benchmarks/overhead\.py( --only steps)?": Small(
+        "--only steps --blocks 1 --rounds 2", "ours zero3", long=True
+    ),
     r"(sudo )?python benchmarks/overlap\.py.*": Small(
         f"{LOOPBACK} --bucketing --only 'ours zero3 block'", "latency ms", long=True
     ),
     r"python benchmarks/real_compute\.py.*": Small(
-        "--blocks 1 --width 64 --length 16 --batch 1 --rounds 1 --only 'ours zero2$'", "ours zero2"
+        "--ranks 1 --blocks 1 --width 64 --length 16 --batch 1 --rounds 1 --only 'ours zero2$'", "ours zero2"
     ),
     r"python benchmarks/rounds\.py": Small("--ranks 2 --rounds 1", "ranks"),
     r"python benchmarks/scale\.py.*": Not("takes minutes: traces Llama-3-8B"),
     r"python benchmarks/this_machine\.py": Not("takes minutes: measures what the machine can do"),
     r"python benchmarks/tracing\.py.*": Small("--blocks 1 --only plain", "plain"),
     r"(sudo )?python benchmarks/transports\.py.*": Small(
-        f"{LOOPBACK} --only 'precisions, float32'", "precisions; zero3"
+        f"{LOOPBACK} --ranks 1 --only 'precisions, float32'", "precisions; zero3"
     ),
     r"(sudo )?python benchmarks/windows\.py.*": Small(f"{LOOPBACK} --only 'ours zero2$'", "ours zero2", long=True),
     # Others

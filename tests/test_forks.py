@@ -67,7 +67,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("writer", ["thread", "process"])
+# The next test forks beside a writer process.
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.long)])
 def test_ranks_forked_by_a_process_that_has_saved_save_what_they_hold(tmp_path: Path, writer: str) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT + _RANKS)
     result = run_python("script.py", writer, tmp_path, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})

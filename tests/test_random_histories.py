@@ -60,7 +60,7 @@ _long = partial(pytest.param, marks=pytest.mark.long)
 @pytest.mark.parametrize(
     ("world_size", "number", "histories"),
     [
-        (2, 0, 10),
+        (2, 0, 6),
         *(_long(2, number, 60) for number in range(34)),
         *(_long(size, 100 * size + number, 40) for size in (3, 4, 8) for number in range(3)),
     ],

@@ -19,7 +19,6 @@ from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
 from thunder_fsdp_sched.transforms.insert_agreement import insert_agreement
 
 import pipeline_patches
-import profiles
 import pytest
 import thunder
 import torch
@@ -27,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from internals import AGREEMENT, channel, effects, shard_module, statements
 from models import Stack
+from profiles import LONG_ONLY, mostly_zero3
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -178,36 +178,38 @@ class _OneBucket(nn.Module):
         return sum(getattr(self, name)(x).square().mean() for name in branch.split())
 
 
+@mostly_zero3
 @on_ranks()
-def test_ranks_whose_gradients_differ_within_a_bucket_raise_or_get_the_gradients_of_both(rank: int) -> None:
+def test_ranks_whose_gradients_differ_within_a_bucket_raise_or_get_the_gradients_of_both(
+    rank: int, strategy: str
+) -> None:
     x = torch.ones(3, 4) + rank
-    for strategy in ("zero2", "zero3"):
-        options = {"sharding_strategy": strategy, "bucketing_strategy": 10**6}
-        refused = _jit(_OneBucket(), **options)
-        _disagree(rank, [lambda: refused(x, ("left", "right")[rank])] * 2, "the computations differ")  # noqa: B023
-        model, reference = _jit(_OneBucket(), ranks_may_differ=True, **options), _OneBucket()
-        for _ in range(3):
-            model(x, ("left", "right")[rank]).backward()
-            for other, branch in enumerate(("left", "right")):
-                (reference(torch.ones(3, 4) + other, branch) / 2).backward()
-            _compare_gradients(model, reference)
+    options = {"sharding_strategy": strategy, "bucketing_strategy": 10**6}
+    refused = _jit(_OneBucket(), **options)
+    _disagree(rank, [lambda: refused(x, ("left", "right")[rank])] * 2, "the computations differ")
+    model, reference = _jit(_OneBucket(), ranks_may_differ=True, **options), _OneBucket()
+    for _ in range(3):
+        model(x, ("left", "right")[rank]).backward()
+        for other, branch in enumerate(("left", "right")):
+            (reference(torch.ones(3, 4) + other, branch) / 2).backward()
+        _compare_gradients(model, reference)
 
 
+# Ordinary runs accumulate sharded gradients of ranks that differ in `differ/`.
+@pytest.mark.parametrize("accumulate", ["unsharded", pytest.param("sharded", marks=LONG_ONLY)])
 @on_ranks()
-def test_windows_whose_gradients_differ_between_ranks_are_reduced_together(rank: int) -> None:
-    # Ordinary runs accumulate sharded gradients of ranks that differ in `differ/`.
-    for accumulate in ("unsharded", "sharded") if profiles.LONG else ("unsharded",):
-        model = _jit(_OneBucket(), bucketing_strategy=10**6, accumulate=accumulate, ranks_may_differ=True)
-        for last in ("left right", "left", "right"):
-            reference = _OneBucket()
-            model.zero_grad()
-            for other in range(2):
-                for branch in (("left", "right")[other], last):
-                    (reference(torch.ones(3, 4) + other, branch) / 2).backward()
-            with model.no_sync():
-                model(torch.ones(3, 4) + rank, ("left", "right")[rank]).backward()
-            model(torch.ones(3, 4) + rank, last).backward()
-            _compare_gradients(model, reference)
+def test_windows_whose_gradients_differ_between_ranks_are_reduced_together(rank: int, accumulate: str) -> None:
+    model = _jit(_OneBucket(), bucketing_strategy=10**6, accumulate=accumulate, ranks_may_differ=True)
+    for last in ("left right", "left", "right"):
+        reference = _OneBucket()
+        model.zero_grad()
+        for other in range(2):
+            for branch in (("left", "right")[other], last):
+                (reference(torch.ones(3, 4) + other, branch) / 2).backward()
+        with model.no_sync():
+            model(torch.ones(3, 4) + rank, ("left", "right")[rank]).backward()
+        model(torch.ones(3, 4) + rank, last).backward()
+        _compare_gradients(model, reference)
 
 
 @on_ranks()

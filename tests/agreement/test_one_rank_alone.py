@@ -16,12 +16,11 @@ from thunder_fsdp_sched.runtime import trace_start
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.runtime.trace_start import ExpectedBucket, TraceStart
 
-import profiles
 import pytest
 import torch
 from internals import channel, ops
 from models import Stack
-from profiles import with_long
+from profiles import LONG_ONLY, with_long
 from ranks import on_ranks
 from scenario import Run, everywhere
 from thunder.core.transform_common import Transform
@@ -309,13 +308,14 @@ ALONE: dict[str, tuple[Callable[[Run, int], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("all_ways", [False, pytest.param(True, marks=LONG_ONLY)])
 @on_ranks()
-def test_a_call_that_fails_on_one_rank_before_its_trace_runs_raises_on_all(rank: int) -> None:
+def test_a_call_that_fails_on_one_rank_before_its_trace_runs_raises_on_all(rank: int, all_ways: bool) -> None:
     run = Run(Stack(1, 8).double(), after=[_Later()])
     run.train(1)
     for number, (case, (fail, text)) in enumerate(ALONE.items()):
         # The other rank compiles, or has the trace.
-        for rows in (10 + number, 3) if profiles.LONG or number % 2 == 0 else (3,):
+        for rows in (10 + number, 3) if all_ways or number % 2 == 0 else (3,):
             run.at = f"{case}, {rows} rows"
             if rank == 1:
                 with pytest.raises(Exception) as caught:

@@ -352,7 +352,7 @@ def _assert_loadable(folder: Path) -> Path:
 def test_a_rank_killed_at_any_operation_on_files_leaves_a_complete_checkpoint(
     tmp_path: Path, victim: int, writer: str
 ) -> None:
-    latest, step = [], 1 if profiles.LONG else 13
+    latest, step = [], 1 if profiles.LONG else 20
     workers = Ranks(2)
     try:
         for point in range(0, 100, step):
