@@ -16,7 +16,7 @@ LONG_ONLY = pytest.mark.long
 mostly_zero3 = pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
 """Test with ZeRO-3, and in long runs with ZeRO-2 as well."""
 
-_ORDINARY_CASES = ("buffers", "checkpointed")
+_ORDINARY_CASES = ("buffers",)
 
 
 def with_long(names: Iterable[str], *long: str) -> list[Any]:

@@ -217,8 +217,11 @@ class _OptionalBlock(Model):
 _TWO_WEIGHTS = ("blocks.0.up.weight", "blocks.1.down.weight")
 _stack = _double(Stack, 2)
 
-TRAINED_OTHERWISE = ("frozen_parameters", "buffers", "unused_parameters", "uneven_rows")
-"""Models that other scenarios train, the last one in ``test_transports``."""
+TRAINED_OTHERWISE = (
+    *("frozen_parameters", "buffers", "unused_parameters", "tied_weights"),
+    *("uneven_rows", "shared_blocks", "views_of_parameters"),
+)
+"""Models that other scenarios train, the last three in ``test_transports`` and ``test_fusions``."""
 
 SCENARIOS = {
     **{

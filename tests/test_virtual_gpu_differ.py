@@ -188,6 +188,7 @@ def train_with_a_wrong_slot(rank: Rank) -> None:
         train(rank, windows=False)
 
 
+@pytest.mark.long  # `test_virtual_gpu` has mutations of gathers
 def test_a_served_gather_into_a_slot_in_use_is_found(lone_workers: Callable[[int], Workers]) -> None:
     result = run_together(lone_workers(2), train_with_a_wrong_slot)
     assert any(fault.kind == "race" for fault in result.faults)

@@ -198,12 +198,12 @@ def run_on_virtual_gpus(function: Callable[..., None], transport: str, options: 
 
 
 RUNS = [
-    (train, "flat", "zero2"),
+    pytest.param(train, "flat", "zero2", marks=pytest.mark.long),
     (train, "coalesced", "encoded"),
     # Prefetching further is in "by module", and what an extension makes backward wait for is in the next use.
     pytest.param(train, "all_to_all", "prefetch 3", marks=pytest.mark.long),
-    (train, "all_to_all", "two groups"),
-    (train, "all_to_all", "offload bf16"),
+    pytest.param(train, "all_to_all", "two groups", marks=pytest.mark.long),
+    pytest.param(train, "all_to_all", "offload bf16", marks=pytest.mark.long),
     (train, "coalesced", "by module"),
     pytest.param(train, "all_to_all", "zero2, released", marks=pytest.mark.long),
     (raise_exceptions, "all_to_all", "zero3, released"),

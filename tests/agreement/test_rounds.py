@@ -285,7 +285,7 @@ def test_all_ranks_learn_at_once_that_one_is_gone(rank: int) -> None:
         late.cancel.assert_not_called()  # it was never posted, so no collective counts as surplus
 
 
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("settled", [pytest.param(False, marks=pytest.mark.long), True])
 @on_ranks(4)
 def test_ranks_that_fail_in_a_round_and_in_a_collective_do_not_blame_each_other(rank: int, settled: bool) -> None:
     """Rank 1 is gone while ranks 0 and 2 are in a round, and rank 3 in the collective before or after it."""

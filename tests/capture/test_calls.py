@@ -58,6 +58,7 @@ def test_a_call_with_other_hooks_compiles_again(one_rank: None) -> None:
     both.check(4)
 
 
+@pytest.mark.long  # `test_shard_prologue` replaces a hook
 def test_a_call_with_replaced_hooks_compiles_again(one_rank: None) -> None:
     both = Compiled()
     handles: list[Any] = []

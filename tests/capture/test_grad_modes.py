@@ -308,6 +308,7 @@ def test_a_checkpointed_block_does_not_mark_the_others() -> None:
     counts_in(seeded(lambda: Model(Linear)), (X,), (GRAD,))
 
 
+@pytest.mark.long  # two examples are no search
 def test_random_models_have_the_traces_of_full_tracing() -> None:
     repeated = repeated_as_a_whole = 0
 

@@ -12,6 +12,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from profiles import with_long
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -58,7 +59,7 @@ PROGRAMS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", with_long(PROGRAMS, "greater"))
 def test_traces_with_symbolic_values_are_right_for_all_sizes(name: str) -> None:
     function, compiled = PROGRAMS[name]
     torch.manual_seed(0)

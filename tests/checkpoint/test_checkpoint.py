@@ -31,7 +31,13 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, Optimizer, R
     "saved_with, loaded_with, sizes",
     [
         pytest.param({}, {}, (2, 1, 3), id="flat"),
-        pytest.param({"ranks": (2, 2), "sharding_strategy": "zero2"}, {"transport": "coalesced"}, (3,), id="hybrid"),
+        pytest.param(
+            {"ranks": (2, 2), "sharding_strategy": "zero2"},
+            {"transport": "coalesced"},
+            (3,),
+            id="hybrid",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             {"transport": "coalesced", "sharding_strategy": "zero2"},
             {"bucketing_strategy": "none"},
@@ -90,6 +96,7 @@ def test_pickled_entries_are_dtensors_or_pieces_that_refuse_operators() -> None:
         piece + 1
 
 
+@pytest.mark.long  # `test_saving_beside` has it with each step
 @on_ranks(2)
 def test_an_asynchronous_save_holds_the_values_at_its_start(tmp_path: Path) -> None:
     model, optimizer = make()

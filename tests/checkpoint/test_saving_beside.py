@@ -54,7 +54,7 @@ def test_training_is_the_same_bit_for_bit_and_each_save_holds_the_values_at_its_
     plain, plain_optimizer = make(sharding_strategy=strategy)
     model, optimizer = make(sharding_strategy=strategy)
     expected, savings = [], []
-    for step in range(4):
+    for step in range(2):
         train(plain, plain_optimizer)
         train(model, optimizer)
         extra = {"step": step, "list": [step]}
@@ -71,10 +71,10 @@ def test_training_is_the_same_bit_for_bit_and_each_save_holds_the_values_at_its_
     expected.append(expected[-1])
     for step, values in enumerate(expected):
         other, second = make(5)
-        extra = {"extra": {"step": 0, "list": [0]}} if step < 4 else {}
-        rest = load_checkpoint(other, tmp_path / (str(step) if step < 4 else "last"), second, **extra)
+        extra = {"extra": {"step": 0, "list": [0]}} if step < 2 else {}
+        rest = load_checkpoint(other, tmp_path / (str(step) if step < 2 else "last"), second, **extra)
         assert_equal(contents(other, second), values, step)
-        assert step == 4 or rest == {"step": step, "list": [step]}
+        assert step == 2 or rest == {"step": step, "list": [step]}
 
 
 @pytest.mark.parametrize(
@@ -474,7 +474,7 @@ def start(*cases):
         print(case, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), sep=": ", flush=True)
     os._exit(0)
 
-case, rank = start("works", "fails", "fails silently")
+case, rank = start(*sys.argv[2:])
 folder = Path(sys.argv[1], case)
 os.dup2(os.open(f"{folder}-{rank}", os.O_CREAT | os.O_WRONLY), 2)
 dist.init_process_group("gloo", init_method=f"file://{folder}-store", rank=rank, world_size=2)
@@ -501,8 +501,11 @@ def test_a_script_that_ends_completes_its_save_or_reports_the_error(tmp_path: Pa
     """
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(_SCRIPT))
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=500)
     codes = {"works": 0, "fails": 120, "fails silently": 120}
+    if not profiles.LONG:  # `test_forks` has it with a thread
+        del codes["fails silently"]
+    command = [sys.executable, script, tmp_path, *codes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.stdout.splitlines() == [f"{case}: {code}" for case, code in codes.items() for _ in range(2)], done
     for case in ("works", "fails"):
         for rank in range(2):

@@ -258,7 +258,7 @@ CASES = {
     "alike": Case(LayerDrop, _alike),
     "branches": Case(TwoBranches, _branches, counts=(len(WAYS),)),
     "layerdrop": Case(LayerDrop, _kept),
-    "experts": Case(Experts, _few_tokens, routed),
+    "experts": Case(Experts, _few_tokens, routed, counts=(3,)),
     "towers": Case(TwoTowers, _images),
     "order": Case(Reordered, lambda rank, number: (_tokens(rank, number), ORDERS[(rank + number) % 2])),
     "counts": Case(LayerDrop, _sequence, counts=(5, 8)),

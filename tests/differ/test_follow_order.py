@@ -217,6 +217,7 @@ def test_a_wrong_merged_trace_is_refused() -> None:
             verify(with_bound_symbols(right, wrong), in_order=False)
 
 
+@pytest.mark.long  # `test_scenarios` has the limit on real ranks
 @pytest.mark.usefixtures("fake_ranks")
 def test_slots_of_a_merged_trace_keep_the_limit() -> None:
     transform, ways = compile_ways(WAYS, sharding_strategy=fs.Sharding("zero3", max_unsharded_bytes=2048))

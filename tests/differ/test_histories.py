@@ -59,7 +59,7 @@ def test_histories_that_were_wrong(ranks: Ranks, accumulate: str) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "number", "histories"),
-    [(2, 9, 4), _long(2, 21, 12), *(_long(size, number, 20) for size in (2, 3, 4) for number in range(5))],
+    [_long(2, 9, 4), _long(2, 21, 12), *(_long(size, number, 20) for size in (2, 3, 4) for number in range(5))],
 )
 def test_ranks_that_differ_have_the_gradients_of_the_unsharded_model(
     workers: Callable[[int], Ranks], world_size: int, number: int, histories: int

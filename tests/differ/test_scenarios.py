@@ -175,6 +175,7 @@ class Uneven(Blocks):
         self.blocks[1] = nn.Linear(4, 4)
 
 
+@pytest.mark.long  # the next test has casts on both ranks
 @mostly_zero2
 @on_ranks()
 def test_autocast_on_one_rank(strategy: str) -> None:

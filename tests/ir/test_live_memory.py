@@ -100,7 +100,7 @@ VIEW_CASES = ("views_of_parameters", "shared_blocks", "scalar_loss", "checkpoint
     [
         *with_long(GPT_CASES, "zero2, lower precision"),
         *half_of(TRANSPORT_CASES),
-        *half_of(RELEASE_CASES),
+        *with_long(RELEASE_CASES, "zero2"),
         *with_long(WINDOW_CASES, "sharded, zero2", "secondary, released"),
         *with_long(VIEW_CASES, "scalar_loss"),
     ],
@@ -187,7 +187,7 @@ MESH_CASES: dict[str, dict[str, Any]] = {
 """Options for a mesh of replicas and shards."""
 
 
-@pytest.mark.parametrize("name", with_long(MESH_CASES, "zero3", "offloaded"))
+@pytest.mark.parametrize("name", with_long(MESH_CASES, "zero3", "zero2, lower precision", "offloaded"))
 def test_hybrid_sharding_hooks_and_divide_factors_have_the_bytes_that_a_run_allocates(name: str) -> None:
     def ask() -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -12,6 +12,7 @@ from thunder_fsdp_sched.kernels.functions import with_kernels
 import pytest
 import thunder
 import torch
+from profiles import with_long
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -94,7 +95,20 @@ def kernels_of(jitted: Any) -> list[str]:
     return [name.removeprefix("torch_") for name in names if name.startswith("torch_")]
 
 
-@pytest.mark.parametrize("name", CASES)
+VARIANTS = (
+    *(
+        "layer norm of two dimensions",
+        "layer norm without weight",
+        "layer norm of nothing",
+        "group norm without weight",
+    ),
+    *("gelu of nothing", "relu6", "softmax of columns", "average of 1 dimension"),
+    *("attention to itself", "masked attention to itself"),
+)
+"""Other arguments of the same kernel."""
+
+
+@pytest.mark.parametrize("name", with_long(CASES, *VARIANTS))
 def test_a_function_that_is_kept_whole_returns_torchs_numbers(name: str) -> None:
     kernel, function, args = CASES[name]
     jitted = thunder.jit(lambda *a: function(*a), executors=with_kernels(thunder.get_default_executors(), {"cpu"}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from thunder_fsdp_sched import VerificationError, fsdp
@@ -192,9 +192,16 @@ SWAPPED: dict[str, tuple[Callable[[list[BoundSymbol]], None], bool, str]] = {
 }
 
 
+ALIKE = ("gradients of two buckets", "parameters of backward", "shards of backward", "unpacked values")
+"""Found as another swap is."""
+
+
+@pytest.mark.parametrize("left_out", [ALIKE, pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])
 @on_ranks()
-def test_a_later_transform_that_swaps_values_of_equal_shape_is_an_error() -> None:
+def test_a_later_transform_that_swaps_values_of_equal_shape_is_an_error(left_out: Sequence[str]) -> None:
     for what, (change, backward, message) in SWAPPED.items():
+        if what in left_out:
+            continue
         model = _jit(change, backward=backward, module=_pairs)
         with pytest.raises(VerificationError, match=rf"Reorder has changed(.|\n)*({message})"):
             model(torch.ones(4, 4))

@@ -263,6 +263,7 @@ def test_executors_that_keep_state_are_asked_for_each_operator(comparison: Compa
     assert comparison.run(lambda: blocks(Layer), X, executors=[Stateful("stateful_of_this_test")]) == 0
 
 
+@pytest.mark.long  # two examples are no search
 def test_random_models_whose_blocks_repeat(comparison: Comparison) -> None:
     @quiet(2)
     @given(spec=periodic_models(), gradients=st.booleans())

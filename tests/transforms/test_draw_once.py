@@ -87,7 +87,11 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize(
     ("checkpoints", "window", "share"),
-    [(True, False, 0.0), pytest.param(False, True, 0.0, marks=LONG_ONLY), (False, False, 0.85)],
+    [
+        (True, False, 0.0),
+        pytest.param(False, True, 0.0, marks=LONG_ONLY),
+        pytest.param(False, False, 0.85, marks=LONG_ONLY),
+    ],
 )
 @on_ranks()
 def test_backward_has_the_sample_of_forward(checkpoints: bool, window: bool, share: float) -> None:

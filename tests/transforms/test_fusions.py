@@ -171,6 +171,7 @@ def test_each_block_has_its_own_fusion_regions(model: type[GPT], strategy: str, 
         assert sum(regions) <= len(forward)
 
 
+@pytest.mark.long  # rows with aot_eager use the same executor, without a C++ compiler
 @on_ranks(1, timeout=600)  # more ranks would each compile the same with a C++ compiler
 def test_inductor_compiles_fusion_regions(tmp_path: Path) -> None:
     from torch._inductor import cpu_vec_isa

@@ -150,7 +150,7 @@ def _in_lower_precision(reduce_dtype: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        ("gpt_with_tied_weights", {}),
+        pytest.param("gpt_with_tied_weights", {}, marks=LONG_ONLY),
         ("batched_experts", {"sharding_strategy": "zero2"}),
         ("stack", _in_lower_precision(torch.float32)),
         pytest.param("stack", _in_lower_precision(torch.bfloat16), marks=LONG_ONLY),
