@@ -279,7 +279,9 @@ def _record(rank: Rank, **options: Any) -> Any:
 
 
 @pytest.mark.skipif(bool(guard.missing()), reason=guard.missing() or "nothing is missing")
-@pytest.mark.parametrize("transport", [pytest.param("flat", marks=pytest.mark.long), "all_to_all", "symmetric_memory"])
+@pytest.mark.parametrize(
+    "transport", [*(pytest.param(t, marks=pytest.mark.long) for t in ("flat", "symmetric_memory")), "all_to_all"]
+)
 def test_streams_of_virtual_gpus(transport: str, tmp_path) -> None:
     content, communicating, computing = run(_record, transport=transport, ranks=[0]).values[0]
     random.Random(0).shuffle(content["traceEvents"])

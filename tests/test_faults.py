@@ -105,7 +105,13 @@ def _resume_and_compare(rank: int, world_size: int, folder: Path) -> None:
     [
         pytest.param("forward", _die, "zero3", r"the all-gather of bucket '\S+' failed", marks=LONG_ONLY),
         ("backward", _die, "zero2", r"the reduce-scatter of bucket '\S+' failed"),
-        ("optimizer", _die, "zero3", r"rank 1 did not come and a connection was closed:\n +rank 0: the forward for in"),
+        pytest.param(  # a rank that is gone before a round, as in `test_rounds`
+            "optimizer",
+            _die,
+            "zero3",
+            r"rank 1 did not come and a connection was closed:\n +rank 0: the forward for in",
+            marks=LONG_ONLY,
+        ),
         ("forward", _raise, "zero3", r"the all-gather of bucket '\S+' failed"),
     ],
 )

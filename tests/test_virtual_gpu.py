@@ -83,7 +83,11 @@ def _interleave_once(rank: Rank, **options: Any) -> int:
 
 @pytest.mark.parametrize(
     "options",
-    [{"sharding_strategy": "zero2"}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {"extends": True}],
+    [
+        {"sharding_strategy": "zero2"},
+        pytest.param({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, marks=pytest.mark.long),
+        {"extends": True},
+    ],
     ids=str,
 )
 def test_two_forwards_before_their_backwards_change_no_later_step(options: dict[str, Any]) -> None:
@@ -119,7 +123,9 @@ def _use_two_streams(rank: Rank, **options: Any) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"sharding_strategy": "zero2", "mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
+        pytest.param(
+            {"sharding_strategy": "zero2", "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, marks=pytest.mark.long
+        ),
         {"sharding_strategy": Sharding("zero3", release=True), "transport": "all_to_all"},
     ],
     ids=["kept casts", "released"],

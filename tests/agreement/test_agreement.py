@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from internals import AGREEMENT, channel, effects, shard_module, statements
 from models import Stack
-from profiles import LONG_ONLY, mostly_zero3
+from profiles import LONG_ONLY, mostly_zero3, with_long
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -456,7 +456,7 @@ def _computing(forward: Forward, **options: Any) -> Any:
     return _jit(_Computes(forward), bucketing_strategy=10**6, **options)
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("what", with_long(DIFFERENT, "the order of two layers", "an operand", "a flag", "an index"))
 @on_ranks()
 def test_ranks_that_compile_different_computations_raise(rank: int, what: str) -> None:
     model = _computing(DIFFERENT[what][rank])

@@ -82,7 +82,7 @@ def test_a_call_with_replaced_hooks_compiles_again(one_rank: None) -> None:
 #
 
 
-@pytest.mark.parametrize("cache", ["constant values", "no caching"])
+@pytest.mark.parametrize("cache", ["constant values", pytest.param("no caching", marks=pytest.mark.long)])
 def test_calls_after_autocast_compute_in_full_precision(cache: str, one_rank: None) -> None:
     torch.manual_seed(0)
     model, reference = Stack(1), Stack(1)

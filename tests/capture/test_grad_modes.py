@@ -181,7 +181,7 @@ ORDERS = (GRAD, NO_GRAD, INFERENCE), (INFERENCE, GRAD), (NO_GRAD, GRAD)
     [Updating, InPlace, Checkpointing, *(pytest.param(b, marks=LONG_ONLY) for b in (Normalizing, Dropping, Freezing))],
 )
 def test_a_block_that_does_not_use_the_grad_mode_is_repeated_in_both(block: Callable[[int], nn.Module]) -> None:
-    for first, *others in counts_in(seeded(lambda: Chain(block, count=2)), (X,), *ORDERS):
+    for first, *others in counts_in(seeded(lambda: Chain(block, count=2)), (X,), *ORDERS[: 3 if profiles.LONG else 2]):
         assert first[0] >= 3 and first[1] == 1
         assert others == [(0, 1)] * len(others)
 
@@ -251,6 +251,7 @@ Scaling = running(lambda self, x: SCALED(self.linear(x)))
 def test_a_block_that_may_use_the_grad_mode_is_repeated_in_its_own(block: Callable[[int], nn.Module]) -> None:
     orders = (GRAD, NO_GRAD, INFERENCE, GRAD), (INFERENCE, NO_GRAD, GRAD)
     checks_more = block in (Decorated, Registered)
+    orders = orders if profiles.LONG else orders[:1]
     for order in counts_in(seeded(lambda: Chain(block, count=2)), (X,), *orders, checks_more=checks_more):
         for recorded, repeated in order[:3]:
             assert recorded >= 2 and repeated  # the model and a block are recorded in each mode

@@ -20,6 +20,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from profiles import with_long
 from scenario import whole_of
 from thunder.core.interpreter import INTERPRETER_CALLBACKS, InterpreterCompileCtx
 from torch import nn
@@ -109,7 +110,22 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+ALIKE = (
+    *(
+        "list",
+        "named tuple",
+        "tensors by a computed index",
+        "sign of zero in a tuple",
+        "number of keys",
+        "truth",
+        "type",
+    ),
+    *("sum of a list", "nested lists", "array", "missing attribute"),
+)
+"""Arguments that are read as others are."""
+
+
+@pytest.mark.parametrize("name", with_long(CALLS, *ALIKE))
 @torch.no_grad()  # compiles forward alone
 def test_a_call_that_differs_is_compiled_again(name: str) -> None:
     function, arguments = CALLS[name]

@@ -14,6 +14,7 @@ import pytest
 import thunder
 import torch
 from internals import Repetition, call_forward, trace_module_calls
+from profiles import with_long
 from torch import nn
 
 
@@ -83,7 +84,7 @@ class Block(nn.Module):
         return x * 3 + self.read(self)
 
 
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("name", with_long(READS, "repr", "f-string", "%", "join", "<", "a key"))
 def test_what_native_code_reads_tells_modules_apart(name: str) -> None:
     x, outputs = torch.ones(2), []
     for call in (Repetition(), call_forward):

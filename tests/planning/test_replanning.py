@@ -69,7 +69,9 @@ def plan_of(step: DryRun) -> Any:
         {"sharding_strategy": "zero2", "world_size": 3},
         {"world_size": 64, "replicas": 8, "bucketing_strategy": "layer"},
         {"prefetch": "auto", "sharding_strategy": Sharding(max_unsharded_bytes="50kB"), "on": "a100-sxm"},
-        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), "transport": "coalesced"},
+        pytest.param(
+            {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), "transport": "coalesced"}, marks=LONG_ONLY
+        ),
     ],
     ids=lambda change: " ".join(change) or "nothing",
 )

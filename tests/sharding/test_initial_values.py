@@ -107,7 +107,7 @@ INITIALIZING = tfs.Init(device="cpu", param_init_fn=_reset)
     [
         {"init": tfs.Init(broadcast_from=0)},
         pytest.param({"init": replace(IGNORING, broadcast_from=0), "transport": "coalesced"}, marks=pytest.mark.long),
-        {"init": replace(INITIALIZING, broadcast_from=0)},
+        pytest.param({"init": replace(INITIALIZING, broadcast_from=0)}, marks=pytest.mark.long),
         {"init": replace(IGNORING, param_init_fn=_reset), "transport": "coalesced"},
     ],
     ids=["one rank has them", "and ignored parameters", "initialized on one rank", "initialized on all ranks"],

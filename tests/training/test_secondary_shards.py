@@ -119,7 +119,9 @@ def _tied() -> nn.Module:
 SCENARIOS = {
     "-".join(LOW): _scenario(_small, STEPS, _options(*LOW)),
     **{
-        "-".join(names): Scenario(lambda: _small().double(), STEPS, _options(*names) | {"dtype": None}, ranks=4)
+        "-".join(names): Scenario(
+            lambda: _small().double(), STEPS, _options(*names) | {"dtype": None}, ranks=4, long="offload" in names
+        )
         for names in CASES
     },
     **{name: _scenario(_small, STEPS, _options(name), long=True) for name in OPTIONS},

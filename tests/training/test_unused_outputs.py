@@ -142,7 +142,7 @@ class Target(nn.Module):
         return (online - target.detach()).square().mean()
 
 
-@pytest.mark.parametrize("bucketing", ["none", "layer"])
+@pytest.mark.parametrize("bucketing", [pytest.param("none", marks=LONG_ONLY), "layer"])
 @on_ranks(2)
 def test_what_reaches_no_output_has_no_gradient(rank: int, world_size: int, bucketing: str) -> None:
     torch.manual_seed(0)

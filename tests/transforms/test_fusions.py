@@ -236,12 +236,17 @@ def test_fused_models_train_and_save_no_values_that_derive_only_from_parameters(
         check_regions(run.transform.compiled[-1].forward, fused_blocks=False)
 
 
+@pytest.mark.parametrize(
+    ("bucketing", "prefetch", "strategy"),
+    [("none", 2, "zero2"), pytest.param("layer", 2, "zero3", marks=LONG_ONLY), (300, 0, "zero3")],
+)
 @on_ranks()
-def test_fused_models_train_correctly_with_any_bucketing_and_prefetch() -> None:
-    for bucketing, prefetch, strategy in (("none", 2, "zero2"), ("layer", 2, "zero3"), (300, 0, "zero3")):
-        options = {"bucketing_strategy": bucketing, "prefetch": prefetch}
-        run = train(Stack(2), strategy, jit_options=jit_options("nvfuser_matmul"), **options)
-        testing.assert_prefetch_distance(run.transform.compiled[-1].forward, prefetch)
+def test_fused_models_train_correctly_with_any_bucketing_and_prefetch(
+    bucketing: str | int, prefetch: int, strategy: str
+) -> None:
+    options = {"bucketing_strategy": bucketing, "prefetch": prefetch}
+    run = train(Stack(2), strategy, jit_options=jit_options("nvfuser_matmul"), **options)
+    testing.assert_prefetch_distance(run.transform.compiled[-1].forward, prefetch)
 
 
 @on_ranks()
