@@ -162,6 +162,7 @@ def waits_in(entry: Entry, statement: str) -> bool:
     return entry.name == "nccl wait" and f"{statement}(" in linecache.getline(file, line)
 
 
+@pytest.mark.long  # as the mutations of `test_virtual_gpu`
 def test_waits_for_served_collectives_are_needed(lone_workers: Callable[[int], Workers]) -> None:
     """At the end of a trace, because the rows are read then; and before a reduction in the slot of another one."""
     logs = run_together(lone_workers(2), train, windows=False).logs

@@ -492,8 +492,8 @@ def _other_shapes(m: Any, x: torch.Tensor) -> torch.Tensor:
 def test_ranks_with_inputs_of_different_sizes_may_differ_by_numbers_derived_from_sizes(rank: int) -> None:
     model = _computing(_other_shapes)
     reference = _Computes(_other_shapes)
-    for step in range(6):
-        rows = 3 + (rank + step) % 4  # so that ranks compile alone, compile together, and run cached traces
+    for step in range(5):
+        rows = 3 + (rank + step) % 3  # so that ranks compile alone, compile together, and run cached traces
         x = torch.arange(4.0 * rows).reshape(rows, 4) / 10
         loss, expected = model(x), reference(x)
         assert torch.allclose(loss, expected)

@@ -310,12 +310,19 @@ class All(nn.Module):
 
 
 SOME_REFUSED = dict(list(REFUSED.items())[::4])
+ALIKE = (
+    *("function: keyword defaults", "function: in a dictionary", "forward: default in a submodule", "descriptor"),
+    *("property in super()", "types in a list", "__bool__", "__getattr__", "method of a new object", "integer"),
+    *("operator of a new object", "issubclass of a registered class", "item of a long list"),
+)
+"""Rows that are noticed as others are."""
+SOME_RECORDED = {name: row for name, row in RECORDED.items() if name not in ALIKE}
 
 
 @pytest.mark.parametrize(
     "table",
-    [RECORDED, SOME_REFUSED, pytest.param(REFUSED, marks=LONG_ONLY)],
-    ids=["recorded", "some refused", "refused"],
+    [SOME_RECORDED, SOME_REFUSED, *(pytest.param(table, marks=LONG_ONLY) for table in (RECORDED, REFUSED))],
+    ids=["some recorded", "some refused", "recorded", "refused"],
 )
 def test_a_change_of_the_program_is_noticed(table: dict[str, Callable[[], tuple[nn.Module, Change]]]) -> None:
     blocks, changes = zip(*(make() for make in table.values()), strict=True)
@@ -329,12 +336,12 @@ def test_a_change_of_the_program_is_noticed(table: dict[str, Callable[[], tuple[
     def outputs(call: Any) -> dict[str, float]:
         return {name: float(out.sum()) for name, out in zip(table, call(x)[1], strict=True)}
 
-    before = outputs(jitted)
+    before, is_recorded = outputs(jitted), table.items() <= RECORDED.items()
     refused = {list(table)[int(path[4][1])]: why for path, why in repetition.refused.items() if len(path) > 4}
-    assert set(refused) == (set() if table is RECORDED else set(table)), refused
+    assert set(refused) == (set() if is_recorded else set(table)), refused
     model.compiles = 1
     assert outputs(jitted) == before
-    assert repetition.repeated == (len(table) if table is RECORDED else 0)
+    assert repetition.repeated == (len(table) if is_recorded else 0)
     for change in changes:
         change()
     model.compiles = 2

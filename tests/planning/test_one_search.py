@@ -98,7 +98,7 @@ def _found_alone(spec: ClusterSpec, options: dict[str, Any]) -> Choice:
     return traces.choice
 
 
-@pytest.mark.parametrize("case", with_long(LIMITS, "prefetch", "max_memory"))
+@pytest.mark.parametrize("case", with_long(LIMITS, "max_unsharded_bytes", "max_memory"))
 def test_ranks_that_would_find_different_schedules_alone_compile_the_one_of_rank_0(case: str, ranks: Any) -> None:
     first, second = map(_settings, ranks.run(_train_one_step, LIMITS[case]))
     assert first == second != _settings(_found_alone(MACHINES[1], LIMITS[case]))
