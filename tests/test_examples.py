@@ -103,7 +103,7 @@ def test_plan_llama_says_for_each_number_of_ranks_whether_it_fits(capsys: pytest
 @on_ranks()
 def test_a_loss_in_chunks_gathers_the_head_once_and_needs_less_than_half_of_the_memory() -> None:
     example = load("chunked_loss")
-    example.VOCABULARY = 1024
+    example.VOCABULARY = 1024  # logits still need most of the memory
     (whole, unchunked), (chunked, compiled) = example.main(chunks=1), example.main(chunks=3)
     assert torch.allclose(torch.tensor(chunked), torch.tensor(whole), rtol=1e-5)
     gathers = [

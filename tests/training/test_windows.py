@@ -80,7 +80,7 @@ SCENARIOS = {
     "bfloat16": _zero2(
         partial(GPT, blocks=1, block=Layer), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), long=True
     ),
-    "offload": _zero2(offload_policy=CPUOffloadPolicy(), long=True),
+    "offload": _zero2(offload_policy=CPUOffloadPolicy()),
     "sharded": _zero2(accumulate="sharded", transport="flat", long=True),
     "limit": _zero2(sharding_strategy=Sharding("zero3", max_unsharded_bytes=1 << 24), long=True),
     "replicas": _zero2(world_size=4, ranks=(2, 2)),
