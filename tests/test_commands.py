@@ -246,7 +246,6 @@ def test_programs_run_with_small_sizes(pattern: str, tmp_path: Path) -> None:
     assert re.search(row.prints, result.stdout), result.stdout + result.stderr
 
 
-@pytest.mark.long  # `test_dry_run` runs the command, and `test_freeze` compares schedules
 def test_the_readme_shows_what_the_command_prints(tmp_path: Path) -> None:
     [command] = (c for c in DOCUMENTED if " trace examples.plan:make " in c)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
