@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -127,6 +128,34 @@ def save_attributes_of_root(context: Any) -> None:
                 root = ProvenanceRecord(PseudoInst.INPUT_FN, inputs=[])
                 root.proxy = AnyProxy(None, history=root)
             modified.provenance = ProvenanceRecord(PseudoInst.LOAD_ATTR, inputs=[root, inputs[1]])
+
+
+def take_constants(context: Any, path_of: Callable[[ProvenanceRecord], Any]) -> list[tuple[Any, str, Any]]:
+    """Let the epilogue store no plain values that it refuses, such as strings; return them, with path and attribute.
+
+    Args:
+        path_of: returns the path of an object from the inputs; nothing for those that the program has made.
+    """
+    taken = []
+    for modified, modifications in [*context._additional_outputs.items()]:
+        inputs = modified.provenance.inputs
+        if modified.provenance.inst is not PseudoInst.LOAD_ATTR or inputs[1].value != "__dict__":
+            continue
+        if not (path := path_of(inputs[0])):
+            continue
+        latest = {key.value: value.value for inst, _, key, value in modifications if inst is PseudoInst.STORE_SUBSCR}
+        constants = {key: value for key, value in latest.items() if isinstance(value, _CONSTANTS)}
+        taken += [(path, key, value) for key, value in constants.items()]
+        rest = [modification for modification in modifications if modification[2].value not in constants]
+        del context._additional_outputs[modified]
+        if rest:
+            context._additional_outputs[modified] = rest
+        else:
+            vars(inputs[0]).pop("proxy", None)  # of an object that the epilogue changes
+    return taken
+
+
+_CONSTANTS = (str, bytes, enum.Enum, torch.dtype)
 
 
 def forget_new_modules(context: Any) -> None:

@@ -228,7 +228,28 @@ def _keep_constants(self: Any, y: torch.Tensor) -> torch.Tensor:
     return output
 
 
+class _Config:
+    def __init__(self) -> None:
+        self.kind: str | None = None
+        self.flag, self.scale = True, 1.5
+
+
+def _decide(self: Any, y: torch.Tensor) -> torch.Tensor:
+    if self.config.kind is None:
+        self.config.kind = "single" if y.shape[0] == 2 else "several"
+        self.mode, self.config.dtype = "decided", y.dtype
+    y = y * {"single": 3, "several": 5}[self.config.kind]
+    return y * self.config.scale if self.config.flag else y
+
+
+def _decide_and_count(self: Any, y: torch.Tensor) -> torch.Tensor:
+    self.config.steps = 1 if self.config.kind is None else self.config.steps + 1
+    return _decide(self, y) * self.config.steps
+
+
 STATE: dict[str, Callable[[], nn.Module]] = {
+    "constants of an object": lambda: Stateful(_decide, config=_Config(), mode=None),
+    "constants and a counter of an object": lambda: Stateful(_decide_and_count, config=_Config(), mode=None),
     "a buffer that is made": lambda: Stateful(_draw_buffer),
     "an attribute that is made": lambda: Stateful(_draw_attribute, noise=None),
     "a missing attribute that is made": lambda: Stateful(_draw_attribute),
@@ -246,7 +267,7 @@ STATE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-IN_SUBMODULES = ("a buffer that is made", "a counter", "a loss beside the output")
+IN_SUBMODULES = ("constants of an object", "a buffer that is made", "a counter", "a loss beside the output")
 
 
 @pytest.mark.parametrize(

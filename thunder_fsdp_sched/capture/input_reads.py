@@ -17,6 +17,9 @@ What is compared depends on the type of a value:
 Not compared are parameters, submodules and hooks, which must not change or are checked elsewhere, methods of objects other
 than modules, and what libraries read from their own modules.
 
+Attributes that a program assigns are stored by Thunder's epilogue if they are tensors or numbers. Strings and other
+constants, such as ``self.config.problem_type = "regression"``, the prologue assigns, once all checks have passed.
+
 The same check finds state that a program changes in a list or dictionary, such as ``self.losses.append(loss)``: it changes
 when the program is traced, but would not when the trace runs. The prologue that has just been made then does not fit the
 call that it was made for, and its error says so.
@@ -52,7 +55,13 @@ from thunder.core.proxies import NumberProxy, Proxy, StringProxy, TensorProxy
 
 from ..extensions import load
 from ..ir.inspection import is_library
-from ..private_interpreter import find_attributes, forget_new_modules, observed_by, save_attributes_of_root
+from ..private_interpreter import (
+    find_attributes,
+    forget_new_modules,
+    observed_by,
+    save_attributes_of_root,
+    take_constants,
+)
 from ..private_thunder import fixed_shapes
 from ..runtime.traced_inputs import (
     ENVIRONMENT,
@@ -66,7 +75,7 @@ from ..runtime.traced_inputs import (
     Environment,
     TracedInputs,
 )
-from . import callbacks, module_members, torch_types
+from . import callbacks, module_members, torch_functions, torch_types
 from .changing_values import READ_ENVIRONMENT, ForeignIterators, changing_value, environment_read, set_default
 from .containers import Containers
 from .leaves import CALLS, Leaves
@@ -96,6 +105,7 @@ class InputReads:
         if context.computation_trace is self._trace:
             return call(module, *args, **kwargs)
         self._trace, self._checks, self._paths = context.computation_trace, {}, _ConcretePaths()
+        self._assigned: list[tuple[Path, str, Any]] = []
         self._shapes = torch_types.Shapes()
         self._unknown, self._iterators, self._containers = UnknownNumbers(), ForeignIterators(), Containers(self._paths)
         self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
@@ -125,8 +135,16 @@ class InputReads:
             self._checks.update(self._sizes.checks(context.computation_trace.bound_symbols))
         if not has_failed:
             forget_new_modules(context)
+            self._assigned = take_constants(context, self._object_at)
             save_attributes_of_root(context)
         return result
+
+    def _object_at(self, provenance: ProvenanceRecord) -> Path | None:
+        """Return the path of an object that each call has; ``None`` for others."""
+        path = self._paths.of(provenance)
+        if path is None or path is COMPUTED or path[0] not in _ROOTS:
+            return None
+        return path if self._is_root or path[0] != FUNCTION else None
 
     def note_paths(self, paths: Iterable[Path], roots: Mapping[Path, Any]) -> None:
         """Note the values at paths that a module call reads whose recorded trace is repeated."""
@@ -144,7 +162,7 @@ class InputReads:
         if module is not None:
             checks.update(self._containers.checks())
         self._trace, self._checks, self._module = None, {}, None
-        return None if module is None else TracedInputs(module if self._is_root else None, checks)
+        return None if module is None else TracedInputs(module if self._is_root else None, checks, self._assigned)
 
     def wrap(self, wrap: Callable[[WrappedValue], object], value: WrappedValue) -> None:
         """Note a value that the interpreter wraps.
@@ -182,6 +200,8 @@ class InputReads:
         if (error := unsupported_call(function, args, kwargs)) is not None:
             return do_raise(error)
         if (found := torch_types.look_aside(function, args) or callbacks.look_aside(function, kwargs)) is not None:
+            return found
+        if (found := torch_functions.look_aside(function, kwargs)) is not None:
             return found
         if (found := module_members.look_aside(function, args, self._paths)) is not None:
             return found

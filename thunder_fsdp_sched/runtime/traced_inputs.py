@@ -43,10 +43,13 @@ class TracedInputs:
     Args:
         module: the module that was traced; ``None`` if nothing that is read from it is checked.
         checks: by path.
+        assigned: the constants that the program assigns to attributes: path of the object, name, value.
     """
 
-    def __init__(self, module: Any, checks: Mapping[Path, Check]) -> None:
-        self._module = module
+    def __init__(
+        self, module: Any, checks: Mapping[Path, Check], assigned: Sequence[tuple[Path, str, Any]] = ()
+    ) -> None:
+        self._module, self.assigned = module, assigned
         self._steps: list[tuple[int, Any, Path, Check | None]] = []  # each after that from which it reads
         roots = ("INPUT_FN", "INPUT_ARGS", "INPUT_KWARGS", ENVIRONMENT)
         numbers: dict[Path, int] = {(root,): number for number, root in enumerate(roots)}
@@ -82,6 +85,15 @@ class TracedInputs:
                 raise load("runtime.changed_inputs:mismatch")(path, value, check)
             values.append(value)
 
+    def assign(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Assign the attributes that the program assigns."""
+        roots = {"INPUT_FN": self._module, "INPUT_ARGS": args, "INPUT_KWARGS": kwargs}
+        for (root, *steps), name, constant in self.assigned:
+            value = roots[root]
+            for kind, key in steps:
+                value = value[key] if kind == "item" else getattr(value, key)
+            setattr(value, name, constant)
+
 
 def _agrees(value: Any, check: Check) -> bool:
     kind, expected = check
@@ -110,6 +122,11 @@ def _is_same(value: Any, expected: Any) -> bool:
 def check_inputs(args: Any, kwargs: Any, inputs: TracedInputs) -> None:
     """Raise an error, which makes Thunder look for other traces, if inputs differ from ``inputs``."""
     inputs.check(args, kwargs)
+
+
+def assign_attributes(args: Any, kwargs: Any, inputs: TracedInputs) -> None:
+    """Assign the attributes that the traced program assigns."""
+    inputs.assign(args, kwargs)
 
 
 class TracedParameters:

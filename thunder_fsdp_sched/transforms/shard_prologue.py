@@ -12,6 +12,7 @@ from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import args_of, with_bound_symbols
 from ..ir.symbols import (
+    fsdp_assign_attributes,
     fsdp_check_attributes,
     fsdp_check_hooks,
     fsdp_check_inputs,
@@ -182,6 +183,9 @@ def shard_prologue(
         tensors = [p for p in prologue.output[0] if isinstance(p, TensorProxy) and p.name not in of_module]
         check = fsdp_check_memory.bind(written, contiguous, tuple(p.name for p in tensors), *tensors, output=None)
         bsyms.insert(len(bsyms) - 1, check)
+    if inputs is not None and inputs.assigned:  # last: other traces may run instead
+        names = {bsym.output.name: bsym.output for bsym in bsyms if bsym.sym is prims.unpack_trivial}
+        bsyms.insert(len(bsyms) - 1, fsdp_assign_attributes.bind(names["args"], names["kwargs"], inputs, output=None))
     return with_bound_symbols(prologue, bsyms, "fsdp: shard the prologue")
 
 
