@@ -31,6 +31,9 @@ DEV := $(BASE)-dev
 NOTEBOOK := $(BASE)-notebook
 EVERYTHING := $(BASE)-everything
 MODELS := $(BASE)-models
+# LitGPT allows only old versions of a package that the current transformers and diffusers need, so they are apart.
+LIBRARIES_VENV := $(VENV)/libraries
+LIBRARIES := $(LIBRARIES_VENV)/.ready-$(VERSIONS)
 DOCS := $(BASE)-docs
 NIGHTLY_VENV := $(VENV)/nightly
 ON_NIGHTLY := $(NIGHTLY_VENV)/.ready-$(VERSIONS)-$(subst =,,$(NIGHTLY))
@@ -44,7 +47,7 @@ help:
 	@echo "make demo       train a small GPT on 2 ranks and show the traces"
 	@echo "make test       run the tests                    make test-nightly  some of them on a nightly build of Thunder"
 	@echo "make freeze     write the digests of traces anew, which the tests compare"
-	@echo "make models     install LitGPT and transformers, train their models beside FSDP2"
+	@echo "make models     install LitGPT, transformers, timm and diffusers, train their models beside FSDP2"
 	@echo "make lint       ruff: rules and format      make format   let ruff mend what it can"
 	@echo "make types      mypy                             make imports  which room imports which"
 	@echo "make docs       build the documentation strictly (into build/site)"
@@ -68,8 +71,9 @@ test-nightly: nightly
 nightly: $(ON_NIGHTLY)
 
 # Each test already keeps two processes busy, so one at a time.
-models: $(MODELS)
-	$(PY) -m pytest -q -rP tests/real_models $(PYTEST_ARGS)
+models: $(MODELS) $(LIBRARIES)
+	$(PY) -m pytest -q -rP tests/real_models --ignore tests/real_models/test_architectures.py $(PYTEST_ARGS)
+	$(LIBRARIES_VENV)/bin/python -m pytest -q -rP tests/real_models/test_architectures.py $(PYTEST_ARGS)
 
 lint: $(DEV)
 	$(PY) -m ruff check .
@@ -177,6 +181,13 @@ $(DEV): $(BASE)
 $(MODELS): $(DEV)
 	@echo "installing libraries of models ..."
 	$(INSTALL) '$(TORCH)' '$(THUNDER)' -e '.[dev,models]'
+	@touch $@
+
+$(LIBRARIES): $(DEV)
+	@echo "installing transformers, timm and diffusers into $(LIBRARIES_VENV) ..."
+	test -x $(LIBRARIES_VENV)/bin/python || $(PYTHON) -m venv $(LIBRARIES_VENV)
+	$(PIP) --python $(LIBRARIES_VENV)/bin/python install --no-compile '$(TORCH)'
+	$(PIP) --python $(LIBRARIES_VENV)/bin/python install --no-compile '$(TORCH)' '$(THUNDER)' -e '.[dev,architectures]'
 	@touch $@
 
 $(DOCS): $(BASE)

@@ -7,6 +7,7 @@ Tests of one room import it themselves, and nothing here is of ``extras``.
 from __future__ import annotations
 
 from thunder_fsdp_sched import passes, pipeline, private_torch
+from thunder_fsdp_sched.capture.leaves import pattern_of
 from thunder_fsdp_sched.capture.repetition import Repetition, call_forward, trace_module_calls
 from thunder_fsdp_sched.ir.analysis import BEFORE_TRACE, Analysis
 from thunder_fsdp_sched.ir.effects import Issue, SlotRegion, declared, effects, is_declared

@@ -25,37 +25,45 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from .models import MODELS, RealModel
+from .models import MODELS, Batch, RealModel
 
 
-class _BesideFSDP2(Run):
+class BesideFSDP2(Run):
     """A sharded model, its unsharded copy, and a copy that FSDP2 shards at the same blocks.
+
+    Derived classes say what is trained, by ``batch`` and ``loss_of``.
 
     Attributes:
         largest: the largest difference, by what the sharded model was compared with.
     """
 
-    def __init__(self, case: RealModel, strategy: str) -> None:
-        self.case, self.largest = case, defaultdict[str, float](float)
-        model = case.make().double()
+    def __init__(self, model: Any, strategy: str, *, tolerance: float = 1e-11, with_fsdp2: bool = True) -> None:
+        self.largest = defaultdict[str, float](float)
         model.inputs = None
         # Adam divides by the size of the gradient. A gradient that consists of rounding errors, such as that of the bias of
         # attention's keys, would move a parameter as far as any other in a random direction. This eps prevents that.
-        optimizer = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
-        others = [partial(_fully_shard, reshard_after_forward=strategy == "zero3")]
-        super().__init__(model, others=others, others_tolerance=1e-11, optimizer=optimizer, sharding_strategy=strategy)
+        super().__init__(
+            model,
+            others=[partial(_fully_shard, reshard_after_forward=strategy == "zero3")] if with_fsdp2 else [],
+            tolerance=tolerance,
+            others_tolerance=tolerance,
+            optimizer=partial(torch.optim.AdamW, lr=1e-2, eps=1e-4),
+            sharding_strategy=strategy,
+        )
+
+    def batch(self, step: int, rank: int) -> Batch:
+        raise NotImplementedError
+
+    def loss_of(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        raise NotImplementedError
 
     def forward(self, step: int = 0, *args: Any, **options: Any) -> None:
         """Run forward, and compare losses."""
-
-        def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
-            batch = self.case.batch(torch.Generator().manual_seed(1000 * step + rank))
-            return self.case.loss(model(**batch), batch)
-
         assert self.unsharded is not None
-        losses = [loss_of(model, self.rank) for model in self.models]
-        expected = {rank: loss_of(model, rank) for rank, model in self.unsharded.models.items()}
-        self.close(losses[1], losses[0], "loss", tolerance=self.others_tolerance)
+        losses = [self.loss_of(model, self.batch(step, self.rank)) for model in self.models]
+        expected = {rank: self.loss_of(model, self.batch(step, rank)) for rank, model in self.unsharded.models.items()}
+        for other in losses[1:]:
+            self.close(other, losses[0], "loss", tolerance=self.others_tolerance)
         self.close(losses[0], expected[self.rank], "loss")
         self.pending.append(Pending(losses, expected, no_sync=False))
 
@@ -65,6 +73,18 @@ class _BesideFSDP2(Run):
             difference = (actual.detach() - expected.detach()).abs().max().item()
             self.largest[beside] = max(self.largest[beside], difference)
         super().close(actual, expected, f"{what} beside {beside}", tolerance=tolerance)
+
+
+class _RealRun(BesideFSDP2):
+    def __init__(self, case: RealModel, strategy: str) -> None:
+        self.case = case
+        super().__init__(case.make().double(), strategy)
+
+    def batch(self, step: int, rank: int) -> Batch:
+        return self.case.batch(torch.Generator().manual_seed(1000 * step + rank))
+
+    def loss_of(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return self.case.loss(model(**batch), batch)
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -84,7 +104,7 @@ def _fully_shard(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def _train(rank: int, world_size: int, name: str, strategy: str) -> dict[str, float]:
-    compared = _BesideFSDP2(MODELS[name], strategy)
+    compared = _RealRun(MODELS[name], strategy)
     before = {name: param.detach().clone() for name, param in compared.reference.named_parameters()}
     start = time.process_time()
     compared.train(1)
