@@ -305,22 +305,6 @@ def test_forward_sets_a_variable_and_calls_a_compiled_function(monkeypatch: pyte
     assert thunder.cache_misses(model) == 2
 
 
-def _diagonals(y: torch.Tensor) -> torch.Tensor:
-    y = y @ torch.eye(2) + torch.eye(2, 3, dtype=torch.int64, device=y.device)[:, 1:] * y + torch.eye(2, m=2)
-    y = y / y.norm(p=2, dim=-1, keepdim=True) + y.norm(p=1, dim=0)
-    return y.reshape(shape=(4,)) * torch.reshape(y, shape=[4]).sum()
-
-
-def test_functions_that_thunder_does_not_know_are_traced_by_others() -> None:
-    model, module = compiled(_diagonals)
-    x = torch.linspace(-1, 1, 4).view(2, 2)
-    for each in (model, module):
-        each(x).sum().backward()
-    torch.testing.assert_close(model(x), module(x))
-    for found, expected in zip(model.parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
-
-
 def test_modules_that_forward_makes_are_traced() -> None:
     def loss(y: torch.Tensor) -> torch.Tensor:
         y = nn.Sequential(nn.Tanh(), nn.Dropout(0.0))(y)

@@ -134,6 +134,7 @@ class InputReads:
         if self._sizes is not None:
             self._checks.update(self._sizes.checks(context.computation_trace.bound_symbols))
         if not has_failed:
+            result = torch_functions.with_plain_tuples(result)
             forget_new_modules(context)
             self._assigned = take_constants(context, self._object_at)
             save_attributes_of_root(context)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from thunder.core.interpreter import unwrap, wrap_const
+from thunder.core.interpreter import WrappedValue, get_interpreterruntimectx, interpreter_needs_wrap, unwrap, wrap_const
 from thunder.core.symbol import Symbol
-from thunder.torch import reshape
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..private_interpreter import call_interpreted
 
@@ -18,11 +19,64 @@ def look_aside(function: Any, kwargs: Mapping[str, Any]) -> Callable[..., Any] |
     """Return what to call in place of a function, with the same wrapped arguments; ``None`` for those that Thunder knows."""
     if function is torch.eye:
         return partial(call_interpreted, _eye, wrap_const(torch.get_default_dtype()))
-    if (function is reshape or function in (torch.reshape, torch.Tensor.reshape)) and "shape" in kwargs:
+    if function is torch.nn.functional.scaled_dot_product_attention and "enable_gqa" in kwargs:
+        return partial(call_interpreted, _grouped_attention)
+    name = function.name.removeprefix("torch_") if isinstance(function, Symbol) else _BUILTIN.get(id(function))
+    if name is None or get_interpreterruntimectx().frame_stack[-1].code in _OWN:
+        return None
+    if name == "reshape" and "shape" in kwargs:
         return partial(call_interpreted, _reshape, wrap_const(function))
-    if isinstance(function, Symbol) and function.name == "norm" and "p" in kwargs and unwrap(kwargs["p"]) != "nuc":
+    if name == "norm" and "p" in kwargs and unwrap(kwargs["p"]) != "nuc":
         return partial(call_interpreted, _norm)  # Thunder calls torch.linalg.norm, which has no `p`
+    if name == "repeat_interleave" and "output_size" in kwargs:
+        return partial(call_interpreted, _repeat_interleave)
+    if name in _NAMED:
+        return partial(_named, _NAMED[name], function)
     return None
+
+
+_NAMED = {
+    name: collections.namedtuple(name, ("values", "indices"))
+    for name in ("cummax", "cummin", "kthvalue", "max", "median", "min", "mode", "nanmedian", "sort", "topk")
+}
+"""Named tuples like those that torch's functions return, where Thunder's return tuples. Forward cannot return torch's own
+types: Thunder's programs do not print them."""
+
+_BUILTIN = {id(getattr(torch, name)): name for name in (*_NAMED, "norm", "repeat_interleave", "reshape")}
+
+
+def with_plain_tuples(output: WrappedValue) -> WrappedValue:
+    """Return what the outermost forward returns, wrapped, with tuples in place of the named ones."""
+    kinds = set(_NAMED.values())
+    is_named = lambda value: type(value) in kinds  # noqa: E731
+    if not any(map(is_named, tree_leaves(unwrap(output), is_leaf=is_named))):
+        return output
+    plain = lambda value: tree_map(lambda v: tuple(v) if is_named(v) else v, value, is_leaf=is_named)  # noqa: E731
+    return interpreter_needs_wrap(plain)(output)
+
+
+def _named(kind: Any, function: Any, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
+    result = call_interpreted(_call, wrap_const(function), *args, **kwargs)
+    return interpreter_needs_wrap(kind._make)(result) if isinstance(getattr(result, "value", None), tuple) else result
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _repeat_interleave(
+    tensor: torch.Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
+) -> torch.Tensor:
+    return torch.repeat_interleave(tensor, repeats, dim)  # the size is a hint
+
+
+def _grouped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, enable_gqa: bool = False, **kwargs: Any
+) -> torch.Tensor:
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
 def _norm(tensor: torch.Tensor, *, p: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> torch.Tensor:
@@ -48,3 +102,7 @@ def _eye(
 
 def _reshape(function: Callable[..., torch.Tensor], tensor: torch.Tensor, *, shape: Any) -> torch.Tensor:
     return function(tensor, shape)
+
+
+_OWN = {_call.__code__, _reshape.__code__}
+"""What they call is not replaced again."""
