@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import Sharding
+from thunder_fsdp_sched import CommPolicy, Sharding
 from thunder_fsdp_sched.extras.leaf_modules import capture
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 
@@ -16,9 +17,9 @@ import thunder
 import torch
 from memory_count import compare, count_on_fake_ranks
 from ranks import on_ranks
-from scenario import Scenario, do, each
+from scenario import Scenario, do, each, fsdp2
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -224,10 +225,14 @@ def _scenario(
     actions: Sequence[Any] = (do.train(),),
     world: int = 2,
     long: bool = False,
+    others: Sequence[Any] = (),
     **options: Any,
 ) -> Scenario:
+    """Return a scenario whose blocks have leaves; with ``others``, these are what it must equal."""
     options = {"leaf_modules": ("blocks.*.part",), **options}
-    return Scenario(lambda: Model(*parts).double(), actions, options, ranks=world, long=long)
+    oracle = None if others else "unsharded"
+    make = lambda: Model(*parts).double()  # noqa: E731
+    return Scenario(make, actions, options, others, oracle, others_tolerance=1e-6, ranks=world, long=long)
 
 
 PARTS = (
@@ -266,6 +271,20 @@ SCENARIOS = {
         transport="all_reduce",
     ),
     "ranks may differ": _scenario(Experts, Branch, ranks_may_differ=True),
+    "saved and loaded": _scenario(Experts, Mlp, actions=[do.train(1), do.save_and_load(), do.train(2, first=1)]),
+    # The numbers of FSDP2, and those of the same modules traced.
+    "mixed precision": _scenario(
+        Mlp,
+        mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64),
+        others=[partial(fsdp2, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float64)), {"leaf_modules": ()}],
+    ),
+    "encoded": _scenario(
+        Mlp,
+        comm_policy=CommPolicy(gather="int8", reduce="bfloat16"),
+        others=[{"leaf_modules": ()}],
+        sharding_strategy="zero2",
+    ),
+    "replicas differ": _scenario(Experts, Branch, ranks=(2, 2), ranks_may_differ=True, world=4, long=True),
     "searched": _scenario(Mlp, Branch, prefetch="auto", max_memory="1 MB", long=True),
     "released": _scenario(Experts, sharding_strategy=Sharding("zero2", release=True), agree="compile", long=True),
     "all kinds, zero2": _scenario(*PARTS, sharding_strategy="zero2", long=True),
