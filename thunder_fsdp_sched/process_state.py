@@ -41,7 +41,7 @@ What the package changes in Python, torch and Thunder (docs/how-it-works.md says
 |---|---|---|---|
 | `compat` | methods that torch has removed and Thunder needs; a filter of warnings during an import | kept | |
 | `private_torch` | torch's lists of types for `foreach` | kept | |
-| `private_thunder` | Thunder's table of functions that its interpreter calls in place of others | kept | |
+| `private_interpreter` | Thunder's table of functions that its interpreter calls in place of others | kept | |
 | `ir.registry` | `executor` in Thunder's registry | kept | |
 | `runtime.names`, `sharding.shard_module` | torch's hooks after and before steps of any optimizer | kept | |
 | `extras.ranks_differ.programs` | a hook after steps of any optimizer | kept | |
