@@ -22,6 +22,7 @@ Batch = dict[str, Any]
 VOCAB, LENGTH = 64, 8
 _GROUPED = "transformers.grouped_mm_fallback"
 _NO_SCALARS = "refuses parameters without dimensions"
+_OUTSIDE = "fails: forward uses a parameter of a block outside of it"
 FLOAT32 = {"dtype": torch.float32, "tolerance": 2e-4}
 """For models whose operators have no float64 kernels, or that cast to float32."""
 
@@ -313,10 +314,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         head_dim=8,
         sliding_window=4,
         **FLOAT32,
-        leaves=(
-            "model.layers.*.self_attn (GptOssAttention)",
-            _GROUPED,
-        ),
+        leaves=(_GROUPED,),
     ),
     "mixtral": _transformers(
         "MixtralForCausalLM", "MixtralConfig", **_EXPERTS, num_local_experts=4, **FLOAT32, leaves=(_GROUPED,)
@@ -557,6 +555,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         patch_size=2,
         num_embeds_ada_norm=5,
         norm_num_groups=8,
+        fsdp2=_OUTSIDE,
     ),
     "flux": _diffusers(
         "FluxTransformer2DModel",
@@ -570,11 +569,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         joint_attention_dim=16,
         pooled_projection_dim=16,
         axes_dims_rope=(2, 2, 4),
-        leaves=(
-            "pos_embed (FluxPosEmbed)",
-            "single_transformer_blocks.*.attn (FluxAttention)",
-            "transformer_blocks.*.attn (FluxAttention)",
-        ),
     ),
     "sd3": _diffusers(
         "SD3Transformer2DModel",
