@@ -112,6 +112,12 @@ def find_attributes(source: WrappedValue) -> None:
         get_interpreterruntimectx().cache_wrapper(attributes)
 
 
+def _modified_attributes(context: Any) -> list[Any]:
+    """Return the dictionaries of attributes that the program has changed, wrapped."""
+    sources = [(modified, modified.provenance) for modified in context._additional_outputs]
+    return [m for m, source in sources if source.inst is PseudoInst.LOAD_ATTR and source.inputs[1].value == "__dict__"]
+
+
 def save_attributes_of_root(context: Any) -> None:
     """Let the epilogue store the attributes that the program has assigned to the module that is compiled.
 
@@ -119,10 +125,8 @@ def save_attributes_of_root(context: Any) -> None:
     by itself, so that the prologue reads parameters as it would without.
     """
     root: ProvenanceRecord | None = None
-    for modified in context._additional_outputs:
+    for modified in _modified_attributes(context):
         inputs = modified.provenance.inputs
-        if modified.provenance.inst is not PseudoInst.LOAD_ATTR or inputs[1].value != "__dict__":
-            continue
         if inputs[0].inst is PseudoInst.INPUT_FN and not hasattr(inputs[0], "proxy"):
             if root is None:
                 root = ProvenanceRecord(PseudoInst.INPUT_FN, inputs=[])
@@ -137,11 +141,9 @@ def take_constants(context: Any, path_of: Callable[[ProvenanceRecord], Any]) -> 
         path_of: returns the path of an object from the inputs; nothing for those that the program has made.
     """
     taken = []
-    for modified, modifications in [*context._additional_outputs.items()]:
-        inputs = modified.provenance.inputs
-        if modified.provenance.inst is not PseudoInst.LOAD_ATTR or inputs[1].value != "__dict__":
-            continue
-        if not (path := path_of(inputs[0])):
+    for modified in _modified_attributes(context):
+        changed, modifications = modified.provenance.inputs[0], context._additional_outputs[modified]
+        if not (path := path_of(changed)):
             continue
         latest = {key.value: value.value for inst, _, key, value in modifications if inst is PseudoInst.STORE_SUBSCR}
         constants = {key: value for key, value in latest.items() if isinstance(value, _CONSTANTS)}
@@ -151,7 +153,7 @@ def take_constants(context: Any, path_of: Callable[[ProvenanceRecord], Any]) -> 
         if rest:
             context._additional_outputs[modified] = rest
         else:
-            vars(inputs[0]).pop("proxy", None)  # of an object that the epilogue changes
+            vars(changed).pop("proxy", None)  # of an object that the epilogue changes
     return taken
 
 

@@ -22,15 +22,13 @@ def look_aside(function: Any, kwargs: Mapping[str, Any]) -> Callable[..., Any] |
     if function is torch.nn.functional.scaled_dot_product_attention and "enable_gqa" in kwargs:
         return partial(call_interpreted, _grouped_attention)
     name = function.name.removeprefix("torch_") if isinstance(function, Symbol) else _BUILTIN.get(id(function))
-    if name is None or get_interpreterruntimectx().frame_stack[-1].code in _OWN:
-        return None
     if name == "reshape" and "shape" in kwargs:
         return partial(call_interpreted, _reshape, wrap_const(function))
     if name == "norm" and "p" in kwargs and unwrap(kwargs["p"]) != "nuc":
         return partial(call_interpreted, _norm)  # Thunder calls torch.linalg.norm, which has no `p`
     if name == "repeat_interleave" and "output_size" in kwargs:
         return partial(call_interpreted, _repeat_interleave)
-    if name in _NAMED:
+    if name in _NAMED and get_interpreterruntimectx().frame_stack[-1].code is not _call.__code__:
         return partial(_named, _NAMED[name], function)
     return None
 
@@ -61,6 +59,7 @@ def _named(kind: Any, function: Any, *args: WrappedValue, **kwargs: WrappedValue
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call Thunder's function: :func:`look_aside` leaves calls from here alone."""
     return function(*args, **kwargs)
 
 
@@ -102,7 +101,3 @@ def _eye(
 
 def _reshape(function: Callable[..., torch.Tensor], tensor: torch.Tensor, *, shape: Any) -> torch.Tensor:
     return function(tensor, shape)
-
-
-_OWN = {_call.__code__, _reshape.__code__}
-"""What they call is not replaced again."""

@@ -168,9 +168,9 @@ def shard_prologue(
             bsyms.append(fsdp_check_hooks.bind(bsym.output, hooks, output=None))
             if reads:
                 bsyms.append(fsdp_check_attributes.bind(bsym.output, TracedAttributes(reads), output=None))
+    arguments = {bsym.output.name: bsym.output for bsym in bsyms if bsym.sym is prims.unpack_trivial}
     if inputs is not None and len(inputs):  # first: errors of unpacking name nothing
-        names = {bsym.output.name: bsym.output for bsym in bsyms if bsym.sym is prims.unpack_trivial}
-        check = fsdp_check_inputs.bind(names["args"], names["kwargs"], inputs, output=None)
+        check = fsdp_check_inputs.bind(arguments["args"], arguments["kwargs"], inputs, output=None)
         bsyms.insert(1 + max(i for i, b in enumerate(bsyms) if b.sym is prims.unpack_trivial), check)
     if checked:
         parameters = TracedParameters({name: shards[name] for name in checked})
@@ -184,8 +184,8 @@ def shard_prologue(
         check = fsdp_check_memory.bind(written, contiguous, tuple(p.name for p in tensors), *tensors, output=None)
         bsyms.insert(len(bsyms) - 1, check)
     if inputs is not None and inputs.assigned:  # last: other traces may run instead
-        names = {bsym.output.name: bsym.output for bsym in bsyms if bsym.sym is prims.unpack_trivial}
-        bsyms.insert(len(bsyms) - 1, fsdp_assign_attributes.bind(names["args"], names["kwargs"], inputs, output=None))
+        assign = fsdp_assign_attributes.bind(arguments["args"], arguments["kwargs"], inputs, output=None)
+        bsyms.insert(len(bsyms) - 1, assign)
     return with_bound_symbols(prologue, bsyms, "fsdp: shard the prologue")
 
 
