@@ -31,4 +31,4 @@ def each_case(*more: Any) -> list[Any]:
 
     It is for tests that compare two ways to compile a model. ``test_training`` trains all models in ordinary runs.
     """
-    return [*(pytest.param(n, marks=[] if n in _ORDINARY_CASES else [LONG_ONLY]) for n in CASES), *more]
+    return [*with_long(CASES, *(CASES.keys() - _ORDINARY_CASES)), *more]

@@ -42,6 +42,7 @@ import torch.distributed as dist
 from device import DEVICE, RANKS
 from device_thread import Thread, backward_on
 from internals import RowDTensor, local_rows
+from profiles import with_long
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -134,7 +135,7 @@ def each(table: Mapping[str, Scenario]) -> Callable[[Callable[..., None]], Calla
 
     Each scenario runs with backwards on the thread of forward and on another one in turn, in long runs also all on either.
     """
-    names = [pytest.param(name, marks=pytest.mark.long if s.long else ()) for name, s in table.items()]
+    names = with_long(table, *(name for name, scenario in table.items() if scenario.long))
     threads = ["alternating", *(pytest.param(thread, marks=pytest.mark.long) for thread in ("caller", "device"))]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

@@ -23,6 +23,7 @@ from thunder_fsdp_sched.extras.command_line import app
 import pytest
 import typer
 from forked import run_python
+from profiles import with_long
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")))
@@ -231,9 +232,7 @@ def test_arguments_are_those_of_the_programs(capsys: pytest.CaptureFixture[str])
 SMALL = {pattern: row for pattern, row in COMMANDS.items() if isinstance(row, Small)}
 
 
-@pytest.mark.parametrize(
-    "pattern", [pytest.param(p, marks=pytest.mark.long if row.long else ()) for p, row in SMALL.items()]
-)
+@pytest.mark.parametrize("pattern", with_long(SMALL, *(pattern for pattern, row in SMALL.items() if row.long)))
 def test_programs_run_with_small_sizes(pattern: str, tmp_path: Path) -> None:
     row = SMALL[pattern]
     command = next(c for c in DOCUMENTED if row_of(c) == pattern)

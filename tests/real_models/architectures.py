@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .models import LENGTH, VOCAB
+
 Batch = dict[str, Any]
 
-VOCAB, LENGTH = 64, 8
 _GROUPED = "transformers.grouped_mm_fallback"
 _NO_SCALARS = "refuses parameters without dimensions"
 _OUTSIDE = "fails: forward uses a parameter of a block outside of it"
@@ -192,27 +193,28 @@ def _without_dropout(config: Any) -> Any:
     return config
 
 
-def _transformers(model: str, config: str, batch: Callable[..., Batch] = _tokens, **options: Any) -> Architecture:
-    """Return a model of transformers, given the names of its class and of its configuration's class.
-
-    Options that are fields of :class:`Architecture` are its; dictionaries are configurations of parts.
-    """
+def _architecture(library: str, make: Callable[..., nn.Module], batch: Any, options: dict[str, Any]) -> Architecture:
+    """Return an architecture; ``make`` gets the library and those options that are no fields of :class:`Architecture`."""
     own = {name: options.pop(name) for name in [*options] if name in Architecture.__dataclass_fields__}
-
-    def make() -> nn.Module:
-        transformers = _import("transformers")
-        return getattr(transformers, model)(_without_dropout(getattr(transformers, config)(**options)))
-
-    return Architecture("transformers", make, batch, **own)
+    return Architecture(library, lambda: make(_import(library), **options), batch, **own)
 
 
-def _timm(name: str, batch: Callable[..., Batch], *, leaves: tuple[str, ...] = (), **options: Any) -> Architecture:
-    return Architecture("timm", lambda: _import("timm").create_model(name, **options), batch, leaves)
+def _transformers(model: str, batch: Callable[..., Batch] = _tokens, **options: Any) -> Architecture:
+    """Return a model of transformers; options that are dictionaries are configurations of parts."""
+
+    def make(library: Any, **options: Any) -> nn.Module:
+        cls = getattr(library, model)
+        return cls(_without_dropout(cls.config_class(**options)))
+
+    return _architecture("transformers", make, batch, options)
+
+
+def _timm(name: str, batch: Callable[..., Batch], **options: Any) -> Architecture:
+    return _architecture("timm", lambda library, **options: library.create_model(name, **options), batch, options)
 
 
 def _diffusers(model: str, batch: Callable[..., Batch], **options: Any) -> Architecture:
-    own = {name: options.pop(name) for name in [*options] if name in Architecture.__dataclass_fields__}
-    return Architecture("diffusers", lambda: getattr(_import("diffusers"), model)(**options), batch, **own)
+    return _architecture("diffusers", lambda library, **options: getattr(library, model)(**options), batch, options)
 
 
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -251,19 +253,16 @@ _TEXT = {**_ENCODER, "bos_token_id": 1, "eos_token_id": VOCAB - 1, "pad_token_id
 
 ARCHITECTURES: dict[str, Architecture] = {
     # Decoders.
-    "bloom": _transformers(
-        "BloomForCausalLM", "BloomConfig", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, use_cache=False
-    ),
-    "cohere": _transformers("CohereForCausalLM", "CohereConfig", **_LLAMA),
-    "falcon": _transformers("FalconForCausalLM", "FalconConfig", **_DECODER),
-    "gemma": _transformers("GemmaForCausalLM", "GemmaConfig", **_LLAMA, head_dim=8),
-    "gemma2": _transformers("Gemma2ForCausalLM", "Gemma2Config", **_LLAMA, head_dim=8, sliding_window=4),
-    "gemma3": _transformers("Gemma3ForCausalLM", "Gemma3TextConfig", **_LLAMA, head_dim=8, sliding_window=4),
-    "gpt2": _transformers("GPT2LMHeadModel", "GPT2Config", **_GPT),
-    "gpt_bigcode": _transformers("GPTBigCodeForCausalLM", "GPTBigCodeConfig", **_GPT),
+    "bloom": _transformers("BloomForCausalLM", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, use_cache=False),
+    "cohere": _transformers("CohereForCausalLM", **_LLAMA),
+    "falcon": _transformers("FalconForCausalLM", **_DECODER),
+    "gemma": _transformers("GemmaForCausalLM", **_LLAMA, head_dim=8),
+    "gemma2": _transformers("Gemma2ForCausalLM", **_LLAMA, head_dim=8, sliding_window=4),
+    "gemma3": _transformers("Gemma3ForCausalLM", **_LLAMA, head_dim=8, sliding_window=4),
+    "gpt2": _transformers("GPT2LMHeadModel", **_GPT),
+    "gpt_bigcode": _transformers("GPTBigCodeForCausalLM", **_GPT),
     "gpt_neo": _transformers(
         "GPTNeoForCausalLM",
-        "GPTNeoConfig",
         vocab_size=VOCAB,
         hidden_size=32,
         num_layers=2,
@@ -273,25 +272,24 @@ ARCHITECTURES: dict[str, Architecture] = {
         max_position_embeddings=16,
         use_cache=False,
     ),
-    "gpt_neox": _transformers("GPTNeoXForCausalLM", "GPTNeoXConfig", **_DECODER),
-    "gptj": _transformers("GPTJForCausalLM", "GPTJConfig", **_GPT, rotary_dim=4),
-    "granite": _transformers("GraniteForCausalLM", "GraniteConfig", **_LLAMA),
-    "llama": _transformers("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
-    "mistral": _transformers("MistralForCausalLM", "MistralConfig", **_LLAMA, sliding_window=4),
-    "olmo2": _transformers("Olmo2ForCausalLM", "Olmo2Config", **_LLAMA),
-    "opt": _transformers("OPTForCausalLM", "OPTConfig", **{**_DECODER, "ffn_dim": 64, "word_embed_proj_dim": 32}),
-    "phi": _transformers("PhiForCausalLM", "PhiConfig", **_DECODER),
-    "phi3": _transformers("Phi3ForCausalLM", "Phi3Config", **_LLAMA),
-    "qwen2": _transformers("Qwen2ForCausalLM", "Qwen2Config", **_LLAMA),
-    "qwen3": _transformers("Qwen3ForCausalLM", "Qwen3Config", **_LLAMA, head_dim=8),
-    "smollm3": _transformers("SmolLM3ForCausalLM", "SmolLM3Config", **_LLAMA),
-    "stablelm": _transformers("StableLmForCausalLM", "StableLmConfig", **_LLAMA),
-    "starcoder2": _transformers("Starcoder2ForCausalLM", "Starcoder2Config", **_LLAMA),
+    "gpt_neox": _transformers("GPTNeoXForCausalLM", **_DECODER),
+    "gptj": _transformers("GPTJForCausalLM", **_GPT, rotary_dim=4),
+    "granite": _transformers("GraniteForCausalLM", **_LLAMA),
+    "llama": _transformers("LlamaForCausalLM", **_LLAMA),
+    "mistral": _transformers("MistralForCausalLM", **_LLAMA, sliding_window=4),
+    "olmo2": _transformers("Olmo2ForCausalLM", **_LLAMA),
+    "opt": _transformers("OPTForCausalLM", **{**_DECODER, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "phi": _transformers("PhiForCausalLM", **_DECODER),
+    "phi3": _transformers("Phi3ForCausalLM", **_LLAMA),
+    "qwen2": _transformers("Qwen2ForCausalLM", **_LLAMA),
+    "qwen3": _transformers("Qwen3ForCausalLM", **_LLAMA, head_dim=8),
+    "smollm3": _transformers("SmolLM3ForCausalLM", **_LLAMA),
+    "stablelm": _transformers("StableLmForCausalLM", **_LLAMA),
+    "starcoder2": _transformers("Starcoder2ForCausalLM", **_LLAMA),
     # Mixtures of experts.
     "deepseek_v3": _transformers(
         "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        **{**_EXPERTS, "num_key_value_heads": 4},
+        **_EXPERTS | {"num_key_value_heads": 4},
         moe_intermediate_size=16,
         n_routed_experts=4,
         n_shared_experts=1,
@@ -308,7 +306,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt_oss": _transformers(
         "GptOssForCausalLM",
-        "GptOssConfig",
         **_EXPERTS,
         num_local_experts=4,
         head_dim=8,
@@ -316,12 +313,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         **FLOAT32,
         leaves=(_GROUPED,),
     ),
-    "mixtral": _transformers(
-        "MixtralForCausalLM", "MixtralConfig", **_EXPERTS, num_local_experts=4, **FLOAT32, leaves=(_GROUPED,)
-    ),
+    "mixtral": _transformers("MixtralForCausalLM", **_EXPERTS, num_local_experts=4, **FLOAT32, leaves=(_GROUPED,)),
     "qwen3_moe": _transformers(
         "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
         **_EXPERTS,
         num_experts=4,
         moe_intermediate_size=16,
@@ -332,7 +326,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     # State spaces, and mixtures of them with attention.
     "bamba": _transformers(
         "BambaForCausalLM",
-        "BambaConfig",
         **_LLAMA,
         **_MAMBA2,
         attn_layer_indices=[1],
@@ -341,7 +334,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "falcon_h1": _transformers(
         "FalconH1ForCausalLM",
-        "FalconH1Config",
         **_LLAMA,
         **_MAMBA2,
         mamba_d_ssm=64,
@@ -351,7 +343,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "jamba": _transformers(
         "JambaForCausalLM",
-        "JambaConfig",
         **_EXPERTS,
         num_experts=4,
         attn_layer_period=2,
@@ -369,7 +360,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mamba": _transformers(
         "MambaForCausalLM",
-        "MambaConfig",
         **_STATE_SPACE,
         state_size=4,
         **FLOAT32,
@@ -377,7 +367,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mamba2": _transformers(
         "Mamba2ForCausalLM",
-        "Mamba2Config",
         **_STATE_SPACE,
         num_heads=4,
         head_dim=16,
@@ -389,7 +378,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3_next": _transformers(
         "Qwen3NextForCausalLM",
-        "Qwen3NextConfig",
         **_EXPERTS,
         head_dim=8,
         num_experts=4,
@@ -406,13 +394,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             _GROUPED,
         ),
     ),
-    "rwkv": _transformers("RwkvForCausalLM", "RwkvConfig", **_STATE_SPACE, attention_hidden_size=32, **FLOAT32),
+    "rwkv": _transformers("RwkvForCausalLM", **_STATE_SPACE, attention_hidden_size=32, **FLOAT32),
     # Encoders.
-    "albert": _transformers("AlbertForMaskedLM", "AlbertConfig", **_ENCODER, embedding_size=16),
-    "bert": _transformers("BertForMaskedLM", "BertConfig", **_ENCODER),
+    "albert": _transformers("AlbertForMaskedLM", **_ENCODER, embedding_size=16),
+    "bert": _transformers("BertForMaskedLM", **_ENCODER),
     "deberta_v2": _transformers(
         "DebertaV2ForMaskedLM",
-        "DebertaV2Config",
         **_ENCODER,
         relative_attention=True,
         pos_att_type=["p2c", "c2p"],
@@ -421,7 +408,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "distilbert": _transformers(
         "DistilBertForMaskedLM",
-        "DistilBertConfig",
         vocab_size=VOCAB,
         dim=32,
         hidden_dim=64,
@@ -429,19 +415,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         n_heads=4,
         max_position_embeddings=32,
     ),
-    "electra": _transformers("ElectraForMaskedLM", "ElectraConfig", **_ENCODER, embedding_size=16),
+    "electra": _transformers("ElectraForMaskedLM", **_ENCODER, embedding_size=16),
     "modernbert": _transformers(
         "ModernBertForMaskedLM",
-        "ModernBertConfig",
         **_DECODER | {"cls_token_id": 1, "sep_token_id": 2},
         local_attention=4,
     ),
-    "roberta": _transformers("RobertaForMaskedLM", "RobertaConfig", **_ENCODER, pad_token_id=1),
+    "roberta": _transformers("RobertaForMaskedLM", **_ENCODER, pad_token_id=1),
     # From one sequence to another.
-    "bart": _transformers("BartForConditionalGeneration", "BartConfig", _sequence_to_sequence, **_BART),
+    "bart": _transformers("BartForConditionalGeneration", _sequence_to_sequence, **_BART),
     "t5": _transformers(
         "T5ForConditionalGeneration",
-        "T5Config",
         _sequence_to_sequence,
         vocab_size=VOCAB,
         d_model=32,
@@ -454,7 +438,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "whisper": _transformers(
         "WhisperForConditionalGeneration",
-        "WhisperConfig",
         _speech,
         **{name: value for name, value in _BART.items() if name != "max_position_embeddings"},
         num_mel_bins=8,
@@ -464,7 +447,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     # Images, sounds, and texts with them.
     "clip": _transformers(
         "CLIPModel",
-        "CLIPConfig",
         _clip_pairs,
         text_config=_TEXT,
         vision_config=_VISION,
@@ -473,7 +455,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "convnext": _transformers(
         "ConvNextForImageClassification",
-        "ConvNextConfig",
         _images("pixel_values", 32),
         hidden_sizes=[8, 16],
         depths=[1, 1],
@@ -482,14 +463,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "dinov2": _transformers(
         "Dinov2ForImageClassification",
-        "Dinov2Config",
         _images("pixel_values", 8),
         **{name: value for name, value in _VISION.items() if name != "intermediate_size"},
         num_labels=5,
     ),
     "llava": _transformers(
         "LlavaForConditionalGeneration",
-        "LlavaConfig",
         _llava,
         text_config={"model_type": "llama", **_LLAMA},
         vision_config={"model_type": "clip_vision_model", **_VISION, "projection_dim": 16},
@@ -498,12 +477,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         vision_feature_layer=-2,
         fails="'NoneType' object has no attribute '__getitem__'",
     ),
-    "siglip": _transformers(
-        "SiglipModel", "SiglipConfig", _clip_pairs, text_config=_TEXT, vision_config=_VISION, fsdp2=_NO_SCALARS
-    ),
+    "siglip": _transformers("SiglipModel", _clip_pairs, text_config=_TEXT, vision_config=_VISION, fsdp2=_NO_SCALARS),
     "swin": _transformers(
         "SwinForImageClassification",
-        "SwinConfig",
         _images("pixel_values", 16),
         image_size=16,
         patch_size=2,
@@ -513,10 +489,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_size=4,
         num_labels=5,
     ),
-    "vit": _transformers("ViTForImageClassification", "ViTConfig", _images("pixel_values", 8), **_VISION, num_labels=5),
+    "vit": _transformers("ViTForImageClassification", _images("pixel_values", 8), **_VISION, num_labels=5),
     "wav2vec2": _transformers(
         "Wav2Vec2ForCTC",
-        "Wav2Vec2Config",
         _waves,
         **_ENCODER,
         conv_dim=(16, 16),
