@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from thunder_fsdp_sched.private_torch import host_backend
+from thunder_fsdp_sched.private_distributed import host_backend
 from thunder_fsdp_sched.ranks.all_gather import HostAllGather
 from thunder_fsdp_sched.ranks.channel import TOKEN
 

@@ -5,23 +5,18 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import itertools
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._autograd import _profiler_enabled
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
 from torch._guards import CompileId
 from torch._logging._internal import trace_structured
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as torch_modules
@@ -56,62 +51,6 @@ def log_artifact(name: str, encoding: str, compile_id: tuple[int, int], payload:
         payload_fn=payload,
         compile_id=CompileId(frame_id=compile_id[0], frame_compile_id=compile_id[1]),
     )
-
-
-def host_backend(group: Any) -> Any:
-    """Return the backend of ``group`` for host memory.
-
-    Its own methods skip argument checks, logging and the dispatcher, and so take less than half of the host time of those
-    of ``torch.distributed``.
-    """
-    return group._get_backend(torch.device("cpu"))
-
-
-def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> Any:
-    """Issue one launch of an all-gather for each pair of tensors; return its work.
-
-    It is the call at the end of ``_coalescing_manager``, without collecting and checking the arguments one by one.
-    """
-    options = AllgatherOptions()
-    options.asyncOp = True
-    # torch 2.13 renamed it.
-    issue = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
-    return issue(outputs, inputs, options)
-
-
-def reduce_scatter_coalesced(outputs: list[Any], inputs: list[Any], op: Any, group: Any) -> Any:
-    """Issue one launch of a reduce-scatter for each pair of tensors; return its work."""
-    options = ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = True
-    issue = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
-    return issue(outputs, inputs, options)
-
-
-def gloo_connections(group: Any, key: str, timeout: timedelta) -> Any:
-    """Return new connections among the ranks of ``group``, which ``destroy_process_group()`` does not close; a collective.
-
-    Args:
-        key: unique to these connections.
-    """
-    store = c10d.PrefixStore(f"thunder_fsdp_sched/{key}", group.get_group_store())
-    return c10d.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
-
-
-def mesh_over(
-    grid: Any, rank: int, group_names: list[str], device_type: str, dim_names: tuple[str, ...] | None
-) -> DeviceMesh:
-    """Return a device mesh over existing process groups, one per dimension, that finds them by name when asked.
-
-    ``DeviceMesh.from_group`` would keep the groups alive.
-
-    Args:
-        grid: the global ranks, a list for each dimension.
-        rank: this process's global rank.
-    """
-    mesh = DeviceMesh(device_type, grid, mesh_dim_names=dim_names, _init_backend=False, _rank=rank)
-    mesh._dim_group_names = group_names  # type: ignore[assignment]
-    return mesh
 
 
 def new_spec(mesh: DeviceMesh, placements: tuple[Any, ...], shape: Any, stride: Any, dtype: torch.dtype) -> Any:
@@ -181,42 +120,6 @@ def step_hooks(stepped: torch.optim.Optimizer) -> Iterator[Any]:
     )
 
 
-def timeout_of(group: Any) -> timedelta:
-    """Return the timeout of the collectives of ``group``."""
-    for device in ("cuda", "cpu"):
-        found = getattr(_options_of(group, device), "_timeout", None)
-        if isinstance(found, timedelta):
-            return found
-    return c10d.default_pg_timeout
-
-
-def copy_of_options(group: Any) -> Any:
-    """Return a copy of the ``pg_options`` of ``group``, for another group with the same backend.
-
-    It is ``None`` for backends without options, such as gloo. It is a copy because creating a group changes its
-    options.
-    """
-    options = _options_of(group, "cuda")
-    return copy.deepcopy(options) if hasattr(options, "is_high_priority_stream") else None
-
-
-def _options_of(group: Any, device: str) -> Any:
-    try:
-        return group._get_backend(torch.device(device)).options
-    except (AttributeError, RuntimeError):  # the group has no backend for the device, or the backend no options
-        return None
-
-
-def splits_default_group() -> bool:
-    """Return whether ``new_group`` creates an NCCL group by splitting the default group's communicator.
-
-    It does after ``init_process_group(device_id=...)``. All ranks of the default group must take part then, even with
-    ``use_local_synchronization``.
-    """
-    default = c10d._get_default_group()
-    return default.bound_device_id is not None and c10d._get_split_source(default) is not None
-
-
 def default_reduce_dtype(own: torch.dtype, computed: torch.dtype) -> torch.dtype:
     """Return the dtype in which FSDP2 of the installed torch reduces gradients if a policy has no ``reduce_dtype``.
 
@@ -236,25 +139,6 @@ def state_name(name: str) -> str:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 
     return name.replace(_CHECKPOINT_PREFIX, "")
-
-
-def is_group_name_taken(ranks: Collection[int], number: int, store: Store) -> bool:
-    """Return whether the name that torch derives from ``ranks`` and ``number`` known groups has been used.
-
-    Destroyed groups count, too: their members' addresses stay in ``store``, that of the default group, and a new group
-    of the same name would try to connect to them.
-    """
-    text = "_".join(map(str, (*sorted(ranks), number)))
-    name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-    # The keys under which gloo and NCCL store the first member's address and the first communicator's id.
-    return name in c10d._world.pg_names.values() or any(
-        store.check([f"{name}//{key}"]) for key in ("cpu//0/0", "cuda//0")
-    )
-
-
-def process_groups() -> list[Any]:
-    """Return the process groups that this process knows, in the order of creation."""
-    return list(c10d._world.pg_names)
 
 
 def unwrap_fabric(wrapped: Any) -> Any:

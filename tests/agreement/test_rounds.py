@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp
-from thunder_fsdp_sched.private_torch import host_backend
+from thunder_fsdp_sched.private_distributed import host_backend
 from thunder_fsdp_sched.ranks.all_gather import HostAllGather
 from thunder_fsdp_sched.ranks.store_texts import exchange_texts
 

@@ -12,7 +12,7 @@ from unittest import mock
 from thunder_fsdp_sched import Ranks, fsdp, transform, without_batch
 from thunder_fsdp_sched.capture.records import Record
 from thunder_fsdp_sched.capture.repetition import RECENT
-from thunder_fsdp_sched.private_torch import process_groups
+from thunder_fsdp_sched.private_distributed import process_groups
 
 import pytest
 import shared_memory

@@ -35,7 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..plan.layout import Layout
 from ..plan.specs import BucketSpec
-from ..private_torch import timeout_of
+from ..private_distributed import timeout_of
 from ..ranks.process_groups import ARRIVAL_TIMEOUT, BucketRanks, ProcessGroupRef
 from ..ranks.store_texts import exchange_texts
 from ..sizes import round_up

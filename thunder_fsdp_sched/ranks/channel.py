@@ -35,7 +35,8 @@ from datetime import timedelta
 from typing import Any
 
 from ..extensions import load
-from ..private_torch import host_backend, labelled, timeout_of
+from ..private_distributed import host_backend, timeout_of
+from ..private_torch import labelled
 from .all_gather import HostAllGather
 from .known_failures import known_to_all
 from .messages import named

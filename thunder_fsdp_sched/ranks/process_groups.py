@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..private_torch import (
+from ..private_distributed import (
     copy_of_options,
     host_backend,
     is_group_name_taken,

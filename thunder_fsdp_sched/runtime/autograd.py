@@ -36,13 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..extensions import load
-from ..private_torch import (
-    accumulates,
-    backward_number,
-    compiled_nodes_of,
-    leaf_nodes,
-    running_node,
-)
+from ..private_torch import accumulates, backward_number, compiled_nodes_of, leaf_nodes, running_node
 
 _moments = itertools.count(1)
 

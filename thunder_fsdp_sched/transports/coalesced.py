@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..plan.specs import BucketSpec
-from ..private_torch import all_gather_coalesced, reduce_scatter_coalesced
+from ..private_distributed import all_gather_coalesced, reduce_scatter_coalesced
 from .base import Traffic, TransportedBucket, Views, Work
 from .flat import Flat
 

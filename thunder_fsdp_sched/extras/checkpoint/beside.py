@@ -45,7 +45,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ...private_torch import gloo_connections, timeout_of
+from ...private_distributed import gloo_connections, timeout_of
 from ...process_state import reset_after_fork
 from ...ranks.control import Control, control_of
 from ...ranks.process_groups import ProcessGroupRef
