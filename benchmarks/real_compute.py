@@ -111,6 +111,7 @@ SYSTEMS: dict[str, Make] = {
     "Thunder, one rank": unsharded,
     "DDP": ddp,
     "FSDP2": partial(fsdp2, reshard=True),
+    "FSDP2 zero2": partial(fsdp2, reshard=False),
     "FSDP2 compiled": compiled_fsdp2,
     "ours zero3": partial(ours, sharding_strategy="zero3"),
     "ours zero3, Thunder's operators": partial(ours, executors=["sdpa"], sharding_strategy="zero3"),
