@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections import Counter, deque, namedtuple
+from collections import Counter, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.private_interpreter import observed_by
@@ -340,6 +340,123 @@ def test_a_list_in_the_closure_of_forward_is_refused_by_name() -> None:
     jitted = thunder.jit(Applied(lambda x: seen.append(1) or x), transforms=[fsdp()])
     with pytest.raises(RuntimeError, match=r"forward read .*cell_contents .* has\s+changed it while it was traced"):
         jitted(torch.ones(2, 2))
+
+
+COLLECTED: Any = {
+    **{"list": [], "dictionary": {}, "set": set(), "nested": {"a": [1]}, "numbers": [1.0, 2.0]},
+    **{"default dictionary": defaultdict(list), "deque": deque([1, 2])},
+}
+COUNTER = Counter("a")
+
+
+class Registry:
+    """A class with a container."""
+
+    seen: ClassVar[list[Any]] = []
+
+
+def _collect(y: torch.Tensor) -> None:
+    COLLECTED["list"].append(y)
+
+
+CHANGES_OF_GLOBALS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "list": lambda y: COLLECTED["list"].append(1),
+    "list, in a function": _collect,
+    "dictionary": lambda y: COLLECTED["dictionary"].update(a=COLLECTED["dictionary"].get("a", 0) + 1),
+    "tensor in a dictionary": lambda y: COLLECTED["dictionary"].__setitem__("y", y),
+    "set": lambda y: COLLECTED["set"].add(len(COLLECTED["set"])),
+    "default dictionary": lambda y: COLLECTED["default dictionary"]["a"].append(y),
+    "nested": lambda y: COLLECTED["nested"]["a"].append(1),
+    "deque": lambda y: COLLECTED["deque"].rotate(1),
+    "counter": lambda y: COUNTER.update("a"),
+    "of a class": lambda y: Registry.seen.append(y),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_OF_GLOBALS)
+def test_a_global_container_that_forward_changes_is_refused_by_name(name: str) -> None:
+    change, former = CHANGES_OF_GLOBALS[name], copy.deepcopy((COLLECTED, COUNTER))
+
+    def forward(y: torch.Tensor) -> torch.Tensor:
+        change(y)
+        return y
+
+    try:
+        jitted = thunder.jit(Applied(forward), transforms=[fsdp(leaf_modules=())])
+        with pytest.raises(RuntimeError, match=r"forward read .*(COLLECTED|COUNTER|Registry).*changed it while it was"):
+            jitted(torch.ones(2, 2))
+    finally:
+        COLLECTED.update(former[0])
+        COUNTER.clear()
+        COUNTER.update(former[1])
+        Registry.seen.clear()
+
+
+def test_a_block_that_changes_a_global_container_runs_as_it_is() -> None:
+    def forward(y: torch.Tensor) -> torch.Tensor:
+        COLLECTED["list"].append(1)
+        return y * len(COLLECTED["list"])
+
+    jitted, x = thunder.jit(nn.Sequential(nn.Linear(2, 2), Applied(forward)), transforms=[fsdp()]), torch.ones(2, 2)
+    try:
+        with pytest.warns(UserWarning, match="runs as it is: .*changes a dict"):
+            first = jitted(x)
+        number = len(COLLECTED["list"])  # to find out what it returns, it has run more than once
+        torch.testing.assert_close(jitted(x), first / number * (number + 1))
+        assert COLLECTED["list"] == [1] * (number + 1)
+    finally:
+        COLLECTED["list"].clear()
+
+
+def test_contents_of_global_containers_that_native_code_reads_are_compared() -> None:
+    jitted = thunder.jit(Applied(lambda y: y * sum(COLLECTED["numbers"])), transforms=[fsdp(leaf_modules=())])
+    first = jitted(torch.ones(2, 2))
+    COLLECTED["numbers"][0] = 4.0
+    torch.testing.assert_close(jitted(torch.ones(2, 2)), first * 2)
+    COLLECTED["numbers"][0] = 1.0
+    torch.testing.assert_close(jitted(torch.ones(2, 2)), first)
+
+
+class Scaled(nn.Module):
+    """Reads attributes that a program gives to a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+        self.register_buffer("offset", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.weight * (3.0 if hasattr(self.weight, "doubled") else 1.0)
+        return x + self.offset * (5.0 if hasattr(self.offset, "doubled") else 1.0)
+
+
+@pytest.mark.parametrize("name", ["weight", "offset"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_attributes_that_a_program_gives_to_tensors_are_seen(name: str, when: str) -> None:
+    module, x = Scaled(), torch.ones(2, 2)
+    expected = copy.deepcopy(module)
+    if when == "before":
+        getattr(module, name).doubled = True
+    jitted = thunder.jit(module, transforms=[fsdp(leaf_modules=())])
+    first = jitted(x)
+    if when == "after":
+        torch.testing.assert_close(first, expected(x))
+        getattr(module, name).doubled = True
+    getattr(expected, name).doubled = True
+    torch.testing.assert_close(jitted(x), expected(x))
+
+
+def test_reading_an_attribute_that_a_program_gives_to_a_parameter_is_refused_by_name() -> None:
+    class Reads(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight * getattr(self.weight, "factor", 1.0)
+
+    module, x = Reads(), torch.ones(2, 2)
+    jitted = thunder.jit(module, transforms=[fsdp(leaf_modules=())])
+    torch.testing.assert_close(jitted(x), x)
+    module.weight.factor = 3.0
+    with pytest.raises(NotImplementedError, match="reads the attribute factor of a tensor"):
+        jitted(x)
 
 
 def test_observed_contexts_cache_no_values_that_the_observed_one_does_not_cache() -> None:

@@ -54,6 +54,38 @@ def item(y: torch.Tensor) -> float:
     return y.mean().item()
 
 
+TOTAL = 0
+
+
+def _assign_global(y: torch.Tensor) -> torch.Tensor:
+    global TOTAL
+    TOTAL = y
+    return y
+
+
+def _assigns_nonlocal() -> Callable[[torch.Tensor], torch.Tensor]:
+    last = None
+
+    def assign(y: torch.Tensor) -> torch.Tensor:
+        nonlocal last
+        last = y
+        return last
+
+    return assign
+
+
+def _counts_inside(y: torch.Tensor) -> torch.Tensor:
+    count = 0
+
+    def increase() -> None:
+        nonlocal count
+        count += 1
+
+    increase()
+    increase()
+    return y * count
+
+
 def _swallowed(y: torch.Tensor) -> torch.Tensor:
     try:
         return y if item(y) > 0 else -y
@@ -373,6 +405,13 @@ UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "data_ptr": (lambda y: y * (y.data_ptr() != 0), r"memory layout .*data_ptr"),
     "grad_fn": (lambda y: y if getattr(y, "grad_fn", None) else -y, r"attribute grad_fn of a tensor"),
     "is": (lambda y: y if y.to(y.dtype) is y else -y, r"two tensors are one object.*Compare dtypes"),
+    "is, in place": (lambda y: y if y.mul_(2) is y else -y, r"two tensors are one object.*works in place"),
+    "is, inplace=True": (lambda y: y if F.relu(y, inplace=True) is y else -y, r"two tensors are one object"),
+    "is, type": (lambda y: y if y.type(torch.float32) is y else -y, r"two tensors are one object"),
+    "is, broadcast": (lambda y: y if torch.broadcast_tensors(y, y)[0] is y else -y, r"two tensors are one object"),
+    "is, atleast_2d": (lambda y: y if torch.atleast_2d(y) is y else -y, r"two tensors are one object"),
+    "global": (_assign_global, r"forward assigns 'TOTAL', a variable outside of it.*Return the value"),
+    "nonlocal": (_assigns_nonlocal(), r"forward assigns 'last', a variable outside of it.*Return the value"),
     "contiguous is": (lambda y: y if y is y.float().contiguous() else -y, r"two tensors are one object"),
     "tensor of a number": (lambda y: y * torch.tensor(item(y)), r"uses a number that it reads.*torch\.where"),
     "generator": (lambda y: y * torch.rand(2, generator=torch.Generator().manual_seed(3)), r"Leave generator out"),
@@ -416,6 +455,12 @@ TRUE_OF_A_FLOAT_MATRIX: dict[str, Callable[[torch.Tensor], bool]] = {
     "is": lambda y: y is y and y.t() is not y and y * 1 is not y,
     "made on it": lambda y: torch.zeros(2, dtype=y.dtype, device=y.device).dtype == y.to(torch.device("cpu")).dtype,
 }
+
+
+def test_functions_that_forward_makes_assign_its_variables() -> None:
+    model, reference = compiled(_counts_inside)
+    x = torch.ones(3, 2)
+    torch.testing.assert_close(model(x), reference(x))
 
 
 @pytest.mark.parametrize("name", TRUE_OF_A_FLOAT_MATRIX)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .paths import Path, Paths
 
 _ITEMS_OF = (list, tuple, deque)
 _BUFFERS = (bytearray, array)
+_COPIED = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 
 
 class Contents:
@@ -47,7 +48,7 @@ class Containers:
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
         self._known: dict[Path, tuple[Any, Contents]] = {}
-        self._copies: dict[Path, Any] = {}  # shallow ones, of lists, dictionaries and deques
+        self._copies: dict[Path, Any] = {}  # shallow ones
         self._read: set[Path] = set()
 
     def note(self, path: Path, value: Any, is_read: bool = False) -> None:
@@ -56,9 +57,9 @@ class Containers:
         Args:
             is_read: whether native code may have read all of it.
         """
-        if path not in self._known and (isinstance(value, (*_ITEMS_OF, dict, *_BUFFERS)) or _is_numpy(value)):
+        if path not in self._known and (isinstance(value, (*_ITEMS_OF, dict, set, *_BUFFERS)) or _is_numpy(value)):
             self._known[path] = value, Contents(value)
-            if type(value) in (list, dict, deque):
+            if type(value) in _COPIED:
                 self._copies[path] = value.copy()
         if is_read:
             self._read.add(path)
@@ -95,15 +96,17 @@ class Containers:
             self._read.add(path)
 
     def changed(self) -> Path | None:
-        """Return the path of a list, dictionary or deque that has changed since it was noted; ``None`` if none has."""
+        """Return the path of a list, dictionary, set or deque that has changed since it was noted; ``None`` if none has."""
         return next((path for path in self._copies if not self._known[path][1].fits(self._known[path][0])), None)
 
     def restore(self) -> None:
-        """Undo changes of lists, dictionaries and deques."""
+        """Undo changes of lists, dictionaries, sets and deques."""
         for path, copy in self._copies.items():
-            value = self._known[path][0]
+            value, contents = self._known[path]
+            if contents.fits(value):
+                continue
             value.clear()
-            value.update(copy) if isinstance(value, dict) else value.extend(copy)
+            value.extend(copy) if isinstance(value, (list, deque)) else value.update(copy)
 
     def checks(self) -> dict[Path, Check]:
         """Return the checks of containers that were read as a whole or have changed."""

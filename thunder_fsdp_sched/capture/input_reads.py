@@ -54,7 +54,6 @@ from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import NumberProxy, Proxy, StringProxy, TensorProxy
 
 from ..extensions import load
-from ..ir.inspection import is_library
 from ..private_interpreter import (
     find_attributes,
     forget_new_modules,
@@ -76,11 +75,18 @@ from ..runtime.traced_inputs import (
     TracedInputs,
 )
 from . import callbacks, module_members, torch_functions, torch_types
-from .changing_values import READ_ENVIRONMENT, ForeignIterators, changing_value, environment_read, set_default
+from .changing_values import (
+    READ_ENVIRONMENT,
+    ForeignIterators,
+    changing_value,
+    environment_read,
+    outer_assignment,
+    set_default,
+)
 from .containers import Containers
 from .leaves import CALLS, Leaves
-from .paths import ATTRIBUTE, COMPUTED, FUNCTION, INPUTS, ITEM, Path, Paths, evaluate
-from .refusals import collect_refusals
+from .paths import ATTRIBUTE, COMPUTED, FUNCTION, GLOBALS, INPUTS, ITEM, Path, Paths, evaluate
+from .refusals import collect_refusals, is_of_program
 from .unknown_numbers import UnknownNumbers
 from .unsupported import unsupported_call
 
@@ -186,6 +192,8 @@ class InputReads:
     def interpret(self, interpret: Callable[..., Any], inst: Any, /, **state: Any) -> Any:
         """Note which containers an instruction reads."""
         stack = state["stack"]
+        if (error := outer_assignment(inst, state["frame"], self._paths)) is not None:
+            return do_raise(error)
         self._containers.note_instruction(inst, stack)
         if inst.opname == "IS_OP":
             torch_types.error_of_identity(stack.getitem_wrapped(-1), stack.getitem_wrapped(-2))  # which is collected
@@ -230,11 +238,12 @@ class InputReads:
 
     def _ask(self, found: Callable[..., Any], source: Any, name: Any, *default: Any) -> Any:
         result = found(source, name, *default)
-        path = self._paths.of(source.provenance)
+        is_tensor = isinstance(source.value, TensorProxy)
+        path = self._paths.of_tensor(source.provenance) if is_tensor else self._paths.of(source.provenance)
         if path is None or path is COMPUTED or path[0] not in _ROOTS:
             return result
         if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-            plain, key = unwrap(source), unwrap(name)
+            plain, key = source.original_value if is_tensor else unwrap(source), unwrap(name)
             if not isinstance(plain, Proxy) and isinstance(key, str) and _may_differ((*path, (ATTRIBUTE, key))):
                 self._checks.setdefault((*path, (HAS, key)), (IS, hasattr(plain, key)))
         return result
@@ -275,7 +284,7 @@ class InputReads:
     def _add(self, path: Path, value: Any, is_read: bool = False) -> None:
         owner = getattr(value, "__self__", None) if path[-1][0] == ATTRIBUTE else None
         is_method = owner is not None and not isinstance(owner, torch.nn.Module)
-        if not (is_method or isinstance(value, _IGNORED)) and (_may_differ(path) or _is_list_of_program(path, value)):
+        if not (is_method or isinstance(value, _IGNORED)) and (_may_differ(path) or _is_state_of_program(path, value)):
             self._checks.setdefault(path, _check_of(value))
             self._containers.note(path, value, is_read)
 
@@ -292,12 +301,17 @@ class _ConcretePaths(Paths):
             return None
         return super()._find(provenance)
 
+    def of_tensor(self, provenance: ProvenanceRecord) -> Path | None:
+        """Return the path of a tensor, whose attributes Thunder does not check."""
+        return super()._find(provenance)
+
     def key_of(self, provenance: ProvenanceRecord) -> Any:
         if provenance.inst is PseudoInst.CONSTANT:
             return super().key_of(provenance)
         return self.keys.get(id(provenance), (None, COMPUTED))[1]
 
 
+_CHANGEABLE = (list, dict, set, deque)
 _CHECKED_BY_THUNDER = (bool, int, float, complex, str, slice, torch.device)
 _IGNORED = (Proxy, torch.Tensor, torch.nn.Module, ModuleType)
 _STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
@@ -323,11 +337,17 @@ def _check_of(value: Any) -> Check:
     return TYPE, type(value)
 
 
-def _is_list_of_program(path: Path, value: Any) -> bool:
-    """Return whether a value is a list in the closure of a function that belongs to no library."""
-    if not isinstance(value, list | deque) or (ATTRIBUTE, "__closure__") not in path:
+def _is_state_of_program(path: Path, value: Any) -> bool:
+    """Return whether a value is a container from the closure or the globals of a function that belongs to no library."""
+    if not isinstance(value, _CHANGEABLE) or str(path[-1][1]).startswith("__"):  # such as __builtins__
         return False
-    return not is_library(get_interpreterruntimectx().frame_stack[-1].code.co_filename)
+    frame = get_interpreterruntimectx().frame_stack[-1]
+    if not is_of_program(frame.code.co_filename):
+        return False
+    if GLOBALS not in path:
+        return (ATTRIBUTE, "__closure__") in path
+    owner = unwrap(frame.globals).get(path[path.index(GLOBALS) + 1][1])
+    return not isinstance(owner, ModuleType) or is_of_program(getattr(owner, "__file__", None) or "<builtin>")
 
 
 def _may_differ(path: Path) -> bool:

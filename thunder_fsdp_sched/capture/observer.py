@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, WrapperDescriptorType
 from typing import Any, NamedTuple
 
+import torch
 from thunder.common import CompileData
 from thunder.core.interpreter import (
     PseudoInst,
@@ -232,9 +233,11 @@ class Observer:
         """
         self.uses_of_grad_mode += isinstance(source.value, CompileData)  # Thunder's own functions read it there
         path = self.paths.of(source.provenance)
-        is_property = kind == ATTRIBUTE and isinstance(source.value, TensorProxy) and path is None
-        if is_property and key.value == "requires_grad":
+        is_attribute = kind == ATTRIBUTE and isinstance(source.value, TensorProxy)
+        if is_attribute and path is None and key.value == "requires_grad":
             self.effects.append(("a read of requires_grad, which depends on other modules,", None))
+        if is_attribute and not (hasattr(torch.Tensor, str(key.value)) or _is_called_by_thunder()):
+            self.effects.append(("a read of an attribute that programs give to tensors", None))
         if path is None or path is COMPUTED or (kind == ITEM and isinstance(source.value, Proxy)):
             return
         if not is_hashable(key.value) or isinstance(key.value, Proxy):

@@ -23,7 +23,8 @@ MEMBERS = tuple((kind, name) for kind in (ATTRIBUTE, ITEM) for name in ("_module
 NAMES = (ATTRIBUTES, *MEMBERS)
 """Steps to dictionaries all of whose keys are compared, whatever their length."""
 
-NAMESPACES = ((ATTRIBUTE, "__globals__"), (ATTRIBUTE, "__builtins__"))
+GLOBALS = (ATTRIBUTE, "__globals__")
+NAMESPACES = (GLOBALS, (ATTRIBUTE, "__builtins__"))
 """Steps to dictionaries of which each value that a program reads is compared by itself."""
 
 FUNCTION, INPUTS, BUILTINS = "INPUT_FN", ("INPUT_ARGS", "INPUT_KWARGS"), "BUILTINS"

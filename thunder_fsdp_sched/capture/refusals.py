@@ -79,8 +79,12 @@ def user_line() -> str:
     except LookupError:
         return ""
     for frame in reversed(frames):
-        file, positions = frame.code.co_filename, frame.positions
-        is_standard = file.startswith(_STANDARD) and "site-packages" not in file
-        if positions is not None and not (is_standard or is_library(file) or is_own(file) or file.startswith("<")):
-            return f"{file}:{positions.lineno}"
+        if frame.positions is not None and is_of_program(frame.code.co_filename):
+            return f"{frame.code.co_filename}:{frame.positions.lineno}"
     return ""
+
+
+def is_of_program(filename: str) -> bool:
+    """Return whether a file is none of Python's library, torch, Thunder and this package."""
+    is_standard = filename.startswith(_STANDARD) and "site-packages" not in filename
+    return not (is_standard or is_library(filename) or is_own(filename) or filename.startswith("<"))

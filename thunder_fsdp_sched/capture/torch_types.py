@@ -30,8 +30,23 @@ from .refusals import is_in_thunder, refusal
 
 _LAYOUT = frozenset({"is_contiguous", "stride", "storage_offset", "data_ptr", "untyped_storage", "storage"})
 _MAY_RETURN_INPUT = frozenset(
-    ("to", "contiguous", "type", "type_as", "cuda", "cpu", "float", "double", "half", "bfloat16", "long", "int", "bool")
+    (
+        "to",
+        "contiguous",
+        "torch_type",
+        "type_as",
+        "cuda",
+        "cpu",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "long",
+        "int",
+        "bool",
+    )
     + ("dropout", "flatten", "ravel", "expand_as", "detach_", "requires_grad_", "real", "resolve_conj", "resolve_neg")
+    + ("broadcast_tensors", "atleast_1d", "atleast_2d", "atleast_3d")
 )
 """Methods and functions of torch that return the tensor that they get if there is nothing to do."""
 
@@ -91,24 +106,27 @@ def error_of_identity(one: WrappedValue, other: WrappedValue) -> NotImplementedE
     a, b = one.value, other.value
     if not (isinstance(a, TensorProxy) and isinstance(b, TensorProxy)) or a is b or is_in_thunder():
         return None
-    for this, origin in ((a, b), (b, a)):
-        if origin.name in _origins_of(this):
-            return refusal(
-                "forward asks whether two tensors are one object (is), one of which may be returned by an operator that "
-                "had nothing to do, such as .to or .contiguous",
-                "Compare dtypes or shapes instead, or compute with both",
-            )
+    if a.name in _origins_of(b) or b.name in _origins_of(a):
+        return refusal(
+            "forward asks whether two tensors are one object (is), one of which may be returned by an operator that had "
+            "nothing to do, such as .to or .contiguous, or that works in place",
+            "Compare dtypes or shapes instead, or compute with both",
+        )
     return None
 
 
 def _origins_of(tensor: TensorProxy) -> Iterator[str]:
     made_by = {out.name: bsym for bsym in _traced() for out in bsym.flat_proxy_outs}
     name = tensor.name
-    while (bsym := made_by.get(name)) is not None and bsym.sym.name in _MAY_RETURN_INPUT:
+    while (bsym := made_by.get(name)) is not None and (bsym.sym.name in _MAY_RETURN_INPUT or _is_in_place(bsym)):
         origin = next(arg.name for arg in bsym.flat_proxy_args)
         if origin == name:
             return
         yield (name := origin)
+
+
+def _is_in_place(bsym: BoundSymbol) -> bool:
+    return any(inner.sym.id is PrimIDs.COPY_ for inner in nested([bsym]))
 
 
 def _traced() -> Iterator[BoundSymbol]:

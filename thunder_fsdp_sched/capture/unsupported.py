@@ -24,6 +24,11 @@ _OWN_BACKWARD = (
     "forward, also for those that need none, and return only outputs that are differentiable"
 )
 _BY_TEXT = (
+    (
+        r"'method_descriptor' object has no attribute '__module__'|^Sequence\.",
+        "Thunder cannot trace methods of containers such as deque.append with a tensor, nor list.clear. Use a list that "
+        "forward itself has made, or a tuple",
+    ),
     (r"casting a TensorProxy to a Python", f"What forward does would depend on a tensor's value. {AS_TENSORS}"),
     (
         r"automatic registration for (tolist|numpy|nonzero|equal|is_nonzero|item|unique|masked_select)\b"

@@ -180,6 +180,9 @@ class ModuleParameters:
             if new is not present:
                 if new is entry.placeholder:
                     new.requires_grad_(present.requires_grad)
+                    attributes = {**vars(present), "_thunder_device": vars(new)["_thunder_device"]}
+                    vars(new).clear()
+                    vars(new).update(attributes)
                 new_of[id(present)] = entry.owner._parameters[entry.leaf] = new
         replace_in_containers(self._module, new_of)
         self.stand_ins = stand_ins
