@@ -46,11 +46,21 @@ def check_operands(original: TraceCtx, trace: TraceCtx) -> None:
     symbols = {key[:2] for key in expected}
     wrong = next((key for key in actual if key[:2] in symbols and key not in expected), None)
     if wrong is not None:
-        made = (statement(bsym) for key, bsym in expected.items() if key[:2] == wrong[:2] and key not in actual)
-        raise VerificationError(
-            f"a statement has other operands than when it was made:\n    {statement(actual[wrong])}\n"
-            f"    made as: {next(made, 'nothing')}"
-        )
+        made = (bsym for key, bsym in expected.items() if key[:2] == wrong[:2] and key not in actual)
+        _refuse(actual[wrong], next(made, None))
+    made_by = {name: bsym for bsym in original.bound_symbols for name in outs_of(bsym)}
+    for bsym in trace.bound_symbols:
+        if is_declared(bsym.sym) and effects(bsym).fills is not None:  # it writes what an operator has computed
+            source = made_by.get(outs_of(bsym)[0])
+            if source is None or args_of(source) != args_of(bsym):
+                _refuse(bsym, source)
+
+
+def _refuse(actual: BoundSymbol, expected: BoundSymbol | None) -> NoReturn:
+    raise VerificationError(
+        f"a statement has other operands than when it was made:\n    {statement(actual)}\n"
+        f"    made as: {'nothing' if expected is None else statement(expected)}"
+    )
 
 
 def _operands(bsym: BoundSymbol) -> tuple[Any, ...] | None:
