@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,11 @@ from thunder.core.interpreter import (
     get_interpretercompilectx,
     get_interpreterruntimectx,
 )
-from thunder.core.jit_ext import _general_jit_lookaside_map, register_general_jit_lookaside
+from thunder.core.jit_ext import (
+    _general_jit_lookaside_map,
+    _infer_name_postfix_from_provenance,
+    register_general_jit_lookaside,
+)
 from thunder.core.proxies import AnyProxy
 
 _INTERPRETER = _interpret_call.__module__
@@ -100,6 +105,51 @@ def observed_by(context: Any, observer: Any) -> Any:
         with_provenance_tracking=True,
         uncacheable_classes=context._uncacheable_classes,
     )
+
+
+@contextmanager
+def unique_name(value: WrappedValue, known: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Let Thunder give a tensor that the program reads a name of its own while it wraps it.
+
+    It joins the names on the path by "_", and takes the weights of ``a.b`` and of ``a_b`` for one.
+
+    Args:
+        known: the tensors of this trace that have a name, by name.
+    """
+    provenance, tensor = value.provenance, value.value
+    if provenance.inst not in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR):
+        yield
+        return
+    name, (source, key) = _infer_name_postfix_from_provenance(provenance), provenance.inputs
+    if not name or key.inst is not PseudoInst.CONSTANT or known.setdefault(name, tensor) is tensor:
+        yield
+        return
+    number = next(n for n in itertools.count(1) if known.setdefault(f"{name}_{n}", tensor) is tensor)
+    numbered = (_NumberedText if isinstance(key.value, str) else _NumberedIndex)(key.value)
+    constant = ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=numbered)
+    value.provenance = ProvenanceRecord(provenance.inst, inputs=[source, constant])
+    value.provenance.ext_flag = provenance.ext_flag
+    numbered.suffix = f"_{number}"
+    try:
+        yield
+    finally:
+        numbered.suffix = ""
+
+
+class _NumberedText(str):
+    """A key whose text, of which Thunder makes a name, has a number for a moment."""
+
+    suffix = ""
+
+    def __str__(self) -> str:
+        return str.__str__(self) + self.suffix
+
+
+class _NumberedIndex(int):
+    suffix = ""
+
+    def __str__(self) -> str:
+        return int.__repr__(self) + self.suffix
 
 
 def find_attributes(source: WrappedValue) -> None:

@@ -60,6 +60,7 @@ from ..private_interpreter import (
     observed_by,
     save_attributes_of_root,
     take_constants,
+    unique_name,
 )
 from ..private_thunder import fixed_shapes
 from ..runtime.traced_inputs import (
@@ -112,6 +113,7 @@ class InputReads:
             return call(module, *args, **kwargs)
         self._trace, self._checks, self._paths = context.computation_trace, {}, _ConcretePaths()
         self._assigned: list[tuple[Path, str, Any]] = []
+        self._names: dict[str, torch.Tensor] = {}
         self._shapes = torch_types.Shapes()
         self._unknown, self._iterators, self._containers = UnknownNumbers(), ForeignIterators(), Containers(self._paths)
         self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
@@ -168,7 +170,7 @@ class InputReads:
         module, checks = self._module, self._checks
         if module is not None:
             checks.update(self._containers.checks())
-        self._trace, self._checks, self._module = None, {}, None
+        self._trace, self._checks, self._module, self._names = None, {}, None, {}
         return None if module is None else TracedInputs(module if self._is_root else None, checks, self._assigned)
 
     def wrap(self, wrap: Callable[[WrappedValue], object], value: WrappedValue) -> None:
@@ -184,8 +186,11 @@ class InputReads:
                 constant = ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=known[1])
                 value.provenance = ProvenanceRecord(provenance.inst, inputs=[source, constant])
                 value.provenance.ext_flag = provenance.ext_flag
-        is_fixed = self._sizes is not None and isinstance(value.value, torch.nn.Parameter)
-        with fixed_shapes() if is_fixed else nullcontext():
+        is_tensor, is_parameter = (isinstance(value.value, kind) for kind in (torch.Tensor, torch.nn.Parameter))
+        with (
+            fixed_shapes() if is_parameter and self._sizes is not None else nullcontext(),
+            unique_name(value, self._names) if is_tensor else nullcontext(),
+        ):
             wrap(value)
         self._note(value)
 
@@ -204,8 +209,8 @@ class InputReads:
     def look_aside(self, look_aside: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Refuse what a trace would not reproduce, note for which attributes the program asks, and let it assign several."""
         if self.leaves is not None and id(function) in CALLS and self.leaves.automatic:
-            if (leaf := load("extras.leaf_modules.capture:function_to_call")(function, args)) is not None:
-                return functools.partial(load("extras.leaf_modules.capture:call_function"), self.leaves, *leaf)
+            if (leaf := load("extras.leaf_modules.functions:function_to_call")(function, args)) is not None:
+                return functools.partial(load("extras.leaf_modules.functions:call_function"), self.leaves, *leaf)
         if (error := unsupported_call(function, args, kwargs)) is not None:
             return do_raise(error)
         if (found := torch_types.look_aside(function, args) or callbacks.look_aside(function, kwargs)) is not None:
@@ -232,6 +237,8 @@ class InputReads:
         if function is object.__setattr__:
             find_attributes(args[0])
         found = self._shapes.look_aside(function, args, found)
+        if self.leaves is not None and self.leaves.automatic and torch_functions.is_of_torch(function):
+            return functools.partial(torch_functions.call_or_run_as_it_is, self.leaves, function, found)
         if (function is hasattr or (function is getattr and len(args) == 3)) and callable(found):
             return functools.partial(self._ask, found)
         return found

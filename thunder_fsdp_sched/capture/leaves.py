@@ -36,6 +36,7 @@ class Leaves(dict[torch.nn.Module, str]):
         calls: those that were traced, by module or function, and by what they pass.
         obstacle: the innermost module whose trace has failed although it can be a leaf, with the error.
         version: how often leaves were added; calls that were recorded with another one are not repeated.
+        names: those of calls in traces.
         announced: the classes of modules, and the functions, of which a warning has said that they run as they are.
     """
 
@@ -47,6 +48,7 @@ class Leaves(dict[torch.nn.Module, str]):
         self.obstacle: tuple[torch.nn.Module, BaseException] | None = None
         self.version = 0
         self.announced: set[Hashable] = set()
+        self.names: set[str] = set()
 
     def summary(self) -> list[str]:
         """Return the patterns of their paths, each with the class and the number of modules."""

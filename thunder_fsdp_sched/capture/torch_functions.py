@@ -5,14 +5,28 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
-from thunder.core.interpreter import WrappedValue, get_interpreterruntimectx, interpreter_needs_wrap, unwrap, wrap_const
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    WrappedValue,
+    get_interpreterruntimectx,
+    interpreter_needs_wrap,
+    unwrap,
+    wrap_const,
+)
+from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.symbol import Symbol
+from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..extensions import load
+from ..ir.gradients import LOST_IN_SEQUENCES
 from ..private_interpreter import call_interpreted
+from .leaves import Leaves
+from .refusals import count_refused
 
 
 def look_aside(function: Any, kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -32,6 +46,57 @@ def look_aside(function: Any, kwargs: Mapping[str, Any]) -> Callable[..., Any] |
         return partial(_named, _NAMED[name], function)
     return None
 
+
+def is_of_torch(function: Any) -> bool:
+    """Return whether Thunder has a function of its own in place of this one, or should have."""
+    return isinstance(function, Symbol) or id(function) in _MAPPED or _is_operator(function)
+
+
+def _is_operator(function: Any) -> bool:
+    """Return whether a function is an operator of Thunder's tensors, such as ``TensorProxy.__mod__``."""
+    return isinstance(function, FunctionType) and function.__qualname__.startswith("TensorProxy.__")
+
+
+def call_or_run_as_it_is(
+    leaves: Leaves, function: Any, traced: Any, *args: WrappedValue, **kwargs: WrappedValue
+) -> Any:
+    """Call Thunder's function; where it fails, trace torch's as a single operator: see [Note: Functions as leaves].
+
+    Args:
+        function: one that :func:`is_of_torch`.
+        traced: what calls Thunder's function with wrapped arguments, or the signal that it has raised an error.
+    """
+    run_as_it_is, runtime = "extras.leaf_modules.functions:run_as_it_is", get_interpreterruntimectx()
+    name = function.name if isinstance(function, Symbol) else getattr(function, "__name__", "")
+    if (
+        name in _WITHOUT_GRADIENT
+        and (result := load(run_as_it_is)(leaves, function, None, *args, **kwargs)) is not None
+    ):
+        return result
+    trace, refused = get_jit_ctx().computation_trace, count_refused()
+    number = len(trace.scopes)
+    before = [(scope, len(scope)) for scope in trace.scopes if scope is not None]
+    result = traced(*args, **kwargs) if callable(traced) else traced
+    if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED or count_refused() > refused:
+        return result
+    error, after = runtime.curexc, list(trace.scopes)
+    traced_so_far = [(scope, scope[length:]) for scope, length in before]
+    for scope, length in before:
+        del scope[length:]
+    del trace.scopes[number:]
+    if (instead := load(run_as_it_is)(leaves, function, error, *args, **kwargs)) is not None:
+        return instead
+    runtime.curexc, trace.scopes[:] = error, after
+    for scope, bsyms in traced_so_far:
+        scope.extend(bsyms)
+    return result
+
+
+_MAPPED = frozenset({*map(id, _torch_to_thunder_function_map), id(torch.as_tensor)})
+_WITHOUT_GRADIENT = LOST_IN_SEQUENCES | frozenset(
+    ("flip", "index_add", "index_put", "lerp", "minimum", "remainder", "round", "trunc", "unfold")
+)
+"""Names of functions of which Thunder computes no gradient, or a wrong one."""
 
 _NAMED = {
     name: collections.namedtuple(name, ("values", "indices"))

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thunder.core.trace import TraceCtx
+import thunder.torch as ltorch
+from thunder.core import prims
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transform_common import dce
 from thunder.extend import Executor
 
+from ..ir.inspection import with_bound_symbols
 from ..ir.registry import with_caches
 from ..private_thunder import claim
 
@@ -26,4 +30,22 @@ def claim_operators(trace: TraceCtx, *, executors: Sequence[Executor]) -> TraceC
         trace: the joint trace as Thunder has differentiated it (forward alone without gradients).
         executors: in order of priority.
     """
-    return dce(with_caches(claim(trace, executors)))
+    return dce(with_caches(claim(_without_zeros_of_no_shape(trace), executors)))
+
+
+def _without_zeros_of_no_shape(trace: TraceCtx) -> TraceCtx:
+    """Return the trace with ``full`` in place of each ``zeros`` without dimensions, which Thunder calls without a shape."""
+    if not any(map(_is_zeros_of_no_shape, trace.bound_symbols)):
+        return trace
+    new = with_bound_symbols(trace, (), "fsdp: zeros without dimensions")
+    with tracectx(new):
+        for bsym in trace.bound_symbols:
+            if _is_zeros_of_no_shape(bsym):
+                out = bsym.output
+                bsym = prims.full.bind((), 0, device=out.device, dtype=out.dtype, output=out)
+            new.bound_symbols.append(bsym)
+    return new
+
+
+def _is_zeros_of_no_shape(bsym: BoundSymbol) -> bool:
+    return bsym.sym.id == ltorch.zeros.id and not bsym.args

@@ -23,14 +23,12 @@ from thunder.core.interpreter import (
 from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, get_jit_ctx, record_source_loc_in_symbol_header
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import TensorProxy
-from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ...capture.keys import key_of
 from ...capture.leaves import Leaves
 from ...capture.paths import FUNCTION, Path, evaluate
 from ...private_interpreter import added_checks, checks_of
-from .choose import announce
 from .leaf import TENSOR, Entry, Leaf, Metadata, Structure
 from .observe import Communicates, is_plain, observe, run_once
 from .symbols import fsdp_leaf
@@ -39,7 +37,7 @@ from .symbols import fsdp_leaf
 def call_leaf(leaves: Leaves, module: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
     """Trace a call of a leaf module, with wrapped values; return the wrapped result, or a signal."""
     for value in (*args, *kwargs.values()):
-        _proxy_contents(value)
+        proxy_contents(value)
 
     def record(*args: Any, **kwargs: Any) -> Any:
         plain, context = unwrap(module), get_jit_ctx()
@@ -48,44 +46,9 @@ def call_leaf(leaves: Leaves, module: WrappedValue, *args: WrappedValue, **kwarg
         )  # else the interpreter would make another proxy of a tied one
         wrapped = [_wrap_parameter(module, *each) for each in _parameters_of(plain)[1].items()]
         kept.extend(wrapped)
-        return _record(leaves, leaves[plain], plain, args, kwargs, [each.value for each in wrapped])
+        return record_call(leaves, leaves[plain], plain, args, kwargs, [each.value for each in wrapped])
 
     return interpreter_needs_wrap(record_source_loc_in_symbol_header(record))(*args, **kwargs)
-
-
-def function_to_call(function: Any, args: Sequence[WrappedValue]) -> tuple[str, Callable[..., Any]] | None:
-    """Return the name of a function that Thunder does not know, and the function, if it can run as it is.
-
-    Args:
-        function: one of :data:`CALLS`, which the program calls.
-        args: wrapped.
-    """
-    called = unwrap(args[0])
-    if function is _APPLY:
-        has_context = called.setup_context is torch.autograd.Function.setup_context
-        return None if has_context else (called.__qualname__, called.apply)
-    packet = getattr(called, "overloadpacket", called)
-    is_known = packet in _torch_to_thunder_function_map or str(packet).partition(".")[0] in _OF_TORCH
-    return None if is_known else (str(called), called)
-
-
-def call_function(
-    leaves: Leaves, name: str, function: Callable[..., Any], *args: WrappedValue, **kwargs: WrappedValue
-) -> Any:
-    """Trace a call of a function as a single operator, with wrapped values; return the wrapped result, or a signal."""
-    _, *rest = args  # without the class, or the operator
-    for value in (*rest, *kwargs.values()):
-        _proxy_contents(value)
-    announce(leaves, function, f"{name} is not traced, but runs as it is, as one operator with its own gradient")
-
-    def record(*args: Any, **kwargs: Any) -> Any:
-        return _record(leaves, name, function, args, kwargs, [])
-
-    return interpreter_needs_wrap(record_source_loc_in_symbol_header(record))(*rest, **kwargs)
-
-
-_APPLY = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-_OF_TORCH = frozenset({"aten", "prim", "prims"})
 
 
 def explain_change(leaves: Leaves, changed: Path) -> Any:
@@ -134,17 +97,17 @@ def note_obstacle(
     leaves.obstacle = module, error
 
 
-def _proxy_contents(value: WrappedValue) -> None:
+def proxy_contents(value: WrappedValue) -> None:
     """Let containers hold the proxies of their tensors. Thunder's ``recursively_proxy`` fails for dictionaries."""
     if isinstance(value.value, (tuple, list, dict)):
         value.track_items()
         items = value.item_wrappers.values() if isinstance(value.value, dict) else value.item_wrappers
         for item in items:
-            _proxy_contents(item)
+            proxy_contents(item)
         get_jit_ctx().proxify(value)
 
 
-def _record(
+def record_call(
     leaves: Leaves,
     path: str,
     function: Any,
@@ -191,8 +154,10 @@ def _known(leaves: Leaves, leaf: Leaf) -> Leaf:
             observe(leaf, leaves.output_like.get(leaf.path))
         else:
             leaf.take_observations(leaves.calls[alike][key])
-        number = f"_{len(known)}" if known else ""
-        leaf.name = leaf.traced_name = "leaf_" + re.sub(r"\W", "_", leaf.path) + number
+        name = "leaf_" + re.sub(r"\W", "_", leaf.path)  # the same for `a.b` and `a_b`
+        names = (name, *(f"{name}_{number}" for number in range(1, len(leaves.names) + 1)))
+        leaf.name = leaf.traced_name = next(each for each in names if each not in leaves.names)
+        leaves.names.add(leaf.name)
         known[key] = leaf
     return known[key]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from thunder.core.proxies import Proxy
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,6 +68,8 @@ def observe(leaf: Leaf, output_like: Callable[..., Any] | None) -> None:
     except _Refused:
         raise
     except Exception as fake:  # the module may run any code
+        if not leaf.modules and isinstance(fake, DynamicOutputShapeException):
+            raise
         try:
             _observe(leaf, is_fake=False)
         except _Refused:

@@ -1,0 +1,116 @@
+"""Calls of single functions that run as they are: those of the user that Thunder does not know, and torch's where it fails.
+
+[Note: Functions as leaves]
+A call of a function is the same operator as a call of a leaf module, without parameters. It runs as it is if it is
+
+- an operator of ``torch.library``, or an autograd function, that Thunder does not know;
+- a function of torch that Thunder cannot trace with these arguments, such as ``F.pad(mode="reflect")``. Thunder's error
+  stays if the function cannot be a leaf, because the shape of its result depends on data, or torch refuses the arguments;
+- a function of torch of which Thunder has no gradient, or a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from thunder.core import dtypes
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    WrappedValue,
+    get_interpreterruntimectx,
+    interpreter_needs_wrap,
+    unwrap,
+)
+from thunder.core.jit_ext import record_source_loc_in_symbol_header
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
+from thunder.torch import _torch_to_thunder_function_map
+from torch.utils._pytree import tree_leaves
+
+from ...capture.leaves import Leaves
+from .capture import proxy_contents, record_call
+from .choose import announce
+
+
+def function_to_call(function: Any, args: Sequence[WrappedValue]) -> tuple[str, Callable[..., Any]] | None:
+    """Return the name of a function that Thunder does not know, and the function, if it can run as it is.
+
+    Args:
+        function: one of ``CALLS``, which the program calls.
+        args: wrapped.
+    """
+    called = unwrap(args[0])
+    if function is _APPLY:
+        has_context = called.setup_context is torch.autograd.Function.setup_context
+        return None if has_context else (called.__qualname__, called.apply)
+    packet = getattr(called, "overloadpacket", called)
+    is_known = packet in _torch_to_thunder_function_map or str(packet).partition(".")[0] in _OF_TORCH
+    return None if is_known else (str(called), called)
+
+
+def call_function(
+    leaves: Leaves, name: str, function: Callable[..., Any], *args: WrappedValue, **kwargs: WrappedValue
+) -> Any:
+    """Trace a call of a function as a single operator, with wrapped values; return the wrapped result, or a signal.
+
+    Args:
+        args: the first is the class, or the operator.
+    """
+    announce(leaves, function, _AS_IT_IS.format(name))
+    return _call(leaves, name, function, args[1:], kwargs)
+
+
+def run_as_it_is(
+    leaves: Leaves, function: Any, error: BaseException | None, *args: WrappedValue, **kwargs: WrappedValue
+) -> WrappedValue | None:
+    """Trace a call of a function of torch, or of a method of a tensor, as a single operator.
+
+    Args:
+        error: why Thunder has not traced it; ``None`` if it computes no gradient.
+
+    Returns:
+        The wrapped result; ``None`` if the function cannot be a leaf.
+    """
+    instead = _torch_function_of(function)
+    values = tree_leaves([unwrap(value) for value in (*args, *kwargs.values())])
+    tensors = [value for value in values if isinstance(value, TensorProxy)]
+    has_gradient = any(dtypes.is_inexact_dtype(tensor.dtype) for tensor in tensors)
+    if instead is None or not tensors or (error is None and not has_gradient):
+        return None
+    name, runtime = f"torch's {instead.__name__}", get_interpreterruntimectx()
+    result = _call(leaves, name, instead, args, kwargs)
+    runtime.curexc = None
+    if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+        return None
+    announce(leaves, instead, _AS_IT_IS.format(name) + ("" if error is None else f": {type(error).__name__}: {error}"))
+    return result
+
+
+def _call(
+    leaves: Leaves,
+    name: str,
+    function: Callable[..., Any],
+    args: Sequence[WrappedValue],
+    kwargs: Mapping[str, WrappedValue],
+) -> Any:
+    for value in (*args, *kwargs.values()):
+        proxy_contents(value)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        return record_call(leaves, name, function, args, kwargs, [])
+
+    return interpreter_needs_wrap(record_source_loc_in_symbol_header(record))(*args, **kwargs)
+
+
+def _torch_function_of(function: Any) -> Callable[..., Any] | None:
+    """Return torch's function, or the method of a tensor, of which this is Thunder's."""
+    if isinstance(function, Symbol):
+        return getattr(torch.Tensor, function.name, None)
+    return getattr(torch.Tensor, function.__name__, None) if function.__module__.startswith("thunder.") else function
+
+
+_AS_IT_IS = "{} is not traced, but runs as it is, as one operator with its own gradient"
+_APPLY = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+_OF_TORCH = frozenset({"aten", "prim", "prims"})
