@@ -22,7 +22,7 @@ from thunder.executors.passes import del_last_used
 
 from .capture.bound_symbols import IN_CHECKPOINT
 from .extensions import load
-from .ir.gradients import LOST_IN_SEQUENCES
+from .ir.gradients import WRONG_GRADIENTS
 from .ir.inspection import nested
 from .kernels.symbols import executor as kernels
 from .passes import Condition, Context, Later, Order, Phase, PhaseName, Step, check_order, given
@@ -142,7 +142,7 @@ PIPELINE: tuple[Phase, ...] = (
         Step(broadcast_scalars, when=("with operands without dimensions", _has_scalars)),
         Step(
             refuse_wrong_gradients,
-            when=("with an `index_put`, a `hstack` or the like", _has("index_put", *LOST_IN_SEQUENCES)),
+            when=("with an `index_put`, a `hstack` or the like", _has(*WRONG_GRADIENTS)),
         ),
     ),
     Phase(

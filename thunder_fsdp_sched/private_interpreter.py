@@ -168,6 +168,12 @@ def _modified_attributes(context: Any) -> list[Any]:
     return [m for m, source in sources if source.inst is PseudoInst.LOAD_ATTR and source.inputs[1].value == "__dict__"]
 
 
+def modified_members(context: Any) -> list[tuple[ProvenanceRecord, Any]]:
+    """Return what the program has assigned so far: where the dictionary was read from, and the key."""
+    modifications = context._additional_outputs.items()
+    return [(modified.provenance, key.value) for modified, changes in modifications for _, _, key, *_ in changes]
+
+
 def save_attributes_of_root(context: Any) -> None:
     """Let the epilogue store the attributes that the program has assigned to the module that is compiled.
 

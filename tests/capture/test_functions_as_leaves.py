@@ -32,6 +32,8 @@ LEAVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pad": lambda y: F.pad(y[None], (1, 1), mode="reflect"),
     "tile": lambda y: y.tile(2, 2) * 2,
     "unfold": lambda y: y.unfold(0, 2, 1) ** 2,
+    "meshgrid": lambda y: torch.meshgrid([y[0], y[1]], indexing="ij")[0] * 2,
+    "prod": lambda y: (y * torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=y.dtype)).prod(-1),
     "plus": lambda y: +y * y,
 }
 """Functions that run as they are."""
@@ -88,7 +90,7 @@ def test_what_can_be_traced_is_traced(name: str) -> None:
     _compare(TRACED[name], ())
 
 
-@pytest.mark.parametrize("name", ["flip", "hstack", "pad"])
+@pytest.mark.parametrize("name", ["flip", "hstack", "pad", "meshgrid", "prod", "unfold"])
 def test_the_strict_mode_refuses_them(name: str) -> None:
     with pytest.raises((NotImplementedError, RuntimeError)):
         _compare(LEAVES[name], ())

@@ -27,6 +27,9 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         y @ torch.eye(4) + torch.eye(4, 5, dtype=torch.int64, device=y.device)[:, 1:] * y + torch.eye(4, m=4)
     ),
     "norm": lambda y: y / y.norm(p=2, dim=-1, keepdim=True) + y.norm(p=1, dim=0) * torch.norm(y, p="fro", dim=(0, 1)),
+    "norm of a matrix": lambda y: (
+        y.norm(2) + y.norm(1) + torch.norm(y, 3) + y.norm(float("inf")) + y.norm(2, 1) + y.norm()
+    ),
     "reshape": lambda y: y.reshape(shape=(16,)) * torch.reshape(y, shape=[16]).sum(),
     "repeat_interleave": lambda y: (
         torch.repeat_interleave(y, 2, dim=0, output_size=8) * y.repeat_interleave(2, 0, output_size=8)

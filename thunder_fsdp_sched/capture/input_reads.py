@@ -114,6 +114,8 @@ class InputReads:
         self._trace, self._checks, self._paths = context.computation_trace, {}, _ConcretePaths()
         self._assigned: list[tuple[Path, str, Any]] = []
         self._names: dict[str, torch.Tensor] = {}
+        if self.leaves is not None:
+            self.leaves.written.clear()
         self._shapes = torch_types.Shapes()
         self._unknown, self._iterators, self._containers = UnknownNumbers(), ForeignIterators(), Containers(self._paths)
         self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
@@ -211,11 +213,18 @@ class InputReads:
         if self.leaves is not None and id(function) in CALLS and self.leaves.automatic:
             if (leaf := load("extras.leaf_modules.functions:function_to_call")(function, args)) is not None:
                 return functools.partial(load("extras.leaf_modules.functions:call_function"), self.leaves, *leaf)
+        if (
+            function is getattr
+            and self.leaves
+            and self.leaves.written
+            and (error := self._written(*args[:2])) is not None
+        ):
+            return do_raise(error)
         if (error := unsupported_call(function, args, kwargs)) is not None:
             return do_raise(error)
         if (found := torch_types.look_aside(function, args) or callbacks.look_aside(function, kwargs)) is not None:
             return found
-        if (found := torch_functions.look_aside(function, kwargs)) is not None:
+        if (found := torch_functions.look_aside(function, args, kwargs)) is not None:
             return found
         if (found := module_members.look_aside(function, args, self._paths)) is not None:
             return found
@@ -239,9 +248,17 @@ class InputReads:
         found = self._shapes.look_aside(function, args, found)
         if self.leaves is not None and self.leaves.automatic and torch_functions.is_of_torch(function):
             return functools.partial(torch_functions.call_or_run_as_it_is, self.leaves, function, found)
+        if (error := torch_functions.wrong_result(function)) is not None:
+            return do_raise(error)
         if (function is hasattr or (function is getattr and len(args) == 3)) and callable(found):
             return functools.partial(self._ask, found)
         return found
+
+    def _written(self, source: WrappedValue, name: WrappedValue) -> NotImplementedError | None:
+        """Return the error for reading an attribute that a leaf has assigned; ``None`` for others."""
+        owner, key = unwrap(source), unwrap(name)
+        path = self.leaves.written.get((owner, key)) if isinstance(owner, torch.nn.Module) and self.leaves else None
+        return None if path is None else load("extras.leaf_modules.stale:written_before")(path, key)
 
     def _ask(self, found: Callable[..., Any], source: Any, name: Any, *default: Any) -> Any:
         result = found(source, name, *default)

@@ -37,6 +37,8 @@ class Leaves(dict[torch.nn.Module, str]):
         obstacle: the innermost module whose trace has failed although it can be a leaf, with the error.
         version: how often leaves were added; calls that were recorded with another one are not repeated.
         names: those of calls in traces.
+        written: the attributes that the leaves which the program has called so far assign, by module and name, each with
+            the path of the leaf.
         announced: the classes of modules, and the functions, of which a warning has said that they run as they are.
     """
 
@@ -49,6 +51,7 @@ class Leaves(dict[torch.nn.Module, str]):
         self.version = 0
         self.announced: set[Hashable] = set()
         self.names: set[str] = set()
+        self.written: dict[tuple[torch.nn.Module, str], str] = {}
 
     def summary(self) -> list[str]:
         """Return the patterns of their paths, each with the class and the number of modules."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -23,13 +23,13 @@ from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..extensions import load
-from ..ir.gradients import LOST_IN_SEQUENCES
+from ..ir.gradients import WRONG_GRADIENTS
 from ..private_interpreter import call_interpreted
 from .leaves import Leaves
-from .refusals import count_refused
+from .refusals import count_refused, refusal
 
 
-def look_aside(function: Any, kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+def look_aside(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
     """Return what to call in place of a function, with the same wrapped arguments; ``None`` for those that Thunder knows."""
     if function is torch.eye:
         return partial(call_interpreted, _eye, wrap_const(torch.get_default_dtype()))
@@ -38,8 +38,8 @@ def look_aside(function: Any, kwargs: Mapping[str, Any]) -> Callable[..., Any] |
     name = function.name.removeprefix("torch_") if isinstance(function, Symbol) else _BUILTIN.get(id(function))
     if name == "reshape" and "shape" in kwargs:
         return partial(call_interpreted, _reshape, wrap_const(function))
-    if name == "norm" and "p" in kwargs and unwrap(kwargs["p"]) != "nuc":
-        return partial(call_interpreted, _norm)  # Thunder calls torch.linalg.norm, which has no `p`
+    if name == "norm" and unwrap(kwargs.get("p", args[1] if len(args) > 1 else None)) != "nuc":
+        return partial(call_interpreted, _norm)  # Thunder calls torch.linalg.norm, which of a matrix is another one
     if name == "repeat_interleave" and "output_size" in kwargs:
         return partial(call_interpreted, _repeat_interleave)
     if name in _NAMED and get_interpreterruntimectx().frame_stack[-1].code is not _call.__code__:
@@ -50,6 +50,16 @@ def look_aside(function: Any, kwargs: Mapping[str, Any]) -> Callable[..., Any] |
 def is_of_torch(function: Any) -> bool:
     """Return whether Thunder has a function of its own in place of this one, or should have."""
     return isinstance(function, Symbol) or id(function) in _MAPPED or _is_operator(function)
+
+
+def wrong_result(function: Any) -> NotImplementedError | None:
+    """Return the error for a method of a tensor in place of which Thunder computes something else; ``None`` for others."""
+    if not (isinstance(function, Symbol) and function.name == "unfold"):
+        return None
+    return refusal(
+        "Thunder takes Tensor.unfold for torch.nn.functional.unfold, which computes something else",
+        "Index or slice the tensor, or leave leaf_modules at its default, with which unfold runs as it is",
+    )
 
 
 def _is_operator(function: Any) -> bool:
@@ -93,8 +103,8 @@ def call_or_run_as_it_is(
 
 
 _MAPPED = frozenset({*map(id, _torch_to_thunder_function_map), id(torch.as_tensor)})
-_WITHOUT_GRADIENT = LOST_IN_SEQUENCES | frozenset(
-    ("flip", "index_add", "index_put", "lerp", "minimum", "remainder", "round", "trunc", "unfold")
+_WITHOUT_GRADIENT = WRONG_GRADIENTS | frozenset(
+    ("flip", "index_add", "lerp", "minimum", "remainder", "round", "trunc", "unfold")
 )
 """Names of functions of which Thunder computes no gradient, or a wrong one."""
 
@@ -143,7 +153,9 @@ def _grouped_attention(
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
-def _norm(tensor: torch.Tensor, *, p: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> torch.Tensor:
+def _norm(
+    tensor: torch.Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> torch.Tensor:
     order = 2 if p is None or p == "fro" else p
     return torch.linalg.vector_norm(tensor, order, dim, keepdim, dtype=dtype)
 

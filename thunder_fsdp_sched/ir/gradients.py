@@ -22,8 +22,11 @@ _RETURNING_CONSTANTS = frozenset({
 })  # fmt: skip
 """Names of operators whose results require no gradient in torch, whatever they read."""
 
-LOST_IN_SEQUENCES = frozenset({"column_stack", "dstack", "hstack", "lstm_cell", "row_stack", "vstack"})
+LOST_IN_SEQUENCES = frozenset({"column_stack", "dstack", "hstack", "lstm_cell", "meshgrid", "row_stack", "vstack"})
 """Names of operators that take tensors in a list or tuple, to which Thunder passes no gradient."""
+
+WRONG_GRADIENTS = LOST_IN_SEQUENCES | {"index_put", "prod"}
+"""Names of operators of which Thunder computes a wrong gradient, or silently none."""
 
 
 def mark_constants(trace: TraceCtx) -> TraceCtx:

@@ -121,7 +121,7 @@ def guard_backward(
     no_sync: bool,
     *outputs: torch.Tensor,
     reached: Sequence[int] | None = None,
-    by_leaves: Mapping[str, int] = MappingProxyType({}),
+    by_leaves: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> None:
     """Prepare the autograd node of the forward that has just ended.
 
@@ -133,7 +133,7 @@ def guard_backward(
         outputs: the outputs of forward, connected to autograd.
         reached: for each tensor among the inputs, the outputs that it reaches, as bits; ``None`` if all that reach one reach
             all. See [Note: Outputs without gradient] in ``unused_outputs``.
-        by_leaves: the outputs that the parameters of a leaf module reach through it, if it uses them, by its name.
+        by_leaves: for each output of a leaf module, by its name, the outputs that it reaches.
     """
     for first, compiled in compiled_nodes_of(outputs):
         if _ENDED not in compiled.metadata:  # otherwise of an earlier forward, whose output this one has returned

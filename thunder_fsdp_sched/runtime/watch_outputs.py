@@ -16,14 +16,14 @@ from ..private_thunder import saved_objects
 from .watched_outputs import KEY, RunningBackward
 
 
-def watch_outputs(first: Any, compiled: Any, reached: Sequence[int], by_leaves: Mapping[str, int]) -> None:
+def watch_outputs(first: Any, compiled: Any, reached: Sequence[int], by_leaves: Mapping[str, Sequence[int]]) -> None:
     """Let a backward return ``None`` for inputs that reach no output with a gradient.
 
     Args:
         first: the node that autograd runs first.
         compiled: the node that runs the compiled trace.
         reached: for each tensor that ``compiled`` computes a gradient of, the outputs that it reaches, as bits.
-        by_leaves: the outputs that the parameters which a leaf module has used reach through it, by its name.
+        by_leaves: for each output of a leaf module, by its name, the outputs that it reaches.
     """
     nodes = [following for following, _ in compiled.next_functions]
     assert len(nodes) == len(reached), "the node has an edge for each tensor among the inputs of the computation"
@@ -36,7 +36,8 @@ def watch_outputs(first: Any, compiled: Any, reached: Sequence[int], by_leaves: 
         for leaf, bits in zip(leaves, reached, strict=True)
     ]
     running = compiled.metadata[KEY] = RunningBackward()
-    of_leaves = [(by_leaves[s.name], s.used) for s in saved_objects(compiled) if getattr(s, "name", "") in by_leaves]
+    states = [state for state in saved_objects(compiled) if getattr(state, "name", "") in by_leaves]
+    of_leaves = [pair for state in states for pair in zip(by_leaves[state.name], state.used, strict=True)]
     first.register_prehook(partial(_see_given, running, inputs, of_leaves))
     compiled.register_hook(partial(_drop_unused, running, inputs))
 

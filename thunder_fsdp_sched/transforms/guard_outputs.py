@@ -86,7 +86,8 @@ def outputs_reached(computation: TraceCtx, epilogue: TraceCtx) -> dict[str, Any]
     An operator connects all that it reads with all that it returns and that has a gradient, as a node of autograd does.
     Outputs that the program neither returns nor assigns to an attribute, such as new values of buffers, do not count.
     Nothing if all inputs that require a gradient reach the same outputs. A leaf module connects its inputs; which of its
-    parameters it connects is known when it has run, so for each leaf there are the outputs that it reaches, ``by_leaves``.
+    parameters it connects is known when it has run, so for each leaf there are the outputs that each of its own
+    reaches, ``by_leaves``.
 
     Args:
         computation: as Thunder has traced it.
@@ -99,14 +100,15 @@ def outputs_reached(computation: TraceCtx, epilogue: TraceCtx) -> dict[str, Any]
     for number, output in enumerate(outputs):
         if visible[number]:
             bits[output.name] |= 1 << number
-    by_leaves: dict[str, int] = {}
+    by_leaves: dict[str, tuple[int, ...]] = {}
     for bsym in reversed(computation.bound_symbols[:-1]):
         reaching = reduce(or_, (bits[name] for name in with_gradient(bsym)), 0)
         read = args_of(bsym) if reaching else ()
         if read and bsym.sym.name == LEAF:
             leaf = bsym.args[0]
             read = tuple(names(bsym.args[1 : 1 + len(leaf.inputs)]))
-            by_leaves[leaf.name] = by_leaves.get(leaf.name, 0) | reaching
+            former = by_leaves.get(leaf.name, (0,) * len(leaf.outputs))
+            by_leaves[leaf.name] = tuple(map(or_, former, (bits[out.name] for out in bsym.flat_proxy_outs)))
         for name in read:
             bits[name] |= reaching
     inputs = [arg for arg in returned["flat_args"] if isinstance(arg, TensorProxy)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,7 +30,8 @@ from ...capture.paths import FUNCTION, Path, evaluate
 from ...private_interpreter import added_checks, checks_of
 from .leaf import TENSOR, Entry, Leaf, Metadata, Structure
 from .observe import Communicates, is_plain, observe, run_once
-from .symbols import fsdp_leaf
+from .stale import read_before_written
+from .symbols import call
 
 
 def call_leaf(leaves: Leaves, module: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
@@ -39,8 +39,11 @@ def call_leaf(leaves: Leaves, module: WrappedValue, *args: WrappedValue, **kwarg
     for value in (*args, *kwargs.values()):
         proxy_contents(value)
 
+    plain, context = unwrap(module), get_jit_ctx()
+    if (error := read_before_written(leaves, plain)) is not None:
+        return do_raise(error)
+
     def record(*args: Any, **kwargs: Any) -> Any:
-        plain, context = unwrap(module), get_jit_ctx()
         kept = vars(context).setdefault(
             "_fsdp_wrapped", []
         )  # else the interpreter would make another proxy of a tied one
@@ -121,7 +124,7 @@ def record_call(
     leaf = _known(leaves, leaf)
     if not context.computation_trace.has_name(leaf.name):
         context.computation_trace.add_name(leaf.name)
-    return leaf.results.fill(fsdp_leaf(leaf, *tensors, *parameters))
+    return leaf.results.fill(call(leaf, *tensors, *parameters))
 
 
 def leaf_like(leaves: Leaves, leaf: Leaf, module: torch.nn.Module) -> Leaf | None:
@@ -154,11 +157,11 @@ def _known(leaves: Leaves, leaf: Leaf) -> Leaf:
             observe(leaf, leaves.output_like.get(leaf.path))
         else:
             leaf.take_observations(leaves.calls[alike][key])
-        name = "leaf_" + re.sub(r"\W", "_", leaf.path)  # the same for `a.b` and `a_b`
-        names = (name, *(f"{name}_{number}" for number in range(1, len(leaves.names) + 1)))
-        leaf.name = leaf.traced_name = next(each for each in names if each not in leaves.names)
-        leaves.names.add(leaf.name)
+        leaf.give_name(leaves.names)
+        leaf.traced_name = leaf.name
         known[key] = leaf
+    for module in leaf.modules:
+        leaves.written.update({(module.get_submodule(path), name): leaf.path for path, name in known[key].writes})
     return known[key]
 
 

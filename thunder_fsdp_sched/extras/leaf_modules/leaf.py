@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -74,9 +75,13 @@ class Leaf:
     Attributes:
         name: in traces.
         traced_name: the one in the computation before ``prepare_leaves``.
+        names: those of all calls in traces.
         needs: whether the gradient of each input, and then of each parameter, is needed; empty before ``prepare_leaves``.
         outputs, results: the tensors that it returns, and how they are nested.
         recomputes: whether backward runs its forward again instead of keeping what autograd saves.
+        shares_memory: whether an output is an input, a view of one, or of another output, as observed once. The trace gets
+            copies.
+        writes: the attributes that it changed when it was observed, each with the path of its module in the leaf.
         communicates: whether it may communicate: the user has said what it returns, so no run of it was observed.
         saved_bytes: bytes that autograd keeps for backward besides inputs and parameters, as observed once.
         forward_bytes, backward_bytes: the most bytes that exist in either besides these, its results included.
@@ -87,7 +92,9 @@ class Leaf:
     results: Structure
     name = traced_name = ""
     needs: tuple[bool, ...] = ()
-    recomputes = communicates = False
+    names: set[str]
+    recomputes = communicates = shares_memory = False
+    writes: frozenset[tuple[str, str]] = frozenset()
     saved_bytes = forward_bytes = backward_bytes = 0
     flops: Mapping[torch.dtype, int] = MappingProxyType({})
 
@@ -135,6 +142,7 @@ class Leaf:
     def take_observations(self, other: Leaf) -> None:
         """Take what was observed of a call of a module that is like this one."""
         self.outputs, self.results, self.flops = other.outputs, other.results, other.flops
+        self.shares_memory, self.writes = other.shares_memory, other.writes
         self.saved_bytes, self.forward_bytes, self.backward_bytes = (
             other.saved_bytes,
             other.forward_bytes,
@@ -149,6 +157,19 @@ class Leaf:
         """Return the most bytes that exist while a symbol runs it, results included, besides those that are saved."""
         return self.backward_bytes if symbol.endswith("backward") else self.forward_bytes
 
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether an output has a gradient."""
+        return any(known.differentiable for known in self.outputs)
+
+    def give_name(self, names: set[str]) -> None:
+        """Take a name in traces that no other call has."""
+        base = self.name or "leaf_" + re.sub(r"\W", "_", self.path)  # the same for `a.b` and `a_b`
+        numbered = (f"{base}_{number}" for number in range(1, len(names) + 2))
+        self.name = next(name for name in (base, *numbered) if name not in names)
+        self.names = names
+        names.add(self.name)
+
     def needing(self, needs: tuple[bool, ...], *, recomputes: bool) -> Leaf:
         """Return the same call with the gradients that are needed of it."""
         key = needs, recomputes
@@ -160,7 +181,7 @@ class Leaf:
                 other.forward_bytes += self.saved_bytes
                 other.backward_bytes += self.saved_bytes
             if len(self._variants) > 1:
-                other.name = f"{self.name}_{len(self._variants) - 1}"
+                other.give_name(self.names)
         return self._variants[key]
 
     @contextlib.contextmanager
@@ -213,6 +234,11 @@ class Leaf:
                 self.fail(
                     f"returns {actual} as output {number}, not {expected} as when it was traced. Shapes and dtypes of what "
                     f"a leaf returns must not depend on data"
+                )
+            if tensor.requires_grad and not known.differentiable:
+                self.fail(
+                    f"returns output {number} with a gradient, and without one when it was observed. Say what it returns: "
+                    f"leaf_modules=[({self.path!r}, lambda x, **_: torch.empty_like(x))]"
                 )
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from numbers import Number
 from typing import Any
@@ -75,6 +75,8 @@ def observe(leaf: Leaf, output_like: Callable[..., Any] | None) -> None:
         except _Refused:
             raise
         except Exception as real:
+            if (type(real), str(real)) == (type(fake), str(fake)):  # the program's own
+                raise
             raise NotImplementedError(
                 f"fsdp: what the {leaf.title} returns is not known: a run on fake tensors raised {type(fake).__name__}: "
                 f"{fake}; one on random tensors {type(real).__name__}: {real}. Say it, as a function of the same arguments: "
@@ -96,7 +98,7 @@ def _observe(leaf: Leaf, *, is_fake: bool) -> None:
     saved: dict[int, int] = {}
     with contextlib.ExitStack() as stack:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        stack.enter_context(_unchanged(leaf.modules, mode.from_tensor if is_fake else _real_copy))
+        stack.enter_context(_unchanged(leaf, mode.from_tensor if is_fake else _real_copy))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         kind = next((device.type for device in devices), "cuda")
         stack.enter_context(torch.random.fork_rng(list(devices), device_type=kind))
@@ -123,6 +125,11 @@ def _observe(leaf: Leaf, *, is_fake: bool) -> None:
             if changed := [i for i, t in enumerate(given_inputs) if t._version != versions[i]]:
                 raise _Refused(f"fsdp: the {leaf.title} changes its input {changed[0]} in place. Clone it first")
         _note(leaf, result, reads_data=not is_fake)
+        storages = [
+            StorageWeakRef(t.untyped_storage()).cdata for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)
+        ]
+        inputs = [StorageWeakRef(t.untyped_storage()).cdata for t in given_inputs]
+        leaf.shares_memory = len({*storages, *inputs}) < len(storages) + len(set(inputs))
         leaf.saved_bytes, leaf.flops = sum(saved.values()), dict(recorder.flops)
         leaf.forward_bytes = max(recorder.peak_bytes - leaf.saved_bytes, 0)
         if is_fake:
@@ -169,6 +176,15 @@ def _note(leaf: Leaf, result: Any, *, is_given: bool = False, reads_data: bool =
     leaf.results = Structure(tuple(TENSOR if isinstance(v, torch.Tensor) else v for v in flat), spec)
 
 
+def _identities(container: Any) -> list[Any]:
+    pairs = container.items() if isinstance(container, dict) else ((each, None) for each in container)
+    return [(id(key) if not isinstance(key, (str, int)) else key, id(value)) for key, value in pairs]
+
+
+_MISSING = object()
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+
+
 def _empty(metadata: Metadata) -> torch.Tensor:
     return torch.empty(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
@@ -192,12 +208,16 @@ def _real_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _unchanged(roots: Iterable[torch.nn.Module], copy: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Undo what happens in between to attributes of modules and their parts, also to lists, dictionaries and sets there.
+def _unchanged(leaf: Leaf, copy: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Undo what happens in between to attributes of a leaf's modules, also to lists, dictionaries and sets there; note it.
 
     Their buffers, and other tensors, are copies until then.
     """
-    modules = [module for root in roots for module in root.modules()]
+    paths, modules = [], list[torch.nn.Module]()
+    for root in leaf.modules:
+        for path, module in root.named_modules():
+            paths.append(path)
+            modules.append(module)
     attributes = [dict(vars(m)) for m in modules]
     containers = [
         (value, value.copy()) for each in attributes for value in each.values() if type(value) in (list, dict, set)
@@ -210,8 +230,16 @@ def _unchanged(roots: Iterable[torch.nn.Module], copy: Callable[[torch.Tensor], 
                     if id(tensor) not in copies:
                         copies[id(tensor)] = copy(tensor)
                     members[name] = copies[id(tensor)]
+    present = [{**vars(m), **m._buffers} for m in modules]
     try:
         yield
+        changed = {id(value) for value, before in containers if _identities(value) != _identities(before)}
+        leaf.writes = frozenset(
+            (path, name)
+            for path, m, before in zip(paths, modules, present, strict=True)
+            for name, value in {**vars(m), **m._buffers}.items()
+            if before.get(name, _MISSING) is not value or (id(value) in changed and name not in _OF_MODULES)
+        )
     finally:
         for m, before in zip(modules, attributes, strict=True):
             vars(m).clear()

@@ -96,14 +96,14 @@ class State:
     Attributes:
         name: of the leaf in the computation.
         edges: of the outputs; ``None`` once backward has run.
-        used: the sharded parameters, by identity, that the outputs depend on; see [Note: Outputs without gradient] in
-            ``runtime.unused_outputs``.
+        used: for each output the sharded parameters, by identity, that it depends on; see [Note: Outputs without gradient]
+            in ``runtime.unused_outputs``.
     """
 
     def __init__(self, leaf: Leaf, packing: _Packing) -> None:
         self.name, self.packing = leaf.traced_name, packing
         self.edges: list[Any] | None = []
-        self.used: frozenset[int] = frozenset()
+        self.used: list[frozenset[int]] = []
 
 
 def _tensor_at(storage: torch.UntypedStorage, place: _Place) -> torch.Tensor:
@@ -176,10 +176,17 @@ class _Run:
 
 
 def run(leaf: Leaf, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Call a leaf without gradients."""
+    """Call a leaf without gradients.
+
+    If its outputs had none when it was observed, although something that it reads needs one, this is checked.
+    """
     one = _Run(leaf, tensors)
-    with torch.no_grad():
-        outputs = one.outputs(leaf.call(one.given, one.parameters))
+    with torch.set_grad_enabled(any(leaf.needs)):
+        given = [*one.given, *one.parameters]
+        for number in (number for number, is_needed in enumerate(leaf.needs) if is_needed):
+            given[number] = given[number].detach().requires_grad_()
+        outputs = one.outputs(leaf.call(given[: len(one.given)], given[len(one.given) :]))
+        del given
     one.check()
     one.check_freed()
     return tuple(outputs)
@@ -205,8 +212,9 @@ def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
         outputs = one.outputs(result)
     del result, given
     shards = {index: id(owner._parameters[key]) for owner, key, index in leaf.entries}
-    used = [numbers[i] - count for i in _used(state.edges, binding, len(numbers))]
-    state.used = frozenset(shards[index] for index in used if index >= 0)
+    for edge in state.edges:
+        used = [numbers[i] - count for i in _used(edge, binding, len(numbers))]
+        state.used.append(frozenset(shards[index] for index in used if index >= 0))
     del binding
     one.check()
     one.check_freed()
@@ -214,10 +222,11 @@ def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
     return *outputs, state
 
 
-def _used(edges: Sequence[Any], binding: Any, count: int) -> set[int]:
-    """Return which of the ``count`` results of the node ``binding`` the outputs with these edges depend on."""
-    found = {edge.output_nr for edge in edges if edge is not None and edge.node is binding}
-    nodes = [edge.node for edge in edges if edge is not None and edge.node is not binding]
+def _used(edge: Any, binding: Any, count: int) -> set[int]:
+    """Return which of the ``count`` results of the node ``binding`` the output with this edge depends on."""
+    if edge is None or edge.node is binding:
+        return set() if edge is None else {edge.output_nr}
+    found, nodes = set[int](), [edge.node]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()

@@ -7,35 +7,41 @@ from typing import Any
 import thunder.torch as ltorch
 from thunder.core import dtypes
 from thunder.core.prims import OpTags
-from thunder.core.proxies import AnyProxy, Proxy, ProxyTag, TensorProxy
+from thunder.core.proxies import AnyProxy, Proxy, TensorProxy
+from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transforms import get_grad, put_grad
 
 from ...capture.bound_symbols import IN_CHECKPOINT
-from ...ir.effects import declared
+from ...ir.effects import Effects, LocalWork, declared
 from ...ir.gradients import needing_gradient, with_gradient
-from ...ir.inspection import with_bound_symbols
+from ...ir.inspection import args_of, outs_of, swap_args, with_bound_symbols
 from ...ir.operator_facts import Aliases, Facts
 from ...ir.registry import executor, print_call, register
 from ...ir.symbols import tensor_proxy
 from . import run
-from .leaf import Leaf, Metadata
+from .leaf import Leaf
 
 
-def _proxy(known: Metadata) -> TensorProxy:
-    proxy = tensor_proxy(known.shape, known.device, known.dtype)
-    if not known.differentiable:
-        proxy.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-    return proxy
+def call(leaf: Leaf, *tensors: TensorProxy) -> list[TensorProxy]:
+    """Trace a call of a leaf; return its outputs, those without a gradient as constants.
+
+    They are not tagged as such, because Thunder takes an operator for a constant if one of its results is one.
+    """
+    outputs = fsdp_leaf(leaf, *tensors)
+    return [
+        ltorch.detach(out) if known.dtype.is_floating_point and not known.differentiable else out
+        for out, known in zip(outputs, leaf.outputs, strict=True)
+    ]
 
 
 def _meta(leaf: Leaf, *tensors: TensorProxy) -> tuple[TensorProxy, ...]:
-    return tuple(map(_proxy, leaf.outputs))
+    return tuple(tensor_proxy(known.shape, known.device, known.dtype) for known in leaf.outputs)
 
 
 def _forward_meta(leaf: Leaf, *tensors: TensorProxy) -> tuple[Proxy, ...]:
-    return *map(_proxy, leaf.outputs), AnyProxy(None, prefix="leaf_state")
+    return *_meta(leaf, *tensors), AnyProxy(None, prefix="leaf_state")
 
 
 def _backward_meta(leaf: Leaf, state: Proxy, *tensors: TensorProxy) -> tuple[TensorProxy, ...]:
@@ -49,23 +55,42 @@ def _print(bsym: BoundSymbol, *printables: Any) -> str:
 
 def _facts(bsym: BoundSymbol) -> Facts:
     """Return the facts about a leaf: it may draw random numbers, and its autograd graph may hold its inputs."""
-    leaf, state = bsym.args[0], bsym.flat_proxy_outs[-1]
-    held = tuple(tensor.name for tensor in bsym.args[1 : 1 + len(leaf.inputs)])
-    return Facts({} if isinstance(state, TensorProxy) or not held else {state.name: held}, pure=False, draws=True)
+    leaf, last = bsym.args[0], bsym.flat_proxy_outs[-1]
+    inputs = tuple(tensor.name for tensor in bsym.args[1 : 1 + len(leaf.inputs)])
+    holding = [*bsym.flat_proxy_outs] if leaf.shares_memory else [] if isinstance(last, TensorProxy) else [last]
+    return Facts({out.name: inputs for out in holding if inputs}, pure=False, draws=True)
 
 
-def _register(name: str, function: Any, meta: Any) -> Any:
+def _register(name: str, function: Any, meta: Any, *tags: OpTags) -> Any:
     # Nothing runs a leaf again, and nothing merges two of its calls.
-    return register(name, function, meta=meta, printer=_print, tags=[OpTags.RANDOM_OP], facts=_facts)
+    return register(name, function, meta=meta, printer=_print, tags=[OpTags.RANDOM_OP, *tags], facts=_facts)
 
 
-fsdp_leaf = _register("fsdp_leaf", run.run, _meta)
-fsdp_leaf_forward = _register("fsdp_leaf_forward", run.forward, _forward_meta)
+# It may change buffers, draw, or raise an error, also if nothing reads what it returns.
+fsdp_leaf = _register("fsdp_leaf", run.run, _meta, OpTags.DONT_DCE)
+fsdp_leaf_forward = _register("fsdp_leaf_forward", run.forward, _forward_meta, OpTags.DONT_DCE)
 fsdp_leaf_backward = _register("fsdp_leaf_backward", run.backward, _backward_meta)
 
 
+def _after_effects(bsym: BoundSymbol) -> Effects:
+    aliases = {bsym.output.name: (bsym.args[0].name,)}
+    return Effects(work=LocalWork(), aliases=aliases, views=aliases)
+
+
+fsdp_after = register("fsdp_after", lambda x, *_: x, _after_effects, lambda x, *_: TensorProxy(like=x))
+
+
+def _after_grad(x: TensorProxy, *others: TensorProxy) -> TensorProxy:
+    out = fsdp_after(x, *others)
+    put_grad(x, get_grad(out))
+    return out
+
+
+executor.register_implementation(fsdp_after, fsdp_after, grad_transform=_after_grad)
+
+
 def _grad(leaf: Leaf, *tensors: TensorProxy) -> Any:
-    if not any(leaf.needs) or not any(known.differentiable for known in leaf.outputs):
+    if not any(leaf.needs) or not leaf.is_differentiable:
         return fsdp_leaf(leaf, *tensors)
     *outputs, state = fsdp_leaf_forward(leaf, *tensors)
     grads = [get_grad(out) for out, known in zip(outputs, leaf.outputs, strict=True) if known.differentiable]
@@ -112,4 +137,24 @@ def prepare_leaves(trace: TraceCtx) -> TraceCtx:
                 leaf = leaf.needing(needs, recomputes=IN_CHECKPOINT in bsym.tags)
                 bsym = bsym.from_bsym(args=(leaf, *tensors), _call_ctx={leaf.name: leaf})
             new.bound_symbols.append(bsym)
+        _keep_unread(new)
     return new
+
+
+def _keep_unread(trace: TraceCtx) -> None:
+    """Let a result of the trace depend on the leaves that nothing reads, which would else run in backward."""
+    *bsyms, last = trace.bound_symbols
+    needed, unread = set(args_of(last)), list[TensorProxy]()
+    for bsym in reversed(bsyms):
+        if not needed.isdisjoint(outs_of(bsym)):
+            needed.update(args_of(bsym))
+        elif bsym.sym is fsdp_leaf:
+            unread.append(bsym.flat_proxy_outs[0])
+            needed.update(args_of(bsym))
+    arguments = {arg.name for arg in trace.args}
+    results = [out for out in tree_flatten(last.args[0]["output"])[0] if isinstance(out, TensorProxy)]
+    result = next((out for out in results if out.name not in arguments), None)
+    if unread and result is not None:
+        trace.bound_symbols.pop()
+        after = fsdp_after(result, *unread)
+        trace.bound_symbols.append(swap_args(last, {result.name: after}))

@@ -1,0 +1,187 @@
+"""What a leaf module returns and changes besides: outputs without gradient, or that nothing reads, shared memory, state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from thunder_fsdp_sched import fsdp
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+SIZE = 4
+
+
+class Part(nn.Module):
+    """Applies a function of itself and its input."""
+
+    def __init__(self, function: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.register_buffer("calls", torch.zeros(()))
+        self.scale, self.aux, self.function = 1.0, None, function
+
+    def forward(self, x: torch.Tensor, *args: Any) -> Any:
+        return self.function(self, x, *args)
+
+
+class Model(nn.Module):
+    def __init__(self, part: Callable[..., Any], whole: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.part, self.last = nn.Linear(SIZE, SIZE), Part(part), nn.Linear(SIZE, SIZE)
+        self.whole = whole
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.whole(self, self.first(x))
+
+
+Case = tuple[Callable[..., Any], Callable[[Any, torch.Tensor], Any]]
+
+
+def _jitted(case: Case, **options: Any) -> tuple[Any, Model]:
+    torch.manual_seed(0)
+    module = Model(*case).double()
+    return thunder.jit(copy.deepcopy(module), transforms=[fsdp(leaf_modules=(Part,), **options)]), module
+
+
+def _two(part: Any, x: torch.Tensor) -> Any:
+    return part.linear(x), part.other(x)
+
+
+def _counting(part: Any, x: torch.Tensor) -> torch.Tensor:
+    part.calls += 1
+    return F.dropout(part.linear(x), 0.5)
+
+
+def _shift(part: Any, x: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
+    return part.linear(x) + shift
+
+
+RIGHT: dict[str, Case] = {
+    "an index besides": (
+        lambda part, x: (part.linear(x), x.argmax(-1)),
+        lambda model, x: (lambda y, index: model.last(y) * index[:, None])(*model.part(x)),
+    ),
+    "a detached output": (
+        lambda part, x: (part.linear(x), part.other(x).detach()),
+        lambda model, x: (lambda y, metric: model.last(y) + metric)(*model.part(x)),
+    ),
+    "a buffer besides": (
+        lambda part, x: {"y": part.linear(x), "calls": part.calls},
+        lambda model, x: model.last(model.part(x)["y"]),
+    ),
+    "only constants": (lambda part, x: (x > 0).to(x.dtype), lambda model, x: model.last(model.part(x) * x)),
+    "one of two is read": (_two, lambda model, x: model.last(model.part(x)[0])),
+    "one of two is in the loss": (_two, lambda model, x: model.part(x)),
+    "nothing is read": (_counting, lambda model, x: (model.part(x), F.dropout(model.last(x), 0.5))[1]),
+    "calls that differ": (
+        _shift,
+        lambda model, x: model.part(x.detach()) + model.part(x) + model.part(x, 2.0) + model.part(x[:1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_trains_like_the_unsharded_model(name: str, strategy: str) -> None:
+    model, reference = _jitted(RIGHT[name], sharding_strategy=strategy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, reference)]
+    model(torch.ones(2, SIZE, dtype=torch.float64))  # compiles, so that random numbers are alike afterwards
+    reference(torch.ones(2, SIZE, dtype=torch.float64))
+    for step in range(3):
+        losses = []
+        for m in (model, reference):
+            torch.manual_seed(step)
+            output = m(torch.randn(2, SIZE, dtype=torch.float64))
+            losses.append((output[0] if isinstance(output, tuple) else output).pow(2).sum())
+            losses[-1].backward()
+        torch.testing.assert_close(*losses)
+        for (key, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None), key
+            if theirs.grad is not None:
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (key, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs, msg=key)
+    torch.testing.assert_close(model.state_dict()["part.calls"], reference.part.calls)
+
+
+def _set(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.part.scale = 3.0
+    return model.part(x)
+
+
+def _count(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.part.calls.add_(1)
+    return model.part(x)
+
+
+def _assign_aux(part: Any, x: torch.Tensor) -> torch.Tensor:
+    part.aux = x.sum()
+    return part.linear(x)
+
+
+def _raise(part: Any, x: torch.Tensor) -> torch.Tensor:
+    raise KeyError("mine")
+
+
+def _depends(part: Any, x: torch.Tensor) -> torch.Tensor:
+    y = part.linear(x)
+    return y if y.abs().max().item() > 1e3 else y.detach()
+
+
+ERRORS: dict[str, tuple[Case, type[Exception], str]] = {
+    "writes to what a leaf has returned": (
+        (lambda part, x: x, lambda model, x: (lambda y: y.mul_(2) + x)(model.part(x))),
+        NotImplementedError,
+        "changes a tensor in place of which 'fsdp_leaf'",
+    ),
+    "writes to one of two that share memory": (
+        (
+            lambda part, x: (y := part.linear(x), y.t()),
+            lambda model, x: (lambda y, z: y.mul_(2) + z.sum())(*model.part(x)),
+        ),
+        NotImplementedError,
+        "changes a tensor in place of which 'fsdp_leaf'",
+    ),
+    "an attribute that is set before": (
+        (lambda part, x: part.linear(x) * part.scale, _set),
+        NotImplementedError,
+        "forward changes 'scale' of the leaf module 'part'.*Pass the value",
+    ),
+    "a buffer that is changed before": (
+        (lambda part, x: part.linear(x) * part.calls, _count),
+        NotImplementedError,
+        "forward changes 'calls' of the leaf module 'part'",
+    ),
+    "an attribute that is read after": (
+        (_assign_aux, lambda model, x: model.part(x) + model.part.aux),
+        NotImplementedError,
+        "forward reads 'aux', which the leaf module 'part' changes.*Return it",
+    ),
+    "an exception of the program": ((_raise, lambda model, x: model.part(x)), KeyError, "mine"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_would_be_wrong_is_an_error(name: str) -> None:
+    case, error, message = ERRORS[name]
+    model, _ = _jitted(case)
+    with pytest.raises(error, match=f"(?s){message}"):
+        model(torch.ones(2, SIZE, dtype=torch.float64))
+
+
+def test_a_gradient_that_was_not_there_when_a_leaf_was_observed_is_an_error() -> None:
+    model, _ = _jitted((_depends, lambda model, x: model.last(model.part(x))))
+    model(torch.ones(2, SIZE, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"returns output 0 with a gradient, and without one when it was observed"):
+        model(torch.full((2, SIZE), 1e6, dtype=torch.float64))
