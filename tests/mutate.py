@@ -1,0 +1,292 @@
+"""Change one place of the core at a time and report the changes that no test notices.
+
+    make mutate                                                        # the listed mutations, and 100 drawn ones
+    make mutate MUTATE_ARGS='--listed --only S2'                       # some of the listed ones
+    PYTHONPATH=.:examples python tests/mutate.py --number 20 --seed 7  # other drawn ones
+
+*Listed* mutations (``mutations_listed.py``) each remove a rule that tests once failed to cover, and run the tests that ought
+to fail. *Drawn* mutations are single changes in the syntax tree of a file of the core. They run the tests of the file's
+room. Each runs in a copy of the work tree, the first failed test kills it, and so does a time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import hypothesis
+import pytest
+from mutations_drawn import changes_of
+from mutations_listed import LISTED, Listed
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "thunder_fsdp_sched"
+COPIED = (PACKAGE, "tests", "examples", "pyproject.toml")
+
+_PASSES = ("tests/transforms/test_passes.py", "tests/proof/test_verify.py", "tests/transforms/test_schedule.py")
+_TRACES = ("tests/transforms/test_random_traces.py", "tests/runtime/test_one_rank.py")
+ROOMS: dict[str, tuple[str, ...]] = {
+    "plan": (
+        "tests/plan",
+        "tests/transforms/test_passes.py",
+        "tests/sharding/test_module_policies.py",
+        "tests/test_errors.py",
+    ),
+    "proof": ("tests/proof/test_verify.py", "tests/proof/test_audit.py", "tests/proof/test_mutants.py", "tests/proof"),
+    "ir": (
+        "tests/ir/test_effects.py",
+        "tests/ir/test_liveness.py",
+        *_PASSES,
+        *_TRACES,
+        "tests/agreement/test_agree.py",
+        "tests/ir",
+    ),
+    "transforms": (*_PASSES, *_TRACES, "tests/transforms"),
+    "runtime": (
+        "tests/runtime/test_one_rank.py",
+        "tests/runtime",
+        "tests/training/test_gradients.py",
+        "tests/test_errors.py",
+    ),
+    "ranks": ("tests/agreement/test_rounds.py", "tests/agreement", "tests/distributed", "tests/test_errors.py"),
+}
+"""The tests of each room. Those that are fast, or that fail for most defects, run first."""
+
+_INPUTS = ("tests/capture/test_input_reads.py", "tests/capture/test_changed_programs.py")
+_SHARP: dict[str, tuple[str, ...]] = {
+    "traced_inputs.py": _INPUTS,
+    "changed_inputs.py": _INPUTS,
+    "row_elements.py": ("tests/runtime/test_row_dtensor.py",),
+    "rows.py": ("tests/runtime/test_row_dtensor.py",),
+    "unused_outputs.py": ("tests/training/test_unused_outputs.py",),
+    "watch_outputs.py": ("tests/training/test_unused_outputs.py",),
+    "watched_outputs.py": ("tests/training/test_unused_outputs.py",),
+    "autograd.py": ("tests/training/test_gradient_hooks.py",),
+    "accumulation.py": ("tests/training/test_windows.py",),
+    "trace_start.py": ("tests/agreement", "tests/training/test_windows.py"),
+    "module_hooks.py": ("tests/capture/test_calls.py",),
+    "registry.py": ("tests/ir/test_caching.py",),
+    "observation.py": ("tests/ir/test_operator_facts.py",),
+    "computation.py": ("tests/agreement/test_agree.py", "tests/agreement/test_agreement.py"),
+    "shard_prologue.py": ("tests/transforms/test_shard_prologue.py", "tests/capture/test_calls.py"),
+    "fuse_downcast.py": ("tests/transforms/test_fusions.py", "tests/sharding/test_input_casts.py"),
+    "keep_fusions_apart.py": ("tests/transforms/test_fusions.py",),
+    "regather_for_backward.py": ("tests/transforms/test_recompute_whole_regions.py",),
+    "assignment.py": ("tests/distributed/test_groups.py",),
+    "process_groups.py": ("tests/distributed/test_groups.py",),
+}
+"""Tests of some files, which run before those of the room, like any test file with the name of the file."""
+
+_TEST_SECONDS = 90
+"""The time limit of one test. It allows for a machine that is busy; a hang counts as a failure."""
+
+
+class Mutation(NamedTuple):
+    """A change of one file.
+
+    Attributes:
+        name: the id of a listed mutation, or the file and line of a drawn one.
+        path: the file, from the root.
+        text: the whole file, changed.
+        change: the old and the new text of the place.
+        tests: the tests that may kill it, in their order.
+    """
+
+    name: str
+    path: str
+    text: str
+    change: str
+    tests: tuple[str, ...]
+
+
+class Outcome(NamedTuple):
+    """What the tests say of a mutation; ``killed_by`` is empty if all pass."""
+
+    killed_by: str
+    seconds: float
+    output: str = ""
+
+
+def listed(one: Listed) -> Mutation:
+    """Return a listed mutation of the code as it is.
+
+    Raises:
+        ValueError: the code has changed, so that the place does not exist or is not unique.
+    """
+    path = f"{PACKAGE}/{one.file}"
+    text = (ROOT / path).read_text()
+    if text.count(one.old) != 1:
+        raise ValueError(
+            f"{one.name}: {path} has {text.count(one.old)} places with {one.old!r}; update mutations_listed.py"
+        )
+    return Mutation(one.name, path, text.replace(one.old, one.new), f"{one.old}  ->  {one.new}", one.tests)
+
+
+def drawn(number: int, seed: int) -> list[Mutation]:
+    """Draw mutations from all changes of the files of the rooms, each as likely as the others.
+
+    The first ones are the same, however many are drawn.
+    """
+    known: list[Mutation] = []
+    for room in ROOMS:
+        for path in sorted((ROOT / PACKAGE / room).glob("*.py")):
+            sharp = [str(test.relative_to(ROOT)) for test in ROOT.glob(f"tests/*/test_{path.name}")]
+            tests = tuple(dict.fromkeys([*sharp, *_SHARP.get(path.name, ()), *ROOMS[room]]))
+            place = str(path.relative_to(ROOT))
+            for change in changes_of(path.read_bytes()):
+                known.append(Mutation(f"{room}/{path.name}:{change.line}", place, change.text, change.shown, tests))
+    random.Random(seed).shuffle(known)
+    return known[:number]
+
+
+class Copy:
+    """A copy of the work tree in a folder of its own, in which tests run with one changed file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, folder / "output.txt"
+        self.mutation: Mutation | None = None
+        for name in COPIED:
+            source, ignored = ROOT / name, shutil.ignore_patterns("__pycache__")
+            if source.is_dir():
+                shutil.copytree(source, folder / name, ignore=ignored)
+            else:
+                shutil.copy2(source, folder)
+
+    def start(self, tests: Sequence[str], mutation: Mutation | None = None) -> int:
+        """Start tests in a forked process, and return its number."""
+        self.mutation, self.began = mutation, time.monotonic()
+        if mutation is not None:
+            (self.folder / mutation.path).write_text(mutation.text)
+        if not (process := os.fork()):
+            os.setsid()
+            output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            code = 1
+            try:
+                code = self._test(tests)
+            finally:
+                os._exit(code)
+        return process
+
+    def _test(self, tests: Sequence[str]) -> int:
+        os.chdir(self.folder)
+        path = [str(self.folder / name) for name in ("", "examples", "tests")]
+        sys.path[:] = path + [
+            each for each in sys.path if not Path(each).is_relative_to(ROOT) or "site-packages" in each
+        ]
+        os.environ |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "RANKS_TIMEOUT": "60"}
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        sys.dont_write_bytecode = False
+        hypothesis.settings.load_profile("mutate")
+        options = ("-x", "-q", "--no-header", "--tb=no", f"--timeout={_TEST_SECONDS}", "-p", "no:cacheprovider")
+        code = int(pytest.main([*options, *tests]))
+        for name, module in sys.modules.items():
+            file = getattr(module, "__file__", None)
+            if name.partition(".")[0] == PACKAGE and file and not Path(file).is_relative_to(self.folder):
+                print(f"{_ELSEWHERE}: {file}")
+        sys.stdout.flush()
+        return code
+
+    def finish(self, process: int, code: int) -> Outcome:
+        """Return what a process that has ended has found, and take the mutation back.
+
+        Raises:
+            RuntimeError: its tests imported the package from elsewhere.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)  # its workers
+        if self.mutation is not None:  # with its old time, so that Python does not compile it again
+            shutil.copy2(ROOT / self.mutation.path, self.folder / self.mutation.path)
+        text = self.log.read_text(errors="replace")
+        if _ELSEWHERE in text:
+            raise RuntimeError(text)
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
+        killed_by = failed[1] if failed else f"exit code {code}, or a time limit"
+        return Outcome(killed_by if code else "", time.monotonic() - self.began, text)
+
+
+_ELSEWHERE = "imported the package from elsewhere"
+
+
+def prepare() -> None:
+    """Import what all tests import, apart from the package, so that forked processes need not."""
+    spec = importlib.util.spec_from_file_location("compat", ROOT / PACKAGE / "compat.py")
+    assert spec is not None and spec.loader is not None
+    compat = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(compat)
+    compat.prepare()
+    compat.import_thunder()
+    importlib.import_module("torch.distributed.checkpoint")
+    phases = [
+        phase for phase in hypothesis.Phase if phase.name in ("explicit", "generate")
+    ]  # an example need not be small
+    hypothesis.settings.register_profile("mutate", phases=phases, derandomize=True, database=None)
+    gc.collect()
+    gc.freeze()
+
+
+def main() -> None:
+    """Do what the command line asks for; the exit code is 1 if tests fail without a mutation."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--listed", action="store_true", help="only the listed mutations")
+    parser.add_argument("--number", type=int, default=100, help="how many to draw")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only mutations whose name or file matches")
+    parser.add_argument("--jobs", type=int, default=1, help="how many run at once")
+    parser.add_argument("--skip-first", action="store_true", help="do not run all tests without a mutation first")
+    args = parser.parse_args()
+    mutations = [*map(listed, LISTED)] + ([] if args.listed else drawn(args.number, args.seed))
+    mutations = [each for each in mutations if re.search(args.only, f"{each.name} {each.path}")]
+    prepare()
+    with tempfile.TemporaryDirectory() as folder:
+        copies = [Copy(Path(folder, str(number))) for number in range(args.jobs)]
+        if not args.skip_first:
+            _must_pass(copies[0], (test for each in mutations for test in each.tests))
+        outcomes = dict(_outcomes(copies, mutations))
+        killers = [outcome.killed_by for outcome in outcomes.values() if "::" in outcome.killed_by]
+        _must_pass(copies[0], killers)
+    survived = sum(not outcome.killed_by for outcome in outcomes.values())
+    print(f"{len(mutations)} mutations, {len(mutations) - survived} killed, {survived} survived")
+
+
+def _must_pass(where: Copy, tests: Iterable[str]) -> None:
+    process = where.start(list(dict.fromkeys(tests)))
+    found = where.finish(*os.waitpid(process, 0))
+    print(f"without a mutation: {found.seconds:.0f} s, {found.output.strip().splitlines()[-1]}", flush=True)
+    if found.killed_by:
+        sys.exit(1)
+
+
+def _outcomes(copies: list[Copy], mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, Outcome]]:
+    """Try the mutations, one in each copy at a time, and print and yield the outcomes as they come."""
+    waiting, running = list(reversed(mutations)), {}
+    while waiting or running:
+        while waiting and copies:
+            mutation, where = waiting.pop(), copies.pop()
+            running[where.start(mutation.tests, mutation)] = mutation, where
+        process, status = os.wait()
+        mutation, where = running.pop(process)
+        outcome = where.finish(process, status)
+        copies.append(where)
+        what = f"killed by {outcome.killed_by}" if outcome.killed_by else f"SURVIVED: {mutation.change}"
+        print(f"{mutation.name:<34} {outcome.seconds:4.0f} s  {what}", flush=True)
+        yield mutation, outcome
+
+
+if __name__ == "__main__":
+    main()

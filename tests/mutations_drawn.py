@@ -1,0 +1,98 @@
+"""All single changes of a Python file that ``mutate.py`` draws from.
+
+A comparison is replaced by its neighbour (``<`` by ``<=``) or its opposite, an integer grows by one, ``and`` becomes ``or``,
+``+`` becomes ``-``, a condition always holds or never, and a call whose result nobody uses is left out. Texts stay.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+_TEXTS = frozenset(
+    {"__repr__", "__str__", "describe", "fail", "_fail", "_refuse", "log", "debug", "info", "warn", "warning"}
+)
+"""Functions that make or take texts for users, in which nothing is changed."""
+
+
+class Change(NamedTuple):
+    """A change of one place.
+
+    Attributes:
+        line: its number.
+        text: the whole file, changed.
+        shown: the old and the new text of the place.
+    """
+
+    line: int
+    text: str
+    shown: str
+
+
+def changes_of(source: bytes) -> Iterator[Change]:
+    """Yield all changes of a file, given its text."""
+    starts = list(itertools.accumulate(map(len, source.splitlines(keepends=True)), initial=0))
+    for node in _nodes(ast.parse(source)):
+        for old, new in _changes(node):
+            begin, end = starts[old.lineno - 1] + old.col_offset, starts[old.end_lineno - 1] + old.end_col_offset
+            text = ast.unparse(new) if isinstance(new, ast.stmt | ast.Constant) else f"({ast.unparse(new)})"
+            shown = f"{' '.join(source[begin:end].decode().split())}  ->  {text}"
+            yield Change(old.lineno, (source[:begin] + text.encode() + source[end:]).decode(), shown)
+
+
+def _nodes(node: ast.AST) -> Iterator[Any]:
+    """Yield the nodes that may change: nothing of texts for users, annotations, or what only type checkers read."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "msg", "decorator_list"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not _is_text(child):
+                yield from _nodes(child)
+
+
+def _is_text(node: ast.AST) -> bool:
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    if isinstance(node, ast.FunctionDef):
+        return node.name in _TEXTS
+    called = node.value if isinstance(node, ast.Expr) else node
+    if isinstance(called, ast.Call):
+        return str(getattr(called.func, "attr", getattr(called.func, "id", ""))) in _TEXTS
+    return isinstance(node, ast.Raise | ast.JoinedStr)
+
+
+def _changes(node: Any) -> Iterator[tuple[Any, ast.AST]]:
+    """Yield parts of a node with what may take their place."""
+    if isinstance(node, ast.Compare):
+        for index, operator in enumerate(node.ops):
+            ops = [*node.ops[:index], _COMPARISONS[type(operator)](), *node.ops[index + 1 :]]
+            yield node, ast.Compare(node.left, ops, node.comparators)
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
+        yield node, ast.Constant(not node.value if isinstance(node.value, bool) else node.value + 1)
+    elif isinstance(node, ast.BoolOp):
+        yield node, ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        if not any(isinstance(side, ast.List | ast.Tuple | ast.JoinedStr) for side in (node.left, node.right)):
+            yield node, ast.BinOp(node.left, ast.Sub() if isinstance(node.op, ast.Add) else ast.Add(), node.right)
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield node, ast.Pass()
+    tests = (
+        node.ifs if isinstance(node, ast.comprehension) else [node.test] if isinstance(node, ast.If | ast.IfExp) else []
+    )
+    for test, always in itertools.product(tests, (True, False)):
+        yield test, ast.Constant(always)
