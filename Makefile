@@ -17,6 +17,7 @@ NIGHTLY_TESTS := tests/test_core.py tests/agreement/test_agreement.py tests/capt
 	tests/training/test_windows.py::test_a_memory_limit_that_only_reduced_gradients_keep_makes_each_micro_batch_reduce
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+MUTATE_ARGS ?=
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
@@ -39,7 +40,7 @@ NIGHTLY_VENV := $(VENV)/nightly
 ON_NIGHTLY := $(NIGHTLY_VENV)/.ready-$(VERSIONS)-$(subst =,,$(NIGHTLY))
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup everything demo test freeze nightly test-nightly models lint format types docs imports wheel notebooks clean distclean
+.PHONY: help setup everything demo test freeze mutate nightly test-nightly models lint format types docs imports wheel notebooks clean distclean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -47,6 +48,7 @@ help:
 	@echo "make demo       train a small GPT on 2 ranks and show the traces"
 	@echo "make test       run the tests                    make test-nightly  some of them on a nightly build of Thunder"
 	@echo "make freeze     write the digests of traces anew, which the tests compare"
+	@echo "make mutate     change the core in one place at a time and list the changes that no test notices (hours)"
 	@echo "make models     install LitGPT, transformers, timm and diffusers, train their models beside FSDP2"
 	@echo "make lint       ruff: rules and format      make format   let ruff mend what it can"
 	@echo "make types      mypy                             make imports  which room imports which"
@@ -64,6 +66,9 @@ test: $(DEV)
 
 freeze: $(DEV)
 	PYTHONPATH=.:examples $(PY) tests/freeze.py update
+
+mutate: $(DEV)
+	$(PY) tests/mutate.py $(MUTATE_ARGS)
 
 test-nightly: nightly
 	$(NIGHTLY_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(NIGHTLY_TESTS) $(PYTEST_ARGS)

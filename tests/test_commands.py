@@ -126,7 +126,7 @@ COMMANDS: dict[str, Small | By | Not] = {
     # Others
     r"TEST_DEVICE=cuda .*": Not("needs a GPU"),
     r"pip install .*|git clone .*|make (setup|everything)\b.*|pre-commit install": INSTALLS,
-    r"make (test|freeze|models|lint|format|types|imports|docs|wheel|notebooks)\b.*": CI,
+    r"make (test|freeze|mutate|models|lint|format|types|imports|docs|wheel|notebooks)\b.*": CI,
     r"make (clean|distclean)": Not("removes files of this folder"),
     r"\.ci/versions --all --list": Small("--all --list", r"3\.13 .* 2\.13\.0"),
     r"\.ci/(run|versions)\b.*": CI,

@@ -177,6 +177,19 @@ def _clamp_data(param: torch.Tensor) -> None:
 #
 
 
+class _Norms(Model):
+    """Layer norms, whose gradients are copied: no operator writes them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.LayerNorm(self.width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
 class _ReturnsParameters(Model):
     """A model that returns its output, a parameter, views of parameters, and a parameter that it does not use otherwise."""
 
@@ -270,6 +283,9 @@ SCENARIOS = {
             do.train(1),
         ],
         {"sharding_strategy": "zero2"},
+    ),
+    "copied gradients in the place of kept parameters": Scenario(
+        _double(_Norms), [_differentiate_twice, do.train(1)], {"sharding_strategy": "zero2"}
     ),
     "a block that the last micro-batch skips": Scenario(
         _double(_OptionalBlock),

@@ -152,6 +152,7 @@ def test_large_edge_blocks_are_divided_into_edge_pieces():
     class Big(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.scale = nn.Parameter(torch.ones(256))  # of the block itself
             self.norm = nn.LayerNorm(256)
             self.query = nn.Linear(256, 3 * 256, bias=False)
             self.out = nn.Linear(256, 256)
@@ -164,7 +165,7 @@ def test_large_edge_blocks_are_divided_into_edge_pieces():
     grouped = members(nn.ModuleDict({"blocks": blocks.float()}))  # 3.2 MB
     edge = ["query", "up", "down"]
     assert list(grouped) == [*(f"blocks.0.{n}" for n in edge), "blocks.1", *(f"blocks.2.{n}" for n in edge)]
-    first = ["norm.weight", "norm.bias", "query.weight"]
+    first = ["scale", "norm.weight", "norm.bias", "query.weight"]
     assert grouped["blocks.0.query"] == [f"blocks.0.{n}" for n in first]
     assert [n for n in grouped["blocks.2.down"] if "end" in n] == ["blocks.2.end.weight", "blocks.2.end.bias"]
     one = members(nn.Sequential(nn.Linear(1200, 1200, bias=False)))

@@ -6,7 +6,7 @@ from thunder_fsdp_sched.plan.layout import ALIGNMENT, Layout
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from internals import make_layout
 
@@ -33,12 +33,14 @@ def gather_all(layout: Layout, params: list[torch.Tensor]) -> list[torch.Tensor]
 
 
 @settings(deadline=None)
+@example([(0,), (0,)], 2, 4, False)
 @given(shapes, st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_gathering_all_segments_makes_every_parameter_contiguous(shapes, world_size, itemsize, per_param):
     params = [torch.rand(shape) for shape in shapes]
     layout = make_layout(shapes, world_size, itemsize, per_param=per_param)
     for actual, param in zip(gather_all(layout, params), params, strict=True):
         assert torch.equal(actual, param)
+    assert sum(end - begin for begin, end in layout.gaps) == layout.padding_numel
 
 
 @settings(deadline=None)
@@ -93,3 +95,7 @@ def test_shards_keep_the_number_of_dimensions():
     layout = make_layout([(16, 8), (8,), ()], 2, 4)
     assert [[len(p.shard_shape(r)) for r in range(2)] for p in layout.placements] == [[2, 2], [1, 1], [1, 1]]
     assert sum(math.prod(layout.placements[2].shard_shape(r)) for r in range(2)) == 1
+
+
+def test_parameters_that_fill_all_shards_need_no_padding():
+    assert make_layout([(4, 4), (4, 4)], 2, 4).padding_numel == 0

@@ -245,12 +245,17 @@ def _scale_gradients(bsyms: list[BoundSymbol]) -> None:
         bsyms[at:at] = added
 
 
+def _unpack_in_another_order(bsyms: list[BoundSymbol]) -> None:
+    first, second = _named(bsyms, "unpack_trivial")[:2]
+    bsyms[first], bsyms[second] = bsyms[second], bsyms[first]
+
+
 @on_ranks()
 def test_a_later_transform_may_rename_fuse_and_process_values() -> None:
     reference, x = _pairs(), torch.linspace(-1, 1, 16).view(4, 4)
     reference(x).sum().backward()
-    for change in (_rename_all, _fuse_gradients, _scale_gradients):
-        model = _jit(change, backward=True, module=_pairs)
+    for change in (_rename_all, _fuse_gradients, _scale_gradients, _unpack_in_another_order):
+        model = _jit(change, backward=change is not _unpack_in_another_order, module=_pairs)
         model(x).sum().backward()
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p.grad.to_local(), p.rows.of(q.grad))
