@@ -168,6 +168,8 @@ def test_large_edge_blocks_are_divided_into_edge_pieces():
     first = ["scale", "norm.weight", "norm.bias", "query.weight"]
     assert grouped["blocks.0.query"] == [f"blocks.0.{n}" for n in first]
     assert [n for n in grouped["blocks.2.down"] if "end" in n] == ["blocks.2.end.weight", "blocks.2.end.bias"]
+    two = nn.Sequential(nn.Linear(1200, 1200, bias=False), nn.Linear(1200, 1200, bias=False))
+    assert list(members(nn.ModuleDict({"blocks": nn.ModuleList([two])}))) == ["blocks.0.0", "blocks.0.1"]
     one = members(nn.Sequential(nn.Linear(1200, 1200, bias=False)))
     assert list(one) == ["0"], "a block with one layer cannot be divided"
 

@@ -158,6 +158,16 @@ def _swap_unpacked(bsyms: list[BoundSymbol]) -> None:
     bsyms[at] = bsyms[at].from_bsym(output=[second, first, *more])
 
 
+class _TwoOutputs(_Pair):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x * self.a).exp(), x * self.b
+
+
+def _swap_gradients_of_outputs(bsyms: list[BoundSymbol]) -> None:
+    at = next(i for i in _named(bsyms, "unpack_sequence") if bsyms[i].args[0].name == "cotangents")
+    bsyms[at] = bsyms[at].from_bsym(output=bsyms[at].output[::-1])
+
+
 def _swap_copies(bsyms: list[BoundSymbol]) -> None:
     """Send copies of two gradients, under new names, in each other's place."""
     at, *_ = _named(bsyms, "fsdp_reduce_scatter")
@@ -206,6 +216,9 @@ def test_a_later_transform_that_swaps_values_of_equal_shape_is_an_error(left_out
         with pytest.raises(VerificationError, match=rf"Reorder has changed(.|\n)*({message})"):
             model(torch.ones(4, 4))
             pytest.fail(what)
+    model = _jit(_swap_gradients_of_outputs, backward=True, module=_TwoOutputs)
+    with pytest.raises(VerificationError, match=f"Reorder has changed(.|\\n)*({_OTHER})"):
+        model(torch.ones(4, 4))
     model = _jit(_swap("fsdp_accumulate_grads"), backward=True, module=_pairs)
     with model.no_sync(), pytest.raises(VerificationError, match="which is not what it read before"):
         model(torch.ones(4, 4))
