@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import hypothesis
 import pytest
-from mutations_drawn import changes_of
+from mutations_drawn import ROOMS, changes_of, tests_of
 from mutations_listed import LISTED, Listed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,64 +47,6 @@ COPIED = (
     "Makefile",
     "pyproject.toml",
 )
-
-_PASSES = (
-    "tests/runtime/test_one_rank.py",
-    "tests/transforms/test_passes.py",
-    "tests/transforms/test_random_traces.py",
-)
-_PROOF = ("tests/proof/test_verify.py", "tests/proof/test_audit.py", "tests/proof/test_mutants.py")
-ROOMS: dict[str, tuple[str, ...]] = {
-    "plan": (
-        "tests/plan",
-        "tests/transforms/test_passes.py",
-        "tests/sharding/test_module_policies.py",
-        "tests/test_errors.py",
-    ),
-    "proof": (*_PROOF, "tests/proof"),
-    "ir": (
-        "tests/ir/test_effects.py",
-        "tests/ir/test_liveness.py",
-        *_PASSES,
-        *_PROOF,
-        "tests/agreement/test_agree.py",
-        "tests/ir",
-    ),
-    "transforms": (*_PASSES, *_PROOF[:1], "tests/transforms"),
-    "runtime": (
-        "tests/runtime/test_one_rank.py",
-        "tests/runtime",
-        "tests/training/test_gradients.py",
-        "tests/test_errors.py",
-    ),
-    "ranks": ("tests/agreement/test_rounds.py", "tests/agreement", "tests/distributed", "tests/test_errors.py"),
-}
-"""The tests of each room. Those that are fast, or that fail for most defects, run first."""
-
-_INPUTS = ("tests/capture/test_input_reads.py", "tests/capture/test_changed_programs.py")
-_SHARP: dict[str, tuple[str, ...]] = {
-    "traced_inputs.py": _INPUTS,
-    "changed_inputs.py": _INPUTS,
-    "row_elements.py": ("tests/runtime/test_row_dtensor.py",),
-    "rows.py": ("tests/runtime/test_row_dtensor.py",),
-    "unused_outputs.py": ("tests/training/test_unused_outputs.py",),
-    "watch_outputs.py": ("tests/training/test_unused_outputs.py",),
-    "watched_outputs.py": ("tests/training/test_unused_outputs.py",),
-    "autograd.py": ("tests/training/test_gradient_hooks.py",),
-    "accumulation.py": ("tests/training/test_windows.py",),
-    "trace_start.py": ("tests/training/test_unused_outputs.py", "tests/agreement", "tests/training/test_windows.py"),
-    "module_hooks.py": ("tests/capture/test_calls.py",),
-    "registry.py": ("tests/ir/test_caching.py",),
-    "observation.py": ("tests/ir/test_operator_facts.py",),
-    "computation.py": ("tests/agreement/test_agree.py", "tests/agreement/test_agreement.py"),
-    "shard_prologue.py": ("tests/transforms/test_shard_prologue.py", "tests/capture/test_calls.py"),
-    "fuse_downcast.py": ("tests/transforms/test_fusions.py", "tests/sharding/test_input_casts.py"),
-    "keep_fusions_apart.py": ("tests/transforms/test_fusions.py",),
-    "regather_for_backward.py": ("tests/transforms/test_recompute_whole_regions.py",),
-    "assignment.py": ("tests/distributed/test_groups.py",),
-    "process_groups.py": ("tests/distributed/test_groups.py",),
-}
-"""Tests of some files, which run before those of the room, like any test file with the name of the file."""
 
 _TEST_SECONDS = 90
 """The time limit of one test. It allows for a machine that is busy; a hang counts as a failure."""
@@ -159,8 +101,7 @@ def drawn(number: int, seed: int) -> list[Mutation]:
     known: list[Mutation] = []
     for room in ROOMS:
         for path in sorted((ROOT / PACKAGE / room).glob("*.py")):
-            sharp = [str(test.relative_to(ROOT)) for test in ROOT.glob(f"tests/*/test_{path.name}")]
-            tests = tuple(dict.fromkeys([*sharp, *_SHARP.get(path.name, ()), *ROOMS[room]]))
+            tests = tests_of(room, path, ROOT)
             place = str(path.relative_to(ROOT))
             for change in changes_of(path.read_bytes()):
                 known.append(Mutation(f"{room}/{path.name}:{change.line}", place, change.text, change.shown, tests))

@@ -1,4 +1,4 @@
-"""All single changes of a Python file that ``mutate.py`` draws from.
+"""All single changes of a Python file that ``mutate.py`` draws from, and the tests that run for them.
 
 A comparison is replaced by its neighbour (``<`` by ``<=``) or its opposite, an integer grows by one, ``and`` becomes ``or``,
 ``+`` becomes ``-``, a condition always holds or never, and a call whose result nobody uses is left out. Texts stay.
@@ -9,7 +9,66 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
+
+_PASSES = (
+    "tests/runtime/test_one_rank.py",
+    "tests/transforms/test_passes.py",
+    "tests/transforms/test_random_traces.py",
+)
+_PROOF = ("tests/proof/test_verify.py", "tests/proof/test_audit.py", "tests/proof/test_mutants.py")
+ROOMS: dict[str, tuple[str, ...]] = {
+    "plan": (
+        "tests/plan",
+        "tests/transforms/test_passes.py",
+        "tests/sharding/test_module_policies.py",
+        "tests/test_errors.py",
+    ),
+    "proof": (*_PROOF, "tests/proof"),
+    "ir": (
+        "tests/ir/test_effects.py",
+        "tests/ir/test_liveness.py",
+        *_PASSES,
+        *_PROOF,
+        "tests/agreement/test_agree.py",
+        "tests/ir",
+    ),
+    "transforms": (*_PASSES, *_PROOF[:1], "tests/transforms"),
+    "runtime": (
+        "tests/runtime/test_one_rank.py",
+        "tests/runtime",
+        "tests/training/test_gradients.py",
+        "tests/test_errors.py",
+    ),
+    "ranks": ("tests/agreement/test_rounds.py", "tests/agreement", "tests/distributed", "tests/test_errors.py"),
+}
+"""The tests of each room. Those that are fast, or that fail for most defects, run first."""
+
+_INPUTS = ("tests/capture/test_input_reads.py", "tests/capture/test_changed_programs.py")
+_SHARP: dict[str, tuple[str, ...]] = {
+    "traced_inputs.py": _INPUTS,
+    "changed_inputs.py": _INPUTS,
+    "row_elements.py": ("tests/runtime/test_row_dtensor.py",),
+    "rows.py": ("tests/runtime/test_row_dtensor.py",),
+    "unused_outputs.py": ("tests/training/test_unused_outputs.py",),
+    "watch_outputs.py": ("tests/training/test_unused_outputs.py",),
+    "watched_outputs.py": ("tests/training/test_unused_outputs.py",),
+    "autograd.py": ("tests/training/test_gradient_hooks.py",),
+    "accumulation.py": ("tests/training/test_windows.py",),
+    "trace_start.py": ("tests/training/test_unused_outputs.py", "tests/agreement", "tests/training/test_windows.py"),
+    "module_hooks.py": ("tests/capture/test_calls.py",),
+    "registry.py": ("tests/ir/test_caching.py",),
+    "observation.py": ("tests/ir/test_operator_facts.py",),
+    "computation.py": ("tests/agreement/test_agree.py", "tests/agreement/test_agreement.py"),
+    "shard_prologue.py": ("tests/transforms/test_shard_prologue.py", "tests/capture/test_calls.py"),
+    "fuse_downcast.py": ("tests/transforms/test_fusions.py", "tests/sharding/test_input_casts.py"),
+    "keep_fusions_apart.py": ("tests/transforms/test_fusions.py",),
+    "regather_for_backward.py": ("tests/transforms/test_recompute_whole_regions.py",),
+    "assignment.py": ("tests/distributed/test_groups.py",),
+    "process_groups.py": ("tests/distributed/test_groups.py",),
+}
+"""Tests of some files, which run before those of the room, like any test file with the name of the file."""
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -54,6 +113,12 @@ def changes_of(source: bytes) -> Iterator[Change]:
             yield Change(old.lineno, (source[:begin] + text.encode() + source[end:]).decode(), shown)
 
 
+def tests_of(room: str, file: Path, root: Path) -> tuple[str, ...]:
+    """Return the tests of a file in their order, as paths from ``root``."""
+    same_name = [str(test.relative_to(root)) for test in root.glob(f"tests/*/test_{file.name}")]
+    return tuple(dict.fromkeys([*same_name, *_SHARP.get(file.name, ()), *ROOMS[room]]))
+
+
 def _nodes(node: ast.AST) -> Iterator[Any]:
     """Yield the nodes that may change: nothing of texts for users, annotations, or what only type checkers read."""
     yield node
@@ -82,8 +147,8 @@ def _changes(node: Any) -> Iterator[tuple[Any, ast.AST]]:
         for index, operator in enumerate(node.ops):
             ops = [*node.ops[:index], _COMPARISONS[type(operator)](), *node.ops[index + 1 :]]
             yield node, ast.Compare(node.left, ops, node.comparators)
-    elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
-        yield node, ast.Constant(not node.value if isinstance(node.value, bool) else node.value + 1)
+    elif isinstance(node, ast.Constant) and isinstance(value := node.value, int):
+        yield node, ast.Constant(not value if isinstance(value, bool) else value + 1)
     elif isinstance(node, ast.BoolOp):
         yield node, ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
