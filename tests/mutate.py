@@ -149,6 +149,7 @@ class Copy:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         sys.dont_write_bytecode = False
         hypothesis.settings.load_profile("mutate")
+        del sys.modules["__main__"].__file__  # which worker processes would run
         options = ("-x", "-q", "--no-header", "--tb=no", f"--timeout={_TEST_SECONDS}", "-p", "no:cacheprovider")
         code = int(pytest.main([*options, *tests]))
         for name, module in sys.modules.items():

@@ -58,6 +58,7 @@ _SHARP: dict[str, tuple[str, ...]] = {
     "accumulation.py": ("tests/training/test_windows.py",),
     "trace_start.py": ("tests/training/test_unused_outputs.py", "tests/agreement", "tests/training/test_windows.py"),
     "module_hooks.py": ("tests/capture/test_calls.py",),
+    "insert_agreement.py": ("tests/agreement/test_agreement.py",),
     "registry.py": ("tests/ir/test_caching.py",),
     "observation.py": ("tests/ir/test_operator_facts.py",),
     "computation.py": ("tests/agreement/test_agree.py", "tests/agreement/test_agreement.py"),
