@@ -210,6 +210,8 @@ def main() -> None:
     args = parser.parse_args()
     mutations = [*map(listed, LISTED)] + ([] if args.listed else drawn(args.number, args.seed))
     mutations = [each for each in mutations if re.search(args.only, f"{each.name} {each.path}")]
+    if not mutations:
+        parser.error(f"--only: no mutation matches {args.only!r}")
     prepare()
     with tempfile.TemporaryDirectory() as folder:
         copies = [Copy(Path(folder, str(number))) for number in range(args.jobs)]
@@ -222,6 +224,8 @@ def main() -> None:
 
 
 def _must_pass(where: Copy, tests: Iterable[str]) -> None:
+    if not (tests := list(tests)):
+        return
     process = where.start(list(dict.fromkeys(tests)))
     found = where.finish(*os.waitpid(process, 0))
     print(f"without a mutation: {found.seconds:.0f} s, {found.output.strip().splitlines()[-1]}", flush=True)
