@@ -34,6 +34,9 @@ SYSTEMS: dict[str, Callable[..., System]] = {
     "Thunder fsdp, zero2": partial(thunders_fsdp, strategy="zero2", bucketing="block"),
     "ours, zero2": partial(ours, sharding_strategy="zero2"),
     "ours, zero3": ours,
+    "ours, zero3, torch_kernels": partial(ours, executors=["torch_kernels", "sdpa"]),
+    "ours, zero3, blocks as leaves": partial(ours, leaf_modules=("blocks.*",)),
+    "ours, zero3, compiled leaves": partial(ours, compiled_blocks=True),
 }
 ENCODED = 1 << 26
 """Elements that the encoders get, in bfloat16."""

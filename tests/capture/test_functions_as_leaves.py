@@ -28,6 +28,7 @@ LEAVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "minimum": lambda y: torch.minimum(y, y * y),
     "remainder": lambda y: y % 2.0 + torch.remainder(y, 0.7),
     "round, straight through": lambda y: y + (y.round() - y).detach() * y,
+    "floor": lambda y: torch.floor(y) + y.ceil(),
     "trunc": lambda y: y.trunc() * y,
     "pad": lambda y: F.pad(y[None], (1, 1), mode="reflect"),
     "tile": lambda y: y.tile(2, 2) * 2,
@@ -40,6 +41,7 @@ LEAVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 TRACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "an unused result without dimensions": lambda y: torch.var_mean(y)[0] + torch.std_mean(y)[1],
+    "what needs no gradient": lambda y: y * y.detach().floor() * torch.hstack([y.detach()[:, :2], y.detach()[:, 2:]]),
     "another one": lambda y: torch.linalg.slogdet(y)[1],
 }
 

@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "named results": lambda y: y.max(dim=-1).values * torch.min(y, dim=1, keepdim=True).values + y.topk(2).values.sum(),
     "named indices": lambda y: y.sort(dim=-1, descending=True).values * torch.sort(y, dim=0).indices,
     "results without a rule of Thunder": lambda y: y.median(dim=-1).values + y.cummax(0).values * torch.mode(y).indices,
-    "unpacked results": lambda y: torch.stack([value.double() for value in y.max(-1)]).prod(0) * len(y.max(-1)),
+    "unpacked results": lambda y: torch.stack([value.double() for value in y.max(-1)]).sum(0) * len(y.max(-1)),
     "a slice of results": lambda y: y.max(-1)[:1][0] * y.min(-1)[0],
     "without a dimension": lambda y: y * y.max() + torch.max(y, -y) + torch.median(y),
 }

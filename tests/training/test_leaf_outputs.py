@@ -185,3 +185,13 @@ def test_a_gradient_that_was_not_there_when_a_leaf_was_observed_is_an_error() ->
     model(torch.ones(2, SIZE, dtype=torch.float64))
     with pytest.raises(RuntimeError, match=r"returns output 0 with a gradient, and without one when it was observed"):
         model(torch.full((2, SIZE), 1e6, dtype=torch.float64))
+
+
+def test_gradients_of_a_tensor_that_a_leaf_has_kept_are_not_lost_silently() -> None:
+    model, _ = _jitted((_assign_aux, lambda model, x: model.last(model.part(x))))
+    x = torch.ones(2, SIZE, dtype=torch.float64)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"gradients besides the backward of the model.*return the tensor"):
+            (model(x).sum() + model._model.part.aux).backward()
+            model(x)
+        model(x).sum().backward()  # training goes on

@@ -246,8 +246,9 @@ class InputReads:
         if function is object.__setattr__:
             find_attributes(args[0])
         found = self._shapes.look_aside(function, args, found)
-        if self.leaves is not None and self.leaves.automatic and torch_functions.is_of_torch(function):
-            return functools.partial(torch_functions.call_or_run_as_it_is, self.leaves, function, found)
+        leaves = self.leaves if self.leaves is not None and self.leaves.automatic else None
+        if leaves is not None and found is not None and torch_functions.is_of_torch(function):
+            return functools.partial(torch_functions.call_or_run_as_it_is, leaves, function, found)
         if (error := torch_functions.wrong_result(function)) is not None:
             return do_raise(error)
         if (function is hasattr or (function is getattr and len(args) == 3)) and callable(found):

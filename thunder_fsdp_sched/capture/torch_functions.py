@@ -18,6 +18,7 @@ from thunder.core.interpreter import (
     wrap_const,
 )
 from thunder.core.jit_ext import get_jit_ctx
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_leaves, tree_map
@@ -27,6 +28,7 @@ from ..ir.gradients import WRONG_GRADIENTS
 from ..private_interpreter import call_interpreted
 from .leaves import Leaves
 from .refusals import count_refused, refusal
+from .torch_types import requires_grad
 
 
 def look_aside(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -52,6 +54,11 @@ def is_of_torch(function: Any) -> bool:
     return isinstance(function, Symbol) or id(function) in _MAPPED or _is_operator(function)
 
 
+def _needs_gradient(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) -> bool:
+    values = tree_leaves([unwrap(value) for value in (*args, *kwargs.values())])
+    return any(isinstance(value, TensorProxy) and requires_grad(value) is not False for value in values)
+
+
 def wrong_result(function: Any) -> NotImplementedError | None:
     """Return the error for a method of a tensor in place of which Thunder computes something else; ``None`` for others."""
     if not (isinstance(function, Symbol) and function.name == "unfold"):
@@ -64,7 +71,7 @@ def wrong_result(function: Any) -> NotImplementedError | None:
 
 def _is_operator(function: Any) -> bool:
     """Return whether a function is an operator of Thunder's tensors, such as ``TensorProxy.__mod__``."""
-    return isinstance(function, FunctionType) and function.__qualname__.startswith("TensorProxy.__")
+    return isinstance(function, FunctionType) and function.__qualname__ == f"TensorProxy.{function.__name__}"
 
 
 def call_or_run_as_it_is(
@@ -78,11 +85,9 @@ def call_or_run_as_it_is(
     """
     run_as_it_is, runtime = "extras.leaf_modules.functions:run_as_it_is", get_interpreterruntimectx()
     name = function.name if isinstance(function, Symbol) else getattr(function, "__name__", "")
-    if (
-        name in _WITHOUT_GRADIENT
-        and (result := load(run_as_it_is)(leaves, function, None, *args, **kwargs)) is not None
-    ):
-        return result
+    if name in _WITHOUT_RULE or (name in _WRONG_IF_NEEDED and _needs_gradient(args, kwargs)):
+        if (result := load(run_as_it_is)(leaves, function, None, *args, **kwargs)) is not None:
+            return result
     trace, refused = get_jit_ctx().computation_trace, count_refused()
     number = len(trace.scopes)
     before = [(scope, len(scope)) for scope in trace.scopes if scope is not None]
@@ -97,16 +102,17 @@ def call_or_run_as_it_is(
     if (instead := load(run_as_it_is)(leaves, function, error, *args, **kwargs)) is not None:
         return instead
     runtime.curexc, trace.scopes[:] = error, after
-    for scope, bsyms in traced_so_far:
-        scope.extend(bsyms)
+    for (scope, length), (_, bsyms) in zip(before, traced_so_far, strict=True):
+        scope[length:] = bsyms
     return result
 
 
 _MAPPED = frozenset({*map(id, _torch_to_thunder_function_map), id(torch.as_tensor)})
-_WITHOUT_GRADIENT = WRONG_GRADIENTS | frozenset(
-    ("flip", "index_add", "lerp", "minimum", "remainder", "round", "trunc", "unfold")
-)
-"""Names of functions of which Thunder computes no gradient, or a wrong one."""
+_WITHOUT_RULE = frozenset({"flip", "index_add", "lerp", "minimum", "remainder", "round", "trunc", "unfold"})
+"""Names of functions with which Thunder fails as soon as it differentiates a trace, or whose results are wrong."""
+
+_WRONG_IF_NEEDED = WRONG_GRADIENTS | {"ceil", "floor"}
+"""Names of functions of which Thunder computes a wrong gradient, or none where torch's is zero."""
 
 _NAMED = {
     name: collections.namedtuple(name, ("values", "indices"))

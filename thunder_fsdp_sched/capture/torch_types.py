@@ -136,29 +136,34 @@ def _traced() -> Iterator[BoundSymbol]:
 
 def _requires_grad(tensor: WrappedValue) -> Any:
     """Return whether torch would record the operators of a tensor for backward."""
+    if (known := requires_grad(tensor.value)) is not None:
+        return wrap_const(known)
+    return do_raise(
+        refusal(
+            "forward asks for requires_grad of a tensor after it has changed one in place, so that it is not known",
+            "Ask for torch.is_grad_enabled() or self.training, or change no tensor in place before",
+        )
+    )
+
+
+def requires_grad(tensor: TensorProxy) -> bool | None:
+    """Return whether torch would record the operators of a traced tensor for backward; ``None`` if it is not known."""
     traced = list(nested(_traced()))
     made_by = {out.name: bsym for bsym in traced if not bsym.subsymbols for out in bsym.flat_proxy_outs}
     for out in (out for bsym in traced if bsym.sym.name == "detach" for out in bsym.flat_proxy_outs):
         made_by.pop(out.name, None)
-    todo, seen = [tensor.value], set[str]()
+    todo, seen = [tensor], set[str]()
     while todo:
         proxy = todo.pop()
         if proxy.name in seen or not isinstance(proxy, TensorProxy):
             continue
         seen.add(proxy.name)
         if proxy.requires_grad:
-            return wrap_const(True)
+            return True
         is_recorded = is_inexact_dtype(proxy.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in proxy.tags
         if is_recorded and proxy.name in made_by:
             todo.extend(made_by[proxy.name].flat_proxy_args)
-    if any(bsym.sym.id is PrimIDs.COPY_ for bsym in made_by.values()):
-        return do_raise(
-            refusal(
-                "forward asks for requires_grad of a tensor after it has changed one in place, so that it is not known",
-                "Ask for torch.is_grad_enabled() or self.training, or change no tensor in place before",
-            )
-        )
-    return wrap_const(False)
+    return None if any(bsym.sym.id is PrimIDs.COPY_ for bsym in made_by.values()) else False
 
 
 def _is_unknown(tensor: WrappedValue, name: Any) -> bool:

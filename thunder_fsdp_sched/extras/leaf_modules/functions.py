@@ -23,15 +23,17 @@ from thunder.core.interpreter import (
     interpreter_needs_wrap,
     unwrap,
 )
-from thunder.core.jit_ext import record_source_loc_in_symbol_header
+from thunder.core.jit_ext import get_jit_ctx, record_source_loc_in_symbol_header
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import Symbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_leaves
 
 from ...capture.leaves import Leaves
+from ...ir.symbols import LEAF
 from .capture import proxy_contents, record_call
 from .choose import announce
+from .observe import run_once
 
 
 def function_to_call(function: Any, args: Sequence[WrappedValue]) -> tuple[str, Callable[..., Any]] | None:
@@ -68,7 +70,7 @@ def run_as_it_is(
     """Trace a call of a function of torch, or of a method of a tensor, as a single operator.
 
     Args:
-        error: why Thunder has not traced it; ``None`` if it computes no gradient.
+        error: why Thunder has not traced it; ``None`` if it computes no right gradient.
 
     Returns:
         The wrapped result; ``None`` if the function cannot be a leaf.
@@ -82,10 +84,20 @@ def run_as_it_is(
     name, runtime = f"torch's {instead.__name__}", get_interpreterruntimectx()
     result = _call(leaves, name, instead, args, kwargs)
     runtime.curexc = None
-    if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+    if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED or not _runs(get_jit_ctx().computation_trace.peek_scope()):
         return None
     announce(leaves, instead, _AS_IT_IS.format(name) + ("" if error is None else f": {type(error).__name__}: {error}"))
     return result
+
+
+def _runs(scope: Sequence[BoundSymbol]) -> bool:
+    """Return whether the leaf at the end of a trace runs on random tensors; fake ones do not show all mistakes."""
+    leaf = next(bsym.args[0] for bsym in reversed(scope) if bsym.sym.name == LEAF)
+    try:
+        run_once(leaf)
+    except Exception:  # the program's own
+        return False
+    return True
 
 
 def _call(

@@ -20,11 +20,11 @@ from ...ir.observation import Recorder
 from .leaf import TENSOR, Leaf, Metadata, Structure
 
 
-class _Refused(NotImplementedError):
+class LeafError(NotImplementedError):
     """The leaf does what the schedule cannot allow."""
 
 
-class Communicates(_Refused):
+class Communicates(LeafError):
     """The leaf runs a collective, in which the other ranks do not take part now."""
 
 
@@ -65,14 +65,14 @@ def observe(leaf: Leaf, output_like: Callable[..., Any] | None) -> None:
         return
     try:
         _observe(leaf, is_fake=True)
-    except _Refused:
+    except LeafError:
         raise
     except Exception as fake:  # the module may run any code
         if not leaf.modules and isinstance(fake, DynamicOutputShapeException):
             raise
         try:
             _observe(leaf, is_fake=False)
-        except _Refused:
+        except LeafError:
             raise
         except Exception as real:
             if (type(real), str(real)) == (type(fake), str(fake)):  # the program's own
@@ -123,7 +123,7 @@ def _observe(leaf: Leaf, *, is_fake: bool) -> None:
             versions = [t._version for t in given_inputs]
             result = leaf.call(given_inputs, parameters)
             if changed := [i for i, t in enumerate(given_inputs) if t._version != versions[i]]:
-                raise _Refused(f"fsdp: the {leaf.title} changes its input {changed[0]} in place. Clone it first")
+                raise LeafError(f"fsdp: the {leaf.title} changes its input {changed[0]} in place. Clone it first")
         _note(leaf, result, reads_data=not is_fake)
         storages = [
             StorageWeakRef(t.untyped_storage()).cdata for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)
@@ -149,7 +149,7 @@ def _observe_backward(result: Any, recorder: Recorder) -> int:
     try:
         with recorder:
             torch.autograd.backward(outputs, gradients)
-    except _Refused:
+    except LeafError:
         raise
     except Exception:  # it has none, which the backward of a training step says
         return 0

@@ -194,6 +194,7 @@ def run(leaf: Leaf, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
     """Call a leaf, and return its outputs and the state for its backward."""
+    leaf.check_stand_ins()
     one = _Run(leaf, tensors)
     packing = _Packing(leaf, one.pointers)
     state, count = State(leaf, packing), len(leaf.inputs)
@@ -249,6 +250,7 @@ def backward(leaf: Leaf, state: State, *tensors: torch.Tensor) -> tuple[torch.Te
     """
     if state.edges is None:
         leaf.fail("runs backward a second time; its graph was freed (retain_graph is not supported)")
+    leaf.check_stand_ins()
     count = len(leaf.parameters)
     parameters, state.packing.memory = _with_storages(tensors[:count])
     cotangents = iter(tensors[count:])
