@@ -56,12 +56,12 @@ class _Packing:
 
     Attributes:
         numbers: of parameters, by the addresses of their storages; empty once forward has run.
-        memory: the storages of the parameters, during backward.
+        memory: the parameters, during backward.
     """
 
     def __init__(self, leaf: Leaf, numbers: dict[int, int]) -> None:
         self.leaf, self.numbers = leaf, numbers
-        self.memory: list[torch.UntypedStorage] = []
+        self.memory: list[torch.Tensor] = []
 
     def pack(self, tensor: torch.Tensor) -> Any:
         try:
@@ -78,7 +78,7 @@ class _Packing:
         if isinstance(packed, _Place):
             if not self.memory:
                 self.leaf.fail("has its graph run outside of backward")
-            return _tensor_at(self.memory[packed.number], packed)
+            return _tensor_at(_storage_of(self.memory[packed.number]), packed)
         if isinstance(packed, torch.Tensor):
             return packed
         tensor, version = packed
@@ -112,17 +112,16 @@ def _tensor_at(storage: torch.UntypedStorage, place: _Place) -> torch.Tensor:
     )
 
 
-def _with_storages(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:
-    """Return the same parameters, each with a storage object of its own that begins where the parameter does."""
-    tensors, storages = [], []
-    for each in parameters:
-        size, stride, itemsize = each.size(), each.stride(), each.itemsize
-        length = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if each.numel() else 0
-        begin = int(each.storage_offset()) * itemsize
-        storage = each.untyped_storage()[begin : begin + length * itemsize]  # of the same memory
-        tensors.append(_tensor_at(storage, _Place(0, each.dtype, size, stride, 0)))
-        storages.append(storage)
-    return tensors, storages
+def _storage_of(parameter: torch.Tensor) -> torch.UntypedStorage:
+    """Return another storage object of the same memory, which begins and ends where the parameter does."""
+    size, stride, itemsize = parameter.size(), parameter.stride(), parameter.itemsize
+    length = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if parameter.numel() else 0
+    begin = int(parameter.storage_offset()) * itemsize
+    return parameter.untyped_storage()[begin : begin + length * itemsize]
+
+
+def _with_storage(parameter: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    return _tensor_at(storage, _Place(0, parameter.dtype, parameter.size(), parameter.stride(), 0))
 
 
 class _Run:
@@ -133,7 +132,8 @@ class _Run:
         self.leaf = leaf
         self.given = tensors[:count]
         self.versions = [None if t.is_inference() else t._version for t in self.given]
-        self.parameters, self.storages = _with_storages(tensors[count:])
+        self.storages = list(map(_storage_of, tensors[count:]))
+        self.parameters = list(map(_with_storage, tensors[count:], self.storages))
         self.first_version = [p._version if not p.is_inference() else None for p in self.parameters]
         self.pointers = {storage.data_ptr(): i for i, storage in enumerate(self.storages) if storage.nbytes()}
         self.alive = list(map(StorageWeakRef, self.storages))
@@ -252,7 +252,7 @@ def backward(leaf: Leaf, state: State, *tensors: torch.Tensor) -> tuple[torch.Te
         leaf.fail("runs backward a second time; its graph was freed (retain_graph is not supported)")
     leaf.check_stand_ins()
     count = len(leaf.parameters)
-    parameters, state.packing.memory = _with_storages(tensors[:count])
+    parameters = state.packing.memory = [tensor.detach() for tensor in tensors[:count]]
     cotangents = iter(tensors[count:])
     pairs = [
         (edge, next(cotangents))
