@@ -84,26 +84,28 @@ def call_or_run_as_it_is(
         traced: what calls Thunder's function with wrapped arguments, or the signal that it has raised an error.
     """
     run_as_it_is, runtime = "extras.leaf_modules.functions:run_as_it_is", get_interpreterruntimectx()
+    trace, refused = get_jit_ctx().computation_trace, count_refused()
+    former, number = [(scope, len(scope)) for scope in trace.scopes if scope is not None], len(trace.scopes)
+
+    def undo() -> None:
+        del trace.scopes[number:]
+        for scope, length in former:
+            del scope[length:]
+
     name = function.name if isinstance(function, Symbol) else getattr(function, "__name__", "")
     if name in _WITHOUT_RULE or (name in _WRONG_IF_NEEDED and _needs_gradient(args, kwargs)):
         if (result := load(run_as_it_is)(leaves, function, None, *args, **kwargs)) is not None:
             return result
-    trace, refused = get_jit_ctx().computation_trace, count_refused()
-    number = len(trace.scopes)
-    before = [(scope, len(scope)) for scope in trace.scopes if scope is not None]
+        undo()
     result = traced(*args, **kwargs) if callable(traced) else traced
     if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED or count_refused() > refused:
         return result
-    error, after = runtime.curexc, list(trace.scopes)
-    traced_so_far = [(scope, scope[length:]) for scope, length in before]
-    for scope, length in before:
-        del scope[length:]
-    del trace.scopes[number:]
+    error = runtime.curexc
+    undo()  # what Thunder has traced before it has failed
     if (instead := load(run_as_it_is)(leaves, function, error, *args, **kwargs)) is not None:
         return instead
-    runtime.curexc, trace.scopes[:] = error, after
-    for (scope, length), (_, bsyms) in zip(before, traced_so_far, strict=True):
-        scope[length:] = bsyms
+    undo()
+    runtime.curexc = error
     return result
 
 
