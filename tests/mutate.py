@@ -71,7 +71,7 @@ class Mutation(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the tests say of a mutation; ``killed_by`` is empty if all pass."""
+    """The result of the tests that ran with a mutation; ``killed_by`` is empty if all have passed."""
 
     killed_by: str
     seconds: float

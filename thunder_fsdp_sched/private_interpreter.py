@@ -107,6 +107,14 @@ def observed_by(context: Any, observer: Any) -> Any:
     )
 
 
+def replace_key(value: WrappedValue, key: Any) -> None:
+    """Let a value have been read under a constant key, as far as its provenance tells."""
+    provenance = value.provenance
+    constant = ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=key)
+    value.provenance = ProvenanceRecord(provenance.inst, inputs=[provenance.inputs[0], constant])
+    value.provenance.ext_flag = provenance.ext_flag
+
+
 @contextmanager
 def unique_name(value: WrappedValue, known: dict[str, torch.Tensor]) -> Iterator[None]:
     """Let Thunder give a tensor that the program reads a name of its own while it wraps it.
@@ -120,15 +128,13 @@ def unique_name(value: WrappedValue, known: dict[str, torch.Tensor]) -> Iterator
     if provenance.inst not in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR):
         yield
         return
-    name, (source, key) = _infer_name_postfix_from_provenance(provenance), provenance.inputs
+    name, key = _infer_name_postfix_from_provenance(provenance), provenance.inputs[1]
     if not name or key.inst is not PseudoInst.CONSTANT or known.setdefault(name, tensor) is tensor:
         yield
         return
     number = next(n for n in itertools.count(1) if known.setdefault(f"{name}_{n}", tensor) is tensor)
     numbered = (_NumberedText if isinstance(key.value, str) else _NumberedIndex)(key.value)
-    constant = ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=numbered)
-    value.provenance = ProvenanceRecord(provenance.inst, inputs=[source, constant])
-    value.provenance.ext_flag = provenance.ext_flag
+    replace_key(value, numbered)
     numbered.suffix = f"_{number}"
     try:
         yield

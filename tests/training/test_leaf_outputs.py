@@ -1,4 +1,4 @@
-"""What a leaf module returns and changes besides: outputs without gradient, or that nothing reads, shared memory, state."""
+"""Leaf modules return outputs that have no gradient or that nothing reads, share memory, and change state."""
 
 from __future__ import annotations
 

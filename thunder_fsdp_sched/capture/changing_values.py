@@ -23,6 +23,7 @@ from typing import Any
 from thunder.core.interpreter import PseudoInst, WrappedValue, get_interpreterruntimectx, unwrap
 
 from ..ir.inspection import is_library
+from .native_code import CELL_STORES, GLOBAL_STORES
 from .paths import Paths
 from .refusals import is_of_program, refusal
 
@@ -129,12 +130,13 @@ def outer_assignment(inst: Any, frame: Any, paths: Paths) -> NotImplementedError
     """Return the error for an instruction that assigns a global, or a variable of a function outside of forward.
 
     Args:
+        inst: one of ``OUTER_STORES``.
         frame: the interpreter's.
         paths: those of the compilation.
     """
-    if inst.opname not in _STORES or not is_of_program(frame.code.co_filename):
+    if not is_of_program(frame.code.co_filename):
         return None
-    if inst.opname in _STORES_OF_CELLS:
+    if inst.opname in CELL_STORES:
         index = inst.arg + (frame.code.co_nlocals if sys.version_info < (3, 11) else 0)
         if paths.of(frame.localsplus[index].provenance) is None:
             return None
@@ -144,8 +146,8 @@ def outer_assignment(inst: Any, frame: Any, paths: Paths) -> NotImplementedError
     )
 
 
-_STORES_OF_CELLS = ("STORE_DEREF", "DELETE_DEREF")
-_STORES = frozenset({*_STORES_OF_CELLS, "STORE_GLOBAL", "DELETE_GLOBAL"})
+OUTER_STORES = CELL_STORES | GLOBAL_STORES
+"""The instructions that may assign a variable outside of forward."""
 
 
 def environment_read(function: Any, args: Sequence[Any]) -> str | None:

@@ -58,6 +58,7 @@ from ..private_interpreter import (
     find_attributes,
     forget_new_modules,
     observed_by,
+    replace_key,
     save_attributes_of_root,
     take_constants,
     unique_name,
@@ -77,6 +78,7 @@ from ..runtime.traced_inputs import (
 )
 from . import callbacks, module_members, torch_functions, torch_types
 from .changing_values import (
+    OUTER_STORES,
     READ_ENVIRONMENT,
     ForeignIterators,
     changing_value,
@@ -86,6 +88,7 @@ from .changing_values import (
 )
 from .containers import Containers
 from .leaves import CALLS, Leaves
+from .module_members import OF_MODULES
 from .paths import ATTRIBUTE, COMPUTED, FUNCTION, GLOBALS, INPUTS, ITEM, Path, Paths, evaluate
 from .refusals import collect_refusals, is_of_program
 from .unknown_numbers import UnknownNumbers
@@ -182,24 +185,21 @@ class InputReads:
         """
         provenance = value.provenance
         if provenance.inst in _STEPS and len(provenance.inputs) == 2:
-            source, key = provenance.inputs
-            known = self._paths.keys.get(id(key))
+            known = self._paths.keys.get(id(provenance.inputs[1]))
             if known is not None and not isinstance(known[1], Proxy):
-                constant = ProvenanceRecord(PseudoInst.CONSTANT, inputs=[], value=known[1])
-                value.provenance = ProvenanceRecord(provenance.inst, inputs=[source, constant])
-                value.provenance.ext_flag = provenance.ext_flag
-        is_tensor, is_parameter = (isinstance(value.value, kind) for kind in (torch.Tensor, torch.nn.Parameter))
-        with (
-            fixed_shapes() if is_parameter and self._sizes is not None else nullcontext(),
-            unique_name(value, self._names) if is_tensor else nullcontext(),
-        ):
+                replace_key(value, known[1])
+        if isinstance(value.value, torch.Tensor):
+            is_fixed = self._sizes is not None and isinstance(value.value, torch.nn.Parameter)
+            with fixed_shapes() if is_fixed else nullcontext(), unique_name(value, self._names):
+                wrap(value)
+        else:
             wrap(value)
         self._note(value)
 
     def interpret(self, interpret: Callable[..., Any], inst: Any, /, **state: Any) -> Any:
         """Note which containers an instruction reads."""
         stack = state["stack"]
-        if (error := outer_assignment(inst, state["frame"], self._paths)) is not None:
+        if inst.opname in OUTER_STORES and (error := outer_assignment(inst, state["frame"], self._paths)) is not None:
             return do_raise(error)
         self._containers.note_instruction(inst, stack)
         if inst.opname == "IS_OP":
@@ -346,8 +346,6 @@ _BY_EQUALITY: tuple[type, ...] = (
     *(bool, int, float, complex, str, bytes, range, set, frozenset, slice, MethodType),
     *(torch.dtype, torch.layout, torch.memory_format, torch.device),
 )
-_OF_MODULES = frozenset(vars(torch.nn.Module()))
-"""The attributes that each module has: its parts, and its hooks."""
 
 
 def _check_of(value: Any) -> Check:
@@ -380,5 +378,5 @@ def _may_differ(path: Path) -> bool:
     if len(path) == 1 or any(kind == ATTRIBUTE and str(key).startswith("__") for kind, key in path[1:]):
         return False
     (source_kind, source), (kind, key) = path[-2] if len(path) > 2 else (ITEM, None), path[-1]
-    is_part = (kind == ATTRIBUTE and key in _OF_MODULES) or (source_kind == ATTRIBUTE and source in _OF_MODULES)
+    is_part = (kind == ATTRIBUTE and key in OF_MODULES) or (source_kind == ATTRIBUTE and source in OF_MODULES)
     return not is_part or source == "_buffers"

@@ -19,6 +19,9 @@ from ..private_interpreter import call_interpreted, has_been_modified
 from .paths import FUNCTION, Paths
 
 _GETATTR = torch.nn.Module.__getattr__  # torch's, and not what a program may have put in its place
+OF_MODULES = frozenset(vars(torch.nn.Module()))
+"""The attributes that each module has: its parts, and its hooks."""
+
 _KINDS = ("_parameters", "_buffers", "_modules")
 """The dictionaries of a module in which torch looks for a name, in this order."""
 

@@ -32,6 +32,10 @@ from thunder.core.proxies import Proxy
 
 from .keys import DEPTH, LONG
 
+GLOBAL_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+CELL_STORES = frozenset({"STORE_DEREF", "DELETE_DEREF"})
+"""The instructions that assign or delete a global, and a variable of a function that others share."""
+
 CONTAINERS = (list, dict, set)
 
 READING_METHODS = frozenset(

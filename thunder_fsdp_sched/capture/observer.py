@@ -30,7 +30,9 @@ from ..private_interpreter import checks_of, has_been_modified, observed_by, ren
 from .callbacks import Watched
 from .keys import LONG, IdentityKey, has_state
 from .native_code import (
+    CELL_STORES,
     CONTAINERS,
+    GLOBAL_STORES,
     NATIVE_OPERANDS,
     READ_ITEMS,
     READING_METHODS,
@@ -168,7 +170,7 @@ class Observer:
         stack, name = state["stack"], inst.opname
         if name in _STORES:
             self._modify(name, stack.getitem_wrapped(_STORES[name]))
-        elif name in _FOREIGN_STORES or (name in _CELL_STORES and inst.argval in state["co"].co_freevars):
+        elif name in _FOREIGN_STORES or (name in CELL_STORES and inst.argval in state["co"].co_freevars):
             self.effects.append((f"{name} {inst.argval}", None))
         if name in NATIVE_OPERANDS:
             self._operands(inst, stack)
@@ -314,8 +316,7 @@ _SETTERS = (MethodDescriptorType, WrapperDescriptorType, BuiltinFunctionType)
 _STORES = {"STORE_ATTR": -1, "DELETE_ATTR": -1, "STORE_SUBSCR": -2, "DELETE_SUBSCR": -2}
 """Where on the stack the object is that an instruction modifies."""
 
-_FOREIGN_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME", "IMPORT_STAR"})
-_CELL_STORES = frozenset({"STORE_DEREF", "DELETE_DEREF"})
+_FOREIGN_STORES = GLOBAL_STORES | {"STORE_NAME", "DELETE_NAME", "IMPORT_STAR"}
 _KEYED = frozenset({"__getitem__", "__setitem__", "__delitem__", "__contains__"})
 """Methods of dictionaries and sequences that look up their first argument."""
 

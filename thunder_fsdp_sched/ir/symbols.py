@@ -418,13 +418,14 @@ LEAF = "fsdp_leaf"
 """The name of the symbol that runs a leaf module, in the computation; it is an extra's, ``extras.leaf_modules``."""
 
 
-def _detached_effects(bsym: BoundSymbol) -> Effects:
+def effects_of_alias(bsym: BoundSymbol) -> Effects:
+    """Return the effects of a symbol that returns its first argument."""
     aliases = {bsym.output.name: (bsym.args[0].name,)}
     return Effects(work=LocalWork(), aliases=aliases, views=aliases)
 
 
 fsdp_detached = register(
-    "fsdp_detached", torch.Tensor.detach, _detached_effects, lambda tensor: TensorProxy(like=tensor)
+    "fsdp_detached", torch.Tensor.detach, effects_of_alias, lambda tensor: TensorProxy(like=tensor)
 )
 
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ...capture.keys import key_of
 from ...capture.leaves import Leaves
+from ...capture.module_members import OF_MODULES
 from ...capture.paths import FUNCTION, Path, evaluate
 from ...private_interpreter import added_checks, checks_of
 from .leaf import TENSOR, Entry, Leaf, Metadata, Structure
@@ -175,9 +176,8 @@ def _alike(leaves: Leaves, function: Any) -> Iterator[torch.nn.Module]:
 
 
 def _state_of(module: torch.nn.Module) -> Any:
-    plain = set(vars(torch.nn.Module()))
     return [
-        (path, type(part), part.training, key_of({k: v for k, v in vars(part).items() if k not in plain}))
+        (path, type(part), part.training, key_of({k: v for k, v in vars(part).items() if k not in OF_MODULES}))
         for path, part in module.named_modules()
     ]
 

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from ...capture.module_members import OF_MODULES
 from ...ir.observation import Recorder
 from .leaf import TENSOR, Leaf, Metadata, Structure
 
@@ -109,13 +110,13 @@ def _observe(leaf: Leaf, *, is_fake: bool) -> None:
         inputs = [make(m).requires_grad_(m.differentiable) for m in leaf.inputs]
         parameters = [torch.nn.Parameter(make(m), m.differentiable) for m in leaf.parameters]
         given_inputs = [t.clone() for t in inputs]  # not leaves of autograd
-        given = {StorageWeakRef(t.untyped_storage()).cdata for t in (*given_inputs, *parameters)}
+        inputs_memory = set(map(_memory_of, given_inputs))
+        given = inputs_memory.union(map(_memory_of, parameters))
 
         def count(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            key = StorageWeakRef(storage).cdata
+            key = _memory_of(tensor)
             if key not in given:
-                saved[key] = storage.nbytes()
+                saved[key] = tensor.untyped_storage().nbytes()
             return tensor
 
         recorder = Recorder([*given_inputs, *parameters])
@@ -125,11 +126,8 @@ def _observe(leaf: Leaf, *, is_fake: bool) -> None:
             if changed := [i for i, t in enumerate(given_inputs) if t._version != versions[i]]:
                 raise LeafError(f"fsdp: the {leaf.title} changes its input {changed[0]} in place. Clone it first")
         _note(leaf, result, reads_data=not is_fake)
-        storages = [
-            StorageWeakRef(t.untyped_storage()).cdata for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)
-        ]
-        inputs = [StorageWeakRef(t.untyped_storage()).cdata for t in given_inputs]
-        leaf.shares_memory = len({*storages, *inputs}) < len(storages) + len(set(inputs))
+        outputs_memory = [_memory_of(t) for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+        leaf.shares_memory = len(inputs_memory.union(outputs_memory)) < len(inputs_memory) + len(outputs_memory)
         leaf.saved_bytes, leaf.flops = sum(saved.values()), dict(recorder.flops)
         leaf.forward_bytes = max(recorder.peak_bytes - leaf.saved_bytes, 0)
         if is_fake:
@@ -137,6 +135,10 @@ def _observe(leaf: Leaf, *, is_fake: bool) -> None:
         else:  # an upper bound, because the run itself would take it
             nbytes = sum(t.nbytes for t in (*given_inputs, *parameters))
             leaf.backward_bytes = leaf.forward_bytes + leaf.saved_bytes + nbytes
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
 def _observe_backward(result: Any, recorder: Recorder) -> int:
@@ -182,7 +184,6 @@ def _identities(container: Any) -> list[Any]:
 
 
 _MISSING = object()
-_OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
 def _empty(metadata: Metadata) -> torch.Tensor:
@@ -238,7 +239,7 @@ def _unchanged(leaf: Leaf, copy: Callable[[torch.Tensor], torch.Tensor]) -> Iter
             (path, name)
             for path, m, before in zip(paths, modules, present, strict=True)
             for name, value in {**vars(m), **m._buffers}.items()
-            if before.get(name, _MISSING) is not value or (id(value) in changed and name not in _OF_MODULES)
+            if before.get(name, _MISSING) is not value or (id(value) in changed and name not in OF_MODULES)
         )
     finally:
         for m, before in zip(modules, attributes, strict=True):

@@ -14,12 +14,12 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transforms import get_grad, put_grad
 
 from ...capture.bound_symbols import IN_CHECKPOINT
-from ...ir.effects import Effects, LocalWork, declared
+from ...ir.effects import declared
 from ...ir.gradients import needing_gradient, with_gradient
 from ...ir.inspection import args_of, outs_of, swap_args, with_bound_symbols
 from ...ir.operator_facts import Aliases, Facts
 from ...ir.registry import executor, print_call, register
-from ...ir.symbols import tensor_proxy
+from ...ir.symbols import effects_of_alias, tensor_proxy
 from . import run
 from .leaf import Leaf
 
@@ -72,12 +72,7 @@ fsdp_leaf_forward = _register("fsdp_leaf_forward", run.forward, _forward_meta, O
 fsdp_leaf_backward = _register("fsdp_leaf_backward", run.backward, _backward_meta)
 
 
-def _after_effects(bsym: BoundSymbol) -> Effects:
-    aliases = {bsym.output.name: (bsym.args[0].name,)}
-    return Effects(work=LocalWork(), aliases=aliases, views=aliases)
-
-
-fsdp_after = register("fsdp_after", lambda x, *_: x, _after_effects, lambda x, *_: TensorProxy(like=x))
+fsdp_after = register("fsdp_after", lambda x, *_: x, effects_of_alias, lambda x, *_: TensorProxy(like=x))
 
 
 def _after_grad(x: TensorProxy, *others: TensorProxy) -> TensorProxy:
