@@ -166,8 +166,9 @@ def _systems(blocks: int) -> dict[str, Callable[[], Any]]:
         torch.manual_seed(0)
         return _Blocks(blocks)
 
-    def ours(strategy: str) -> Any:
-        return thunder.jit(model(), transforms=[thunder_fsdp_sched.fsdp(sharding_strategy=strategy)])
+    def ours(strategy: str, leaf_modules: tuple[str, ...] = ()) -> Any:
+        transform = thunder_fsdp_sched.fsdp(sharding_strategy=strategy, leaf_modules=leaf_modules)
+        return thunder.jit(model(), transforms=[transform])
 
     def fsdp2(reshard: bool) -> nn.Module:
         module = model()
@@ -179,6 +180,7 @@ def _systems(blocks: int) -> dict[str, Callable[[], Any]]:
         "Thunder": lambda: thunder.jit(model()),
         "ours zero2": lambda: ours("zero2"),
         "ours zero3": lambda: ours("zero3"),
+        "ours zero3, blocks as leaves": lambda: ours("zero3", ("blocks.*",)),
         "eager": model,
         "FSDP2 zero2": lambda: fsdp2(False),
         "FSDP2 zero3": lambda: fsdp2(True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -195,3 +197,18 @@ def test_gradients_of_a_tensor_that_a_leaf_has_kept_are_not_lost_silently() -> N
             (model(x).sum() + model._model.part.aux).backward()
             model(x)
         model(x).sum().backward()  # training goes on
+
+
+def test_what_autograd_has_saved_is_freed_without_a_backward() -> None:
+    saved: list[StorageWeakRef] = []
+
+    def part(part: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(part.linear(x))  # autograd saves this result for its own backward
+        saved.append(StorageWeakRef(y.untyped_storage()))
+        return part.other(y)
+
+    model, _ = _jitted((part, lambda model, x: model.last(model.part(x))))
+    for _ in range(3):
+        model(torch.ones(2, SIZE, dtype=torch.float64))
+    gc.collect()
+    assert [each.expired() for each in saved] == [True] * len(saved)

@@ -117,7 +117,7 @@ def _observe(leaf: Leaf, *, is_fake: bool) -> None:
             key = _memory_of(tensor)
             if key not in given:
                 saved[key] = tensor.untyped_storage().nbytes()
-            return tensor
+            return tensor.detach()  # with its node, a result would be in a reference cycle
 
         recorder = Recorder([*given_inputs, *parameters])
         with saved_tensors_hooks(count, lambda tensor: tensor), recorder:

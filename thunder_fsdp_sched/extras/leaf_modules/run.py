@@ -42,13 +42,25 @@ class _Bind(torch.autograd.Function):
 
 
 class _Place(NamedTuple):
-    """A tensor in the memory of a parameter."""
+    """A tensor in the memory of a parameter.
+
+    Attributes:
+        offset: from the begin of the parameter, in elements of this dtype.
+    """
 
     number: int
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+    def find_in(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return this part of a parameter, whose memory may be another one by now."""
+        if parameter.dtype != self.dtype:
+            return _tensor_at(_storage_of(parameter), self.dtype, self.offset, self.size, self.stride)
+        if self.stride == parameter.stride() and self.size == parameter.size():
+            return parameter
+        return parameter.as_strided(self.size, self.stride, self.offset + int(parameter.storage_offset()))
 
 
 class _Packing:
@@ -69,7 +81,7 @@ class _Packing:
         except (RuntimeError, NotImplementedError):  # it has no storage: a fake tensor, while a compiler traces
             return tensor
         if index is None or not tensor.numel():
-            return tensor, tensor._version
+            return tensor.detach(), tensor._version  # with its node, a result would be in a reference cycle
         if tensor.is_conj() or tensor.is_neg():
             return tensor.resolve_conj().resolve_neg().clone()
         return _Place(index, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -78,7 +90,7 @@ class _Packing:
         if isinstance(packed, _Place):
             if not self.memory:
                 self.leaf.fail("has its graph run outside of backward")
-            return _tensor_at(_storage_of(self.memory[packed.number]), packed)
+            return packed.find_in(self.memory[packed.number])
         if isinstance(packed, torch.Tensor):
             return packed
         tensor, version = packed
@@ -106,22 +118,23 @@ class State:
         self.used: list[frozenset[int]] = []
 
 
-def _tensor_at(storage: torch.UntypedStorage, place: _Place) -> torch.Tensor:
-    return torch.empty(0, dtype=place.dtype, device=storage.device).set_(
-        storage, place.offset, place.size, place.stride
-    )
+def _tensor_at(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]
+) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
 def _storage_of(parameter: torch.Tensor) -> torch.UntypedStorage:
     """Return another storage object of the same memory, which begins and ends where the parameter does."""
-    size, stride, itemsize = parameter.size(), parameter.stride(), parameter.itemsize
-    length = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if parameter.numel() else 0
+    length, itemsize = parameter.numel(), parameter.itemsize
+    if length and not parameter.is_contiguous():
+        length = 1 + sum((n - 1) * step for n, step in zip(parameter.size(), parameter.stride(), strict=True))
     begin = int(parameter.storage_offset()) * itemsize
     return parameter.untyped_storage()[begin : begin + length * itemsize]
 
 
 def _with_storage(parameter: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    return _tensor_at(storage, _Place(0, parameter.dtype, parameter.size(), parameter.stride(), 0))
+    return _tensor_at(storage, parameter.dtype, 0, parameter.size(), parameter.stride())
 
 
 class _Run:
@@ -139,12 +152,11 @@ class _Run:
         self.alive = list(map(StorageWeakRef, self.storages))
         self.storages.clear()
 
-    def outputs(self, result: Any) -> list[torch.Tensor]:
+    def outputs(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that the trace gets: none shares memory with an input or a parameter."""
         known = self.pointers.keys() | {t.untyped_storage().data_ptr() for t in self.given}
-        tensors = self.leaf.tensors_in(result)
         return [
-            t.detach().clone() if t.numel() and t.untyped_storage().data_ptr() in known else t.detach() for t in tensors
+            t.detach().clone() if t.numel() and t.untyped_storage().data_ptr() in known else t.detach() for t in results
         ]
 
     def check(self) -> None:
@@ -185,7 +197,7 @@ def run(leaf: Leaf, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = [*one.given, *one.parameters]
         for number in (number for number, is_needed in enumerate(leaf.needs) if is_needed):
             given[number] = given[number].detach().requires_grad_()
-        outputs = one.outputs(leaf.call(given[: len(one.given)], given[len(one.given) :]))
+        outputs = one.outputs(leaf.tensors_in(leaf.call(given[: len(one.given)], given[len(one.given) :])))
         del given
     one.check()
     one.check_freed()
@@ -208,10 +220,10 @@ def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
                 tensor._is_param = True
         binding = bound[0].grad_fn
         del bound, tensor
-        result = leaf.call(given[:count], given[count:])
-        state.edges = [get_gradient_edge(t) if t.requires_grad else None for t in leaf.tensors_in(result)]
-        outputs = one.outputs(result)
-    del result, given
+        results = leaf.tensors_in(leaf.call(given[:count], given[count:]))
+        state.edges = [get_gradient_edge(t) if t.requires_grad else None for t in results]
+        outputs = one.outputs(results)
+    del results, given
     shards = {index: id(owner._parameters[key]) for owner, key, index in leaf.entries}
     for edge in state.edges:
         used = [numbers[i] - count for i in _used(edge, binding, len(numbers))]
@@ -252,7 +264,8 @@ def backward(leaf: Leaf, state: State, *tensors: torch.Tensor) -> tuple[torch.Te
         leaf.fail("runs backward a second time; its graph was freed (retain_graph is not supported)")
     leaf.check_stand_ins()
     count = len(leaf.parameters)
-    parameters = state.packing.memory = [tensor.detach() for tensor in tensors[:count]]
+    state.packing.memory = list(tensors[:count])
+    parameters = [tensor.detach() for tensor in state.packing.memory]
     cotangents = iter(tensors[count:])
     pairs = [
         (edge, next(cotangents))
