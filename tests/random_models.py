@@ -71,12 +71,14 @@ class BlockSpec:
         inner: inner width, such as the rows of an MLP's first layer.
         frozen: whether its first parameter does not train.
         double: whether its parameters are float64; else float32.
+        leaf: whether it runs as it is.
     """
 
     kind: str
     inner: int
     frozen: bool
     double: bool
+    leaf: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,17 @@ class RandomBlock(nn.Module):
         return x.to(y.dtype) + y
 
 
+class Calling(nn.Module):
+    """A block that is called, because calls of modules can be leaves."""
+
+    def __init__(self, block: RandomBlock) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
 class RandomModel(nn.Module):
     """A model built from a specification. The same specification gives the same values."""
 
@@ -208,7 +221,8 @@ class RandomModel(nn.Module):
         super().__init__()
         torch.manual_seed(17)
         self.order, self.decay = spec.order, spec.decay
-        self.blocks = nn.ModuleList(RandomBlock(block, spec.width) for block in spec.blocks)
+        blocks = [RandomBlock(block, spec.width) for block in spec.blocks]
+        self.blocks = nn.ModuleList(Calling(b) if s.leaf else b for b, s in zip(blocks, spec.blocks, strict=True))
         self.decayed = next(name for name, _ in self.blocks[0].named_parameters()).split(".")
         self.head = nn.Linear(spec.width, 3).double()
         for source, target in spec.tied:
@@ -250,7 +264,12 @@ def models(draw: Any, *, least: int = 1, most: int = 3) -> ModelSpec:
     # Mostly float64: where both dtypes occur, each change starts a new bucket.
     dtypes = st.sampled_from([True, True, True, False])
     block = st.builds(
-        BlockSpec, st.sampled_from(KINDS), st.integers(1, 7), st.sampled_from([False, False, True]), dtypes
+        BlockSpec,
+        st.sampled_from(KINDS),
+        st.integers(1, 7),
+        st.sampled_from([False, False, True]),
+        dtypes,
+        st.sampled_from([False, False, True]),
     )
     blocks = draw(st.lists(block, min_size=least, max_size=most))
     number = st.integers(0, len(blocks) - 1)
@@ -334,7 +353,8 @@ def options_of(case: Case, new_group: Callable[[], Any], world_size: int) -> dic
         tied = {n for pair in case.model.tied for n in pair}
         if not tied & set(case.groups):  # a tied parameter has one group
             ranks = replace(ranks, process_group_for=lambda name, param: group if name.startswith(prefixes) else None)
-    return {**options, "sharding_strategy": sharding, "ranks": ranks}
+    leaves = tuple(f"blocks.{number}.block" for number, block in enumerate(case.model.blocks) if block.leaf)
+    return {**options, "sharding_strategy": sharding, "ranks": ranks, "leaf_modules": leaves}
 
 
 class CallingModel(RandomModel):

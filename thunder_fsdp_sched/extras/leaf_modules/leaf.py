@@ -154,8 +154,10 @@ class Leaf:
         return {dtype: flops * (2 if symbol.endswith("backward") else 1) for dtype, flops in self.flops.items()}
 
     def bytes_of(self, symbol: str) -> int:
-        """Return the most bytes that exist while a symbol runs it, results included, besides those that are saved."""
-        return self.backward_bytes if symbol.endswith("backward") else self.forward_bytes
+        """Return the most bytes that exist while a symbol runs it, results included, besides those that it saves."""
+        if symbol.endswith("backward"):
+            return self.backward_bytes
+        return self.forward_bytes + (0 if symbol.endswith("forward") else self.saved_bytes)
 
     @property
     def is_differentiable(self) -> bool:
