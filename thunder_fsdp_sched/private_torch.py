@@ -245,6 +245,11 @@ def backward_number() -> int:
     return torch._C._current_graph_task_id()
 
 
+def keeps_graph() -> bool:
+    """Return whether the backward that this thread runs keeps its graph (``retain_graph=True``)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def leaf_nodes(node: Any) -> list[tuple[Any, Any]]:
     """Return the leaves whose gradients ``node`` computes, each with the node that accumulates its gradient."""
     nodes = (following for following, _ in node.next_functions if following is not None)

@@ -25,6 +25,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...private_torch import keeps_graph
 from .leaf import Leaf
 
 
@@ -107,7 +108,7 @@ class State:
 
     Attributes:
         name: of the leaf in the computation.
-        edges: of the outputs; ``None`` once backward has run.
+        edges: of the outputs; ``None`` once a backward has run that does not keep the graph.
         used: for each output the sharded parameters, by identity, that it depends on; see [Note: Outputs without gradient]
             in ``runtime.unused_outputs``.
     """
@@ -261,8 +262,9 @@ def backward(leaf: Leaf, state: State, *tensors: torch.Tensor) -> tuple[torch.Te
         tensors: the parameters, then the gradients of the differentiable outputs.
     """
     if state.edges is None:
-        leaf.fail("runs backward a second time; its graph was freed (retain_graph is not supported)")
+        leaf.fail("runs backward a second time; its graph was freed: pass retain_graph=True to the first backward")
     leaf.check_stand_ins()
+    keeps = keeps_graph()
     count = len(leaf.parameters)
     state.packing.memory = list(tensors[:count])
     parameters = [tensor.detach() for tensor in state.packing.memory]
@@ -284,9 +286,12 @@ def backward(leaf: Leaf, state: State, *tensors: torch.Tensor) -> tuple[torch.Te
             # A region of torch.utils.checkpoint in the module reads the parameters again; a reentrant one, with which
             # autograd.grad would not do, computes gradients of these.
             with leaf.bound(parameters):
-                torch.autograd.backward([edge for edge, _ in pairs], [cotangent for _, cotangent in pairs])
+                edges, gradients = zip(*pairs, strict=True)
+                torch.autograd.backward(edges, gradients, retain_graph=keeps)
     finally:
-        state.edges, state.packing.memory = None, []
+        state.packing.memory = []
+        if not keeps:
+            state.edges = None
         for number, stand_in in zip(numbers, stand_ins, strict=True):
             grad, stand_in.grad = stand_in.grad, None
             again = None if number < len(leaf.inputs) else parameters[number - len(leaf.inputs)].grad
