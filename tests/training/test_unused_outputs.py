@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -125,6 +126,35 @@ def test_fsdp2_and_requests_of_single_gradients(rank: int) -> None:
     assert a is not None and b is None
     with pytest.raises(RuntimeError, match="appears to not have been used"):
         torch.autograd.grad(_loss(model(x, z), "a"), params)
+
+
+@dataclass
+class Outputs:
+    """As models of transformers return: a dataclass in another one."""
+
+    a: torch.Tensor | None = None
+    others: Any = None
+
+
+class InDataclasses(Heads):
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> Any:
+        outputs = super().forward(x, z)
+        return Outputs(outputs["a"], Outputs(others=[outputs["b"], outputs["h"]]))
+
+
+@pytest.mark.parametrize("used", ["a", "b"])
+def test_outputs_in_dataclasses(used: str, one_rank: None) -> None:
+    torch.manual_seed(0)
+    module = InDataclasses().double()
+    model = thunder.jit(copy.deepcopy(module), transforms=[fsdp()])
+    for net in (module, model):
+        outputs = net(*_inputs(0))
+        (outputs.a if used == "a" else outputs.others.others[0]).sum().backward()
+        assert not outputs.others.others[1].requires_grad
+    for (name, ours), theirs in zip(model.named_parameters(), module.parameters(), strict=True):
+        assert (ours.grad is None) is (theirs.grad is None), name
+        if theirs.grad is not None:
+            torch.testing.assert_close(whole_of(ours.grad), theirs.grad)
 
 
 class Target(nn.Module):

@@ -14,7 +14,7 @@ from thunder.core.pytree import tree_flatten
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.gradients import needing_gradient, with_gradient
-from ..ir.inspection import args_of, before_return, names, return_of, swap_args, with_bound_symbols
+from ..ir.inspection import args_of, before_return, names, outs_of, return_of, swap_args, with_bound_symbols
 from ..ir.symbols import LEAF, fsdp_detached, fsdp_guard_backward
 
 
@@ -68,8 +68,10 @@ def detach_constants(epilogue: TraceCtx, *, computation: TraceCtx) -> TraceCtx:
         name for name, result in constant.items() if result.name not in inputs and dtypes.is_inexact_dtype(result.dtype)
     }
     bsyms, detached = [], dict[str, TensorProxy]()
+    parts = _returned(epilogue)
     for bsym in epilogue.bound_symbols:
-        swapped = {prims.pack_attr.id: constant.keys(), PrimIDs.RETURN: returned}.get(bsym.sym.id, ())
+        is_returned = bsym.sym.id is PrimIDs.RETURN or not parts.isdisjoint(outs_of(bsym))
+        swapped = constant.keys() if bsym.sym is prims.pack_attr else returned if is_returned else ()
         for argument in bsym.flat_proxy_args:
             if argument.name in swapped and argument.name not in detached:
                 with tracectx(epilogue):
@@ -117,9 +119,18 @@ def outputs_reached(computation: TraceCtx, epilogue: TraceCtx) -> dict[str, Any]
     return {**reached, "by_leaves": by_leaves} if by_leaves else reached
 
 
+def _returned(epilogue: TraceCtx) -> set[str]:
+    """Return the names of what the epilogue returns, and of the parts of objects that it makes, such as dataclasses."""
+    returned = set(args_of(return_of(epilogue)))
+    for bsym in reversed(epilogue.bound_symbols):
+        if not returned.isdisjoint(outs_of(bsym)):
+            returned.update(args_of(bsym))
+    return returned
+
+
 def _visible(outputs: list[Any], epilogue: TraceCtx) -> list[bool]:
     """Return which outputs of the computation may get a gradient, in this call's backward or in that of a later call."""
-    seen = set(args_of(return_of(epilogue)))
+    seen = _returned(epilogue)
     seen.update(*(args_of(bsym) for bsym in epilogue.bound_symbols if bsym.sym is prims.pack_attr))
     given = epilogue.args[len(epilogue.args) - len(outputs) :]
     return [next(names([argument]), None) in seen for argument in given]
