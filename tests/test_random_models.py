@@ -81,10 +81,14 @@ def test_predicted_memory_is_counted_at_every_position_of_a_run(number: int) -> 
         return count_on_fake_ranks(RandomModel(case.model), partial(_transform, case, world_size), **shape)
 
     found = _with_enough_bytes(counted, case)
-    runs_as_it_is = any(block.leaf for block in case.model.blocks)  # its inputs count as saved, and what frozen ones need
+    runs_as_it_is = any(
+        block.leaf for block in case.model.blocks
+    )  # its inputs count as saved, and what frozen ones need
     for step, (compiled, memory, tracker) in found.items():
         count = compare(memory, compiled, tracker)
-        wrong = [(predicted, counted) for predicted, counted, _ in count.wrong if not runs_as_it_is or predicted < counted]
+        wrong = [
+            (predicted, counted) for predicted, counted, _ in count.wrong if not runs_as_it_is or predicted < counted
+        ]
         assert not wrong, f"{step}: {count}"
 
 

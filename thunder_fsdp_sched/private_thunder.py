@@ -20,12 +20,14 @@ import thunder
 import torch
 from thunder.core import transforms
 from thunder.core.baseutils import build_callable
+from thunder.core.codeutils import SigInfo
 from thunder.core.compile_data import get_compile_data
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import CollectionProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_unflatten
 from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import from_trace
 from thunder.distributed import skip_data_parallel_grad_sync
 from thunder.executors.passes import _transform_for_operator_executor_execution
 
@@ -54,6 +56,14 @@ def without_calls(
     text = "".join(line for line in lines if not line.lstrip().startswith(calls))
     context = {name: value for name, value in inner.__globals__.items() if name not in {*names, *arguments}}
     return build_callable(inner.__name__, text, f"thunder.{inner.__name__}", context)
+
+
+def new_trace(like: Any, name: str, args: Sequence[Any]) -> Any:
+    """Return an empty trace of a function of some proxies of another trace."""
+    trace = from_trace(like)
+    trace.args = tuple(args)
+    trace._siginfo = SigInfo.from_name_and_args(name, trace.args)
+    return trace
 
 
 def gradient_rules_of(sym_id: Any) -> list[Callable[..., Any]]:

@@ -9,7 +9,7 @@ import itertools
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -213,6 +213,13 @@ def find_hooks(modules: Iterable[torch.nn.Module]) -> list[tuple[int, Any]]:
     of_modules = itertools.chain.from_iterable(map(operator.attrgetter(*_HOOKS), modules))
     hooks = filter(None, itertools.chain(_global_hooks(), of_modules))
     return list(itertools.chain.from_iterable(map(operator.methodcaller("items"), hooks)))
+
+
+def remove_other_hooks(modules: Iterable[torch.nn.Module], known: Collection[int]) -> None:
+    """Remove the hooks of these modules whose numbers are not known: see :func:`find_hooks`."""
+    for hooks in itertools.chain.from_iterable(map(operator.attrgetter(*_HOOKS), modules)):
+        for number in hooks.keys() - known:
+            del hooks[number]
 
 
 def find_backward_hooks(module: torch.nn.Module) -> list[str | None]:

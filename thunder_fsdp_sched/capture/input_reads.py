@@ -48,6 +48,7 @@ from thunder.core.interpreter import (
     interpretercompilectx,
     is_opaque,
     unwrap,
+    wrap_const,
 )
 from thunder.core.jit_ext import EXT_FLAG_IS_TENSOR_PROXY, get_jit_ctx, should_register_for_prologue
 from thunder.core.options import CACHE_OPTIONS
@@ -64,7 +65,9 @@ from ..private_interpreter import (
     unique_name,
 )
 from ..private_thunder import fixed_shapes
+from ..private_torch import find_hooks, remove_other_hooks
 from ..runtime.traced_inputs import (
+    CONDITIONS,
     ENVIRONMENT,
     EQUAL,
     HAS,
@@ -73,6 +76,7 @@ from ..runtime.traced_inputs import (
     LENGTH,
     TYPE,
     Check,
+    Condition,
     Environment,
     TracedInputs,
 )
@@ -91,7 +95,7 @@ from .leaves import CALLS, Leaves
 from .module_members import OF_MODULES
 from .paths import ATTRIBUTE, COMPUTED, FUNCTION, GLOBALS, INPUTS, ITEM, Path, Paths, evaluate
 from .refusals import collect_refusals, is_of_program
-from .unknown_numbers import UnknownNumbers
+from .unknown_numbers import UnknownNumber, UnknownNumbers
 from .unsupported import unsupported_call
 
 
@@ -113,16 +117,31 @@ class InputReads:
         """Let ``call`` trace a call of a module, with wrapped values, and note what it reads if it is the outermost one."""
         context = get_jit_ctx()
         if context.computation_trace is self._trace:
-            return call(module, *args, **kwargs)
+            self._depth += 1
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._depth -= 1
         self._trace, self._checks, self._paths = context.computation_trace, {}, _ConcretePaths()
         self._assigned: list[tuple[Path, str, Any]] = []
+        self._conditions: list[Condition] = []
+        self._depth = 0
         self._names: dict[str, torch.Tensor] = {}
         if self.leaves is not None:
             self.leaves.written.clear()
+            self.leaves.arguments.clear()
         self._shapes = torch_types.Shapes()
         self._unknown, self._iterators, self._containers = UnknownNumbers(), ForeignIterators(), Containers(self._paths)
         self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
         self._module = unwrap(module)
+        hooks = {number for number, _ in find_hooks(self._module.modules())}
+
+        def undo() -> (
+            None
+        ):  # else containers would hold proxies of this trace, and the next one would register hooks again
+            self._containers.restore()
+            remove_other_hooks(unwrap(module).modules(), hooks)
+
         is_symbolic = get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES
         self._sizes = load("extras.symbolic_sizes:Sizes")() if is_symbolic else None
         for value in (*args, *kwargs.values()):
@@ -132,7 +151,7 @@ class InputReads:
                 result = call(module, *args, **kwargs)
             except Exception:
                 if not refused:  # otherwise an instruction that the interpreter does not interpret has raised a refusal
-                    self._containers.restore()
+                    undo()
                     raise
                 result = INTERPRETER_SIGNALS.EXCEPTION_RAISED
             if refused:
@@ -142,8 +161,10 @@ class InputReads:
         if is_automatic and not has_failed and (changed := self._containers.changed()) is not None:
             result = load("extras.leaf_modules.capture:explain_change")(self.leaves, changed) or result
             has_failed = result is INTERPRETER_SIGNALS.EXCEPTION_RAISED
+        if self.leaves is not None:
+            self.leaves.arguments.clear()
         if has_failed:
-            self._containers.restore()  # else they would hold proxies of this trace
+            undo()
         if self._sizes is not None:
             self._checks.update(self._sizes.checks(context.computation_trace.bound_symbols))
         if not has_failed:
@@ -176,7 +197,9 @@ class InputReads:
         if module is not None:
             checks.update(self._containers.checks())
         self._trace, self._checks, self._module, self._names = None, {}, None, {}
-        return None if module is None else TracedInputs(module if self._is_root else None, checks, self._assigned)
+        if module is None:
+            return None
+        return TracedInputs(module if self._is_root else None, checks, self._assigned, self._conditions)
 
     def wrap(self, wrap: Callable[[WrappedValue], object], value: WrappedValue) -> None:
         """Note a value that the interpreter wraps.
@@ -228,6 +251,8 @@ class InputReads:
             return found
         if (found := module_members.look_aside(function, args, self._paths)) is not None:
             return found
+        if function is bool and (known := self._condition(args[0].value)) is not None:
+            return lambda _: wrap_const(known)
         found = self._unknown.look_aside(function, args) or look_aside(function, *args, **kwargs)
         self._containers.note_call(function, found is not None, (*args, *kwargs.values()))
         if found is None:
@@ -255,6 +280,22 @@ class InputReads:
             return functools.partial(self._ask, found)
         return found
 
+    def _condition(self, value: Any) -> bool | None:
+        """Return the truth of a value that the outermost module has computed from arguments; ``None`` for others.
+
+        Other modules become leaves.
+        """
+        leaves = self.leaves
+        if leaves is None or not leaves.automatic or self._depth or not isinstance(value, (TensorProxy, UnknownNumber)):
+            return None
+        found = load("extras.leaf_modules.branches:condition_of")(leaves, value)
+        if found is None:
+            return None
+        condition, is_true = found
+        self._checks[CONDITIONS, (ITEM, len(self._conditions))] = EQUAL, is_true
+        self._conditions.append(condition)
+        return bool(is_true)
+
     def _written(self, source: WrappedValue, name: WrappedValue) -> NotImplementedError | None:
         """Return the error for reading an attribute that a leaf has assigned; ``None`` for others."""
         owner, key = unwrap(source), unwrap(name)
@@ -277,10 +318,13 @@ class InputReads:
         plain, provenance = value.value, value.provenance
         if isinstance(plain, _KEYS) and provenance.value is None:
             self._paths.keys[id(provenance)] = provenance, plain
-        if self._sizes is not None and isinstance(plain, TensorProxy):
+        if isinstance(plain, TensorProxy):
             path = Paths().of(provenance)
             if path is not None and path is not COMPUTED and path[0] in INPUTS:
-                self._sizes.add(path, plain)
+                if self._sizes is not None:
+                    self._sizes.add(path, plain)
+                if self.leaves is not None:
+                    self.leaves.arguments[plain.name] = path, value.original_value
         # Under symbolic values Thunder 0.2.6 does not check these, and later versions check their types alone.
         if isinstance(plain, StringProxy):
             plain = plain.value

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .paths import Path
+
 AUTO = "auto"
 """In place of the name of a leaf module: any that Thunder cannot trace."""
 
@@ -39,6 +41,7 @@ class Leaves(dict[torch.nn.Module, str]):
         names: those of calls in traces.
         written: the attributes that the leaves which the program has called so far assign, by module and name, each with
             the path of the leaf.
+        arguments: the tensors among the arguments of the running call, with their paths, by the names of their proxies.
         announced: the classes of modules, and the functions, of which a warning has said that they run as they are.
     """
 
@@ -49,6 +52,7 @@ class Leaves(dict[torch.nn.Module, str]):
         self.calls: dict[Hashable, dict[Any, Any]] = {}
         self.obstacle: tuple[torch.nn.Module, BaseException] | None = None
         self.version = 0
+        self.arguments: dict[str, tuple[Path, torch.Tensor]] = {}
         self.announced: set[Hashable] = set()
         self.names: set[str] = set()
         self.written: dict[tuple[torch.nn.Module, str], str] = {}

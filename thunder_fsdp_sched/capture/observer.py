@@ -24,7 +24,7 @@ from thunder.core.interpreter import (
     wrap_const,
 )
 from thunder.core.jit_ext import get_jit_ctx
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 
 from ..private_interpreter import checks_of, has_been_modified, observed_by, renames_of, uses_grad_mode
 from .callbacks import Watched
@@ -270,6 +270,8 @@ class Observer:
         is_seen = True
         if isinstance(function, BuiltinFunctionType) and uses_grad_mode(function):
             self.uses_of_grad_mode += 1
+        elif function is bool and args and isinstance(args[0].value, (TensorProxy, NumberProxy)):
+            self.effects.append(("a branch on the value of a tensor", None))
         elif isinstance(function, _SETTERS) and function in (setattr, delattr, object.__setattr__, object.__delattr__):
             self._modify(name, args[0])
         elif isinstance(function, BuiltinFunctionType) and function in (isinstance, issubclass):

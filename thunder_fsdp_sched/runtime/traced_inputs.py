@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,37 @@ HAS = "has"
 ENVIRONMENT = "os.environ"
 """The root of the paths to environment variables."""
 
+CONDITIONS = "a branch"
+"""The root of the paths to conditions that a program computes from its arguments."""
+
 MISSING = object()
+
+
+class Condition(NamedTuple):
+    """A condition that a program computes from its arguments.
+
+    Attributes:
+        function: of the tensors at ``paths``.
+    """
+
+    function: Callable[..., Any]
+    paths: tuple[Path, ...]
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return the condition for these tensors."""
+        with torch.no_grad():
+            return bool(self.function(*tensors))
+
+
+class _Conditions(NamedTuple):
+    """The conditions, by number, for the arguments of a call."""
+
+    conditions: Sequence[Condition]
+    roots: Mapping[Any, Any]
+
+    def __getitem__(self, number: Any) -> bool:
+        condition = self.conditions[number]
+        return condition.of([_value_at(self.roots, path) for path in condition.paths])
 
 
 class Environment:
@@ -44,14 +74,19 @@ class TracedInputs:
         module: the module that was traced; ``None`` if nothing that is read from it is checked.
         checks: by path.
         assigned: the constants that the program assigns to attributes: path of the object, name, value.
+        conditions: that it computes from its arguments.
     """
 
     def __init__(
-        self, module: Any, checks: Mapping[Path, Check], assigned: Sequence[tuple[Path, str, Any]] = ()
+        self,
+        module: Any,
+        checks: Mapping[Path, Check],
+        assigned: Sequence[tuple[Path, str, Any]] = (),
+        conditions: Sequence[Condition] = (),
     ) -> None:
-        self._module, self.assigned = module, assigned
+        self._module, self.assigned, self._conditions = module, assigned, conditions
         self._steps: list[tuple[int, Any, Path, Check | None]] = []  # each after that from which it reads
-        roots = ("INPUT_FN", "INPUT_ARGS", "INPUT_KWARGS", ENVIRONMENT)
+        roots = ("INPUT_FN", "INPUT_ARGS", "INPUT_KWARGS", ENVIRONMENT, CONDITIONS)
         numbers: dict[Path, int] = {(root,): number for number, root in enumerate(roots)}
         for whole in checks:
             if module is None and whole[0] == "INPUT_FN":
@@ -70,7 +105,8 @@ class TracedInputs:
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise an error unless the inputs are like those that were traced."""
-        values: list[Any] = [self._module, args, kwargs, Environment()]
+        conditions = _Conditions(self._conditions, {"INPUT_ARGS": args, "INPUT_KWARGS": kwargs})
+        values: list[Any] = [self._module, args, kwargs, Environment(), conditions]
         for source, (kind, key), path, check in self._steps:
             try:
                 if kind == "item":
@@ -88,11 +124,15 @@ class TracedInputs:
     def assign(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Assign the attributes that the program assigns."""
         roots = {"INPUT_FN": self._module, "INPUT_ARGS": args, "INPUT_KWARGS": kwargs}
-        for (root, *steps), name, constant in self.assigned:
-            value = roots[root]
-            for kind, key in steps:
-                value = value[key] if kind == "item" else getattr(value, key)
-            setattr(value, name, constant)
+        for path, name, constant in self.assigned:
+            setattr(_value_at(roots, path), name, constant)
+
+
+def _value_at(roots: Mapping[Any, Any], path: Path) -> Any:
+    value = roots[path[0]]
+    for kind, key in path[1:]:
+        value = value[key] if kind == "item" else getattr(value, key)
+    return value
 
 
 def _agrees(value: Any, check: Check) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,10 +89,11 @@ def note_obstacle(
     try:
         plain_args, plain_kwargs = tree_map(unwrap, (args, kwargs))
         parameters = [_metadata(parameter) for parameter in _parameters_of(module)[1].values()]
-        leaf = _leaf_of(path, module, plain_args, plain_kwargs, parameters)
-        observe(leaf, None)
+        leaf = _leaf_of(leaves, path, module, plain_args, plain_kwargs, parameters)
+        examples = examples_of(leaves, plain_args, plain_kwargs)
+        observe(leaf, None, examples)
         if not isinstance(error, NotImplementedError):  # perhaps the program's own, which fake tensors may not show
-            run_once(leaf)
+            run_once(leaf, examples)
     except Communicates as reason:
         getattr(error, "add_note", warnings.warn)(str(reason))  # Python 3.10 has no notes
         return
@@ -120,9 +121,9 @@ def record_call(
     parameters: list[TensorProxy],
 ) -> Any:
     context = get_jit_ctx()
-    leaf = _leaf_of(path, function, args, kwargs, list(map(_metadata, parameters)))
+    leaf = _leaf_of(leaves, path, function, args, kwargs, list(map(_metadata, parameters)))
     tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, TensorProxy)]
-    leaf = _known(leaves, leaf)
+    leaf = _known(leaves, leaf, examples_of(leaves, args, kwargs))
     if not context.computation_trace.has_name(leaf.name):
         context.computation_trace.add_name(leaf.name)
     return leaf.results.fill(call(leaf, *tensors, *parameters))
@@ -142,12 +143,20 @@ def leaf_like(leaves: Leaves, leaf: Leaf, module: torch.nn.Module) -> Leaf | Non
         leaf.arguments,
         leaf.autocasts,
     )
-    other = _known(leaves, other)
+    other = _known(leaves, other, {})
     same = (other.outputs, other.results) == (leaf.outputs, leaf.results)
     return other if same and other.parameters == leaf.parameters else None
 
 
-def _known(leaves: Leaves, leaf: Leaf) -> Leaf:
+def examples_of(leaves: Leaves, args: Any, kwargs: Any) -> dict[int, torch.Tensor]:
+    """Return the values of those inputs of a leaf that are arguments of the model, by their numbers."""
+    tensors = (value for value in tree_flatten((args, kwargs))[0] if _is_tensor(value))
+    known = ((i, leaves.arguments.get(getattr(tensor, "name", ""))) for i, tensor in enumerate(tensors))
+    found = {i: argument[1] for i, argument in known if argument is not None}
+    return {i: value for i, value in found.items() if type(value) is torch.Tensor and not value.is_meta}
+
+
+def _known(leaves: Leaves, leaf: Leaf, examples: Mapping[int, torch.Tensor]) -> Leaf:
     """Return the leaf of an earlier call that passes the same, or this one, with what it returns and a name."""
     is_training = [module.training for module in leaf.modules]
     key = repr((leaf.arguments, leaf.inputs, leaf.parameters, leaf.autocasts, is_training))
@@ -155,7 +164,7 @@ def _known(leaves: Leaves, leaf: Leaf) -> Leaf:
     if key not in known:
         alike = next((other for other in _alike(leaves, leaf.function) if key in leaves.calls[other]), None)
         if alike is None:
-            observe(leaf, leaves.output_like.get(leaf.path))
+            observe(leaf, leaves.output_like.get(leaf.path), examples)
         else:
             leaf.take_observations(leaves.calls[alike][key])
         leaf.give_name(leaves.names)
@@ -182,7 +191,9 @@ def _state_of(module: torch.nn.Module) -> Any:
     ]
 
 
-def _leaf_of(path: str, function: Callable[..., Any], args: Any, kwargs: Any, parameters: Sequence[Metadata]) -> Leaf:
+def _leaf_of(
+    leaves: Leaves, path: str, function: Callable[..., Any], args: Any, kwargs: Any, parameters: Sequence[Metadata]
+) -> Leaf:
     """Return a new leaf for a call with proxies in place of tensors.
 
     Raises:
@@ -199,6 +210,9 @@ def _leaf_of(path: str, function: Callable[..., Any], args: Any, kwargs: Any, pa
                 f"strings, dtypes), also in lists, tuples and dictionaries. Pass its tensors, or None (use_cache=False)"
             )
     inputs = [_metadata(value) for value in flat if _is_tensor(value)]
+    for number, argument in examples_of(leaves, args, kwargs).items():
+        if not argument.requires_grad:
+            inputs[number] = inputs[number]._replace(differentiable=False)
     arguments = Structure(tuple(TENSOR if _is_tensor(value) else value for value in flat), spec)
     autocasts = [
         (str(device), None if dtype is None else dtypes.to_torch_dtype(dtype), enabled)

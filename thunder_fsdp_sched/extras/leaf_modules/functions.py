@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...capture.leaves import Leaves
 from ...ir.symbols import LEAF
-from .capture import proxy_contents, record_call
+from .capture import examples_of, proxy_contents, record_call
 from .choose import announce
 from .observe import run_once
 
@@ -76,25 +76,27 @@ def run_as_it_is(
         The wrapped result; ``None`` if the function cannot be a leaf.
     """
     instead = _torch_function_of(function)
-    values = tree_leaves([unwrap(value) for value in (*args, *kwargs.values())])
-    tensors = [value for value in values if isinstance(value, TensorProxy)]
+    values = [unwrap(value) for value in (*args, *kwargs.values())]
+    tensors = [value for value in tree_leaves(values) if isinstance(value, TensorProxy)]
     has_gradient = any(dtypes.is_inexact_dtype(tensor.dtype) for tensor in tensors)
     if instead is None or not tensors or (error is None and not has_gradient):
         return None
     name, runtime = f"torch's {instead.__name__}", get_interpreterruntimectx()
     result = _call(leaves, name, instead, args, kwargs)
     runtime.curexc = None
-    if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED or not _runs(get_jit_ctx().computation_trace.peek_scope()):
+    if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED or not _runs(
+        get_jit_ctx().computation_trace.peek_scope(), examples_of(leaves, values, {})
+    ):
         return None
     announce(leaves, instead, _AS_IT_IS.format(name) + ("" if error is None else f": {type(error).__name__}: {error}"))
     return result
 
 
-def _runs(scope: Sequence[BoundSymbol]) -> bool:
-    """Return whether the leaf at the end of a trace runs on random tensors; fake ones do not show all mistakes."""
+def _runs(scope: Sequence[BoundSymbol], examples: Mapping[int, torch.Tensor]) -> bool:
+    """Return whether the leaf at the end of a trace runs on real tensors; fake ones do not show all mistakes."""
     leaf = next(bsym.args[0] for bsym in reversed(scope) if bsym.sym.name == LEAF)
     try:
-        run_once(leaf)
+        run_once(leaf, examples)
     except Exception:  # the program's own
         return False
     return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from numbers import Number
 from typing import Any
@@ -52,8 +53,11 @@ def is_plain(value: Any) -> bool:
     return value is None or (isinstance(value, plain) and not isinstance(value, Proxy))
 
 
-def observe(leaf: Leaf, output_like: Callable[..., Any] | None) -> None:
-    """Find out what a leaf returns: from ``output_like``, from a run on fake tensors, or from one on random ones.
+def observe(leaf: Leaf, output_like: Callable[..., Any] | None, examples: Mapping[int, torch.Tensor]) -> None:
+    """Find out what a leaf returns: from ``output_like``, from a run on fake tensors, or from one on real ones.
+
+    Args:
+        examples: values of inputs, by their numbers; a run on real tensors takes random ones for all others.
 
     Raises:
         NotImplementedError: all of them fail.
@@ -65,34 +69,35 @@ def observe(leaf: Leaf, output_like: Callable[..., Any] | None) -> None:
         leaf.communicates = True
         return
     try:
-        _observe(leaf, is_fake=True)
+        _observe(leaf, {}, is_fake=True)
     except LeafError:
         raise
     except Exception as fake:  # the module may run any code
         if not leaf.modules and isinstance(fake, DynamicOutputShapeException):
             raise
         try:
-            _observe(leaf, is_fake=False)
+            _observe(leaf, examples, is_fake=False)
         except LeafError:
             raise
         except Exception as real:
-            if (type(real), str(real)) == (type(fake), str(fake)):  # the program's own
+            is_own = (type(real), str(real)) == (type(fake), str(fake)) or len(examples) == len(leaf.inputs) > 0
+            if is_own:  # an error of the program
                 raise
             raise NotImplementedError(
                 f"fsdp: what the {leaf.title} returns is not known: a run on fake tensors raised {type(fake).__name__}: "
-                f"{fake}; one on random tensors {type(real).__name__}: {real}. Say it, as a function of the same arguments: "
+                f"{fake}; one on real tensors {type(real).__name__}: {real}. Say it, as a function of the same arguments: "
                 f"leaf_modules=[({leaf.path!r}, lambda x, **_: torch.empty_like(x))]"
             ) from real
 
 
-def run_once(leaf: Leaf) -> None:
-    """Run a leaf on random tensors, if it is on a device of this machine, so that an exception of its own shows."""
+def run_once(leaf: Leaf, examples: Mapping[int, torch.Tensor]) -> None:
+    """Run a leaf on real tensors, if it is on a device of this machine, so that an exception of its own shows."""
     tensors = (*leaf.inputs, *leaf.parameters)
     if all(_real_device(metadata.device) == metadata.device for metadata in tensors):
-        _observe(leaf, is_fake=False)
+        _observe(leaf, examples, is_fake=False)
 
 
-def _observe(leaf: Leaf, *, is_fake: bool) -> None:
+def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool) -> None:
     devices = {m.device for m in (*leaf.inputs, *leaf.parameters) if m.device.type != "cpu"}
     numbers = torch.Generator().manual_seed(0)
     make = _empty if is_fake else lambda metadata: _random(metadata, numbers)
@@ -107,7 +112,12 @@ def _observe(leaf: Leaf, *, is_fake: bool) -> None:
             stack.enter_context(mode)
         stack.enter_context(_WithoutCommunication(leaf))
         stack.enter_context(torch.enable_grad())
-        inputs = [make(m).requires_grad_(m.differentiable) for m in leaf.inputs]
+        inputs = [
+            (examples[i].detach().to(_real_device(m.device), m.dtype, copy=True) if i in examples else make(m))
+            for i, m in enumerate(leaf.inputs)
+        ]
+        for tensor, m in zip(inputs, leaf.inputs, strict=True):
+            tensor.requires_grad_(m.differentiable)
         parameters = [torch.nn.Parameter(make(m), m.differentiable) for m in leaf.parameters]
         given_inputs = [t.clone() for t in inputs]  # not leaves of autograd
         inputs_memory = set(map(_memory_of, given_inputs))
@@ -193,7 +203,7 @@ def _empty(metadata: Metadata) -> torch.Tensor:
 def _random(metadata: Metadata, numbers: torch.Generator) -> torch.Tensor:
     shape, dtype = metadata.shape, metadata.dtype
     device = _real_device(metadata.device)
-    if metadata.differentiable:
+    if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=numbers, dtype=torch.float32).mul_(0.1).to(device, dtype)
     return (torch.ones if dtype is torch.bool else torch.zeros)(shape, dtype=dtype, device=device)
 
@@ -221,7 +231,10 @@ def _unchanged(leaf: Leaf, copy: Callable[[torch.Tensor], torch.Tensor]) -> Iter
             modules.append(module)
     attributes = [dict(vars(m)) for m in modules]
     containers = [
-        (value, value.copy()) for each in attributes for value in each.values() if type(value) in (list, dict, set)
+        (value, value.copy())
+        for each in attributes
+        for value in each.values()
+        if type(value) in (list, dict, OrderedDict, set)  # in ordered ones, hooks
     ]
     copies: dict[int, torch.Tensor] = {}
     for m in modules:

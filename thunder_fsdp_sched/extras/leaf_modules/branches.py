@@ -1,0 +1,64 @@
+"""Branches of the outermost module on values that it computes from its arguments.
+
+The outermost module cannot be a leaf, so it must not branch on the values of tensors. Arguments are an exception: their
+values are there while Thunder traces, and in each call before anything runs. So a condition that depends on nothing else is
+computed when the module is traced, and again in the prologue of each call. Where it differs, Thunder looks for another
+trace, or makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from thunder.core.jit_ext import get_jit_ctx
+from thunder.core.prims import PrimIDs, python_return
+from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.executors.passes import transform_for_execution
+from thunder.extend import get_always_executors
+
+from ...capture.leaves import Leaves
+from ...ir.inspection import args_of, nested, outs_of
+from ...ir.operator_facts import facts_of
+from ...private_thunder import new_trace
+from ...runtime.traced_inputs import Condition
+
+
+def condition_of(leaves: Leaves, value: TensorProxy | NumberProxy) -> tuple[Condition, bool] | None:
+    """Return how to compute the truth of a traced value from the arguments, and what it is now.
+
+    Returns nothing if it depends on anything else, or on an operator that is not pure, or if tensors were changed in place.
+    """
+    trace = get_jit_ctx().computation_trace
+    scope = trace.peek_scope() or []
+    if any(bsym.sym.id is PrimIDs.COPY_ for bsym in nested(scope)):
+        return None
+    needed, found = {value.name}, list[BoundSymbol]()
+    arguments = {name: value for name in needed if name in leaves.arguments}
+    for bsym in reversed(scope):
+        if needed.isdisjoint(outs_of(bsym)):
+            continue
+        if not facts_of(bsym).pure:
+            return None
+        found.insert(0, bsym)
+        needed = (needed - set(outs_of(bsym))) | set(args_of(bsym))
+        arguments.update((arg.name, arg) for arg in bsym.flat_proxy_args if arg.name in leaves.arguments)
+    if not needed or not needed <= leaves.arguments.keys():
+        return None
+    values = [leaves.arguments[name] for name in arguments]
+    if not all(type(tensor) is torch.Tensor and not tensor.is_meta for _, tensor in values):
+        return None  # a plan
+    function = _function_of(found, new_trace(trace, "condition", list(arguments.values())), value)
+    condition = Condition(function, tuple(path for path, _ in values))
+    return condition, condition.of([tensor for _, tensor in values])
+
+
+def _function_of(bsyms: Sequence[BoundSymbol], trace: TraceCtx, result: Any) -> Callable[..., Any]:
+    """Return a function of the arguments of an empty trace that runs these operators."""
+    trace.bound_symbols = [*bsyms]
+    with tracectx(trace):
+        python_return(result)
+    return transform_for_execution(trace, get_always_executors()).python_callable()
