@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -123,3 +124,10 @@ def is_group_name_taken(ranks: Collection[int], number: int, store: Store) -> bo
 def process_groups() -> list[Any]:
     """Return the process groups that this process knows, in the order of creation."""
     return list(c10d._world.pg_names)
+
+
+def leave(group: Any, device: torch.device) -> None:
+    """Destroy a process group of one backend at once, even while other ranks have not issued its collectives."""
+    if device.type == "cuda":
+        group._get_backend(device).abort()
+    dist.destroy_process_group(group)

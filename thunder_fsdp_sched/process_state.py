@@ -50,6 +50,7 @@ What the package changes in Python, torch and Thunder (docs/how-it-works.md says
 | `extras.checkpoint.writer_process` | a process that writes | the parent's | it ends when its connection does |
 | `extras.symmetric_memory` | a variable of the environment | inherited | |
 | `extras.planning.dry_run` | `sys.excepthook`, restored after a plan | inherited | |
+| `extras.bench` | torch's seed, and the process group, of the process of the command line | | |
 | `extras.command_line` | `sys.path`, of the process of the command line | | |
 
 Registries (transports, formats), and what functions remember of operators and code (``cache``), are kept.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..api import fsdp
 from ..logs import following_stages
 from ..option_groups import Sharding
 from ..plan.specs import ShardingStrategy
 from ..transports import TRANSPORTS
+from .bench import Disagreement, bench_table, measure
+from .bench_systems import SYSTEMS, Setup, parse_systems, torchrun_ranks
 from .commands import COMMANDS, make_app
 from .planning.cluster_files import read_cluster
 from .planning.clusters import CLUSTERS, as_json
@@ -124,43 +128,56 @@ class StepOptions:
 
     def compile(self, console: Console, *, micro_batches: int = 1) -> DryRun:
         """Compile the model as one of many ranks and simulate it, with a spinner that shows stage and elapsed time."""
-        dtype = _dtype("dtype", self.dtype or "float32")
-        by_name = {"--batch": self.batch, "--length": self.length, "--dtype": self.dtype}
-        has_factory = ":" in self.model
-        if has_factory and (given := [option for option, value in by_name.items() if value is not None]):
-            raise typer.BadParameter(
-                f"{', '.join(given)}: only for models by name; {self.model} makes its parameters and inputs itself, so "
-                f"change them there"
-            )
-        lower = self.mixed_precision or ("none" if has_factory else "bfloat16")
-        policy = None if lower == "none" else MixedPrecisionPolicy(_dtype("mixed-precision", lower), torch.float32)
-        if (folder := str(Path.cwd())) not in sys.path:
-            sys.path.insert(0, folder)
         try:
             spec = read_cluster(self.cluster, self.cluster_set or ())
-            make = find_model(self.model, batch=self.batch or 1, length=self.length or 2048, dtype=dtype)
+            make = self.find()
             with _spinner(console, f"{self.model}: making the model") as show:
                 with following_stages(lambda stage: show(f"{self.model}: {stage}")):
                     return dry_run_step(
                         make,
                         on=spec,
                         world_size=self.world_size,
-                        sharding_strategy=Sharding(
-                            self.sharding,
-                            max_unsharded_bytes=self.max_unsharded,
-                            secondary_ranks=self.secondary_ranks,
-                        ),
-                        bucketing_strategy=self.bucketing,
-                        prefetch=_prefetch(self.prefetch),
-                        max_memory=self.max_memory,
-                        max_gathers_in_flight=self.max_gathers_in_flight,
                         replicas=self.replicas,
                         micro_batches=micro_batches,
-                        transport=self.transport,
-                        mp_policy=policy,
+                        mp_policy=self.policy(),
+                        **self.fsdp_options(self.sharding),
                     )
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
+
+    def find(self) -> Callable[[], Any]:
+        """Return the function that makes the model and its inputs.
+
+        Raises:
+            ValueError, typer.BadParameter: there is none.
+        """
+        dtype = _dtype("dtype", self.dtype or "float32")
+        by_name = {"--batch": self.batch, "--length": self.length, "--dtype": self.dtype}
+        if ":" in self.model and (given := [option for option, value in by_name.items() if value is not None]):
+            raise typer.BadParameter(
+                f"{', '.join(given)}: only for models by name; {self.model} makes its parameters and inputs itself, so "
+                f"change them there"
+            )
+        if (folder := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, folder)
+        return find_model(self.model, batch=self.batch or 1, length=self.length or 2048, dtype=dtype)
+
+    def policy(self) -> MixedPrecisionPolicy | None:
+        lower = self.mixed_precision or ("none" if ":" in self.model else "bfloat16")
+        return None if lower == "none" else MixedPrecisionPolicy(_dtype("mixed-precision", lower), torch.float32)
+
+    def fsdp_options(self, strategy: str) -> dict[str, Any]:
+        """Return the options that say how :func:`thunder_fsdp_sched.fsdp` shards and schedules."""
+        return {
+            "sharding_strategy": Sharding(
+                strategy, max_unsharded_bytes=self.max_unsharded, secondary_ranks=self.secondary_ranks
+            ),
+            "bucketing_strategy": self.bucketing,
+            "prefetch": _prefetch(self.prefetch),
+            "max_memory": self.max_memory,
+            "max_gathers_in_flight": self.max_gathers_in_flight,
+            "transport": self.transport,
+        }
 
 
 def _dtype(option: str, name: str) -> torch.dtype:
@@ -179,16 +196,25 @@ def _prefetch(text: str | None) -> int | str | None:
         raise ValueError(f"--prefetch: expected a number of buckets or auto, got {text!r}") from None
 
 
-def _takes(options: type, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _takes(
+    options: type, *, annotations: Mapping[str, Any] | None = None, only: Collection[str] | None = None, **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the fields of a dataclass as options; it receives an instance as its first argument.
 
     Args:
+        annotations: other annotations of the fields.
+        only: the fields that the command has; the others keep their default values. By default all.
         defaults: other default values of the fields.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         declared = inspect.signature(options, eval_str=True).parameters
-        shared = {name: p.replace(default=defaults.get(name, p.default)) for name, p in declared.items()}
+        others = annotations or {}
+        shared = {
+            name: p.replace(default=defaults.get(name, p.default), annotation=others.get(name, p.annotation))
+            for name, p in declared.items()
+            if only is None or name in only
+        }
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
         @wraps(command)
@@ -297,6 +323,53 @@ def _write_memory(memory: StepMemory, step: DryRun, path: Path) -> None:
         save_memory(memory, path)
     else:
         plot_memory(memory, path, timeline=step.after)
+
+
+_FACTORY = (
+    "A function that returns (module, args) or (module, args, kwargs), on the CPU or on the rank's GPU. It is called for "
+    "each system, after torch.manual_seed(0)."
+)
+
+
+@app.command(
+    help=COMMANDS["bench"],
+    epilog="Example: torchrun --nproc-per-node 2 -m thunder_fsdp_sched bench my_models:make",
+)
+@_takes(
+    StepOptions,
+    annotations={"model": Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help=_FACTORY)]},
+    only={"model", "bucketing", "prefetch", "max_memory", "max_unsharded", "max_gathers_in_flight", "transport"}
+    | {"mixed_precision"},
+)
+def bench(
+    options: StepOptions,
+    systems: Annotated[str, typer.Option(help="The systems to measure, separated by commas.")] = ", ".join(SYSTEMS),
+    rounds: Annotated[int, typer.Option(min=1, help="How many times each system takes its turn.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps a turn has.")] = 1,
+) -> None:
+    try:
+        names = parse_systems(systems)
+        policy = options.policy()
+        fsdp(**options.fsdp_options("zero3"))  # which checks them
+        with torchrun_ranks() as device:
+            setup = Setup(options.find, device, options.fsdp_options, policy)
+            console, code = make_console(quiet=dist.get_rank() != 0), 0
+            try:
+                with _spinner(console, options.model) as show:
+                    found = measure(names, setup, rounds=rounds, steps=steps, show=show)
+                console.print(bench_table(found, options.model, rounds, steps))
+                code = int(all(system.error for system in found))
+            except Disagreement as error:
+                console.print(f"{options.model}: {error}", markup=False)
+                code = 1
+            except ValueError as error:  # the same on all ranks, so one prints it
+                code = 2
+                if dist.get_rank() == 0:
+                    typer.BadParameter(str(error)).show()
+            dist.barrier()  # torchrun ends the other ranks when one exits with an error
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(code)
 
 
 @app.command(help=COMMANDS["clusters"])

@@ -10,6 +10,9 @@ COMMANDS = {
     "plan": "Plan a training step on a cluster that you do not have: memory, time, and exposed communication.\n\n"
     "The model is traced on the meta device as one of many ranks, scheduled, and simulated. Deep models take minutes, "
     "nearly all of it in Thunder's own tracing.",
+    "bench": "Measure a training step of your model beside PyTorch's FSDP2 and DDP.\n\n"
+    "Start it with torchrun. The systems take turns, so all of them are in memory at once. Without GPUs it measures on the "
+    "CPU, with gloo.",
     "clusters": "Print the presets of clusters as JSON, the format of files for --cluster.",
     "exposed": "Show the communication that compute did not hide, in the steps that torch's profiler recorded of any "
     "training run.\n\n"
