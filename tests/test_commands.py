@@ -65,6 +65,9 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"python -m thunder_fsdp_sched trace examples\.plan:make .*": By("test_commands.py::test_the_readme_shows"),
     r"python -m thunder_fsdp_sched (trace|plan) (package\.module:factory|my_models:make)\b.*": USERS,
     r"python -m thunder_fsdp_sched plan Llama-3-8B .*": Not("takes minutes"),
+    r"torchrun .* -m thunder_fsdp_sched bench my_models:make": By(
+        "test_bench.py::test_the_documented_command_prints_a_row"
+    ),
     r"python -m thunder_fsdp_sched exposed .*": By("test_exposed.py::test_"),
     r"python -m thunder_fsdp_sched diff .*": By("planning/test_dry_run.py::test_plan_prints_the_step"),
     # Examples
@@ -208,16 +211,16 @@ def _parse(command: str) -> None:
         SystemExit: they are wrong; stderr says why.
     """
     words = shlex.split(command)
-    _, program, *arguments = words[words.index("python") :]
-    if program == "-m":
-        name, *arguments = arguments[1:]
+    if "-m" in words:  # after python, or after torchrun and its own options
+        _, _, name, *arguments = words[words.index("-m") :]
         typer.main.get_command(app).commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
     else:
+        _, program, *arguments = words[words.index("python") :]
         _parser_of(program).parse_args(arguments)
 
 
 def test_arguments_are_those_of_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    parsed = [c for c in DOCUMENTED if re.search(r"python (-m thunder_fsdp_sched \w|benchmarks/)", c)]
+    parsed = [c for c in DOCUMENTED if re.search(r"-m thunder_fsdp_sched \w|python benchmarks/", c)]
     parsed = [c for c in parsed if "-m" in c or "parse_args(" in (ROOT / c.split("python ")[1].split()[0]).read_text()]
     assert len(parsed) > 80
     for command in parsed:
