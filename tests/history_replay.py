@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from ranks import RankError, Ranks
 
 TIMEOUT = timedelta(seconds=float(os.environ.get("HISTORIES_TIMEOUT", "90")))
 """How long a rank waits in a collective. Long, because other ranks may be compiling."""
+
+SHRINK = float(os.environ.get("HISTORIES_SHRINK", "120"))
+"""How many seconds to search for a smaller failure."""
 
 
 def fail_at(
@@ -82,3 +87,28 @@ def failure_of(ranks: Ranks, run_scenario: Callable[..., str], scenario: Any, *,
     if failure == TOO_FEW_BYTES:
         return failure_of(ranks, run_scenario, without_limit(scenario), timeout=timeout)
     return failure
+
+
+def smaller(ranks: Ranks, scenario: Any, run_scenario: Callable[..., str], *, seconds: float) -> Any:
+    """Return a scenario with fewer histories and actions that fails as well, found within some seconds."""
+    end = time.monotonic() + seconds
+
+    def fails(history: tuple[Any, ...]) -> bool:
+        left = end - time.monotonic()
+        tried = replace(scenario, histories=(history,))
+        return left > 0 and bool(failure_of(ranks, run_scenario, tried, timeout=min(left, 120)))
+
+    history = next((each for each in reversed(scenario.histories) if fails(each)), None)
+    if history is None:  # not without the histories before it, or not again
+        return scenario
+    for position in reversed(range(len(history))):
+        if fails(without := history[:position] + history[position + 1 :]):
+            history = without
+    return replace(scenario, histories=(history,))
+
+
+def replay_scenario(ranks: Ranks, scenario: Any, run_scenario: Callable[..., str]) -> None:
+    """Run a scenario, and if it fails, search for a smaller one and print it as a call of ``replay``."""
+    if failure := failure_of(ranks, run_scenario, scenario, timeout=900):
+        scenario = smaller(ranks, scenario, run_scenario, seconds=SHRINK)
+        raise AssertionError(f"{failure}\nreplay(ranks, {scenario!r})")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from garbage import leave_a_group
-from history_replay import TIMEOUT, fail_at, failure_of, failure_of_histories
+from history_replay import TIMEOUT, fail_at, failure_of_histories, replay_scenario
 from history_runner import HistoryRunner
 from random_histories import Action, Scenario, scenarios
 from random_models import draw_numbered, options_of
@@ -47,10 +47,8 @@ def run_scenario(rank: int, world_size: int, scenario: Scenario, folder: Path) -
     return failure_of_histories(rank, scenario.histories, failing, control=control, folder=folder)
 
 
-def replay(ranks: Ranks, scenario: Scenario) -> None:
-    """Run a scenario that a failure has printed."""
-    failure = failure_of(ranks, run_scenario, scenario, timeout=900)
-    assert not failure, f"{failure}\nreplay(ranks, {scenario!r})"
+replay = partial(replay_scenario, run_scenario=run_scenario)
+"""Run a scenario that a failure has printed."""
 
 
 _long = partial(pytest.param, marks=pytest.mark.long)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from device import DEVICE
 from differing_runner import DifferingRunner, half_of
 from histories import DifferingScenario, RankAction, differing_scenarios, is_final
-from history_replay import TIMEOUT, fail_at, failure_of, failure_of_histories
+from history_replay import TIMEOUT, fail_at, failure_of, failure_of_histories, replay_scenario, smaller
 from random_models import draw_numbered, options_of
-from ranks import Ranks, worker_pool
+from ranks import worker_pool
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -63,33 +63,8 @@ def run_scenario(rank: int, world_size: int, scenario: DifferingScenario, folder
     return failure_of_histories(rank, scenario.histories, failing, control=control, folder=folder)
 
 
-def replay(ranks: Ranks, scenario: DifferingScenario) -> None:
-    """Run a scenario that a failure has printed."""
-    failure = failure_of(ranks, run_scenario, scenario, timeout=600)
-    assert not failure, f"{failure}\nreplay(ranks, {scenario!r})"
-
-
-def smaller(ranks: Ranks, scenario: DifferingScenario, *, seconds: float) -> DifferingScenario:
-    """Return a scenario with fewer histories and actions that fails as well, found within some seconds."""
-    end = time.monotonic() + seconds
-
-    def fails(histories: tuple[tuple[RankAction, ...], ...]) -> bool:
-        return bool(failure_of(ranks, run_scenario, replace(scenario, histories=histories), timeout=120))
-
-    for number in reversed(range(len(scenario.histories))):
-        if time.monotonic() < end and fails(scenario.histories[number : number + 1]):
-            scenario = replace(scenario, histories=scenario.histories[number : number + 1])
-            break
-    else:
-        return scenario
-    [history] = scenario.histories
-    position = len(history) - 1
-    while position >= 0 and time.monotonic() < end:
-        without = history[:position] + history[position + 1 :]
-        if fails((without,)):
-            history = without
-        position -= 1
-    return replace(scenario, histories=(history,))
+replay = partial(replay_scenario, run_scenario=run_scenario)
+"""Run a scenario that a failure has printed."""
 
 
 def main() -> None:
@@ -112,8 +87,7 @@ def main() -> None:
             seconds = f"{time.monotonic() - start:.1f} s"
             if failure:
                 wrong.append(seed)
-                if given.shrink:
-                    scenario = smaller(workers(given.ranks), scenario, seconds=given.shrink)
+                scenario = smaller(workers(given.ranks), scenario, run_scenario, seconds=given.shrink)
                 print(
                     f"seeds {seed}:{seed + size} FAILED, {seconds}\n{failure}\nreplay(ranks, {scenario!r})", flush=True
                 )
