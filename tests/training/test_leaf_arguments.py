@@ -118,6 +118,25 @@ def test_the_outermost_module_branches_on_its_arguments() -> None:
     _alike(model, module, x, torch.tensor([0, 1]), {"mask": mask})
 
 
+def test_under_autocast_only_what_it_does_not_change_is_a_branch() -> None:
+    model = thunder.jit(Checks(), transforms=[fsdp()])
+    x, labels = torch.ones(2, SIZE), torch.tensor([0, 1])
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(NotImplementedError, match="reads from a tensor"):
+        model(x, labels, {"mask": torch.ones(SIZE)})
+    options = {"mask": torch.ones(SIZE, dtype=torch.long)}
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x, labels, options).dtype is torch.bfloat16
+
+
+def test_a_branch_is_of_the_shapes_that_it_was_traced_for() -> None:
+    module = Checks().double()
+    model = thunder.jit(copy.deepcopy(module), transforms=[fsdp()])
+    options = {"mask": torch.ones(SIZE, dtype=torch.float64)}
+    for rows in (2, 3, 2):
+        _alike(model, module, torch.randn(4, SIZE, dtype=torch.float64), torch.arange(rows), options)
+
+
 class OnWeights(Checks):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)

@@ -108,6 +108,7 @@ class InputReads:
 
     def __init__(self) -> None:
         self._trace: Any = None
+        self._depth = 0  # of the module that is being traced in the outermost one
         self._checks: dict[Path, Check] = {}
         self._module: torch.nn.Module | None = None
         self._sizes: Any = None  # the `Sizes`, with symbolic values
@@ -124,8 +125,7 @@ class InputReads:
                 self._depth -= 1
         self._trace, self._checks, self._paths = context.computation_trace, {}, _ConcretePaths()
         self._assigned: list[tuple[Path, str, Any]] = []
-        self._conditions: list[Condition] = []
-        self._depth = 0
+        self._conditions, self._depth = list[Condition](), 0
         self._names: dict[str, torch.Tensor] = {}
         if self.leaves is not None:
             self.leaves.written.clear()

@@ -37,11 +37,12 @@ class Condition(NamedTuple):
     """A condition that a program computes from its arguments.
 
     Attributes:
-        function: of the tensors at ``paths``.
+        function: of the tensors at ``paths``, which have these shapes.
     """
 
     function: Callable[..., Any]
     paths: tuple[Path, ...]
+    shapes: tuple[torch.Size, ...]
 
     def of(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return the condition for these tensors."""
@@ -49,15 +50,18 @@ class Condition(NamedTuple):
             return bool(self.function(*tensors))
 
 
-class _Conditions(NamedTuple):
+class _Conditions:
     """The conditions, by number, for the arguments of a call."""
 
-    conditions: Sequence[Condition]
-    roots: Mapping[Any, Any]
+    def __init__(self, conditions: Sequence[Condition], roots: Mapping[Any, Any]) -> None:
+        self._conditions, self._roots = conditions, roots
 
-    def __getitem__(self, number: Any) -> bool:
-        condition = self.conditions[number]
-        return condition.of([_value_at(self.roots, path) for path in condition.paths])
+    def __getitem__(self, number: int) -> bool:
+        condition = self._conditions[number]
+        tensors = [_value_at(self._roots, path) for path in condition.paths]
+        if tuple(tensor.shape for tensor in tensors) != condition.shapes:
+            raise LookupError  # its operators are for other shapes
+        return condition.of(tensors)
 
 
 class Environment:

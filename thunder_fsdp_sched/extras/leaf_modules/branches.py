@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from thunder.core.compile_data import get_compile_data
+from thunder.core.dtypes import is_exact_dtype
 from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.prims import PrimIDs, python_return
 from thunder.core.proxies import NumberProxy, TensorProxy
@@ -30,7 +32,8 @@ from ...runtime.traced_inputs import Condition
 def condition_of(leaves: Leaves, value: TensorProxy | NumberProxy) -> tuple[Condition, bool] | None:
     """Return how to compute the truth of a traced value from the arguments, and what it is now.
 
-    Returns nothing if it depends on anything else, or on an operator that is not pure, or if tensors were changed in place.
+    Returns nothing if it depends on anything else, or on an operator that is not pure or computes in lower precision under
+    autocast, or if tensors were changed in place.
     """
     trace = get_jit_ctx().computation_trace
     scope = trace.peek_scope() or []
@@ -38,10 +41,12 @@ def condition_of(leaves: Leaves, value: TensorProxy | NumberProxy) -> tuple[Cond
         return None
     needed, found = {value.name}, list[BoundSymbol]()
     arguments = {name: value for name in needed if name in leaves.arguments}
+    is_exact = get_compile_data().autocast_stack.is_empty()
     for bsym in reversed(scope):
         if needed.isdisjoint(outs_of(bsym)):
             continue
-        if not facts_of(bsym).pure:
+        read = (arg for arg in bsym.flat_proxy_args if isinstance(arg, TensorProxy))
+        if not facts_of(bsym).pure or not (is_exact or all(is_exact_dtype(tensor.dtype) for tensor in read)):
             return None
         found.insert(0, bsym)
         needed = (needed - set(outs_of(bsym))) | set(args_of(bsym))
@@ -52,8 +57,9 @@ def condition_of(leaves: Leaves, value: TensorProxy | NumberProxy) -> tuple[Cond
     if not all(type(tensor) is torch.Tensor and not tensor.is_meta for _, tensor in values):
         return None  # a plan
     function = _function_of(found, new_trace(trace, "condition", list(arguments.values())), value)
-    condition = Condition(function, tuple(path for path, _ in values))
-    return condition, condition.of([tensor for _, tensor in values])
+    paths, tensors = zip(*values, strict=True)
+    condition = Condition(function, paths, tuple(tensor.shape for tensor in tensors))
+    return condition, condition.of(tensors)
 
 
 def _function_of(bsyms: Sequence[BoundSymbol], trace: TraceCtx, result: Any) -> Callable[..., Any]:
