@@ -199,6 +199,17 @@ def test_gradients_of_a_tensor_that_a_leaf_has_kept_are_not_lost_silently() -> N
         model(x).sum().backward()  # training goes on
 
 
+def test_buffers_are_those_that_the_latest_call_has_assigned() -> None:
+    def part(part: Any, x: torch.Tensor) -> torch.Tensor:
+        part.calls = part.calls + 1
+        return part.linear(x)
+
+    model, _ = _jitted((part, lambda model, x: model.part(x)))
+    for calls in (1, 2, 3):
+        model(torch.ones(2, SIZE, dtype=torch.float64))
+        assert dict(model.named_buffers())["part.calls"] == model.get_buffer("part.calls") == calls
+
+
 def test_what_autograd_has_saved_is_freed_without_a_backward() -> None:
     saved: list[StorageWeakRef] = []
 

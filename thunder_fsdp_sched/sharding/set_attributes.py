@@ -53,6 +53,10 @@ class SetAttributes:
                 )
             setattr(module, name, value)
             delattr(model, name)
+        self.take_buffers(model)
+
+    def take_buffers(self, model: ThunderModule) -> None:
+        """Let Thunder refer to the buffers that have replaced others in the original module."""
         if replaced := self._buffers.replaced():
             for name, _, buffer in replaced:
                 ThunderModule.set_buffer(model, name, buffer)

@@ -151,10 +151,12 @@ class ShardedModule:
 
         offloads = any(bucket.spec.comm.offload for bucket in self.buckets)
 
-        def after_call(*_: Any) -> None:
+        def after_call(jitted: Any, *_: Any) -> None:
             self._collects_less.end()
             if offloads:
                 load("extras.shard_offload:finish_copies")()
+            if self.leaves:
+                self._attributes.take_buffers(jitted)  # which leaf modules have assigned
             if not self.running_eagerly and self.module_params.has_placeholders:  # tracing failed
                 self.module_params.replace_placeholders()
                 for path, name in self.module_params.in_containers().items():
