@@ -129,19 +129,11 @@ class InputReads:
         self._names: dict[str, torch.Tensor] = {}
         if self.leaves is not None:
             self.leaves.written.clear()
-            self.leaves.arguments.clear()
         self._shapes = torch_types.Shapes()
         self._unknown, self._iterators, self._containers = UnknownNumbers(), ForeignIterators(), Containers(self._paths)
         self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
         self._module = unwrap(module)
         hooks = {number for number, _ in find_hooks(self._module.modules())}
-
-        def undo() -> (
-            None
-        ):  # else containers would hold proxies of this trace, and the next one would register hooks again
-            self._containers.restore()
-            remove_other_hooks(unwrap(module).modules(), hooks)
-
         is_symbolic = get_cache_option() is CACHE_OPTIONS.SYMBOLIC_VALUES
         self._sizes = load("extras.symbolic_sizes:Sizes")() if is_symbolic else None
         for value in (*args, *kwargs.values()):
@@ -151,9 +143,12 @@ class InputReads:
                 result = call(module, *args, **kwargs)
             except Exception:
                 if not refused:  # otherwise an instruction that the interpreter does not interpret has raised a refusal
-                    undo()
+                    self._undo(unwrap(module), hooks)
                     raise
                 result = INTERPRETER_SIGNALS.EXCEPTION_RAISED
+            finally:
+                if self.leaves is not None:
+                    self.leaves.arguments.clear()
             if refused:
                 result = do_raise(refused[0])
         has_failed = result is INTERPRETER_SIGNALS.EXCEPTION_RAISED
@@ -161,10 +156,8 @@ class InputReads:
         if is_automatic and not has_failed and (changed := self._containers.changed()) is not None:
             result = load("extras.leaf_modules.capture:explain_change")(self.leaves, changed) or result
             has_failed = result is INTERPRETER_SIGNALS.EXCEPTION_RAISED
-        if self.leaves is not None:
-            self.leaves.arguments.clear()
         if has_failed:
-            undo()
+            self._undo(unwrap(module), hooks)
         if self._sizes is not None:
             self._checks.update(self._sizes.checks(context.computation_trace.bound_symbols))
         if not has_failed:
@@ -173,6 +166,11 @@ class InputReads:
             self._assigned = take_constants(context, self._object_at)
             save_attributes_of_root(context)
         return result
+
+    def _undo(self, module: torch.nn.Module, hooks: set[int]) -> None:
+        """Undo what a failed trace has changed: containers would hold its proxies, and the next would add hooks again."""
+        self._containers.restore()
+        remove_other_hooks(module.modules(), hooks)
 
     def _object_at(self, provenance: ProvenanceRecord) -> Path | None:
         """Return the path of an object that each call has; ``None`` for others."""
