@@ -244,6 +244,9 @@ def bench_table(systems: Sequence[System], model: str, rounds: int, steps: int) 
     reference = next((s for s in systems if s.name.startswith("FSDP2") and not s.error), None)
     of_reference = f"of {reference.name}" if reference else "of FSDP2"
     table = plain_table(title, ["", "step ms", of_reference, "exposed ms", "peak memory", "sent", "first s"], ())
+    for column in table.columns:  # in a narrow terminal, headers continue on the next line
+        column.no_wrap = column is table.columns[0]
+    table.columns[0].min_width = max(len(system.name) for system in systems)
     if any(system.error for system in systems):
         table.add_column("failed", overflow="fold")
     for system in systems:
