@@ -103,7 +103,9 @@ def test_the_documented_command_prints_a_row_for_each_system(tmp_path: Path) -> 
         "    return model, (torch.randn(3, 4),)\n"
     )
     command = [*TORCHRUN, "bench", "my_models:make", "--rounds", "2", "--steps", "2"]
-    result = run_python("-W", "ignore", *command, cwd=tmp_path, env={"OMP_NUM_THREADS": "1", "COLUMNS": "80"}, timeout=300)
+    result = run_python(
+        "-W", "ignore", *command, cwd=tmp_path, env={"OMP_NUM_THREADS": "1", "COLUMNS": "80"}, timeout=300
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"my_models:make: torch {torch.__version__}, CPU, 1 thread a rank, 2 ranks, gloo" in result.stdout
     rows = rows_of(result.stdout)
