@@ -9,10 +9,16 @@ Runs that save into the same folder at once know nothing of each other. Two mech
 
 The run that has completed the folder deletes the files of all others, also of those that were killed. A run that fails
 deletes its own.
+
+[Note: Order on disk]
+After a crash of the machine, any write, creation, rename or removal that was not synced may be lost, in whatever order they
+were made. An fsync of a file syncs its data, one of a folder the names in it. So everything that a checkpoint consists of is
+synced before the file that completes it gets its name, and that name before an older checkpoint is removed.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -47,6 +53,9 @@ _FILES = {
 _DATA = re.compile(r"__\d+_.*\.distcp|\.metadata\.")
 """The beginning of the names of files of a checkpoint, whoever saves it."""
 
+_CANNOT_SYNC = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)
+"""Errors of folders that cannot be opened, and of file systems that cannot sync folders."""
+
 _PIECE = 1 << 22
 """Bytes that are read at once for a checksum."""
 
@@ -75,6 +84,27 @@ def path_of(value: str | os.PathLike[str], option: str) -> Path:
     return path
 
 
+def sync(path: Path) -> None:
+    """Let the data of a file, or the names in a folder, survive a crash; see [Note: Order on disk]."""
+    try:
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC or not path.is_dir():
+            raise
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it unless they exist, and let their names survive a crash."""
+    missing = [parent for parent in folder.parents if not parent.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in (folder, *missing):
+        sync(made.resolve().parent)
+
+
 class SaveRun:
     """One save into a folder. See [Note: Two runs, one folder].
 
@@ -93,7 +123,8 @@ class SaveRun:
     def begin(self) -> str:
         """Create the draft, on the first rank, after which all ranks look for it; return the run's id."""
         refuse_complete(self.folder, self.last)
-        self.draft.mkdir(parents=True)
+        make_folder(self.folder)
+        self.draft.mkdir()
         if (self.folder / self.last).exists():
             (self.folder / self.last).unlink()  # empty: see `is_complete`
         return self.id
@@ -115,16 +146,21 @@ class SaveRun:
             raise ValueError(f"folder: {self.folder} cannot be written")
 
     def complete(self) -> None:
-        """Create the file that completes the folder.
+        """Create the file that completes the folder from the one in the draft, and let it survive a crash.
+
+        The data of the other files must have been synced.
 
         Raises:
             ValueError: another run has completed it.
         """
+        sync(self.draft / self.last)
+        sync(self.folder)  # the names of the other files
         if not _link_exclusively(self.draft / self.last, self.folder / self.last):
             raise ValueError(
                 f"folder: another run has completed {self.folder} meanwhile: give each run a folder of its own"
             )
         self._has_completed = True
+        sync(self.folder)
 
     def clean_up(self) -> None:
         """Delete the draft, and the files of all other runs if this one has completed the folder, else its own.

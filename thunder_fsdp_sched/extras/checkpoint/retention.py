@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .beside import wait_for_latest
-from .folder import METADATA, OTHERS, are_of_one_run, is_complete
+from .folder import METADATA, OTHERS, are_of_one_run, is_complete, sync
 from .order import newest_first, series_of, stamp_of, time_of
 from .storage import check_lengths, read_metadata
 
@@ -115,6 +115,7 @@ def remove_old(path: Path, keep: int) -> None:
             if (old / OTHERS).exists():
                 raise ValueError("Fabric has written it, and keeps more there")
             (old / METADATA).unlink()  # first, so that it is never half a checkpoint
+            sync(old)
             for name in names:
                 (old / name).unlink()
             if not any(old.iterdir()):

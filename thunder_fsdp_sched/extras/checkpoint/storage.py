@@ -16,7 +16,6 @@ import dataclasses
 import enum
 import hashlib
 import io
-import os
 import pickle
 import re
 import zipfile
@@ -292,8 +291,6 @@ class RunWriter(FileSystemWriter):
         with (self._run.draft / METADATA).open("r+b") as file:
             data = file.read()
             file.write(seal(stamped(data, self._run.folder))[len(data) :])
-            file.flush()
-            os.fsync(file.fileno())
         self._run.complete()
 
 

@@ -37,7 +37,7 @@ from ...sharding.sharded_module import find_jitted
 from ..state_dicts.entries import refuse_unshared
 from ..state_dicts.jitted import rows_by_name
 from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds
-from .folder import INDEX, METADATA, SaveRun, checksum, is_complete, path_of, refuse_complete
+from .folder import INDEX, METADATA, SaveRun, checksum, is_complete, path_of, refuse_complete, sync
 from .on_all_ranks import refuse_different, run_on_all_ranks
 from .staging import Staging
 from .state_dict import Cast, compare, tell_casts, tell_lacking
@@ -160,6 +160,7 @@ class _WholeFiles:
         if tensors:
             file = f"model-{label}-{self._run.id}.safetensors"
             _import("safetensors.torch").save_file(tensors, self._run.folder / file, metadata={"format": "pt"})
+            sync(self._run.folder / file)
             self._weight_map.update(dict.fromkeys(tensors, file))
             self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
             if self._checksums:

@@ -15,12 +15,16 @@ save and are those of no other one. Then its list of contents takes the place of
 system: the old checkpoint is complete before it, and the new one after it. ``meta.pt``, which belongs to a list, carries
 the list's digest in its name until it can take the place of the old one.
 
+A new file is written under another name. If the process is killed, the next save removes that file. A new checkpoint is on
+disk before anything of the old one is removed: see [Note: Order on disk] in ``folder``.
+
 A file and a folder cannot replace each other in one operation. There, the old checkpoint is renamed before the new one
 gets its name. A process that is killed in between leaves the old one under the other name, where it is found.
 """
 
 from __future__ import annotations
 
+import glob
 import io
 import os
 import pickle
@@ -38,7 +42,7 @@ from torch.utils.data import DataLoader
 from ...runtime.row_dtensor import RowDTensor
 from ...sharding.sharded_module import ShardedModule, find_jitted
 from ..checkpoint import load_checkpoint, save_checkpoint
-from ..checkpoint.folder import METADATA, OTHERS
+from ..checkpoint.folder import METADATA, OTHERS, make_folder, sync
 from ..checkpoint.on_all_ranks import run_on_all_ranks, share_on_all_ranks
 from ..checkpoint.state_dict import (
     get_model_state_dict,
@@ -126,7 +130,7 @@ def _save_folder(path: Path, parts: _State, others: dict[str, Any]) -> None:
         own = path.resolve()
         clean_up(own)
         new = new_beside(own) if is_checkpoint(own) else own
-        new.mkdir(parents=True, exist_ok=True)
+        make_folder(new)
         _write(others, new / OTHERS)
         return own, new
 
@@ -165,9 +169,9 @@ def _save_file(path: Path, parts: _State, others: dict[str, Any], keep: Filter) 
 
     def write() -> None:
         if writes:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             clean_up(path)
-            partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+            partial = path.with_name(f"{_partly_written(path.name)}{uuid.uuid4().hex}")
             try:
                 _write(content, partial)
                 replace(path, partial)
@@ -278,6 +282,8 @@ def _write(content: Mapping[str, Any], path: Path) -> None:
     try:
         with path.open("wb") as file:  # torch itself would not say why it cannot write
             torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         for key, value in content.items():
             try:
@@ -321,9 +327,11 @@ def replace(path: Path, new: Path) -> None:
     elif path.exists() and path.is_dir() != new.is_dir():
         os.rename(path, old := _old_beside(path))
         os.rename(new, path)
+        sync(path.parent)
         _remove(old)
     else:
         os.replace(new, path)
+        sync(path.parent)
 
 
 def _replace_contents(path: Path, new: Path) -> None:
@@ -333,7 +341,9 @@ def _replace_contents(path: Path, new: Path) -> None:
     contents, digest = read_metadata(new)
     others = _named_after(path, digest)
     (new / OTHERS).replace(others)
+    sync(path)
     (new / METADATA).replace(path / METADATA)  # from here on, the new checkpoint is complete
+    sync(path)
     others.replace(path / OTHERS)
     used = {info.relative_path for info in contents.storage_data.values()}
     for file in (*path.glob("*.distcp"), *path.glob(f"{OTHERS}.*")):
@@ -360,6 +370,8 @@ def clean_up(path: Path) -> None:
         os.rename(old, path)
     _remove(_old_beside(path))
     _remove(new_beside(path))
+    for partial in path.parent.glob(f"{_partly_written(glob.escape(path.name))}*"):
+        _remove(partial)
 
 
 def _named_after(folder: Path, digest: str) -> Path:
@@ -368,6 +380,11 @@ def _named_after(folder: Path, digest: str) -> Path:
 
 def _old_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.fsdp_sched_old")
+
+
+def _partly_written(name: str) -> str:
+    """Return the beginning of the names of files that are being written and will take the place of the file ``name``."""
+    return f".{name}.fsdp_sched_partial_"
 
 
 def _remove(path: Path) -> None:
