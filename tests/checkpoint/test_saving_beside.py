@@ -21,16 +21,16 @@ from unittest import mock
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import load_checkpoint, save_checkpoint, save_checkpoint_async
 from thunder_fsdp_sched.extras.checkpoint import staging
-from thunder_fsdp_sched.extras.checkpoint.folder import INDEX, METADATA, checksum
+from thunder_fsdp_sched.extras.checkpoint.folder import INDEX, METADATA
 from thunder_fsdp_sched.extras.checkpoint.staging import Staging, host_memory
-from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter, check_lengths, read_metadata
+from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter, read_metadata
 
 import profiles
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from ranks import RankError, Ranks, on_ranks
+from ranks import on_ranks
 from saving import assert_equal, contents, fill, make, on_first, small, train, update
 from torch.distributed.fsdp import CPUOffloadPolicy
 from virtual_gpu import guard
@@ -302,76 +302,6 @@ def test_old_checkpoints_are_removed_when_the_new_one_is_complete(rank: int, tmp
 # Killed processes
 #
 
-_EVENTS = ("open", "os.mkdir", "os.link", "os.remove", "os.rmdir", "os.rename", "os.listdir", "os.scandir")
-
-
-def _save_and_be_killed(rank: int, world_size: int, folder: Path, victim: int, point: int, writer: Any) -> None:
-    """Save once, then kill a rank at an operation on files of the second save."""
-    model, optimizer = small()
-    save_checkpoint_async(model, folder / "0", optimizer).result()
-    update(model, optimizer)
-    left = point
-
-    def count(event: str, args: Any) -> None:
-        nonlocal left
-        path = str(args[0]) if args and isinstance(args[0], (str, os.PathLike)) else ""
-        if event == "os.fsync" or (event in _EVENTS and str(folder) in path):
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    if rank == victim:
-        fsync = os.fsync
-        mock.patch("os.fsync", lambda file: (count("os.fsync", ()), fsync(file))).start()
-        sys.addaudithook(count)
-    saving = save_checkpoint_async(model, folder / "1", optimizer, keep=1, writer=writer)
-    update(model, optimizer)
-    saving.result()
-    left = 1 << 30
-    dist.barrier()
-
-
-def _assert_loadable(folder: Path) -> Path:
-    """Assert that the latest checkpoint is complete, to the last bit."""
-    latest = tfs.latest_checkpoint(folder)
-    assert latest is not None
-    chunks = list(read_metadata(latest)[0].storage_data.values())
-    check_lengths(latest, chunks)
-    assert all(checksum(latest / c.relative_path, c.offset, c.length) == c.crc32 for c in chunks)
-    return latest
-
-
-@pytest.mark.parametrize(
-    "victim, writer",
-    [
-        (0, "thread"),
-        pytest.param(1, "thread", marks=pytest.mark.long),
-        pytest.param(0, "process", marks=pytest.mark.long),
-    ],
-)
-def test_a_rank_killed_at_any_operation_on_files_leaves_a_complete_checkpoint(
-    tmp_path: Path, victim: int, writer: str
-) -> None:
-    latest, step = [], 1 if profiles.LONG else 20
-    workers = Ranks(2)
-    try:
-        for point in range(0, 100, step):
-            folder = tmp_path / str(point)
-            try:
-                workers.run(_save_and_be_killed, folder, victim, point, writer, timeout=60)
-            except RankError as error:
-                assert f"rank {victim} failed\nthe process died, exit code -9" in str(error)
-                latest.append(_assert_loadable(folder).name)
-            else:
-                break
-    finally:
-        workers.close()
-    assert _assert_loadable(folder).name == "1" and not (folder / "0").exists()
-    assert latest == sorted(latest) and latest[0] == "0"
-    if profiles.LONG:
-        assert latest.count("0") >= (3 if victim else 6)
-        assert victim or latest.count("1") >= 4, "while old ones are removed"
-
 
 @on_ranks(2)
 def test_a_killed_writer_process_is_an_error_on_all_ranks_and_replaced(rank: int, tmp_path: Path) -> None:
@@ -393,7 +323,7 @@ def test_a_killed_writer_process_is_an_error_on_all_ranks_and_replaced(rank: int
         assert tfs.latest_checkpoint(tmp_path) == tmp_path / "0"
         dist.barrier()
     save_checkpoint_async(model, tmp_path / "1", optimizer, writer="process").result()
-    assert _assert_loadable(tmp_path) == tmp_path / "1"
+    load_checkpoint(model, tmp_path / "1", optimizer)
 
 
 @pytest.mark.parametrize("what", ["path", "printed", "signals"])

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched.extras.checkpoint.writer_process import text_of
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from saving import on_first, refused, small
@@ -88,12 +90,12 @@ def test_a_link_to_nothing_is_refused_with_its_target(rank: int, tmp_path: Path)
     _load(tmp_path / "step-3", model)
 
 
-fabric = pytest.importorskip("thunder_fsdp_sched.extras.fabric", exc_type=ImportError)
+fabric = pytest.importorskip("thunder_fsdp_sched.extras.fabric.checkpoint", exc_type=ImportError)
 
 
 @on_ranks(2)
 def test_fabric_saves_where_the_first_rank_says_and_raises_on_all(rank: int, tmp_path: Path) -> None:
-    from thunder_fsdp_sched.extras.fabric.checkpoint import save
+    save = fabric.save
 
     class Broken:
         def state_dict(self) -> dict[str, Any]:
@@ -124,3 +126,10 @@ def test_fabric_saves_where_the_first_rank_says_and_raises_on_all(rank: int, tmp
             r"state\['rule'\] cannot be pickled: .*lambda", model, save, path, unpicklable, whole=whole, keep=None
         )
         assert "Leave it out" in text and "(on ranks [0])" in text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_named_when_values_of_fabric_are_written() -> None:
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        fabric._write({"a": torch.ones(100_000)}, Path("/dev/full"))
+    assert "No space left on device" in text_of(caught.value)
