@@ -251,6 +251,7 @@ SCENARIOS = {
     "parameters are frozen and thawed": Scenario(
         _stack,
         [do.train(1), do.freeze(*_TWO_WEIGHTS), do.train(1), do.freeze(*_TWO_WEIGHTS, frozen=False), do.train(1)],
+        long=True,  # as random histories do
     ),
     # Adam divides by the root of the squared gradient, which amplifies rounding where gradients are nearly zero.
     "tied GPT": Scenario(_double(GPT, blocks=1, tied=True, block=Layer), optimizer=ADAMW, tolerance=1e-8, long=True),
@@ -324,6 +325,7 @@ SCENARIOS = {
             {"prefetch": 9, "bucketing_strategy": "none"},
             {"prefetch": 0, "bucketing_strategy": 300},
         ],
+        long=True,  # as random models do
     ),
 }
 """Scenarios for ZeRO-3, unless they say otherwise. ZeRO-2 differs in what is kept for backward."""
