@@ -57,7 +57,7 @@ COLUMNS: harness.Columns = {
 
 
 def main() -> None:
-    parser = harness.options(__doc__, compute=[0.4], blocks=12, width=2560, length=16, rounds=5, no_limit=True)
+    parser = harness.rank_options(__doc__, compute=[0.4], blocks=12, width=2560, length=16, rounds=5, no_limit=True)
     harness.run_on_ranks(__file__, parser.parse_args(), measure)
 
 

@@ -40,6 +40,7 @@ import thunder_fsdp_sched
 from thunder_fsdp_sched.extras.planning.clusters import preset_of_gpu
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.recorded import read_recorded
+from thunder_fsdp_sched.extras.planning.simulate import simulate
 from thunder_fsdp_sched.extras.reports.exposed import calibrate
 from thunder_fsdp_sched.transports import TRANSPORTS
 
@@ -48,8 +49,7 @@ import torch
 import torch.distributed as dist
 from harness import Columns, show_nbytes, table
 from systems import Shape
-from gpu_trace import PARTS, measured, simulated
-from shared_gpu import share_gpu
+from local_ranks import share_gpu
 from thunder.extend import FusionExecutor, get_default_executors
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.collect_env import get_pretty_env_info
@@ -79,6 +79,9 @@ SHAPE, STAND_IN = Shape(blocks=4, width=1024, length=512, batch=4), Shape(blocks
 STEPS = 4
 # Seconds after which a case counts as hanging.
 LIMIT = 300.0
+
+# Figures of a profiled or simulated step besides its seconds.
+PARTS = ("compute", "communication", "exposed", "idle")
 
 # Verdicts that are not failures.
 FINE = ("ok", "refused", "varies")
@@ -327,6 +330,24 @@ class Worker:
             as_recorded = calibrate(spec, compiled, read_recorded([self.trace]))
             record["by profile"] = simulated(compiled, AnalyticCost(as_recorded))
         return record
+
+
+def measured(path: Path) -> dict[str, float]:
+    """Return the seconds of a step and of its parts, from a file that ``profile.export_chrome_trace`` wrote."""
+    [step] = read_recorded([path])
+    t = step.timeline
+    return _figures(t.step_seconds, t.compute_seconds, t.communicating_seconds, t.exposed_seconds, t.idle_seconds)
+
+
+def simulated(compiled: Any, cost: Any) -> dict[str, float]:
+    """Simulate a step of a compiled pair of traces and return the same figures."""
+    t = simulate(compiled.forward, compiled.backward, cost)
+    communication = sum(t.communication_seconds.values())
+    return _figures(t.step_seconds, t.compute_seconds, communication, t.exposed_seconds, t.idle_seconds)
+
+
+def _figures(*seconds: float) -> dict[str, float]:
+    return dict(zip(("seconds", *PARTS), seconds, strict=True))
 
 
 def make_repeatable() -> None:

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: command lines, ranks on rate-limited links, rounds in turns, tables, and saved figures."""
+"""The harness of all benchmarks: command lines, ranks, rounds in turns, medians, ratios in a run, tables, saved figures."""
 
 from __future__ import annotations
 
@@ -6,63 +6,66 @@ import argparse
 import gc
 import json
 import os
+import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before torch's modules that Thunder misses
 from thunder_fsdp_sched.sizes import human_bytes
 
 import torch
 import torch.distributed as dist
-from netns import Links, Loopback, why_not
+from local_ranks import Links, Loopback, why_not
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))  # the model and the counter of the demo
 
+T = TypeVar("T")
+
 # Titles of columns, each with the key of a figure and its format: a format string, or a function.
 Columns = Mapping[str, tuple[str, str | Callable[[Any], str]]]
-
 
 # The columns of :func:`summary`.
 STEP: Columns = {"step s": ("seconds", ".3f"), "least": ("least", ".2f"), "most": ("most", ".2f")}
 
 
 def options(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """Return a parser of the options that benchmarks on real ranks have, with other ``defaults``."""
+    """Return a parser with the options of every benchmark that measures several systems, with other ``defaults``."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15, help="measurements of each system")
+    parser.add_argument("--only", metavar="REGEX", default="", help="only matching rows, and those compared with")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write all figures as JSON")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def rank_options(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """Return a parser that has the options of benchmarks on real ranks, too."""
+    parser = options(doc)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=1e9, help="bits/s that a node can send")
+    parser.add_argument("--rate", type=float, default=1e9, help="bits/s that a rank can send")
     parser.add_argument("--no-limit", action="store_true", help="use plain loopback, which needs no root")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--length", type=int, default=16, help="bytes of text per rank and step")
     parser.add_argument("--compute", type=float, nargs="+", default=[0.9], metavar="S", help="seconds to emulate")
     parser.add_argument("--real", dest="compute", action="store_const", const=[0.0], help="real compute, not emulated")
-    parser.add_argument("--rounds", type=int, default=9, help="measured steps of each system")
-    parser.add_argument("--only", metavar="REGEX", default="", help="only matching systems, and those compared with")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write all figures as JSON")
-    parser.set_defaults(**defaults)
+    parser.set_defaults(**{"rounds": 9, **defaults})
     return parser
 
 
-def run_on_ranks(
-    script: str,
-    arguments: argparse.Namespace,
-    measure: Callable[[argparse.Namespace], object],
-    *,
-    ranks_per_node: int = 1,
-) -> None:
+def run_on_ranks(script: str, arguments: argparse.Namespace, measure: Callable[[argparse.Namespace], object]) -> None:
     """Start ``script`` on all ranks and print the output of rank 0; in a rank, call ``measure(arguments)`` instead.
 
     If the links cannot be created, the process exits with a message.
 
     Args:
         script: the script to start, with the command line of this process.
-        arguments: the parsed command line, with :func:`options`.
-        ranks_per_node: how many successive ranks share a node.
+        arguments: the parsed command line, with :func:`rank_options`.
     """
     if "RANK" in os.environ:
         join_ranks()
@@ -75,7 +78,7 @@ def run_on_ranks(
     elif (reason := why_not()) is not None:
         sys.exit(f"cannot make rate-limited links: {reason} (or give --no-limit, for plain loopback)")
     else:
-        ranks = Links(arguments.ranks, bits_per_second=arguments.rate, ranks_per_node=ranks_per_node)
+        ranks = Links(arguments.ranks, bits_per_second=arguments.rate)
     with ranks:
         command = [sys.executable, "-W", "ignore", script, *sys.argv[1:]]
         print(ranks.run(command)[0], end="")
@@ -95,27 +98,52 @@ def join_fake_ranks(world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
+def join_alone(backend: str, device: torch.device | None = None) -> None:
+    """Create a process group of one rank."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+
+
+def seconds_of(call: Callable[[], object], *, calls: int = 1) -> float:
+    """Return the mean seconds of a call among several."""
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - started) / calls
+
+
 def say(text: str) -> None:
     """Print progress on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
-def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run each function once per round, in a different order each round; return the slowest rank's seconds per round."""
+def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int, *, collect: bool = True) -> dict[str, list[float]]:
+    """Run each function once per round, in a different order each round; return the slowest rank's seconds per round.
+
+    Args:
+        collect: whether Python's garbage collector may run in a round. Without it, runs of microseconds are not disturbed.
+    """
     names = list(runs)
     seconds = torch.zeros(len(names), rounds, dtype=torch.float64)
     gc.collect()
     gc.freeze()  # otherwise a full collection, which takes a second with Thunder's traces, would run in some step
+    if not collect:
+        gc.disable()
     for round_ in range(rounds):
         say(f"round {round_ + 1} of {rounds}")
         for offset in range(len(names)):
             number = (round_ * (len(names) // 2 + 1) + offset) % len(names)
             seconds[number, round_] = runs[names[number]]()
+    gc.enable()
     gc.unfreeze()
     if dist.is_initialized():
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return dict(zip(names, seconds.tolist(), strict=True))
+
+
+def medians(seconds: Mapping[str, Sequence[float]], *, unit: float = 1.0) -> dict[str, float]:
+    """Return the median of each row in multiples of ``unit`` seconds."""
+    return {name: statistics.median(of_one) / unit for name, of_one in seconds.items()}
 
 
 def summary(steps: Sequence[float]) -> dict[str, float]:
@@ -126,6 +154,11 @@ def summary(steps: Sequence[float]) -> dict[str, float]:
 def ratio(of: Sequence[float], to: Sequence[float]) -> float:
     """Return the median of the ratios in each round."""
     return statistics.median(a / b for a, b in zip(of, to, strict=True))
+
+
+def matching(rows: Mapping[str, T], only: str, *needed: str) -> dict[str, T]:
+    """Return the rows whose names match a regular expression, and those that are needed for comparison."""
+    return {name: row for name, row in rows.items() if name in needed or re.search(only, name)}
 
 
 def table(figures: Mapping[str, Mapping[str, Any]], columns: Columns) -> str:

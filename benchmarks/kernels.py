@@ -11,11 +11,8 @@ backward, without the inputs, which are there anyway.
 from __future__ import annotations
 
 import argparse
-import re
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
@@ -24,7 +21,7 @@ from thunder_fsdp_sched.kernels.symbols import executor
 import harness
 import thunder
 import torch
-from harness import Columns, ratio
+from harness import Columns, matching, medians, ratio
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
@@ -68,10 +65,12 @@ def cases(rows: int, width: int) -> dict[str, tuple[Callable[..., Any], tuple[An
 def run(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
     """Run forward and backward, and return the seconds."""
     inputs = [a.detach().requires_grad_(a.is_floating_point()) if isinstance(a, torch.Tensor) else a for a in args]
-    started = time.perf_counter()
-    result = function(*inputs)
-    result.backward(torch.ones_like(result))
-    return time.perf_counter() - started
+
+    def work() -> None:
+        result = function(*inputs)
+        result.backward(torch.ones_like(result))
+
+    return harness.seconds_of(work)
 
 
 def saved_bytes(jitted: Any) -> int:
@@ -95,9 +94,7 @@ COLUMNS: Columns = {
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     figures = {}
     default = thunder.get_default_executors()
-    for name, (function, args) in cases(arguments.rows, arguments.width).items():
-        if not re.search(arguments.only, name):
-            continue
+    for name, (function, args) in matching(cases(arguments.rows, arguments.width), arguments.only).items():
         # A function of its own each, because Thunder looks up how `thunder.torch` represents a function that it knows.
         call = lambda *a, function=function: function(*a)  # noqa: E731
         systems = {
@@ -110,7 +107,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
             for start in runs.values():
                 start()
         seconds = harness.in_turns(runs, arguments.rounds)
-        figures[name] = {key: harness.summary(of)["seconds"] * 1e3 for key, of in seconds.items()} | {
+        figures[name] = medians(seconds, unit=1e-3) | {
             "of_thunder": ratio(seconds["whole"], seconds["thunder"]),
             "thunder_saves": saved_bytes(systems["thunder"]),
             "whole_saves": saved_bytes(systems["whole"]),
@@ -119,12 +116,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = harness.options(__doc__)
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", metavar="REGEX", default="", help="only matching functions")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write all figures as JSON")
     given = parser.parse_args()
     torch.set_num_threads(1)
     figures = measure(given)

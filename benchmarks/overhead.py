@@ -1,7 +1,8 @@
-"""Measure the host time of the plugin at run time: per bucket, and of agreement.
+"""Measure the host time of the plugin at run time: per bucket, of agreement, and of optimizers on DTensors.
 
     python benchmarks/overhead.py                                 # everything
     python benchmarks/overhead.py --only steps                    # a minute
+    python benchmarks/overhead.py --only dtensors --parameters 300 3000
 
 * Steps: rank 0 of 8 trains a model of tiny blocks with Thunder, with this project, without a compiler, and with FSDP2. The
   collectives of torch's fake process group do nothing, so only the host time of their callers remains. (With real gloo
@@ -11,20 +12,23 @@
   calls that gather and reduce, from separate steps.
 * Agreement: two real gloo ranks exchange tokens, as each trace that communicates does. The host time of a round is the time
   to post it, and to settle it after the other rank's token has arrived. A step has two rounds.
+* DTensors: processor time on the host in one process, on one thread, beside plain tensors of the same rows: a backward that
+  returns the reduced gradients of each bucket, as compiled traces do, and autograd's accumulation; and a step of AdamW
+  on the parameters, on plain tensors, and on DTensors of torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
+import os
 import statistics
-import tempfile
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -34,6 +38,7 @@ from thunder_fsdp_sched.ranks.channel import open_channel
 from thunder_fsdp_sched.ranks.compare_programs import AgreedProgram, Computation
 from thunder_fsdp_sched.ranks.control import Control
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 from thunder_fsdp_sched.runtime.trace_start import TraceStart
 from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
@@ -41,26 +46,31 @@ import harness
 import thunder
 import torch
 import torch.distributed as dist
-from harness import table
+from harness import matching, medians, ratio, say, seconds_of, table
+from local_ranks import Loopback
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor, Shard
 
 WORLD_SIZE = 8
 LAYERS = 6  # of a block: each has two parameters
 STEPS = 10  # of one system in a round
 CALLS = 200  # of one collective in a round
+WIDTH = 64  # rows and columns of each DTensor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
-    parser.add_argument("--blocks", type=int, default=6, help="of the model")
-    parser.add_argument("--rounds", type=int, default=15, help=f"of steps; agreement takes {STEPS} times as many")
+    parser = harness.options(__doc__)
+    parser.add_argument("--blocks", type=int, default=6, help="of the model of steps")
+    parser.add_argument("--parameters", type=int, nargs="+", default=[300], help="parameters of the models of dtensors")
     arguments = parser.parse_args()
-    for part in arguments.only:
-        harness.say(f"measuring: {part}")
-        PARTS[part](arguments)
+    if "RANK" in os.environ:
+        agree(arguments.rounds * STEPS)
+        return
+    for name, part in matching(PARTS, arguments.only).items():
+        say(f"measuring: {name}")
+        part(arguments)
 
 
 def show_steps(found: Mapping[str, Any], blocks: int) -> None:
@@ -74,29 +84,16 @@ def show_steps(found: Mapping[str, Any], blocks: int) -> None:
         print(table(of_kind, {key: (key, ".1f") for key in ("issue", "wait", "own call", "beyond")}))
 
 
-def show_agreement(found: Mapping[str, Mapping[str, float]]) -> None:
-    print("microseconds of a round of agreement, 2 gloo ranks\n")
-    print(table(found, {"median": ("median", ".1f"), "10th percentile": ("tenth", ".1f")}))
-
-
 def steps(arguments: argparse.Namespace) -> None:
     """Measure the host time of steps, of their gathers and reductions, and of the collectives alone."""
     harness.join_fake_ranks(WORLD_SIZE)
     systems = {name: _Stepping(make) for name, make in _systems(arguments.blocks).items()}
-    bucket = systems["ours zero3"].transform.sharded.buckets[0]
-    own_calls = _own_calls(bucket)
-    seconds: dict[str, list[float]] = defaultdict(list)
-    inside: dict[str, list[dict[str, float]]] = defaultdict(list)
-    _stop_collecting()
-    for _ in range(arguments.rounds):
-        for name, call in own_calls.items():
-            seconds[name].append(_time(call, CALLS))
-        for name, system in systems.items():
-            seconds[name].append(statistics.median(system.step() for _ in range(STEPS)))
-        for name, system in systems.items():
-            if "zero" in name:
-                inside[name].append(system.inside())
-    micro = {name: statistics.median(values) * 1e6 for name, values in seconds.items()}
+    own_calls = _own_calls(systems["ours zero3"].transform.sharded.buckets[0])
+    runs: dict[str, Callable[[], float]] = {name: partial(seconds_of, c, calls=CALLS) for name, c in own_calls.items()}
+    runs |= {name: partial(_median_step, system) for name, system in systems.items()}
+    seconds = harness.in_turns(runs, arguments.rounds, collect=False)
+    inside = {n: [s.inside() for _ in range(arguments.rounds)] for n, s in systems.items() if "zero" in n}
+    micro = medians(seconds, unit=1e-6)
     result: dict[str, dict[str, Any]] = {}
     for name in systems:
         result[name] = {"step": micro[name]}
@@ -120,18 +117,24 @@ def steps(arguments: argparse.Namespace) -> None:
             result[name][kind] = {"issue": issue, "wait": wait, "own call": micro[kind]}
             result[name][kind]["beyond"] = issue + wait - micro[kind]
     show_steps(result, arguments.blocks)
+    harness.save(arguments, "steps", figures=result)
+    dist.destroy_process_group()
+
+
+def _median_step(system: _Stepping) -> float:
+    return statistics.median(system.step() for _ in range(STEPS))
 
 
 def agreement(arguments: argparse.Namespace) -> None:
     """Measure the host time of a round on the control channel."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_agree, (Path(folder), arguments.rounds * STEPS), nprocs=2)
-        show_agreement(json.loads((Path(folder) / "seconds").read_text()))
+    with Loopback(2) as ranks:
+        command = [sys.executable, "-W", "ignore", __file__, "--only", "agreement", "--rounds", str(arguments.rounds)]
+        print(ranks.run(command)[0], end="")
 
 
-def _agree(rank: int, folder: Path, rounds: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def agree(rounds: int) -> None:
+    """Measure rounds of agreement on a rank; rank 0 prints them."""
+    harness.join_ranks()
     world_group = ProcessGroupRef.of(dist.distributed_c10d._get_default_group())
     control = Control(world_group, open_channel(world_group, "agreement"), "model", "the model")
     run = TraceStart(control, "forward_0", AgreedProgram(1, True, True, True), "forward", Computation(), 0)
@@ -141,10 +144,9 @@ def _agree(rank: int, folder: Path, rounds: int) -> None:
         run.post()
         run.settle()  # so that both ranks start together
         for name, call in (("post", run.post), ("settle", run.settle)):
-            started, on_processor = time.perf_counter(), time.thread_time()
-            call()
+            on_processor = time.thread_time()
+            seconds[name].append(seconds_of(call))
             seconds[f"{name}, processor"].append(time.thread_time() - on_processor)
-            seconds[name].append(time.perf_counter() - started)
             time.sleep(0.002)
 
     def both() -> None:
@@ -152,11 +154,12 @@ def _agree(rank: int, folder: Path, rounds: int) -> None:
         run.settle()
 
     for _ in range(rounds):
-        seconds["blocking"].append(_time(both, 1))
-    if rank == 0:
+        seconds["blocking"].append(seconds_of(both))
+    if dist.get_rank() == 0:
         tenths = {name: statistics.quantiles(of_one, n=10) for name, of_one in seconds.items()}
         micro = {name: {"tenth": t[0] * 1e6, "median": t[4] * 1e6} for name, t in tenths.items()}
-        (folder / "seconds").write_text(json.dumps(micro))
+        print("\nmicroseconds of a round of agreement, 2 gloo ranks\n")
+        print(table(micro, {"median": ("median", ".1f"), "10th percentile": ("tenth", ".1f")}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -307,18 +310,96 @@ def _stop_collecting() -> None:
     gc.disable()  # a collection would fall into some step
 
 
-def _time(call: Callable[[], object], times: int) -> float:
-    started = time.perf_counter()
-    for _ in range(times):
-        call()
-    return (time.perf_counter() - started) / times
-
-
 def _median(of: list[dict[str, float]], key: str) -> float:
     return statistics.median(one[key] for one in of)
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"steps": steps, "agreement": agreement}
+def dtensors(arguments: argparse.Namespace) -> None:
+    """Measure backward and AdamW on rows, on plain tensors and on DTensors of torch."""
+    torch.set_num_threads(1)
+    harness.join_alone("gloo")
+    for parameters in arguments.parameters:
+        figures = _of_dtensors(parameters, arguments.rounds)
+        print(f"\n{parameters} parameters of {WIDTH} x {WIDTH}: microseconds a parameter and step\n")
+        names = ("rows", "plain", "DTensor", "rows / plain", "rows / DTensor")
+        print(table(figures, {name: (name, ".2f") for name in names}))
+    dist.destroy_process_group()
+
+
+def _of_dtensors(parameters: int, rounds: int) -> dict[str, dict[str, float]]:
+    layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(parameters))
+    jitted = thunder.jit(layers, transforms=[transform := thunder_fsdp_sched.fsdp()])
+    rows = list(jitted.parameters())
+    plain = _plain_copies(rows)
+    mesh = rows[0].device_mesh
+    of_torch = [torch.nn.Parameter(DTensor.from_local(p.detach(), mesh, [Shard(0)])) for p in _plain_copies(rows)]
+    buckets = transform.sharded.buckets
+
+    def grads() -> list[torch.Tensor]:
+        return [grad for bucket in buckets for grad in bucket.sharded_grads(torch.zeros_like(bucket.shard))]
+
+    def plain_grads() -> list[torch.Tensor]:
+        with mock.patch.object(RowDTensor, "of_spec", lambda local, spec: local):
+            return grads()
+
+    compared = {"backward": {"rows": _accumulating(rows, grads), "plain": _accumulating(plain, plain_grads)}}
+    for kernel in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        steps = {}
+        for name, params in (("rows", rows), ("plain", plain), ("DTensor", of_torch)):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            steps[name] = torch.optim.AdamW(params, **kernel).step
+        compared[f"AdamW({kernel})"] = steps
+    figures = {}
+    for what, functions in compared.items():
+        runs = {name: partial(_processor_seconds, function) for name, function in functions.items()}
+        for run in runs.values():
+            run()
+        seconds = harness.in_turns(runs, rounds, collect=False)
+        figures[what] = medians(seconds, unit=1e-6 * parameters)
+        for name in seconds.keys() - {"rows"}:
+            figures[what][f"rows / {name}"] = ratio(seconds["rows"], seconds[name])
+    return figures
+
+
+def _plain_copies(dtensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return parameters that lie in memory as the rows of ``dtensors`` do, side by side in copies of their buffers."""
+    buffers: dict[int, torch.Tensor] = {}
+    copies = []
+    for rows in map(local_rows, dtensors):
+        storage = rows.untyped_storage()
+        if storage.data_ptr() not in buffers:
+            buffers[storage.data_ptr()] = torch.empty(0).set_(storage.clone())
+        buffer = buffers[storage.data_ptr()]
+        copies.append(torch.nn.Parameter(buffer.as_strided(rows.shape, rows.stride(), rows.storage_offset())))
+    return copies
+
+
+def _accumulating(params: Sequence[torch.Tensor], grads: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None]:
+    class Step(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *params: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(())
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return tuple(grads())
+
+    def run() -> None:
+        for param in params:
+            param.grad = None
+        Step.apply(*params).backward()
+
+    return run
+
+
+def _processor_seconds(function: Callable[[], object]) -> float:
+    started = time.process_time()
+    function()
+    return time.process_time() - started
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"steps": steps, "agreement": agreement, "dtensors": dtensors}
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@
     sudo python benchmarks/overlap.py --real --length 512         # real compute, which shares the cores with gloo
     sudo python benchmarks/overlap.py --ranks 4 --only 'block|FSDP2|DDP'
     sudo python benchmarks/overlap.py --profile 4 --real --length 512 --only 'ours zero.( prefetch .)?$'  # predict steps
-    sudo python benchmarks/overlap.py --bucketing --save bucketing         # bucketing strategies instead
     sudo python benchmarks/overlap.py --formats --compute 0.9 0.45 0.22    # formats on the wire instead
+    sudo python benchmarks/overlap.py --windows --blocks 4 --width 512 --compute 0.45 0.225 0.11    # 4 micro-batches
+    python benchmarks/overlap.py --count 8                        # copies and bytes of a step, as rank 0 of 8
     python benchmarks/overlap.py --no-limit --blocks 2 --width 64 --compute 0.05 --rounds 3      # no root: plain loopback
 
 The systems train a GPT on gloo ranks. Each rank runs with one thread, is pinned to a core, and has its own network
-namespace with a rate-limited interface (``netns.py``). All systems take turns in one run: one step of each in every round,
-in a different order each time. Seconds are those of forward and backward on the slowest rank, without the optimizer.
+namespace with a rate-limited interface (``local_ranks.py``). All systems take turns in one run: one step of each in every
+round, in a different order each time. Seconds are those of forward and backward on the slowest rank, without the optimizer.
 
 * Compute: a step of Thunder on one rank, unsharded, and one without a compiler for comparison. All systems emulate the
   same matrix multiplications.
@@ -23,13 +24,18 @@ in a different order each time. Seconds are those of forward and backward on the
   recorded.
 * Of exact, with ``--formats``: the step divided by that of ours without formats.
 
-With ``--bucketing``:
+With ``--windows``, a step has 4 micro-batches, of which all but the last run under ``no_sync``; FSDP2 does the same with
+``set_requires_gradient_sync(False)``, and "kept" is ``set_reshard_after_backward(False)`` for them. All are compared with
+ours that gathers in each micro-batch ("each time"), and with the fastest FSDP2. Collectives are those of a step for each
+bucket, or for each module that FSDP2 wraps.
 
-* Calls: the collectives of a step.
-* Latency: the time of the same collectives and waits with one element per rank. It is the time of the host, to issue and to
-  wait, and of the network without data.
-* Gbit/s: the bits that gloo sends for them (a reduce-scatter as an all-reduce), divided by the time of communication.
-* Of none: the step divided by that of the same system with one collective for each parameter.
+With ``--count W``, nothing is timed. Collectives do nothing and everything else runs, so values are garbage:
+
+* Copied: bytes of parameters and of gradients that operators copy, concatenate, cast or scale, as counted by
+  ``examples/step_counter.py``, which defines whose bytes they are.
+* Sent: the bytes that a rank sends, by the formulas of ring collectives; gloo sends a reduce-scatter as an all-reduce.
+* Peak: the most bytes of unsharded parameters, in units of all parameters: in memory that outlives the step (our slots), of
+  those that are yet to be read; elsewhere until they are freed.
 
 FSDP2 overlaps with CUDA streams, so on a CPU it overlaps nothing; that says nothing about a GPU. "FSDP2 overlapped" uses
 asynchronous custom collectives, and prefetches two blocks ahead in forward and backward.
@@ -41,7 +47,7 @@ import argparse
 import dataclasses
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,7 +60,7 @@ from thunder_fsdp_sched.extras.reports.exposed import ExposedCommunication, cali
 import harness
 import torch
 import torch.distributed as dist
-from harness import ratio, say, summary
+from harness import matching, ratio, say, show_nbytes, summary
 from systems import (
     Emulation,
     Make,
@@ -64,9 +70,6 @@ from systems import (
     communicate,
     ddp,
     fsdp2,
-    local,
-    matching,
-    measure,
     ours,
     overlapped_fsdp2,
     step,
@@ -76,7 +79,7 @@ from systems import (
     wire_bytes,
 )
 from step_counter import StepCounter
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 NEEDED = ("compute", *(f"ours {strategy}{flat}" for strategy in ("zero2", "zero3") for flat in ("", " flat")))
 
@@ -89,10 +92,25 @@ COLUMNS = harness.STEP | {
     "predicted / measured": ("predicted / measured", ".2f"),
 }
 
+COUNTED: harness.Columns = {
+    "parameters copied": ("parameters", show_nbytes),
+    "gradients copied": ("gradients", show_nbytes),
+    "calls": ("calls", "d"),
+    "sent": ("sent", show_nbytes),
+    "sent by gloo": ("sent by gloo", show_nbytes),
+    "peak of unsharded parameters": ("peak", ".3f"),
+}
+
+WINDOWS = harness.STEP | {
+    "of each time": ("of_each_time", ".2f"),
+    "of FSDP2": ("of_fsdp2", ".2f"),
+    "collectives": ("collectives", ".3g"),
+    "sent by gloo": ("sent by gloo", show_nbytes),
+}
+
+MICRO_BATCHES, EACH_TIME = 4, "ours zero2, each time"
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-
-BUCKETINGS = {"none": "none", "layer": "layer", "block": "block", "1 MB": 10**6, "4 MB": 4 * 10**6, "25 MB": 25 * 10**6}
 
 FORMATS = {
     " bf16": CommPolicy("bfloat16", "bfloat16"),
@@ -103,77 +121,99 @@ FORMATS = {
     " int8, int8 with feedback": CommPolicy("int8", "int8", error_feedback=True),
 }
 
-BUCKETING_COLUMNS: harness.Columns = {
-    "calls": ("calls", "d"),
-    "latency ms": ("latency_ms", ".1f"),
-    "communication": ("communication", ".3f"),
-    "Gbit/s": ("gigabits_per_second", ".2f"),
-    **harness.STEP,
-    "of none": ("of_none", ".2f"),
-}
 
-
-def systems(*, bucketing: bool = False, formats: bool = False) -> dict[str, Make]:
+def systems(*, formats: bool = False) -> dict[str, Make]:
     """Return the function that builds each system, keyed by the system's name.
 
     Args:
-        bucketing: whether ours are its bucketing strategies.
-        formats: whether they are formats on the wire, beside FSDP2 with parameters and reductions in bfloat16.
+        formats: whether ours are formats on the wire, beside FSDP2 with parameters and reductions in bfloat16.
     """
     made: dict[str, Make] = {"compute": unsharded, "compute, eager": unsharded_eager}
-    variants: dict[str, dict[str, Any]] = {
-        "": {},
-        " flat": {"transport": "flat"},
-        " without agreement": {"agree": "compile"},
-    }
-    variants |= {f" prefetch {prefetch}": {"prefetch": prefetch} for prefetch in (0, 2)}
-    variants |= {f" {transport}": {"transport": transport} for transport in ("coalesced", "all_reduce")}
-    if bucketing:
-        variants = {f" {name}": {"bucketing_strategy": strategy} for name, strategy in BUCKETINGS.items()}
+    variants: dict[str, dict[str, Any]] = {"": {}, " flat": {"transport": "flat"}}
     if formats:
-        variants = {"": {}, " flat": {"transport": "flat"}} | {n: {"comm_policy": p} for n, p in FORMATS.items()}
+        variants |= {name: {"comm_policy": policy} for name, policy in FORMATS.items()}
+    else:
+        variants |= {f" prefetch {prefetch}": {"prefetch": prefetch} for prefetch in (0, 2)}
+        variants |= {f" {transport}": {"transport": transport} for transport in ("coalesced", "all_reduce")}
     for strategy in ("zero2", "zero3"):
         for variant, options in variants.items():
             made[f"ours {strategy}{variant}"] = partial(ours, sharding_strategy=strategy, **options)
-        if not (bucketing or formats):
+        if not formats:
             made[f"ours {strategy} release"] = partial(ours, sharding_strategy=Sharding(strategy, release=True))
         for name in ("none", "layer", "block"):
             made[f"Thunder fsdp {strategy} {name}"] = partial(thunders_fsdp, strategy=strategy, bucketing=name)
-        made[f"FSDP2 {strategy}"] = partial(fsdp2, reshard=strategy == "zero3")
-        made[f"FSDP2 overlapped {strategy}"] = partial(overlapped_fsdp2, reshard=strategy == "zero3")
+        reshards = strategy == "zero3"
+        made[f"FSDP2 {strategy}"] = partial(fsdp2, reshard=reshards)
+        made[f"FSDP2 overlapped {strategy}"] = partial(overlapped_fsdp2, reshard=reshards)
         if formats:
-            made[f"FSDP2 overlapped {strategy} bf16"] = partial(
-                overlapped_fsdp2, reshard=strategy == "zero3", policy=BF16
-            )
+            made[f"FSDP2 overlapped {strategy} bf16"] = partial(overlapped_fsdp2, reshard=reshards, policy=BF16)
     made["DDP"] = ddp
     return made
+
+
+def window_systems() -> dict[str, Make]:
+    """Return the function that builds each system of windows, keyed by the system's name."""
+    each_time = Sharding("zero2", reshard_after_backward=True)
+    made: dict[str, Make] = {"compute": unsharded, EACH_TIME: partial(ours, sharding_strategy=each_time)}
+    for strategy in ("zero2", "zero3"):
+        made[f"ours {strategy}"] = partial(ours, sharding_strategy=strategy)
+        made[f"ours {strategy}, sharded"] = partial(ours, sharding_strategy=strategy, accumulate="sharded")
+        for kept in ("", ", kept"):
+            made[f"FSDP2 {strategy}{kept}"] = partial(overlapped_fsdp2, reshard=strategy == "zero3")
+    return made
+
+
+def run_windows(arguments: argparse.Namespace) -> None:
+    shape = Shape.of(arguments)
+    emulation = Emulation(shape)
+    batches = [shape.tokens(100 * number + dist.get_rank()) for number in range(MICRO_BATCHES)]
+    makes = matching(window_systems(), arguments.only, "compute", EACH_TIME)
+    built = build(makes, shape, emulation, lambda system: step(system, *batches))
+    counted = {name: counts_of(system, *batches) for name, system in built.items() if name != "compute"}
+    runs: dict[str, Callable[[], float]] = {name: partial(step, of, *batches) for name, of in built.items()}
+    runs["communication of each time"] = partial(communicate_in_window, built[EACH_TIME])
+    results = []
+    for emulation.seconds in arguments.compute:
+        seconds = harness.in_turns(runs, arguments.rounds)
+        fastest = min(
+            (of for name, of in seconds.items() if name.startswith("FSDP2")), key=statistics.median, default=None
+        )
+        figures = {name: {**summary(of), **counted.get(name, {})} for name, of in seconds.items()}
+        for name in counted:
+            figures[name]["of_each_time"] = ratio(seconds[name], seconds[EACH_TIME])
+            figures[name]["of_fsdp2"] = ratio(seconds[name], fastest) if fastest else None
+        results.append({"emulated": emulation.seconds, "seconds": seconds, "figures": figures})
+    if dist.get_rank() == 0:
+        harness.report(arguments, "windows", results, WINDOWS, {name: built[name].losses for name in counted})
+
+
+def communicate_in_window(system: System) -> float:
+    """Run only the collectives of a window that gathers in each micro-batch; return the seconds on this rank."""
+    compiled = {one.no_sync: one for one in system.transform.compiled}
+    return sum(communicate(system, compiled[number < MICRO_BATCHES - 1]) for number in range(MICRO_BATCHES))
 
 
 def run(arguments: argparse.Namespace) -> None:
     shape = Shape.of(arguments)
     emulation, tokens = Emulation(shape), shape.tokens(dist.get_rank())
-    needed = ("compute",) if arguments.bucketing else NEEDED
-    makes = matching(systems(bucketing=arguments.bucketing, formats=arguments.formats), arguments.only, *needed)
-    built = build(makes, shape, emulation, partial(step, tokens=tokens))
+    makes = matching(systems(formats=arguments.formats), arguments.only, *NEEDED)
+    built = build(makes, shape, emulation, lambda system: step(system, tokens))
     runs = {name: partial(step, system, tokens) for name, system in built.items()}
     for name, system in built.items():
-        if system.transform and not re.search("prefetch|agreement|release", name):  # the same collectives, or about
+        if system.transform and not re.search("prefetch|release", name):  # the same collectives, or about
             runs[_communication_of(name)] = partial(communicate, system)
-            if arguments.bucketing:
-                runs[f"latency of {name}"] = partial(communicate, system, empty=True)
-    sharded = {name: system for name, system in built.items() if not name.startswith("compute")}
     predicted: dict[str, float] = {}
     if arguments.profile:
         [emulation.seconds] = arguments.compute
         predicted = predict(built, tokens, arguments)
-    evaluate = partial(figures_of, predicted=predicted)
-    if arguments.bucketing:
-        counted = {name: count(system, tokens) for name, system in sharded.items()}
-        evaluate = partial(bucketing_figures, counted=counted)
-    results = measure(arguments, emulation, runs, evaluate)
+    results = []
+    for emulation.seconds in arguments.compute:
+        seconds = harness.in_turns(runs, arguments.rounds)
+        figures = figures_of(seconds, predicted)
+        results.append({"emulated": emulation.seconds, "seconds": seconds, "figures": figures})
     if dist.get_rank() == 0:
-        name, columns = ("bucketing", BUCKETING_COLUMNS) if arguments.bucketing else ("overlap", COLUMNS)
-        harness.report(arguments, name, results, columns, {n: system.losses for n, system in sharded.items()})
+        losses = {name: system.losses for name, system in built.items() if not name.startswith("compute")}
+        harness.report(arguments, "overlap", results, COLUMNS, losses)
 
 
 def predict(built: Mapping[str, System], tokens: torch.Tensor, arguments: argparse.Namespace) -> dict[str, float]:
@@ -207,10 +247,10 @@ def figures_of(seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, f
     figures = {}
     for name, steps in seconds.items():
         figures[name] = summary(steps)
-        if name.startswith("comm") or name.startswith("compute"):
+        if name.startswith(("comm", "compute")):
             continue
         strategy = "zero3" if "zero3" in name else "zero2"
-        same = re.split(" prefetch| without| release", name)[0] if name.startswith("ours") else f"ours {strategy} flat"
+        same = re.split(" prefetch| release", name)[0] if name.startswith("ours") else f"ours {strategy} flat"
         compute, communication = seconds["compute"], seconds[_communication_of(same)]
         figures[name] |= {
             "communication": statistics.median(communication),
@@ -224,43 +264,54 @@ def figures_of(seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, f
     return figures
 
 
-def count(system: System, tokens: torch.Tensor) -> dict[str, Any]:
-    """Count the collectives of one step on this rank, and the bytes that gloo sends for them."""
-    counter = StepCounter([local(p) for p in system.module.parameters()])
-    step(system, tokens, counter)
+def count(arguments: argparse.Namespace) -> None:
+    """Count what a step of each system copies, sends and holds, as rank 0 of ``--count`` ranks."""
+    harness.join_fake_ranks(arguments.count)
+    shape, figures = Shape.of(arguments), {}
+    whole = sum(p.nbytes for p in shape.model().parameters())
+    for name, make in matching(systems(), arguments.only).items():
+        if name.startswith("compute"):
+            continue
+        say(f"counting: {name}")
+        system = make(name, shape, Emulation(shape))
+        for _ in range(2):
+            step(system, shape.tokens())
+        figures[name] = counts_of(system, shape.tokens())
+        figures[name]["peak"] /= whole
+    print(f"rank 0 of {arguments.count}, collectives do nothing; {shape}, {show_nbytes(whole)} of parameters\n")
+    print(harness.table(figures, COUNTED))
+    harness.save(arguments, "counts", figures=figures)
+
+
+def counts_of(system: System, *batches: torch.Tensor) -> dict[str, float]:
+    """Count what a step copies, sends and holds, in bytes, and its collectives; ``"collectives"`` are those of a bucket."""
+    counter = StepCounter(system.module.parameters(), sharded=system.name != "DDP")
+    step(system, *batches, watch=counter)
     counts, world_size = counter.counts(), dist.get_world_size()
+    found = [(c.kind, c.nbytes) for c in counts.collectives if c.kind != "barrier"]
+    wrapped = sum(isinstance(module, FSDPModule) for module in system.module.modules())
+    buckets = len(system.transform.plan) if system.transform else wrapped
     return {
-        "calls": len(counts.collectives),
-        "gloo_bytes": sum(wire_bytes(c.kind, c.nbytes, world_size, gloo=True) for c in counts.collectives),
+        "parameters": counts.parameter_bytes_copied,
+        "gradients": counts.gradient_bytes_copied,
+        "calls": len(found),
+        "collectives": len(found) / max(buckets, 1),
+        "sent": sum(wire_bytes(*collective, world_size) for collective in found),
+        "sent by gloo": sum(wire_bytes(*collective, world_size, gloo=True) for collective in found),
+        "peak": max(counts.peak_unsharded_bytes.values()),
     }
 
 
-def bucketing_figures(
-    seconds: Mapping[str, Sequence[float]], counted: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Return for each system its seconds, its counts, and the latency and rate of its collectives."""
-    figures: dict[str, dict[str, Any]] = {"compute": summary(seconds["compute"])}
-    for name, counts in counted.items():
-        figures[name] = {**counts, **summary(seconds[name])}
-        none = re.sub(r"(zero\d).*", r"\1 none", name)
-        if none in seconds:
-            figures[name]["of_none"] = ratio(seconds[name], seconds[none])
-        if f"latency of {name}" in seconds:
-            communication = statistics.median(seconds[_communication_of(name)])
-            figures[name] |= {
-                "communication": communication,
-                "gigabits_per_second": 8e-9 * counts["gloo_bytes"] / communication,
-                "latency_ms": 1e3 * statistics.median(seconds[f"latency of {name}"]),
-            }
-    return figures
-
-
 if __name__ == "__main__":
-    parser = harness.options(__doc__)
+    parser = harness.rank_options(__doc__)
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="predict steps from N measured ones")
     parser.add_argument("--formats", action="store_true", help="compare formats on the wire")
-    parser.add_argument("--bucketing", action="store_true", help="compare bucketing strategies")
+    parser.add_argument("--windows", action="store_true", help=f"compare steps of {MICRO_BATCHES} micro-batches")
+    parser.add_argument("--count", type=int, metavar="W", help="count copies and bytes, as rank 0 of W in one process")
     parsed = parser.parse_args()
     if parsed.profile and len(parsed.compute) != 1:
         parser.error("--compute: one profile is of one speed of compute")
-    harness.run_on_ranks(__file__, parsed, run)
+    if parsed.count:
+        count(parsed)
+    else:
+        harness.run_on_ranks(__file__, parsed, run_windows if parsed.windows else run)

@@ -18,9 +18,7 @@ another order each time. Seconds are those of the slowest rank.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,8 +28,8 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 import harness
 import torch
 import torch.distributed as dist
-from harness import ratio
-from systems import Emulation, Make, Shape, System, ddp, fsdp2, matching, ours, unsharded, unsharded_eager
+from harness import matching, medians, ratio
+from systems import Emulation, Make, Shape, System, build, ddp, fsdp2, ours, unsharded, unsharded_eager
 from byte_gpt import VOCABULARY
 from torch import nn
 from torch.nn import functional as F
@@ -152,21 +150,19 @@ def run(arguments: argparse.Namespace) -> None:
     kind = LlamaShape if arguments.model == "llama" else Shape
     shape = kind(arguments.blocks, arguments.width, arguments.length, arguments.batch)
     emulation, tokens = Emulation(shape, real=True), shape.tokens(dist.get_rank())
-    systems, first, hosts = {}, {}, {}
-    for name, make in matching(SYSTEMS, arguments.only, "eager, one rank", "FSDP2").items():
-        harness.say(f"building: {name}")
-        systems[name], hosts[name] = make(name, shape, emulation), []
-        first[name] = whole_step(systems[name], tokens)
-        whole_step(systems[name], tokens)
-    runs: dict[str, Callable[[], float]] = {
-        name: partial(whole_step, system, tokens, hosts[name]) for name, system in systems.items()
-    }
+    makes = matching(SYSTEMS, arguments.only, "eager, one rank", "FSDP2")
+    systems = build(makes, shape, emulation, partial(whole_step, tokens=tokens))
+    for system in systems.values():
+        whole_step(system, tokens)
+    hosts: dict[str, list[float]] = {name: [] for name in systems}
+    runs = {name: partial(whole_step, system, tokens, hosts[name]) for name, system in systems.items()}
     seconds = harness.in_turns(runs, arguments.rounds)
+    of_host = medians(hosts)
     figures: dict[str, dict[str, Any]] = {}
     for name, steps in seconds.items():
         figures[name] = harness.summary(steps) | {
-            "first": first[name],
-            "host": statistics.median(hosts[name]),
+            "first": systems[name].first_seconds,
+            "host": of_host[name],
             "of_eager": ratio(steps, seconds["eager, one rank"]),
             "of_fsdp2": ratio(steps, seconds["FSDP2"]),
         }
@@ -179,7 +175,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = harness.options(__doc__, blocks=6, width=256, length=128, no_limit=True)
+    parser = harness.rank_options(__doc__, blocks=6, width=256, length=128, no_limit=True)
     parser.add_argument("--model", choices=("gpt", "llama"), default="gpt")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a rank")
     harness.run_on_ranks(__file__, parser.parse_args(), run)

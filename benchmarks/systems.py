@@ -8,33 +8,27 @@ FLOPs. That leaves the processors to communication and makes ratios repeatable.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import thunder_fsdp_sched
 from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before thunder
-from thunder_fsdp_sched.extras.planning.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.extras.planning.cost import flops_of
-from thunder_fsdp_sched.ir.effects import sends
 from thunder_fsdp_sched.ir.schedule import ISSUES, WAITS
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
-from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
 import thunder
 import torch
 import torch.distributed as dist
-from harness import in_turns, say
+from harness import say
 from byte_gpt import GPT, VOCABULARY
 from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,6 @@ class Shape:
     batch: int = 1
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
-    vocabulary: int = VOCABULARY
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, **others: Any) -> Shape:
@@ -57,22 +50,18 @@ class Shape:
 
     def model(self) -> GPT:
         torch.manual_seed(0)
-        model = GPT(blocks=self.blocks, width=self.width, heads=max(self.width // 64, 1), length=self.length)
-        if self.vocabulary != VOCABULARY:
-            model.embedding = torch.nn.Embedding(self.vocabulary, self.width)
-            model.head = torch.nn.Linear(self.width, self.vocabulary, bias=False)
-            for layer in (model.embedding, model.head):
-                torch.nn.init.normal_(layer.weight, std=0.02)
+        heads = max(self.width // 64, 1)
+        model = GPT(blocks=self.blocks, width=self.width, heads=heads, length=self.length)
         return model.to(self.device, self.dtype)
 
     def tokens(self, rank: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(rank)
-        return torch.randint(self.vocabulary, (self.batch, self.length), generator=generator).to(self.device)
+        return torch.randint(VOCABULARY, (self.batch, self.length), generator=generator).to(self.device)
 
     @property
     def flops(self) -> float:
         """FLOPs of the matrix multiplications with parameters, in forward and backward."""
-        return 6.0 * self.batch * self.length * (12 * self.blocks * self.width + self.vocabulary) * self.width
+        return 6.0 * self.batch * self.length * (12 * self.blocks * self.width + VOCABULARY) * self.width
 
 
 def sleeping(sleep: Callable[[float], object]) -> thunder.Transform:
@@ -151,6 +140,7 @@ class System:
         after_backward: finishes the step's communication after each backward, within the measured time.
         transform: this project's transform; ``None`` for other systems.
         losses: the loss of each step.
+        first_seconds: of the step that compiles.
     """
 
     name: str
@@ -159,6 +149,7 @@ class System:
     after_backward: Callable[[], object] = lambda: None
     transform: Any = None
     losses: list[float] = field(default_factory=list)
+    first_seconds: float = 0.0
 
 
 def _jitted(name: str, module: Any, transform: Any = None) -> System:
@@ -234,15 +225,9 @@ def ddp(name: str, shape: Shape, emulation: Emulation) -> System:
     return System(name, module, _optimizer(module))
 
 
-def _fully_shard(
-    shape: Shape,
-    emulation: Emulation,
-    reshard: bool | int,
-    policy: MixedPrecisionPolicy | None = None,
-    own_head: bool = False,
-) -> Any:
+def _fully_shard(shape: Shape, emulation: Emulation, reshard: bool, policy: MixedPrecisionPolicy | None = None) -> Any:
     model = emulation.eager(shape.model())
-    for part in (*model.blocks, *([model.head] if own_head else []), model):
+    for part in (*model.blocks, model):
         fully_shard(part, reshard_after_forward=reshard, mp_policy=policy or MixedPrecisionPolicy())
     return model
 
@@ -254,25 +239,13 @@ def fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: bool) -> Sy
 
 
 def overlapped_fsdp2(
-    name: str,
-    shape: Shape,
-    emulation: Emulation,
-    *,
-    reshard: bool | int,
-    ahead: int = 2,
-    policy: MixedPrecisionPolicy | None = None,
-    max_reductions: int | None = None,
-    own_head: bool = False,
+    name: str, shape: Shape, emulation: Emulation, *, reshard: bool, policy: MixedPrecisionPolicy | None = None
 ) -> System:
-    """Return FSDP2 with its means to overlap on a CPU: asynchronous custom collectives and explicit prefetching.
+    """Return FSDP2 with its means to overlap on a CPU: asynchronous custom collectives, and gathers two blocks ahead.
 
     Args:
         reshard: FSDP2's ``reshard_after_forward``.
-        ahead: the number of blocks that are gathered ahead.
         policy: the precision of parameters and reductions.
-        max_reductions: how many reductions may be in flight, each of which keeps its unsharded gradients; ``None`` for
-            no limit.
-        own_head: whether the head is sharded by itself, not with the root's other parameters, which stay whole.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
@@ -289,8 +262,6 @@ def overlapped_fsdp2(
             self.works: list[Any] = []
 
         def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
-            while max_reductions is not None and len(self.works) >= max_reductions:
-                self.works.pop(0).wait()
             # FSDP2 makes the gradients views of the output, and does not read them before the optimizer does.
             work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
             self.works.append(work)
@@ -300,55 +271,61 @@ def overlapped_fsdp2(
                 work.wait()
             self.works.clear()
 
-    model = _fully_shard(shape, emulation, reshard, policy, own_head)
+    model = _fully_shard(shape, emulation, reshard, policy)
     reduce = Reduce()
     parts: list[FSDPModule] = [model, *model.blocks]
-    for part in (*parts, *([model.head] if own_head else [])):
+    for part in parts:
         part.set_custom_all_gather(Gather())
         part.set_custom_reduce_scatter(reduce)
     for index, part in enumerate(parts):
-        part.set_modules_to_forward_prefetch(parts[index + 1 : index + 1 + ahead])
+        part.set_modules_to_forward_prefetch(parts[index + 1 : index + 3])
     for index, part in enumerate(parts[1:]):
-        before = parts[1:][max(0, index - ahead) : index][::-1]
+        before = parts[1:][max(0, index - 2) : index][::-1]
         part.set_modules_to_backward_prefetch(before)
     return System(name, model, _optimizer(model), after_backward=reduce.finish)
 
 
-def step(system: System, tokens: torch.Tensor, watch: Any = None) -> float:
+@contextmanager
+def micro_batch(system: System, *, last: bool) -> Iterator[None]:
+    """Run a micro-batch of a window in this context: all but the last do not reduce gradients.
+
+    An FSDP2 system whose name ends in "kept" keeps parameters unsharded until the next micro-batch.
+    """
+    module = system.module
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+        module.set_is_last_backward(last)
+        module.set_reshard_after_backward(last or not system.name.endswith("kept"))
+    with nullcontext() if last or system.transform is None else module.no_sync():
+        yield
+
+
+def step(system: System, *batches: torch.Tensor, watch: Any = None) -> float:
     """Run one step; return the seconds of forward and backward on this rank. The optimizer runs after them, untimed.
 
     Args:
+        batches: the micro-batches of a window, or one batch.
         watch: a context manager for forward and backward. It may have a method ``phase``.
     """
     phase = getattr(watch, "phase", lambda name: nullcontext())
     system.optimizer.zero_grad(set_to_none=True)
+    losses = []
     if dist.is_initialized():
         dist.barrier()
     with watch or nullcontext():
         started = time.perf_counter()
-        with phase("forward"):
-            loss = system.module(tokens, tokens)
-        with phase("backward"):
-            loss.backward()
-            system.after_backward()
+        for tokens in batches:
+            with micro_batch(system, last=tokens is batches[-1]):
+                with phase("forward"):
+                    loss = system.module(tokens, tokens) / len(batches)
+                with phase("backward"):
+                    loss.backward()
+                losses.append(loss)
+        system.after_backward()
         seconds = time.perf_counter() - started
     system.optimizer.step()
-    system.losses.append(loss.item())
+    system.losses += [loss.item() for loss in losses]
     return seconds
-
-
-def local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of a parameter that is on this rank."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def arenas(system: System) -> list[torch.Tensor]:
-    """Return the memory of this project's slots, which outlives the step and contains only unsharded buckets."""
-    if system.transform is None:
-        return []
-    buckets = system.transform.sharded.buckets
-    found = {b.arena for b in buckets} | {b.private_slot.arena for b in buckets}
-    return [arena._memory for arena in found if arena._memory is not None]
 
 
 def wire_bytes(kind: str, nbytes: int, world_size: int, *, gloo: bool = False) -> float:
@@ -359,12 +336,11 @@ def wire_bytes(kind: str, nbytes: int, world_size: int, *, gloo: bool = False) -
     return 2 * ring if "allreduce" in kind or (gloo and kind == "reduce_scatter") else ring
 
 
-def communicate(system: System, compiled: Any = None, *, empty: bool = False) -> float:
+def communicate(system: System, compiled: Any = None) -> float:
     """Run only the collectives of one step of this project, in order; return the seconds on this rank.
 
     Args:
         compiled: the traces of the step; by default those compiled last.
-        empty: send one element per rank in place of each bucket, which leaves the latency of the calls and waits.
     """
     compiled = compiled or system.transform.compiled[-1]
     dist.barrier()
@@ -373,82 +349,27 @@ def communicate(system: System, compiled: Any = None, *, empty: bool = False) ->
     for bsym in (*compiled.forward.bound_symbols, *compiled.backward.bound_symbols):
         name = bsym.sym.name
         if name in WAITS:
-            flight = flights.pop(bsym.args[1].name)
-            if not empty:
-                bsym._call_ctx[name](bsym.args[0], flight)
-            elif flight is not None:
-                flight.wait()
+            bsym._call_ctx[name](bsym.args[0], flights.pop(bsym.args[1].name))
         elif name in ISSUES:
-            flights[bsym.output.name] = _issue_empty(bsym) if empty else _issue(bsym)
+            bucket, slot = bsym.args[:2]
+            bucket.is_reuse_agreed = False  # no trace starts here, so ranks have agreed on nothing
+            # A reduction reads the current contents of the slot.
+            tensors = bucket.params if name == fsdp_all_gather.name else slot.grads[bucket].tensors
+            flights[bsym.output.name] = bsym._call_ctx[name](bucket, slot, *tensors, **bsym.kwargs)
     return time.perf_counter() - started
-
-
-def _issue(bsym: BoundSymbol) -> Any:
-    bucket, slot = bsym.args[:2]
-    bucket.is_reuse_agreed = False  # no trace starts here, so ranks have agreed on nothing
-    tensors = bucket.params
-    if bsym.sym.name != fsdp_all_gather.name:  # the current contents of the slot are reduced
-        tensors = slot.grads[bucket].tensors
-    return bsym._call_ctx[bsym.sym.name](bucket, slot, *tensors, **bsym.kwargs)
-
-
-def _issue_empty(bsym: BoundSymbol) -> Any:
-    own, whole = torch.zeros(1), torch.zeros(dist.get_world_size())
-    if (sent := sends(bsym)) is None:  # already resident
-        return None
-    assert sent.group is not None
-    issue, operands = (all_gather_flat, (whole, own)) if sent.gathers else (reduce_scatter_flat, (own, whole))
-    return issue(*operands, group=sent.group.process_group, async_op=True)
-
-
-def these_ranks(
-    arguments: argparse.Namespace, flops_per_second: float | None, *, ranks_per_node: int = 1
-) -> ClusterSpec:
-    """Return the description of the ranks of a benchmark: the preset of a CPU, with the rates of the options.
-
-    Args:
-        flops_per_second: of emulated compute; ``None`` or 0 if compute is real.
-        ranks_per_node: how many ranks share a link, and reach each other without a limit.
-    """
-    spec = dataclasses.replace(cluster("cpu-2core"), name="these ranks", devices_per_node=ranks_per_node)
-    if not arguments.no_limit:
-        spec = dataclasses.replace(spec, inter_node_bandwidth=arguments.rate / 8 / ranks_per_node)
-    if flops_per_second:
-        spec = dataclasses.replace(spec, flops={torch.float32: flops_per_second})
-    return spec
 
 
 # A function that builds a system from its name, a shape and an emulation.
 Make = Callable[[str, Shape, Emulation], System]
 
 
-def matching(makes: Mapping[str, Make], only: str, *needed: str) -> dict[str, Make]:
-    """Return the systems whose names match a regular expression, and those that are needed for comparison."""
-    return {name: make for name, make in makes.items() if name in needed or re.search(only, name)}
-
-
 def build(
-    makes: Mapping[str, Make], shape: Shape, emulation: Emulation, first_step: Callable[[System], object]
+    makes: Mapping[str, Make], shape: Shape, emulation: Emulation, first_step: Callable[[System], float]
 ) -> dict[str, System]:
     """Build each system, and run its first step, which compiles."""
     built = {}
     for name, make in makes.items():
         say(f"building: {name}")
         built[name] = make(name, shape, emulation)
-        first_step(built[name])
+        built[name].first_seconds = first_step(built[name])
     return built
-
-
-def measure(
-    arguments: argparse.Namespace,
-    emulation: Emulation,
-    runs: Mapping[str, Callable[[], float]],
-    evaluate: Callable[[dict[str, list[float]]], dict[str, dict[str, Any]]],
-) -> list[dict[str, Any]]:
-    """Run everything in turns for each amount of compute; return the results that ``harness.report`` prints."""
-    results = []
-    for emulated in arguments.compute:
-        emulation.seconds = emulated
-        seconds = in_turns(runs, arguments.rounds)
-        results.append({"emulated": emulated, "seconds": seconds, "figures": evaluate(seconds)})
-    return results

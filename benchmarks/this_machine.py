@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
@@ -71,13 +70,7 @@ def measure_rank(world_size: int) -> dict[str, float]:
 def seconds_of(call: Callable[[], object], *, calls: int = 3, repeats: int = 7) -> float:
     """Return the least mean time of one call among ``repeats`` runs of ``calls`` calls; disturbances only add time."""
     call()
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, (time.perf_counter() - started) / calls)
-    return best
+    return min(harness.seconds_of(call, calls=calls) for _ in range(repeats))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
+import statistics
 import subprocess
 import sys
 import time
@@ -39,6 +41,7 @@ from thunder_fsdp_sched.compiled_traces import CompiledTraces
 from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
 from thunder_fsdp_sched.extras.planning.search import Search
 
+import harness
 import thunder
 import torch
 from harness import Columns, join_fake_ranks, table
@@ -64,9 +67,9 @@ COLUMNS: Columns = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.options(__doc__, rounds=1)
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--only", choices=KINDS, nargs="+", default=list(KINDS))
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--passes", action="store_true", help="add the seconds of each pass")
     parser.add_argument("--no-gc", action="store_true", help="disable Python's garbage collector while compiling")
     parser.add_argument("--default-gc", action="store_true", help="let it run as often as at other times")
@@ -86,10 +89,13 @@ def main() -> None:
 def compare(arguments: argparse.Namespace) -> None:
     figures: dict[str, dict[str, float]] = {}
     for blocks in arguments.blocks:
-        for kind in arguments.only:
+        for kind in (kind for kind in KINDS if re.search(arguments.only, kind)):
             command = [sys.executable, "-W", "ignore", *sys.argv, "--worker", kind, "--blocks", str(blocks)]
-            run = subprocess.run(command, check=True, capture_output=True, text=True)
-            of = figures[f"{blocks}, {kind}"] = json.loads(run.stdout.splitlines()[-1])
+            runs = []
+            for _ in range(arguments.rounds):
+                run = subprocess.run(command, check=True, capture_output=True, text=True)
+                runs.append(json.loads(run.stdout.splitlines()[-1]))
+            of = figures[f"{blocks}, {kind}"] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
             of |= {f"{key}_of_first": of[key] / of["first"] for key in ("second", "evaluation") if key in of}
             if f"{blocks}, plain" in figures:
                 of["of_plain"] = of["first"] / figures[f"{blocks}, plain"]["first"]
@@ -102,13 +108,14 @@ def compare(arguments: argparse.Namespace) -> None:
         if "ours" in of:
             share = of["ours"] / of["first"]
             print(f"{name}: our passes take {share:.1%} of the first mode, the limit is {MOST_OF_COMPILING:.0%}")
+    harness.save(arguments, "tracing", figures=figures)
 
 
 def measure(kind: str, arguments: argparse.Namespace) -> dict[str, float]:
     """Return the processor seconds of compiling a GPT for a first mode, a second one, and evaluation."""
     blocks = arguments.blocks[-1]
     join_fake_ranks(WORLD_SIZE)
-    model = GPT(blocks=blocks, width=64, heads=2, length=16)
+    model = GPT(blocks=blocks, width=arguments.width, heads=2, length=16)
     tokens = torch.randint(0, VOCABULARY, (2, 16))
     transforms: list[Any] = []
     if kind != "plain":

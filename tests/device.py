@@ -25,7 +25,7 @@ def use_device(rank: int) -> None:
     """Let this process use the device as a rank, before it creates a process group."""
     if IS_CUDA:
         sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-        from shared_gpu import share_gpu
+        from local_ranks import share_gpu
 
         share_gpu(rank)
         # Without a workspace of a fixed size, matrix products differ between runs.

@@ -13,18 +13,14 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.extras.planning.clusters import cluster
-from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 
 import systems
 import gpu
+import overlap
 import pytest
 import torch
 import torch.distributed as dist
-import windows
-from gpu import Setup, Worker
-from gpu_trace import measured
-from live_memory import LiveMemory
+from gpu import Setup, Worker, measured
 from models import linear_gpt
 from ranks import on_ranks
 from thunder import extend
@@ -87,7 +83,7 @@ def test_the_first_run_trains_on_virtual_gpus_without_a_race(tmp_path: Path) -> 
 
 
 #
-# Counting memory
+# benchmarks/overlap.py
 #
 
 
@@ -98,34 +94,21 @@ def fake_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_memory_in_an_arena_counts_until_its_last_read_or_wait(fake_rank: None) -> None:
-    arena, shard, reduced = torch.zeros(32), torch.zeros(4), torch.empty(4)
-    with LiveMemory([shard], [arena]) as memory:
-        dist.all_gather_into_tensor(arena[:16], shard)
-        y = arena[:16].view(4, 4) @ torch.ones(4, 4)
-        torch.mm(y, y, out=arena[:16].view(4, 4))  # a gradient in the slot of its parameter
-        copied = y + 1
-        arena[16:].view(4, 4).copy_(copied)
-        dist.reduce_scatter_tensor(reduced, arena[16:])
-        reduced.view(2, 2)  # waited for
-        dist.reduce_scatter_tensor(reduced, arena[:16])
-        reduced.view(2, 2)
-        y.neg()
-    held = memory.held()
-    assert held.arena == 128
-    assert max(held.parameters) == 64
-    assert max(held.gradients) == 64 + 64 + 64  # two in the arena, and the copied one
-    assert held.peaks()["peak_parameters_and_gradients"] == 192
-    assert held.peaks()["peak_allocated"] == 128 + 64
-    assert held.new["gradients"] == (1, 64)
-    assert held.new["parameters"] == (0, 0)
-    assert held.operators["copy"] == (1, 64)
-    assert held.gradients[-1] == 64  # the copied one is still alive
-
-
-#
-# benchmarks/windows.py
-#
+@mock.patch.object(systems.Shape, "model", _without_attention)
+def test_counts_are_those_of_each_system(fake_rank: None) -> None:
+    shape = systems.Shape(1, 64, 16)
+    whole = sum(p.nbytes for p in shape.model().parameters())
+    counted = {}
+    for name in ("ours zero2", "FSDP2 zero2", "DDP"):
+        system = overlap.systems()[name](name, shape, systems.Emulation(shape))
+        systems.step(system, shape.tokens())
+        counted[name] = overlap.counts_of(system, shape.tokens())
+    assert counted["ours zero2"]["parameters"] == counted["DDP"]["parameters"] == 0
+    assert counted["FSDP2 zero2"]["parameters"] >= whole
+    assert counted["DDP"]["peak"] == whole
+    assert counted["DDP"]["sent"] == pytest.approx(2 * whole * 3 / 4, rel=0.01)
+    assert counted["ours zero2"]["sent"] == pytest.approx(1.5 * whole, rel=0.1)
+    assert counted["FSDP2 zero2"]["sent by gloo"] == pytest.approx(1.5 * counted["FSDP2 zero2"]["sent"], rel=0.1)
 
 
 @on_ranks()
@@ -133,16 +116,15 @@ def test_memory_in_an_arena_counts_until_its_last_read_or_wait(fake_rank: None) 
 def test_windows_count_the_collectives_of_each_bucket(rank: int) -> None:
     shape = systems.Shape(1, 64, 16)
     emulation = systems.Emulation(shape)
-    batches = [shape.tokens(rank)] * 4
+    batches = [shape.tokens(rank + number) for number in range(overlap.MICRO_BATCHES)]
     found, losses = {}, {}
-    for name in (windows.REFERENCE, "ours zero2", "FSDP2 zero2, kept"):
-        system = windows.window_systems()[name](name, shape, emulation)
-        windows.window(system, batches)
-        found[name] = windows.traffic(system, batches, "lo")
+    for name in (overlap.EACH_TIME, "ours zero2", "FSDP2 zero2, kept"):
+        system = overlap.window_systems()[name](name, shape, emulation)
+        systems.step(system, *batches)
+        found[name] = overlap.counts_of(system, *batches)["collectives"]
         losses[name] = system.losses
         if system.transform is not None:
-            assert windows.only_communicate(system, len(batches)) > 0
-            assert windows.simulated(system, len(batches), AnalyticCost(cluster("cpu-2core"))) > 0
-    assert [of_one["collectives"] for of_one in found.values()] == [5, 2, 2]
+            assert overlap.communicate_in_window(system) > 0
+    assert list(found.values()) == [5, 2, 2]
     for of_one in losses.values():
-        torch.testing.assert_close(of_one, losses[windows.REFERENCE], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(of_one, losses[overlap.EACH_TIME], rtol=1e-4, atol=1e-4)

@@ -18,7 +18,7 @@ their next round.
 
 After a complete first run, Thunder's cache entry receives the trace without the audit, so later steps cost nothing. If
 the run fails for any reason, the next run is audited again. The audit reads addresses and versions on the host and does
-not wait for a device. Its cost, once per trace: ``python benchmarks/costs.py audit``.
+not wait for a device.
 """
 
 from __future__ import annotations

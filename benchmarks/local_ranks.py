@@ -1,12 +1,12 @@
-"""Run ranks on one machine with rate-limited links, which take time but almost no CPU, in Linux network namespaces.
+"""Start ranks on one machine: on plain loopback, on rate-limited links, or on one GPU.
 
 ``with Links(2, bits_per_second=1e9) as links: links.run([sys.executable, "script.py"])`` starts one process per rank, each
-in its own namespace and pinned to a core. A token bucket (``tc ... tbf``) limits the rate at which a rank sends. Two
-namespaces are connected by a veth pair, more by a bridge in its own namespace, so deleting the namespaces deletes
-everything. With ``ranks_per_node=2``, two ranks share a namespace and its interface, and reach each other without a limit.
+in its own Linux network namespace and pinned to a core. A token bucket (``tc ... tbf``) limits the rate at which a rank
+sends, which takes time but almost no CPU. Two namespaces are connected by a veth pair, more by a bridge in its own
+namespace, so deleting the namespaces deletes everything.
 
 :class:`Links` needs root, ``ip`` and ``tc`` (Debian: ``apt-get install iproute2``). :class:`Loopback` needs none of them,
-and does not limit the rate.
+and does not limit the rate. :func:`share_gpu` lets several ranks use one GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _MTU = 65000  # large packets: few interrupts, so that a transfer takes little CPU
-_BURST = 256 * 1024  # bytes that a node may send at once after a pause
+_BURST = 256 * 1024  # bytes that a rank may send at once after a pause
 _BUFFERS = "4096 4194304 33554432"  # minimum, default and maximum bytes of a TCP socket's buffer
 
 
@@ -33,11 +33,6 @@ def why_not() -> str | None:
     if missing:
         return f"{' and '.join(missing)} not found: apt-get install iproute2"
     return None
-
-
-def sent_bytes(interface: str) -> int:
-    """Return the bytes that this namespace has sent through ``interface``, as the kernel counts them, with headers."""
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
 class Loopback:
@@ -127,8 +122,7 @@ class Links(Loopback):
 
     Args:
         world_size: number of ranks.
-        bits_per_second: the rate at which a node can send.
-        ranks_per_node: how many successive ranks share a namespace.
+        bits_per_second: the rate at which a rank can send.
 
     Raises:
         RuntimeError: the user is not root, a tool is missing, or the kernel refuses.
@@ -136,56 +130,54 @@ class Links(Loopback):
 
     interface = "eth0"
 
-    def __init__(self, world_size: int, *, bits_per_second: float, ranks_per_node: int = 1) -> None:
+    def __init__(self, world_size: int, *, bits_per_second: float) -> None:
         reason = why_not()
         if reason is not None:
             raise RuntimeError(f"cannot make network namespaces: {reason}")
         super().__init__(world_size)
         self.rate = bits_per_second
-        self.ranks_per_node = ranks_per_node
-        self.nodes = world_size // ranks_per_node
         self._tag = f"fsdp{os.getpid()}"
         self._namespaces: list[str] = []
 
     def __enter__(self) -> Links:
         try:
-            for node in range(self.nodes):
-                self._add_namespace(self._name(node))
+            for rank in range(self.world_size):
+                self._add_namespace(self._name(rank))
             self._join()
-            for node in range(self.nodes):
-                self._set_up(node)
+            for rank in range(self.world_size):
+                self._set_up(rank)
         except BaseException:
             self._clean_up()
             raise
         return self
 
     def _prefix(self, rank: int) -> list[str]:
-        return ["ip", "netns", "exec", self._name(rank // self.ranks_per_node)]
+        return ["ip", "netns", "exec", self._name(rank)]
 
-    def _name(self, node: int) -> str:
-        return f"{self._tag}n{node}"
+    def _name(self, rank: int) -> str:
+        return f"{self._tag}n{rank}"
 
     def _add_namespace(self, name: str) -> None:
         _ip(f"netns add {name}")
         self._namespaces.append(name)
 
     def _join(self) -> None:
-        """Create the link, with an interface in each node's namespace."""
-        if self.nodes == 2:
-            ends = [f"eth0 netns {self._name(node)}" for node in range(2)]
+        """Create the link, with an interface in each rank's namespace."""
+        if self.world_size == 2:
+            ends = [f"eth0 netns {self._name(rank)}" for rank in range(2)]
             _ip(f"link add {ends[0]} type veth peer name {ends[1]}")
             return
         hub = f"{self._tag}hub"
         self._add_namespace(hub)
         _ip(f"-n {hub} link add bridge mtu {_MTU} type bridge")
         _ip(f"-n {hub} link set bridge up")
-        for node in range(self.nodes):
-            _ip(f"link add eth0 netns {self._name(node)} type veth peer name port{node} netns {hub}")
-            _ip(f"-n {hub} link set port{node} mtu {_MTU} master bridge up")
+        for rank in range(self.world_size):
+            _ip(f"link add eth0 netns {self._name(rank)} type veth peer name port{rank} netns {hub}")
+            _ip(f"-n {hub} link set port{rank} mtu {_MTU} master bridge up")
 
-    def _set_up(self, node: int) -> None:
-        name = self._name(node)
-        _ip(f"-n {name} addr add 10.99.0.{node + 1}/24 dev eth0")
+    def _set_up(self, rank: int) -> None:
+        name = self._name(rank)
+        _ip(f"-n {name} addr add 10.99.0.{rank + 1}/24 dev eth0")
         _ip(f"-n {name} link set lo up")
         _ip(f"-n {name} link set eth0 mtu {_MTU} up")
         for knob in ("tcp_wmem", "tcp_rmem"):
@@ -208,3 +200,23 @@ def _call(command: Sequence[str]) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+
+
+def share_gpu(rank: int) -> None:
+    """Let several ranks share one GPU through NCCL, which by itself refuses that.
+
+    It sets the environment of a rank, before it creates a process group. NCCL compares hosts and devices; a host name of its
+    own for each rank passes. All bytes then travel through sockets on the loopback interface: right for results, order and
+    hangs, meaningless for times.
+    """
+    os.environ.update(
+        NCCL_HOSTID=f"rank{rank}",
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_SOCKET_FAMILY="AF_INET",
+        NCCL_NVLS_ENABLE="0",
+        NCCL_CUMEM_ENABLE="0",
+        NCCL_MAX_NCHANNELS="2",
+        NCCL_ALGO="Ring",
+        NCCL_PROTO="Simple",
+        TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1",
+    )
