@@ -71,17 +71,21 @@ def main() -> None:
     parser.add_argument("part", choices=("peers", "memory"))
     parser.add_argument("--cpu", action="store_true", help="measure peers on the CPU")
     arguments = parser.parse_args()
-    device = torch.device("cpu" if arguments.cpu else "cuda:0")
+    is_memory = arguments.part == "memory"
+    device = torch.device("cpu" if arguments.cpu and not is_memory else "cuda:0")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             print(NO_GPU)
             return
-        if arguments.part == "memory":
+        if is_memory:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # results that do not depend on the workspace
         torch.cuda.set_device(device)
-    harness.join_alone("gloo" if arguments.cpu else "cpu:gloo,cuda:nccl")
-    print(f"{'the CPU' if arguments.cpu else torch.cuda.get_device_name()}, torch {torch.__version__}")
-    measure_peers(arguments, device) if arguments.part == "peers" else measure_memory(arguments)
+    if is_memory:
+        harness.join_alone("nccl", device)
+    else:
+        harness.join_alone("gloo" if arguments.cpu else "cpu:gloo,cuda:nccl")
+    print(f"{'the CPU' if device.type == 'cpu' else torch.cuda.get_device_name()}, torch {torch.__version__}")
+    measure_memory(arguments) if is_memory else measure_peers(arguments, device)
     dist.destroy_process_group()
 
 
