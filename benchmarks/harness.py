@@ -84,9 +84,10 @@ def run_on_ranks(script: str, arguments: argparse.Namespace, measure: Callable[[
         print(ranks.run(command)[0], end="")
 
 
-def join_ranks() -> None:
-    """Create the default process group of a rank, with one thread, on a core of its own."""
-    os.sched_setaffinity(0, {int(os.environ["RANK_CORE"])})
+def join_ranks(*, pin: bool = True) -> None:
+    """Create the default process group of a rank, with one thread, by default on a core of its own."""
+    if pin:
+        os.sched_setaffinity(0, {int(os.environ["RANK_CORE"])})
     torch.set_num_threads(1)
     ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], **ranks)

@@ -92,6 +92,7 @@ def steps(arguments: argparse.Namespace) -> None:
     runs: dict[str, Callable[[], float]] = {name: partial(seconds_of, c, calls=CALLS) for name, c in own_calls.items()}
     runs |= {name: partial(_median_step, system) for name, system in systems.items()}
     seconds = harness.in_turns(runs, arguments.rounds, collect=False)
+    _stop_collecting()
     inside = {n: [s.inside() for _ in range(arguments.rounds)] for n, s in systems.items() if "zero" in n}
     micro = medians(seconds, unit=1e-6)
     result: dict[str, dict[str, Any]] = {}
@@ -134,7 +135,7 @@ def agreement(arguments: argparse.Namespace) -> None:
 
 def agree(rounds: int) -> None:
     """Measure rounds of agreement on a rank; rank 0 prints them."""
-    harness.join_ranks()
+    harness.join_ranks(pin=False)  # a thread beside the host's sends and receives
     world_group = ProcessGroupRef.of(dist.distributed_c10d._get_default_group())
     control = Control(world_group, open_channel(world_group, "agreement"), "model", "the model")
     run = TraceStart(control, "forward_0", AgreedProgram(1, True, True, True), "forward", Computation(), 0)

@@ -173,7 +173,8 @@ def run_windows(arguments: argparse.Namespace) -> None:
     runs: dict[str, Callable[[], float]] = {name: partial(step, of, *batches) for name, of in built.items()}
     runs["communication of each time"] = partial(communicate_in_window, built[EACH_TIME])
     results = []
-    for emulation.seconds in arguments.compute:
+    for emulated in arguments.compute:
+        emulation.seconds = emulated
         seconds = harness.in_turns(runs, arguments.rounds)
         fastest = min(
             (of for name, of in seconds.items() if name.startswith("FSDP2")), key=statistics.median, default=None
@@ -182,7 +183,7 @@ def run_windows(arguments: argparse.Namespace) -> None:
         for name in counted:
             figures[name]["of_each_time"] = ratio(seconds[name], seconds[EACH_TIME])
             figures[name]["of_fsdp2"] = ratio(seconds[name], fastest) if fastest else None
-        results.append({"emulated": emulation.seconds, "seconds": seconds, "figures": figures})
+        results.append({"emulated": emulated, "seconds": seconds, "figures": figures})
     if dist.get_rank() == 0:
         harness.report(arguments, "windows", results, WINDOWS, {name: built[name].losses for name in counted})
 
@@ -207,10 +208,11 @@ def run(arguments: argparse.Namespace) -> None:
         [emulation.seconds] = arguments.compute
         predicted = predict(built, tokens, arguments)
     results = []
-    for emulation.seconds in arguments.compute:
+    for emulated in arguments.compute:
+        emulation.seconds = emulated
         seconds = harness.in_turns(runs, arguments.rounds)
         figures = figures_of(seconds, predicted)
-        results.append({"emulated": emulation.seconds, "seconds": seconds, "figures": figures})
+        results.append({"emulated": emulated, "seconds": seconds, "figures": figures})
     if dist.get_rank() == 0:
         losses = {name: system.losses for name, system in built.items() if not name.startswith("compute")}
         harness.report(arguments, "overlap", results, COLUMNS, losses)
