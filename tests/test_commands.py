@@ -87,7 +87,9 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"pytest --update-schedules examples/test_schedule\.py": By("test_testing.py::test_the_example_pins"),
     # Benchmarks
     r"python benchmarks/checkpoints\.py\b.*": Small(f"{LOOPBACK} --only 'ours, thread'", "ours, thread"),
-    r"python benchmarks/gpu\.py first.*": Small("first --stand-in --only alone --cases 'zero3 flat$'", "zero3 flat"),
+    r"python benchmarks/gpu\.py first.*": Small(
+        "first --stand-in --only alone --cases 'zero3 flat$'", "zero3 flat", long=True
+    ),
     r"python benchmarks/gpu_rank\.py memory": Small("memory", "skipped: no GPU"),
     r"python benchmarks/gpu_rank\.py peers.*": Small("peers --cpu --rounds 1", "ours, zero3", long=True),
     r"python benchmarks/kernels\.py.*": Small("--rows 64 --width 16 --rounds 1 --only layer_norm", "layer_norm"),
