@@ -77,6 +77,25 @@ class _Results(nn.Module):
         return {"largest": x.max(-1), "both": [torch.topk(x, 2)], "sum": x.sum()}
 
 
+@pytest.mark.parametrize("leaves", [(), ("1",)])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_scalars_have_the_default_dtype(default: torch.dtype, leaves: tuple[str, ...]) -> None:
+    class Scalars(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.tensor(0.1), torch.tensor(1), x * torch.tensor(0.1)
+
+    module = nn.Sequential(nn.Linear(2, 2), Scalars())
+    model = thunder.jit(copy.deepcopy(module), transforms=[fsdp(leaf_modules=leaves)])
+    x = torch.ones(2, 2)
+    for dtype in (torch.float32, default):
+        torch.set_default_dtype(dtype)
+        try:
+            expected, actual = module(x), model(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert [(each.dtype, each.tolist()) for each in actual] == [(each.dtype, each.tolist()) for each in expected]
+
+
 def test_forward_returns_results_as_tuples() -> None:
     x = torch.randn(3, 4)
     output = thunder.jit(_Results(), transforms=[fsdp(leaf_modules=())])(x)

@@ -63,7 +63,7 @@ class Checks(nn.Module):
         self.linear, self.other = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, options: dict[str, torch.Tensor]) -> torch.Tensor:
-        if labels.max() >= SIZE:
+        if labels.max() >= SIZE or labels[0] < 0:
             raise ValueError(f"labels must be below {SIZE}")
         y = self.linear(x)
         if options["mask"].sum().item() > 1 and not (labels == 3).any():

@@ -170,6 +170,14 @@ ERRORS: dict[str, tuple[Case, type[Exception], str]] = {
         NotImplementedError,
         "forward reads 'aux', which the leaf module 'part' changes.*Return it",
     ),
+    "a hook of a parameter": (
+        (
+            lambda part, x: (part.linear.weight.register_hook(torch.neg), part.linear(x))[1],
+            lambda model, x: model.part(x),
+        ),
+        RuntimeError,
+        "registers a hook of parameter 'linear.weight' in forward",
+    ),
     "an exception of the program": ((_raise, lambda model, x: model.part(x)), KeyError, "mine"),
 }
 
@@ -193,10 +201,38 @@ def test_gradients_of_a_tensor_that_a_leaf_has_kept_are_not_lost_silently() -> N
     model, _ = _jitted((_assign_aux, lambda model, x: model.last(model.part(x))))
     x = torch.ones(2, SIZE, dtype=torch.float64)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"gradients besides the backward of the model.*return the tensor"):
+        with pytest.raises(RuntimeError, match=r"gradients besides the backward of the model.*Return the tensor"):
             (model(x).sum() + model._model.part.aux).backward()
             model(x)
         model(x).sum().backward()  # training goes on
+
+
+def test_a_loss_of_a_tensor_that_a_leaf_has_kept_is_an_error_at_once() -> None:
+    model, _ = _jitted((_assign_aux, lambda model, x: model.last(model.part(x))))
+    y = model(torch.ones(2, SIZE, dtype=torch.float64, requires_grad=True))
+    y.sum().backward(retain_graph=True)
+    before = [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"gradients besides the backward of the model.*Return the tensor"):
+        model._model.part.aux.backward()
+    for param, grad in zip(model.parameters(), before, strict=True):
+        assert (param.grad is None) == (grad is None) and (grad is None or torch.equal(param.grad.to_local(), grad))
+
+
+def _forces(part: Any, x: torch.Tensor) -> torch.Tensor:
+    z = x.clone().requires_grad_()
+    [force] = torch.autograd.grad(torch.tanh(part.linear(z)).sum(), z, create_graph=True)
+    return part.other(force) if force.sum().item() > 1e9 else force
+
+
+def test_a_leaf_may_differentiate_by_its_inputs() -> None:
+    model, module = _jitted((_forces, lambda model, x: model.last(model.part(x))))
+    x = torch.ones(2, SIZE, dtype=torch.float64)
+    for net in (model, module):
+        net(x).square().sum().backward()
+    for (name, param), ours in zip(module.named_parameters(), model.parameters(), strict=True):
+        assert (param.grad is None) == (ours.grad is None), name
+        if param.grad is not None:
+            torch.testing.assert_close(ours.grad.to_local(), param.grad, msg=name)
 
 
 def test_buffers_are_those_that_the_latest_call_has_assigned() -> None:

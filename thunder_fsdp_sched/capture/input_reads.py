@@ -321,7 +321,7 @@ class InputReads:
             if path is not None and path is not COMPUTED and path[0] in INPUTS:
                 if self._sizes is not None:
                     self._sizes.add(path, plain)
-                if self.leaves is not None:
+                if self.leaves is not None and isinstance(value.original_value, torch.Tensor):  # not a part of one
                     self.leaves.arguments[plain.name] = path, value.original_value
         # Under symbolic values Thunder 0.2.6 does not check these, and later versions check their types alone.
         if isinstance(plain, StringProxy):

@@ -18,7 +18,7 @@ from thunder.core.interpreter import (
     wrap_const,
 )
 from thunder.core.jit_ext import get_jit_ctx
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_leaves, tree_map
@@ -37,6 +37,13 @@ def look_aside(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return partial(call_interpreted, _eye, wrap_const(torch.get_default_dtype()))
     if function is torch.nn.functional.scaled_dot_product_attention and "enable_gqa" in kwargs:
         return partial(call_interpreted, _grouped_attention)
+    if function is torch.tensor and torch.get_default_dtype() is not torch.float32:
+        data = unwrap(kwargs.get("data", args[0] if args else None))
+        kind = data.python_type if isinstance(data, NumberProxy) else type(data)
+        if "dtype" not in kwargs and kind in (float, complex):  # of which Thunder makes one in float32
+            dtype = torch.get_default_dtype()
+            dtype = dtype.to_complex() if kind is complex else dtype
+            return partial(call_interpreted, _tensor, wrap_const(dtype))
     name = function.name.removeprefix("torch_") if isinstance(function, Symbol) else _BUILTIN.get(id(function))
     if name == "reshape" and "shape" in kwargs:
         return partial(call_interpreted, _reshape, wrap_const(function))
@@ -166,6 +173,10 @@ def _norm(
 ) -> torch.Tensor:
     order = 2 if p is None or p == "fro" else p
     return torch.linalg.vector_norm(tensor, order, dim, keepdim, dtype=dtype)
+
+
+def _tensor(dtype: torch.dtype, data: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.tensor(data, dtype=dtype, **kwargs)
 
 
 def _eye(

@@ -159,7 +159,8 @@ def examples_of(leaves: Leaves, args: Any, kwargs: Any) -> dict[int, torch.Tenso
 def _known(leaves: Leaves, leaf: Leaf, examples: Mapping[int, torch.Tensor]) -> Leaf:
     """Return the leaf of an earlier call that passes the same, or this one, with what it returns and a name."""
     is_training = [module.training for module in leaf.modules]
-    key = repr((leaf.arguments, leaf.inputs, leaf.parameters, leaf.autocasts, is_training))
+    modes = leaf.autocasts, is_training, torch.get_default_dtype()
+    key = repr((leaf.arguments, leaf.inputs, leaf.parameters, modes))
     known = leaves.calls.setdefault(leaf.function, {})
     if key not in known:
         alike = next((other for other in _alike(leaves, leaf.function) if key in leaves.calls[other]), None)

@@ -252,17 +252,6 @@ class Leaf:
             self._stand_ins[number] = scalar.expand(known.shape).requires_grad_()
         return self._stand_ins[number]
 
-    def check_stand_ins(self) -> None:
-        """Raise an error if a backward of others has computed gradients of stand-ins, which would be lost."""
-        strays = [each for each in self._stand_ins.values() if each.grad is not None]
-        for each in strays:
-            each.grad = None
-        if strays:
-            self.fail(
-                "has got gradients besides the backward of the model: a loss was computed from a tensor that its forward "
-                "has kept, in an attribute for example. They are lost; return the tensor from the module and the model"
-            )
-
     def name_of(self, number: int) -> str:
         """Return the name of a parameter in the leaf."""
         names: Mapping[torch.nn.Module, str] = {

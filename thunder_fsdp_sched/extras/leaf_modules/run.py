@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...private_torch import keeps_graph
+from ...private_torch import hooks_of, keeps_graph
 from .leaf import Leaf
 
 
@@ -33,13 +33,18 @@ class _Bind(torch.autograd.Function):
     """Give inputs and parameters to a leaf as results of their stand-ins."""
 
     @staticmethod
-    def forward(ctx: Any, tensors: list[torch.Tensor], *stand_ins: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, packing: _Packing, tensors: list[torch.Tensor], *stand_ins: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.packing = packing
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *grads
+        if not ctx.packing.runs_backward:
+            ctx.packing.fail_outside()
+        return None, None, *grads
 
 
 class _Place(NamedTuple):
@@ -69,12 +74,21 @@ class _Packing:
 
     Attributes:
         numbers: of parameters, by the addresses of their storages; empty once forward has run.
-        memory: the parameters, during backward.
+        memory: the parameters, during forward and backward.
+        runs_backward: whether the backward of the model runs that of the leaf.
     """
 
     def __init__(self, leaf: Leaf, numbers: dict[int, int]) -> None:
         self.leaf, self.numbers = leaf, numbers
         self.memory: list[torch.Tensor] = []
+        self.runs_backward = False
+
+    def fail_outside(self) -> NoReturn:
+        """Raise the error for gradients that would be lost."""
+        self.leaf.fail(
+            "has got gradients besides the backward of the model: a loss was computed from a tensor that its forward has "
+            "kept, in an attribute for example. Return the tensor from the module and the model"
+        )
 
     def pack(self, tensor: torch.Tensor) -> Any:
         try:
@@ -90,7 +104,7 @@ class _Packing:
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, _Place):
             if not self.memory:
-                self.leaf.fail("has its graph run outside of backward")
+                self.fail_outside()
             return packed.find_in(self.memory[packed.number])
         if isinstance(packed, torch.Tensor):
             return packed
@@ -207,21 +221,23 @@ def run(leaf: Leaf, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
     """Call a leaf, and return its outputs and the state for its backward."""
-    leaf.check_stand_ins()
     one = _Run(leaf, tensors)
     packing = _Packing(leaf, one.pointers)
     state, count = State(leaf, packing), len(leaf.inputs)
     with torch.enable_grad(), saved_tensors_hooks(packing.pack, packing.unpack):
         given = [*(t.detach() for t in one.given), *one.parameters]
         numbers = [i for i, is_needed in enumerate(leaf.needs) if is_needed]
-        bound = _Bind.apply([given[i] for i in numbers], *map(leaf.stand_in, numbers))
+        bound = _Bind.apply(packing, [given[i] for i in numbers], *map(leaf.stand_in, numbers))
         for i, tensor in zip(numbers, bound, strict=True):
             given[i] = tensor
             if i >= count:
                 tensor._is_param = True
         binding = bound[0].grad_fn
         del bound, tensor
+        packing.memory = one.parameters  # for torch.autograd.grad in forward
         results = leaf.tensors_in(leaf.call(given[:count], given[count:]))
+        packing.memory = []
+        hooked = [i for i, tensor in enumerate(given[count:]) if any(hooks_of(tensor))]
         state.edges = [get_gradient_edge(t) if t.requires_grad else None for t in results]
         outputs = one.outputs(results)
     del results, given
@@ -230,6 +246,11 @@ def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
         used = [numbers[i] - count for i in _used(edge, binding, len(numbers))]
         state.used.append(frozenset(shards[index] for index in used if index >= 0))
     del binding
+    if hooked:
+        leaf.fail(
+            f"registers a hook of parameter {leaf.name_of(hooked[0])!r} in forward, where it is another tensor in each "
+            f"call. Register it before thunder.jit, or on the parameter of the jitted module"
+        )
     one.check()
     one.check_freed()
     packing.numbers = {}
@@ -263,7 +284,6 @@ def backward(leaf: Leaf, state: State, *tensors: torch.Tensor) -> tuple[torch.Te
     """
     if state.edges is None:
         leaf.fail("runs backward a second time; its graph was freed: pass retain_graph=True to the first backward")
-    leaf.check_stand_ins()
     keeps = keeps_graph()
     count = len(leaf.parameters)
     state.packing.memory = list(tensors[:count])
@@ -281,6 +301,7 @@ def backward(leaf: Leaf, state: State, *tensors: torch.Tensor) -> tuple[torch.Te
     numbers = [i for i, is_needed in enumerate(leaf.needs) if is_needed]
     stand_ins = list(map(leaf.stand_in, numbers))
     grads: list[torch.Tensor | None] = []
+    state.packing.runs_backward = True
     try:
         if pairs:
             # A region of torch.utils.checkpoint in the module reads the parameters again; a reentrant one, with which
@@ -289,7 +310,7 @@ def backward(leaf: Leaf, state: State, *tensors: torch.Tensor) -> tuple[torch.Te
                 edges, gradients = zip(*pairs, strict=True)
                 torch.autograd.backward(edges, gradients, retain_graph=keeps)
     finally:
-        state.packing.memory = []
+        state.packing.memory, state.packing.runs_backward = [], False
         if not keeps:
             state.edges = None
         for number, stand_in in zip(numbers, stand_ins, strict=True):
