@@ -224,8 +224,14 @@ def _forces(part: Any, x: torch.Tensor) -> torch.Tensor:
     return part.other(force) if force.sum().item() > 1e9 else force
 
 
-def test_a_leaf_may_differentiate_by_its_inputs() -> None:
-    model, module = _jitted((_forces, lambda model, x: model.last(model.part(x))))
+def _scaled_by_a_gradient(part: Any, x: torch.Tensor) -> torch.Tensor:
+    [grad] = torch.autograd.grad(part.linear(x).square().sum(), part.linear.weight, create_graph=True)
+    return part.other(x) @ grad
+
+
+@pytest.mark.parametrize("part", [_forces, _scaled_by_a_gradient])
+def test_a_leaf_may_differentiate(part: Callable[..., Any]) -> None:
+    model, module = _jitted((part, lambda model, x: model.last(model.part(x))))
     x = torch.ones(2, SIZE, dtype=torch.float64)
     for net in (model, module):
         net(x).square().sum().backward()
