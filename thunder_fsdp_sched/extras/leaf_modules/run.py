@@ -51,7 +51,7 @@ class _Place(NamedTuple):
     """A tensor in the memory of a parameter.
 
     Attributes:
-        offset: from the begin of the parameter, in elements of this dtype.
+        offset: from the beginning of the parameter, in elements of this dtype.
     """
 
     number: int
