@@ -159,7 +159,7 @@ def test_param_init_fn_initializes_what_no_rank_has(rank: int) -> None:
 
 @pytest.mark.parametrize("init", [tfs.Init(broadcast_from=0), INITIALIZING], ids=["broadcast", "initialized"])
 @on_ranks()
-def test_a_rank_without_values_allocates_one_layer_more_than_its_shards(rank: int, init: tfs.Init) -> None:
+def test_a_rank_without_values_allocates_a_layer_or_two_more_than_its_shards(rank: int, init: tfs.Init) -> None:
     is_on_meta = rank != 0 or init.param_init_fn is not None
     with torch.device("meta" if is_on_meta else "cpu"):
         module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
@@ -169,8 +169,8 @@ def test_a_rank_without_values_allocates_one_layer_more_than_its_shards(rank: in
         model = thunder.jit(module, transforms=[fsdp(init=init)])
     shards = sum(b.shard.untyped_storage().nbytes() for b in model._lc_transforms[-1].sharded.buckets)
     assert total / 2 <= shards < total * 0.6
-    if is_on_meta:
-        assert shards < tracker.peak <= shards + total / 8 + 4 * 1024, (tracker.peak, shards, total)
+    if is_on_meta:  # a thread of gloo may still hold the layer before
+        assert shards < tracker.peak <= shards + 2 * total / 8 + 4 * 1024, (tracker.peak, shards, total)
 
 
 ON_META = r"the module is on the meta device on rank"
