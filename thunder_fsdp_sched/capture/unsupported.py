@@ -29,7 +29,11 @@ _BY_TEXT = (
         "Thunder cannot trace methods of containers such as deque.append with a tensor, nor list.clear. Use a list that "
         "forward itself has made, or a tuple",
     ),
-    (r"casting a TensorProxy to a Python", f"What forward does would depend on a tensor's value. {AS_TENSORS}"),
+    (
+        r"casting a TensorProxy to a Python",
+        f"What forward does would depend on a tensor's value; the outermost module may branch on what it computes from its "
+        f"arguments alone. {AS_TENSORS}",
+    ),
     (
         r"automatic registration for (tolist|numpy|nonzero|equal|is_nonzero|item|unique|masked_select)\b"
         r"|boolean advanced indexing|torch\.(allclose|nonzero|unique)\b|'?NoneType'?|value=None|_Unknown(Integer|Float)",
