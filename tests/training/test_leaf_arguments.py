@@ -1,4 +1,4 @@
-"""What cannot be traced is known from the arguments of the call that compiles the model."""
+"""The arguments of the model show what a leaf returns, and which way a branch of the outermost module takes."""
 
 from __future__ import annotations
 

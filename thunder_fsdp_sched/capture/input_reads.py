@@ -316,13 +316,14 @@ class InputReads:
         plain, provenance = value.value, value.provenance
         if isinstance(plain, _KEYS) and provenance.value is None:
             self._paths.keys[id(provenance)] = provenance, plain
-        if isinstance(plain, TensorProxy):
+        leaves = self.leaves if isinstance(value.original_value, torch.Tensor) else None  # a part of a tensor has none
+        if isinstance(plain, TensorProxy) and not (leaves is None and self._sizes is None):
             path = Paths().of(provenance)
             if path is not None and path is not COMPUTED and path[0] in INPUTS:
                 if self._sizes is not None:
                     self._sizes.add(path, plain)
-                if self.leaves is not None and isinstance(value.original_value, torch.Tensor):  # not a part of one
-                    self.leaves.arguments[plain.name] = path, value.original_value
+                if leaves is not None:
+                    leaves.arguments[plain.name] = path, value.original_value
         # Under symbolic values Thunder 0.2.6 does not check these, and later versions check their types alone.
         if isinstance(plain, StringProxy):
             plain = plain.value

@@ -37,13 +37,11 @@ def look_aside(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return partial(call_interpreted, _eye, wrap_const(torch.get_default_dtype()))
     if function is torch.nn.functional.scaled_dot_product_attention and "enable_gqa" in kwargs:
         return partial(call_interpreted, _grouped_attention)
-    if function is torch.tensor and torch.get_default_dtype() is not torch.float32:
+    if function is torch.tensor and (dtype := torch.get_default_dtype()) is not torch.float32:
         data = unwrap(kwargs.get("data", args[0] if args else None))
         kind = data.python_type if isinstance(data, NumberProxy) else type(data)
         if "dtype" not in kwargs and kind in (float, complex):  # of which Thunder makes one in float32
-            dtype = torch.get_default_dtype()
-            dtype = dtype.to_complex() if kind is complex else dtype
-            return partial(call_interpreted, _tensor, wrap_const(dtype))
+            return partial(call_interpreted, _tensor, wrap_const(dtype.to_complex() if kind is complex else dtype))
     name = function.name.removeprefix("torch_") if isinstance(function, Symbol) else _BUILTIN.get(id(function))
     if name == "reshape" and "shape" in kwargs:
         return partial(call_interpreted, _reshape, wrap_const(function))

@@ -53,12 +53,13 @@ class Condition(NamedTuple):
 class _Conditions:
     """The conditions, by number, for the arguments of a call."""
 
-    def __init__(self, conditions: Sequence[Condition], roots: Mapping[Any, Any]) -> None:
-        self._conditions, self._roots = conditions, roots
+    def __init__(self, conditions: Sequence[Condition], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._conditions, self._args, self._kwargs = conditions, args, kwargs
 
     def __getitem__(self, number: int) -> bool:
         condition = self._conditions[number]
-        tensors = [_value_at(self._roots, path) for path in condition.paths]
+        roots = {"INPUT_ARGS": self._args, "INPUT_KWARGS": self._kwargs}
+        tensors = [_value_at(roots, path) for path in condition.paths]
         if tuple(tensor.shape for tensor in tensors) != condition.shapes:
             raise LookupError  # its operators are for other shapes
         return condition.of(tensors)
@@ -109,7 +110,7 @@ class TracedInputs:
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise an error unless the inputs are like those that were traced."""
-        conditions = _Conditions(self._conditions, {"INPUT_ARGS": args, "INPUT_KWARGS": kwargs})
+        conditions = _Conditions(self._conditions, args, kwargs)
         values: list[Any] = [self._module, args, kwargs, Environment(), conditions]
         for source, (kind, key), path, check in self._steps:
             try:

@@ -282,8 +282,7 @@ def _write(content: Mapping[str, Any], path: Path) -> None:
     try:
         with path.open("wb") as file:  # torch itself would not say why it cannot write
             torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
+        sync(path)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         for key, value in content.items():
             try:

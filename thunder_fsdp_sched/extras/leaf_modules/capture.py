@@ -89,8 +89,8 @@ def note_obstacle(
     try:
         plain_args, plain_kwargs = tree_map(unwrap, (args, kwargs))
         parameters = [_metadata(parameter) for parameter in _parameters_of(module)[1].values()]
-        leaf = _leaf_of(leaves, path, module, plain_args, plain_kwargs, parameters)
         examples = examples_of(leaves, plain_args, plain_kwargs)
+        leaf = _leaf_of(path, module, plain_args, plain_kwargs, parameters, examples)
         observe(leaf, None, examples)
         if not isinstance(error, NotImplementedError):  # perhaps the program's own, which fake tensors may not show
             run_once(leaf, examples)
@@ -121,9 +121,10 @@ def record_call(
     parameters: list[TensorProxy],
 ) -> Any:
     context = get_jit_ctx()
-    leaf = _leaf_of(leaves, path, function, args, kwargs, list(map(_metadata, parameters)))
+    examples = examples_of(leaves, args, kwargs)
+    leaf = _leaf_of(path, function, args, kwargs, list(map(_metadata, parameters)), examples)
     tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, TensorProxy)]
-    leaf = _known(leaves, leaf, examples_of(leaves, args, kwargs))
+    leaf = _known(leaves, leaf, examples)
     if not context.computation_trace.has_name(leaf.name):
         context.computation_trace.add_name(leaf.name)
     return leaf.results.fill(call(leaf, *tensors, *parameters))
@@ -193,9 +194,17 @@ def _state_of(module: torch.nn.Module) -> Any:
 
 
 def _leaf_of(
-    leaves: Leaves, path: str, function: Callable[..., Any], args: Any, kwargs: Any, parameters: Sequence[Metadata]
+    path: str,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    parameters: Sequence[Metadata],
+    examples: Mapping[int, torch.Tensor],
 ) -> Leaf:
     """Return a new leaf for a call with proxies in place of tensors.
+
+    Args:
+        examples: see :func:`examples_of`.
 
     Raises:
         NotImplementedError, TypeError: a leaf cannot be called so.
@@ -211,7 +220,7 @@ def _leaf_of(
                 f"strings, dtypes), also in lists, tuples and dictionaries. Pass its tensors, or None (use_cache=False)"
             )
     inputs = [_metadata(value) for value in flat if _is_tensor(value)]
-    for number, argument in examples_of(leaves, args, kwargs).items():
+    for number, argument in examples.items():
         if not argument.requires_grad:
             inputs[number] = inputs[number]._replace(differentiable=False)
     arguments = Structure(tuple(TENSOR if _is_tensor(value) else value for value in flat), spec)

@@ -160,12 +160,11 @@ class _Run:
         self.leaf = leaf
         self.given = tensors[:count]
         self.versions = [None if t.is_inference() else t._version for t in self.given]
-        self.storages = list(map(_storage_of, tensors[count:]))
-        self.parameters = list(map(_with_storage, tensors[count:], self.storages))
+        storages = list(map(_storage_of, tensors[count:]))
+        self.parameters = list(map(_with_storage, tensors[count:], storages))
         self.first_version = [p._version if not p.is_inference() else None for p in self.parameters]
-        self.pointers = {storage.data_ptr(): i for i, storage in enumerate(self.storages) if storage.nbytes()}
-        self.alive = list(map(StorageWeakRef, self.storages))
-        self.storages.clear()
+        self.pointers = {storage.data_ptr(): i for i, storage in enumerate(storages) if storage.nbytes()}
+        self.alive = list(map(StorageWeakRef, storages))
 
     def outputs(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that the trace gets: none shares memory with an input or a parameter."""
