@@ -19,8 +19,8 @@ from thunder_fsdp_sched import transforms
 from thunder_fsdp_sched.extras import command_line
 from thunder_fsdp_sched.extras.commands import COMMANDS
 from thunder_fsdp_sched.extras.ranks_differ import follow_order
+from thunder_fsdp_sched.extras.reports.passes_table import rows_of
 from thunder_fsdp_sched.ir.effects import DECLARED
-from thunder_fsdp_sched.passes import Later
 from thunder_fsdp_sched.transforms import sort_communication
 
 import pytest
@@ -101,13 +101,13 @@ def functions_of(module: ModuleType) -> set[str]:
 
 def test_the_table_of_passes_is_that_of_the_code_and_has_all_of_them() -> None:
     assert pipeline.table() in text_of("how-it-works.md")
-    steps = [step for phase in pipeline.PIPELINE for step in phase.steps]
-    later = {f"thunder_fsdp_sched.{s.pass_.path.partition(':')[0]}" for s in steps if isinstance(s.pass_, Later)}
+    run = [row.pass_ for phase in pipeline.PHASES for row in rows_of(phase)]
+    later = {pass_.__module__ for pass_ in run if ".extras." in pass_.__module__}
     own = {info.name for info in iter_modules(transforms.__path__, f"{transforms.__name__}.")}
     modules = [import_module(name) for name in later | own]
     functions = [getattr(module, name) for module in modules for name in functions_of(module)]
     found = {f.__name__ for f in functions if inspect.signature(f).return_annotation == "TraceCtx"}
-    assert found == {step.name for step in steps} - {"verify", "del_last_used"}
+    assert found == {pass_.__name__ for pass_ in run} - {"verify", "del_last_used"}
 
 
 def test_everything_that_a_trace_prints_is_explained() -> None:

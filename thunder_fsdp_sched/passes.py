@@ -1,11 +1,11 @@
-"""The context that passes read, the rows of the table of passes, and the executors that run them."""
+"""The context that passes read, what runs a pass, and the executors at whose turn passes run."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import torch
 from thunder.core.trace import TraceCtx
@@ -22,13 +22,6 @@ from .runtime.traced_inputs import MemoryOfInputs, TracedInputs
 
 if TYPE_CHECKING:
     from .runtime.trace_start import TraceStart
-
-PhaseName = Literal[
-    "epilogue", "prologue", "computation", "autograd", "joint", "bucketed", "fused", "split", "scheduled", "finished"
-]
-"""When a pass runs: on the epilogue, the prologue and the computation that Thunder has traced; to differentiate it; on the
-joint trace of forward and backward until its settings are chosen, then until operators are fused, and after that; on the
-forward or backward trace when Thunder has split them; until its schedule is read, and after the ranks have compared it."""
 
 
 @dataclass
@@ -84,107 +77,41 @@ class Context:
         return any(b.ranks.group.backend_for(b.spec.device) != "nccl" for b in self.buckets)
 
 
-Condition = tuple[str, Callable[[TraceCtx, Context], bool]]
-"""When a pass runs: in words, for the docs, and whether it does on a trace in a context."""
-
-_Value = TypeVar("_Value")
+_Arguments = ParamSpec("_Arguments")
 
 
-def given(value: _Value | None) -> _Value:
-    """Return an argument that is there whenever the pass runs."""
-    assert value is not None
-    return value
-
-
-class Later:
-    """A pass that is loaded when it first runs: one that an option asks for, or that few programs need.
+class Run:
+    """Runs passes of a compilation; logs what each has changed, records its processor time, and checks what it returns.
 
     Args:
-        path: its module and name, for :func:`~.extensions.load`; without a name, that of its module.
+        search: whether this is a candidate of the search, of which nothing is recorded.
     """
 
-    def __init__(self, path: str) -> None:
-        module, _, name = path.partition(":")
-        self.__name__ = name or module.rpartition(".")[2]
-        self.path = f"{module}:{self.__name__}"
+    def __init__(self, context: Context, *, search: bool = False) -> None:
+        self.context, self.search = context, search
 
-    def __call__(self, trace: TraceCtx, **arguments: Any) -> TraceCtx:
-        changed: TraceCtx = load(self.path)(trace, **arguments)
-        return changed
-
-
-@dataclass(frozen=True)
-class Step:
-    """A row of the table.
-
-    Attributes:
-        pass_: the pass.
-        bind: runs the pass on a trace, with its arguments from a context; ``None`` if it has none.
-        when: whether it runs.
-        searched: whether candidates of the search run it, too.
-        required: whether numbers, or errors in place of wrong ones, depend on it; see ``Debug(skip_passes=...)``.
-    """
-
-    pass_: Callable[..., TraceCtx]
-    bind: Callable[[TraceCtx, Context], TraceCtx] | None = None
-    when: Condition = ("", lambda trace, c: True)
-    searched: bool = False
-    required: bool = True
-
-    @property
-    def name(self) -> str:
-        return self.pass_.__name__
-
-    def run(self, trace: TraceCtx, context: Context) -> TraceCtx:
-        return self.pass_(trace) if self.bind is None else self.bind(trace, context)
-
-
-class Phase:
-    """Passes that run one after the other.
-
-    Attributes:
-        name: see :data:`PhaseName`.
-        before: what happens in Thunder, or in ``transform.Compilation``, since the previous phase.
-        steps: its rows.
-    """
-
-    def __init__(self, name: PhaseName, before: str, *steps: Step) -> None:
-        self.name, self.before, self.steps = name, before, steps
-
-    def run(self, trace: TraceCtx, context: Context, *, search: bool = False) -> TraceCtx:
-        """Run the passes; log what each has changed, record its processor time, and check its result if an option says so.
-
-        Args:
-            search: whether this is a candidate of the search, of which nothing is recorded.
-        """
-        for step in self.steps:
-            if (search and not step.searched) or step.name in context.options.debug.skip_passes:
-                continue
-            if not step.when[1](trace, context):
-                continue
-            started, before = time.process_time(), trace
-            trace = step.run(before, context)
-            if search:
-                continue
-            seconds = time.process_time() - started
-            context.traces.pass_seconds[step.name] += seconds
-            log_pass(step.name, seconds, before, trace)
-            context.artifacts.log_pass(step.name, "forward" if context.forward is None else "backward", trace)
-            if context.options.debug.check_passes:
-                load("proof.well_formed:check_well_formed")(trace, step.name)
+    def __call__(
+        self,
+        pass_: Callable[Concatenate[TraceCtx, _Arguments], TraceCtx],
+        trace: TraceCtx,
+        *args: _Arguments.args,
+        **arguments: _Arguments.kwargs,
+    ) -> TraceCtx:
+        """Return the trace after a pass, or the same one if an option leaves the pass out."""
+        context, name = self.context, pass_.__name__
+        if name in context.options.debug.skip_passes:
+            return trace
+        started, before = time.process_time(), trace
+        trace = pass_(before, *args, **arguments)
+        if self.search:
+            return trace
+        seconds = time.process_time() - started
+        context.traces.pass_seconds[name] += seconds
+        log_pass(name, seconds, before, trace)
+        context.artifacts.log_pass(name, "forward" if context.forward is None else "backward", trace)
+        if context.options.debug.check_passes:
+            load("proof.well_formed:check_well_formed")(trace, name)
         return trace
-
-
-Order = tuple[Callable[..., TraceCtx], Callable[..., TraceCtx], str]
-"""A pass that stands before another one, and because of what."""
-
-
-def check_order(phases: Sequence[Phase], order: Sequence[Order]) -> None:
-    """Raise an error if a pass stands only after one that it must precede."""
-    passes = [step.pass_ for phase in phases for step in phase.steps]
-    for first, then, why in order:
-        if passes.index(first) > len(passes) - 1 - passes[::-1].index(then):
-            raise ValueError(f"passes: {first.__name__} must stand before {then.__name__}, because {why}")
 
 
 class PassExecutor(FusionExecutor):

@@ -5,7 +5,7 @@
 parameters into views of them. For each new set of shapes and flags it then calls, one after the other,
 ``transform_traces_pre_prologue``, the two ``PassExecutor`` around the fusion executors, and
 ``transform_trace_post_optimization``, with the forward trace and then with the backward trace. They go through the phases of
-the table in ``pipeline``, which also says what happens in between. At last Thunder calls the same hook of later transforms.
+``pipeline``, which also says what happens in between. At last Thunder calls the same hook of later transforms.
 ``FSDPTransform._verify_entry`` proves again what they have changed, and the first run of a trace is audited: see
 [Note: The audit] in ``proof.audit``.
 
@@ -56,7 +56,7 @@ from .ir.registry import with_caches
 from .ir.schedule import Schedule, StepSchedule
 from .kernels.functions import with_kernels
 from .options import Options
-from .passes import Context, PassExecutor, PhaseName
+from .passes import Context, PassExecutor
 from .plan.plan import Plan
 from .private_thunder import quiet_no_sync
 from .proof.audit import audited
@@ -223,7 +223,7 @@ class FSDPTransform(ShardingTransform):
         compilation.context.memory_of_inputs = memory
         compilation.context.computation = computation_trace = mark_constants(computation_trace)
         if epilogue_trace is not None:
-            epilogue_trace = compilation.run("epilogue", epilogue_trace)
+            epilogue_trace = pipeline.epilogue(epilogue_trace, compilation.context)
         return *compilation.shard(prologue_trace, computation_trace), epilogue_trace
 
     def _without_alias_updates(self, computation: TraceCtx) -> TraceCtx:
@@ -335,10 +335,6 @@ class Compilation:
         self._same: CompiledTraces | None = None  # an earlier compilation whose joint trace this one shares
         self._hidden: TraceCtx | None = None  # the computation, if Thunder does not see it
 
-    def run(self, phase: PhaseName, trace: TraceCtx) -> TraceCtx:
-        """Run the passes of a phase."""
-        return pipeline.run(phase, trace, self.context)
-
     def shard(self, prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
         """Let the prologue unpack shards, and unshard each parameter at its first use.
 
@@ -358,12 +354,12 @@ class Compilation:
             traces.traced = fingerprint(computation, traces.parameters, transform)
             equal = (e for e in transform.compiled if e.traced is not None and e.traced == traces.traced)
             self._same = next(equal, None)
-        prologue = with_caches(self.run("prologue", prologue))
+        prologue = with_caches(pipeline.prologue(prologue, self.context))
         if self._same is not None:
             traces.traced, traces.parameters = self._same.traced, self._same.parameters
             traces.shares = self._same.number
             return prologue, without_computation(computation)
-        computation = self.run("computation", with_caches(computation))
+        computation = pipeline.computation(with_caches(computation), self.context)
         if self.options.debug.trace_modules_once and defers_autograd(transform):
             self._hidden = computation
             computation = without_computation(computation)
@@ -379,20 +375,20 @@ class Compilation:
             if self._hidden is not None:
                 joint = self._hidden
                 self.context.has_gradients = needs_backward(joint)
-            joint = self.run("autograd", joint)
+            joint = pipeline.autograd(joint, self.context)
         traces.differentiated = snapshot(joint)
         compute = [bsym for bsym in joint.bound_symbols if not is_declared(bsym.sym) and not runs_nothing(bsym)]
         self.context.fusions = [e for e in self.context.fusions if any(map(e.can_fuse, compute))]
         self.sharded.progress.log_phase(
             f"{done}, %d bound symbols in the joint trace", len(joint.bound_symbols), stage="bucketing and fusing"
         )
-        traces.joint = self.run("bucketed", self._choose(snapshot(joint)))
+        traces.joint = pipeline.bucketed(self._choose(snapshot(joint)), self.context)
         self.context.trains = len(split_joint(traces.joint)) == 2
         return traces.joint
 
     def after_fusion(self, joint: TraceCtx) -> TraceCtx:
         """Remove from the joint trace what only kept fusions apart."""
-        return self.run("fused", joint)
+        return pipeline.fused(joint, self.context)
 
     def schedule(self, unscheduled: TraceCtx) -> TraceCtx:
         """Return the forward or backward trace that runs: sorted, with slots, verified, and agreed on by all ranks."""
@@ -401,11 +397,11 @@ class Compilation:
         size = len(unscheduled.bound_symbols)
         self.sharded.progress.log_phase(f"scheduling {half}, %d bound symbols", size, stage=f"scheduling {half}")
         self.context.split = unscheduled
-        sorted_trace = self.run("scheduled", self.run("split", unscheduled))
+        sorted_trace = pipeline.scheduled(pipeline.split(unscheduled, self.context), self.context)
         schedule = read_schedule(sorted_trace)
         self._artifacts.log_schedule(half, unscheduled, schedule)
         self._agree(sorted_trace, schedule, half)
-        forward, trace = self.context.forward, self.run("finished", sorted_trace)
+        forward, trace = self.context.forward, pipeline.finished(sorted_trace, self.context)
         self._artifacts.log(f"fsdp_{half}_after", half, lambda: str(trace), encoding="string")
         if half == "backward":
             traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
@@ -450,7 +446,7 @@ class Compilation:
         """Return the joint trace with bucketed communication, with the settings for it chosen."""
         sharded, context = self.sharded, self.context
         if not self.options.needs_search:
-            return self.run("joint", joint)
+            return pipeline.joint(joint, context)
         found = self.transform._planner.Chooser(
             joint, context, sharded=sharded, compiled=self.transform.compiled
         ).choose()

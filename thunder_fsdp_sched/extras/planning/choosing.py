@@ -293,7 +293,7 @@ class Chooser:
 
     def _bucketed(self, mode: AccumulationMode, *, no_sync: bool) -> TraceCtx:
         settings = replace(self.context.settings, accumulate=mode)
-        return pipeline.run("joint", self.joint, replace(self.context, no_sync=no_sync, settings=settings))
+        return pipeline.joint(self.joint, replace(self.context, no_sync=no_sync, settings=settings))
 
     def _search(
         self,

@@ -391,7 +391,7 @@ class Search:
         halves: list[TraceCtx] = []
         for half in unsorted:
             context.forward = halves[0] if halves else None
-            halves.append(pipeline.run("scheduled", half, context, search=True))
+            halves.append(pipeline.scheduled(half, context, search=True))
         lasting = private_bytes(halves[0], context.settings.kept_buckets) + sum(
             arena.nbytes for arena in scratch.values()
         )
@@ -422,7 +422,7 @@ class Search:
 
     def _with_gathers(self, context: Context) -> TraceCtx:
         joint = snapshot(self.joint)  # rejected candidates must not reserve names
-        return pipeline.run("fused", pipeline.run("bucketed", joint, context, search=True), context, search=True)
+        return pipeline.fused(pipeline.bucketed(joint, context, search=True), context, search=True)
 
     def _split(self, candidate: Candidate) -> list[TraceCtx]:
         """Return forward and backward; those of candidates that keep the same and change no values are made once."""
@@ -430,9 +430,7 @@ class Search:
         if not changes_values and candidate.kept_buckets in self._halves:
             return self._halves[candidate.kept_buckets]
         context = self._context(candidate)
-        halves = [
-            pipeline.run("split", half, context, search=True) for half in split_joint(self._with_gathers(context))
-        ]
+        halves = [pipeline.split(half, context, search=True) for half in split_joint(self._with_gathers(context))]
         if not changes_values:
             self._halves[candidate.kept_buckets] = halves
         return halves
