@@ -90,11 +90,6 @@ def computation(trace: TraceCtx, c: Context) -> TraceCtx:
 
         # Before autograd, which reads the tags of what is recomputed.
         trace = run(recompute_whole_regions, trace)
-    if _has(trace, "cross_entropy"):  # with a `cross_entropy`
-        from .transforms.average_counted_targets import average_counted_targets
-
-        # Now that a loss in a region is recomputed as a whole.
-        trace = run(average_counted_targets, trace)
     # The computation takes the shards that the prologue unpacks. Autograd differentiates `fsdp_unshard` to `fsdp_reduce`.
     trace = run(insert_unshard, trace, parameters=c.traces.parameters, locations=c.locations, shards=c.shards)
     if _has(trace, "fsdp_leaf"):  # with leaf modules

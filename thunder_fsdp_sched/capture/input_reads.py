@@ -94,7 +94,7 @@ from .containers import Containers
 from .leaves import CALLS, Leaves
 from .module_members import OF_MODULES
 from .paths import ATTRIBUTE, COMPUTED, FUNCTION, GLOBALS, INPUTS, ITEM, Path, Paths, evaluate
-from .refusals import collect_refusals, is_of_program
+from .refusals import collect_refusals, is_of_program, refusal
 from .unknown_numbers import UnknownNumber, UnknownNumbers
 from .unsupported import unsupported_call
 
@@ -272,8 +272,8 @@ class InputReads:
         leaves = self.leaves if self.leaves is not None and self.leaves.automatic else None
         if leaves is not None and found is not None and torch_functions.is_of_torch(function):
             return functools.partial(torch_functions.call_or_run_as_it_is, leaves, function, found)
-        if (error := torch_functions.wrong_result(function)) is not None:
-            return do_raise(error)
+        if (wrong := torch_functions.wrong_result(function, args, kwargs)) is not None:
+            return do_raise(refusal(*wrong))
         if (function is hasattr or (function is getattr and len(args) == 3)) and callable(found):
             return functools.partial(self._ask, found)
         return found

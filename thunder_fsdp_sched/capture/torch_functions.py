@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import collections
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
+from thunder.core import dtypes
 from thunder.core.interpreter import (
     INTERPRETER_SIGNALS,
     WrappedValue,
+    do_raise,
     get_interpreterruntimectx,
     interpreter_needs_wrap,
     unwrap,
@@ -64,14 +67,28 @@ def _needs_gradient(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedVa
     return any(isinstance(value, TensorProxy) and requires_grad(value) is not False for value in values)
 
 
-def wrong_result(function: Any) -> NotImplementedError | None:
-    """Return the error for a method of a tensor in place of which Thunder computes something else; ``None`` for others."""
-    if not (isinstance(function, Symbol) and function.name == "unfold"):
-        return None
-    return refusal(
-        "Thunder takes Tensor.unfold for torch.nn.functional.unfold, which computes something else",
-        "Index or slice the tensor, or leave leaf_modules at its default, with which unfold runs as it is",
-    )
+def wrong_result(
+    function: Any, args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]
+) -> tuple[str, str] | None:
+    """Return why Thunder computes something else in place of a call, and what to do instead; ``None`` for others."""
+    if isinstance(function, Symbol) and function.name == "unfold":
+        return (
+            "Thunder takes Tensor.unfold for torch.nn.functional.unfold, which computes something else",
+            "Index or slice the tensor, or leave leaf_modules at its default, with which unfold runs as it is",
+        )
+    if function is torch.nn.functional.cross_entropy and _smooths(args, kwargs):
+        return (
+            "Thunder adds the smoothing terms of ignored targets to a cross entropy",
+            "Leave out label_smoothing, or leave leaf_modules at its default, with which cross_entropy runs as it is",
+        )
+    return None
+
+
+def _smooths(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) -> bool:
+    """Return whether a cross entropy, of which some targets may be ignored, smooths labels."""
+    given = inspect.signature(torch.nn.functional.cross_entropy).bind(*args, **kwargs).arguments
+    smoothing, target = (unwrap(given[name]) if name in given else 0.0 for name in ("label_smoothing", "target"))
+    return smoothing != 0.0 and not (isinstance(target, TensorProxy) and dtypes.is_inexact_dtype(target.dtype))
 
 
 def _is_operator(function: Any) -> bool:
@@ -98,10 +115,13 @@ def call_or_run_as_it_is(
             del scope[length:]
 
     name = function.name if isinstance(function, Symbol) else getattr(function, "__name__", "")
-    if name in _WITHOUT_RULE or (name in _WRONG_IF_NEEDED and _needs_gradient(args, kwargs)):
+    wrong = wrong_result(function, args, kwargs)
+    if wrong or name in _WITHOUT_RULE or (name in _WRONG_IF_NEEDED and _needs_gradient(args, kwargs)):
         if (result := load(run_as_it_is)(leaves, function, None, *args, **kwargs)) is not None:
             return result
         undo()
+        if wrong:
+            return do_raise(refusal(*wrong))
     result = traced(*args, **kwargs) if callable(traced) else traced
     if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED or count_refused() > refused:
         return result
@@ -115,7 +135,7 @@ def call_or_run_as_it_is(
 
 
 _MAPPED = frozenset({*map(id, _torch_to_thunder_function_map), id(torch.as_tensor)})
-_WITHOUT_RULE = frozenset({"flip", "index_add", "lerp", "minimum", "remainder", "round", "trunc", "unfold"})
+_WITHOUT_RULE = frozenset({"flip", "index_add", "lerp", "minimum", "remainder", "round", "trunc"})
 """Names of functions with which Thunder fails as soon as it differentiates a trace, or whose results are wrong."""
 
 _WRONG_IF_NEEDED = WRONG_GRADIENTS | {"ceil", "floor"}

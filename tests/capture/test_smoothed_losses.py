@@ -1,4 +1,4 @@
-"""Cross entropies with label smoothing and ignored targets are those of eager mode. Thunder's own are not."""
+"""Cross entropies with label smoothing and ignored targets run as they are, because Thunder's own are wrong."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Classifier(nn.Module):
 def test_smoothed_losses_of_ignored_targets_do_not_count() -> None:
     module, x = Classifier(), torch.linspace(-1, 1, 8, dtype=torch.float64).view(4, 2)
     jitted = thunder.jit(copy.deepcopy(module), transforms=[fsdp()])
-    results = [model(x, TARGETS, WEIGHT) for model in (jitted, module)]
+    with pytest.warns(UserWarning, match="torch's cross_entropy is not traced"):
+        results = [model(x, TARGETS, WEIGHT) for model in (jitted, module)]
     for name, ours, theirs in zip(LOSSES, *results, strict=True):
         torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
         ours.backward(retain_graph=True)
@@ -53,3 +54,9 @@ def test_smoothed_losses_of_ignored_targets_do_not_count() -> None:
             )
         jitted.zero_grad()
         module.zero_grad()
+
+
+def test_the_strict_mode_refuses_them() -> None:
+    inputs = torch.ones(4, 2, dtype=torch.float64), TARGETS, WEIGHT
+    with pytest.raises(NotImplementedError, match="label_smoothing"):
+        thunder.jit(Classifier(), transforms=[fsdp(leaf_modules=())])(*inputs)
