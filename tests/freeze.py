@@ -26,10 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as fs
-from thunder_fsdp_sched.extras.planning.clusters import cluster
-from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
-from thunder_fsdp_sched.extras.planning.simulate import simulate
+from thunder_fsdp_sched.planning import AnalyticCost, cluster, simulate
 
 import thunder
 import torch

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched import CompiledTraces, testing
 
 import torch
 import torch.nn.functional as F
@@ -465,7 +465,7 @@ CASES: dict[str, type[Model]] = {
 }
 
 
-def compile_model(make: Callable[[], Any], world_size: int = 2, **options: Any) -> testing.CompiledTraces:
+def compile_model(make: Callable[[], Any], world_size: int = 2, **options: Any) -> CompiledTraces:
     """Return what the first of some ranks compiles for a model of this module, or one with ``inputs`` of its own."""
 
     def made() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
+from thunder_fsdp_sched.planning import compile_as_rank
 
 import demo
 import pytest

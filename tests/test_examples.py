@@ -18,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import thunder_fsdp_sched as tfs  # before thunder
-from thunder_fsdp_sched.extras.planning.dry_run import DryRun
+from thunder_fsdp_sched.planning import DryRun
 
 import profiles
 import pytest

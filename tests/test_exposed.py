@@ -11,11 +11,8 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.extras.command_line import app
-from thunder_fsdp_sched.extras.planning.clusters import cluster
-from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
-from thunder_fsdp_sched.extras.planning.recorded import read_recorded
-from thunder_fsdp_sched.extras.planning.simulate import simulate
-from thunder_fsdp_sched.extras.reports.exposed import calibrate
+from thunder_fsdp_sched.planning import AnalyticCost, cluster, read_recorded, simulate
+from thunder_fsdp_sched.reports import calibrate
 
 import pytest
 import thunder

@@ -12,7 +12,7 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs  # before thunder
 from thunder_fsdp_sched import Init
-from thunder_fsdp_sched.extras.testing import step_schedule
+from thunder_fsdp_sched.testing import step_schedule
 
 import pytest
 import ranks

@@ -14,10 +14,10 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
 from thunder_fsdp_sched.extras.reports import texts as report_texts
 from thunder_fsdp_sched.ir.schedule import Schedule
 from thunder_fsdp_sched.logs import Artifacts, following_stages
+from thunder_fsdp_sched.planning import compile_as_rank
 
 import pytest
 import thunder

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.extras import testing
-from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
+from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched.planning import compile_as_rank
 
 import torch
 import torch.distributed as dist

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched import testing
 
 import pytest
 import torch

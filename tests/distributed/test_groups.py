@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import Init, Ranks, ScheduleDisagreement, VerificationError, fsdp, full_state_dict
-from thunder_fsdp_sched.extras import testing
-from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
+from thunder_fsdp_sched import Init, Ranks, ScheduleDisagreement, VerificationError, fsdp, full_state_dict, testing
+from thunder_fsdp_sched.planning import compile_as_rank
 
 import pytest
 import thunder

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import StepMemory, VerificationError
-from thunder_fsdp_sched.extras.planning.cost import AnalyticCost, ring_seconds
-from thunder_fsdp_sched.extras.planning.simulate import simulate
+from thunder_fsdp_sched.extras.planning.cost import ring_seconds
 from thunder_fsdp_sched.ir.effects import Effects, LocalWork, Wait
 from thunder_fsdp_sched.ir.registry import register
+from thunder_fsdp_sched.planning import AnalyticCost, simulate
 from thunder_fsdp_sched.runtime.memory import Slot
 from thunder_fsdp_sched.transports import Traffic
 

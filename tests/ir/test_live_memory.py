@@ -8,8 +8,8 @@ from typing import Any
 
 from thunder_fsdp_sched import CommPolicy, CompiledTraces, Sharding, StepMemory, fsdp, set_gradient_divide_factor
 from thunder_fsdp_sched.extras.planning.choosing import check_memory
-from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
 from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS
+from thunder_fsdp_sched.planning import MemoryLimitError
 from thunder_fsdp_sched.transports import TRANSPORTS
 
 import pytest

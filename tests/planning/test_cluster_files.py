@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from thunder_fsdp_sched.extras.planning.cluster_files import read_cluster
-from thunder_fsdp_sched.extras.planning.clusters import CLUSTERS, as_json
+from thunder_fsdp_sched.planning import CLUSTERS, as_json, read_cluster
 
 import pytest
 import torch

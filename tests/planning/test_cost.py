@@ -7,19 +7,11 @@ import dataclasses
 from types import SimpleNamespace
 
 from thunder_fsdp_sched import BucketSpec
-from thunder_fsdp_sched.extras.planning.clusters import (
-    CLUSTERS,
-    GLOO,
-    ClusterSpec,
-    Efficiency,
-    Protocol,
-    cluster,
-    cluster_of_this_process,
-    preset_of_gpu,
-)
-from thunder_fsdp_sched.extras.planning.cost import AnalyticCost, bytes_of, flops_of, ring_seconds
-from thunder_fsdp_sched.extras.testing import compile_on_fake_ranks
+from thunder_fsdp_sched.extras.planning.clusters import GLOO, cluster_of_this_process, preset_of_gpu
+from thunder_fsdp_sched.extras.planning.cost import bytes_of, flops_of, ring_seconds
 from thunder_fsdp_sched.kernels.symbols import call_operator
+from thunder_fsdp_sched.planning import CLUSTERS, AnalyticCost, ClusterSpec, Efficiency, Protocol, cluster
+from thunder_fsdp_sched.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.flat import Flat
 

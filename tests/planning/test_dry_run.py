@@ -10,12 +10,11 @@ from functools import partial
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.extras.command_line import app
-from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step, fake_rank, replan
-from thunder_fsdp_sched.extras.planning.fit import optimizer_step_bytes, with_optimizer
-from thunder_fsdp_sched.extras.planning.models import MODELS
+from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 from thunder_fsdp_sched.extras.replay import load_schedules
-from thunder_fsdp_sched.extras.reports.plot import plot_timelines
-from thunder_fsdp_sched.extras.testing import assert_peak_memory_at_most, compile_on_fake_ranks
+from thunder_fsdp_sched.planning import MODELS, dry_run_step, optimizer_step_bytes, replan, with_optimizer
+from thunder_fsdp_sched.reports import plot_timelines
+from thunder_fsdp_sched.testing import assert_peak_memory_at_most, compile_on_fake_ranks
 
 import pytest
 import thunder

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from thunder_fsdp_sched.extras.planning import dry_run
-from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step, find_model, module_and_inputs
-from thunder_fsdp_sched.extras.planning.models import MODELS
+from thunder_fsdp_sched.extras.planning.dry_run import module_and_inputs
+from thunder_fsdp_sched.planning import MODELS, dry_run_step, find_model
 
 import profiles
 import pytest

@@ -9,12 +9,10 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import CompiledTraces, ScheduleDisagreement, Sharding, fsdp
-from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched import CompiledTraces, ScheduleDisagreement, Sharding, fsdp, testing
 from thunder_fsdp_sched.extras.planning import choosing
 from thunder_fsdp_sched.extras.planning.choosing import Chooser
-from thunder_fsdp_sched.extras.planning.clusters import ClusterSpec, Protocol, cluster
-from thunder_fsdp_sched.extras.planning.search import Choice, MemoryLimitError
+from thunder_fsdp_sched.planning import Choice, ClusterSpec, MemoryLimitError, Protocol, cluster
 
 import pytest
 import thunder

@@ -7,12 +7,17 @@ import functools
 from typing import Any
 
 from thunder_fsdp_sched import Init, Sharding, fsdp
-from thunder_fsdp_sched.extras.planning.clusters import cluster
-from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
-from thunder_fsdp_sched.extras.planning.dry_run import DryRun, dry_run_step, fake_rank, jit, replan
-from thunder_fsdp_sched.extras.planning.fit import optimizer_state_bytes
+from thunder_fsdp_sched.extras.planning.dry_run import fake_rank, jit
 from thunder_fsdp_sched.extras.planning.replanning import NeedsTrace
-from thunder_fsdp_sched.extras.planning.simulate import simulate
+from thunder_fsdp_sched.planning import (
+    AnalyticCost,
+    DryRun,
+    cluster,
+    dry_run_step,
+    optimizer_state_bytes,
+    replan,
+    simulate,
+)
 
 import pytest
 import torch

@@ -6,15 +6,12 @@ import dataclasses
 import functools
 import re
 
-from thunder_fsdp_sched import CompiledTraces, Sharding, fsdp
+from thunder_fsdp_sched import CompiledTraces, Sharding, fsdp, testing
 from thunder_fsdp_sched.compiled_traces import StepSettings
-from thunder_fsdp_sched.extras import testing
-from thunder_fsdp_sched.extras.planning.clusters import cluster
-from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
-from thunder_fsdp_sched.extras.planning.search import Limits, MemoryLimitError, Search
-from thunder_fsdp_sched.extras.planning.simulate import simulate
+from thunder_fsdp_sched.extras.planning.search import Limits, Search
 from thunder_fsdp_sched.passes import Context
+from thunder_fsdp_sched.planning import AnalyticCost, MemoryLimitError, cluster, simulate
 from thunder_fsdp_sched.transforms.regather_for_backward import regather_for_backward
 from thunder_fsdp_sched.transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward
 

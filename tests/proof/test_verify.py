@@ -9,8 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from thunder_fsdp_sched import Sharding, VerificationError
-from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched import CompiledTraces, Sharding, VerificationError, testing
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def compiled(options: str) -> testing.CompiledTraces:
+def compiled(options: str) -> CompiledTraces:
     world_size = 4 if options == "secondary" else 2
     return testing.compile_on_fake_ranks(blocks, world_size, **OPTIONS[options])[0]
 

@@ -13,8 +13,8 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import CheckpointError, Init, eager, fsdp, full_state_dict, load_checkpoint, save_checkpoint
-from thunder_fsdp_sched.extras.huggingface import save_pretrained
-from thunder_fsdp_sched.extras.planning.dry_run import dry_run_step
+from thunder_fsdp_sched.huggingface import save_pretrained
+from thunder_fsdp_sched.planning import dry_run_step
 
 import pytest
 import thunder

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import Sharding, eager, fsdp, full_state_dict
-from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched import Sharding, eager, fsdp, full_state_dict, testing
 
 import pytest
 import thunder

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import ScheduleDisagreement, eager, fsdp
-from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched import ScheduleDisagreement, eager, fsdp, testing
 
 import pytest
 import thunder

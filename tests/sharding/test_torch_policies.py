@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import ScheduleDisagreement, fsdp
-from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched import ScheduleDisagreement, fsdp, testing
 
 import pytest
 import thunder

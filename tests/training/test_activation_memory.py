@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import Sharding, fsdp
-from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
-from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
 from thunder_fsdp_sched.ir.operator_facts import is_pure
+from thunder_fsdp_sched.planning import MemoryLimitError, compile_as_rank
 
 import pytest
 import thunder

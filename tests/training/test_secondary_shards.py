@@ -5,13 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from thunder_fsdp_sched import Sharding, fsdp
-from thunder_fsdp_sched.extras import testing
-from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
-from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
-from thunder_fsdp_sched.extras.planning.simulate import simulate
+from thunder_fsdp_sched import Sharding, fsdp, testing
 from thunder_fsdp_sched.extras.secondary_shards import fsdp_copy_secondary_shard, over_fewer_ranks
 from thunder_fsdp_sched.ir.effects import bucket_of, sends
+from thunder_fsdp_sched.planning import AnalyticCost, compile_as_rank, simulate
 
 import pytest
 import torch

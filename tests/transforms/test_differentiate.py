@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from thunder_fsdp_sched import CompiledTraces, Debug, fsdp
-from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
+from thunder_fsdp_sched.planning import compile_as_rank
 from thunder_fsdp_sched.transforms.differentiate import differentiate
 
 import pytest

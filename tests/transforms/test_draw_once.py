@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched import fsdp, testing
 
 import pytest
 import thunder

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched import fsdp, testing
 
 import nvfuser_standin
 import pytest

@@ -6,9 +6,8 @@
 import ast
 import inspect
 
-from thunder_fsdp_sched import VerificationError
+from thunder_fsdp_sched import VerificationError, testing
 from thunder_fsdp_sched.extensions import load
-from thunder_fsdp_sched.extras import testing
 from thunder_fsdp_sched.extras.reports.report import share_written_in_place
 from thunder_fsdp_sched.extras.step_memory.value_memory import shared_slots
 from thunder_fsdp_sched.ir.slots import grads_over_params

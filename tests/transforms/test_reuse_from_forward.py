@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.extras.step_memory.value_memory import shared_slots
 
 import pytest

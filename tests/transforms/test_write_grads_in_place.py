@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import full_state_dict
-from thunder_fsdp_sched.extras import testing
+from thunder_fsdp_sched import CompiledTraces, full_state_dict, testing
 from thunder_fsdp_sched.extras.reports.report import copied_gradients, share_written_in_place
 from thunder_fsdp_sched.extras.step_memory.value_memory import shared_slots
 
@@ -74,7 +73,7 @@ def in_place(trace: TraceCtx) -> dict[str, bool]:
 
 
 @functools.cache
-def compiled(make: Callable[[], nn.Module], **options: Any) -> testing.CompiledTraces:
+def compiled(make: Callable[[], nn.Module], **options: Any) -> CompiledTraces:
     """Return what one of two ranks compiles, cached by function and options."""
     return compile_model(lambda: make().double(), **options)
 
