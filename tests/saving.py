@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched.extras.state_dicts.jitted import rows_by_name
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import Layer, Model
 from scenario import loss_of, whole_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+
+METADATA = ".metadata"
+"""The file that completes a checkpoint, as that of torch.distributed.checkpoint."""
+
+INDEX = "model.safetensors.index.json"
+"""The file that completes a whole model, as that of Hugging Face."""
 
 
 class Everything(Model):
@@ -123,12 +132,33 @@ def assert_equal(actual: dict[str, Any], expected: dict[str, Any], what: Any = "
 
 def refused(message: str, model: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """Assert that every rank raises, and that nothing is changed; return the message."""
-    before = {name: tensor.clone() for name, tensor in rows_by_name(model).items()}
+    before = {name: tensor.clone() for name, tensor in _own_rows(model).items()}
     with pytest.raises(tfs.CheckpointError, match=message) as caught:
         call(*args, **kwargs)
-    for name, tensor in rows_by_name(model).items():
+    for name, tensor in _own_rows(model).items():
         assert torch.equal(tensor, before[name]), name
     return str(caught.value)
+
+
+def _own_rows(model: Any) -> dict[str, torch.Tensor]:
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: getattr(value, "_local_tensor", value) for name, value in values.items()}
+
+
+def assert_intact(folder: Path) -> None:
+    """Assert that the files of a checkpoint have all data that its list of contents names."""
+    for info in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
+        assert (folder / info.relative_path).stat().st_size >= info.offset + info.length, info
+
+
+@contextlib.contextmanager
+def small_files(of: int, nbytes: int = 2048) -> Iterator[None]:
+    """Let a process fail to write more than ``nbytes`` into a file, as on a full disk."""
+    before = resource.prlimit(of, resource.RLIMIT_FSIZE, (nbytes, -1))
+    try:
+        yield
+    finally:
+        resource.prlimit(of, resource.RLIMIT_FSIZE, before)
 
 
 def on_first(do: Callable[..., Any], *args: Any) -> None:

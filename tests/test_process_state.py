@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched.extras.checkpoint.storage import _numpy_is_safe
 from thunder_fsdp_sched.ir.observation import _quiet
 from thunder_fsdp_sched.process_state import Reentrant
 
@@ -20,7 +20,9 @@ def _state() -> Any:
     return list(warnings.filters), logger.disabled, set(torch.serialization.get_safe_globals())
 
 
-@pytest.mark.parametrize("changed", [_quiet, _numpy_is_safe], ids=["warnings", "safe globals"])
+@pytest.mark.parametrize(
+    "changed", [_quiet, Reentrant(lambda: torch.serialization.safe_globals([Path]))], ids=["warnings", "safe globals"]
+)
 def test_the_last_to_leave_restores_the_state(changed: Reentrant) -> None:
     before = _state()
     with ThreadPoolExecutor(1) as other:

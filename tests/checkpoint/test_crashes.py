@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched.extras.checkpoint import retention
-from thunder_fsdp_sched.extras.checkpoint.folder import INDEX, METADATA
 
 import pytest
 import torch.distributed as dist
 from file_operations import build, record, states
 from ranks import Ranks, worker_pool
-from saving import fill, on_first, small
+from saving import INDEX, METADATA, assert_intact, fill, on_first, small
 
 fabric = pytest.importorskip("thunder_fsdp_sched.extras.fabric.checkpoint", exc_type=ImportError)
 
@@ -30,7 +28,7 @@ def _save(model: Any, run: Path, number: int, save: Any = tfs.save_checkpoint, *
 
 def _load(model: Any, run: Path) -> int:
     for file in run.glob(f"*/{METADATA}"):
-        retention._intact_chunks(file.parent)
+        assert_intact(file.parent)
     return tfs.load_checkpoint(model, tfs.latest_checkpoint(run), extra={"number": 0})["number"]
 
 

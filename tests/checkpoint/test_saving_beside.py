@@ -6,14 +6,12 @@ import contextlib
 import copy
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,17 +19,17 @@ from unittest import mock
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import load_checkpoint, save_checkpoint, save_checkpoint_async
 from thunder_fsdp_sched.extras.checkpoint import staging
-from thunder_fsdp_sched.extras.checkpoint.folder import INDEX, METADATA
 from thunder_fsdp_sched.extras.checkpoint.staging import Staging, host_memory
-from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter, read_metadata
+from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter
 
 import profiles
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
-from saving import assert_equal, contents, fill, make, on_first, small, train, update
+from saving import INDEX, METADATA, assert_equal, contents, fill, make, on_first, small, small_files, train, update
 from torch.distributed.fsdp import CPUOffloadPolicy
 from virtual_gpu import guard
 from virtual_gpu.histories import make_model
@@ -98,7 +96,7 @@ def test_files_are_those_of_a_save_that_waits(rank: int, tmp_path: Path, options
         saving = save_checkpoint_async(model, tmp_path / writer, optimizer, extra=extra, writer=writer)
     assert tfs.save_safetensors_async(model, tmp_path / "whole").result() == tmp_path / "whole" / INDEX
     saving.result()
-    found = {name: read_metadata(tmp_path / name)[0] for name in ("waits", "thread", "process")}
+    found = {name: dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("waits", "thread", "process")}
     chunks = {n: {(i.fqn, i.offset): s.crc32 for i, s in m.storage_data.items()} for n, m in found.items()}
     assert chunks["thread"] == chunks["process"] == chunks["waits"]
     assert found["thread"].state_dict_metadata == found["process"].state_dict_metadata
@@ -166,16 +164,6 @@ def test_on_a_gpu_the_host_does_not_wait_and_the_optimizer_comes_after_the_copie
 #
 
 
-@contextlib.contextmanager
-def _small_files(of: int, nbytes: int = 2048) -> Iterator[None]:
-    """Let a process fail to write more than ``nbytes`` into a file, as on a full disk."""
-    before = resource.prlimit(of, resource.RLIMIT_FSIZE, (nbytes, -1))
-    try:
-        yield
-    finally:
-        resource.prlimit(of, resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.long)])
 @on_ranks(2)
 def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lost(
@@ -184,7 +172,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lo
     keep = RunWriter.write_data
 
     def write_data(*args: Any) -> Any:
-        with _small_files(host_memory.writer().process.pid if writer == "process" else os.getpid()):
+        with small_files(host_memory.writer().process.pid if writer == "process" else os.getpid()):
             return keep(*args)
 
     model, optimizer = small()
@@ -226,7 +214,7 @@ def test_the_error_of_a_full_disk_says_so_where_torch_fails_later(tmp_path: Path
         save_checkpoint_async(model, tmp_path / "good", writer=writer).result()
     full = host_memory.writer().process.pid if writer == "process" else os.getpid()
     with (
-        _small_files(full),
+        small_files(full),
         pytest.raises(tfs.CheckpointError, match=r"RuntimeError .*unexpected pos .*File too large"),
     ):
         if writer is None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp, full_state_dict, get_optimizer_state_dict
-from thunder_fsdp_sched.extras.checkpoint import RowPiece
 
 import pytest
 import thunder
@@ -291,7 +290,7 @@ def test_entries_with_other_rows_and_plain_rows_are_refused(rank: int) -> None:
     # Entries cannot be copied to unsharded tensors, or saved in a format that cannot represent them.
     with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
         twin.load_state_dict(jitted.state_dict())
-    piece = next(value for _, value in sorted(theirs.items()) if isinstance(value, RowPiece))
+    piece = next(value for _, value in sorted(theirs.items()) if type(value).__name__ == "RowPiece")
     for target in (torch.zeros(piece.shape, dtype=piece.dtype), torch.zeros(3, dtype=piece.dtype)):
         for into, source in ((target, piece), (piece, target)):
             with pytest.raises(ValueError, match="copy_ between a RowPiece and other rows"):
