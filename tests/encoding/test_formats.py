@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched.extras.low_precision import formats
-from thunder_fsdp_sched.extras.low_precision.formats import FORMATS, Format, Wire
+from thunder_fsdp_sched.extras.low_precision.formats import FORMATS, Wire
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from profiles import LONG_ONLY
 from random_models import quiet
 
+EXACT = FORMATS["bfloat16"]._replace(dtype=torch.float64)
 SCALED = [name for name, form in FORMATS.items() if form.largest]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 BLOCKS = (3, 4, 6, 32, 128, 1000)
 
 
-def send(form: Format, x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, Wire]:
+def send(form: Any, x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, Wire]:
     """Encode the elements of some ranks, ``(ranks, elements)``, and return the bytes and what is decoded."""
     wire = Wire.of([(x.shape[1], form)], block)
     sent = torch.full((x.shape[0], wire.nbytes), 0xA5, dtype=torch.uint8)
@@ -30,7 +33,7 @@ def send(form: Format, x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch
     return sent, decoded, wire
 
 
-def slowly_decoded(form: Format, sent: torch.Tensor, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
+def slowly_decoded(form: Any, sent: torch.Tensor, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
     """Decode one element after the other, from bytes at offsets that are computed here."""
     [part] = wire.parts
     rows = []
@@ -151,7 +154,7 @@ def test_what_is_not_finite_stays_so_and_leaves_other_blocks_alone(name: str, dt
 
 @pytest.mark.parametrize("name", [*FORMATS, "exact"])
 def test_means_are_added_up_in_float32_in_the_order_of_ranks(name: str) -> None:
-    form = FORMATS.get(name, Format(torch.float64))
+    form = FORMATS.get(name, EXACT)
     for ranks, numel, dtype in ((1, 9, torch.float32), (3, 77, torch.float64), (5, 130, torch.bfloat16)):
         if name == "exact" and dtype is not torch.float64:
             continue
@@ -167,19 +170,38 @@ def test_means_are_added_up_in_float32_in_the_order_of_ranks(name: str) -> None:
         assert torch.equal(mean, (total / ranks).to(dtype))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_all_blocks_at_once_as_on_a_gpu_have_the_bits_of_chunks(name: str) -> None:
-    x, results = torch.randn(3, 300), []
-    for each in (formats._each, lambda function, form, *tensors: function(form, *tensors)):
+def all_at_once(function: Any, form: Any, *tensors: torch.Tensor) -> None:
+    function(form, *tensors)
+
+
+def compiled(function: Any, form: Any, *tensors: torch.Tensor) -> None:
+    """Call a function as on a GPU, but without a compiler of kernels."""
+    own = [tensor.clone() for tensor in tensors]  # none that shares bytes with one of another dtype
+    formats._compiled(function, form, backend="aot_eager")(form, *own)
+    for tensor, value in zip(tensors, own, strict=True):
+        tensor.copy_(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "numel"),
+    [
+        *((name, all_at_once, 300) for name in SCALED),
+        ("int8", compiled, 320),  # whole blocks, which are compiled once
+        pytest.param("float8_e4m3fn", compiled, 320, marks=LONG_ONLY),
+    ],
+)
+def test_all_blocks_at_once_as_on_a_gpu_have_the_bits_of_chunks(name: str, gpu: Any, numel: int) -> None:
+    x, results = torch.randn(3, numel), []
+    for each in (formats._each, gpu):
         with mock.patch.object(formats, "_each", each):
             sent, decoded, wire = send(FORMATS[name], x, 32)
-            wire.decode_mean(sent, [mean := torch.empty(1, 300)])
-        results.append((decoded, mean))
+            wire.decode_mean(sent, [mean := torch.empty(1, numel)])
+        results.append((sent, decoded, mean))
     assert all(map(torch.equal, *results))
 
 
 def test_segments_follow_each_other_aligned_and_do_not_overlap() -> None:
-    segments = [(5, FORMATS["int8"]), (3, Format(torch.float64)), (33, FORMATS["float8_e4m3fn"]), (1, FORMATS["int8"])]
+    segments = [(5, FORMATS["int8"]), (3, EXACT), (33, FORMATS["float8_e4m3fn"]), (1, FORMATS["int8"])]
     wire, x = Wire.of(segments, 4), [torch.randn(2, numel).double() for numel, _ in segments]
     end = 0
     for part in wire.parts:

@@ -9,7 +9,6 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import BucketSpec, CommPolicy
-from thunder_fsdp_sched.extras.low_precision.formats import Format, Wire
 
 import thunder
 import torch
@@ -158,13 +157,13 @@ class Twins:
 def _bounds(spec: BucketSpec, flat: torch.Tensor) -> torch.Tensor:
     """Return the largest error of each element of one rank's gradients as the documentation of formats tells it."""
     bounds = torch.zeros_like(flat)
-    wire: Wire | None = spec.reduce_wire
+    wire = spec.reduce_wire
     if wire is None:
         return bounds
     pairs = zip(spec.layout.unsharded_segments(flat), spec.layout.unsharded_segments(bounds), strict=True)
     for (x, bound), part in zip(pairs, wire.parts, strict=True):
         x, bound = (t.view(spec.layout.world_size, -1) for t in (x, bound))
-        form: Format = part.form
+        form = part.form
         for begin in range(0, part.numel, part.block):
             block = x[:, begin : begin + part.block].abs()
             scale = block.amax(-1, keepdim=True) / (form.largest or 1)
