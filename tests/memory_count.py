@@ -17,10 +17,7 @@ from unittest import mock
 
 from thunder_fsdp_sched import CompiledTraces, FSDPTransform, StepMemory
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
-from thunder_fsdp_sched.extras.ranks_differ.symbols import fsdp_finish_served, fsdp_serve_left
-from thunder_fsdp_sched.ir.symbols import fsdp_backward_done
 from thunder_fsdp_sched.runtime import autograd
-from thunder_fsdp_sched.transforms.release_slots import fsdp_release
 
 import thunder
 import torch
@@ -33,6 +30,9 @@ from thunder.extend import OperatorExecutor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+FREES = ("fsdp_release", "fsdp_backward_done", "fsdp_finish_served", "fsdp_serve_left")
+"""Symbols that free memory of arenas."""
 
 
 class Tracker(TorchDispatchMode):
@@ -285,7 +285,7 @@ def compare(memory: StepMemory, compiled: CompiledTraces, tracker: Tracker) -> C
             at = memory.bytes_at(number)
             predicted.append(sum(at.values()) - at["inputs"])
             # What these symbols free counts there in the prediction, but not for the tracker, which looks after them.
-            frees = bsyms[position].sym in (fsdp_release, fsdp_backward_done, fsdp_finish_served, fsdp_serve_left)
+            frees = bsyms[position].sym.name in FREES
             # An embedding bag makes one offset more than torch's rule for fake tensors.
             unknown = 8 * ("embedding_bag" in bsyms[position].sym.name)
             if not (0 <= found - predicted[-1] <= unknown or (frees and found < predicted[-1])):

@@ -13,7 +13,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from internals import DTENSORS, local_rows, timeout_of
+from internals import local_rows, timeout_of
 from models import Stack
 from profiles import LONG_ONLY
 from torch import nn
@@ -68,7 +68,7 @@ def _check_entries_of_offloaded_shards(rank: Rank) -> None:
     with unset_fake_temporarily():
         state = get_model_state_dict(model)
         saved = get_optimizer_state_dict(model, optimizer)["state"]
-    assert any(isinstance(entry, DTENSORS) for entry in state.values())
+    assert any(hasattr(entry, "to_local") for entry in state.values())
     pieces = {name: entry.to_local() for name, entry in state.items()}
     for name, param in model.named_parameters():
         assert pieces[name].device.type == "cpu", name

@@ -18,7 +18,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from internals import args_of, control_of, find_transform, process_groups, verify
+from internals import args_of, find_transform, process_groups, verify
 from models import Layer, Model, Stack
 from profiles import LONG_ONLY, mostly_zero3
 from ranks import on_ranks
@@ -364,11 +364,10 @@ def test_models_of_the_same_ranks_continue_when_the_group_of_the_first_is_collec
 def test_models_that_are_given_one_ranks_object_have_a_control_each(one_rank: None) -> None:
     for ranks in (Ranks(process_group=dist.group.WORLD), Ranks(mesh=init_device_mesh("cpu", (1,)))):
         models = [thunder.jit(nn.Linear(2, 2), transforms=[fsdp(ranks=ranks)]) for _ in range(2)]
-        for model in models:
-            sharded = find_transform(model).sharded
-            assert control_of(sharded.world_group) is sharded.control
-        control = weakref.ref(sharded.control)
-        del models, model, sharded
+        one, other = (find_transform(model).sharded.control for model in models)
+        assert one is not other
+        control = weakref.ref(one)
+        del models, one, other
         gc.collect()
         assert control() is None  # no registry keeps it
 

@@ -13,7 +13,6 @@ from thunder_fsdp_sched.extras.planning.cost import ring_seconds
 from thunder_fsdp_sched.ir.effects import Effects, LocalWork, Wait
 from thunder_fsdp_sched.ir.registry import register
 from thunder_fsdp_sched.planning import AnalyticCost, simulate
-from thunder_fsdp_sched.runtime.memory import Slot
 from thunder_fsdp_sched.transports import Traffic
 
 import pytest
@@ -27,7 +26,7 @@ from thunder.core.trace import TraceCtx, tracectx
 
 def _broadcast(bsym: BoundSymbol) -> Effects:
     bucket, slot, _ = bsym.args
-    slot, future, nbytes = slot if isinstance(slot, Slot) else None, bsym.output.name, bucket.spec.unsharded_bytes
+    future, nbytes = bsym.output.name, bucket.spec.unsharded_bytes
     issue = Issue(
         bsym.sym.name,
         future,

@@ -1,13 +1,15 @@
 """Blocks are found from the module tree, and a bucket holds only parameters that one collective can communicate."""
 
-from thunder_fsdp_sched import ParamSpec
-from thunder_fsdp_sched.plan.bucketing import make_plan, named_blocks
-from thunder_fsdp_sched.plan.specs import CommSpec, GroupKey
+import copy
+
+from thunder_fsdp_sched import Plan, fsdp
 
 import pytest
+import thunder
 import torch
-from internals import BucketOptions
 from torch import nn
+
+pytestmark = pytest.mark.usefixtures("fake_ranks")
 
 
 class Block(nn.Module):
@@ -78,16 +80,10 @@ def _model(**children: nn.Module) -> nn.Module:
     return model
 
 
-def plan(module: nn.Module, strategy="block", world_size: int = 2):
-    params = dict(module.named_parameters(remove_duplicate=False))
-    names = {name: tuple(n for n, other in params.items() if other is param) for name, param in params.items()}
-    group = GroupKey("g", world_size)
-    specs = [
-        (ParamSpec(of_param, tuple(p.shape), p.dtype, p.device, p.requires_grad), p, group, BucketOptions())
-        for of_param in dict.fromkeys(names.values())
-        for p in [params[of_param[0]]]
-    ]
-    return make_plan(module, specs, strategy=strategy, default_group=group, comm_spec=lambda *_: CommSpec())
+def plan(module: nn.Module, strategy="block") -> Plan:
+    transform = fsdp(bucketing_strategy=strategy)
+    thunder.jit(copy.deepcopy(module), transforms=[transform])
+    return transform.plan
 
 
 def members(module: nn.Module, strategy="block") -> dict[str, list[str]]:
@@ -100,7 +96,7 @@ def _sequentials() -> nn.Module:
 
 
 BLOCKS = [
-    (Decoder, "body.tokens body.positions body.layers.0 body.layers.1 body.layers.2 body.norm head"),
+    (Decoder, "root body.tokens body.positions body.layers.0 body.layers.1 body.layers.2 body.norm head"),
     # the stages of a vision model
     (
         Staged,
@@ -114,7 +110,7 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("module", "expected"), BLOCKS)
 def test_blocks_are_found_from_the_module_tree(module, expected):
-    assert " ".join(named_blocks(module())) == expected
+    assert " ".join(members(module())) == expected
 
 
 MEMBERS = [

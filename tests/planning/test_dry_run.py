@@ -11,7 +11,6 @@ from functools import partial
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.extras.command_line import app
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
-from thunder_fsdp_sched.extras.replay import load_schedules
 from thunder_fsdp_sched.planning import MODELS, dry_run_step, optimizer_step_bytes, replan, with_optimizer
 from thunder_fsdp_sched.reports import plot_timelines
 from thunder_fsdp_sched.testing import assert_peak_memory_at_most, compile_on_fake_ranks
@@ -61,7 +60,7 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     assert f"{share:6.1%} of the step is exposed communication" in output and "bound by links" in output
     assert re.search(r"^  0.0% of the memory is used at the peak, \d+% of it by ", output, re.MULTILINE), output
     assert all(file.stat().st_size for file in files)
-    [step] = load_schedules(files[2])
+    [step] = tfs.fsdp(schedule=files[2]).options.schedule
     assert {op.bucket for op in step.forward} == {"first", "blocks.0", "blocks.1", "last"}
     events = json.loads(files[1].read_text())["traceEvents"]
     gathers = [e["args"] for e in events if e.get("cat") == "fsdp_all_gather" and "position" in e["args"]]

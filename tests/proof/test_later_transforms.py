@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from thunder_fsdp_sched import VerificationError, fsdp
-from thunder_fsdp_sched.ir.inspection import UNPACKING, is_backward_trace, with_bound_symbols
+from thunder_fsdp_sched.ir.inspection import with_bound_symbols
 
 import pytest
 import thunder
@@ -16,7 +16,7 @@ from ranks import on_ranks
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import tracectx
+from thunder.core.trace import TraceTag, tracectx
 from thunder.executors import torchex
 from torch import nn
 
@@ -37,7 +37,7 @@ class Reorder(thunder.Transform):
 
     def transform_trace_post_optimization(self, computation_trace: Any, **kwargs: Any) -> Any:
         changed = with_bound_symbols(computation_trace, computation_trace.bound_symbols)
-        if is_backward_trace(computation_trace) is self.backward:
+        if (TraceTag.BACKWARD in computation_trace.tags) is self.backward:
             with tracectx(changed):
                 self.change(changed.bound_symbols)
         return changed
@@ -228,7 +228,7 @@ def _rename_all(bsyms: list[BoundSymbol]) -> None:
     """Give each computed value another name."""
     new = {}
     for position, bsym in enumerate(bsyms):
-        if bsym.sym.id not in UNPACKING:
+        if not bsym.sym.name.startswith("unpack_"):
             new |= {variableify(p): p.replace_name(f"new_{p.name}") for p in bsym.flat_proxy_outs}
         bsyms[position] = bsym.from_bsym_swap_proxies(new)
 

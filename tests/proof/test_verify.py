@@ -18,7 +18,6 @@ from internals import (
     assign_slots,
     effects,
     fsdp_wait_grads,
-    has_backward,
     outs_of,
     sort_communication,
     verify,
@@ -138,7 +137,7 @@ class Step:
 
     def return_(self, value: TensorProxy) -> None:
         outputs, *saved = self.bsyms[-1].args
-        changed = {**outputs, "output": value} if has_backward(self.trace) else (*outputs, value)
+        changed = {**outputs, "output": value} if isinstance(outputs, dict) else (*outputs, value)
         self.bsyms[-1] = self.bsyms[-1].from_bsym(args=(changed, *saved))
 
     def save(self, value: TensorProxy) -> None:

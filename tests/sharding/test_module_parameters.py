@@ -15,7 +15,6 @@ from thunder_fsdp_sched import fsdp, full_state_dict
 import pytest
 import thunder
 import torch
-from internals import DTENSORS
 from models import Halves, Model, Stack
 from profiles import mostly_zero3
 from ranks import on_ranks
@@ -37,7 +36,7 @@ def test_optimizers_and_hooks_work_on_the_module(strategy: str) -> None:
     run = Run(model, sharding_strategy=strategy)
     for name, shape in shapes.items():
         shard = model.get_parameter(name)
-        assert shard is run.model.get_parameter(name) and isinstance(shard, DTENSORS) and shard.shape == shape
+        assert shard is run.model.get_parameter(name) and hasattr(shard, "to_local") and shard.shape == shape
     assert model.first.weight.to_local().shape[0] < 4
     whole = tuple(model.first.weight.shape)
 

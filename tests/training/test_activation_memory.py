@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import Sharding, fsdp
-from thunder_fsdp_sched.ir.operator_facts import is_pure
 from thunder_fsdp_sched.planning import MemoryLimitError, compile_as_rank
 
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from internals import facts_of
 from models import GPT, FeedForward, Stack
 from ranks import on_ranks
 from scenario import loss_of
@@ -169,7 +169,7 @@ def test_random_operators_and_what_they_read_in_place_never_run_again() -> None:
         random = [b for b in compiled.backward.bound_symbols if "uniform" in b.sym.name or "rand" in b.sym.name]
         assert not random
     made = {p.name: b for b in limited.joint.bound_symbols for p in b.flat_proxy_outs}
-    assert all(is_pure(made[name]) for name in limited.settings.recomputed)
+    assert all(facts_of(made[name]).pure for name in limited.settings.recomputed)
     # The buffer is written in forward, so nothing may read it again.
     assert not any("mean" in str(b) for b in limited.backward.bound_symbols)
 

@@ -5,13 +5,16 @@ import functools
 import json
 import operator
 
-from thunder_fsdp_sched import ScheduleMismatch, StepSchedule
-from thunder_fsdp_sched.extras.replay import load_schedules, replay_schedule, save_schedules
+from thunder_fsdp_sched import ScheduleMismatch, fsdp
+from thunder_fsdp_sched.extras.replay import replay_schedule
+from thunder_fsdp_sched.planning import compile_as_rank
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import assign_slots, read_schedule, sort_communication, verify
+from models import Stack
 from synthetic_traces import chain
 from test_passes import traces
 
@@ -32,11 +35,18 @@ def test_every_op_has_a_reason_for_its_position():
     assert "b2" in str(schedule) and "slot_0" in str(schedule)
 
 
-def test_a_schedule_survives_saving_and_loading(tmp_path):
-    schedule = read_schedule(scheduled(chain(3)))
-    steps = [StepSchedule(schedule, None), StepSchedule(schedule, schedule, no_sync=True)]
-    save_schedules(steps, tmp_path / "schedule.json")
-    assert load_schedules(tmp_path / "schedule.json") == steps
+@functools.cache
+def compiled(*, grad: bool = True):
+    with torch.set_grad_enabled(grad):
+        return compile_as_rank(lambda: (Stack(1), (torch.ones(2, 4),)), fsdp(), rank=0, world_size=2)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_schedule_survives_saving_and_loading(tmp_path, grad):
+    transform = compiled(grad=grad)
+    transform.save_schedules(tmp_path / "schedule.json")
+    assert list(fsdp(schedule=tmp_path / "schedule.json").options.schedule) == list(transform.schedules)
+    assert [step.backward is not None for step in transform.schedules] == [grad]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +58,7 @@ def test_a_file_without_a_schedule_is_refused_by_name(tmp_path, content):
     path = tmp_path / "broken.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"broken\.json holds no schedule"):
-        load_schedules(path)
+        fsdp(schedule=path)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +80,7 @@ def test_a_file_without_a_schedule_is_refused_by_name(tmp_path, content):
 )
 def test_an_invalid_field_in_a_file_is_refused_by_name(tmp_path, path, value, message):
     file = tmp_path / "spoiled.json"
-    save_schedules([StepSchedule(read_schedule(scheduled(chain(3))), None)], file)
+    compiled().save_schedules(file)
     content = json.loads(file.read_text())
     *above, last = path
     container = functools.reduce(operator.getitem, above, content)
@@ -80,7 +90,7 @@ def test_an_invalid_field_in_a_file_is_refused_by_name(tmp_path, path, value, me
         container[last] = value
     file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"spoiled\.json holds no schedule: .*{message}"):
-        load_schedules(file)
+        fsdp(schedule=file)
 
 
 def test_a_diff_shows_what_moved():
