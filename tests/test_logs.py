@@ -15,8 +15,7 @@ from unittest import mock
 
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.extras.reports import texts as report_texts
-from thunder_fsdp_sched.ir.schedule import Schedule
-from thunder_fsdp_sched.logs import Artifacts, following_stages
+from thunder_fsdp_sched.logs import following_stages
 from thunder_fsdp_sched.planning import compile_as_rank
 
 import pytest
@@ -79,12 +78,11 @@ def test_other_ranks_log_what_each_pass_changed(caplog: pytest.LogCaptureFixture
 
 
 def test_no_trace_is_printed_for_a_log_that_torch_does_not_write() -> None:
-    trace = TraceCtx()
     with (
         mock.patch.object(_internal.trace_log, "handlers", [_internal.LazyTraceHandler(None)]),  # as in a new process
         mock.patch.object(TraceCtx, "__repr__", side_effect=AssertionError) as printed,
     ):
-        Artifacts().log_schedule("forward", trace, Schedule((), 0, ""))
+        compile_as_rank(_make, fsdp(), rank=0, world_size=2)
     assert not printed.called
 
 

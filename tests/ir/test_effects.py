@@ -5,18 +5,26 @@ The tests declare a broadcast of a bucket, which the package does not have.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import StepMemory, VerificationError
 from thunder_fsdp_sched.extras.planning.cost import ring_seconds
-from thunder_fsdp_sched.ir.effects import Effects, LocalWork, Wait
 from thunder_fsdp_sched.ir.registry import register
 from thunder_fsdp_sched.planning import AnalyticCost, simulate
 from thunder_fsdp_sched.transports import Traffic
 
 import pytest
-from internals import Issue, SlotRegion, assign_slots, read_schedule, sort_communication, verify
+from internals import (
+    assign_slots,
+    effects,
+    fsdp_all_gather,
+    fsdp_wait_params,
+    read_schedule,
+    sort_communication,
+    verify,
+)
 from synthetic_traces import make_buckets, tensor
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy
@@ -24,27 +32,17 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 
-def _broadcast(bsym: BoundSymbol) -> Effects:
-    bucket, slot, _ = bsym.args
-    future, nbytes = bsym.output.name, bucket.spec.unsharded_bytes
-    issue = Issue(
-        bsym.sym.name,
-        future,
-        bucket,
-        bucket.ranks.group,
-        nbytes,
-        bucket.spec.param_dtype,
-        SlotRegion(bucket, slot, bucket.spec.param_dtype),
-        gathers=True,
-        transport="broadcast",
-        traffic=Traffic((nbytes,), 1),
-    )
-    return Effects(issues=issue, work=LocalWork(), bucket=bucket, uses=slot, in_place=(future,))
+def _broadcast(bsym: BoundSymbol) -> Any:
+    """Declare a broadcast: it uses slots as a gather does, but sends the whole bucket at once."""
+    gather = effects(fsdp_all_gather.bind(*bsym.args, output=bsym.output))
+    traffic = Traffic((bsym.args[0].spec.unsharded_bytes,), 1)
+    issue = gather.issues._replace(kind=bsym.sym.name, transport="broadcast", traffic=traffic)
+    return dataclasses.replace(gather, issues=issue)
 
 
-def _wait_for_broadcast(bsym: BoundSymbol) -> Effects:
-    wait = Wait(bsym.args[1].name, ("broadcast_bucket",))
-    return Effects(waits=wait, work=LocalWork(), bucket=bsym.args[0], in_place=(bsym.output.name,))
+def _wait_for_broadcast(bsym: BoundSymbol) -> Any:
+    wait = effects(fsdp_wait_params.bind(*bsym.args, output=(bsym.output,)))
+    return dataclasses.replace(wait, waits=wait.waits._replace(kinds=("broadcast_bucket",)))
 
 
 broadcast = register("broadcast_bucket", print, _broadcast, lambda bucket, slot, shard: FutureTensorProxy(like=shard))
