@@ -10,31 +10,24 @@ from thunder_fsdp_sched import passes, pipeline, private_torch
 from thunder_fsdp_sched.capture.leaves import pattern_of
 from thunder_fsdp_sched.capture.repetition import Repetition, call_forward, trace_module_calls
 from thunder_fsdp_sched.ir.analysis import BEFORE_TRACE, Analysis
-from thunder_fsdp_sched.ir.effects import Issue, SlotRegion, declared, effects, is_declared
+from thunder_fsdp_sched.ir.effects import Issue, effects, is_declared
 from thunder_fsdp_sched.ir.inspection import (
     AGREEMENT,
     args_of,
-    has_backward,
     names,
-    nbytes_of,
     outs_of,
-    return_of,
-    split_joint,
     statements,
 )
-from thunder_fsdp_sched.ir.operator_facts import Aliases, Facts, facts_of
+from thunder_fsdp_sched.ir.operator_facts import Aliases, facts_of
 from thunder_fsdp_sched.ir.read_program import read_program
 from thunder_fsdp_sched.ir.read_schedule import read_schedule
 from thunder_fsdp_sched.ir.registry import caching
-from thunder_fsdp_sched.ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
 from thunder_fsdp_sched.ir.symbols import (
     fsdp_all_gather,
     fsdp_matmul_into,
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
-    gather_of,
-    reduction_of,
 )
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketOptions
@@ -42,14 +35,12 @@ from thunder_fsdp_sched.private_distributed import timeout_of
 from thunder_fsdp_sched.proof import verify
 from thunder_fsdp_sched.proof.verify_again import verify_again
 from thunder_fsdp_sched.ranks import channel, process_groups
-from thunder_fsdp_sched.ranks.control import control_of
 from thunder_fsdp_sched.ranks.deadlock import find_fault
 from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
 from thunder_fsdp_sched.runtime import ops
-from thunder_fsdp_sched.runtime.accumulation import Accumulation
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena, InFlight, slot_bytes
-from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, RowDTensor, local_rows
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 from thunder_fsdp_sched.runtime.rows import Rows
 from thunder_fsdp_sched.sharding import shard_module
 from thunder_fsdp_sched.transform import find_transform

@@ -1,8 +1,7 @@
 """Traces built directly from symbols, without compiling a model.
 
 Use them to test a pass, the schedule or the simulator on many trace shapes in little time: :func:`chain` builds the forward
-of equal blocks, :func:`joint_step` forward and backward of blocks of any size, :func:`make_buckets` buckets of chosen
-sizes. Nothing communicates, so no process group is needed.
+of equal blocks, :func:`make_buckets` buckets of chosen sizes. Nothing communicates, so no process group is needed.
 """
 
 import functools
@@ -19,8 +18,6 @@ from internals import (
     BucketRanks,
     ProcessGroupRef,
     fsdp_all_gather,
-    fsdp_reduce_scatter,
-    fsdp_wait_grads,
     fsdp_wait_params,
     make_layout,
 )
@@ -78,40 +75,6 @@ def chain(blocks: int, *, zero3: bool = True) -> TraceCtx:
             (weight,) = fsdp_wait_params(bucket, fsdp_all_gather(bucket, None, shard))
             x = prims.neg(prims.matmul(x, weight))
         prims.python_return({"output": x, "flat_args": list(trace.args)}, ())
-    return trace
-
-
-def joint_step(sizes: list[int]) -> TraceCtx:
-    """Return the joint trace of blocks that run one after the other, as ``bucket_communication`` leaves it.
-
-    Args:
-        sizes: the number of parameters of each block; each parameter is multiplied with once.
-    """
-    buckets = make_buckets(sizes)
-    trace = TraceCtx()
-    with tracectx(trace):
-        x = tensor()
-        shards = [[tensor() for _ in range(size)] for size in sizes]
-        trace.args = (x, *(shard for of_bucket in shards for shard in of_bucket))
-        for arg in trace.args:
-            prims.unpack_trivial(arg, name=arg.name)
-        read = []
-        for bucket, of_bucket in zip(buckets, shards, strict=True):
-            weights = fsdp_wait_params(bucket, fsdp_all_gather(bucket, None, *of_bucket))
-            inputs = []
-            for weight in weights:
-                inputs.append(x)
-                x = prims.matmul(x, weight)
-            read.append((weights, inputs))
-        grad = prims.get_grad(x)
-        reduced: list[TensorProxy] = []
-        for bucket, (weights, inputs) in zip(reversed(buckets), reversed(read), strict=True):
-            grads = []
-            for weight, given in zip(reversed(weights), reversed(inputs), strict=True):
-                grads.append(prims.matmul(given, grad))
-                grad = prims.matmul(grad, weight)
-            reduced += fsdp_wait_grads(bucket, fsdp_reduce_scatter(bucket, None, *reversed(grads)))
-        prims.python_return({"output": tuple(reduced), "flat_args": list(trace.args), "fw_flat_out": (x,)})
     return trace
 
 
