@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched.errors import code_of
 
 import torch
 import torch.distributed as dist
@@ -225,7 +226,7 @@ class HistoryRunner(Run):
         try:
             actual.loss.backward(retain_graph=bool(action.value))
         except RuntimeError as error:
-            is_freed = self.backwards > mine.backwards and "was freed after another backward" in str(error)
+            is_freed = self.backwards > mine.backwards and code_of(error) == "step.memory-released-before-backward"
             if not is_freed and (mine.version == self.version or "modified" not in str(error)):
                 raise
             done = False

@@ -15,6 +15,7 @@ import thunder
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from coded import coded, says
 from models import Layer, Model
 from scenario import loss_of, whole_of
 from torch import nn
@@ -130,10 +131,10 @@ def assert_equal(actual: dict[str, Any], expected: dict[str, Any], what: Any = "
             assert value == expected[name], (what, name)
 
 
-def refused(message: str, model: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+def refused(expected: coded | says, model: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """Assert that every rank raises, and that nothing is changed; return the message."""
     before = {name: tensor.clone() for name, tensor in _own_rows(model).items()}
-    with pytest.raises(tfs.CheckpointError, match=message) as caught:
+    with pytest.raises(tfs.CheckpointError, check=expected) as caught:
         call(*args, **kwargs)
     for name, tensor in _own_rows(model).items():
         assert torch.equal(tensor, before[name]), name

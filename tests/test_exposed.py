@@ -17,6 +17,7 @@ from thunder_fsdp_sched.reports import calibrate
 import pytest
 import thunder
 import torch
+from coded import coded
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Stack
@@ -180,23 +181,22 @@ def test_the_union_of_intervals_is_what_counting_microseconds_gives(tmp_path_fac
 
 def test_files_that_do_not_belong_together_are_named(tmp_path):
     one, same = (written(tmp_path / f"{name}.json", gloo_step(), 1) for name in ("one", "same"))
-    with pytest.raises(ValueError, match=r"one\.json and .*same\.json are both of rank 1"):
+    with pytest.raises(ValueError, check=coded("plan.profile-files-of-one-rank", "one.json", "same.json", "rank 1")):
         read_recorded([one, same])
     renamed = [e | {"name": e["name"].replace("#3", "#4")} for e in gloo_step()]
     other = written(tmp_path / "other.json", renamed, 0)
-    with pytest.raises(
-        ValueError, match=r"different steps: .*one\.json holds ProfilerStep#3; .*other\.json holds .*#4"
-    ):
+    steps = "one.json holds ProfilerStep#3", "other.json holds ProfilerStep#4"
+    with pytest.raises(ValueError, check=coded("plan.profile-files-of-different-steps", *steps)):
         read_recorded([one, other])
-    with pytest.raises(ValueError, match=r"none\.json cannot be read"):
+    with pytest.raises(ValueError, check=coded("plan.profile-not-readable", "none.json")):
         read_recorded([tmp_path / "none.json"])
     compute = [event("aten::mm", 0, 1)]
-    for events, message in (
-        ([], "holds no step"),
-        (compute, "holds no communication"),
-        ([3], "is no file of"),
+    for events, expected in (
+        ([], coded("plan.profile-without-step")),
+        (compute, coded("plan.profile-without-communication")),
+        ([3], coded("plan.profile-not-of-torch-profiler")),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, check=expected):
             read_recorded([written(tmp_path / "bad.json", events)])
 
 
@@ -221,7 +221,7 @@ def _train(rank: int, world_size: int, folder: Path) -> tuple[str, list[str]]:
                 profiler.step()
         profiler.export_chrome_trace(str(folder / f"{name}{rank}.json"))
         if name == "ours":
-            with pytest.raises(ValueError, match="exported before, so pass the path of that file"):
+            with pytest.raises(ValueError, check=coded("plan.profile-exported-before")):
                 tfs.exposed_communication(profiler)
             path = folder / f"{name}{rank}.json"
             found = tfs.exposed_communication(path)
@@ -230,7 +230,7 @@ def _train(rank: int, world_size: int, folder: Path) -> tuple[str, list[str]]:
             step = simulate(ours.compiled[-1].forward, ours.compiled[-1].backward, AnalyticCost(spec))
             recorded = sorted(step.compute_seconds for step in found.steps)
             assert recorded[0] * 0.999 <= step.compute_seconds <= recorded[-1] * 1.001
-    with pytest.raises(ValueError, match=r"other.*\.json holds no collective of the buckets \['blocks\.0', "):
+    with pytest.raises(ValueError, check=coded("plan.profile-of-other-buckets", f"other{rank}.json", "'blocks.0'")):
         other = written(folder / f"other{rank}.json", gloo_step())
         calibrate(cluster("cpu-2core"), ours.compiled[-1], read_recorded([other]))
     with torch.profiler.profile() as profiler:

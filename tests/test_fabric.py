@@ -20,6 +20,7 @@ import thunder
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from coded import coded
 from forked import run_python
 from ranks import on_ranks
 from torch import nn
@@ -119,7 +120,7 @@ def test_models_train_like_unsharded_with_accumulation_and_clipping(rank: int, w
         model = GPT().double()
         reference = copy.deepcopy(model)
         early = torch.optim.AdamW((early_model := copy.deepcopy(model)).parameters(), lr=0.05)
-        with pytest.raises(RuntimeError, match=r"create optimizers after thunder\.jit"):
+        with pytest.raises(RuntimeError, check=coded("parameter.taken-before-jit")):
             fabric.setup(early_model, early)
         model = fabric.setup(model)
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.05))
@@ -152,7 +153,7 @@ def test_models_train_like_unsharded_with_accumulation_and_clipping(rank: int, w
             theirs.zero_grad()
             assert_same(model, reference)
         _functions_take_the_wrapper(model, optimizer, reference)
-        with pytest.raises(RuntimeError, match="only its forward is compiled"):
+        with pytest.raises(RuntimeError, check=coded("fabric.forward-replaced-after-setup")):
             model.mark_forward_method("predict")
             model.predict(torch.zeros(2, 6, dtype=torch.long))
         loss_of(model, rank, 0)  # goes on
@@ -243,7 +244,7 @@ def test_checkpoints_are_saved_and_loaded_as_folders_and_as_files(rank: int, wor
             assert fabric.load(path, state) == {"name": "first"}
             assert state["iteration"] == 3 and state["loader"].value == 5
             assert_same_state(new, new_optimizer, reference, theirs)
-            with pytest.raises(KeyError, match="has no 'epoch'"):
+            with pytest.raises(KeyError, check=coded("fabric.strict-entry-missing", "epoch")):
                 fabric.load(path, {"model": new, "epoch": 0})
             assert fabric.load(path, {"model": new, "epoch": 0}, strict=False)["iteration"] == 3
         tfs.save_checkpoint(model, tmp_path / "direct", optimizer)
@@ -256,9 +257,9 @@ def test_checkpoints_are_saved_and_loaded_as_folders_and_as_files(rank: int, wor
         assert_same(new, reference)
         _several_optimizers_are_saved_together(fabric, tmp_path, model)
         _files_are_those_of_unsharded_runs(fabric, tmp_path, reference, theirs)
-        with pytest.raises(ValueError, match="expected one module in state"):
+        with pytest.raises(ValueError, check=coded("fabric.expected-one-module")):
             fabric.save(tmp_path / "nothing", {"optimizer": optimizer})
-        with pytest.raises(tfs.CheckpointError, match="nothing cannot be read"):
+        with pytest.raises(tfs.CheckpointError, check=coded("checkpoint.file-not-readable", "nothing")):
             fabric.load(tmp_path / "nothing", {"model": model})
 
 
@@ -287,7 +288,7 @@ def _several_optimizers_are_saved_together(fabric: Any, folder: Path, model: Any
         step_without_loss(new if optimizer in second.values() else model, optimizer)
     assert_same(new, unsharded(model))
     fabric.strategy.state_dict_type = "full"
-    with pytest.raises(NotImplementedError, match="WholeParameters"):
+    with pytest.raises(NotImplementedError, check=coded("fabric.state-needs-sharded")):
         fabric.save(folder / "several", {"model": model, **first})
 
 
@@ -374,13 +375,16 @@ def test_modules_are_initialized_from_meta_and_converted_to_a_precision(rank: in
         with fabric.init_module(empty_init=True):
             blank = nn.Sequential(nn.Linear(4, 4), Blank())
         blank = fabric.setup(blank)
-        with pytest.raises(RuntimeError, match=r"no values yet: 1\.weight"):
+        with pytest.raises(RuntimeError, check=coded("parameter.no-values-yet", "1.weight")):
             blank(torch.zeros(2, 4))
     for mesh, size in (((2, 1), 1), ((1, 2), 2)):
         with launched(rank, world_size, ranks=mesh) as fabric:
             bucket = fabric.setup(nn.Linear(2, 2))._forward_module._lc_transforms[0].plan.buckets[0]
             assert (bucket.replicas, bucket.layout.world_size) == (world_size // size, size)
-    with launched(rank, world_size, ranks=(2, 2)) as fabric, pytest.raises(ValueError, match=r"\(2, 2\) has 4 ranks"):
+    with (
+        launched(rank, world_size, ranks=(2, 2)) as fabric,
+        pytest.raises(ValueError, check=coded("fabric.ranks-do-not-match", "(2, 2)", "4")),
+    ):
         fabric.setup(nn.Linear(2, 2))
     for precision, stored, computed in (
         ("bf16-mixed", torch.float32, torch.bfloat16),
@@ -441,24 +445,24 @@ def test_invalid_options_raise_errors_before_the_launch() -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     package = importlib.import_module(PACKAGE)
-    for options, error, text in (
-        ({"state_dict_type": "whole"}, ValueError, "state_dict_type: expected 'sharded' or 'full'"),
-        ({"init": Init(device="cpu")}, TypeError, "device: Fabric chooses"),
-        ({"init": "cpu"}, TypeError, r"init: expected Init\(...\), got 'cpu' of type str"),
-        ({"ranks": (2, 0)}, TypeError, "ranks: expected a DeviceMesh or the sizes"),
-        ({"prefetch": -1}, ValueError, "prefetch"),
+    for options, error, expected in (
+        ({"state_dict_type": "whole"}, ValueError, coded("fabric.unknown-state-dict-type", "'whole'")),
+        ({"init": Init(device="cpu")}, TypeError, coded("fabric.device-in-init")),
+        ({"init": "cpu"}, TypeError, coded("option.wrong-type", "init: ", "Init(...)", "'cpu' of type str")),
+        ({"ranks": (2, 0)}, TypeError, coded("fabric.ranks-not-a-mesh", "(2, 0)")),
+        ({"prefetch": -1}, ValueError, coded("option.too-small", "prefetch", "-1")),
     ):
-        with pytest.raises(error, match=text):
+        with pytest.raises(error, check=expected):
             FSDPSchedStrategy(**options)
-    with pytest.raises(ValueError, match="mp_policy: Fabric's precision='bf16-mixed'"):
+    with pytest.raises(ValueError, check=coded("fabric.two-precision-policies", "bf16-mixed")):
         strategy = FSDPSchedStrategy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         package.Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="bf16-mixed")
     strategy = pickle.loads(pickle.dumps(FSDPSchedStrategy(prefetch=2)))  # as for start_method="spawn"
     assert isinstance(strategy, FSDPSchedStrategy) and isinstance(strategy, package.strategies.Strategy)
-    with pytest.raises(TypeError, match="precision: Own converts"):
+    with pytest.raises(TypeError, check=coded("fabric.unknown-precision-plugin", "Own")):
         precision = importlib.import_module(f"{PACKAGE}.plugins").Precision
         strategy.precision = type("Own", (precision,), {})()
-    with pytest.raises(TypeError, match="the module is jitted already"):
+    with pytest.raises(TypeError, check=coded("fabric.module-already-jitted")):
         strategy.setup_module(thunder.jit(nn.Linear(2, 2)))
 
 

@@ -19,6 +19,7 @@ from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter
 import pytest
 import torch
 import torch.distributed as dist
+from coded import coded
 from forked import run_python
 from ranks import on_ranks
 from saving import contents, small
@@ -159,10 +160,12 @@ def test_a_forked_process_neither_ends_a_save_nor_uses_the_groups_of_its_parent(
         def check() -> None:
             writer._run.clean_up()  # as at the end of the generator that runs it
             for call in (saving.done, saving.result, saving.staged):
-                with pytest.raises(RuntimeError, match=r"is saved by process \d+, off which this one was forked"):
+                with pytest.raises(RuntimeError, check=coded("environment.save-of-parent-process")):
                     call()
             assert tfs.latest_checkpoint(tmp_path) is None, "it does not wait for the save"
-            with pytest.raises(RuntimeError, match="was created before this process was forked"):
+            with pytest.raises(
+                RuntimeError, check=coded("step.collective-failed", "was created before this process was forked")
+            ):
                 model(torch.ones(2, 4))
 
         _in_fork(check)

@@ -13,6 +13,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from coded import coded
 from internals import local_rows, timeout_of
 from models import Stack
 from profiles import LONG_ONLY
@@ -126,7 +127,7 @@ def test_a_module_on_the_cpu_is_broadcast_through_the_gpu_if_there_is_only_nccl(
 
 def _shard_on_the_cpu(rank: Rank, broadcast_from: int | None) -> None:
     with pytest.raises(
-        ValueError, match=r"parameter 'first\.weight' would be sent from the CPU.*'cuda:nccl' only.*device="
+        ValueError, check=coded("transport.no-backend-for-device", "parameter 'first.weight'", "CPU", "cuda:nccl")
     ):
         thunder.jit(Stack(1, width=32), transforms=[fsdp(init=Init(broadcast_from=broadcast_from))])
 
@@ -290,7 +291,7 @@ def test_a_write_to_one_shard_does_not_change_the_version_of_others() -> None:
 def begin_inside_a_segment(rank: Rank) -> None:
     with (
         mock.patch.object(Handle, "offset", 512, create=True),
-        pytest.raises(ValueError, match=r"512 bytes into an allocation of its pool.*TORCH_SYMMMEM_IMPLICIT_POOL=0"),
+        pytest.raises(ValueError, check=coded("transport.shards-inside-torch-pool", "512")),
     ):
         make_model(rank, transport="symmetric_memory")
 

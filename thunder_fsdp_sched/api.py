@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from .errors import coded_error
 from .extensions import load
 from .ir.schedule import StepSchedule
 from .option_checks import (
@@ -99,20 +100,14 @@ def _explains_misuse(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
         if args and isinstance(args[0], torch.nn.Module):
-            raise TypeError(
-                "fsdp: the model is not an argument of fsdp(...), which only makes a transform. Pass the model to "
-                "thunder.jit: model = thunder.jit(model, transforms=[fsdp(...)])"
-            )
+            raise coded_error(TypeError, "option.model-passed-to-fsdp")
         if args:
-            raise TypeError(
-                f"fsdp: takes no positional arguments, got {args[0]!r}; give each option by its name, such as "
-                f"fsdp(sharding_strategy='zero2')"
-            )
+            raise coded_error(TypeError, "option.positional-arguments", got=args[0])
         for name in options.keys() - names:
             if name in _FORMER:
-                raise TypeError(f"{name}: now {_FORMER[name]}")
+                raise coded_error(TypeError, "option.renamed-option", name=name, now=_FORMER[name])
             close = "".join(f"; did you mean {known!r}?" for known in difflib.get_close_matches(name, names, n=1))
-            raise TypeError(f"fsdp: there is no option {name!r}{close}")
+            raise coded_error(TypeError, "option.no-such-option", name=name, hint=close)
         return function(*args, **options)
 
     call.transform_module = _refuse_uncalled  # type: ignore[attr-defined]
@@ -120,7 +115,7 @@ def _explains_misuse(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _refuse_uncalled(model: torch.nn.Module) -> NoReturn:
-    raise TypeError("transforms: expected fsdp(...), got the function fsdp: thunder.jit(model, transforms=[fsdp()])")
+    raise coded_error(TypeError, "option.fsdp-not-called")
 
 
 @_explains_misuse

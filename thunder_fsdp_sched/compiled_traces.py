@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from thunder.core.trace import TraceCtx
 
 from .capture.traced_computation import TracedComputation
+from .errors import coded_error
 from .extensions import load
 from .ir.analysis import NO_PENDING_GRADS, PendingGrads
 from .ir.calls import NO_CALL, CallSignature
@@ -50,9 +51,7 @@ class OfCalls(list[Item]):
 
     def __getitem__(self, index: Any) -> Any:
         if not self and not isinstance(index, slice):
-            raise IndexError(
-                "nothing is compiled yet: call the jitted module first, with a batch of the shapes of training"
-            )
+            raise coded_error(IndexError, "trace.nothing-compiled-yet")
         return super().__getitem__(index)
 
 
@@ -176,10 +175,7 @@ class CompiledTraces:
 
     def __getattr__(self, name: str) -> Any:
         if name in (*_TRACES, "traces", "memory", "pending_grads"):  # properties whose error this one replaces, too
-            raise AttributeError(
-                f"the traces that were compiled for {self.call} (number {self.number}) are not kept any more, because "
-                f"others were compiled since; read them before, or save their text"
-            )
+            raise coded_error(AttributeError, "trace.compiled-traces-dropped", call=self.call, number=self.number)
         raise AttributeError(name)
 
     @cached_property

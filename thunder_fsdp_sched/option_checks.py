@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from .errors import coded_error
 from .extensions import load
 from .plan.bucketing import BucketingStrategy, BucketRule
 from .plan.specs import Encoding, ShardingStrategy
@@ -41,7 +42,9 @@ def is_a(types: Any, expected: str, then: Check = lambda name, value: value, *, 
         if isinstance(value, str) and value in words:
             return value
         if not isinstance(value, accepted) or (isinstance(value, bool) and types is not bool):
-            raise TypeError(f"{name}: expected {expected}, got {value!r} of type {type(value).__name__}")
+            raise coded_error(
+                TypeError, "option.wrong-type", name=name, expected=expected, got=value, type=type(value).__name__
+            )
         return then(name, value)
 
     return check
@@ -50,7 +53,7 @@ def is_a(types: Any, expected: str, then: Check = lambda name, value: value, *, 
 def _at_least(least: int, what: str) -> Check:
     def check(name: str, value: int | None) -> int | None:
         if value is not None and value < least:
-            raise ValueError(f"{name}: expected {least} or more {what}, got {value}")
+            raise coded_error(ValueError, "option.too-small", name=name, least=least, unit=what, got=value)
         return value
 
     return check
@@ -62,7 +65,9 @@ def one_of(*choices: str | None) -> Check:
     def check(name: str, value: Any) -> Any:
         if value not in choices:
             *first, last = map(repr, choices)
-            raise ValueError(f"{name}: expected {', '.join(first)} or {last}, got {value!r}")
+            raise coded_error(
+                ValueError, "option.unknown-choice", name=name, choices=", ".join(first), last=last, got=value
+            )
         return value
 
     return check
@@ -88,8 +93,13 @@ def _of_two(name: str, function: Callable[..., Any], arguments: str) -> Callable
     try:
         signature.bind(None, None)
     except TypeError as error:
-        raise TypeError(
-            f"{name}: the callable must accept {arguments}, but its parameters are {signature}: {error}"
+        raise coded_error(
+            TypeError,
+            "option.callable-takes-other-arguments",
+            name=name,
+            arguments=arguments,
+            signature=signature,
+            error=error,
         ) from None
     return function
 
@@ -107,10 +117,7 @@ def _named(value: Any, enum: type[Enum], known: tuple[str, ...]) -> Any:
 def check_strategy(name: str, strategy: Any) -> ShardingStrategy:
     if known := _named(strategy, FSDPType, get_args(ShardingStrategy)):
         return known
-    raise ValueError(
-        f"{name}: expected 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {strategy!r}; FSDP's SHARD_GRAD_OP and "
-        f"DeepSpeed's stage 2 are 'zero2', FULL_SHARD and stage 3 are 'zero3'"
-    )
+    raise coded_error(ValueError, "option.unknown-strategy", name=name, got=strategy)
 
 
 _FIELDS = {
@@ -132,9 +139,13 @@ def _only_known(name: str, policy: Any) -> Any:
     for option in (option for option in fields(policy) if option.name not in known):
         default = option.default if option.default_factory is MISSING else option.default_factory()
         if (value := getattr(policy, option.name)) is not default and value != default:
-            raise ValueError(
-                f"{name}: {option.name}={value!r} is a field of {type(policy).__name__} that this package does not know, so "
-                f"it would be ignored; leave it at its default"
+            raise coded_error(
+                ValueError,
+                "option.unknown-policy-field",
+                name=name,
+                field=option.name,
+                value=value,
+                policy=type(policy).__name__,
             )
     return policy
 
@@ -144,12 +155,10 @@ def _mixed_precision(name: str, policy: MixedPrecisionPolicy | None) -> MixedPre
     for attribute in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, attribute)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"{name}: {attribute} must be a floating-point dtype, got {dtype!r}")
+            raise coded_error(ValueError, "option.dtype-not-floating-point", name=name, field=attribute, got=dtype)
     override = override_of(policy)
     if override is not None and not callable(override):
-        raise TypeError(
-            f"{name}: param_dtype_override_fn: expected a callable (parameter) -> dtype or None, or None, got {override!r}"
-        )
+        raise coded_error(TypeError, "option.dtype-override-not-callable", name=name, got=override)
     return policy
 
 
@@ -168,33 +177,28 @@ def override_of(policy: MixedPrecisionPolicy) -> Callable[[torch.nn.Parameter], 
 def _offload(name: str, policy: OffloadPolicy | None) -> OffloadPolicy:
     policy = _only_known(name, policy or OffloadPolicy())
     if type(policy) is not OffloadPolicy and not isinstance(policy, CPUOffloadPolicy):
-        raise ValueError(
-            f"{name}: expected a CPUOffloadPolicy, OffloadPolicy or None, got {policy!r}, which is neither"
-        )
+        raise coded_error(ValueError, "option.unknown-offload-policy", name=name, got=policy)
     return policy
 
 
 def _positive(name: str, factor: float | None) -> float | None:
     if factor is not None and not 0 < factor < math.inf:
-        raise ValueError(f"{name}: expected a positive number or None, got {factor!r}")
+        raise coded_error(ValueError, "option.expected-positive-number", name=name, got=factor)
     return None if factor is None else float(factor)
 
 
 def _secondary_ranks(name: str, number: int | None) -> int | None:
     if number is not None and number < 2:
-        raise ValueError(
-            f"{name}: expected a number of ranks or None, at least 2, got {number}; the strategy 'zero2' keeps whole "
-            f"parameters"
-        )
+        raise coded_error(ValueError, "option.too-few-secondary-ranks", name=name, got=number)
     return number
 
 
 def check_bucketing(name: str, strategy: Any) -> BucketingStrategy | int | BucketRule:
     if isinstance(strategy, bool):
-        raise TypeError(f"{name}: expected a strategy, a size in bytes or a callable, got {strategy!r}")
+        raise coded_error(TypeError, "option.bool-as-bucketing-strategy", name=name, got=strategy)
     if isinstance(strategy, int):
         if strategy <= 0:
-            raise ValueError(f"{name}: a size in bytes must be positive, got {strategy}")
+            raise coded_error(ValueError, "option.bucket-size-not-positive", name=name, got=strategy)
         if strategy < 1024:
             warnings.warn(
                 f"{name}={strategy} is a size of {strategy} bytes, so that nearly each parameter gets a bucket of its own. "
@@ -208,10 +212,7 @@ def check_bucketing(name: str, strategy: Any) -> BucketingStrategy | int | Bucke
         return parse_bytes(name, strategy)
     if callable(strategy):
         return _of_two(name, strategy, "(parameter name, parameter)")
-    raise ValueError(
-        f"{name}: expected 'none', 'layer', 'block', a thunder.distributed.FSDPBucketingStrategy, a size in "
-        f"bytes (an int, or a string such as '25MB') or a callable (name, parameter) -> bucket name, got {strategy!r}"
-    )
+    raise coded_error(ValueError, "option.unknown-bucketing-strategy", name=name, got=strategy)
 
 
 def check_transport(name: str, transport: Any) -> Any:
@@ -220,10 +221,7 @@ def check_transport(name: str, transport: Any) -> Any:
         return _of_two(name, transport, "(bucket name, parameters)")
     if isinstance(transport, str) and (transport == "auto" or transport in TRANSPORTS):
         return transport
-    raise ValueError(
-        f"{name}: expected 'auto', one of {sorted(TRANSPORTS)}, or a callable (bucket name, parameters) -> one of these, "
-        f"got {transport!r}"
-    )
+    raise coded_error(ValueError, "option.unknown-transport", name=name, transports=sorted(TRANSPORTS), got=transport)
 
 
 def check_schedule(name: str, schedule: Any) -> tuple[Any, ...] | None:
@@ -235,7 +233,7 @@ def check_schedule(name: str, schedule: Any) -> tuple[Any, ...] | None:
 
 def check_ignored(name: str, params: Any) -> tuple[torch.nn.Parameter | str, ...]:
     if isinstance(params, str) or not isinstance(params, Iterable):
-        raise TypeError(f"{name}: expected parameters or their names, got {type(params).__name__}")
+        raise coded_error(TypeError, "option.expected-parameters-or-names", name=name, got=type(params).__name__)
     check = is_a((torch.nn.Parameter, str), "parameters or their names")
     return tuple(check(name, param) for param in params)
 
@@ -247,10 +245,7 @@ def check_cluster(name: str, cluster: Any) -> ClusterSpec | None:
 
 def _one_or_two_dimensions(name: str, mesh: DeviceMesh | None) -> DeviceMesh | None:
     if mesh is not None and mesh.ndim > 2:
-        raise ValueError(
-            f"{name}: expected one dimension (to shard over) or two (to replicate and to shard over), got {mesh.ndim}; pass "
-            f"only those, mesh['name'] or mesh['replicate', 'shard']"
-        )
+        raise coded_error(ValueError, "option.wrong-mesh-dimensions", name=name, got=mesh.ndim)
     return mesh
 
 
@@ -260,13 +255,12 @@ def check_device(name: str, device: Any) -> torch.device | None:
         try:
             device = torch.device(device)
         except RuntimeError as error:
-            raise ValueError(f"{name}: expected {expected}, got {device!r}: {error}") from error
+            raise coded_error(
+                ValueError, "option.invalid-device", name=name, expected=expected, got=device, error=error
+            ) from error
     checked: torch.device | None = is_a(torch.device, expected)(name, device)
     if checked is not None and checked.type == "meta":
-        raise ValueError(
-            f"{name}: shards need memory, got {device!r}; to shard a module on the meta device, name the device on which to "
-            f"train it"
-        )
+        raise coded_error(ValueError, "option.meta-device-for-shards", name=name, got=device)
     return checked
 
 
@@ -276,7 +270,7 @@ flag = is_a(bool, "a bool")
 def check_names(name: str, names: Any) -> tuple[str, ...]:
     """Return ``names`` if it is a tuple of strings; raise TypeError otherwise."""
     if not isinstance(names, tuple) or not all(isinstance(each, str) for each in names):
-        raise TypeError(f"{name}: expected a tuple of names, got {names!r}")
+        raise coded_error(TypeError, "option.expected-tuple-of-names", name=name, got=names)
     return names
 
 
@@ -322,9 +316,9 @@ def check_leaves(name: str, value: Any) -> tuple[Any, ...]:
     if value == "auto":
         return (value,)
     if isinstance(value, str | type) or not isinstance(value, Sequence):
-        raise TypeError(f"{name}: expected 'auto', or a sequence such as ('model.layers.*.mlp',), got {value!r}")
+        raise coded_error(TypeError, "option.expected-auto-or-sequence", name=name, got=value)
     for each in value:
         match, like = each if isinstance(each, tuple) and len(each) == 2 else (each, None)
         if not (isinstance(match, str | type) or callable(match)) or not (like is None or callable(like)):
-            raise TypeError(f"{name}: expected names, classes or functions (name, module) -> bool, got {each!r}")
+            raise coded_error(TypeError, "option.expected-names-classes-or-functions", name=name, got=each)
     return tuple(value)

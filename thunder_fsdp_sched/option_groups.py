@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from .errors import coded_error
 from .ir.schedule import StepSchedule
 from .option_checks import (
     check_bytes,
@@ -149,15 +150,9 @@ class Sharding(OptionGroup):
             release=flag("Sharding: release", release),
         )
         if self.strategy == "zero2" and self.secondary_ranks is not None:
-            raise ValueError(
-                "Sharding: secondary_ranks: the strategy 'zero2' keeps whole parameters until backward; use 'zero3', or a "
-                "function of (module name, module) that returns 'zero3' for some modules"
-            )
+            raise coded_error(ValueError, "option.secondary-ranks-with-zero2")
         if self.strategy == "zero2" and self.max_unsharded_bytes is not None:
-            raise ValueError(
-                "Sharding: max_unsharded_bytes: the strategy 'zero2' keeps every bucket unsharded, so there is nothing to "
-                "choose; use 'zero3', which keeps buckets that fit"
-            )
+            raise coded_error(ValueError, "option.max-unsharded-bytes-with-zero2")
 
     @classmethod
     def of(cls, given: Any) -> Sharding:
@@ -204,7 +199,7 @@ class Ranks(OptionGroup):
             separate_reduce_scatter_group=flag("Ranks: separate_reduce_scatter_group", separate_reduce_scatter_group),
         )
         if self.mesh is not None and self.process_group is not None:
-            raise ValueError("Ranks: mesh and process_group: pass one of them, not both")
+            raise coded_error(ValueError, "option.mesh-and-process-group")
 
     @classmethod
     def of(cls, given: Any) -> Ranks:
@@ -215,10 +210,7 @@ class Ranks(OptionGroup):
             return cls(mesh=check_mesh("ranks", given))
         if given is None or isinstance(given, ProcessGroup):
             return cls(given)
-        raise TypeError(
-            f"ranks: expected a torch.distributed.ProcessGroup, a 1-D or 2-D DeviceMesh, Ranks(...) or None, got {given!r} "
-            f"of type {type(given).__name__}"
-        )
+        raise coded_error(TypeError, "option.wrong-type-of-ranks", got=given, type=type(given).__name__)
 
 
 @dataclass(frozen=True, init=False, repr=False)

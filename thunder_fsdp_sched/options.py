@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from .errors import coded_error
 from .extensions import load
 from .option_groups import WITH_CAPTURED_VALUES, ByModule, Debug, Init, Ranks, Sharding, lines_of
 from .plan.bucketing import BucketingStrategy, BucketRule
@@ -53,10 +54,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.init.param_init_fn is not None and self.init.device is None:  # Fabric adds its device to an Init
-            raise ValueError(
-                "Init: param_init_fn: also pass device=..., on which to create the parameters of a module on the meta "
-                "device"
-            )
+            raise coded_error(ValueError, "option.param-init-fn-without-device")
         if self.ranks_may_differ:
             load("extras.ranks_differ.conflicts:refuse_conflicts")(self)
 

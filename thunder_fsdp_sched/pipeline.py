@@ -21,6 +21,7 @@ from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
 
 from .capture.bound_symbols import IN_CHECKPOINT
+from .errors import coded_error
 from .extensions import load
 from .ir.gradients import WRONG_GRADIENTS
 from .ir.inspection import nested
@@ -294,7 +295,7 @@ def _has_scalars(trace: TraceCtx) -> bool:
 def check_skipped(names: Iterable[str]) -> None:
     """Raise an error for a name that is not that of a pass which may be left out."""
     if wrong := [name for name in names if name not in OPTIONAL]:
-        raise ValueError(f"Debug: skip_passes: {wrong[0]!r} cannot be left out; these can: {', '.join(OPTIONAL)}")
+        raise coded_error(ValueError, "option.pass-cannot-be-skipped", got=wrong[0], allowed=", ".join(OPTIONAL))
 
 
 def table() -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from .errors import coded_error
+
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
 _UNITS = {"": 1} | {p + i: b**e for e, p in enumerate("kmgt", 1) for i, b in (("", 1000), ("i", 1024))}
 
@@ -16,14 +18,14 @@ def parse_bytes(name: str, value: Any) -> int:
         TypeError, ValueError: names the option ``name``.
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"{name}: expected bytes as an int or a string such as '40GiB', got {value!r}")
+        raise coded_error(TypeError, "option.wrong-type-of-size", name=name, got=value)
     if isinstance(value, str):
         match = _BYTES.fullmatch(value)
         if match is None:
-            raise ValueError(f"{name}: expected bytes such as '40GiB' or '512MB', got {value!r}")
+            raise coded_error(ValueError, "option.size-not-understood", name=name, got=value)
         value = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
     if value <= 0:
-        raise ValueError(f"{name}: expected more than 0 bytes, got {value}")
+        raise coded_error(ValueError, "option.size-not-positive", name=name, got=value)
     return value
 
 

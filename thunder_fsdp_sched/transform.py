@@ -44,6 +44,7 @@ from .capture.traced_computation import (
     without_computation,
 )
 from .compiled_traces import CompiledTraces, OfCalls, StepSettings
+from .errors import coded_error
 from .extensions import Answer, load
 from .ir.analysis import NO_PENDING_GRADS
 from .ir.calls import CallSignature, read_call
@@ -111,7 +112,7 @@ class FSDPTransform(ShardingTransform):
         return f"fsdp({self.options})"
 
     def __iter__(self) -> NoReturn:
-        raise TypeError("transforms: expected a list: thunder.jit(model, transforms=[fsdp(...)])")
+        raise coded_error(TypeError, "option.transforms-not-a-list")
 
     @property
     def plan(self) -> Plan:
@@ -139,7 +140,7 @@ class FSDPTransform(ShardingTransform):
 
     def transform_module(self, model: ThunderModule) -> None:
         if any(isinstance(transform, FSDPTransform) for transform in model._lc_transforms):
-            raise ValueError("fsdp: the module is sharded already; pass one fsdp(...) in transforms=[...]")
+            raise coded_error(ValueError, "module.second-fsdp-transform")
         if self.options.ranks_may_differ:
             load("extras.ranks_differ.conflicts:refuse_cache")(model)
         if self._sharded is None:
@@ -148,10 +149,7 @@ class FSDPTransform(ShardingTransform):
             sizes = sum(len(b.params) for b in plan), plan.param_bytes, len(plan), plan.world_size
             self._sharded.progress.say("%d parameters of %d bytes in %d buckets, sharded over %d ranks", *sizes)
         elif self._sharded.module is not model._model:
-            raise ValueError(
-                "this fsdp(...) already shards another module: make one transform for each module, "
-                "thunder.jit(model, transforms=[fsdp(...)])"
-            )
+            raise coded_error(ValueError, "module.transform-of-another-module")
         explain_foreign_use(model)
         # Adding a transform to a jitted module creates a new ThunderModule, which gets the same shards.
         self._sharded.attach(model, self._verify_entry)
@@ -191,11 +189,7 @@ class FSDPTransform(ShardingTransform):
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         if self._sharded is None:  # Thunder calls transform_module only if a module is jitted
-            raise TypeError(
-                "fsdp: thunder.jit was given a function; give it the torch.nn.Module whose parameters are to be sharded, "
-                "thunder.jit(module, transforms=[fsdp(...)]), and call the result in your function, or wrap the function in "
-                "a module whose forward calls it"
-            )
+            raise coded_error(TypeError, "module.function-instead-of-module")
         assert self._sharded.module_params.has_placeholders, "Thunder has traced the module without asking its cache"
         self._sharded.module_params.replace_placeholders()
         refuse_foreign_parameters(prologue_trace, self._sharded.module, self._sharded.shards, self._sharded.known())
@@ -327,10 +321,7 @@ class Compilation:
         self._later = transforms_after(transform) or ()
         changing = [t for t in self._later if type(t).transform_trace_post_optimization is not _UNCHANGED]
         if changing and get_cache_option() is CACHE_OPTIONS.NO_CACHING:
-            raise ValueError(
-                f"cache='no caching': traces that {type(changing[0]).__name__} changes after fsdp(...) would run unproved. "
-                f"Give it before fsdp(...), or leave out cache="
-            )
+            raise coded_error(ValueError, "trace.no-caching-with-later-transform", transform=type(changing[0]).__name__)
         self._pending_grads = NO_PENDING_GRADS
         self._same: CompiledTraces | None = None  # an earlier compilation whose joint trace this one shares
         self._hidden: TraceCtx | None = None  # the computation, if Thunder does not see it

@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from coded import coded
 from ranks import on_ranks
 from saving import INDEX, METADATA, fill, on_first, refused, small
 from scenario import everywhere
@@ -58,9 +59,10 @@ def _save_two(folder: Path, **options: Any) -> None:
 def test_ranks_must_load_the_same_checkpoint_but_maybe_from_copies_of_it(rank: int, tmp_path: Path) -> None:
     _save_two(tmp_path)
     model, optimizer = small(5.0)
-    message = refused("ranks load different", model, load_checkpoint, model, tmp_path / str(rank), optimizer)
-    assert f"ranks [0] {tmp_path}/0" in message and f"ranks [1] {tmp_path}/1" in message
-    refused("ranks load different", model, tfs.load_safetensors, model, tmp_path / f"whole-{rank}")
+    differ = coded("ranks.checkpoints-differ")
+    named = differ.naming(f"ranks [0] {tmp_path}/0", f"ranks [1] {tmp_path}/1")
+    refused(named, model, load_checkpoint, model, tmp_path / str(rank), optimizer)
+    refused(differ, model, tfs.load_safetensors, model, tmp_path / f"whole-{rank}")
 
     # Each rank may load its own copy, as on local disks.
     copy = shutil.copytree(tmp_path / "0", tmp_path / f"copy-{rank}")
@@ -72,12 +74,12 @@ def test_ranks_must_load_the_same_checkpoint_but_maybe_from_copies_of_it(rank: i
     if rank == 1:
         for file in whole.glob("*.safetensors"):
             _flip(file, 8 * (file.stat().st_size - 3))
-    refused(r"is damaged.*ranks \[1\]", model, tfs.load_safetensors, model, whole)
+    refused(coded("checkpoint.file-checksum-wrong", "(on ranks [1])"), model, tfs.load_safetensors, model, whole)
     # Without checksums, different files are compared by content.
     content = json.loads((whole / INDEX).read_text())
     del content["metadata"]["crc32"]
     (whole / INDEX).write_text(json.dumps(content))
-    refused("ranks load different", model, tfs.load_safetensors, model, whole)
+    refused(differ, model, tfs.load_safetensors, model, whole)
 
 
 def _flip(file: Path, bit: int) -> None:
@@ -109,7 +111,7 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
     for file in sorted(whole.glob("*.safetensors")):
         bit = 8 * (file.stat().st_size - draw.randrange(1, 16))
         on_first(_flip, file, bit)
-        refused("is damaged, nothing is changed", model, tfs.load_safetensors, model, whole)
+        refused(coded("checkpoint.file-checksum-wrong", file.name), model, tfs.load_safetensors, model, whole)
         tfs.load_safetensors(model, whole, verify_checksums=False)
         on_first(_flip, file, bit)
     load_checkpoint(model, folder, optimizer, extra=EXTRA)
@@ -117,7 +119,7 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
     # A data file of another save, with the same names and lengths.
     mine, theirs = (min((tmp_path / n).glob("__1_*.distcp")) for n in "01")
     on_first(shutil.copy, theirs, mine)
-    refused("is damaged: the checksum of", model, load_checkpoint, model, folder, optimizer)
+    refused(coded("checkpoint.not-loaded", "checksum"), model, load_checkpoint, model, folder, optimizer)
     load_checkpoint(model, folder, optimizer, verify_checksums=False)
 
 
@@ -137,17 +139,23 @@ def test_checkpoints_without_checksums_are_loaded(tmp_path: Path) -> None:
         assert load_checkpoint(model, tmp_path / folder, other, extra=extra) == expected
         assert _holds(model, 1.0) and other.param_groups[0]["lr"] == 0.125
     tfs.load_safetensors(model, tmp_path / "whole-0")
-    for wrong, message in (
-        ({"scheduler": {**blank, "more": 1}}, r"extra\['scheduler'\] has no 'more' in the checkpoint"),
-        ({"scheduler": {**blank, "milestones": Counter()}}, r"extra\['scheduler'\]\['milestones'\]\['3'\] is in the"),
-        ({"scheduler": None}, r"extra\['scheduler'\] is a dict in the checkpoint, but a NoneType was given"),
-        ({"epoch": 0}, "holds no 'epoch', but"),
+    for wrong, expected in (
+        (
+            {"scheduler": {**blank, "more": 1}},
+            coded("checkpoint.extra-entry-not-saved", "extra['scheduler']", "'more'"),
+        ),
+        (
+            {"scheduler": {**blank, "milestones": Counter()}},
+            coded("checkpoint.extra-entry-not-given", "extra['scheduler']['milestones']['3']"),
+        ),
+        ({"scheduler": None}, coded("checkpoint.extra-dictionary-expected", "extra['scheduler']", "NoneType")),
+        ({"epoch": 0}, coded("checkpoint.name-not-held", "'epoch'")),
     ):
-        refused(message, model, load_checkpoint, model, tmp_path / "dcp", other, extra=wrong)
+        refused(expected, model, load_checkpoint, model, tmp_path / "dcp", other, extra=wrong)
     # The archives that DCP writes have checksums of their own, which detect a flipped bit.
     file = min((tmp_path / "dcp").glob("__0_*.distcp"))
     on_first(_flip, file, 8 * file.read_bytes().index(torch.ones(3).numpy().tobytes()))
-    refused(r"is damaged: the checksum of", model, load_checkpoint, model, tmp_path / "dcp")
+    refused(coded("checkpoint.not-loaded", "checksum"), model, load_checkpoint, model, tmp_path / "dcp")
 
 
 @on_ranks(2)
@@ -203,10 +211,10 @@ def test_latest_checkpoint_skips_damaged_newer_ones(tmp_path: Path) -> None:
         assert tfs.latest_checkpoint(tmp_path) == tmp_path / "good"
     assert len([w for w in caught if "leaves out" in str(w.message)]) == 4
     for name in ("cut", "forged"):
-        refused(r"\.metadata cannot be read", model, load_checkpoint, model, tmp_path / name)
-        refused("holds a checkpoint already", model, save_checkpoint, model, tmp_path / name)
+        refused(coded("checkpoint.list-not-readable", ".metadata"), model, load_checkpoint, model, tmp_path / name)
+        refused(coded("checkpoint.folder-already-complete"), model, save_checkpoint, model, tmp_path / name)
     # Without hard links, a killed run leaves an empty file. Saving into the folder again loses nothing.
-    refused("is a checkpoint whose save did not end", model, load_checkpoint, model, tmp_path / "empty")
+    refused(coded("checkpoint.save-did-not-end"), model, load_checkpoint, model, tmp_path / "empty")
     save_checkpoint(model, tmp_path / "empty")
     assert tfs.latest_checkpoint(tmp_path) == tmp_path / "empty"
     assert not (tmp_path / "proof").exists()
@@ -223,22 +231,25 @@ def test_values_that_are_not_plain_are_refused_by_name_and_never_run_code(rank: 
     state: dict[str, Any] = {"model": tfs.get_model_state_dict(model)}
     forged = _MakesFolderWhenUnpickled(tmp_path / "proof")
     dcp.save({**state, "step": forged, "number": 1}, checkpoint_id=tmp_path / "extra")
-    refused(r"'step' is no plain value", model, load_checkpoint, model, tmp_path / "extra", extra={"step": 0})
+    expected = coded("checkpoint.not-loaded", "'step' is no plain value")
+    refused(expected, model, load_checkpoint, model, tmp_path / "extra", extra={"step": 0})
     assert load_checkpoint(model, tmp_path / "extra", extra={"number": 0}) == {"number": 1}
     state["optim"] = tfs.get_optimizer_state_dict(model, optimizer)
     state["optim"]["param_groups"][0]["lr"] = forged
     dcp.save(state, checkpoint_id=tmp_path / "group")
-    refused(r"lr' is no plain value", model, load_checkpoint, model, tmp_path / "group", optimizer)
+    expected = coded("checkpoint.not-loaded", "lr' is no plain value")
+    refused(expected, model, load_checkpoint, model, tmp_path / "group", optimizer)
     assert not (tmp_path / "proof").exists()
     # Such values cannot be saved either, nor those that differ between ranks.
     optimizer.param_groups[0]["note"] = threading.Lock
-    for message, optimizers, extra in (
-        (r"optim\['param_groups'\]\[0\]\['note'\] is a", optimizer, None),
-        (r"extra\['a'\]\[0\] is a .*Path", (), {"a": [Path("b")]}),
-        (r"differ between ranks: extra\['loss'\]: 0\.0 on ranks \[0\]; 1\.0 on ranks", (), {"loss": float(rank)}),
-        (r"differ between ranks: extra\['a'\]\['rng'\]: ", (), {"a": {"rng": torch.tensor([rank])}}),
+    differ = coded("ranks.saved-values-differ")
+    for expected, optimizers, extra in (
+        (coded("checkpoint.value-cannot-be-held", "optim['param_groups'][0]['note']"), optimizer, None),
+        (coded("checkpoint.value-cannot-be-held", "extra['a'][0]", "Path"), (), {"a": [Path("b")]}),
+        (differ.naming("extra['loss']: 0.0 on ranks [0]; 1.0 on ranks [1]"), (), {"loss": float(rank)}),
+        (differ.naming("extra['a']['rng']"), (), {"a": {"rng": torch.tensor([rank])}}),
     ):
-        refused(message, model, save_checkpoint, model, tmp_path / "unsaved", optimizers, extra=extra)
+        refused(expected, model, save_checkpoint, model, tmp_path / "unsaved", optimizers, extra=extra)
         assert not (tmp_path / "unsaved").exists()
 
 
@@ -277,45 +288,45 @@ def _metadata(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "forged, message",
+    "forged, name",
     [
-        (_MakesFolderWhenUnpickled("nowhere/proof"), r"references (posix|nt)\.mkdir, .*was not called"),
-        (OrderedDict(a=1), "it holds a dict"),
-        ({"a": io.BytesIO()}, "references _io.BytesIO"),
-        (getattr, "it holds a function"),
-        (_CallsGetattr(torch.Size, "mro"), "takes the attribute 'mro'"),
-        (_CallsGetattr(torch.Tensor, "data"), "references torch.Tensor"),
-        (torch.save, "references torch.serialization.save"),
-        (torch.nn, "cannot be read"),
-        (np.float64(1), "references numpy"),
+        (_MakesFolderWhenUnpickled("nowhere/proof"), f"{os.mkdir.__module__}.mkdir"),
+        (OrderedDict(a=1), "dict"),
+        ({"a": io.BytesIO()}, "_io.BytesIO"),
+        (getattr, "function"),
+        (_CallsGetattr(torch.Size, "mro"), "'mro' of <class 'torch.Size'>"),
+        (_CallsGetattr(torch.Tensor, "data"), "torch.Tensor"),
+        (torch.save, "torch.serialization.save"),
+        (torch.nn, "torch.nn"),
+        (np.float64(1), "numpy"),
     ],
 )
 def test_metadata_with_other_classes_are_refused_without_running_them(
-    one_rank: None, tmp_path: Path, forged: Any, message: str
+    one_rank: None, tmp_path: Path, forged: Any, name: str
 ) -> None:
     data = b"ctorch\nnn\n." if forged is torch.nn else pickle.dumps(forged)
     (tmp_path / METADATA).write_bytes(data)
-    refused(message, model := small()[0], load_checkpoint, model, tmp_path)
+    refused(coded("checkpoint.list-not-readable", name), model := small()[0], load_checkpoint, model, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "change, name",
     [
-        ({"relative_path": "/etc/passwd"}, "it names a file outside its folder"),
-        ({"relative_path": "../other/__0_0.distcp"}, "it names a file outside its folder"),
-        ({"relative_path": 7}, "cannot be read: TypeError"),
-        ({"offset": -1}, "it names no range of"),
+        ({"relative_path": "/etc/passwd"}, "outside its folder, '/etc/passwd'"),
+        ({"relative_path": "../other/__0_0.distcp"}, "outside its folder, '../other/__0_0.distcp'"),
+        ({"relative_path": 7}, "TypeError"),
+        ({"offset": -1}, "names no range of"),
     ],
 )
 def test_metadata_that_name_other_files_or_no_range_are_refused(
-    one_rank: None, tmp_path: Path, change: dict[str, Any], message: str
+    one_rank: None, tmp_path: Path, change: dict[str, Any], name: str
 ) -> None:
     save_checkpoint(model := small()[0], tmp_path)
     found = _metadata(tmp_path)
     for info in found.storage_data.values():
         vars(info).update(change)
     (tmp_path / METADATA).write_bytes(pickle.dumps(found))
-    refused(message, model, load_checkpoint, model, tmp_path)
+    refused(coded("checkpoint.list-not-readable", name), model, load_checkpoint, model, tmp_path)
 
 
 #
@@ -370,15 +381,18 @@ def test_extra_values_survive_saving_and_loading(tmp_path: Path) -> None:
     with np.printoptions(threshold=10_000):
         assert repr(loaded) == repr(values)  # types, order and bits
     torch.set_printoptions(profile="default")
-    for wrong, message in (
-        ({"rng": torch.zeros(3)}, r"extra\['rng'\] has shape \(\d+,\) in the checkpoint, but \(3,\) was given"),
-        ({"rng": 3}, r"extra\['rng'\] is a tensor in the checkpoint, but a int was given"),
-        ({"keys": torch.zeros(3)}, r"extra\['keys'\] is a dict in the checkpoint, but a Tensor was given"),
-        ({"random": {"a": 1}}, r"extra\['random'\] is a tuple in the checkpoint, but a dict was given"),
-        ({"loader": {"epoch": 0, "more": 1}}, r"extra\['loader'\] has no 'more' in the checkpoint, but \['epoch'"),
-        ({"later": 1}, r"holds no 'later', but \['model', 'optim', 'plain'"),
+    for wrong, expected in (
+        ({"rng": torch.zeros(3)}, coded("checkpoint.extra-shape-mismatch", "extra['rng']", "(3,)")),
+        ({"rng": 3}, coded("checkpoint.extra-type-mismatch", "extra['rng']", "tensor", "int")),
+        ({"keys": torch.zeros(3)}, coded("checkpoint.extra-type-mismatch", "extra['keys']", "dict", "Tensor")),
+        ({"random": {"a": 1}}, coded("checkpoint.extra-type-mismatch", "extra['random']", "tuple", "dict")),
+        (
+            {"loader": {"epoch": 0, "more": 1}},
+            coded("checkpoint.extra-entry-not-saved", "extra['loader']", "'more'", "['epoch'"),
+        ),
+        ({"later": 1}, coded("checkpoint.name-not-held", "'later'", "['model', 'optim', 'plain'")),
     ):
-        assert "optimizer" not in refused(message, model, load_checkpoint, model, tmp_path / "rows", extra=wrong)
+        assert "optimizer" not in refused(expected, model, load_checkpoint, model, tmp_path / "rows", extra=wrong)
 
 
 _ITSELF: list[Any] = []
@@ -386,21 +400,24 @@ _ITSELF.append(_ITSELF)
 
 
 @pytest.mark.parametrize(
-    "value, message",
+    "value, expected",
     [
-        ({"a": {"b": [1, Path("c")]}}, r"extra\['a'\]\['b'\]\[1\] is a pathlib\."),
-        ({"a": nn.Linear(1, 1)}, r"extra\['a'\] is a torch\.nn\.modules\.linear\.Linear.*state_dict\(\)"),
-        ({"a": {Path("b"): 3}}, r"extra\['a'\] is a builtins\.dict"),
-        ({"a": np.array([object()])}, r"extra\['a'\] is a numpy\.ndarray"),
-        ({1: 2}, "1 cannot be a name"),
-        ({"a": len}, r"extra\['a'\] is a builtins\.builtin_function_or_method"),
-        ({"a": _ITSELF}, "contains itself"),
+        ({"a": {"b": [1, Path("c")]}}, coded("checkpoint.value-cannot-be-held", "extra['a']['b'][1]", "pathlib.")),
+        (
+            {"a": nn.Linear(1, 1)},
+            coded("checkpoint.value-cannot-be-held", "extra['a']", "torch.nn.modules.linear.Linear"),
+        ),
+        ({"a": {Path("b"): 3}}, coded("checkpoint.value-cannot-be-held", "extra['a']", "builtins.dict")),
+        ({"a": np.array([object()])}, coded("checkpoint.value-cannot-be-held", "extra['a']", "numpy.ndarray")),
+        ({1: 2}, coded("checkpoint.extra-name-not-text", "1")),
+        ({"a": len}, coded("checkpoint.value-cannot-be-held", "extra['a']", "builtins.builtin_function_or_method")),
+        ({"a": _ITSELF}, coded("checkpoint.extra-nested-too-deeply")),
     ],
 )
 def test_unsupported_extra_values_are_refused_with_their_path(
-    one_rank: None, tmp_path: Path, value: Any, message: str
+    one_rank: None, tmp_path: Path, value: Any, expected: coded
 ) -> None:
-    refused(message, model := small()[0], save_checkpoint, model, tmp_path, extra=value)
+    refused(expected, model := small()[0], save_checkpoint, model, tmp_path, extra=value)
 
 
 #
@@ -449,8 +466,8 @@ def test_ranks_must_save_into_the_same_folder_and_failures_leave_nothing(rank: i
     model, _ = small()
     first = tmp_path / "0"
     for save in (save_checkpoint, tfs.save_safetensors):
-        message = r"is not the folder that the first rank saves into.*\(on ranks \[1\]\)"
-        refused(message, model, save, model, tmp_path / str(rank))
+        expected = coded("checkpoint.not-saved", "the folder that the first rank saves into", "(on ranks [1])")
+        refused(expected, model, save, model, tmp_path / str(rank))
     dist.barrier()  # the first rank cleans up after reporting to the others
     assert not any(first.iterdir()) and not (tmp_path / "1").exists()
     dist.barrier()
@@ -462,7 +479,8 @@ def test_ranks_must_save_into_the_same_folder_and_failures_leave_nothing(rank: i
         return keep(*args, **kwargs)
 
     with mock.patch.object(FileSystemWriter, "write_data", fail):
-        refused("was not saved: rank 1: OSError.*No space left", model, save_checkpoint, model, first)
+        expected = coded("checkpoint.not-saved", "rank 1: OSError", "No space left")
+        refused(expected, model, save_checkpoint, model, first)
     dist.barrier()
     assert not any(first.iterdir())
     dist.barrier()
@@ -490,7 +508,7 @@ def test_the_first_run_to_finish_completes_a_folder_and_deletes_the_files_of_oth
     (tmp_path / "notes.txt").touch()
     (tmp_path / "model-00001-aaaaaaaaaaaa.safetensors").touch()  # of a whole model in the same folder
     _, slow, ours = (_begin(tmp_path, number) for number in range(3))  # the first was killed
-    with pytest.raises(ValueError, match="is not the folder that the first rank saves into"):
+    with pytest.raises(ValueError, check=coded("ranks.folders-differ")):
         folders.SaveRun(tmp_path / "other", METADATA, ours.id).check()
     ours.check()
     ours.complete()
@@ -499,10 +517,10 @@ def test_the_first_run_to_finish_completes_a_folder_and_deletes_the_files_of_oth
     assert {entry.name for entry in tmp_path.iterdir()} == kept
     slow.draft.mkdir()
     (slow.draft / METADATA).write_text("theirs")
-    with pytest.raises(ValueError, match="another run has completed"):
+    with pytest.raises(ValueError, check=coded("checkpoint.folder-completed-by-other-run")):
         slow.complete()
     slow.clean_up()
     assert {entry.name for entry in tmp_path.iterdir()} == kept
     assert (tmp_path / METADATA).read_text() == ours.id
-    with pytest.raises(ValueError, match="holds a checkpoint already"):
+    with pytest.raises(ValueError, check=coded("checkpoint.folder-already-complete", "checkpoint")):
         _begin(tmp_path, 3)

@@ -18,6 +18,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed.checkpoint as dcp
+from coded import coded
 from ranks import on_ranks
 from saving import METADATA, assert_intact, small, update
 
@@ -55,7 +56,7 @@ def test_links_neither_count_nor_lose_what_they_point_to(tmp_path: Path) -> None
     assert _complete(run) == ["step-5"] and _complete(store) == ["first"]
     (run / "step-6").symlink_to(store / "second")
     (store / "second").mkdir()
-    with pytest.raises(tfs.CheckpointError, match=r"keep: .*step-6 is a link"):
+    with pytest.raises(tfs.CheckpointError, check=coded("checkpoint.keep-beside-link", "step-6")):
         save_checkpoint(model, run / "step-6", keep=1)
     assert _complete(store) == ["first"]
 
@@ -107,12 +108,12 @@ def test_only_complete_checkpoints_of_this_package_are_removed(tmp_path: Path) -
         save_checkpoint(model, tmp_path / "5", keep=1)
     assert _complete(tmp_path) == ["1", "2", "3", "5"]
     assert [call.args[1].name for call in warned.call_args_list] == ["2", "3", "1"]
-    for keep, message in (
-        *((wrong, "keep: expected a number of checkpoints") for wrong in (True, 1.5, "2")),
-        (0, "keep: expected at least 1"),
-        (1, "keep: the name 'new' has no number.*names differ in digits alone"),
+    for keep, expected in (
+        *((wrong, coded("checkpoint.keep-not-a-number")) for wrong in (True, 1.5, "2")),
+        (0, coded("checkpoint.keep-below-one")),
+        (1, coded("checkpoint.keep-of-unnumbered-name", "'new'")),
     ):
-        with pytest.raises(tfs.CheckpointError, match=message):
+        with pytest.raises(tfs.CheckpointError, check=expected):
             save_checkpoint(model, tmp_path / "new", keep=keep)
     # The new one is damaged before old ones are removed: then nothing is.
     complete = os.link
@@ -183,9 +184,9 @@ def test_checkpoints_without_an_order_are_older_and_ordered_by_their_numbers(one
     save("step-400", 1 << 33)
     with pytest.warns(UserWarning, match="returns .*step-300.*step-400, which dcp.save or an earlier version .* newer"):
         assert tfs.latest_checkpoint(tmp_path) == tmp_path / "step-300"
-    with pytest.raises(ValueError, match=r"step-300 is itself a checkpoint: pass it to load_checkpoint"):
+    with pytest.raises(ValueError, check=coded("checkpoint.parent-is-checkpoint", "step-300")):
         tfs.latest_checkpoint(tmp_path / "step-300")
-    with pytest.raises(ValueError, match=r"metadata is a file; give the folder"):
+    with pytest.raises(ValueError, check=coded("checkpoint.parent-is-file", METADATA)):
         tfs.latest_checkpoint(tmp_path / "step-300" / METADATA)
     assert tfs.latest_checkpoint(tmp_path / "nothing") is None
 

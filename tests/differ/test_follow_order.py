@@ -29,6 +29,7 @@ from thunder_fsdp_sched.transform import Compilation
 import pytest
 import thunder
 import torch
+from coded import coded
 from internals import (
     Bucket,
     assign_slots,
@@ -199,21 +200,27 @@ def test_a_wrong_merged_trace_is_refused() -> None:
     order = merge([steps_of(way[0].trace) for way in ways])
     merged = follow_order(forward.trace, order=order, start=Start("forward_0"), buckets=buckets, sources={})
     right = assign_slots(merged)
-    with pytest.raises(VerificationError, match=r"reads bucket 'blocks\.\d', gathered after bucket"):
+    with pytest.raises(
+        VerificationError,
+        check=coded("proof.invalid-bound-symbol", "'blocks.3', gathered after bucket 'blocks.0'"),
+    ):
         verify(right)
     verify(right, in_order=False)
 
     bsyms = right.bound_symbols
     mine, served = (next(b for b in bsyms if b.sym.name == name) for name in ("fsdp_all_gather", "fsdp_serve_gather"))
     in_slot_of_own = served.from_bsym(args=(served.args[0], mine.args[1], *served.args[2:]))
-    for wrong, message in (
-        ([in_slot_of_own if b is served else b for b in bsyms], "before the wait for bucket"),
+    for wrong, expected in (
+        (
+            [in_slot_of_own if b is served else b for b in bsyms],
+            coded("proof.invalid-bound-symbol", "before the wait for bucket 'first'"),
+        ),
         (
             [b for b in bsyms if effects(b).waits is None or effects(b).waits.future != served.output.name],
-            "never waited",
+            coded("proof.invalid-bound-symbol", "fsdp_serve_gather is never waited for"),
         ),
     ):
-        with pytest.raises(VerificationError, match=message):
+        with pytest.raises(VerificationError, check=expected):
             verify(with_bound_symbols(right, wrong), in_order=False)
 
 
@@ -222,7 +229,7 @@ def test_a_wrong_merged_trace_is_refused() -> None:
 def test_slots_of_a_merged_trace_keep_the_limit() -> None:
     transform, ways = compile_ways(WAYS, sharding_strategy=fs.Sharding("zero3", max_unsharded_bytes=2048))
     order = merge([steps_of(way[0].trace) for way in ways])
-    with pytest.raises(ValueError, match=r"max_unsharded_bytes: 2,048 bytes are too few where ranks differ"):
+    with pytest.raises(ValueError, check=coded("plan.slots-too-large-where-ranks-differ", "2,048")):
         ways[0][0].build(order, buckets_of(transform), Start("forward_0"))
 
 
@@ -324,5 +331,5 @@ def test_a_backward_may_add_own_gradients_whole_and_those_of_others_sharded() ->
             sums.is_running = False
         sums.begin()
         number += 1
-        with pytest.raises(RuntimeError, match="a backward under no_sync failed after it had added gradients"):
+        with pytest.raises(RuntimeError, check=coded("gradient.sum-of-partial-backward")):
             sums.begin()

@@ -11,6 +11,7 @@ import models
 import pytest
 import thunder
 import torch
+from coded import coded
 from models import FrozenParameters, Stack, TiedWeights, TinyParameters
 from ranks import on_ranks
 from torch import nn
@@ -78,7 +79,7 @@ def test_functions_decide_by_module_and_tied_parameters_alike() -> None:
         "last": (None, "int8"),
     }
     with pytest.raises(
-        ValueError, match=r"comm_policy: parameter 'embedding.weight' is also 'head.weight', but the call"
+        ValueError, check=coded("option.tied-parameter-decided-twice", "comm_policy", "embedding.weight", "head.weight")
     ):
         compile_model(TiedWeights, comm_policy=lambda name, module: P(gather="int8") if name == "head" else None)
     tied = compile_model(TiedWeights, comm_policy=P(gather="int8", exempt=("head",)))
@@ -108,10 +109,12 @@ def test_ranks_with_different_policies_are_refused(rank: int) -> None:
     ):
         policy = P(**{**base, **(other if rank else {})})
         with pytest.raises(
-            ScheduleDisagreement, match=r"versions and options of fsdp\(...\), line(?s:.*)comm_policy=Comm"
+            ScheduleDisagreement,
+            check=coded("ranks.ranks-disagree", "rank 0: fsdp(comm_policy=CommPolicy("),
         ):
             thunder.jit(Stack(1), transforms=[fsdp(comm_policy=policy)])
         with pytest.raises(
-            ScheduleDisagreement, match=r"parameters to shard, line 1:(?s:.*), comm_policy CommPolicy\("
+            ScheduleDisagreement,
+            check=coded("ranks.ranks-disagree", "rank 0: first.weight: ", "comm_policy CommPolicy("),
         ):
             thunder.jit(Stack(1), transforms=[fsdp(comm_policy=lambda name, module, policy=policy: policy)])

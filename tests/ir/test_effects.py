@@ -16,6 +16,7 @@ from thunder_fsdp_sched.planning import AnalyticCost, simulate
 from thunder_fsdp_sched.transports import Traffic
 
 import pytest
+from coded import coded
 from internals import (
     assign_slots,
     effects,
@@ -98,7 +99,11 @@ def test_a_new_symbol_is_proved_by_its_declaration() -> None:
     def lose(bsyms: list[BoundSymbol]) -> None:
         bsyms[:] = [next(b for b in bsyms if b.sym is broadcast), bsyms[-1].from_bsym(args=((),))]
 
-    with pytest.raises(VerificationError, match=r"writes slot_\d+ before the wait for bucket"):
+    with pytest.raises(
+        VerificationError, check=coded("proof.invalid-bound-symbol", "writes slot_", "before the wait for bucket")
+    ):
         verify(changed(overwrite))
-    with pytest.raises(VerificationError, match="broadcast_bucket is never waited for"):
+    with pytest.raises(
+        VerificationError, check=coded("proof.invalid-bound-symbol", "broadcast_bucket is never waited for")
+    ):
         verify(changed(lose))

@@ -15,6 +15,7 @@ from thunder_fsdp_sched.transports import TRANSPORTS
 import pytest
 import torch
 import torch.cuda._memory_viz
+from coded import coded
 from extending import extended
 from memory_count import Tracker, compare, count_on_fake_ranks
 from models import CASES, GPT, FeedForward, Stack, compile_model
@@ -86,7 +87,7 @@ def test_a_limit_holds_for_the_traces_that_run(compiled: CompiledTraces) -> None
     check(limit=peak.nbytes)
     assert max(wasted := compiled.memory.wasted) > 0 and f", {wasted[peak.position]:,} wasted" in str(compiled.memory)
     with pytest.raises(
-        MemoryLimitError, match=rf"need {peak.nbytes:,} bytes at position {peak.position}, in {peak.phase}"
+        MemoryLimitError, check=coded("plan.traces-exceed-max-memory", peak.nbytes, peak.position, peak.phase)
     ):
         check(limit=peak.nbytes - 1)
 

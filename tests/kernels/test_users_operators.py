@@ -11,6 +11,7 @@ from thunder_fsdp_sched.ir.operator_facts import facts_of
 import pytest
 import thunder
 import torch
+from coded import coded
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 from torch import Tensor
@@ -69,10 +70,10 @@ def test_functions_that_keep_memory_or_read_addresses_are_unknown(function: Call
 def test_operators_can_be_declared() -> None:
     assert facts(by_address, "declared_pure", pure=True) == ((), True, True)
     assert facts(by_address, "declared_view", views=True) == (("x", "w"), False, True)
-    with pytest.raises(TypeError, match="declare_operator: symbol: expected what register_operator"):
+    with pytest.raises(TypeError, check=coded("trace.symbol-not-registered")):
         tfs.declare_operator(torch.mul)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="declare_operator: symbol"):
+    with pytest.raises(TypeError, check=coded("trace.symbol-not-registered")):
         tfs.declare_operator(thunder.torch.layer_norm)
     symbol = executor.register_operator("badly_declared", like=thunder.torch.sin, fn=torch.sin)
-    with pytest.raises(TypeError, match="declare_operator: pure: expected True or False, got 'no'"):
+    with pytest.raises(TypeError, check=coded("trace.operator-fact-not-bool", "pure", "no")):
         tfs.declare_operator(symbol, pure="no")  # type: ignore[arg-type]

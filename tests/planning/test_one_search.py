@@ -18,6 +18,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from coded import coded
 from models import Layer
 from profiles import with_long
 from ranks import on_ranks
@@ -149,7 +150,8 @@ def test_the_rank_with_the_largest_batch_searches_and_others_compile_alone_what_
         _all_equal([model._lc_transforms[-1].compiled[-1].choice.chosen[:3]])
         # What is known does not fit, so rank 0 would have to search alone.
         with pytest.raises(
-            ScheduleDisagreement, match=r"rank 0: the search for the schedule(.|\n)*rank 1: the forward for"
+            ScheduleDisagreement,
+            check=coded("ranks.actions-differ", "rank 0: the search for the schedule", "rank 1: the forward"),
         ):
             model(_batch(rank, (128, 64)[rank]))
         model(_batch(rank, 64)).backward()
@@ -160,7 +162,7 @@ def test_the_rank_with_the_largest_batch_searches_and_others_compile_alone_what_
 def test_a_batch_that_never_fits_is_an_error_on_both_ranks(rank: int) -> None:
     model = _jit(max_memory=160_000)
     model(_batch(rank, 64)).backward()
-    with pytest.raises(MemoryLimitError, match="max_memory: 160,000 bytes are too few"):
+    with pytest.raises(MemoryLimitError, check=coded("plan.step-exceeds-max-memory", "160,000")):
         model(_batch(rank, 1000))
     model(_batch(rank, 64)).backward()
 
@@ -184,6 +186,10 @@ def test_a_rank_whose_traces_exceed_the_limit_tells_the_others(rank: int) -> Non
         real(traces, **{**arguments, "limit": 1000 if rank else arguments["limit"]})
 
     with mock.patch.object(choosing, "check_memory", check_memory):
-        expected = MemoryLimitError if rank else ScheduleDisagreement
-        with pytest.raises(expected, match="max_memory: 1,000 bytes are too few"):
+        code, expected = (
+            ("plan.traces-exceed-max-memory", MemoryLimitError)
+            if rank
+            else ("ranks.actions-differ", ScheduleDisagreement)
+        )
+        with pytest.raises(expected, check=coded(code, "max_memory: 1,000 bytes")):
             model(_batch(rank, 64))

@@ -21,6 +21,7 @@ from thunder_fsdp_sched.planning import (
 import pytest
 import thunder
 import torch
+from coded import coded
 from internals import effects
 from models import Stack
 from profiles import LONG_ONLY
@@ -95,9 +96,9 @@ def traced_value(traced: DryRun, key: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, "mp_policy: .*trace the model again"),
-        ({"init": Init(ignored_params=["unused.weight"])}, "ignored_params: .*trace the model again"),
-        ({"on": "cpu-2core"}, "'cpu-2core' and 'h100-sxm' run other kernels"),
+        ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, "^mp_policy: "),
+        ({"init": Init(ignored_params=["unused.weight"])}, "^ignored_params: "),
+        ({"on": "cpu-2core"}, "'cpu-2core' and 'h100-sxm'"),
     ],
 )
 def test_options_that_change_the_computation_need_a_trace(traced: DryRun, change: dict[str, Any], message: str):
@@ -212,7 +213,7 @@ def test_zero2_communicates_once_in_a_planned_window(zero2: DryRun) -> None:
 
 
 def test_a_window_needs_a_micro_batch() -> None:
-    with pytest.raises(ValueError, match="micro_batches: expected 1 or more, got 0"):
+    with pytest.raises(ValueError, check=coded("plan.micro-batches-below-one", "0")):
         dry_run_step(make_on_meta, micro_batches=0, **SLOW_LINKS)
 
 
@@ -259,5 +260,5 @@ def test_a_plan_with_offloaded_shards_pays_for_copies_to_and_from_the_host():
     copied = 3 * sum(bucket.shard.nbytes for bucket in offloaded.compiled.buckets)  # gathered twice, and the gradients
     more = replan(offloaded, on=slow).after.step_seconds - offloaded.after.step_seconds
     assert 0.5 * copied / slow.host_bytes_per_second < more < copied / slow.host_bytes_per_second
-    with pytest.raises(ValueError, match="lacks host_bandwidth"):
+    with pytest.raises(ValueError, check=coded("plan.cluster-lacks-host-bandwidth")):
         replan(step, on=dataclasses.replace(spec, host_bandwidth=0), offload_policy=CPUOffloadPolicy())

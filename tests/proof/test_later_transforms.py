@@ -11,6 +11,7 @@ from thunder_fsdp_sched.ir.inspection import with_bound_symbols
 import pytest
 import thunder
 import torch
+from coded import coded
 from internals import effects, outs_of
 from ranks import on_ranks
 from thunder.core.prims import PrimIDs
@@ -73,15 +74,12 @@ def _copied(bsyms: list[BoundSymbol]) -> None:
     bsyms[:] = [bsym.from_bsym() for bsym in bsyms]
 
 
-BROKEN: dict[str, tuple[Callable[[list[BoundSymbol]], None], bool, str]] = {
-    "a slot": (_last_gather_first, False, r"reads .* of bucket (.|\n)*has overwritten for bucket '4'"),
-    "two gathers": (
-        _swap_gathers,
-        False,
-        r"the forward trace has another order(.|\n)*before: .*bucket_0.*\n +now: .*bucket_1",
-    ),
-    "a wait": (_use_before_wait, True, "the backward trace has another order"),
-    "the agreement": (_without_agreement, True, "the backward trace has another order(.|\n)*before: fsdp_agreed"),
+# A change, whether it is one of backward, and names that tell its error from others.
+BROKEN: dict[str, tuple[Callable[[list[BoundSymbol]], None], bool, tuple[str, ...]]] = {
+    "a slot": (_last_gather_first, False, ("of bucket '3'", "has overwritten for bucket '4'")),
+    "two gathers": (_swap_gathers, False, ("forward trace", "fsdp_all_gather(bucket_0", "fsdp_all_gather(bucket_1")),
+    "a wait": (_use_before_wait, True, ("backward trace", "fsdp_reduce_scatter(bucket_4", "fsdp_wait_grads(bucket_4")),
+    "the agreement": (_without_agreement, True, ("backward trace", "before: fsdp_agreed")),
 }
 
 
@@ -102,8 +100,8 @@ def _jit(
 @pytest.mark.parametrize("what", BROKEN)
 @on_ranks()
 def test_a_later_transform_that_breaks_an_order_is_an_error_before_anything_runs(what: str) -> None:
-    change, backward, message = BROKEN[what]
-    with pytest.raises(VerificationError, match=rf"after fsdp\(...\), Reorder has changed(.|\n)*{message}"):
+    change, backward, names = BROKEN[what]
+    with pytest.raises(VerificationError, check=coded("proof.later-transform-broke-trace", *names)):
         _jit(change, backward=backward)(torch.ones(2, 4))
 
 
@@ -185,20 +183,20 @@ def _swap_names_of_computed_gradients(bsyms: list[BoundSymbol]) -> None:
             bsyms[position] = bsyms[position].from_bsym(output=b if a.name in defined else a)
 
 
-_OTHER = "which is not what it read before|defines '.*' as another value than before"
+_READ, _DEFINED = "which is not what it read before", "as another value than before"
 SWAPPED: dict[str, tuple[Callable[[list[BoundSymbol]], None], bool, str]] = {
-    "gradients": (_swap("fsdp_reduce_scatter"), True, r"as the gradient of parameter '1\.a', which is not"),
+    "gradients": (_swap("fsdp_reduce_scatter"), True, "as the gradient of parameter '1.a', which is not"),
     "gradients of two buckets": (_swap_between_buckets, True, "as the gradient of parameter"),
     "copies of gradients": (_swap_copies, True, "as the gradient of parameter"),
-    "names of computed gradients": (_swap_names_of_computed_gradients, True, "as another value"),
-    "sharded gradients": (_swap("fsdp_wait_grads", results=True), True, "as another value than before"),
-    "parameters": (_swap("fsdp_wait_params", results=True), False, "as another value than before"),
-    "parameters of backward": (_swap("fsdp_wait_params", results=True), True, "as another value than before"),
-    "shards": (_swap("fsdp_all_gather"), False, _OTHER),
-    "shards of backward": (_swap("fsdp_all_gather"), True, _OTHER),
-    "returned gradients": (_swap_returned, True, _OTHER),
-    "saved values": (_swap_saved, False, _OTHER),
-    "unpacked values": (_swap_unpacked, True, _OTHER),
+    "names of computed gradients": (_swap_names_of_computed_gradients, True, _DEFINED),
+    "sharded gradients": (_swap("fsdp_wait_grads", results=True), True, _DEFINED),
+    "parameters": (_swap("fsdp_wait_params", results=True), False, _DEFINED),
+    "parameters of backward": (_swap("fsdp_wait_params", results=True), True, _DEFINED),
+    "shards": (_swap("fsdp_all_gather"), False, _READ),
+    "shards of backward": (_swap("fsdp_all_gather"), True, _READ),
+    "returned gradients": (_swap_returned, True, _READ),
+    "saved values": (_swap_saved, False, _DEFINED),
+    "unpacked values": (_swap_unpacked, True, _DEFINED),
 }
 
 
@@ -209,18 +207,21 @@ ALIKE = ("gradients of two buckets", "parameters of backward", "shards of backwa
 @pytest.mark.parametrize("left_out", [ALIKE, pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])
 @on_ranks()
 def test_a_later_transform_that_swaps_values_of_equal_shape_is_an_error(left_out: Sequence[str]) -> None:
-    for what, (change, backward, message) in SWAPPED.items():
+    for what, (change, backward, fault) in SWAPPED.items():
         if what in left_out:
             continue
         model = _jit(change, backward=backward, module=_pairs)
-        with pytest.raises(VerificationError, match=rf"Reorder has changed(.|\n)*({message})"):
+        with pytest.raises(VerificationError, check=coded("proof.later-transform-broke-trace", fault)):
             model(torch.ones(4, 4))
             pytest.fail(what)
     model = _jit(_swap_gradients_of_outputs, backward=True, module=_TwoOutputs)
-    with pytest.raises(VerificationError, match=f"Reorder has changed(.|\\n)*({_OTHER})"):
+    with pytest.raises(VerificationError, check=coded("proof.later-transform-broke-trace", _DEFINED)):
         model(torch.ones(4, 4))
     model = _jit(_swap("fsdp_accumulate_grads"), backward=True, module=_pairs)
-    with model.no_sync(), pytest.raises(VerificationError, match="which is not what it read before"):
+    with (
+        model.no_sync(),
+        pytest.raises(VerificationError, check=coded("proof.later-transform-broke-trace", _READ)),
+    ):
         model(torch.ones(4, 4))
 
 
@@ -283,7 +284,7 @@ def test_a_later_transform_may_copy_and_extend_a_trace() -> None:
         torch.testing.assert_close(p.grad.to_local(), p.rows.of(q.grad))
     with torch.no_grad():
         torch.testing.assert_close(model(torch.ones(2, 4)), reference(torch.ones(2, 4)))
-    with pytest.raises(ValueError, match=r"traces that Reorder changes after fsdp\(...\) would run unproved"):
+    with pytest.raises(ValueError, check=coded("trace.no-caching-with-later-transform", "Reorder")):
         _jit(_copied, backward=True, cache="no caching")(torch.ones(2, 4))
 
 
@@ -293,6 +294,6 @@ def test_no_later_transform_may_change_traces_of_which_ranks_that_differ_run_oth
         transforms = [fsdp(ranks_may_differ=True), Reorder(change, backward=True)]
         return thunder.jit(_Layers(), transforms=transforms)
 
-    with pytest.raises(ValueError, match=r"ranks_may_differ: after fsdp\(...\), Reorder has changed a trace"):
+    with pytest.raises(ValueError, check=coded("ranks.later-transform-changed-trace", "Reorder")):
         jit(_copied)(torch.ones(2, 4))
     jit(lambda bsyms: None)(torch.ones(2, 4)).sum().backward()

@@ -9,6 +9,7 @@ import thunder_fsdp_sched as tfs
 import pytest
 import thunder
 import torch
+from coded import coded
 from ranks import on_ranks
 
 
@@ -35,7 +36,7 @@ def test_low_bit_optimizers_train_whole_parameters_as_the_unsharded_model() -> N
             torch.manual_seed(0)
             models.append(torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)))
         ours = thunder.jit(models[0], transforms=[tfs.fsdp()])
-        with pytest.raises(ValueError, match="needs whole parameters"):
+        with pytest.raises(ValueError, check=coded("optimizer.needs-whole-parameters", cls.__name__)):
             losses(ours, cls(ours.parameters()))
         ours.zero_grad()
         whole = tfs.WholeParameters(cls, ours, ours.parameters(), lr=1e-2)

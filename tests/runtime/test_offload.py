@@ -12,6 +12,7 @@ from thunder_fsdp_sched.extras.symmetric_memory import SymmetricMemory
 import pytest
 import thunder
 import torch
+from coded import coded
 from device import DEVICE
 from models import Stack
 from ranks import on_ranks
@@ -95,10 +96,10 @@ def test_no_copy_of_a_shard_outlives_its_gather() -> None:
 
 @on_ranks()
 def test_invalid_offload_policies_are_refused() -> None:
-    with pytest.raises(TypeError, match="offload_policy: expected a CPUOffloadPolicy"):
+    with pytest.raises(TypeError, check=coded("option.wrong-type", "offload_policy", "CPUOffloadPolicy")):
         fsdp(offload_policy=True)
     with (
         mock.patch.object(SymmetricMemory, "check"),  # which would refuse a machine without GPUs
-        pytest.raises(ValueError, match="offload_policy keeps them on the CPU"),
+        pytest.raises(ValueError, check=coded("transport.shards-on-cpu")),
     ):
         thunder.jit(_model(), transforms=[fsdp(transport="symmetric_memory", offload_policy=CPUOffloadPolicy())])

@@ -16,6 +16,7 @@ from thunder_fsdp_sched.sharding.initial_values import Digest
 import pytest
 import thunder
 import torch
+from coded import coded
 from memory_count import Tracker
 from ranks import on_ranks
 from scenario import loss_of
@@ -173,36 +174,53 @@ def test_a_rank_without_values_allocates_a_layer_or_two_more_than_its_shards(ran
         assert shards < tracker.peak <= shards + 2 * total / 8 + 4 * 1024, (tracker.peak, shards, total)
 
 
-ON_META = r"the module is on the meta device on rank"
+def _alone(failing: int, expected: coded) -> list[coded]:
+    """Return what each of two ranks raises if one of them fails."""
+    theirs = coded("ranks.ranks-disagree", f"rank {failing}: ValueError", *expected.names)
+    return [expected if rank == failing else theirs for rank in range(2)]
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no values": ({"init": tfs.Init(broadcast_from=0)}, rf"{ON_META} 0 \('scale'\)"),
-    "values elsewhere": ({"init": tfs.Init(broadcast_from=1)}, rf"{ON_META} 1"),
+
+# Options, and what each rank raises.
+REFUSED: dict[str, tuple[dict[str, Any], list[coded]]] = {
+    "no values": (
+        {"init": tfs.Init(broadcast_from=0)},
+        [coded("option.broadcast-from-meta-device", "rank 0", "'scale'")] * 2,
+    ),
+    "values elsewhere": (
+        {"init": tfs.Init(broadcast_from=1)},
+        [coded("option.broadcast-from-meta-device", "rank 1")] * 2,
+    ),
     "values elsewhere, initialized": (
         {"init": tfs.Init(device="cpu", param_init_fn=nn.Module.apply, broadcast_from=1)},
-        r"'scale' is on cpu, but on meta on rank 1, which broadcasts it",
+        _alone(0, coded("option.broadcast-between-devices", "'scale'", "meta on rank 1")),
     ),
-    "buffer has values elsewhere": ({"init": tfs.Init(broadcast_from=0)}, r"'offset' is on cpu, but on meta on rank 0"),
+    "buffer has values elsewhere": (
+        {"init": tfs.Init(broadcast_from=0)},
+        _alone(1, coded("option.broadcast-between-devices", "'offset'", "meta on rank 0")),
+    ),
     "not tied": (
         {"init": tfs.Init(broadcast_from=0)},
-        r"rank 0: embedding\.weight = head\.weight: .*\n    rank 1: embedding\.weight: ",
+        [coded("ranks.ranks-disagree", "rank 0: embedding.weight = head.weight:", "rank 1: embedding.weight:")] * 2,
     ),
     "other buffer": (
         {"init": tfs.Init(broadcast_from=0)},
-        r"rank 0: offset: torch\.float32\[8\] on cpu\n    rank 1: offset: torch\.float64\[8\]",
+        [coded("ranks.ranks-disagree", "rank 0: offset: torch.float32[8]", "rank 1: offset: torch.float64[8]")] * 2,
     ),
     "attribute": (
         {"init": tfs.Init(broadcast_from=0)},
-        r"attribute 'rotary\.plain' is a tensor on meta, and on cpu on rank 0\. .*register_buffer",
+        _alone(1, coded("option.broadcast-of-plain-tensor", "'rotary.plain'", "cpu on rank 0")),
     ),
-    "no source": ({}, r"rank 0: scale.* on cpu, .*\n    rank 1: .* on meta"),
+    "no source": (
+        {},
+        [coded("ranks.ranks-disagree", "rank 0: scale: float32[] on cpu", "rank 1: scale: float32[] on meta")] * 2,
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 @on_ranks()
 def test_every_rank_refuses_what_cannot_be_broadcast(rank: int, case: str) -> None:
-    options, message = REFUSED[case]
+    options, expected = REFUSED[case]
     module = _make(meta=case == "no values" or (rank != 0 and case != "buffer has values elsewhere"))
     if case == "buffer has values elsewhere" and rank == 0:
         module.offset = module.offset.to("meta")
@@ -213,7 +231,7 @@ def test_every_rank_refuses_what_cannot_be_broadcast(rank: int, case: str) -> No
     elif case == "attribute":
         module.rotary.plain = module.rotary.table.clone()
     before = copy.copy(module.__dict__), [id(p) for p in module.parameters()]
-    with pytest.raises((ValueError, ScheduleDisagreement), match=message):
+    with pytest.raises((ValueError, ScheduleDisagreement), check=expected[rank]):
         thunder.jit(module, transforms=[fsdp(**options)])
     assert before == (module.__dict__, [id(p) for p in module.parameters()])
 
@@ -239,7 +257,7 @@ def test_parameters_and_buffers_without_values_are_refused() -> None:
         lambda: tfs.save_checkpoint(model, "none"),
         lambda: tfs.save_safetensors(model, "none"),
     ):
-        with pytest.raises(RuntimeError, match=r"have no values yet: (0\.bias, 2\.weight|2\.weight)\. Give"):
+        with pytest.raises(RuntimeError, check=coded("parameter.no-values-yet", "0.bias, 2.weight")):
             use()
     for name in ("0.bias", "2.weight"):
         model.get_parameter(name).data.fill_(0.5)
@@ -247,19 +265,19 @@ def test_parameters_and_buffers_without_values_are_refused() -> None:
 
     # An initialization that omits a parameter, buffers that were never created, and nothing at all.
     model = shard(init=tfs.Init(device="cpu", param_init_fn=lambda module: nn.init.ones_(module.weight)))
-    with pytest.raises(RuntimeError, match=r"have no values yet: 0\.bias, 2\.bias\. Give"):
+    with pytest.raises(RuntimeError, check=coded("parameter.no-values-yet", "0.bias, 2.bias")):
         model(x)
     module = _make(True, _two_layers)
     module.register_buffer("mask", torch.empty(4, device="meta"))
     model = thunder.jit(module, transforms=[fsdp(init=tfs.Init(device="cpu"))])
     model.load_original_state_dict(_make(False, _two_layers).state_dict())
-    with pytest.raises(RuntimeError, match=r"have no values yet: mask\. Give"):
+    with pytest.raises(RuntimeError, check=coded("parameter.no-values-yet", "mask")):
         model(x)
-    with pytest.raises(RuntimeError, match=r"have no values yet: 0\.weight, 0\.bias, 2\.weight and 1 more\. Give"):
+    with pytest.raises(RuntimeError, check=coded("parameter.no-values-yet", "0.weight, 0.bias, 2.weight and 1 more")):
         shard()(x)
-    with pytest.raises(ValueError, match="param_init_fn: also pass device="):
+    with pytest.raises(ValueError, check=coded("option.param-init-fn-without-device")):
         fsdp(init=tfs.Init(param_init_fn=_reset))
-    with pytest.raises(TypeError, match="param_init_fn: expected a callable"):
+    with pytest.raises(TypeError, check=coded("option.wrong-type", "param_init_fn", "callable")):
         fsdp(init=tfs.Init(device="cpu", param_init_fn="reset"))
 
 

@@ -15,6 +15,7 @@ from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 import pytest
 import thunder
 import torch
+from coded import coded, says
 from memory_count import compare, count_on_fake_ranks
 from ranks import on_ranks
 from scenario import Scenario, do, each, fsdp2
@@ -446,46 +447,57 @@ class _Box:
         self.x = x
 
 
-REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] = {
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], coded | says]] = {
     "keeps a parameter": (
         Keeps,
         "*.part",
         RuntimeError,
-        r"leaf module 'blocks.0.part' \(Keeps\) keeps parameter 'up.weight'",
+        coded("leaf.parameter-kept", "'blocks.0.part' (Keeps)", "'up.weight'"),
     ),
-    "writes a parameter": (Writes, "*.part", RuntimeError, r"changes parameter 'up.weight' in place"),
-    "writes its input": (WritesInput, "*.part", NotImplementedError, r"changes its input 0 in place. Clone it first"),
+    "writes a parameter": (Writes, "*.part", RuntimeError, coded("leaf.parameter-changed-in-place", "up.weight")),
+    "writes its input": (WritesInput, "*.part", NotImplementedError, coded("leaf.changes-input-in-place", "input 0")),
     "communicates": (
         Sums,
         "*.part",
         NotImplementedError,
-        r"'blocks.0.part' \(Sums\) communicates \(c10d::allreduce_\)",
+        says(r"'blocks.0.part' \(Sums\) communicates \(c10d::allreduce_\)"),
     ),
-    "matches nothing": (Mlp, "*.mlps", ValueError, r"'\*.mlps' matches no submodule of the Model"),
-    "the model": (Mlp, Model, ValueError, "the model itself cannot be a leaf"),
-    "sparse": (Looks, "*.part", RuntimeError, r"'blocks.0.part' \(Looks\) has a sparse gradient.*sparse=False"),
-    "an object": (TakesObject, "*.mlp", TypeError, r"is called with a _Box; a leaf takes tensors and plain values"),
-    "another shape": (Mlp, ("*.part", lambda x: x[:1]), RuntimeError, r"returns .*\(4, 3, 8\).* not .*\(1, 3, 8\)"),
+    "matches nothing": (Mlp, "*.mlps", ValueError, coded("leaf.pattern-matches-nothing", "*.mlps", "Model")),
+    "the model": (Mlp, Model, ValueError, coded("leaf.model-itself-as-leaf")),
+    "sparse": (Looks, "*.part", RuntimeError, coded("leaf.sparse-gradient", "'blocks.0.part' (Looks)")),
+    "an object": (TakesObject, "*.mlp", TypeError, coded("leaf.argument-of-other-type", "_Box")),
+    "another shape": (
+        Mlp,
+        ("*.part", lambda x: x[:1]),
+        RuntimeError,
+        coded("leaf.returns-another-shape", "(4, 3, 8)", "(1, 3, 8)"),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_leaf_must_not_do_is_an_error(name: str, one_rank: None) -> None:
-    part, match, error, text = REFUSED[name]
+    part, pattern, error, expected = REFUSED[name]
     x = torch.ones(4, 3, SIZE)
-    with pytest.raises(error, match=text):
-        thunder.jit(Model(part), transforms=[tfs.fsdp(leaf_modules=[match])])(x).sum().backward()
+    with pytest.raises(error, check=expected):
+        thunder.jit(Model(part), transforms=[tfs.fsdp(leaf_modules=[pattern])])(x).sum().backward()
 
 
-@pytest.mark.parametrize("value", ["mlp", Mlp, 3, [3], [("a", "b")]])
-def test_values_of_the_option_are_checked(value: Any) -> None:
-    with pytest.raises(TypeError, match="leaf_modules: expected"):
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        *((value, "option.expected-auto-or-sequence") for value in ("mlp", Mlp, 3)),
+        *((value, "option.expected-names-classes-or-functions") for value in ([3], [("a", "b")])),
+    ],
+)
+def test_values_of_the_option_are_checked(value: Any, code: str) -> None:
+    with pytest.raises(TypeError, check=coded(code, "leaf_modules")):
         tfs.fsdp(leaf_modules=value)
 
 
 def test_without_leaves_what_cannot_be_traced_is_an_error_that_names_the_option(one_rank: None) -> None:
     model = thunder.jit(Model(Branch), transforms=[tfs.fsdp(leaf_modules=())])
-    with pytest.raises(NotImplementedError, match="item") as raised:
+    with pytest.raises(NotImplementedError, check=coded("module.not-reproduced-by-trace", "(.item())")) as raised:
         model(torch.ones(4, 3, SIZE))
     assert "fsdp(leaf_modules=('blocks.*.part',))" in raised.value.__notes__[0]
 

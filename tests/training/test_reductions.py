@@ -14,6 +14,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from coded import coded
 from internals import find_fault, fsdp_wait_grads, read_program
 from models import Halves, Stack, compile_model
 from ranks import on_ranks
@@ -74,7 +75,9 @@ def test_gradients_are_divided_by_any_factor_as_in_fsdp2(rank: int, world_size: 
     tfs.set_gradient_divide_factor(run.model, None)
     _set_theirs(run, float(world_size))
     run.train(1)
-    with pytest.raises(tfs.ScheduleDisagreement, match=r"(?s)set_gradient_divide_factor.*to 1\.0.*to 2\.0"):
+    with pytest.raises(
+        tfs.ScheduleDisagreement, check=coded("ranks.actions-differ", "set_gradient_divide_factor", "to 1.0", "to 2.0")
+    ):
         tfs.set_gradient_divide_factor(run.model, rank + 1)
     run.train(1)
 
@@ -132,13 +135,11 @@ def test_parameters_with_other_factors_are_in_other_buckets() -> None:
 @on_ranks(2)
 def test_a_bucket_is_not_divided_in_part() -> None:
     ours = thunder.jit(Stack(1), transforms=[fsdp()])
-    with pytest.raises(
-        ValueError, match=r"bucket 'blocks\.0' also has 'blocks\.0\.down\.weight', .*not below 'blocks\.0"
-    ):
+    with pytest.raises(ValueError, check=coded("gradient.bucket-shared-with-other-modules", "blocks.0.down.weight")):
         tfs.set_gradient_divide_factor(ours, 2.0, module_name="blocks.0.up")
-    with pytest.raises(ValueError, match="no parameter below 'block' is sharded"):
+    with pytest.raises(ValueError, check=coded("gradient.no-sharded-parameter-below-module", "block")):
         tfs.set_gradient_divide_factor(ours, 2.0, module_name="block")
-    with pytest.raises(ValueError, match="expected a positive number or None, got -1"):
+    with pytest.raises(ValueError, check=coded("option.expected-positive-number", "-1")):
         tfs.set_gradient_divide_factor(ours, -1)
 
 
@@ -209,9 +210,7 @@ def test_a_hook_gets_accumulated_gradients_and_its_errors_leave_the_model_usable
         loss_of(model(x, False)).backward()
     hook.fails, hook.answers = False, True
     model.zero_grad()
-    with pytest.raises(
-        TypeError, match=r"all_reduce_hook: Hook must modify the gradients of bucket 'blocks.1' in place"
-    ):
+    with pytest.raises(TypeError, check=coded("gradient.hook-returned-value", "Hook", "blocks.1")):
         loss_of(model(x, False)).backward()
     hook.answers = False
     model.zero_grad()
@@ -219,7 +218,7 @@ def test_a_hook_gets_accumulated_gradients_and_its_errors_leave_the_model_usable
     assert model.blocks[1].weight.grad.full_tensor().any()
 
     hooks = [Hook(), max]
-    with pytest.raises(tfs.ScheduleDisagreement, match=r"(?s)fsdp.all_reduce_hook=.*Hook.*max"):
+    with pytest.raises(tfs.ScheduleDisagreement, check=coded("ranks.ranks-disagree", "Hook", "max")):
         thunder.jit(Halves(4).double(), transforms=[fsdp(all_reduce_hook=hooks[rank])])
 
 

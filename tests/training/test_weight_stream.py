@@ -17,6 +17,7 @@ import shared_memory
 import thunder
 import torch
 import torch.distributed as dist
+from coded import coded
 from internals import slot_bytes
 from memory_count import Tracker
 from models import Experts, Stack
@@ -201,22 +202,29 @@ def test_ranks_that_stop_early_or_ask_for_different_things_get_errors(rank: int)
     never_started = tfs.stream_full_parameters(model)
     del never_started
     # Rank 0 stops in the first bucket, rank 1 goes on: both learn of it in the next thing that they do together.
-    sides = (
-        r"rank 0: the whole state dict .*\n    "
-        r"rank 1: stream_full_parameters\(dtype=None\): gathering blocks\.1 as torch\.float64"
+    sides = coded(
+        "ranks.actions-differ",
+        "rank 0: the whole state dict",
+        "rank 1: stream_full_parameters(dtype=None): gathering blocks.1 as torch.float64",
     )
-    with pytest.raises(tfs.ScheduleDisagreement, match=sides):
+    with pytest.raises(tfs.ScheduleDisagreement, check=sides):
         first(1) if rank == 0 else first(99)
         tfs.full_state_dict(model)
-    with pytest.raises(tfs.ScheduleDisagreement, match=r"rank 0: .*dtype=torch.float32.*\n    rank 1: .*dtype=None"):
+    with pytest.raises(
+        tfs.ScheduleDisagreement,
+        check=coded("ranks.actions-differ", "(dtype=torch.float32)", "(dtype=None)"),
+    ):
         next(tfs.stream_full_parameters(model, torch.float32 if rank == 0 else None))
-    with pytest.raises(RuntimeError, match=r"parameters of bucket 'blocks\.1' were changed after it had started"):
+    with pytest.raises(RuntimeError, check=coded("step.parameters-changed-during-gathers", "blocks.1")):
         for name, _ in tfs.stream_full_parameters(model):
             if name == "first.weight":
                 with torch.no_grad():
                     model.get_parameter("blocks.1.up.weight").mul_(1)
-    for dtype, error in (("bfloat16", TypeError), (torch.int8, ValueError)):
-        with pytest.raises(error, match="dtype: expected a"):
+    for dtype, error, code in (
+        ("bfloat16", TypeError, "parameter.stream-dtype-of-wrong-type"),
+        (torch.int8, ValueError, "parameter.stream-dtype-not-floating-point"),
+    ):
+        with pytest.raises(error, check=coded(code, dtype)):
             tfs.stream_full_parameters(model, dtype)
     run.train(steps=1)
     _check_stream(run)

@@ -18,6 +18,7 @@ from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
 import pytest
 import thunder
 import torch
+from coded import coded
 from internals import Bucket
 from models import GPT, Halves, Layer, Stack
 from profiles import LONG_ONLY, with_long
@@ -277,7 +278,7 @@ def test_a_backward_that_fails_after_reducing_some_gradients_spoils_the_sum() ->
     fail = mock.patch.object(no_sync, "add_reduced", lambda *args: (next(calls), real(*args)))
     with fail, pytest.raises(StopIteration):  # in the second bucket
         run.backward()
-    with pytest.raises(RuntimeError, match="a backward under no_sync failed after it had added gradients"):
+    with pytest.raises(RuntimeError, check=coded("gradient.sum-of-partial-backward")):
         run.micro_batch(1)
     discard_unreduced(run.model)
     run.unsharded.discard()
@@ -311,7 +312,8 @@ def test_ranks_notice_that_the_first_backward_of_a_window_failed_on_one(rank: in
             continue
         loss = run.model(*run.inputs(3)).sum()
         with pytest.raises(
-            ScheduleDisagreement, match=r"rank 0: .*after 1 failed backwards under no_sync were left out"
+            ScheduleDisagreement,
+            check=coded("ranks.actions-differ", "after 1 failed backwards under no_sync were left out"),
         ):
             loss.backward()
         discard_unreduced(run.model)
@@ -334,7 +336,7 @@ def _peak(window: Any) -> int:
 
 
 def _least(**options: Any) -> int:
-    with pytest.raises(MemoryLimitError, match=r"max_memory: .* bytes are too few") as caught:
+    with pytest.raises(MemoryLimitError, check=coded("plan.step-exceeds-max-memory")) as caught:
         _compile_window(max_memory=1, **options)
     return caught.value.least_bytes
 

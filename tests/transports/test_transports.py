@@ -19,6 +19,7 @@ import shared_memory
 import thunder
 import torch
 import torch.distributed as dist
+from coded import coded
 from device import SHARED_MEMORY
 from internals import BucketRanks, ProcessGroupRef
 from models import Stack, TinyParameters, UnevenRows
@@ -142,49 +143,53 @@ def test_symmetric_memory_compares_gpus_by_their_ids(rank: int) -> None:
 
     with mock.patch.dict(os.environ):
         os.environ.pop("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", None)
-        with pytest.raises(ValueError, match=r"ranks \[0, 1\] share a GPU"):
+        with pytest.raises(ValueError, check=coded("transport.ranks-share-gpu", "[0, 1]")):
             check("GPU-0")
-        with pytest.raises(ValueError, match="ranks are on host0, host1; shard inside nodes"):
+        with pytest.raises(ValueError, check=coded("transport.ranks-on-several-hosts", "host0, host1")):
             check(f"GPU-{rank}", f"host{rank}")
         check(f"GPU-{rank}")
         assert os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
 
 
-REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], coded]] = {
     "symmetric memory": (
         {"transport": "symmetric_memory"},
         ValueError,
-        r"transport='symmetric_memory' needs GPUs .* on 'cpu'; use 'flat'.*bucket 'first'",
+        coded("transport.refused-for-bucket", "'first'", "transport='symmetric_memory'", "'cpu'", "'flat'"),
     ),
     "unknown": (
         {"transport": "pigeon"},
         ValueError,
-        r"transport: expected 'auto', one of \[.*'flat'.*\].*got 'pigeon'",
+        coded("option.unknown-transport", "'pigeon'", "'flat'"),
     ),
     "unknown by callable": (
         {"transport": lambda name, params: "pigeon"},
         ValueError,
-        "transport: expected .* got 'pigeon'",
+        coded("option.unknown-transport", "'pigeon'"),
     ),
     "dtype": (
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)},
         ValueError,
-        r"gloo cannot send torch\.float8_e4m3fn; .*mp_policy.*bucket 'first'",
+        coded("transport.refused-for-bucket", "'first'", "gloo", "torch.float8_e4m3fn", "mp_policy"),
     ),
     "no float": (
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.int32)},
         ValueError,
-        r"mp_policy: reduce_dtype must be a floating-point dtype, got torch\.int32",
+        coded("option.dtype-not-floating-point", "mp_policy", "reduce_dtype", "torch.int32"),
     ),
-    "no policy": ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy: expected a MixedPrecisionPolicy"),
+    "no policy": (
+        {"mp_policy": torch.bfloat16},
+        TypeError,
+        coded("option.wrong-type", "mp_policy", "MixedPrecisionPolicy"),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 @on_ranks(2)
 def test_invalid_transports_and_precisions_are_refused_by_jit(case: str) -> None:
-    options, error, message = REFUSED[case]
-    with pytest.raises(error, match=message):
+    options, error, expected = REFUSED[case]
+    with pytest.raises(error, check=expected):
         thunder.jit(Stack(1), transforms=[fsdp(**options)])
 
 

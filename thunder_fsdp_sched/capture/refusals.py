@@ -10,6 +10,7 @@ from pathlib import Path
 
 from thunder.core.interpreter import get_interpreterruntimectx
 
+from ..errors import coded_error
 from ..ir.inspection import is_library
 
 AS_TENSORS = (
@@ -32,7 +33,13 @@ def refusal(what: str, instead: str) -> NotImplementedError:
         instead: what to do instead, without a period.
     """
     line = user_line()
-    error = NotImplementedError(f"fsdp: {line + ': ' if line else ''}{what}. {instead}")
+    error = coded_error(
+        NotImplementedError,
+        "module.not-reproduced-by-trace",
+        where=line + ": " if line else "",
+        operation=what,
+        instead=instead,
+    )
     known = _refused.get()
     if known is not None:
         known.append(error)

@@ -26,6 +26,7 @@ from thunder.core.symbol import Symbol
 from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..errors import coded_error
 from ..extensions import load
 from ..ir.gradients import WRONG_GRADIENTS
 from ..private_interpreter import call_interpreted
@@ -207,7 +208,7 @@ def _eye(
     requires_grad: bool = False,
 ) -> torch.Tensor:
     if requires_grad:
-        raise NotImplementedError("fsdp: torch.eye(requires_grad=True) in forward: make it a parameter of the module")
+        raise coded_error(NotImplementedError, "module.eye-requires-grad")
     rows = torch.arange(n, device=device)
     columns = torch.arange(n if m is None else m, device=device)
     return (rows[:, None] == columns[None, :]).to(default_dtype if dtype is None else dtype)

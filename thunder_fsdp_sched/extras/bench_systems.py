@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..api import fsdp
 from ..compiled_traces import CompiledTraces
+from ..errors import coded_error
 from ..ir.effects import sends
 from ..option_groups import Init
 from ..plan.bucketing import named_blocks
@@ -38,18 +39,13 @@ def torchrun_ranks() -> Iterator[torch.device]:
     """
     joins = not dist.is_initialized()
     if joins and "LOCAL_RANK" not in os.environ:
-        raise ValueError(
-            "bench: it runs on several ranks; start it with torchrun --nproc-per-node 2 -m thunder_fsdp_sched bench ..."
-        )
+        raise coded_error(ValueError, "bench.needs-several-ranks")
     local, ranks = (
         int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
     )
     gpus = torch.cuda.device_count()
     if 0 < gpus < ranks:
-        raise ValueError(
-            f"nproc-per-node: {ranks} ranks, but only {gpus} GPUs; start fewer ranks, or set CUDA_VISIBLE_DEVICES= to "
-            f"measure on the CPU"
-        )
+        raise coded_error(ValueError, "bench.more-ranks-than-gpus", ranks=ranks, gpus=gpus)
     if gpus:
         torch.cuda.set_device(local)
     if joins:
@@ -69,7 +65,7 @@ def parse_systems(text: str) -> list[str]:
     """
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     if unknown := [name for name in names if name not in SYSTEMS]:
-        raise ValueError(f"systems: no system {unknown[0]!r}; name some of {', '.join(SYSTEMS)}, separated by commas")
+        raise coded_error(ValueError, "bench.unknown-system", name=unknown[0], expected=", ".join(SYSTEMS))
     return names
 
 
@@ -99,12 +95,9 @@ class Setup:
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         tensors |= {f"input {n}": t for n, t in enumerate(tree_leaves((args, kwargs))) if isinstance(t, torch.Tensor)}
         if on_meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
-            raise ValueError(
-                f"model: {on_meta[0]!r} is on the meta device and has no values to compute with; pass a MODULE:FACTORY that "
-                "makes model and inputs on the CPU or on this rank's GPU"
-            )
+            raise coded_error(ValueError, "bench.model-on-meta-device", name=on_meta[0])
         if not any(p.requires_grad for p in module.parameters()):
-            raise ValueError("model: no parameter requires a gradient, so there is no training step to measure")
+            raise coded_error(ValueError, "bench.no-trainable-parameter")
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(self.device), (args, kwargs))
         return module, args, kwargs
 
@@ -127,7 +120,7 @@ def _fsdp2(reshard: bool | None, module: nn.Module, group: Any, setup: Setup) ->
 
 def _ddp(module: nn.Module, group: Any, setup: Setup) -> tuple[Any, Any]:
     if setup.policy is not None:
-        raise ValueError("mixed-precision: DDP has no such policy; leave DDP out of --systems")
+        raise coded_error(ValueError, "bench.mixed-precision-with-ddp")
     return DistributedDataParallel(module.to(setup.device), process_group=group), None
 
 
@@ -145,7 +138,7 @@ def loss_of(output: Any) -> torch.Tensor:
     """Return the first scalar with a gradient in a module's output, or else the sum of the mean squares of its tensors."""
     trained = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not trained:
-        raise ValueError("model: no tensor in the module's output has a gradient")
+        raise coded_error(ValueError, "bench.output-without-gradient")
     scalars = [t for t in trained if t.ndim == 0]
     return scalars[0] if scalars else torch.stack([t.float().square().mean() for t in trained]).sum()
 

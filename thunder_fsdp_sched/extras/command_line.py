@@ -20,6 +20,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..api import fsdp
+from ..errors import coded_error
 from ..logs import following_stages
 from ..option_groups import Sharding
 from ..plan.specs import ShardingStrategy
@@ -154,9 +155,8 @@ class StepOptions:
         dtype = _dtype("dtype", self.dtype or "float32")
         by_name = {"--batch": self.batch, "--length": self.length, "--dtype": self.dtype}
         if ":" in self.model and (given := [option for option, value in by_name.items() if value is not None]):
-            raise typer.BadParameter(
-                f"{', '.join(given)}: only for models by name; {self.model} makes its parameters and inputs itself, so "
-                f"change them there"
+            raise coded_error(
+                typer.BadParameter, "command.option-of-named-models", options=", ".join(given), model=self.model
             )
         if (folder := str(Path.cwd())) not in sys.path:
             sys.path.insert(0, folder)
@@ -183,7 +183,7 @@ class StepOptions:
 def _dtype(option: str, name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise typer.BadParameter(f"{option}: torch has no dtype {name!r}; bfloat16, float16 and float32 are some")
+        raise coded_error(typer.BadParameter, "command.unknown-dtype", option=option, name=name)
     return found
 
 
@@ -193,7 +193,7 @@ def _prefetch(text: str | None) -> int | str | None:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"--prefetch: expected a number of buckets or auto, got {text!r}") from None
+        raise coded_error(ValueError, "command.prefetch-not-a-number", got=text) from None
 
 
 def _takes(
@@ -279,7 +279,7 @@ def plan(
     console = make_console()
     for option, number in (("--optimizer-bytes", optimizer_bytes), ("--optimizer-step-bytes", optimizer_step_bytes)):
         if number is not None and not math.isfinite(number):
-            raise typer.BadParameter(f"{option}: expected a finite number, got {number}")
+            raise coded_error(typer.BadParameter, "command.number-not-finite", option=option, got=number)
     _check_outputs(
         picture=OutputFile(picture, picture=True),
         perfetto=OutputFile(perfetto, data=True),

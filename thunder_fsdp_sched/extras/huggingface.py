@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..errors import coded_error
 from ..ranks.control import control_of
 from ..sharding.sharded_module import find_jitted
 from .checkpoint.on_all_ranks import run_on_all_ranks
@@ -44,13 +45,10 @@ def save_pretrained(model: torch.nn.Module, folder: str | os.PathLike[str], **op
     jitted, sharded = find_jitted(model)
     module: Any = sharded.module
     if not callable(getattr(type(module), "save_pretrained", None)):
-        raise TypeError(
-            f"model: {type(module).__name__} has no save_pretrained; use thunder_fsdp_sched.save_safetensors or "
-            f"full_state_dict"
-        )
+        raise coded_error(TypeError, "huggingface.no-save-pretrained", module=type(module).__name__)
     for option in ("state_dict", "is_main_process"):
         if option in options:
-            raise TypeError(f"{option}: save_pretrained sets it")
+            raise coded_error(TypeError, "huggingface.option-set-by-save-pretrained", option=option)
     for bucket in sharded.buckets:
         refuse_unshared(bucket)
     sharded.check_initialized()

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..errors import coded_error
 from ..runtime.row_dtensor import DTENSORS
 
 
@@ -55,19 +56,11 @@ def _autocast_off_meta(device_type: str, enabled: bool = True, **options: Any) -
 
 def _refuse_collecting(_: Any, collected: Any) -> None:
     if collected:
-        raise ValueError(
-            f"fsdp: the model was asked for {', '.join(sorted(collected))}, which transformers collects by hooks that "
-            f"cannot be compiled. Leave out output_hidden_states and output_attentions (arguments, or attributes of "
-            f"model.config), or call the module that thunder_fsdp_sched.eager(model) returns"
-        )
+        raise coded_error(ValueError, "huggingface.hooks-not-compilable", outputs=", ".join(sorted(collected)))
 
 
 def _refuse_cache(*_: Any, **__: Any) -> NoReturn:
-    raise ValueError(
-        "fsdp: the model was asked to use a cache of keys and values, which cannot be compiled. Pass use_cache=False, or "
-        "set model.config.use_cache = False. To generate, call generate(...) of the module that "
-        "thunder_fsdp_sched.eager(model) returns"
-    )
+    raise coded_error(ValueError, "huggingface.cache-not-compilable")
 
 
 def prepare(module: torch.nn.Module, compile_data: Any) -> None:
@@ -90,10 +83,7 @@ def _refuse_save_pretrained(module: torch.nn.Module) -> None:
 def _save_whole_values(reference: weakref.ref[Any], *args: Any, state_dict: Any = None, **options: Any) -> Any:
     module: Any = reference()
     if not state_dict or any(isinstance(value, DTENSORS) for value in state_dict.values()):
-        raise RuntimeError(
-            f"save_pretrained: the parameters of this {type(module).__name__} are sharded. Call "
-            f"thunder_fsdp_sched.extras.huggingface.save_pretrained(model, folder) with the jitted module, on all ranks"
-        )
+        raise coded_error(RuntimeError, "huggingface.parameters-are-sharded", module=type(module).__name__)
     return type(module).save_pretrained(module, *args, state_dict=state_dict, **options)
 
 
@@ -112,18 +102,9 @@ def is_prepared_for_accelerate() -> bool:
     state = accelerate.AcceleratorState()
     kind = state.distributed_type.value
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
-        raise ValueError(
-            f"accelerate: the model is sharded by fsdp(...) already, and the accelerator is configured for {kind}. Use "
-            f"a configuration without it (MULTI_GPU, or MULTI_CPU)"
-        )
+        raise coded_error(ValueError, "huggingface.accelerate-shards-too", distribution=kind)
     if state.mixed_precision != "no":
-        raise ValueError(
-            "accelerate: mixed_precision would wrap the compiled model's forward in autocast. Use "
-            "Accelerator(mixed_precision='no') and fsdp(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) (in "
-            "TrainingArguments leave out bf16 and fp16)"
-        )
+        raise coded_error(ValueError, "huggingface.accelerate-mixed-precision")
     if state.dynamo_plugin is not None and state.dynamo_plugin.backend.value != "NO":
-        raise ValueError(
-            "accelerate: the model is compiled by Thunder already; use an Accelerator without dynamo_backend"
-        )
+        raise coded_error(ValueError, "huggingface.accelerate-dynamo-backend")
     return True

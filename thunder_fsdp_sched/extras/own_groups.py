@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..errors import coded_error
 from ..ranks.assignment import GroupAssignment
 from ..ranks.process_groups import BucketRanks, ProcessGroupRef, companion_of, default_group, new_group
 
@@ -14,29 +15,20 @@ from ..ranks.process_groups import BucketRanks, ProcessGroupRef, companion_of, d
 def ranks_of_answer(assignment: GroupAssignment, name: str, answer: Any) -> BucketRanks:
     """Return the ranks that ``process_group_for`` has given for a parameter."""
     if answer is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"process_group_for: rank {dist.get_rank()} is not in the process group for parameter {name!r}; return the "
-            f"group that this rank is a member of"
-        )
+        raise coded_error(ValueError, "ranks.own-rank-outside-parameter-group", rank=dist.get_rank(), name=name)
     if isinstance(answer, DeviceMesh):
         if answer.ndim > 2:
-            raise ValueError(
-                f"process_group_for: the mesh for {name!r} has {answer.ndim} dimensions, expected at most 2"
-            )
+            raise coded_error(ValueError, "ranks.parameter-mesh-too-many-dimensions", name=name, ndim=answer.ndim)
         ranks = ranks_of_mesh(assignment, answer)
     elif isinstance(answer, dist.ProcessGroup):
         ranks = assignment.ranks_over(ProcessGroupRef.of(answer))
     else:
-        raise TypeError(
-            f"process_group_for: expected a process group, a mesh or None for parameter {name!r}, got {answer!r} of "
-            f"type {type(answer).__name__}"
+        raise coded_error(
+            TypeError, "ranks.parameter-group-of-wrong-type", name=name, answer=answer, type=type(answer).__name__
         )
     outside = {rank for group in ranks.groups for rank in group.global_ranks} - {*assignment.world_group.global_ranks}
     if outside:
-        raise ValueError(
-            f"process_group_for: the group for parameter {name!r} holds ranks {sorted(outside)}, which are not "
-            f"among those that the module is sharded over; give Ranks(...) a mesh or process_group with all of them"
-        )
+        raise coded_error(ValueError, "ranks.parameter-group-exceeds-world", name=name, ranks=sorted(outside))
     return ranks
 
 
@@ -49,9 +41,12 @@ def ranks_of_mesh(assignment: GroupAssignment, mesh: DeviceMesh) -> BucketRanks:
     """
     rows = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1)).tolist()
     if unsorted := next((row for row in rows if row != sorted(row)), None):
-        raise ValueError(
-            f"ranks: the mesh {mesh.mesh.tolist()} shards over the ranks {unsorted} in this order, but torch sorts the "
-            f"ranks of a process group: list them as {sorted(unsorted)}, or renumber the ranks when you start them"
+        raise coded_error(
+            ValueError,
+            "ranks.mesh-ranks-not-ascending",
+            mesh=mesh.mesh.tolist(),
+            ranks=unsorted,
+            expected=sorted(unsorted),
         )
     replicas = ProcessGroupRef.of(mesh.get_group(0)) if mesh.ndim == 2 else None
     return assignment.ranks_over(ProcessGroupRef.of(mesh.get_group(mesh.ndim - 1)), replicas, mesh)

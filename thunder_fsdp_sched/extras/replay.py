@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..errors import coded_error
 from ..ir.effects import bucket_of, effects
 from ..ir.inspection import statements, with_bound_symbols
 from ..ir.read_schedule import compute_digest, is_communication
@@ -60,10 +61,13 @@ def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
             compute.append(bsym)
     out = _interleave(compute, ours, schedule)
     if compute_digest(compute) != schedule.compute:
-        raise ScheduleMismatch(
-            f"schedule: it was made for another computation: {schedule.statements - len(schedule)} bound symbols with "
-            f"digest {schedule.compute}, this trace has {len(compute)} with digest {compute_digest(compute)}; "
-            f"make it again from this model and these options"
+        raise coded_error(
+            ScheduleMismatch,
+            "schedule.made-for-another-computation",
+            schedule_count=schedule.statements - len(schedule),
+            schedule_digest=schedule.compute,
+            trace_count=len(compute),
+            trace_digest=compute_digest(compute),
         )
     return with_bound_symbols(trace, out, "fsdp: replay schedule")
 
@@ -79,17 +83,19 @@ def _interleave(
         known = ours[op.kind, op.bucket]
         if not known or len(out) != op.position:
             why = "the trace has no such op" if not known else f"the trace ends at {len(out)}"
-            raise ScheduleMismatch(f"schedule: line {number} does not fit, {why}:\n    {op}")
+            raise coded_error(ScheduleMismatch, "schedule.line-does-not-fit-trace", number=number, reason=why, op=op)
         bsym = known.popleft()
         issue = effects(bsym).issues
         if issue is not None and issue.nbytes != op.nbytes:
-            raise ScheduleMismatch(
-                f"schedule: line {number} does not fit, the bucket has {issue.nbytes:,} bytes here:\n    {op}"
+            raise coded_error(
+                ScheduleMismatch, "schedule.line-has-other-bytes", number=number, nbytes=issue.nbytes, op=op
             )
         out.append(bsym.from_bsym(header=op.reason.partition(THEN_HOOK)[0]))
     left = [bsym for known in ours.values() for bsym in known]
     if left:
-        raise ScheduleMismatch(f"schedule: it lacks {left[0].sym.name} of bucket {bucket_of(left[0]).spec.name!r}")
+        raise coded_error(
+            ScheduleMismatch, "schedule.lacks-op-of-bucket", op=left[0].sym.name, bucket=bucket_of(left[0]).spec.name
+        )
     out.extend(rest)
     return out
 
@@ -110,10 +116,10 @@ def pinned_schedule(
     pinned = [s for s in steps if s.no_sync is no_sync]
     fitting = [s for s in pinned if s.forward.compute == digest] or pinned
     if not fitting:
-        raise ScheduleMismatch(f"schedule: the file has no schedule for no_sync={no_sync}")
+        raise coded_error(ScheduleMismatch, "schedule.lacks-no-sync-mode", no_sync=no_sync)
     schedule = fitting[0].backward if forward is not None else fitting[0].forward
     if schedule is None:
-        raise ScheduleMismatch("schedule: it has no backward schedule, but this model has a backward trace")
+        raise coded_error(ScheduleMismatch, "schedule.lacks-backward")
     return schedule
 
 
@@ -132,14 +138,14 @@ def load_schedules(path: str | Path) -> list[StepSchedule]:
     try:
         content = json.loads(Path(path).read_text())
         if (found := content.pop("format", None) if isinstance(content, dict) else None) != _FORMAT:
-            raise ValueError(f"format {found!r}, this version reads {_FORMAT}")
+            raise coded_error(ValueError, "schedule.unsupported-format", got=found, expected=_FORMAT)
         if content.keys() != {"steps"}:
-            raise ValueError(f"the file has {', '.join(content) or 'nothing'}, not steps")
+            raise coded_error(ValueError, "schedule.file-without-steps", got=", ".join(content) or "nothing")
         return list(_read(content["steps"], tuple[StepSchedule, ...], "steps"))
     except RecursionError:
-        raise ValueError(f"schedule: {path} holds no schedule: it is nested too deeply") from None
+        raise coded_error(ValueError, "schedule.file-nested-too-deeply", path=path) from None
     except ValueError as error:  # JSONDecodeError is one
-        raise ValueError(f"schedule: {path} holds no schedule: {error}") from error
+        raise coded_error(ValueError, "schedule.file-not-valid", path=path, error=error) from error
 
 
 def _read(value: Any, annotation: Any, at: str) -> Any:
@@ -152,15 +158,17 @@ def _read(value: Any, annotation: Any, at: str) -> Any:
     expected: Any = list if get_origin(of) is tuple else dict if fields is not None else of
     if type(value) is not expected:  # isinstance accepts a bool as an int
         names = expected.__name__ + " or null" * (types.NoneType in options)
-        raise ValueError(f"{at}: expected {names}, got {type(value).__name__}")
+        raise coded_error(
+            ValueError, "schedule.field-of-wrong-type", place=at, expected=names, type=type(value).__name__
+        )
     if expected is list:
         return tuple([_read(each, get_args(of)[0], f"{at}[{number}]") for number, each in enumerate(value)])
     if fields is None:
         return value
     if unknown := sorted(value.keys() - fields.keys()):
-        raise ValueError(f"{at}.{unknown[0]} is unknown")
+        raise coded_error(ValueError, "schedule.unknown-field", place=at, field=unknown[0])
     if missing := [name for name in fields if name not in value]:
-        raise ValueError(f"{at} has no {missing[0]!r}")
+        raise coded_error(ValueError, "schedule.lacks-field", place=at, field=missing[0])
     return of(**{name: _read(value[name], type_, f"{at}.{name}") for name, type_ in fields.items()})
 
 
@@ -174,10 +182,9 @@ def check_schedule(name: str, schedule: object) -> tuple[StepSchedule, ...]:
     if isinstance(schedule, StepSchedule):
         return (schedule,)
     if not isinstance(schedule, (str, Path)):
-        raise TypeError(
-            f"{name}: expected a path to a saved schedule, a StepSchedule or None, got {schedule!r} of type "
-            f"{type(schedule).__name__}"
+        raise coded_error(
+            TypeError, "schedule.option-of-wrong-type", name=name, schedule=schedule, type=type(schedule).__name__
         )
     if not Path(schedule).is_file():
-        raise ValueError(f"{name}: there is no file {str(schedule)!r}; transform.save_schedules(path) writes one")
+        raise coded_error(ValueError, "schedule.file-not-found", name=name, path=str(schedule))
     return tuple(load_schedules(schedule))

@@ -33,6 +33,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..errors import coded_error
 from ..plan.layout import Layout
 from ..plan.specs import BucketSpec
 from ..private_distributed import timeout_of
@@ -80,10 +81,7 @@ class SymmetricMemory(Flat):
 
     def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: BucketRanks) -> None:
         if device.type not in self._devices:
-            raise ValueError(
-                f"transport={self.name!r} needs GPUs that can read each other's memory, but the parameters are on "
-                f"{device.type!r}; use 'flat', or move the module to CUDA devices (init=Init(device='cuda'))"
-            )
+            raise coded_error(ValueError, "transport.needs-gpu-parameters", name=self.name, device=device.type)
         sees_all = device.type != "cuda" or ranks.group.size <= torch.cuda.device_count()
         if not sees_all and os.environ.get(_SHARES_DEVICES) != "1":  # as in tests on one GPU
             self._compare_devices(device, ranks.group)
@@ -98,23 +96,22 @@ class SymmetricMemory(Flat):
         """
         fix = "shard inside nodes with a 2-D mesh, or use 'flat'"
         if group.is_fake:
-            raise ValueError(f"transport={self.name!r} works within a node, which cannot be checked here; {fix}")
+            raise coded_error(ValueError, "transport.node-cannot-be-checked", name=self.name, fix=fix)
         own = f"{socket.gethostname()} {getattr(torch.cuda.get_device_properties(device), 'uuid', device.index)}"
         store, patience = group.process_group.get_group_store(), timeout_of(group.process_group)
         prefix = f"thunder_fsdp_sched/devices/{group.name}"
         texts = exchange_texts(store, prefix, group.global_ranks, own, min(patience, ARRIVAL_TIMEOUT))
         if missing := [rank for rank in group.global_ranks if rank not in texts]:
-            raise ValueError(
-                f"transport={self.name!r}: ranks {missing} do not compare their GPUs, which see all; {fix}"
+            raise coded_error(
+                ValueError, "transport.ranks-without-gpu-comparison", name=self.name, ranks=missing, fix=fix
             )
         if len(hosts := sorted({text.partition(" ")[0] for text in texts.values()})) > 1:
-            raise ValueError(
-                f"transport={self.name!r} works within a node: the process group's ranks are on {', '.join(hosts)}; {fix}"
+            raise coded_error(
+                ValueError, "transport.ranks-on-several-hosts", name=self.name, hosts=", ".join(hosts), fix=fix
             )
         if shared := [rank for rank, text in texts.items() if list(texts.values()).count(text) > 1]:
-            raise ValueError(
-                f"transport={self.name!r}: ranks {shared} share a GPU with another rank; give each rank a GPU, or set "
-                f"{_SHARES_DEVICES}=1"
+            raise coded_error(
+                ValueError, "transport.ranks-share-gpu", name=self.name, ranks=shared, variable=_SHARES_DEVICES
             )
 
     def allocate_together(
@@ -152,15 +149,16 @@ class SymmetricMemory(Flat):
         try:
             handle = self.memory.rendezvous(memory, group=group.process_group.group_name)
         except RuntimeError as error:
-            raise ValueError(
-                f"transport={self.name!r}: rank {group.rank} cannot share memory with the other ranks of "
-                f"{group.description!r}: {error}"
+            raise coded_error(
+                ValueError,
+                "transport.memory-cannot-be-shared",
+                name=self.name,
+                rank=group.rank,
+                group=group.description,
+                error=error,
             ) from error
         if offset := getattr(handle, "offset", 0):
-            raise ValueError(
-                f"transport={self.name!r}: torch has put shards {offset} bytes into an allocation of its pool, where peers "
-                f"would read others; set TORCH_SYMMMEM_IMPLICIT_POOL=0, or use 'flat'"
-            )
+            raise coded_error(ValueError, "transport.shards-inside-torch-pool", name=self.name, offset=offset)
         return handle
 
     def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:

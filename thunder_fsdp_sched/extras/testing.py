@@ -20,6 +20,7 @@ from thunder.core.trace import TraceCtx
 
 from ..api import fsdp
 from ..compiled_traces import CompiledTraces
+from ..errors import coded_error
 from ..ir.analysis import Analysis
 from ..ir.effects import effects
 from ..ir.inspection import args_of, outs_of, statement, statements
@@ -58,10 +59,10 @@ def compiled_traces(subject: Subject) -> CompiledTraces:
     if isinstance(subject, CompiledTraces):
         return subject
     if isinstance(subject, TraceCtx):
-        raise TypeError("expected a jitted module, a transform or compiled traces, got a single trace")
+        raise coded_error(TypeError, "trace.single-trace-given")
     transform = subject if isinstance(subject, FSDPTransform) else find_transform(subject)
     if not transform.compiled:
-        raise ValueError("nothing is compiled yet: call the jitted module first")
+        raise coded_error(ValueError, "trace.jitted-module-not-yet-called")
     return transform.compiled[-1]
 
 

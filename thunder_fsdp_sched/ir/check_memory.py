@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..errors import coded_error
 from ..private_torch import memory_of
 from .registry import register
 
@@ -23,16 +24,10 @@ def check_memory(written: tuple[str, ...], contiguous: tuple[str, ...], names: t
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.numel():
             continue
         if name in contiguous and not tensor.is_contiguous():
-            raise RuntimeError(
-                f"fsdp: forward changes in place what reshape, flatten or contiguous returns, which is a view or a copy by "
-                f"the strides of {name!r}; pass {name}.contiguous(), or use operators that change nothing in place"
-            )
+            raise coded_error(RuntimeError, "module.changes-view-or-copy-in-place", name=name)
         other = storages.setdefault(memory_of(tensor), name)
         if other != name and not {name, other}.isdisjoint(written):
-            raise RuntimeError(
-                f"fsdp: arguments {other!r} and {name!r} share memory, and forward changes one of them in place. Pass a "
-                f"clone(), or use an operator that changes nothing in place"
-            )
+            raise coded_error(RuntimeError, "module.changes-arguments-sharing-memory", other=other, name=name)
 
 
 fsdp_check_memory = register("fsdp_check_memory", check_memory)

@@ -25,6 +25,7 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 
+from ..errors import coded_error
 from ..private_thunder import FACTS, function_called_by, torch_function_of
 from .inspection import args_of, outs_of
 from .observation import Observed, observe_call
@@ -286,12 +287,10 @@ def declare_operator(symbol: Symbol, *, pure: bool = False, views: bool = False)
         TypeError: ``symbol`` is not a symbol of an executor, or ``pure`` or ``views`` is no bool.
     """
     if not isinstance(symbol, Symbol) or symbol.executor is None:
-        raise TypeError(
-            f"declare_operator: symbol: expected what register_operator of an executor has returned, got {symbol!r}"
-        )
+        raise coded_error(TypeError, "trace.symbol-not-registered", got=symbol)
     for name, value in {"pure": pure, "views": views}.items():
         if not isinstance(value, bool):
-            raise TypeError(f"declare_operator: {name}: expected True or False, got {value!r}")
+            raise coded_error(TypeError, "trace.operator-fact-not-bool", name=name, got=value)
     _declared[symbol] = lambda bsym: Facts(_alias_all(bsym) if views else {}, pure)
 
 

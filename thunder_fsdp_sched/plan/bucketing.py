@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ..errors import coded_error
 from ..extensions import load
 from .layout import make_layout
 from .plan import Plan
@@ -64,9 +65,14 @@ def make_plan(
         name = rule(spec, param, kind)
         (_, _, _, other, _), first = first_of.setdefault(name, (kind, spec.name))
         if other != ranks and callable(strategy):
-            raise ValueError(
-                f"bucketing_strategy: the callable puts {first!r} and {spec.name!r} into one bucket {name!r}, but they are "
-                f"sharded over two process groups, {other.group!r} and {ranks.group!r}"
+            raise coded_error(
+                ValueError,
+                "option.bucket-over-two-groups",
+                first=first,
+                second=spec.name,
+                bucket=name,
+                first_group=other.group,
+                second_group=ranks.group,
             )
         grouped.setdefault((name, kind), []).append(spec)
     taken: set[str] = set()
@@ -105,10 +111,7 @@ def _secondary_size(name: str, options: BucketOptions, ranks: int) -> int | None
     if size is None or options.sharding_strategy == "zero2" or size == ranks:
         return None
     if ranks % size:
-        raise ValueError(
-            f"Sharding: secondary_ranks: {size} ranks cannot hold bucket {name!r} for backward, because it is sharded over "
-            f"{ranks} ranks; choose a number that divides {ranks}"
-        )
+        raise coded_error(ValueError, "option.secondary-ranks-do-not-divide", size=size, name=name, ranks=ranks)
     return size
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import coded_error
 from .bucketing import BucketRule, Kind, Rule
 from .specs import ParamSpec
 
@@ -16,10 +17,7 @@ def rule_of(strategy: int | BucketRule) -> Rule:
     def named_by_user(spec: ParamSpec, param: torch.nn.Parameter, kind: Kind) -> str:
         name = strategy(spec.name, param)
         if not isinstance(name, str) or not name:
-            raise TypeError(
-                f"bucketing_strategy: the callable must return a bucket's name (a non-empty str) for each parameter, "
-                f"but returned {name!r} for {spec.name!r}"
-            )
+            raise coded_error(TypeError, "option.invalid-bucket-name", got=name, parameter=spec.name)
         return name
 
     return named_by_user

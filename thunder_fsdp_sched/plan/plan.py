@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import coded_error
 from ..extensions import load
 from .specs import BucketSpec
 
@@ -36,7 +37,7 @@ class Plan:
         for bucket in self.buckets:
             if bucket.name == name:
                 return bucket
-        raise KeyError(f"no bucket {name!r}; buckets are {[b.name for b in self.buckets]}")
+        raise coded_error(KeyError, "plan.unknown-bucket", name=name, buckets=[b.name for b in self.buckets])
 
     @property
     def param_bytes(self) -> int:

@@ -35,6 +35,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..errors import coded_error
 from ..ir.effects import SlotRegion, effects
 from ..ir.inspection import UNPACKING, args_of, outs_of, statement, with_bound_symbols
 from ..ir.operator_facts import Aliases, facts_of
@@ -170,13 +171,7 @@ class Auditor:
         for proxy, tensor in zip(self.inputs, inputs, strict=True):
             name = self._pre_shard_storage.owner_of(tensor)
             if name is not None:
-                self._raise(
-                    ValueError(
-                        f"fsdp: forward reads {proxy.name!r}, a view of parameter {name!r} that was created before "
-                        f"thunder.jit(..., transforms=[fsdp(...)]) and keeps the old values. Read the parameter itself "
-                        f"in forward, or clone the view"
-                    )
-                )
+                self._raise(coded_error(ValueError, "module.reads-old-view-of-parameter", view=proxy.name, name=name))
 
     def before(self, position: int) -> None:
         """Record the state of the parameters that the bound symbol at ``position`` is about to read."""
@@ -223,9 +218,13 @@ class Auditor:
 
     def _fail(self, position: int, what: str) -> None:
         self._raise(
-            VerificationError(
-                f"{self.name}: bound symbol {position} {what}. What this project knows about the operator is wrong; please "
-                f"report it. Nothing was updated with the wrong values.\n    {statement(self.expected[position].bsym)}"
+            coded_error(
+                VerificationError,
+                "proof.wrong-operator-facts",
+                trace=self.name,
+                position=position,
+                fault=what,
+                statement=statement(self.expected[position].bsym),
             )
         )
 

@@ -23,6 +23,7 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..errors import coded_error
 from ..ir.effects import Effects, Issue, SlotRegion, effects
 from ..ir.inspection import (
     UNPACKING,
@@ -130,7 +131,14 @@ class Machine:
     def fail(self, what: str, position: int | None = None) -> NoReturn:
         position = self.position if position is None else position
         bsym = self.trace.bound_symbols[position]
-        raise VerificationError(f"bound symbol {position} of {self.name}: {what}\n    {statement(bsym)}")
+        raise coded_error(
+            VerificationError,
+            "proof.invalid-bound-symbol",
+            position=position,
+            trace=self.name,
+            fault=what,
+            statement=statement(bsym),
+        )
 
     def _execute(self, bsym: BoundSymbol, effect: Effects) -> None:
         for fault in effect.faults:

@@ -23,6 +23,7 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..errors import coded_error
 from ..ir.effects import effects, is_declared
 from ..ir.inspection import UNPACKING, args_of, is_backward_trace, names, outs_of, return_of, statement
 from ..ir.operator_facts import is_pure
@@ -57,9 +58,11 @@ def check_operands(original: TraceCtx, trace: TraceCtx) -> None:
 
 
 def _refuse(actual: BoundSymbol, expected: BoundSymbol | None) -> NoReturn:
-    raise VerificationError(
-        f"a statement has other operands than when it was made:\n    {statement(actual)}\n"
-        f"    made as: {'nothing' if expected is None else statement(expected)}"
+    raise coded_error(
+        VerificationError,
+        "proof.statement-with-other-operands",
+        statement=statement(actual),
+        expected="nothing" if expected is None else statement(expected),
     )
 
 
@@ -201,7 +204,13 @@ class _Values:
         return f" as the gradient of parameter {region.bucket.spec.params[region.param].name!r}"
 
     def _fail(self, bsym: BoundSymbol, what: str) -> NoReturn:
-        raise VerificationError(f"a statement of {self.half} {what}\n    {statement(bsym)}")
+        raise coded_error(
+            VerificationError,
+            "proof.statement-with-other-values",
+            half=self.half,
+            fault=what,
+            statement=statement(bsym),
+        )
 
 
 def _read_by(bsym: BoundSymbol) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..errors import coded_error
 from ..ir.effects import is_declared
 from ..ir.inspection import is_backward_trace, statement
 from ..ir.registry import handles_of
@@ -40,18 +41,16 @@ def verify_again(
             for was, now in itertools.zip_longest(mine, theirs):
                 if was is None or now is None or _identity(was) != _identity(now):
                     was_text, now_text = ("nothing" if bsym is None else statement(bsym) for bsym in (was, now))
-                    raise VerificationError(
-                        f"the {half} trace has another order of this plugin's statements:\n    before: {was_text}\n"
-                        f"    now: {now_text}"
+                    raise coded_error(
+                        VerificationError, "proof.statements-out-of-order", half=half, before=was_text, now=now_text
                     )
         machine = Machine(max_gathers_in_flight)
         for trace in final:
             machine.run(trace)
         check_values(verified, final)
     except VerificationError as error:
-        raise VerificationError(
-            f"after fsdp(...), {after} has changed a trace that was proved, and it is wrong now. Give that transform "
-            f"before fsdp(...), or leave it out: {error}"
+        raise coded_error(
+            VerificationError, "proof.later-transform-broke-trace", transforms=after, error=error
         ) from None
 
 

@@ -6,6 +6,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.pytree import tree_iter
 from thunder.core.trace import TraceCtx
 
+from ..errors import coded_error
 from ..ir.inspection import UNPACKING, args_of, names, outs_of, statement
 from .machine import VerificationError
 
@@ -26,7 +27,14 @@ def check_well_formed(trace: TraceCtx, after: str) -> None:
         if not fault and bsym.sym.id not in UNPACKING and bsym.sym.id is not PrimIDs.SHAPE:
             fault = next((f"defines {name!r} again" for name in outs if name in defined), "")
         if fault:
-            raise VerificationError(f"after {after}, bound symbol {position} {fault}\n    {statement(bsym)}")
+            raise coded_error(
+                VerificationError,
+                "proof.ill-formed-trace",
+                after=after,
+                position=position,
+                fault=fault,
+                statement=statement(bsym),
+            )
         defined.update(outs)
         if bsym.sym.id is PrimIDs.DEL:
             defined.difference_update(args_of(bsym))

@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from ..errors import coded_error
 from ..extensions import load
 from ..private_distributed import host_backend, timeout_of
 from ..private_torch import labelled
@@ -141,7 +142,13 @@ class Channel:
         if self.pending is not None:
             self.settle()
         if self.closed:
-            raise ScheduleDisagreement(f"{self.closed}\nrank {self.global_rank} has come to {action.describe()} since")
+            raise coded_error(
+                ScheduleDisagreement,
+                "ranks.action-after-closed-channel",
+                reason=self.closed,
+                rank=self.global_rank,
+                action=action.describe(),
+            )
         backend = host_backend(self.group.process_group)
         self.pending = action
         self._posted = time.monotonic()
@@ -162,11 +169,7 @@ class Channel:
         if action is None:
             return
         if not self._waits.acquire(blocking=False):
-            raise RuntimeError(
-                f"fsdp: another thread of this rank waits for the other ranks, with {action.describe()}. Only one thread at "
-                f"a time may use models of the same ranks. It also iterates over batches(...); a thread that prefetches "
-                f"belongs inside of the loader"
-            )
+            raise coded_error(RuntimeError, "ranks.another-thread-waits", action=action.describe())
         try:
             with labelled("wait_agreement"):
                 self._tokens.finish(self._timeout)
@@ -221,12 +224,13 @@ class Channel:
         # Others may have failed in a collective before this round, or have settled it and failed in one after it.
         came = self._exchange_failures(action.describe(), self.rounds, self.rounds + 1)
         self.closed = load("ranks.disagreements:absence")(self, came, waited, error)
-        return ScheduleDisagreement(self.closed)
+        return coded_error(ScheduleDisagreement, "ranks.rank-absent", report=self.closed)
 
     def _disagreement(self, action: RoundAction, tokens: Sequence[bytes]) -> ScheduleDisagreement:
         """Exchange descriptions, and the details of the first two ranks that differ."""
         of_ranks = dict(zip(self.group.global_ranks, map(TOKEN.unpack, tokens), strict=True))
-        return ScheduleDisagreement(load("ranks.disagreements:difference")(self, action, of_ranks, _PATIENCE))
+        report = load("ranks.disagreements:difference")(self, action, of_ranks, _PATIENCE)
+        return coded_error(ScheduleDisagreement, "ranks.actions-differ", report=report)
 
     def _exchange_failures(self, text: str, *numbers: int) -> dict[int, str]:
         """Publish the failure of this rank, and return those of the ranks that publish theirs in time, by global rank.
@@ -276,10 +280,13 @@ def open_channel(group: ProcessGroupRef, name: str) -> Channel | None:
     store, patience = group.process_group.get_group_store(), min(timeout, ARRIVAL_TIMEOUT)
     states = exchange_texts(store, f"thunder_fsdp_sched/{name}", group.global_ranks, state, patience)
     if missing := [rank for rank in group.global_ranks if rank not in states]:
-        raise ScheduleDisagreement(
-            f"fsdp: the ranks of process group {group.description!r} disagree: {named(missing)} did not come to "
-            f"thunder.jit(..., transforms=[fsdp(...)]) within {patience.total_seconds():g} s of rank "
-            f"{group.global_ranks[group.rank]}"
+        raise coded_error(
+            ScheduleDisagreement,
+            "ranks.missing-at-jit",
+            group=group.description,
+            missing=named(missing),
+            seconds=patience.total_seconds(),
+            rank=group.global_ranks[group.rank],
         )
     if not all(states.values()):
         _channels[key] = Channel(group, timeout)

@@ -83,6 +83,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from ..errors import coded_error
 from ..extensions import load
 from ..process_state import reset_after_fork
 from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
@@ -254,19 +255,21 @@ class Control:
         try:
             yield
         except RuntimeError as error:
-            text = f"rank {self.global_rank}: {what} failed: {error}"
-            raise RuntimeError(f"{text}\n{self.explain(text)}".rstrip()) from error
+            failure = coded_error(
+                RuntimeError, "ranks.collective-failed", rank=self.global_rank, what=what, error=error
+            )
+            raise self.explained(failure) from error
 
-    def explain(self, text: str) -> str:
-        """Report a failure to the other ranks and return their reports; empty without other ranks."""
-        if self.channel is None:
-            return ""
-        unagreed = (
-            ""
-            if self.agrees_in_steps
-            else f"With agree={self.agreement!r}, ranks may be in different steps; agree='step' names the one that differs. "
-        )
-        return self.channel.explain(text, unagreed)
+    def explained(self, failure: RuntimeError) -> RuntimeError:
+        """Report a failure to the other ranks, and add their reports to its message."""
+        if self.channel is not None:
+            unagreed = ""
+            if not self.agrees_in_steps:
+                unagreed = f"With agree={self.agreement!r}, ranks may be in different steps; "
+                unagreed += "agree='step' names the one that differs. "
+            reports = self.channel.explain(str(failure), unagreed)
+            failure.args = (f"{failure}\n{reports}".rstrip(),)
+        return failure
 
     def report(self, what: str, failure: Exception | None, digest: int = 0) -> None:
         """Tell the other ranks whether work of this rank has failed, and learn the same of theirs; one round.
@@ -368,7 +371,7 @@ class Control:
 
     def disagreement(self, text: str) -> ScheduleDisagreement:
         """Return the error for something in which the ranks differ."""
-        return ScheduleDisagreement(f"fsdp: the ranks of process group {self.group.description!r} disagree: {text}")
+        return coded_error(ScheduleDisagreement, "ranks.ranks-disagree", group=self.group.description, difference=text)
 
     @contextlib.contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:

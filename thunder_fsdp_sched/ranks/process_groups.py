@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..errors import coded_error
 from ..private_distributed import (
     copy_of_options,
     host_backend,
@@ -115,10 +116,7 @@ class ProcessGroupRef:
         """
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks != tuple(sorted(ranks)):
-            raise ValueError(
-                f"ranks: a process group lists its ranks as {list(ranks)}; create it without sort_ranks=False, or renumber "
-                f"the ranks when you start them"
-            )
+            raise coded_error(ValueError, "ranks.unsorted-process-group", ranks=list(ranks))
         _register_exit_hook()
         _used.add(group)
         description = getattr(group, "group_desc", "")
@@ -175,11 +173,14 @@ class ProcessGroupRef:
             ValueError: the group has no backend for ``device``.
         """
         if device.type != "meta" and not self.backend_for(device):
-            raise ValueError(
-                f"{what} would be sent from the {device.type.upper()}, but process group {self.description!r} has backends "
-                f"for {self.backends!r} only. Move the module to {' or '.join(_by_type(self.backends))} or pass "
-                f"fsdp(init=Init(device=...)), or create the process group with a backend for both: "
-                f"init_process_group('cpu:gloo,cuda:nccl')"
+            raise coded_error(
+                ValueError,
+                "transport.no-backend-for-device",
+                tensors=what,
+                device=device.type.upper(),
+                group=self.description,
+                backends=self.backends,
+                devices=" or ".join(_by_type(self.backends)),
             )
 
     @property
@@ -203,14 +204,9 @@ class ProcessGroupRef:
         """
         group = self._process_group() if self._process_group is not None else None
         if group is None:
-            raise RuntimeError(
-                f"fsdp: process group {self.description!r}, over which parameters are sharded, has been destroyed"
-            )
+            raise coded_error(RuntimeError, "ranks.process-group-destroyed", group=self.description)
         if self._is_of_parent:
-            raise RuntimeError(
-                f"fsdp: process group {self.description!r} was created before this process was forked, and its threads and "
-                f"connections are the parent's: create a process group and shard the model after the fork"
-            )
+            raise coded_error(RuntimeError, "environment.process-group-older-than-fork", group=self.description)
         return group
 
     @property
@@ -277,10 +273,7 @@ def default_group() -> ProcessGroupRef:
         RuntimeError: it is not initialized.
     """
     if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "fsdp: there is no process group to shard over; call torch.distributed.init_process_group() before "
-            "thunder.jit(), and start the script with torchrun"
-        )
+        raise coded_error(RuntimeError, "ranks.no-process-group")
     return ProcessGroupRef.of(dist.distributed_c10d._get_default_group())
 
 
@@ -387,10 +380,7 @@ def _level_group_counts(ranks: list[int], named_after: list[int]) -> list[dist.P
     def largest(what: str, number: int) -> int:
         numbers = exchange_texts(store, f"{prefix}/{call}/{what}", ranks, str(number), ARRIVAL_TIMEOUT)
         if missing := [rank for rank in ranks if rank not in numbers]:
-            raise RuntimeError(
-                f"fsdp: ranks {missing} did not arrive to create the process group of {ranks}; call thunder.jit() with the "
-                f"same options on all of them"
-            )
+            raise coded_error(RuntimeError, "ranks.missing-at-group-creation", missing=missing, ranks=ranks)
         return max(map(int, numbers.values()))
 
     number = largest("known", known)

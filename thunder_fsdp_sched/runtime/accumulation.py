@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from ..errors import coded_error
 from ..extensions import load
 from ..private_torch import backward_number
 
@@ -91,11 +92,7 @@ class Accumulation:
             self.discard()
             self.dropped = dropped
         elif self.is_running:
-            raise RuntimeError(
-                f"a backward under no_sync failed after it had added gradients to bucket {self._spec.name!r}, so the sum "
-                f"includes part of a backward. Call thunder_fsdp_sched.discard_unreduced(model) and repeat the "
-                f"accumulation from its first batch"
-            )
+            raise coded_error(RuntimeError, "gradient.sum-of-partial-backward", bucket=self._spec.name)
 
     def with_reduced(self, shard: torch.Tensor) -> torch.Tensor:
         """Add :attr:`sharded` to the flat reduced gradients of the running backward, in place unless the sum is wider."""

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import coded_error
 from ..extensions import load
 from ..private_torch import accumulates, backward_number, compiled_nodes_of, leaf_nodes, running_node
 
@@ -145,14 +146,7 @@ def guard_backward(
 
 def _check(leaves: Sequence[tuple[Any, Any]], grads: Any) -> None:
     if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "create_graph=True: the backward of a module that Thunder has compiled has no graph, so gradients of gradients "
-            "(gradient penalties, Hessians) would be wrong. Leave out create_graph, or compute this term without "
-            "thunder.jit"
-        )
+        raise coded_error(NotImplementedError, "gradient.create-graph-unsupported")
     for leaf, node in leaves:
         if _is_sharded(leaf) and accumulates(node) is None:
-            raise RuntimeError(
-                f"torch.autograd.grad was called for parameter {leaf.rows.label!r} under no_sync, where gradients are not "
-                f"reduced, so there is none to return. Call it outside of no_sync, or call backward()"
-            )
+            raise coded_error(RuntimeError, "gradient.autograd-grad-under-no-sync", parameter=leaf.rows.label)

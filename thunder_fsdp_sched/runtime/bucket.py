@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import coded_error
 from ..extensions import load
 from ..plan.specs import BucketSpec
 from ..ranks.control import Control
@@ -179,19 +180,20 @@ class Bucket:
         Other ranks are told, and it has what they tell.
         """
         rank, control = self.ranks.group.global_ranks[self.rank], self.base.control
-        text = f"rank {rank}: the {what} of bucket {self.spec.name!r} failed: {error}"
         traces = [frame for frame in traceback.extract_stack() if frame.filename.startswith("thunder.")]
-        if traces:
-            text += f"\nin line {traces[-1].lineno} of {traces[-1].name}: {traces[-1].line}"
-        why = "" if control is None else control.explain(text)
-        return RuntimeError(f"{text}\n{why}" if why else text)
+        line = f"\nin line {traces[-1].lineno} of {traces[-1].name}: {traces[-1].line}" if traces else ""
+        failure = coded_error(
+            RuntimeError, "step.collective-failed", rank=rank, what=what, bucket=self.spec.name, error=error, line=line
+        )
+        return failure if control is None else control.explained(failure)
 
     def lost_shard(self, index: int) -> RuntimeError:
         """Return the error for a parameter whose memory is no longer in the shard buffer."""
-        return RuntimeError(
-            f"parameter {self.spec.params[index].name!r} is no longer in the shard buffer of bucket {self.spec.name!r}: it "
-            f"was given other memory (`p.data = ...`, or another dtype or device, and maybe back). Copy into the "
-            f"parameter instead: `with torch.no_grad(): p.copy_(new)`"
+        return coded_error(
+            RuntimeError,
+            "parameter.outside-shard-buffer",
+            parameter=self.spec.params[index].name,
+            bucket=self.spec.name,
         )
 
     def _allocate_shard(self) -> torch.Tensor:
@@ -269,10 +271,11 @@ class Bucket:
             return False
         others = accumulated - requested(self.params)
         if others and others != accumulated:
-            raise RuntimeError(
-                f"backward was called for some of the parameters of bucket {self.spec.name!r}, for which gradients of "
-                f"no_sync have accumulated, but not for {self.spec.params[min(others)].name!r}: call backward without "
-                f"inputs, or with the same in the whole window"
+            raise coded_error(
+                RuntimeError,
+                "step.backward-for-some-parameters",
+                bucket=self.spec.name,
+                parameter=self.spec.params[min(others)].name,
             )
         return not others
 
@@ -297,9 +300,12 @@ class Bucket:
         """
         spec = self.spec
         if (hook := self.base.all_reduce_hook) is not None and (answer := hook(spec.name, reduced)) is not None:
-            raise TypeError(
-                f"all_reduce_hook: {self.hook_name} must modify the gradients of bucket {spec.name!r} in place and return "
-                f"None, but returned a {type(answer).__name__}"
+            raise coded_error(
+                TypeError,
+                "gradient.hook-returned-value",
+                hook=self.hook_name,
+                bucket=spec.name,
+                got=type(answer).__name__,
             )
         factor = self.base.spec.options.gradient_divide_factor  # may change after compiling
         if factor is not None and factor != (mean_of := self.ranks.averaged):
@@ -355,9 +361,12 @@ class Bucket:
         try:
             return grad.sum_to_size(param.shape)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"the gradient of parameter {param.name!r} has shape {tuple(grad.shape)}, which cannot be summed to the "
-                f"parameter's, {param.shape}"
+            raise coded_error(
+                RuntimeError,
+                "gradient.shape-does-not-fit",
+                name=param.name,
+                got=tuple(grad.shape),
+                expected=param.shape,
             ) from error
 
     def write_rows(self, index: int, rows: torch.Tensor) -> None:

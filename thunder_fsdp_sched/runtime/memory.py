@@ -69,6 +69,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..errors import coded_error
 from ..plan.specs import BucketSpec
 from ..private_torch import backward_number, labelled
 from ..sizes import round_up
@@ -427,9 +428,7 @@ class _InterruptedWork:
     """A stand-in for works that an interrupted issue may have started; waiting for it is an error."""
 
     def wait(self) -> None:
-        raise RuntimeError(
-            "it was interrupted while it was being issued, so its memory cannot be used again: restart the process"
-        )
+        raise coded_error(RuntimeError, "step.interrupted-while-issued")
 
 
 def span_in(memory: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int] | None:

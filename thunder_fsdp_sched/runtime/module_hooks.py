@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..errors import coded_error
 from ..private_torch import find_hooks
 
 
@@ -41,8 +42,8 @@ class TracedHooks:
             for (number, hook), (traced_number, traced) in zip(now, self._hooks, strict=True)
         )
         if not is_same:
-            raise RuntimeError(
-                f"module hooks changed after compilation: compiled with {len(self._hooks)} hooks, now {len(now)}"
+            raise coded_error(
+                RuntimeError, "module.hooks-changed-after-compilation", expected=len(self._hooks), found=len(now)
             )
         self._accepted = found
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from thunder.distributed import get_skip_data_parallel_grad_sync
 
+from ..errors import coded_error
 from ..private_torch import running_node
 from .autograd import moment
 from .bucket import WINDOW_OPEN, Bucket
@@ -71,10 +72,7 @@ def _reuses(bucket: Bucket, slot: Slot, issues_before: int | None) -> bool:
     if bucket.is_reuse_agreed is None:
         return has
     if bucket.is_reuse_agreed and not has:
-        raise RuntimeError(
-            f"bucket {bucket.spec.name!r} was resident on all ranks when this trace started, and has been written or freed "
-            f"since: a hook must neither change parameters nor call the model while the model runs"
-        )
+        raise coded_error(RuntimeError, "step.resident-bucket-lost", bucket=bucket.spec.name)
     return bucket.is_reuse_agreed
 
 
@@ -199,9 +197,8 @@ def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> 
     accumulated = bucket.accumulation.params if ends_window else set()
     for index in accumulated.difference(flight.missing):
         if not bucket.params[index].requires_grad:  # autograd drops what backward returns for it
-            raise RuntimeError(
-                f"parameter {bucket.spec.params[index].name!r} was frozen between forward and backward, while gradients of "
-                f"no_sync have accumulated for it. Freeze it before forward"
+            raise coded_error(
+                RuntimeError, "parameter.frozen-between-forward-and-backward", parameter=bucket.spec.params[index].name
             )
     deferred = (bucket.accumulation.from_others | (accumulated - unused)).intersection(flight.missing)
     bucket.accumulation.deferred = {index: grads[index] for index in deferred}

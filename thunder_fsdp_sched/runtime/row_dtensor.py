@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..errors import coded_error
 from ..extensions import load
 from ..private_torch import dtensor_base, dtensor_constructor, register_foreach_type
 from .rows import Rows
@@ -152,11 +153,7 @@ class RowDTensor(StateEntry, _Base):
 
     @data.setter
     def data(self, value: torch.Tensor) -> NoReturn:
-        raise RuntimeError(
-            f"{self.rows.label!r} cannot be given other memory (`p.data = ...`), because its rows are part of the shard "
-            f"buffer of a bucket. Copy into it instead: `with torch.no_grad(): p.copy_(new)`, with a DTensor, or "
-            f"p.to_local().copy_(rows)"
-        )
+        raise coded_error(RuntimeError, "parameter.data-cannot-be-assigned", parameter=self.rows.label)
 
     # It has no memory itself: its address is 0 and its storage is empty, as those of DTensors. What exports memory raises an
     # error, where torch's own methods would read addresses that do not exist.
@@ -165,10 +162,11 @@ class RowDTensor(StateEntry, _Base):
         return self._local_tensor.is_shared()
 
     def _refuse_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{self.rows.label!r}, of shape {tuple(self.shape)}, has only this rank's rows in memory, which belong to a "
-            f"bucket: they cannot be exported, mapped on the host, or moved into shared memory as a whole tensor. Take the "
-            f"rows, p.to_local().detach(), or gather the whole tensor, p.full_tensor()"
+        raise coded_error(
+            NotImplementedError,
+            "parameter.exported-as-whole-tensor",
+            parameter=self.rows.label,
+            shape=tuple(self.shape),
         )
 
     share_memory_ = numpy = __array__ = __dlpack__ = apply_ = map_ = map2_ = as_subclass = _refuse_memory

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from ..errors import coded_error
 from ..extensions import load
 from ..private_torch import new_spec
 
@@ -64,7 +65,7 @@ class RowShard(Shard):
         self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
     ) -> tuple[list[torch.Tensor], list[int]]:
         if with_padding:
-            raise NotImplementedError(f"ranks have different numbers of rows, {self}, which torch cannot scatter")
+            raise coded_error(NotImplementedError, "parameter.uneven-rows-cannot-scatter", rows=self)
         return list(torch.tensor_split(tensor, self.starts[1:-1])), []
 
     def _to_replicate_tensor(

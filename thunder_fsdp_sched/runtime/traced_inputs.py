@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import coded_error
 from ..extensions import load
 from ..private_torch import states_of
 
@@ -194,7 +195,7 @@ class TracedParameters:
         if all(is_same) and (state := states_of(parameters)) != self._expected:
             is_same = list(map(operator.eq, state, self._expected))
         if not all(is_same):
-            raise RuntimeError(f"fsdp: parameter {self._names[is_same.index(False)]!r} has changed since it was traced")
+            raise coded_error(RuntimeError, "parameter.changed-since-tracing", name=self._names[is_same.index(False)])
 
 
 def check_parameters(traced: TracedParameters, *parameters: torch.nn.Parameter) -> None:
@@ -228,7 +229,13 @@ class TracedAttributes:
         for (path, name, expected), value in zip(self._reads, found, strict=True):
             if not _is_same(value, expected):
                 where = f"{path}.{name}".lstrip(".")
-                raise RuntimeError(f"fsdp: {where} is {value!r}, and was {expected!r} when the module was traced")
+                raise coded_error(
+                    RuntimeError,
+                    "module.attribute-changed-since-tracing",
+                    attribute=where,
+                    value=value,
+                    expected=expected,
+                )
         self._known = found
 
 

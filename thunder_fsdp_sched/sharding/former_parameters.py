@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..errors import coded_error
 from ..private_torch import hooks_of, set_hooks
 
 FormerParameters: TypeAlias = "list[weakref.ref[torch.nn.Parameter]]"
@@ -87,7 +88,4 @@ class _NoHooks(dict[int, Any]):
 
 
 def _refuse(label: str, *_: Any) -> NoReturn:
-    raise RuntimeError(
-        f"parameter {label!r} was taken from the module before thunder.jit or inside unsharded(...), and a sharded one has "
-        f"its place now: create optimizers after thunder.jit, and take parameters from model.parameters() afterwards"
-    )
+    raise coded_error(RuntimeError, "parameter.taken-before-jit", parameter=label)

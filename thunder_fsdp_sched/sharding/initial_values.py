@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from thunder.core.module import ThunderModule
 
+from ..errors import coded_error
 from ..extensions import load
 from ..options import Options
 from ..plan.specs import ParamSpec
@@ -111,13 +112,10 @@ def resolve_device(device: torch.device) -> torch.device:
         return torch.device("cpu") if device.type == "cpu" else device
     if not torch.cuda.is_available():
         built = "torch sees no GPU" if torch.backends.cuda.is_built() else "this build of torch has no CUDA support"
-        raise ValueError(
-            f"device: {str(device)!r} is not available: {built}. Pass Init(device='cpu'), or leave device out"
-        )
+        raise coded_error(ValueError, "option.no-gpu-for-device", device=str(device), reason=built)
     if device.index is not None and device.index >= torch.cuda.device_count():
-        raise ValueError(
-            f"device: {str(device)!r} is not available: this process sees {torch.cuda.device_count()} GPUs. Pass "
-            f"Init(device='cuda') after torch.cuda.set_device(local_rank)"
+        raise coded_error(
+            ValueError, "option.device-index-too-high", device=str(device), gpus=torch.cuda.device_count()
         )
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 

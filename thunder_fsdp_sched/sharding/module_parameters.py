@@ -35,6 +35,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..capture.leaves import Leaves
+from ..errors import coded_error
 from ..extensions import load
 from ..private_torch import state_name
 from ..runtime.bucket import Bucket
@@ -121,18 +122,12 @@ class ModuleParameters:
             RuntimeError: names the replaced object, or the module has whole parameters.
         """
         if self.has_whole:
-            raise RuntimeError(
-                "inside unsharded(...) of this model parameters are whole, and their shards out of date: leave it before "
-                "calling the model, entering it again, or using the model's state or gradients"
-            )
+            raise coded_error(RuntimeError, "step.parameters-whole-inside-unsharded")
         for name, former, _ in () if self.has_placeholders else self._objects.replaced():
             what, how = ("parameter", "copy into it: `with torch.no_grad(): p.copy_(new)`, or load_state_dict")
             if isinstance(former, nn.Module):
                 what, how = "submodule", "change the module before thunder.jit, and make another sharded module"
-            raise RuntimeError(
-                f"{what} {name!r} of a sharded module was replaced or removed after thunder.jit; the shards of the old one "
-                f"would still be used. Instead, {how}"
-            )
+            raise coded_error(RuntimeError, "module.part-replaced-after-jit", role=what, name=name, fix=how)
 
     def check_shards(self) -> None:
         """Raise an error if a shard was converted, moved (``module.double()``), or given other memory.
@@ -145,14 +140,22 @@ class ModuleParameters:
                 before = "before thunder.jit(module, transforms=[fsdp(...)])"
                 if shard.dtype != bucket.spec.dtype:
                     advice = f"convert it {before}, or pass fsdp(mp_policy=...) to compute in lower precision"
-                    raise RuntimeError(
-                        f"parameter {spec.name!r} was sharded as {bucket.spec.dtype}, but the module was converted to "
-                        f"{shard.dtype} afterwards: {advice}"
+                    raise coded_error(
+                        RuntimeError,
+                        "module.converted-after-sharding",
+                        name=spec.name,
+                        expected=bucket.spec.dtype,
+                        found=shard.dtype,
+                        advice=advice,
                     )
                 if shard.device != bucket.shard.device:
-                    raise RuntimeError(
-                        f"parameter {spec.name!r} was sharded on {bucket.shard.device}, but the module was moved to "
-                        f"{shard.device} afterwards: move it {before}, or pass fsdp(init=Init(device=...))"
+                    raise coded_error(
+                        RuntimeError,
+                        "module.moved-after-sharding",
+                        name=spec.name,
+                        expected=bucket.shard.device,
+                        found=shard.device,
+                        before=before,
                     )
                 if address(local_rows(shard)) != bucket.shard_pointers[index]:
                     raise bucket.lost_shard(index)
@@ -251,26 +254,15 @@ class _Guard(UntracedHook):
     def __call__(self, module: nn.Module, args: Any) -> NoReturn:
         if self._params.has_whole:
             self._params.check()
-        raise RuntimeError(
-            f"{self._label} ({type(module).__name__}) of a sharded model was called by itself, but its parameters are this "
-            f"rank's rows. Call the jitted model, but not in a function that thunder.jit compiles again; its forward may "
-            f"take an argument that says which part to run. Or, without gradients, use `with "
-            f"thunder_fsdp_sched.eager(model) as module:`"
-        )
+        raise coded_error(RuntimeError, "module.part-called-by-itself", label=self._label, type=type(module).__name__)
 
     @property
     def __name__(self) -> str:
-        raise AttributeError(
-            f"{self._label} of a sharded model has hooks that cannot be scripted (torch.jit.script): script the module "
-            f"before thunder.jit"
-        )
+        raise coded_error(AttributeError, "module.sharded-hooks-scripted", label=self._label)
 
     def check_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if keep_vars:
-            raise ValueError(
-                "state_dict(keep_vars=True): an entry of a sharded parameter stands for the whole parameter, and is not the "
-                "parameter, which holds this rank's rows: named_parameters() gives it"
-            )
+            raise coded_error(ValueError, "state-dict.keep-vars-of-sharded")
         if self._is_root and not self._params.has_whole:  # once for all submodules
             self._params.check()
 
@@ -296,10 +288,7 @@ class _Guard(UntracedHook):
 
 def refuse_copies(label: str, *_: Any) -> NoReturn:
     """Raise the error for a copy of the jitted module, or of a module in it."""
-    raise TypeError(
-        f"{label} belongs to a sharded model, which cannot be copied or pickled: its parameters are views of shard buffers. "
-        f"Copy the module before thunder.jit, or save full_state_dict(model)"
-    )
+    raise coded_error(TypeError, "module.sharded-model-copied", label=label)
 
 
 def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..errors import coded_error
 from ..option_checks import BY_MODULE, override_of
 from ..options import Options
 from ..plan.specs import BucketOptions, ParamSpec
@@ -46,9 +47,13 @@ def _for_param(decision: BucketOptions, spec: ParamSpec, param: torch.nn.Paramet
         return decision
     dtype = override(param) if spec.dtype.is_floating_point else None
     if dtype not in (None, policy.param_dtype, spec.dtype):
-        raise ValueError(
-            f"mp_policy: param_dtype_override_fn returned {dtype!r} for parameter {spec.name!r}: expected None, param_dtype "
-            f"({policy.param_dtype}) or the parameter's own dtype ({spec.dtype})"
+        raise coded_error(
+            ValueError,
+            "option.override-returned-other-dtype",
+            got=dtype,
+            parameter=spec.name,
+            param_dtype=policy.param_dtype,
+            own_dtype=spec.dtype,
         )
     resolved: Any = {"param_dtype": dtype or policy.param_dtype, "param_dtype_override_fn": None}
     return replace(decision, mp_policy=replace(policy, **resolved))
@@ -108,9 +113,14 @@ class ModulePolicies:
             other = resolved[decisions[name]]
             if _for_bucket(other, spec) != _for_bucket(first, spec):
                 option = next(o for o in BY_MODULE if getattr(first, o) != getattr(other, o))
-                raise ValueError(
-                    f"{option}: parameter {spec.name!r} is also {name!r}, but the callable decides differently for the two "
-                    f"modules: {getattr(first, option)} and {getattr(other, option)}. Let it return the same for both"
+                raise coded_error(
+                    ValueError,
+                    "option.tied-parameter-decided-twice",
+                    option=option,
+                    parameter=spec.name,
+                    other_name=name,
+                    first=getattr(first, option),
+                    second=getattr(other, option),
                 )
         return _for_bucket(first, spec)
 

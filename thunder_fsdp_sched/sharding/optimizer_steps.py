@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ..errors import coded_error
 from ..extensions import load
 from ..runtime.row_dtensor import DTENSORS, RowDTensor
 from .former_parameters import refuse_former
@@ -98,19 +99,12 @@ def _refuse_rows(optimizer: torch.optim.Optimizer, sharded: Sequence[RowDTensor]
     if (why := _mixes_ranks(optimizer)) and (
         param := _first(p for p in sharded if p.rows.ranks.group.size > 1)
     ) is not None:
-        raise ValueError(
-            f"{cls} {why}, but was given rows of {param.rows.label!r}, which is sharded. Use AdamW, or an optimizer that "
-            f"treats each parameter by itself, by thunder_fsdp_sched.WholeParameters"
-        )
+        raise coded_error(ValueError, "optimizer.mixes-ranks", optimizer=cls, reason=why, parameter=param.rows.label)
     if _needs_whole(optimizer) and (param := _first(p for p in sharded if p.rows.is_cut)) is not None:
-        raise ValueError(
-            f"{cls} needs whole parameters, but was given rows of {param.rows.label!r}, which is sharded: create it with "
-            f"thunder_fsdp_sched.WholeParameters({cls}, model, params, ...)"
-        )
+        raise coded_error(ValueError, "optimizer.needs-whole-parameters", optimizer=cls, parameter=param.rows.label)
     if isinstance(optimizer, torch.optim.Rprop) and (param := _first(p for p in sharded if not p.ndim)) is not None:
-        raise ValueError(
-            f"{cls} reads 0-dim parameters as Python numbers, but only one rank has {param.rows.label!r}: give it the shape "
-            f"(1,), or create the optimizer with thunder_fsdp_sched.WholeParameters({cls}, model, params, ...)"
+        raise coded_error(
+            ValueError, "optimizer.scalar-parameter-on-one-rank", optimizer=cls, parameter=param.rows.label
         )
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from ..capture.leaves import Leaves
+from ..errors import coded_error
 from ..extensions import load
 from ..private_torch import (
     READ_BY_DDP,
@@ -37,10 +38,7 @@ from .module_parameters import find_owner, tensors_in_containers
 def refuse_compiled(module: nn.Module) -> None:
     """Raise an error for a graph of ``thunder.fx``, whose parameters are its inputs: nothing would be sharded."""
     if isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None:
-        raise TypeError(
-            "fsdp: thunder.fx gives graphs, which have no module to shard; use thunder.jit, and with thunder.compile a "
-            "recipe with interpreter='thunder.jit', the default"
-        )
+        raise coded_error(TypeError, "module.graph-of-thunder-fx")
 
 
 def refuse_wrapped(module: nn.Module) -> None:
@@ -52,21 +50,13 @@ def refuse_wrapped(module: nn.Module) -> None:
     for name, submodule in module.named_modules():
         where = f"submodule {name!r}" if name else "the module that was given to thunder.jit"
         if isinstance(submodule, FSDPModule):
-            raise TypeError(
-                f"{where} is sharded by fully_shard. Remove all calls of fully_shard: thunder.jit(model, "
-                f"transforms=[fsdp(...)]) shards the whole model at once, and the options of fully_shard have counterparts "
-                f"(mesh: ranks=, mp_policy, offload_policy, reshard_after_forward: sharding_strategy=)"
-            )
+            raise coded_error(TypeError, "module.sharded-by-fully-shard", module=where)
         if isinstance(submodule, (FullyShardedDataParallel, DistributedDataParallel, nn.DataParallel)):
-            raise TypeError(
-                f"{where} is wrapped in {type(submodule).__name__}. Give thunder.jit the module itself: fsdp(...) shards it "
-                f"and reduces its gradients"
+            raise coded_error(
+                TypeError, "module.wrapped-in-other-parallelism", module=where, wrapper=type(submodule).__name__
             )
     if is_compiled(module):
-        raise TypeError(
-            "the module that was given to thunder.jit is compiled by torch.compile, which Thunder cannot trace. Leave "
-            "torch.compile out: thunder.jit compiles the whole model"
-        )
+        raise coded_error(TypeError, "module.compiled-by-torch-compile")
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -85,11 +75,7 @@ def run_compiled_as_leaves(leaves: Leaves) -> None:
     for name, submodule in leaves.model.named_modules():
         if is_compiled(submodule) and submodule not in parts:
             if not leaves.automatic:
-                raise TypeError(
-                    f"submodule {name!r} is compiled by torch.compile, which Thunder cannot trace. Name it in "
-                    f"fsdp(leaf_modules=...), to run it as it is compiled, or leave torch.compile out: thunder.jit compiles "
-                    f"the whole model"
-                )
+                raise coded_error(TypeError, "module.submodule-compiled-by-torch-compile", name=name)
             leaves[submodule] = name
             parts.update(submodule.modules())
 
@@ -98,9 +84,8 @@ def refuse_renamed(module: nn.Module) -> None:
     """Raise an error if ``named_parameters`` gives names under which the module has no parameters."""
     for name, _ in module.named_parameters():
         if find_owner(module, name) is None:
-            raise ValueError(
-                f"the module is a {type(module).__name__}, whose named_parameters() gives {name!r} for a parameter that has "
-                f"another name: Thunder would not find it. Wrap submodules (apply_activation_checkpointing), not the model"
+            raise coded_error(
+                ValueError, "module.parameters-renamed-by-wrapper", wrapper=type(module).__name__, parameter=name
             )
 
 
@@ -109,27 +94,16 @@ def refuse_shards_and_grads(named: dict[str, nn.Parameter]) -> None:
     refuse_former(named.values())
     for name, param in named.items():
         if isinstance(param, RowDTensor):
-            raise ValueError(
-                f"parameter {name!r} is a shard already, of {param.rows.label!r}: fsdp(...) was given the "
-                f"module, or one that shares the parameter, before. Create a new module, and jit it once"
-            )
+            raise coded_error(ValueError, "parameter.already-a-shard", name=name, owner=param.rows.label)
         if param.grad is not None:
-            raise ValueError(
-                f"parameter {name!r} has a gradient, which is not sharded with it: call "
-                f"module.zero_grad(set_to_none=True) before thunder.jit(module, transforms=[fsdp(...)]), and create "
-                f"optimizers after it: one with state of these parameters cannot train the shards"
-            )
+            raise coded_error(ValueError, "parameter.gradient-before-sharding", name=name)
 
 
 def refuse_grad_dtypes(named: dict[str, nn.Parameter]) -> None:
     """Raise an error for parameters whose gradients are to have another dtype than they have."""
     for name, param in named.items():
         if (dtype := getattr(param, "grad_dtype", param.dtype)) != param.dtype:
-            raise ValueError(
-                f"parameter {name!r} has grad_dtype={dtype}, but gradients of shards have the dtype of their parameter, "
-                f"{param.dtype}. Leave it unset, and choose the dtype in which gradients are reduced: "
-                f"fsdp(mp_policy=MixedPrecisionPolicy(reduce_dtype=...))"
-            )
+            raise coded_error(ValueError, "parameter.grad-dtype-set", name=name, grad_dtype=dtype, dtype=param.dtype)
 
 
 def refuse_views(
@@ -149,9 +123,8 @@ def refuse_views(
     for kind, name, tensor in others:
         shared = leaves.get(memory_of(tensor)) if tensor.layout is torch.strided else None
         if shared is not None and tensor is not named[shared]:
-            raise ValueError(
-                f"{kind} {name!r} shares memory with parameter {shared!r}. Sharding moves the parameter, so it would "
-                f"keep the current values. Clone it, or read the parameter itself in forward"
+            raise coded_error(
+                ValueError, "parameter.memory-shared-with-other-tensor", role=kind, name=name, parameter=shared
             )
 
 
@@ -171,8 +144,8 @@ def explain_foreign_use(model: ThunderModule) -> None:
 
 
 def _refuse_method(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise AttributeError(
-        f"a module sharded by fsdp(...) has no {name!r}: {load('extras.foreign_methods:fix_of')(name)}"
+    raise coded_error(
+        AttributeError, "module.foreign-method-called", name=name, fix=load("extras.foreign_methods:fix_of")(name)
     )
 
 
@@ -180,17 +153,11 @@ class _RefusedByDDP:
     """An attribute of a module that only ``DistributedDataParallel`` reads."""
 
     def __iter__(self) -> Iterator[str]:
-        raise TypeError(
-            "DistributedDataParallel: fsdp(...) shards this module and reduces its gradients. DDP would copy the rows of "
-            "one rank to all others: use the jitted module itself"
-        )
+        raise coded_error(TypeError, "module.sharded-module-in-ddp")
 
 
 def _refuse_composable(function: str) -> NoReturn:
-    raise TypeError(
-        f"{function}: the module is sharded by thunder.jit(model, transforms=[fsdp(...)]) already: remove the call; "
-        f"options of {function} are options of fsdp(...)"
-    )
+    raise coded_error(TypeError, "module.other-sharding-after-fsdp", function=function)
 
 
 def refuse_compilation(what: str, fix: str) -> None:
@@ -200,7 +167,7 @@ def refuse_compilation(what: str, fix: str) -> None:
         RuntimeError: names ``what``, and the fix.
     """
     if is_under_dynamo():
-        raise RuntimeError(f"torch.compile: {what} cannot be compiled by it: {fix}")
+        raise coded_error(RuntimeError, "module.called-under-torch-compile", what=what, fix=fix)
 
 
 def refuse_nested() -> None:
@@ -210,10 +177,7 @@ def refuse_nested() -> None:
         TypeError: says what to jit.
     """
     if get_tracectx() is not None:
-        raise TypeError(
-            "thunder.jit was given a module or function that calls a module which fsdp(...) shards and thunder.jit has "
-            "compiled already: jit only the outermost module, with transforms=[fsdp(...)]"
-        )
+        raise coded_error(TypeError, "module.jitted-module-inside-jit")
 
 
 #
@@ -233,11 +197,7 @@ def refuse_conflicts(model: ThunderModule) -> None:
     """
     for transform in model._lc_transforms:
         if isinstance(transform, CUDAGraphTransform):
-            raise ValueError(
-                f"transforms: {type(transform).__name__} would capture the collectives of fsdp(...) in CUDA graphs, which "
-                f"replay the capture even after no_sync or an exception has changed what to do, so gradients would be "
-                f"wrong. Remove it"
-            )
+            raise coded_error(ValueError, "trace.cuda-graphs-of-collectives", transform=type(transform).__name__)
 
 
 def refuse_backward_hooks(module: nn.Module) -> None:
@@ -253,12 +213,7 @@ def refuse_backward_hooks(module: nn.Module) -> None:
             owner = "all modules (torch.nn.modules.module.register_module_full_backward_hook)"
         else:
             owner = f"submodule {name!r}" if name else "the module that was given to thunder.jit"
-        raise NotImplementedError(
-            f"backward hooks of {owner} do not run, because Thunder compiles backward: gradients would be wrong without "
-            f"them. Remove them. What works: hooks of parameters (register_hook, register_post_accumulate_grad_hook), "
-            f"register_full_backward_hook of the jitted module, and in forward a torch.autograd.Function, which a forward "
-            f"hook may call as well"
-        )
+        raise coded_error(NotImplementedError, "module.backward-hooks-do-not-run", owner=owner)
 
 
 def refuse_old_backward_hooks(model: nn.Module) -> None:
@@ -268,7 +223,4 @@ def refuse_old_backward_hooks(model: nn.Module) -> None:
         NotImplementedError: says what to call instead.
     """
     if has_old_backward_hooks(model):
-        raise NotImplementedError(
-            "register_backward_hook: gradients that it returns are lost, because Thunder computes backward in one node. "
-            "Call register_full_backward_hook of the jitted module instead"
-        )
+        raise coded_error(NotImplementedError, "module.non-full-backward-hook")

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 from thunder.core.module import ThunderModule
 
+from ..errors import coded_error
 from .module_parameters import RegisteredObjects
 
 
@@ -38,19 +39,13 @@ class SetAttributes:
         """
         module = model._model
         for kind, name in _registered(model) if len(model._modules) > 1 or model._parameters or model._buffers else ():
-            raise RuntimeError(
-                f"{kind} {name!r} was set on the jitted module, where forward does not find it: set it on the module before "
-                f"thunder.jit, and make another jitted module"
-            )
+            raise coded_error(RuntimeError, "module.registered-on-jitted-module", role=kind, name=name)
         for name in () if vars(model).keys() <= self._own else vars(model).keys() - self._own:
             if hasattr(type(model), name) or (name.startswith("_") and not hasattr(module, name)):
                 continue
             value = vars(model)[name]
             if name == "training" and value != module.training:
-                raise RuntimeError(
-                    f"training is {value} on the jitted module and {module.training} on the original one: call train() or "
-                    f"eval() of the jitted module, which set both"
-                )
+                raise coded_error(RuntimeError, "module.training-flags-differ", jitted=value, original=module.training)
             setattr(module, name, value)
             delattr(model, name)
         self.take_buffers(model)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..capture.leaves import AUTO, Leaves
 from ..compat import __version__
+from ..errors import coded_error
 from ..extensions import load
 from ..option_checks import check_transport
 from ..options import Options
@@ -168,9 +169,7 @@ class ShardingSteps:
         if source.rank is not None:
             for ranks in (assignment.default_ranks, *(param.ranks for param in self.params)):
                 if source.rank not in ranks.all_ranks:
-                    raise ValueError(
-                        f"Init: broadcast_from: rank {source.rank} is not in the process group to shard over"
-                    )
+                    raise coded_error(ValueError, "option.broadcast-rank-outside-group", rank=source.rank)
         self.plan = make_plan(
             module,
             [(p.spec, p.param, assignment.key(p.ranks), self.policies.of(p.spec, p.own)) for p in self.params],
@@ -185,15 +184,10 @@ class ShardingSteps:
         tied: dict[nn.Parameter, list[str]] = {}
         for name, param in named.items():
             if isinstance(param, DTENSORS):
-                raise TypeError(
-                    f"parameter {name!r} is a DTensor already, as after tensor parallelism or distribute_tensor, with "
-                    f"placements {param.placements}; only plain parameters can be sharded. Leave that step out, or list the "
-                    f"parameter in Init(ignored_params=...)"
-                )
+                raise coded_error(TypeError, "parameter.already-a-dtensor", name=name, placements=param.placements)
             if type(param) is not nn.Parameter or param.layout is not torch.strided:
-                raise TypeError(
-                    f"parameter {name!r} is a {type(param).__name__} with layout {param.layout}; only plain strided "
-                    f"parameters can be sharded. Convert it, or list it in ignored_params"
+                raise coded_error(
+                    TypeError, "parameter.not-plain-strided", name=name, type=type(param).__name__, layout=param.layout
                 )
             tied.setdefault(param, []).append(name)
         specs = []
@@ -202,10 +196,13 @@ class ShardingSteps:
             if param.numel():
                 other = owners.setdefault(memory_of(param), names[0])
                 if other != names[0]:
-                    raise ValueError(
-                        f"parameters {other!r} ({named[other].dtype}) and {names[0]!r} ({param.dtype}) share memory, but "
-                        f"are two Parameter objects: their shards would drift apart. Tie them (assign the same Parameter "
-                        f"to both names), or clone one"
+                    raise coded_error(
+                        ValueError,
+                        "parameter.objects-share-memory",
+                        first=other,
+                        first_dtype=named[other].dtype,
+                        second=names[0],
+                        second_dtype=param.dtype,
                     )
             own = getattr(param, "_thunder_device", self.source.device_of(names[0], param))
             device = self.options.init.device or resolve_device(torch.device(own))
@@ -249,17 +246,16 @@ class ShardingSteps:
         try:
             transport.check(first.device, dtypes, ranks)
             if own.comm_policy is not None and (why := transport.refuses_encoded(first.device)):
-                raise ValueError(f"comm_policy: {own.comm_policy} cannot be sent by transport={asked!r}: {why}")
+                raise coded_error(
+                    ValueError, "transport.cannot-send-encoded", policy=own.comm_policy, transport=asked, reason=why
+                )
         except ValueError as error:
-            raise ValueError(f"{error} (bucket {name!r})") from error
+            raise coded_error(ValueError, "transport.refused-for-bucket", error=error, bucket=name) from error
         policy, computes_on = self.options.offload_policy, ranks.group.device_type_for(first.device)
         if not isinstance(policy, CPUOffloadPolicy):
             return CommSpec(asked, reason, transport.per_param, computes_on=computes_on)
         if transport.peers_read_shards:
-            raise ValueError(
-                f"transport={asked!r}: peers read shards in GPU memory, but offload_policy keeps them on the CPU "
-                f"(bucket {name!r}); choose another transport"
-            )
+            raise coded_error(ValueError, "transport.shards-on-cpu", transport=asked, bucket=name)
         return CommSpec(
             asked,
             f"{reason}; shards on the CPU",

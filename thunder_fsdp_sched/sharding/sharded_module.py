@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..capture.garbage_collection import CollectsLess
 from ..capture.leaves import Leaves
+from ..errors import coded_error
 from ..extensions import load
 from ..logs import Progress
 from ..plan.plan import Plan
@@ -266,7 +267,7 @@ class ShardingTransform(Transform):
             RuntimeError: the transform has not been given to ``thunder.jit`` yet.
         """
         if self._sharded is None:
-            raise RuntimeError("fsdp(...) has no plan yet: pass it to thunder.jit(model, transforms=[fsdp(...)]) first")
+            raise coded_error(RuntimeError, "plan.no-plan-before-jit")
         return self._sharded
 
 
@@ -280,10 +281,7 @@ def find_sharding(model: object) -> ShardingTransform:
     jitted = unwrap_fabric(model)
     transform = next((t for t in getattr(jitted, "_lc_transforms", ()) if isinstance(t, ShardingTransform)), None)
     if transform is None:
-        raise TypeError(
-            f"model: expected the result of thunder.jit(module, transforms=[fsdp(...)]), got a {type(jitted).__name__} "
-            f"that no fsdp(...) shards"
-        )
+        raise coded_error(TypeError, "module.expected-sharded-model", got=type(jitted).__name__)
     transform.sharded.module_params.check()
     return transform
 

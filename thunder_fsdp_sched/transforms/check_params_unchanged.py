@@ -5,6 +5,7 @@ from collections.abc import Collection
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
 
+from ..errors import coded_error
 from ..ir.effects import Effects, LocalWork, SlotRegion, bucket_of, effects
 from ..ir.inspection import args_of, before_return, forward_part, outs_of, with_bound_symbols
 from ..ir.registry import register
@@ -19,18 +20,15 @@ def _params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
     slot = bucket.private_slot
     slot.arena.wait_for_overlapping(slot)
     if not slot.arena.is_memory_of_running_backward():
-        raise RuntimeError(
-            f"release: the memory of bucket {bucket.spec.name!r}, which this backward reads, was freed after another "
-            f"backward that ran since the forward. Use Sharding(release=False) if several forwards run before their "
-            f"backwards, or if backward runs twice (retain_graph=True)"
-        )
+        raise coded_error(RuntimeError, "step.memory-released-before-backward", bucket=bucket.spec.name)
     if bucket.is_agreed or bucket.is_kept_for_this_backward():
         return
     if bucket.base.control is not None and not bucket.base.control.agrees_in_steps:
-        raise RuntimeError(
-            f"agree={bucket.base.control.agreement!r}: bucket {bucket.spec.name!r} was gathered again or overwritten since "
-            f"the forward of this backward, and ranks do not agree in a step to gather it once more. Run each backward once "
-            f"and right after its forward, or use agree='step' or sharding_strategy='zero3'"
+        raise coded_error(
+            RuntimeError,
+            "step.bucket-lost-before-backward",
+            agreement=bucket.base.control.agreement,
+            bucket=bucket.spec.name,
         )
     gather_again(bucket, lost=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from thunder.core.prims import OpTags
 from thunder.core.trace import TraceCtx
 
+from ..errors import coded_error
 from ..ir.inspection import outs_of
 from ..ir.operator_facts import facts_of
 from .reject_resampled_random_grads import described, parts_of
@@ -35,9 +36,5 @@ def refuse_merged_draws(trace: TraceCtx, *, joint: TraceCtx) -> TraceCtx:
     left = frozenset(out for part in parts_of(trace) for out in outs_of(part))
     for bsym in joint.bound_symbols:
         if facts_of(bsym).draws and left.isdisjoint(outs_of(bsym)):
-            raise NotImplementedError(
-                f"fsdp: the random operator {described(bsym)} has the same arguments as another one, and a fusion executor "
-                f"draws only once for both. Use thunder.jit(..., executors=[...]) without that executor, or draw both "
-                f"samples at once and split them"
-            )
+            raise coded_error(NotImplementedError, "trace.random-operators-fused", operator=described(bsym))
     return trace

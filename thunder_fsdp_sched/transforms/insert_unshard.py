@@ -13,6 +13,7 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..errors import coded_error
 from ..ir.inspection import args_of, outs_of, return_of, with_bound_symbols
 from ..ir.operator_facts import Aliases, facts_of, is_pure
 from ..ir.symbols import fsdp_unshard
@@ -134,15 +135,18 @@ def _refuse_in_place(
 ) -> None:
     for root in sorted(aliases.roots(*facts_of(bsym).writes)):
         if root in parameters:
-            raise NotImplementedError(
-                f"fsdp: the model changes parameter {parameters[root]!r} in place during forward "
-                f"({bsym.sym.name}), which would be lost with the unsharded copy. Make it a buffer, or list it in "
-                f"ignored_params."
+            raise coded_error(
+                NotImplementedError,
+                "module.changes-parameter-in-place",
+                parameter=parameters[root],
+                operator=bsym.sym.name,
             )
         if root in copied:
-            raise NotImplementedError(
-                f"fsdp: the model changes a tensor in place ({bsym.sym.name}) that {copied[root]} may have returned a view "
-                f"of, together with one of a parameter. Clone the tensor first."
+            raise coded_error(
+                NotImplementedError,
+                "module.changes-possible-view-in-place",
+                operator=bsym.sym.name,
+                source=copied[root],
             )
 
 
@@ -155,15 +159,18 @@ def _refuse_by_position(
 ) -> None:
     for root in sorted(aliases.roots(*facts_of(bsym).by_position)):
         if root in copied_by:
-            raise NotImplementedError(
-                f"fsdp: the model addresses a tensor by position in memory ({bsym.sym.name}) that {copied_by[root]} may "
-                f"have returned as a view of a parameter, and that is a copy here. Clone the parameter first."
+            raise coded_error(
+                NotImplementedError,
+                "module.addresses-possible-view-by-position",
+                operator=bsym.sym.name,
+                source=copied_by[root],
             )
         if root in strided:
-            raise ValueError(
-                f"fsdp: {bsym.sym.name} addresses parameter {parameters[root]!r} by position in memory. Before thunder.jit "
-                f"it had strides {strided[root].strides} and storage offset {strided[root].offset}, but unsharded it is "
-                f"contiguous at offset 0, so the values would be others. Give it contiguous memory of its own before "
-                f"thunder.jit, `p.data = p.data.clone(memory_format=torch.contiguous_format)`, and adapt the positions; "
-                f"or list it in ignored_params."
+            raise coded_error(
+                ValueError,
+                "module.addresses-parameter-by-position",
+                operator=bsym.sym.name,
+                parameter=parameters[root],
+                strides=strided[root].strides,
+                offset=strided[root].offset,
             )

@@ -7,6 +7,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.extend import TemporaryExecutor
 
+from ..errors import coded_error
 from ..ir.inspection import UNPACKING, args_of, nested, outs_of, source_of
 from ..ir.operator_facts import facts_of, is_pure
 from ..ir.registry import executor
@@ -49,11 +50,12 @@ _NO_OPERATORS = UNPACKING | {PrimIDs.DEL}
 
 
 def _refuse(bsym: BoundSymbol, reason: str) -> None:
-    raise NotImplementedError(
-        f"fsdp: thunder runs the random operator {described(bsym)} {reason} to compute a gradient, with another sample "
-        f"than forward's, so gradients would be wrong. Use an operator that thunder implements, such as "
-        f"torch.nn.functional.dropout or torch.rand_like, or call {_name(bsym)!r} under torch.no_grad() or on a detached "
-        f"tensor. Regions of torch.utils.checkpoint keep their samples, those of thunder.torch.checkpoint do not."
+    raise coded_error(
+        NotImplementedError,
+        "trace.random-operator-drawn-again",
+        operator=described(bsym),
+        when=reason,
+        function=_name(bsym),
     )
 
 

@@ -10,6 +10,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..errors import coded_error
 from ..ir.inspection import args_of, with_bound_symbols
 from ..ir.symbols import (
     fsdp_assign_attributes,
@@ -56,10 +57,7 @@ def refuse_foreign_parameters(
     """
     for name in unpacked_parameters(prologue).values():
         if name not in known:
-            raise ValueError(
-                f"fsdp: forward reads parameter {name!r}, which the module did not have at thunder.jit, so it is neither "
-                f"sharded nor are its gradients reduced. Add it before thunder.jit"
-            )
+            raise coded_error(ValueError, "parameter.added-after-jit", name=name)
     read: dict[str, tuple[Any, str]] = {}
     for bsym in prologue.bound_symbols:
         if bsym.sym is prims.unpack_function_obj:
@@ -69,12 +67,9 @@ def refuse_foreign_parameters(
             value, path = _read(bsym, source, path)
             if isinstance(value, torch.nn.Parameter):
                 names = [name for name, shard in shards.items() if shard is value]
-                instead = f"which is parameter {names[0]!r}: read it as self.{names[0]}" if names else "a parameter"
-                raise ValueError(
-                    f"fsdp: forward reads {path}, {instead}. Only what named_parameters() of the module names is sharded "
-                    f"and has its gradients reduced"
-                    + ("" if names else "; register it as a parameter, or make it a buffer if it is constant")
-                )
+                if names:
+                    raise coded_error(ValueError, "parameter.read-by-other-path", path=path, name=names[0])
+                raise coded_error(ValueError, "parameter.not-registered", path=path)
             read[bsym.output.name] = value, path
 
 
@@ -147,7 +142,7 @@ def shard_prologue(
     modules = [bsym for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_thunder_module]
     roots = {bsym.output.name for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_function_obj}
     if len(modules) > 1 and not all(bsym.args[0].name in roots for bsym in modules):
-        raise NotImplementedError("fsdp: the compiled function uses more than one module; jit the outermost one")
+        raise coded_error(NotImplementedError, "module.several-modules-in-function")
     reads, folded = _reads_of_attributes(prologue, modules[0].output.name) if modules else ([], set())
     bsyms: list[BoundSymbol] = []
     checked: dict[str, TensorProxy] = {}  # by the name of the parameter

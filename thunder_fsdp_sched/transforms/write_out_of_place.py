@@ -37,6 +37,7 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import TemporaryExecutor
 
+from ..errors import coded_error
 from ..ir.effects import Effects, LocalWork
 from ..ir.gradients import with_gradient
 from ..ir.inspection import (
@@ -119,11 +120,7 @@ def write_out_of_place(
     if written <= frozenset(arguments) and all(readers.count(name) == 1 for name in written):
         return trace, MemoryOfInputs(written=frozenset(written))
     if using_symbolic_values():
-        _refuse(
-            copies[0],
-            "changes a tensor in place that is read elsewhere, which needs fixed sizes. Use an operator that does "
-            "not, or thunder.jit without cache='symbolic values'",
-        )
+        _refuse(copies[0], "module.in-place-change-needs-fixed-sizes")
     rewriting = _Rewriting(original, parameters)
     new = rewriting.run()
     return new, MemoryOfInputs(rewriting.written & inputs, inputs if rewriting.depends_on_strides else frozenset())
@@ -179,10 +176,7 @@ class _Rewriting:
             self._views.update({new.name: _View(old.name, None) for new, old in pairs})
         elif any(b.sym.id is PrimIDs.COPY_ for b in nested(bsym.subsymbols)):
             if bsym.sym.id == ltorch.checkpoint.id or isinstance(bsym.sym.executor, TemporaryExecutor):
-                _refuse(
-                    bsym,
-                    "contains a write in place to a tensor that is read elsewhere. Use an operator that writes nothing",
-                )
+                _refuse(bsym, "module.in-place-change-in-region")
             for sub in bsym.subsymbols:
                 self._add(like(bsym, sub))
         else:
@@ -240,9 +234,7 @@ class _Rewriting:
         for unknown in self._unknown.get(base, ()):
             if any(self._last_use.get(name, -1) >= self._position for name in outs_of(unknown)):
                 _refuse(
-                    copy,
-                    f"changes a tensor in place of which {unknown.sym.name!r} ({source_of(unknown)}) has made a view. Call "
-                    f"clone() on the view, or use an operator that changes nothing in place",
+                    copy, "module.in-place-change-of-unknown-view", operator=unknown.sym.name, place=source_of(unknown)
                 )
         value, name, values = self._value(source), target, dict[str, TensorProxy]()
         while (view := self._views.get(name)) is not None:
@@ -363,7 +355,7 @@ def _undo(prim: BoundSymbol, whole: TensorProxy, part: TensorProxy, copy: BoundS
         steps = steps or [1] * len(begin)
         return prims.copy_with_setitem(whole, tuple(map(slice, begin, end, steps)), part)
     if part.numel != whole.numel:
-        _refuse(copy, "changes an expanded tensor in place, whose elements share memory. Call clone() on it first")
+        _refuse(copy, "module.in-place-change-of-expanded-tensor")
     return prims.reshape(part, tuple(whole.shape))
 
 
@@ -371,18 +363,10 @@ def _check_argument(argument: TensorProxy | None, copy: BoundSymbol, parameters:
     """Raise an error for a write to an argument that a gradient goes to."""
     if argument is not None and (argument.name in parameters or argument.requires_grad):
         if argument.name in parameters:
-            _refuse(
-                copy,
-                f"changes parameter {parameters[argument.name]!r} in place during forward. Change a copy of it (clone()), "
-                f"make it a buffer, or list it in ignored_params",
-            )
-        _refuse(
-            copy,
-            f"changes the argument {argument.name!r}, which requires a gradient, in place. Change a copy of it (clone()), "
-            f"or outside of forward",
-        )
+            _refuse(copy, "module.in-place-change-of-parameter", parameter=parameters[argument.name])
+        _refuse(copy, "module.in-place-change-of-argument", argument=argument.name)
 
 
-def _refuse(bsym: BoundSymbol, reason: str) -> NoReturn:
+def _refuse(bsym: BoundSymbol, code: str, **values: object) -> NoReturn:
     where = f" at {source}" if (source := source_of(bsym)) else ""
-    raise NotImplementedError(f"fsdp: forward{where} {reason}")
+    raise coded_error(NotImplementedError, code, where=where, **values)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..errors import coded_error
 from ..plan.specs import BucketSpec
 from ..ranks.process_groups import BucketRanks
 
@@ -127,9 +128,12 @@ class Transport(ABC):
         if ranks.group.backend_for(device) == "gloo":
             for dtype in dtypes:
                 if dtype.is_floating_point and dtype not in _GLOO:
-                    raise ValueError(
-                        f"transport={self.name!r}: the backend gloo cannot send {dtype}; it knows "
-                        f"{', '.join(map(str, _GLOO))}. Choose another dtype in mp_policy, or another backend"
+                    raise coded_error(
+                        ValueError,
+                        "transport.gloo-cannot-send-dtype",
+                        transport=self.name,
+                        dtype=dtype,
+                        dtypes=", ".join(map(str, _GLOO)),
                     )
 
     def refuses_encoded(self, device: torch.device) -> str:

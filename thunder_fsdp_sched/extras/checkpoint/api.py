@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from thunder.core.module import ThunderModule
 
+from ...errors import coded_error
 from ...ranks.process_groups import ProcessGroupRef
 from ...sharding.sharded_module import ShardedModule, find_jitted
 from ..state_dicts.jitted import rows_by_name
@@ -133,7 +134,7 @@ def save_checkpoint_async(
 
     def stage(state: dict[str, Any]) -> Staging:
         if writer not in ("process", "thread"):
-            raise ValueError(f"writer: expected 'process' or 'thread', got {writer!r}")
+            raise coded_error(ValueError, "checkpoint.unknown-writer", writer=writer)
         return Staging(state)
 
     group, path, staging = _collect(model, folder, optimizers, extra, keys, keep, error_feedback, when_busy, stage)
@@ -169,12 +170,9 @@ def _collect(
             state[keys[1]] = get_optimizer_state_dict(model, chosen)
             check_plain(state[keys[1]], keys[1])
         if taken := state.keys() & (extra or {}).keys():
-            raise ValueError(
-                f"extra: the name {sorted(taken)[0]!r} is taken by the model or its optimizers: choose another one, or give "
-                f"those other names (keys)"
-            )
+            raise coded_error(ValueError, "checkpoint.extra-name-taken", name=sorted(taken)[0])
         if reserved := {EXTRA, FEEDBACK}.intersection(keys):
-            raise ValueError(f"keys: the name {reserved.pop()!r} is taken")
+            raise coded_error(ValueError, "checkpoint.reserved-key", name=reserved.pop())
         if error_feedback and (lost := extras.feedback_of(sharded)):
             state[FEEDBACK] = lost
         facts = describe_optimizers(model, chosen, values=True)
@@ -188,10 +186,7 @@ def _collect(
     path, values, facts = collected
     if len(set(digests)) > 1:
         difference = find_difference(group, "save_checkpoint, what one rank saves for all", facts)
-        raise CheckpointError(
-            f"fsdp: values that one rank saves for all differ between ranks: {difference}. Give equal ones on all ranks, "
-            f"or collect them before (all_gather_object)"
-        )
+        raise coded_error(CheckpointError, "ranks.saved-values-differ", difference=difference)
 
     return group, path, values
 
@@ -271,7 +266,7 @@ def load_checkpoint(
         names = [*(name for name in paths if not own or name != EXTRA), *own]
         for name in [keys[0], *([keys[1]] if chosen else []), *(extra or {})]:
             if name not in names:
-                raise ValueError(f"the checkpoint {path} holds no {name!r}, but {names} (see keys, extra)")
+                raise coded_error(ValueError, "checkpoint.name-not-held", path=path, name=name, names=names)
         entries = get_model_state_dict(model)
         there = {".".join(map(str, below)): name for below, name in paths[keys[0]].items()}
         unknown = [name for name in there if strict and name not in entries]
@@ -298,7 +293,7 @@ def load_checkpoint(
     memory, there, states, values = run_on_all_ranks(group, "load_checkpoint", prepare)
     facts = describe_optimizers(model, chosen, values=False)
     if difference := find_difference(group, "load_checkpoint, optimizers", facts):
-        raise CheckpointError(f"fsdp: ranks load into different optimizers, nothing is changed: {difference}")
+        raise coded_error(CheckpointError, "ranks.optimizers-differ", difference=difference)
     run_on_all_ranks(group, "load_checkpoint", lambda: reader.load(memory))
     # Every rank has read everything, and nothing has been changed yet.
     if casts and group.rank == 0:
@@ -328,10 +323,10 @@ def _find_first(model: Any) -> tuple[ThunderModule, ShardedModule]:
         TypeError: the first argument is a folder, as it was formerly.
     """
     if isinstance(model, (str, os.PathLike)):
-        raise TypeError(f"expected (model, folder, optimizers): the model comes first, got {os.fspath(model)!r}")
+        raise coded_error(TypeError, "checkpoint.model-not-first", got=os.fspath(model))
     return find_jitted(model)
 
 
 def _check_extra(extra: Any) -> None:
     if extra is not None and not isinstance(extra, dict):
-        raise ValueError(f"extra: expected a dictionary of values by name, got a {type(extra).__name__}")
+        raise coded_error(ValueError, "checkpoint.extra-not-dictionary", got=type(extra).__name__)

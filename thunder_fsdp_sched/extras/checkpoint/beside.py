@@ -45,6 +45,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ...errors import coded_error
 from ...private_distributed import gloo_connections, timeout_of
 from ...process_state import reset_after_fork
 from ...ranks.control import Control, control_of
@@ -170,7 +171,9 @@ class Saving:
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
-            raise RuntimeError(f"fsdp: {self._path} is saved by process {self._process}, off which this one was forked")
+            raise coded_error(
+                RuntimeError, "environment.save-of-parent-process", path=self._path, process=self._process
+            )
 
     def _run(self, write: Callable[[], None]) -> None:
         try:
@@ -195,10 +198,10 @@ def finish_latest(when_busy: str = "wait") -> None:
     """
     global _latest
     if when_busy not in ("wait", "raise"):
-        raise ValueError(f"when_busy: expected 'wait' or 'raise', got {when_busy!r}")
+        raise coded_error(ValueError, "checkpoint.unknown-when-busy", when_busy=when_busy)
     if _latest is not None:
         if when_busy == "raise" and not _latest.done():
-            raise ValueError(f"when_busy: {_latest._path} is still being written; its result() waits for it")
+            raise coded_error(ValueError, "checkpoint.save-in-progress", path=_latest._path)
         latest, _latest = _latest, None
         if not latest._is_settled:
             latest.result()

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
+from ...errors import coded_error
 from ...runtime.bucket import Bucket
 from ...runtime.row_dtensor import local_rows
 from ...sharding.sharded_module import ShardedModule
@@ -39,13 +40,13 @@ def encode(extra: dict[str, Any]) -> dict[str, Any]:
         ValueError: a value cannot be stored; the message has its location.
     """
     if odd := [name for name in extra if type(name) is not str]:
-        raise ValueError(f"extra: {odd[0]!r} cannot be a name in it")
+        raise coded_error(ValueError, "checkpoint.extra-name-not-text", name=odd[0])
     try:
         check_plain(extra, EXTRA)
         tensors = [leaf.detach() for leaf in tree_leaves(extra) if isinstance(leaf, torch.Tensor)]
         values = tree_map_only(torch.Tensor, lambda _: torch.empty(0, device="meta"), extra)
     except RecursionError:
-        raise ValueError("extra: it contains itself, or is nested too deeply") from None
+        raise coded_error(ValueError, "checkpoint.extra-nested-too-deeply") from None
     # DCP saves a tuple as one value, and takes dictionaries apart.
     return {"values": (values,), "tensors": {str(number): tensor for number, tensor in enumerate(tensors)}}
 
@@ -62,7 +63,7 @@ def decode(paths: Paths, reader: CheckedReader) -> dict[str, Any]:
     numbers = itertools.count()
     made = tree_map_only(torch.Tensor, lambda _: Saved(paths["tensors", str(next(numbers))]), values)
     if not isinstance(made, dict):
-        raise ValueError(f"extra: it is a {type(made).__name__}")
+        raise coded_error(ValueError, "checkpoint.stored-extra-not-dictionary", got=type(made).__name__)
     return made
 
 
@@ -108,7 +109,9 @@ def fit(
         is_other |= path == (name,) and isinstance(wanted, dict) and not isinstance(saved, dict)
         if wanted is not None and is_other:
             kind = "tensor" if is_tensor else "value" if found is not None else type(saved).__name__
-            raise ValueError(f"{_text(path)} is a {kind} in the checkpoint, but a {type(wanted).__name__} was given")
+            raise coded_error(
+                ValueError, "checkpoint.extra-type-mismatch", entry=_text(path), saved=kind, got=type(wanted).__name__
+            )
         if isinstance(found, TensorStorageMetadata):
             return memory.setdefault(saved, _memory_like(wanted, found, path))
         if found is not None:
@@ -118,7 +121,9 @@ def fit(
             if name not in own:
                 saved = _like(wanted, saved, path)
             if missing := [key for key in given if key not in saved]:
-                raise ValueError(f"{_text(path)} has no {missing[0]!r} in the checkpoint, but {list(saved)}")
+                raise coded_error(
+                    ValueError, "checkpoint.extra-entry-not-saved", entry=_text(path), key=missing[0], found=list(saved)
+                )
             for key, value in saved.items():
                 saved[key] = walk(given.get(key), value, (*path, key))
         elif isinstance(saved, (list, tuple)):
@@ -134,26 +139,27 @@ def fit(
 def _like(wanted: Any, saved: dict[str, Any], path: tuple[Any, ...]) -> Any:
     """Return a dictionary that ``dcp.save`` saved with the class and the keys of the wanted one."""
     if not isinstance(wanted, dict):
-        raise ValueError(
-            f"{_text(path)} is a dict in the checkpoint, but a {type(wanted).__name__} was given: extra has to have the "
-            f"structure that was saved"
+        raise coded_error(
+            ValueError, "checkpoint.extra-dictionary-expected", entry=_text(path), got=type(wanted).__name__
         )
     keys = {str(key): key for key in wanted}
     made = copy.copy(wanted)
     made.clear()
     for text, value in saved.items():
         if text not in keys and not any(isinstance(key, str) for key in wanted):
-            raise ValueError(
-                f"{_text((*path, text))} is in the checkpoint only: extra has to have the structure that was saved"
-            )
+            raise coded_error(ValueError, "checkpoint.extra-entry-not-given", entry=_text((*path, text)))
         made[keys.get(text, text)] = value
     return made
 
 
 def _memory_like(wanted: torch.Tensor | None, found: TensorStorageMetadata, path: tuple[Any, ...]) -> torch.Tensor:
     if wanted is not None and wanted.shape != found.size:
-        raise ValueError(
-            f"{_text(path)} has shape {tuple(found.size)} in the checkpoint, but {tuple(wanted.shape)} was given"
+        raise coded_error(
+            ValueError,
+            "checkpoint.extra-shape-mismatch",
+            entry=_text(path),
+            saved=tuple(found.size),
+            got=tuple(wanted.shape),
         )
     if wanted is not None and local_rows(wanted) is not wanted:
         return torch.empty_like(wanted.detach())

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import torch
 
+from ...errors import coded_error
 from ...ranks.process_groups import ProcessGroupRef
 from .on_all_ranks import CheckpointError, reason_of, run_on_all_ranks, share_on_all_ranks
 
@@ -74,13 +75,11 @@ def path_of(value: str | os.PathLike[str], option: str) -> Path:
         shown = (
             f"a {type(value).__name__}" if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) else repr(value)
         )
-        raise ValueError(f"{option}: {shown} is not usable as a path: {error}") from error
+        raise coded_error(ValueError, "checkpoint.path-not-usable", option=option, got=shown, error=error) from error
     for part in (path, *path.parents):
         if part.is_symlink() and not part.exists():
             target = os.readlink(part)
-            raise ValueError(
-                f"{option}: {part} is a link to {target}, which does not exist: remove the link, or create its target"
-            )
+            raise coded_error(ValueError, "checkpoint.path-is-broken-link", option=option, path=part, target=target)
     return path
 
 
@@ -138,12 +137,9 @@ class SaveRun:
         """
         refuse_complete(self.folder, self.last)
         if not self.draft.is_dir():
-            raise ValueError(
-                f"folder: {self.folder} is not the folder that the first rank saves into: give all ranks the same folder, "
-                f"on a disk that all of them see"
-            )
+            raise coded_error(ValueError, "ranks.folders-differ", folder=self.folder)
         if not os.access(self.folder, os.W_OK):
-            raise ValueError(f"folder: {self.folder} cannot be written")
+            raise coded_error(ValueError, "checkpoint.folder-not-writable", folder=self.folder)
 
     def complete(self) -> None:
         """Create the file that completes the folder from the one in the draft, and let it survive a crash.
@@ -156,9 +152,7 @@ class SaveRun:
         sync(self.draft / self.last)
         sync(self.folder)  # the names of the other files
         if not _link_exclusively(self.draft / self.last, self.folder / self.last):
-            raise ValueError(
-                f"folder: another run has completed {self.folder} meanwhile: give each run a folder of its own"
-            )
+            raise coded_error(ValueError, "checkpoint.folder-completed-by-other-run", folder=self.folder)
         self._has_completed = True
         sync(self.folder)
 
@@ -204,8 +198,13 @@ def saving_into(group: ProcessGroupRef, folder: Path, last: str, is_ready: bool)
         yield run, all(theirs for _, theirs in everyones)
     except Exception as error:
         complete = "; it is complete nevertheless, by this run or another" if is_complete(folder, last) else ""
-        raise CheckpointError(
-            f"fsdp: the {_KINDS[last]} {folder} was not saved: {reason_of(error)}{complete}"
+        raise coded_error(
+            CheckpointError,
+            "checkpoint.not-saved",
+            content=_KINDS[last],
+            folder=folder,
+            reason=reason_of(error),
+            remark=complete,
         ) from error
     finally:
         if group.rank == 0:
@@ -233,7 +232,7 @@ def refuse_complete(folder: Path, last: str) -> None:
         ValueError: names the folder.
     """
     if is_complete(folder, last):
-        raise ValueError(f"folder: {folder} holds a {_KINDS[last]} already; save each one into a folder of its own")
+        raise coded_error(ValueError, "checkpoint.folder-already-complete", folder=folder, content=_KINDS[last])
 
 
 def refuse_incomplete(folder: Path) -> None:
@@ -245,24 +244,20 @@ def refuse_incomplete(folder: Path) -> None:
     if is_complete(folder, METADATA):
         return
     if folder.is_file():
-        raise ValueError(
-            f"{folder} is a file, and a checkpoint is a folder. Load whole parameters with load_safetensors(model, file), "
-            f"or with model.load_original_state_dict(torch.load(file))"
-        )
+        raise coded_error(ValueError, "checkpoint.folder-is-file", folder=folder)
     if not folder.exists():
-        raise ValueError(f"{folder} does not exist, so it is no checkpoint")
+        raise coded_error(ValueError, "checkpoint.folder-does-not-exist", folder=folder)
     names = sorted(entry.name for entry in folder.iterdir())
     if not names:
-        raise ValueError(f"{folder} is an empty folder, so it is no checkpoint")
+        raise coded_error(ValueError, "checkpoint.folder-is-empty", folder=folder)
     if METADATA in names or any(_DATA.match(name) for name in names):
-        raise ValueError(f"{folder} is a checkpoint whose save did not end")
+        raise coded_error(ValueError, "checkpoint.save-did-not-end", folder=folder)
     if below := [name for name in names if is_complete(folder / name, METADATA)]:
-        raise ValueError(
-            f"{folder} is no checkpoint, but holds some in subfolders ({_few(below)}): load "
-            f"latest_checkpoint({str(folder)!r}), or one of them"
+        raise coded_error(
+            ValueError, "checkpoint.folder-of-checkpoints", folder=folder, names=_few(below), argument=str(folder)
         )
     whole = " (load whole models with load_safetensors)" if any(name.endswith(".safetensors") for name in names) else ""
-    raise ValueError(f"{folder} is no checkpoint: it holds {_few(names)}{whole}")
+    raise coded_error(ValueError, "checkpoint.folder-of-other-files", folder=folder, names=_few(names), hint=whole)
 
 
 def _few(names: list[str]) -> str:

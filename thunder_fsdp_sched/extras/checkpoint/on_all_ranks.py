@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from ...errors import code_of, coded_error, with_code
 from ...ranks.control import control_of
 from ...ranks.messages import ranks_by_text
 from ...ranks.process_groups import ProcessGroupRef
@@ -35,18 +36,20 @@ def run_on_all_ranks(group: ProcessGroupRef, what: str, do: Callable[[], Result]
 
 def share_on_all_ranks(group: ProcessGroupRef, what: str, do: Callable[[], Result]) -> list[Result]:
     """Do the same, and return the results of all ranks, which must be small."""
-    result, message, cause = None, "", None
+    result, message, code, cause = None, "", None, None
     try:
         result = do()
     except Exception as error:
-        message, cause = (reason_of(error) or repr(error)) + hidden_reason(error), error
-    everyones = control_of(group).exchange(what, (message, result))
-    messages = zip(group.global_ranks, (theirs for theirs, _ in everyones), strict=False)
+        message, code, cause = (reason_of(error) or repr(error)) + hidden_reason(error), code_of(error), error
+    everyones = control_of(group).exchange(what, (message, code, result))
+    messages = zip(group.global_ranks, (theirs for theirs, _, _ in everyones), strict=False)
     ranks_of = ranks_by_text((rank, text) for rank, text in messages if text)
     if ranks_of:
         parts = [f"{text} (on ranks {ranks})" if len(ranks) < group.size else text for text, ranks in ranks_of.items()]
-        raise CheckpointError("fsdp: " + "; ".join(parts)) from cause
-    return [theirs for _, theirs in everyones]
+        failure = coded_error(CheckpointError, "checkpoint.failed-on-ranks", failures="; ".join(parts))
+        codes = [code for _, code, _ in everyones if code]
+        raise (with_code(failure, codes[0]) if codes else failure) from cause
+    return [theirs for _, _, theirs in everyones]
 
 
 def reason_of(error: BaseException) -> str:
@@ -88,7 +91,7 @@ def refuse_different(group: ProcessGroupRef, source: Path, digest: str) -> None:
     ranks_of = ranks_by_text(zip(group.global_ranks, (theirs for theirs, _ in everyones), strict=False))
     if len(ranks_of) > 1:
         parts = [f"ranks {ranks} {paths[ranks[0]]}" for ranks in ranks_of.values()]
-        raise CheckpointError(f"fsdp: ranks load different checkpoints, nothing is changed: {'; '.join(parts)}")
+        raise coded_error(CheckpointError, "ranks.checkpoints-differ", differences="; ".join(parts))
 
 
 def _short(text: str) -> str:

@@ -19,6 +19,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ...errors import coded_error
 from .beside import wait_for_latest
 from .folder import METADATA, OTHERS, are_of_one_run, is_complete, sync
 from .order import newest_first, series_of, stamp_of, time_of
@@ -45,7 +46,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     wait_for_latest()
     parent = Path(folder)
     if parent.exists() and not parent.is_dir():
-        raise ValueError(f"latest_checkpoint: {parent} is a file; give the folder that contains the checkpoints")
+        raise coded_error(ValueError, "checkpoint.parent-is-file", parent=parent)
     latest, stamp = None, None
     for path in newest_first(parent):
         # One without a stamp may be newer than the latest that has one.
@@ -65,10 +66,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
                 stacklevel=2,
             )
     if latest is None and is_complete(parent, METADATA):
-        raise ValueError(
-            f"latest_checkpoint: {parent} is itself a checkpoint: pass it to load_checkpoint, or give the folder "
-            f"that contains it"
-        )
+        raise coded_error(ValueError, "checkpoint.parent-is-checkpoint", parent=parent)
     return latest
 
 
@@ -81,16 +79,13 @@ def check_keep(path: Path, keep: int | None) -> None:
     if keep is None:
         return
     if type(keep) is not int:
-        raise TypeError(f"keep: expected a number of checkpoints, got {keep!r}")
+        raise coded_error(TypeError, "checkpoint.keep-not-a-number", keep=keep)
     if keep < 1:
-        raise ValueError(f"keep: expected at least 1 checkpoint, got {keep}")
+        raise coded_error(ValueError, "checkpoint.keep-below-one", keep=keep)
     if path.is_symlink():
-        raise ValueError(f"keep: {path} is a link: give the folder itself, in which others are beside it")
+        raise coded_error(ValueError, "checkpoint.keep-beside-link", path=path)
     if series_of(path) == (name := path.resolve().name):
-        raise ValueError(
-            f"keep: the name {name!r} has no number. keep={keep} removes only checkpoints whose names differ in digits "
-            f"alone, such as step-100 and step-200: number the checkpoints, or leave keep out"
-        )
+        raise coded_error(ValueError, "checkpoint.keep-of-unnumbered-name", name=name, keep=keep)
 
 
 def remove_old(path: Path, keep: int) -> None:
@@ -111,9 +106,9 @@ def remove_old(path: Path, keep: int) -> None:
                 continue
             names = {info.relative_path for info in chunks}
             if stamp_of(old) is None or not are_of_one_run(names):
-                raise ValueError("it was written by another program, or by an earlier version of this package")
+                raise coded_error(ValueError, "checkpoint.old-of-other-program")
             if (old / OTHERS).exists():
-                raise ValueError("Fabric has written it, and keeps more there")
+                raise coded_error(ValueError, "checkpoint.old-of-fabric")
             (old / METADATA).unlink()  # first, so that it is never half a checkpoint
             sync(old)
             for name in names:

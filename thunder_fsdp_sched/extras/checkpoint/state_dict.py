@@ -16,6 +16,7 @@ from thunder.core.module import ThunderModule
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
+from ...errors import coded_error
 from ...private_torch import state_name, unwrap_fabric
 from ...runtime.row_dtensor import DTENSORS, RowDTensor, replicated
 from ...sharding.sharded_module import find_jitted
@@ -104,16 +105,14 @@ def listed(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) 
         TypeError: one of them is none.
     """
     if isinstance(optimizers, Mapping):
-        raise TypeError(
-            "optimizers: expected an optimizer or several, got a dictionary: pass the optimizer, not its state"
-        )
+        raise coded_error(TypeError, "optimizer.got-state-dictionary")
     every = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
     accelerate = sys.modules.get("accelerate.optimizer")
     wrapper: Any = () if accelerate is None else accelerate.AcceleratedOptimizer
     unwrapped = [o.optimizer if isinstance(o, wrapper) else unwrap_fabric(o) for o in every]
     for each in unwrapped:
         if not isinstance(each, torch.optim.Optimizer):
-            raise TypeError(f"optimizers: expected an optimizer or several, got {each!r} of type {type(each).__name__}")
+            raise coded_error(TypeError, "optimizer.not-an-optimizer", got=each, got_type=type(each).__name__)
     return unwrapped
 
 
@@ -135,13 +134,11 @@ def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optim
         for label, group in labelled_groups(optimizer):
             for param in group["params"]:
                 if param not in known:
-                    raise ValueError(
-                        f"optimizers: {label} holds a tensor of shape "
-                        f"{tuple(param.shape)} that is no parameter of the model: make the optimizer of the jitted "
-                        f"module's parameters()"
+                    raise coded_error(
+                        ValueError, "optimizer.tensor-not-a-parameter", label=label, shape=tuple(param.shape)
                     )
                 if param in names:
-                    raise ValueError(f"optimizers: parameter {known[param]!r} is in two of them; its state would mix")
+                    raise coded_error(ValueError, "optimizer.parameter-in-two-optimizers", name=known[param])
                 names[param] = known[param]
     return names
 
@@ -166,11 +163,8 @@ def _check_state(name: str, state: dict[str, Any]) -> None:
     """Raise an error for state of which nobody can tell whether it is whole."""
     for key, value in ((key, leaf) for key, values in state.items() for leaf in tree_leaves(values)):
         if isinstance(value, torch.Tensor) and value.ndim and not isinstance(value, (*DTENSORS, RowPiece)):
-            raise ValueError(
-                f"optimizers: state {key!r} of parameter {name!r} is a plain tensor of shape {tuple(value.shape)}, "
-                f"and the shard that it corresponds to is unknown. Create it from the parameter or its gradient, for "
-                f"example with torch.zeros_like(p). Optimizers that need whole parameters have to be made by "
-                f"WholeParameters(optimizer_class, model, params)"
+            raise coded_error(
+                ValueError, "optimizer.state-of-unknown-shard", key=key, name=name, shape=tuple(value.shape)
             )
 
 
@@ -206,7 +200,9 @@ def compare(
             casts.append((name, found.properties.dtype, entry.dtype))
     if faults:
         more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise ValueError(f"{source} does not fit the model: {'; '.join(faults[:8])}{more}")
+        raise coded_error(
+            ValueError, "state-dict.does-not-fit-model", source=source, faults="; ".join(faults[:8]), more=more
+        )
     return casts
 
 
@@ -297,9 +293,12 @@ def _blank_state(
     rows, local = param.rows, param.to_local()
     is_vector = not param.ndim and found.size == (1,)
     if is_rows and not is_vector and found.size != param.shape:
-        raise ValueError(
-            f"the checkpoint does not fit the optimizers: {what} has shape {tuple(found.size)} there, the parameter "
-            f"{tuple(param.shape)}"
+        raise coded_error(
+            ValueError,
+            "checkpoint.optimizer-shape-mismatch",
+            entry=what,
+            saved=tuple(found.size),
+            shape=tuple(param.shape),
         )
     if is_rows or is_vector:
         rows = rows.reshaped(found.size)
@@ -331,16 +330,12 @@ def optimizer_state_dicts(
         for label, group in labelled_groups(optimizer):
             mine = [names[param] for param in group["params"]]
             if frozenset(mine) not in groups:
-                raise ValueError(
-                    f"the checkpoint does not fit the optimizers, nothing is changed: it has no group of the same "
-                    f"parameters as {label} ({mine[0]!r} and {len(mine) - 1} more)"
+                raise coded_error(
+                    ValueError, "checkpoint.optimizer-group-missing", label=label, name=mine[0], more=len(mine) - 1
                 )
             values = {key: value for key, value in groups[frozenset(mine)].items() if key != "params"}
             if why := _misfit(label, group, values):
-                raise ValueError(
-                    f"the checkpoint does not fit the optimizers, nothing is changed: {why}. Make the optimizer as it "
-                    f"was when the checkpoint was saved, or load the model alone"
-                )
+                raise coded_error(ValueError, "checkpoint.optimizers-do-not-fit", reason=why)
             numbered = dict(zip(mine, numbers, strict=False))
             result[-1]["param_groups"].append({**group, **values, "params": list(numbered.values())})
             for name in numbered.keys() & states.keys():

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
+from ...errors import coded_error
 from ...process_state import Reentrant
 from .folder import METADATA, SaveRun, checksum, refuse_incomplete
 from .order import stamped
@@ -65,13 +66,15 @@ def read_metadata(folder: Path) -> tuple[Metadata, str]:
         data = file.read_bytes()
         sealed = _SEAL.search(data)
         if sealed is not None and int(sealed[1], 16) != zlib.crc32(data[: sealed.start()]):
-            raise ValueError("its checksum is wrong: the file was damaged")
+            raise coded_error(ValueError, "checkpoint.list-checksum-wrong")
         found = _Unpickler(io.BytesIO(data)).load()
         _check_files(found)
         if sealed is None and any(hasattr(info, "crc32") for info in found.storage_data.values()):
-            raise ValueError("its checksum is missing: the file was damaged")
+            raise coded_error(ValueError, "checkpoint.list-checksum-missing")
     except Exception as error:
-        raise ValueError(f"{file} cannot be read: {type(error).__name__} {error}") from error
+        raise coded_error(
+            ValueError, "checkpoint.list-not-readable", file=file, error_type=type(error).__name__, error=error
+        ) from error
     return found, hashlib.sha256(data).hexdigest()
 
 
@@ -109,7 +112,7 @@ def check_lengths(folder: Path, chunks: Iterable[Any]) -> None:
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in ends.items():
         if (folder / name).stat().st_size < end:
-            raise ValueError(f"{folder / name} is truncated")
+            raise coded_error(ValueError, "checkpoint.file-truncated", file=folder / name)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -119,25 +122,21 @@ class _Unpickler(pickle.Unpickler):
             dtype = getattr(torch, name, None) if name.isidentifier() else None
             known = dtype if isinstance(dtype, torch.dtype) else None
         if known is None:
-            raise pickle.UnpicklingError(
-                f"it references {module}.{name}, a class that is not allowed; it was not called"
-            )
+            raise coded_error(pickle.UnpicklingError, "checkpoint.class-not-allowed", module=module, name=name)
         return known
 
 
 def _layout(name: str) -> torch.layout:
     layout = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(layout, torch.layout):
-        raise pickle.UnpicklingError(f"{name!r} is no layout")
+        raise coded_error(pickle.UnpicklingError, "checkpoint.not-a-layout", name=name)
     return layout
 
 
 def _member(kind: Any, name: str) -> Any:
     """Return a member of one of torch's enumerations, which Python 3.11.0 to 3.11.3 pickles as a call of ``getattr``."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)) or name not in kind.__members__:
-        raise pickle.UnpicklingError(
-            f"it takes the attribute {name!r} of {kind!r}, which is no member of an enumeration"
-        )
+        raise coded_error(pickle.UnpicklingError, "checkpoint.attribute-not-enum-member", name=name, owner=kind)
     return kind[name]
 
 
@@ -163,13 +162,13 @@ _KNOWN: dict[tuple[str, str], Any] = {
 def _check_files(found: object) -> None:
     """Raise an error unless the list refers to ranges of files in its folder."""
     if not isinstance(found, Metadata):
-        raise ValueError(f"it holds a {type(found).__name__}")
+        raise coded_error(ValueError, "checkpoint.list-of-other-type", got=type(found).__name__)
     for info in found.storage_data.values():
         path = Path(info.relative_path)
         if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"it names a file outside its folder, {info.relative_path!r}")
+            raise coded_error(ValueError, "checkpoint.list-names-outside-file", file=info.relative_path)
         if min(info.offset, info.length) < 0:
-            raise ValueError(f"it names no range of {info.relative_path!r}")
+            raise coded_error(ValueError, "checkpoint.list-names-no-range", file=info.relative_path)
 
 
 #
@@ -211,12 +210,12 @@ class CheckedReader(FileSystemReader):
             plan, self._reads = planner.create_local_plan(), 0
             self.read_data(plan, planner).wait()
         except Exception as error:
-            raise ValueError(
-                f"the checkpoint {self._folder} was not loaded, nothing is changed: {type(error).__name__} {error}"
+            raise coded_error(
+                ValueError, "checkpoint.not-loaded", folder=self._folder, error_type=type(error).__name__, error=error
             ) from error
         if self._reads != len(plan.items):
-            raise NotImplementedError(
-                f"torch {torch.__version__} reads chunks in another way, so they were not verified"
+            raise coded_error(
+                NotImplementedError, "environment.torch-reads-chunks-differently", version=torch.__version__
             )
         return values
 
@@ -231,11 +230,9 @@ class CheckedReader(FileSystemReader):
         file.seek(sinfo.offset)
         data = file.read(sinfo.length)
         if len(data) < sinfo.length:
-            raise ValueError(f"{path} is truncated: it ends before {self._name_of(sinfo)!r} does")
+            raise coded_error(ValueError, "checkpoint.entry-truncated", path=path, name=self._name_of(sinfo))
         if self._verify and _is_damaged(data, getattr(sinfo, "crc32", None)):
-            raise ValueError(
-                f"{path} is damaged: the checksum of {self._name_of(sinfo)!r} is wrong (verify_checksums=False ignores that)"
-            )
+            raise coded_error(ValueError, "checkpoint.entry-checksum-wrong", path=path, name=self._name_of(sinfo))
         return io.BytesIO(data)
 
     def _name_of(self, info: Any) -> str:
@@ -250,8 +247,8 @@ class _PlainPlanner(DefaultLoadPlanner):
         try:
             self.state_dict[name] = load_plain(value)
         except Exception as error:
-            raise ValueError(
-                f"{name!r} is no plain value, and was not unpickled: {str(error).splitlines()[0]}"
+            raise coded_error(
+                ValueError, "checkpoint.stored-value-not-plain", name=name, reason=str(error).splitlines()[0]
             ) from None
 
 
@@ -310,10 +307,13 @@ def check_plain(tree: Any, name: str) -> None:
             except RecursionError:
                 raise
             except Exception as error:
-                raise ValueError(
-                    f"{name}{keystr(path)} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-                    f"cannot hold: give numbers, texts, tensors, or lists, tuples and dictionaries of them "
-                    f"(the state_dict() of an object instead of the object)"
+                raise coded_error(
+                    ValueError,
+                    "checkpoint.value-cannot-be-held",
+                    name=name,
+                    location=keystr(path),
+                    module=type(value).__module__,
+                    class_name=type(value).__qualname__,
                 ) from error
 
 

@@ -29,6 +29,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
+from ...errors import coded_error
 from ...private_torch import state_name
 from ...ranks.control import control_of
 from ...ranks.process_groups import ProcessGroupRef
@@ -170,7 +171,7 @@ class _WholeFiles:
         """Write the index."""
         folder = self._run.folder
         if missing := [file for file in sorted(set(self._weight_map.values())) if not (folder / file).exists()]:
-            raise ValueError(f"folder: {folder / missing[0]} was deleted by somebody else")
+            raise coded_error(ValueError, "checkpoint.file-deleted-meanwhile", file=folder / missing[0])
         metadata = {"total_size": self._nbytes, **({"crc32": self._crcs} if self._checksums else {})}
         index = json.dumps({"metadata": metadata, "weight_map": self._weight_map}, indent=2)
         (self._run.draft / INDEX).write_text(index)
@@ -236,9 +237,7 @@ def load_safetensors(
             for file, entries in entries_of.items():
                 _read(file, entries)
         except Exception as error:
-            raise ValueError(
-                f"{source} could be read in part only, and the model has some of its values now: {error}"
-            ) from error
+            raise coded_error(ValueError, "checkpoint.partly-loaded", source=source, error=error) from error
 
     run_on_all_ranks(group, "load_safetensors", read)
     for bucket in sharded.buckets:
@@ -261,10 +260,10 @@ def _contents_of(files: Sequence[Path]) -> dict[str, tuple[Path, TensorStorageMe
                     dtype = (opened.get_slice(name)[:1] if shape else opened.get_tensor(name)).dtype
                     contents[name] = file, TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks=[])
         except Exception as error:
-            raise ValueError(f"{file} cannot be read: {error}") from error
+            raise coded_error(ValueError, "checkpoint.file-not-readable", file=file, error=error) from error
         for name, part in parts.items():
             if any(part["saved_offsets"]):
-                raise ValueError(f"{file} holds a part of {name!r} only: join the parts of all ranks first")
+                raise coded_error(ValueError, "checkpoint.file-of-partial-tensor", file=file, name=name)
     return contents
 
 
@@ -291,11 +290,13 @@ def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
             names = sorted(set(content["weight_map"].values()))
             crcs = dict(content.get("metadata", {}).get("crc32", {}))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{index} cannot be read: {type(error).__name__} {error}") from error
+            raise coded_error(
+                ValueError, "checkpoint.list-not-readable", file=index, error_type=type(error).__name__, error=error
+            ) from error
         if any(Path(name).name != name for name in names):
-            raise ValueError(f"{index} cannot be read: it names files outside its folder")
+            raise coded_error(ValueError, "checkpoint.index-names-outside-files", index=index)
         if crcs and crcs.keys() != set(names):
-            raise ValueError(f"{index} cannot be read: it has checksums of other files than it names")
+            raise coded_error(ValueError, "checkpoint.index-checksums-of-other-files", index=index)
         return [source / name for name in names], crcs
     files = sorted(source.glob("*.safetensors"))
     if not files:
@@ -304,9 +305,9 @@ def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
             hint = ": it is a checkpoint, which load_checkpoint(model, folder) loads"
         elif below := next(source.glob("*/*.safetensors"), None):
             hint = f": {below.parent} has some"
-        raise ValueError(f"source: {source} is no .safetensors file and no folder with one{hint}")
+        raise coded_error(ValueError, "checkpoint.source-without-safetensors", source=source, hint=hint)
     if any(source.glob("model-[0-9]*.safetensors")):
-        raise ValueError(f"source: {source} has no {INDEX}: its export did not end")
+        raise coded_error(ValueError, "checkpoint.export-did-not-end", source=source, index=INDEX)
     return files, {}
 
 
@@ -326,9 +327,7 @@ def _verify(group: ProcessGroupRef, source: Path, files: list[Path], crcs: dict[
     def check() -> None:
         for file in files[group.rank :: group.size] if is_shared else files:
             if verify and crcs and _checksum(file) != crcs[file.name]:
-                raise ValueError(
-                    f"{file} is damaged, nothing is changed: its checksum is wrong (verify_checksums=False ignores that)"
-                )
+                raise coded_error(ValueError, "checkpoint.file-checksum-wrong", file=file)
 
     run_on_all_ranks(group, "load_safetensors", check)
 
@@ -341,6 +340,4 @@ def _import(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"whole models need safetensors: pip install 'thunder_fsdp_sched[safetensors]' ({error})"
-        ) from None
+        raise coded_error(ImportError, "environment.safetensors-missing", error=error) from None

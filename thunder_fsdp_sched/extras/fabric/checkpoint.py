@@ -39,6 +39,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.utils.data import DataLoader
 
+from ...errors import coded_error
 from ...runtime.row_dtensor import RowDTensor
 from ...sharding.sharded_module import ShardedModule, find_jitted
 from ..checkpoint import load_checkpoint, save_checkpoint
@@ -75,10 +76,7 @@ class _State:
     def of(cls, state: Mapping[str, Any], what: str) -> _State:
         modules = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
         if len(modules) != 1:
-            raise ValueError(
-                f"{what}: expected one module in state, the result of fabric.setup, got {list(modules) or 'none'}; pass "
-                f"state={{'model': model, ...}}, and of other modules their state_dict()"
-            )
+            raise coded_error(ValueError, "fabric.expected-one-module", call=what, got=list(modules) or "none")
         [(key, module)] = modules.items()
         model, sharded = find_jitted(module)
         optimizers = {k: value for k, value in state.items() if isinstance(value, torch.optim.Optimizer)}
@@ -115,9 +113,7 @@ def save(path: Path, state: Mapping[str, Any], *, whole: bool, keep: Filter | No
     if whole:
         _save_file(path, parts, others, keep or {})
     elif keep:
-        raise NotImplementedError(
-            "fabric.save(filter=...): entries can be left out of a file only, with state_dict_type='full'"
-        )
+        raise coded_error(NotImplementedError, "fabric.filter-without-full")
     else:
         _save_folder(path, parts, others)
 
@@ -147,7 +143,7 @@ def _save_file(path: Path, parts: _State, others: dict[str, Any], keep: Filter) 
     def check() -> None:
         parts.sharded.check_initialized()
         if writes and path.is_dir() and not is_checkpoint(path):
-            raise ValueError(f"fabric.save: {path} is a folder; give the name of a file")
+            raise coded_error(ValueError, "fabric.path-is-folder", path=path)
 
     run_on_all_ranks(group, "fabric.save", check)
     content: dict[str, Any] = {
@@ -155,10 +151,7 @@ def _save_file(path: Path, parts: _State, others: dict[str, Any], keep: Filter) 
     }
     for key, optimizer in parts.optimizers.items():
         if hasattr(optimizer, "owns"):
-            raise NotImplementedError(
-                f"fabric.save: each rank has the state of some parameters in {key!r} (WholeParameters), which only "
-                f"state_dict_type='sharded' saves"
-            )
+            raise coded_error(NotImplementedError, "fabric.state-needs-sharded", key=key)
         state = get_optimizer_state_dict(parts.model, optimizer)
         entries = {name: gather_entries(values, None, keeps=writes) for name, values in state["state"].items()}
         content[key] = {"state": entries, "param_groups": state["param_groups"]}
@@ -217,7 +210,7 @@ def load(path: Path, state: dict[str, Any], *, strict: bool, weights_only: bool 
     for key, value in parts.others.items():
         if key not in others:
             if strict:
-                raise KeyError(f"the checkpoint {path} has no {key!r}, but {sorted(others)}; strict=False ignores that")
+                raise coded_error(KeyError, "fabric.strict-entry-missing", path=path, key=key, found=sorted(others))
         elif _has_state(value):
             value.load_state_dict(others.pop(key))
         else:
@@ -232,7 +225,7 @@ def _load_file(path: Path, parts: _State, *, strict: bool, weights_only: bool | 
         content = _read(path, weights_only)
         for key in (parts.module_key, *parts.optimizers):
             if key not in content:
-                raise ValueError(f"the checkpoint {path} has no {key!r}, but {sorted(content)}")
+                raise coded_error(ValueError, "fabric.entry-missing", path=path, key=key, found=sorted(content))
         states = [_rows_of(content.pop(key), parts, optimizer) for key, optimizer in parts.optimizers.items()]
         return content, states
 
@@ -256,9 +249,7 @@ def _rows_of(whole: Mapping[str, Any], parts: _State, optimizer: torch.optim.Opt
 
     def name_of(key: Any) -> str:
         if isinstance(key, int) and key >= len(numbered):
-            raise ValueError(
-                f"the checkpoint has state of {key + 1} or more parameters, the optimizer has {len(numbered)}"
-            )
+            raise coded_error(ValueError, "fabric.too-many-parameters-saved", saved=key + 1, expected=len(numbered))
         return numbered[key] if isinstance(key, int) else key
 
     def rows_of(name: str, what: str, value: Any) -> Any:
@@ -269,7 +260,9 @@ def _rows_of(whole: Mapping[str, Any], parts: _State, optimizer: torch.optim.Opt
         try:
             return RowDTensor.wrap(rows_from(rows, value).clone(), rows)  # a view would keep the whole file mapped
         except ValueError as error:
-            raise ValueError(f"the checkpoint does not fit the optimizers: {what!r} of {name!r}: {error}") from None
+            raise coded_error(
+                ValueError, "fabric.optimizer-state-does-not-fit", key=what, name=name, error=error
+            ) from None
 
     named = {name_of(key): values for key, values in whole["state"].items()}
     state = {n: {what: rows_of(n, what, value) for what, value in values.items()} for n, values in named.items()}
@@ -288,10 +281,7 @@ def _write(content: Mapping[str, Any], path: Path) -> None:
             try:
                 torch.save(value, io.BytesIO())
             except (AttributeError, TypeError, pickle.PicklingError) as reason:
-                raise ValueError(
-                    f"fabric.save: state[{key!r}] cannot be pickled: {reason}. Leave it out, or pass its data, or an object "
-                    f"with state_dict and load_state_dict"
-                ) from error
+                raise coded_error(ValueError, "fabric.entry-not-picklable", key=key, reason=reason) from error
         raise
 
 
@@ -299,9 +289,9 @@ def _read(path: Path, weights_only: bool | None) -> dict[str, Any]:
     try:
         content = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise coded_error(ValueError, "checkpoint.file-not-readable", file=path, error=error) from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a dictionary")
+        raise coded_error(ValueError, "fabric.file-not-dictionary", path=path, got=type(content).__name__)
     return content
 
 

@@ -19,6 +19,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from ...errors import coded_error
+
 _PACKAGES = ("lightning.fabric", "lightning_fabric")
 
 
@@ -32,9 +34,7 @@ def fabric_module(name: str) -> Any:
     for package in imported or _PACKAGES:
         if importlib.util.find_spec(package.partition(".")[0]) is not None:
             return importlib.import_module(f"{package}.{name}")
-    raise ImportError(
-        "thunder_fsdp_sched.extras.fabric needs Lightning Fabric: pip install 'thunder_fsdp_sched[fabric]', or lightning"
-    )
+    raise coded_error(ImportError, "environment.fabric-missing")
 
 
 _plugins = fabric_module("plugins")
@@ -99,7 +99,4 @@ def for_shards(precision: Any) -> Any:
     known = (_plugins.Precision, _plugins.HalfPrecision, _plugins.DoublePrecision, _plugins.FSDPPrecision)
     if type(precision) in known:
         return precision
-    raise TypeError(
-        f"precision: {type(precision).__name__} converts modules in a way that FSDPSchedStrategy does not know; expected "
-        f"'32-true', '64-true', 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed'"
-    )
+    raise coded_error(TypeError, "fabric.unknown-precision-plugin", got=type(precision).__name__)

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...api import fsdp
+from ...errors import coded_error
 from ...option_checks import is_a
 from ...option_groups import Init, Ranks
 from ...private_torch import control_fabric_sync
@@ -84,9 +85,9 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         **options: Any,
     ) -> None:
         if state_dict_type not in ("sharded", "full"):
-            raise ValueError(f"state_dict_type: expected 'sharded' or 'full', got {state_dict_type!r}")
+            raise coded_error(ValueError, "fabric.unknown-state-dict-type", state_dict_type=state_dict_type)
         if is_a(Init, "Init(...)")("init", init).device is not None:
-            raise TypeError("Init: device: Fabric chooses the device; pass Fabric(accelerator=..., devices=...)")
+            raise coded_error(TypeError, "fabric.device-in-init")
         if isinstance(ranks, tuple):
             _check_sizes(ranks)
         # This raises an error now rather than after the launch.
@@ -116,9 +117,7 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     def precision(self, precision: Any) -> None:
         chosen = None if precision is None else for_shards(precision)
         if isinstance(chosen, ShardedMixedPrecision) and self._options.get("mp_policy") is not None:
-            raise ValueError(
-                f"mp_policy: Fabric's precision={chosen.precision!r} is a policy of its own; pass one of the two"
-            )
+            raise coded_error(ValueError, "fabric.two-precision-policies", precision=chosen.precision)
         super(FSDPSchedStrategy, type(self)).precision.fset(self, chosen)
 
     def setup_module(self, module: torch.nn.Module) -> ThunderModule:
@@ -128,10 +127,7 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             TypeError: ``module`` is jitted already.
         """
         if isinstance(module, ThunderModule):
-            raise TypeError(
-                "fabric.setup: the module is jitted already; pass the plain module, because FSDPSchedStrategy calls "
-                "thunder.jit, with FSDPSchedStrategy(jit_options=...)"
-            )
+            raise coded_error(TypeError, "fabric.module-already-jitted")
         transforms = [self._new_transform(module), *self._jit_options.get("transforms", ())]
         jitted = thunder.jit(module, **{**self._jit_options, "transforms": transforms})
         _refuse_other_forwards(jitted, module)
@@ -141,8 +137,12 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         options, init = dict(self._options), replace(self._init, device=self.root_device)
         if isinstance(self._ranks, tuple):
             if math.prod(self._ranks) != self.world_size:
-                raise ValueError(
-                    f"ranks: {self._ranks} has {math.prod(self._ranks)} ranks, Fabric has {self.world_size}"
+                raise coded_error(
+                    ValueError,
+                    "fabric.ranks-do-not-match",
+                    ranks=self._ranks,
+                    count=math.prod(self._ranks),
+                    world_size=self.world_size,
                 )
             self._ranks = init_device_mesh(self.root_device.type, self._ranks, mesh_dim_names=("replicate", "shard"))
         if isinstance(self.precision, ShardedMixedPrecision):
@@ -207,7 +207,7 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             CheckpointError: on all ranks, if it could not be saved.
         """
         if storage_options is not None:
-            raise TypeError("fabric.save: FSDPSchedStrategy writes files itself and knows no storage_options")
+            raise coded_error(TypeError, "fabric.no-storage-options")
         whole = self.state_dict_type == "full"
         checkpoint.save(Path(self.broadcast(path)), state, whole=whole, keep=filter)
 
@@ -231,7 +231,7 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             checkpoint.load_module(path, state, strict=strict, weights_only=weights_only)
             return {}
         if not state or isinstance(state, torch.optim.Optimizer):
-            raise ValueError("fabric.load: pass the module, too: state={'model': model, 'optimizer': optimizer}")
+            raise coded_error(ValueError, "fabric.module-not-passed")
         return checkpoint.load(path, state, strict=strict, weights_only=weights_only)
 
     @classmethod
@@ -249,7 +249,7 @@ class _NoSync:
 
 def _check_sizes(sizes: tuple[int, ...]) -> None:
     if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise TypeError(f"ranks: expected a DeviceMesh or the sizes (replicas, shards), got {sizes!r}")
+        raise coded_error(TypeError, "fabric.ranks-not-a-mesh", got=sizes)
 
 
 def _reset_parameters(module: torch.nn.Module) -> None:
@@ -273,9 +273,6 @@ def _refuse_other_forwards(jitted: ThunderModule, module: torch.nn.Module) -> No
             del module.forward
         else:
             module.forward = own
-        raise RuntimeError(
-            "the module's forward was replaced after fabric.setup (mark_forward_method, or a method such as "
-            "training_step), but only its forward is compiled; call the module itself, or make forward call the method"
-        )
+        raise coded_error(RuntimeError, "fabric.forward-replaced-after-setup")
 
     jitted.register_forward_pre_hook(check, prepend=True)

@@ -14,6 +14,8 @@ from collections.abc import Collection
 import torch
 from thunder.core.module import ThunderModule
 
+from ...errors import coded_error
+
 
 def make_blank(tensor: torch.Tensor) -> None:
     """Fill ``tensor`` with the value that :func:`is_blank` recognizes."""
@@ -51,9 +53,9 @@ def refuse_blank(model: ThunderModule, began_on_meta: Collection[str]) -> None:
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     blank = [n for n, t in tensors.items() if t.is_meta or (n in began_on_meta and is_blank(t))]
     if blank:
-        raise RuntimeError(
-            f"parameters or buffers that were on the meta device have no values yet: {', '.join(blank[:3])}"
-            f"{f' and {len(blank) - 3} more' if len(blank) > 3 else ''}. Give "
-            f"fsdp(init=Init(param_init_fn=...)), or load parameters (load_checkpoint, "
-            f"load_safetensors) before the first call"
+        raise coded_error(
+            RuntimeError,
+            "parameter.no-values-yet",
+            names=", ".join(blank[:3]),
+            more=f" and {len(blank) - 3} more" if len(blank) > 3 else "",
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from ...errors import coded_error
 from ...private_torch import state_name
 
 
@@ -21,6 +22,6 @@ def ignored_names(ignored: Iterable[str | nn.Parameter], named: Mapping[str, nn.
         matches = [p for n, p in named.items() if (wanted in (n, state_name(n)) if is_name else p is wanted)]
         if not matches:
             what = repr(wanted) if isinstance(wanted, str) else f"a parameter of shape {tuple(wanted.shape)}"
-            raise ValueError(f"Init: ignored_params: {what} is not a parameter of the module")
+            raise coded_error(ValueError, "option.ignored-not-a-parameter", parameter=what)
         found |= {n for n, p in named.items() if any(p is match for match in matches)}
     return found

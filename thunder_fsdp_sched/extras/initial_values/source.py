@@ -18,6 +18,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch import nn
 
+from ...errors import coded_error
 from ...options import Options
 from ...private_torch import replace_data
 from ...ranks.broadcast import broadcast
@@ -64,20 +65,14 @@ class RemoteValues(ValueSource):
         for name, own in self._own.items():
             theirs = self._theirs.get(name, own)  # names of parameters and buffers are compared later
             if theirs == "meta" and name in params and not initializes:
-                raise ValueError(
-                    f"Init: broadcast_from: the module is on the meta device on rank {self.rank} ({name!r}), so "
-                    f"there is nothing to broadcast; pass param_init_fn to initialize it"
-                )
+                raise coded_error(ValueError, "option.broadcast-from-meta-device", rank=self.rank, name=name)
             if own != theirs and name in self._attributes:
-                raise ValueError(
-                    f"Init: broadcast_from: attribute {name!r} is a tensor on {own}, and on {theirs} on rank "
-                    f"{self.rank}. Only parameters and buffers are broadcast: make it one, "
-                    f"register_buffer(..., persistent=False)"
+                raise coded_error(
+                    ValueError, "option.broadcast-of-plain-tensor", name=name, own=own, theirs=theirs, rank=self.rank
                 )
             if own not in (theirs, "meta"):
-                raise ValueError(
-                    f"Init: broadcast_from: {name!r} is on {own}, but on {theirs} on rank {self.rank}, which broadcasts "
-                    f"it: make the module there as on this rank, or here on the meta device"
+                raise coded_error(
+                    ValueError, "option.broadcast-between-devices", name=name, own=own, theirs=theirs, rank=self.rank
                 )
 
     def begin(self, steps: ShardingSteps) -> Callable[[ShardedParam], torch.Tensor]:

@@ -28,6 +28,7 @@ from ...capture.keys import key_of
 from ...capture.leaves import Leaves
 from ...capture.module_members import OF_MODULES
 from ...capture.paths import FUNCTION, Path, evaluate
+from ...errors import coded_error
 from ...private_interpreter import added_checks, checks_of
 from .leaf import TENSOR, Entry, Leaf, Metadata, Structure
 from .observe import Communicates, is_plain, observe, run_once
@@ -65,7 +66,12 @@ def explain_change(leaves: Leaves, changed: Path) -> Any:
     modules = [value for value in found if isinstance(value, torch.nn.Module)]
     if not modules:
         return None
-    error = NotImplementedError(f"forward changes a {type(evaluate(changed, known)).__name__}, {changed[-1][1]!r}")
+    error = coded_error(
+        NotImplementedError,
+        "module.changes-container-in-forward",
+        container=type(evaluate(changed, known)).__name__,
+        name=changed[-1][1],
+    )
     leaves.obstacle = modules[-1], error
     return do_raise(error)
 
@@ -211,14 +217,11 @@ def _leaf_of(
     """
     what = f"the leaf {path!r} ({getattr(function, '__name__', type(function).__name__)})"
     if get_cache_option() is not CACHE_OPTIONS.CONSTANT_VALUES:
-        raise NotImplementedError(f"fsdp: {what} needs fixed sizes: leave out thunder.jit(cache=...)")
+        raise coded_error(NotImplementedError, "leaf.needs-fixed-sizes", leaf=what)
     flat, spec = tree_flatten((args, kwargs))
     for value in flat:
         if not (_is_tensor(value) or is_plain(value)):
-            raise TypeError(
-                f"fsdp: {what} is called with a {type(value).__name__}; a leaf takes tensors and plain values (numbers, "
-                f"strings, dtypes), also in lists, tuples and dictionaries. Pass its tensors, or None (use_cache=False)"
-            )
+            raise coded_error(TypeError, "leaf.argument-of-other-type", leaf=what, got=type(value).__name__)
     inputs = [_metadata(value) for value in flat if _is_tensor(value)]
     for number, argument in examples.items():
         if not argument.requires_grad:

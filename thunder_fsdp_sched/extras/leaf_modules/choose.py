@@ -13,6 +13,7 @@ from thunder.core.symbol import BoundSymbol
 
 from ...capture.bound_symbols import ModuleCall
 from ...capture.leaves import AUTO, Leaves, pattern_of
+from ...errors import coded_error
 
 Matcher = str | type | Callable[[str, torch.nn.Module], bool]
 
@@ -34,10 +35,10 @@ def find_leaves(model: torch.nn.Module, matchers: Sequence[Any]) -> Leaves:
 def _add_matching(leaves: Leaves, match: Matcher, output_like: Callable[..., Any] | None) -> None:
     paths = [(path, module) for path, module in leaves.model.named_modules() if _matches(match, path, module)]
     if not paths:
-        raise ValueError(f"leaf_modules: {match!r} matches no submodule of the {type(leaves.model).__name__}")
+        raise coded_error(ValueError, "leaf.pattern-matches-nothing", pattern=match, model=type(leaves.model).__name__)
     for path, module in paths:
         if not path:
-            raise ValueError("leaf_modules: the model itself cannot be a leaf; nothing would be left to schedule")
+            raise coded_error(ValueError, "leaf.model-itself-as-leaf")
         leaves.setdefault(module, path)
         if output_like is not None:
             leaves.output_like[path] = output_like

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from ...errors import coded_error
 from ...sharding.module_parameters import replace_in_containers, tensors_in_containers
 
 
@@ -228,20 +229,14 @@ class Leaf:
         found = [each for each in flat if isinstance(each, torch.Tensor)]
         constants = tuple(TENSOR if isinstance(each, torch.Tensor) else each for each in flat)
         if spec != self.results.spec or constants != self.results.flat:
-            self.fail(f"returns another structure than when it was traced: {constants} in {spec}, not {self.results}")
+            self.fail("leaf.returns-another-structure", got=constants, spec=spec, expected=self.results)
         for number, (tensor, known) in enumerate(zip(found, self.outputs, strict=True)):
             actual = tuple(tensor.shape), tensor.dtype, tensor.device.type
             expected = known.shape, known.dtype, known.device.type
             if actual != expected:
-                self.fail(
-                    f"returns {actual} as output {number}, not {expected} as when it was traced. Shapes and dtypes of what "
-                    f"a leaf returns must not depend on data"
-                )
+                self.fail("leaf.returns-another-shape", actual=actual, number=number, expected=expected)
             if tensor.requires_grad and not known.differentiable:
-                self.fail(
-                    f"returns output {number} with a gradient, and without one when it was observed. Say what it returns: "
-                    f"leaf_modules=[({self.path!r}, lambda x, **_: torch.empty_like(x))]"
-                )
+                self.fail("leaf.returns-unexpected-gradient", number=number, path=self.path)
         return found
 
     def stand_in(self, number: int) -> torch.Tensor:
@@ -260,6 +255,6 @@ class Leaf:
         entry = next(entry for entry in self.entries if entry.number == number)
         return f"{names[entry.owner]}.{entry.key}".lstrip(".")
 
-    def fail(self, what: str) -> NoReturn:
-        """Raise an error of the running call."""
-        raise RuntimeError(f"fsdp: the {self.title} {what}")
+    def fail(self, code: str, **values: object) -> NoReturn:
+        """Raise an error of the running call, whose text begins with the title of the leaf."""
+        raise coded_error(RuntimeError, code, title=self.title, **values)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ...capture.module_members import OF_MODULES
+from ...errors import coded_error
 from ...ir.observation import Recorder
 from .leaf import TENSOR, Leaf, Metadata, Structure
 
@@ -83,10 +84,15 @@ def observe(leaf: Leaf, output_like: Callable[..., Any] | None, examples: Mappin
             is_own = (type(real), str(real)) == (type(fake), str(fake)) or len(examples) == len(leaf.inputs) > 0
             if is_own:  # an error of the program
                 raise
-            raise NotImplementedError(
-                f"fsdp: what the {leaf.title} returns is not known: a run on fake tensors raised {type(fake).__name__}: "
-                f"{fake}; one on real tensors {type(real).__name__}: {real}. Say it, as a function of the same arguments: "
-                f"leaf_modules=[({leaf.path!r}, lambda x, **_: torch.empty_like(x))]"
+            raise coded_error(
+                NotImplementedError,
+                "leaf.outputs-not-known",
+                title=leaf.title,
+                fake_type=type(fake).__name__,
+                fake_error=fake,
+                real_type=type(real).__name__,
+                real_error=real,
+                path=leaf.path,
             ) from real
 
 
@@ -134,7 +140,7 @@ def _observe(leaf: Leaf, examples: Mapping[int, torch.Tensor], *, is_fake: bool)
             versions = [t._version for t in given_inputs]
             result = leaf.call(given_inputs, parameters)
             if changed := [i for i, t in enumerate(given_inputs) if t._version != versions[i]]:
-                raise LeafError(f"fsdp: the {leaf.title} changes its input {changed[0]} in place. Clone it first")
+                raise coded_error(LeafError, "leaf.changes-input-in-place", title=leaf.title, number=changed[0])
         _note(leaf, result, reads_data=not is_fake)
         outputs_memory = [_memory_of(t) for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
         leaf.shares_memory = len(inputs_memory.union(outputs_memory)) < len(inputs_memory) + len(outputs_memory)
@@ -175,15 +181,15 @@ def _note(leaf: Leaf, result: Any, *, is_given: bool = False, reads_data: bool =
     for value in flat:
         if isinstance(value, torch.Tensor):
             if not all(isinstance(size, int) for size in value.shape):
-                raise RuntimeError("it returns a tensor whose shape depends on data")
+                raise coded_error(RuntimeError, "leaf.returns-data-dependent-shape")
             differentiable = value.requires_grad or (is_given and value.is_floating_point())
             outputs.append(Metadata(tuple(value.shape), value.dtype, device, differentiable))
         elif not is_plain(value):
-            raise TypeError(f"it returns a {type(value).__name__}; a leaf returns tensors and plain values")
+            raise coded_error(TypeError, "leaf.returns-unsupported-type", type=type(value).__name__)
         elif reads_data and isinstance(value, Number) and not isinstance(value, Enum):
-            raise TypeError("it returns a number that may depend on data; a trace would contain it as a constant")
+            raise coded_error(TypeError, "leaf.returns-data-dependent-number")
     if not outputs:
-        raise TypeError("it returns no tensor, so nothing would run it")
+        raise coded_error(TypeError, "leaf.returns-no-tensor")
     leaf.outputs = tuple(outputs)
     leaf.results = Structure(tuple(TENSOR if isinstance(v, torch.Tensor) else v for v in flat), spec)
 

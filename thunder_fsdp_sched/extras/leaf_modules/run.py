@@ -85,10 +85,7 @@ class _Packing:
 
     def fail_outside(self) -> NoReturn:
         """Raise the error for gradients that would be lost."""
-        self.leaf.fail(
-            "has got gradients besides the backward of the model: a loss was computed from a tensor that its forward has "
-            "kept, in an attribute for example. Return the tensor from the module and the model"
-        )
+        self.leaf.fail("leaf.gradients-outside-backward")
 
     def pack(self, tensor: torch.Tensor) -> Any:
         try:
@@ -110,10 +107,7 @@ class _Packing:
             return packed
         tensor, version = packed
         if tensor._version != version:
-            self.leaf.fail(
-                "changes a tensor in place that its backward needs: one of the variables needed for gradient computation "
-                "has been modified by an inplace operation"
-            )
+            self.leaf.fail("leaf.saved-tensor-changed")
         return tensor
 
 
@@ -178,14 +172,14 @@ class _Run:
         leaf = self.leaf
         for number, (tensor, version) in enumerate(zip(self.given, self.versions, strict=True)):
             if version is not None and tensor._version != version:
-                leaf.fail(f"changes its input {number} in place. Clone it first")
+                leaf.fail("leaf.changes-input-in-place", number=number)
         changed = [
             i
             for i, (p, v) in enumerate(zip(self.parameters, self.first_version, strict=True))
             if v is not None and p._version != v
         ]
         if changed:
-            leaf.fail(f"changes parameter {leaf.name_of(changed[0])!r} in place during forward, which would be lost")
+            leaf.fail("leaf.parameter-changed-in-place", name=leaf.name_of(changed[0]))
         self.parameters.clear()
 
     def check_freed(self) -> None:
@@ -194,11 +188,7 @@ class _Run:
             gc.collect()
             kept = [i for i, each in enumerate(self.alive) if not each.expired()]
             if kept:
-                self.leaf.fail(
-                    f"keeps parameter {self.leaf.name_of(kept[0])!r} or a view of it after its forward, where other "
-                    f"parameters will be: in an attribute of a module, or of the context of a torch.autograd.Function. Use "
-                    f"ctx.save_for_backward, or clone it"
-                )
+                self.leaf.fail("leaf.parameter-kept", name=self.leaf.name_of(kept[0]))
 
 
 def run(leaf: Leaf, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -246,10 +236,7 @@ def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
         state.used.append(frozenset(shards[index] for index in used if index >= 0))
     del binding
     if hooked:
-        leaf.fail(
-            f"registers a hook of parameter {leaf.name_of(hooked[0])!r} in forward, where it is another tensor in each "
-            f"call. Register it before thunder.jit, or on the parameter of the jitted module"
-        )
+        leaf.fail("leaf.hook-of-parameter-in-forward", name=leaf.name_of(hooked[0]))
     one.check()
     one.check_freed()
     packing.numbers = {}
@@ -282,7 +269,7 @@ def backward(leaf: Leaf, state: State, *tensors: torch.Tensor) -> tuple[torch.Te
         tensors: the parameters, then the gradients of the differentiable outputs.
     """
     if state.edges is None:
-        leaf.fail("runs backward a second time; its graph was freed: pass retain_graph=True to the first backward")
+        leaf.fail("leaf.second-backward")
     keeps = keeps_graph()
     count = len(leaf.parameters)
     state.packing.memory = list(tensors[:count])
@@ -317,7 +304,7 @@ def backward(leaf: Leaf, state: State, *tensors: torch.Tensor) -> tuple[torch.Te
             again = None if number < len(leaf.inputs) else parameters[number - len(leaf.inputs)].grad
             grads.append(again if grad is None else grad if again is None else grad + again)
     if any(grad is not None and grad.layout is not torch.strided for grad in grads):
-        leaf.fail("has a sparse gradient, which cannot be reduced or sharded: pass sparse=False")
+        leaf.fail("leaf.sparse-gradient")
     return tuple(
         torch.zeros((), dtype=s.dtype, device=s.device).expand(s.shape) if g is None else g
         for g, s in zip(grads, stand_ins, strict=True)

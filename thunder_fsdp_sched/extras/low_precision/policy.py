@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...errors import coded_error
 from ...plan.specs import BucketSpec
 from .formats import FORMATS, Format, Wire
 
@@ -47,21 +48,21 @@ class CommPolicy:
         for name in ("gather", "reduce"):
             value = getattr(self, name)
             if value is not None and value not in tuple(FORMATS):
-                raise ValueError(f"CommPolicy: {name}: expected None, {choices}, got {value!r}")
+                raise coded_error(ValueError, "option.comm-unknown-format", name=name, choices=choices, value=value)
         if isinstance(self.block, bool) or not isinstance(self.block, int):
-            raise TypeError(f"CommPolicy: block: expected a number of elements (int), got {self.block!r}")
+            raise coded_error(TypeError, "option.comm-block-not-int", block=self.block)
         if self.block <= 0:
-            raise ValueError(f"CommPolicy: block: expected a positive number of elements, got {self.block}")
+            raise coded_error(ValueError, "option.comm-block-not-positive", block=self.block)
         exempt: Any = self.exempt
         if not isinstance(exempt, (list, tuple)) or not all(isinstance(name, str) for name in exempt):
-            raise TypeError(f"CommPolicy: exempt: expected a list or tuple of names, got {exempt!r}")
+            raise coded_error(TypeError, "option.comm-exempt-not-names", exempt=exempt)
         object.__setattr__(self, "exempt", tuple(exempt))
         if isinstance(self.min_ndim, bool) or not isinstance(self.min_ndim, int):
-            raise TypeError(f"CommPolicy: min_ndim: expected a number of dimensions (int), got {self.min_ndim!r}")
+            raise coded_error(TypeError, "option.comm-min-ndim-not-int", min_ndim=self.min_ndim)
         if not isinstance(self.error_feedback, bool):
-            raise TypeError(f"CommPolicy: error_feedback: expected a bool, got {self.error_feedback!r}")
+            raise coded_error(TypeError, "option.comm-error-feedback-not-bool", error_feedback=self.error_feedback)
         if self.error_feedback and self.reduce is None:
-            raise ValueError(f"CommPolicy: error_feedback: nothing is lost without reduce; choose one of {choices}")
+            raise coded_error(ValueError, "option.comm-error-feedback-without-reduce", choices=choices)
 
     @property
     def encodes(self) -> bool:
@@ -83,9 +84,11 @@ class CommPolicy:
         """
         for pattern in self.exempt:
             if not any(matches(pattern, name) for name in names):
-                raise ValueError(
-                    f"comm_policy: exempt: {pattern!r} matches no parameter; give the name of a parameter or a module, or "
-                    f"a pattern such as '*.bias'. Parameters are {', '.join(map(repr, names[:3]))}, ..."
+                raise coded_error(
+                    ValueError,
+                    "option.comm-exempt-matches-nothing",
+                    pattern=pattern,
+                    names=", ".join(map(repr, names[:3])),
                 )
 
     def in_dtype(self, computed: torch.dtype) -> CommPolicy | None:

@@ -37,6 +37,7 @@ from thunder.core.trace import TraceCtx
 
 from ... import pipeline
 from ...compiled_traces import CompiledTraces, StepSettings
+from ...errors import coded_error
 from ...ir.analysis import NO_PENDING_GRADS, PendingGrads
 from ...ir.computation import computation_of
 from ...ir.effects import effects
@@ -133,10 +134,17 @@ def check_memory(
             f"\nWhat to recompute is chosen before operators are fused, and a fusion may keep other values: set a lower "
             f"limit, such as max_memory={2 * limit - peak.nbytes:,}"
         )
-    raise MemoryLimitError(
-        f"max_memory: {limit:,} bytes are too few: the traces that run for {traces.call} need {peak.nbytes:,} bytes at "
-        f"position {peak.position}, in {peak.phase}\n    {peak.statement}{advice}",
+    raise coded_error(
+        MemoryLimitError,
+        "plan.traces-exceed-max-memory",
         peak.nbytes,
+        limit=limit,
+        call=traces.call,
+        nbytes=peak.nbytes,
+        position=peak.position,
+        phase=peak.phase,
+        statement=peak.statement,
+        advice=advice,
     )
 
 

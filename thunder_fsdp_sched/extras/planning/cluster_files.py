@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...errors import coded_error
 from ...sizes import parse_bytes
 from .clusters import ClusterSpec, Efficiency, Protocol, cluster
 
@@ -33,7 +34,7 @@ def read_cluster(name: str, changes: Sequence[str] = ()) -> ClusterSpec:
     for change in changes:
         key, found, value = change.partition("=")
         if not found:
-            raise ValueError(f"cluster: expected attribute=value, got {change!r}")
+            raise coded_error(ValueError, "plan.cluster-change-without-value", change=change)
         values[key.strip()] = value.strip()
     spec = _from_file(Path(name)) if name.endswith(".json") else cluster(name)
     return _changed(spec, values, "cluster") if values else spec
@@ -43,15 +44,15 @@ def _from_file(path: Path) -> ClusterSpec:
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"cluster: {path} cannot be read: {error}") from error
+        raise coded_error(ValueError, "plan.cluster-file-not-readable", path=path, error=error) from error
     if not isinstance(values, dict):
-        raise ValueError(f"cluster: {path} must hold a JSON object, got {type(values).__name__}")
+        raise coded_error(ValueError, "plan.cluster-file-not-object", path=path, type=type(values).__name__)
     base = values.pop("like", None)
     values = {"name": path.stem, "source": path.name if base is None else f"{path.name}, like {base}"} | values
     if base is not None:
         return _changed(cluster(base), values, str(path))
     if missing := _missing(ClusterSpec, values):
-        raise ValueError(f'cluster: {path} lacks {", ".join(missing)}; add them, or "like": "h100-sxm"')
+        raise coded_error(ValueError, "plan.cluster-file-lacks-attributes", path=path, missing=", ".join(missing))
     return ClusterSpec(**_checked(ClusterSpec, values, str(path)))
 
 
@@ -73,24 +74,33 @@ def _changed(spec: ClusterSpec, values: Mapping[str, Any], where: str) -> Cluste
 def _checked(kind: Any, values: Any, where: str) -> dict[str, Any]:
     """Return the values of attributes of a class that a file or the command line gives, in part as text."""
     if not isinstance(values, dict):
-        raise ValueError(f"expected an object with attributes, got {type(values).__name__}")
+        raise coded_error(ValueError, "plan.cluster-value-not-attributes", type=type(values).__name__)
     fields = {f.name: f.type for f in dataclasses.fields(kind)}
     name_of = {ClusterSpec: "a cluster", Protocol: "a protocol", Efficiency: "an efficiency"}[kind]
     if unknown := sorted(values.keys() - fields.keys()):
-        raise ValueError(f"{where}: {name_of} has no {', '.join(unknown)}; its attributes are {', '.join(fields)}")
+        raise coded_error(
+            ValueError,
+            "plan.cluster-unknown-attributes",
+            place=where,
+            owner=name_of,
+            unknown=", ".join(unknown),
+            known=", ".join(fields),
+        )
     checked = {}
     for name, value in values.items():
         try:
             checked[name] = _READ[fields[name]](value)
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{where}: {name} cannot be {value!r}: {error}") from error
+            raise coded_error(
+                ValueError, "plan.cluster-attribute-invalid", place=where, name=name, value=value, error=error
+            ) from error
     return checked
 
 
 def _number(value: Any) -> float:
     """Return a number, or as many bytes as a text with a unit says: ``"25GB"``."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError("expected a number")
+        raise coded_error(ValueError, "plan.cluster-value-not-number")
     has_unit = isinstance(value, str) and value[-1:].isalpha()
     return float(parse_bytes("value", value) if has_unit else value)
 
@@ -102,32 +112,32 @@ def _whole_number(value: Any) -> float:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError("expected text")
+        raise coded_error(ValueError, "plan.cluster-value-not-text")
     return value
 
 
 def _flag(value: Any) -> bool:
     if value is not True and value is not False and value not in ("true", "false"):
-        raise ValueError("expected true or false")
+        raise coded_error(ValueError, "plan.cluster-value-not-bool")
     return value in (True, "true")
 
 
 def _peaks(value: Any) -> dict[torch.dtype, float]:
     if not isinstance(value, dict):
-        raise ValueError('expected an object such as {"bfloat16": 8e14}')
+        raise coded_error(ValueError, "plan.cluster-flops-not-object")
     peaks = {getattr(torch, name): _number(peak) for name, peak in value.items()}
     if unknown := [name for name, dtype in zip(value, peaks, strict=True) if not isinstance(dtype, torch.dtype)]:
-        raise ValueError(f"torch has no dtype {unknown[0]!r}")
+        raise coded_error(ValueError, "plan.cluster-flops-unknown-dtype", dtype=unknown[0])
     return peaks
 
 
 def _protocols(value: Any) -> tuple[Protocol, ...]:
     if not isinstance(value, list):
-        raise ValueError("expected a list of objects")
+        raise coded_error(ValueError, "plan.cluster-protocols-not-list")
     checked = [_checked(Protocol, protocol, "protocols") for protocol in value]
     for protocol in checked:
         if missing := _missing(Protocol, protocol):
-            raise ValueError(f"protocols: lacks {', '.join(missing)}")
+            raise coded_error(ValueError, "plan.cluster-protocol-lacks-attributes", missing=", ".join(missing))
     return tuple(Protocol(**protocol) for protocol in checked)
 
 

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from ...errors import coded_error
+
 
 def _check(owner: str, values: object, rules: Mapping[str, tuple[str, ...]]) -> None:
     """Raise an error if an attribute breaks its rule.
@@ -36,7 +38,9 @@ def _check(owner: str, values: object, rules: Mapping[str, tuple[str, ...]]) -> 
         for name in names:
             value = getattr(values, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not _RULES[rule](value):
-                raise ValueError(f"{owner}: {name} must be {rule}, got {value!r}")
+                raise coded_error(
+                    ValueError, "plan.cluster-attribute-breaks-rule", owner=owner, name=name, rule=rule, value=value
+                )
 
 
 _RULES: Mapping[str, Callable[[float], bool]] = {  # NaN breaks all of them
@@ -164,17 +168,15 @@ class ClusterSpec:
             },
         )
         if self.gather_share + self.reduction_share > 1:
-            raise ValueError(f"{owner}: gather_share and reduction_share must be at most 1 together")
+            raise coded_error(ValueError, "plan.cluster-shares-exceed-one", owner=owner)
         if not self.protocols:
-            raise ValueError(f"{owner}: protocols must hold at least one")
+            raise coded_error(ValueError, "plan.cluster-without-protocols", owner=owner)
         if not self.flops or not all(0 < peak < math.inf for peak in self.flops.values()):
-            raise ValueError(f"{owner}: flops must give a positive and finite peak for each dtype, got {self.flops}")
+            raise coded_error(ValueError, "plan.cluster-flops-not-positive-finite", owner=owner, flops=self.flops)
         if self.backend not in ("nccl", "gloo"):
-            raise ValueError(f"{owner}: backend must be 'nccl' or 'gloo', got {self.backend!r}")
+            raise coded_error(ValueError, "plan.cluster-unknown-backend", owner=owner, backend=self.backend)
         if self.synchronous and self.backend != "gloo":
-            raise ValueError(
-                f"{owner}: backend must be 'gloo' if the host computes (synchronous), got {self.backend!r}"
-            )
+            raise coded_error(ValueError, "plan.cluster-synchronous-needs-gloo", owner=owner, backend=self.backend)
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """Return the FLOP/s that one device reaches in ``dtype``; without a peak, those of the slowest known dtype."""
@@ -198,9 +200,7 @@ class ClusterSpec:
             ValueError: they are not known.
         """
         if not self.host_bandwidth:
-            raise ValueError(
-                f"cluster {self.name!r} lacks host_bandwidth (bytes/s to or from the host's memory); set it"
-            )
+            raise coded_error(ValueError, "plan.cluster-lacks-host-bandwidth", name=self.name)
         return self.host_bandwidth * self.efficiency.host
 
 
@@ -307,7 +307,7 @@ def cluster(name: str | ClusterSpec) -> ClusterSpec:
     if isinstance(name, ClusterSpec):
         return name
     if not isinstance(name, str) or name not in CLUSTERS:
-        raise ValueError(f"cluster: unknown {name!r}; known are {', '.join(sorted(CLUSTERS))}")
+        raise coded_error(ValueError, "plan.cluster-unknown-name", name=name, known=", ".join(sorted(CLUSTERS)))
     return CLUSTERS[name]
 
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ...api import fsdp
 from ...compiled_traces import CompiledTraces
+from ...errors import coded_error
 from ...option_groups import Ranks, Sharding
 from ...ranks.process_groups import PlannedRanks, plan_for
 from ...transform import FSDPTransform
@@ -214,9 +215,9 @@ def _plan(
     if isinstance(options.get("offload_policy"), CPUOffloadPolicy):
         _ = spec.host_bytes_per_second  # raises ValueError if it is not known
     if micro_batches < 1:
-        raise ValueError(f"micro_batches: expected 1 or more, got {micro_batches}")
+        raise coded_error(ValueError, "plan.micro-batches-below-one", micro_batches=micro_batches)
     if replicas < 1 or world_size % replicas:
-        raise ValueError(f"replicas: {world_size} ranks cannot hold {replicas} copies of equal size")
+        raise coded_error(ValueError, "plan.replicas-do-not-divide-ranks", world_size=world_size, replicas=replicas)
     executors = () if spec.synchronous else (gpu_attention.executor,)
 
     def transform(**more: Any) -> FSDPTransform:  # over the process group of the ranks
@@ -257,10 +258,7 @@ def fake_rank(rank: int, world_size: int, *, on: ClusterSpec | None = None) -> I
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise RuntimeError(
-            "compiling for other ranks needs a process without a process group (it makes a fake one), but "
-            "torch.distributed is initialized here"
-        )
+        raise coded_error(RuntimeError, "plan.process-group-already-initialized")
     hook = sys.excepthook  # torch replaces it with one that prints "[rank0]: " in front of each line, and leaves it
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -324,7 +322,7 @@ def module_and_inputs(make: Callable[[], Made]) -> tuple[torch.nn.Module, tuple[
     if not isinstance(module, torch.nn.Module) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
         factory = getattr(make, "__name__", "make")
         got = f"({', '.join(type(part).__name__ for part in parts)})" if parts else f"a {type(made).__name__}"
-        raise ValueError(f"{factory!r} must return (module, args) or (module, args, kwargs), but returned {got}")
+        raise coded_error(ValueError, "plan.factory-returns-wrong-values", factory=factory, got=got)
     return module, tuple(args), kwargs
 
 
@@ -355,22 +353,22 @@ def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Cal
                 return _Loss(build()), (tokens, tokens.clone())  # noqa: B023  # the first model that is found
 
         return make
-    raise ValueError(f"model: {name!r} is neither module:factory nor a known configuration: " + "; ".join(tried))
+    raise coded_error(ValueError, "plan.unknown-model", name=name, tried="; ".join(tried))
 
 
 def _imported(name: str) -> Callable[[], Made]:
     try:
         make = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"model: {name!r} cannot be imported: {error}") from error
+        raise coded_error(ValueError, "plan.model-not-importable", name=name, error=error) from error
     if not callable(make):
-        raise ValueError(f"model: {name!r} is of type {type(make).__name__}, not a function that makes a model")
+        raise coded_error(ValueError, "plan.model-name-not-callable", name=name, type=type(make).__name__)
     return make
 
 
 def _packaged(name: str, length: int, dtype: torch.dtype) -> Callable[[], torch.nn.Module]:
     if name not in MODELS:
-        raise ValueError(f"this package has {', '.join(MODELS)}")
+        raise coded_error(ValueError, "plan.model-not-in-package", models=", ".join(MODELS))
     return lambda: Decoder(MODELS[name], length).to(dtype)
 
 

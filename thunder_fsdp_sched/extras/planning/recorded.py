@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...errors import coded_error
 from .timeline import COMPUTE, Interval, Timeline, gaps, length, overlaps, union
 
 Span = tuple[float, float]
@@ -86,14 +87,20 @@ def read_recorded(paths: Sequence[str | Path]) -> list[RecordedStep]:
         steps = _read(Path(path), position)
         first = steps[0]
         if first.rank in files:
-            raise ValueError(f"profile: {files[first.rank][0].path} and {path} are both of rank {first.rank}")
+            raise coded_error(
+                ValueError,
+                "plan.profile-files-of-one-rank",
+                other=files[first.rank][0].path,
+                path=path,
+                rank=first.rank,
+            )
         for other in files.values():
             if [step.name for step in other] != [step.name for step in steps]:
                 held = [f"{of[0].path} holds {', '.join(step.name for step in of)}" for of in (other, steps)]
-                raise ValueError(f"profile: these files are of different steps: {'; '.join(held)}")
+                raise coded_error(ValueError, "plan.profile-files-of-different-steps", steps="; ".join(held))
         files[first.rank] = steps
     if not files:
-        raise ValueError("profile: no file is given")
+        raise coded_error(ValueError, "plan.profile-without-files")
     ranks = [files[rank] for rank in sorted(files)]
     return [step for of_step in zip(*ranks, strict=True) for step in of_step]
 
@@ -136,17 +143,14 @@ def _read(path: Path, position: int) -> list[RecordedStep]:
         rank = int(data.get("distributedInfo", {}).get("rank", position))
         events = [e for e in map(_event, data["traceEvents"]) if e is not None]
     except OSError as error:
-        raise ValueError(f"profile: {path} cannot be read: {error}") from error
+        raise coded_error(ValueError, "plan.profile-not-readable", path=path, error=error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"profile: {path} is no file of torch's profiler (export_chrome_trace): {error!r}") from error
+        raise coded_error(ValueError, "plan.profile-not-of-torch-profiler", path=path, error=error) from error
     if not events:
-        raise ValueError(
-            f"profile: {path} holds no step: nothing was recorded. Export it after an active step; with a schedule, "
-            "call prof.step() after each step"
-        )
+        raise coded_error(ValueError, "plan.profile-without-step", path=path)
     recording = _Recording(sorted(events, key=lambda e: (e.start, -e.end)))
     if not recording.communication:
-        raise ValueError(f"profile: {path} holds no communication; profile a step of several ranks")
+        raise coded_error(ValueError, "plan.profile-without-communication", path=path)
     steps = recording.steps or [(min(e.start for e in events), max(e.end for e in events), _WHOLE_FILE)]
     return [recording.step(path, rank, *step) for step in steps]
 

@@ -38,6 +38,7 @@ from thunder.core.trace import TraceCtx
 
 from ... import pipeline
 from ...compiled_traces import StepSettings
+from ...errors import coded_error
 from ...ir.analysis import NO_PENDING_GRADS, PendingGrads
 from ...ir.effects import bucket_of, effects
 from ...ir.inspection import snapshot, split_joint
@@ -333,20 +334,25 @@ class Search:
         limits = self.limits
         least = min(self._unfit, key=lambda c: c.unsharded_bytes)
         if limits.unsharded_bytes is not None and least.unsharded_bytes > limits.unsharded_bytes:
-            return ValueError(
-                f"Sharding: max_unsharded_bytes: {limits.unsharded_bytes:,} bytes are too few: with "
-                f"prefetch={least.prefetch} and nothing kept for backward the slots need "
-                f"{least.unsharded_bytes:,} bytes. Allow more, or make smaller buckets (bucketing_strategy)"
+            return coded_error(
+                ValueError,
+                "plan.slots-exceed-max-unsharded-bytes",
+                limit=limits.unsharded_bytes,
+                prefetch=least.prefetch,
+                needed=least.unsharded_bytes,
             )
         least = min(self._unfit, key=lambda c: c.peak_bytes)
         less = "another prefetch distance (leave out prefetch=), " if prefetch else ""
         needed = max(least.peak_bytes, least.largest_peak)
-        return MemoryLimitError(
-            f"max_memory: {limits.memory:,} bytes are too few: with prefetch={least.prefetch}, {least.reductions} large "
-            f"reductions in flight and as much recomputed as helps the step needs {needed:,} bytes. "
-            f"Allow more, or use {less}smaller batches, more ranks, lower precision (mp_policy) or smaller buckets "
-            f"(bucketing_strategy)",
+        return coded_error(
+            MemoryLimitError,
+            "plan.step-exceeds-max-memory",
             needed,
+            limit=limits.memory,
+            prefetch=least.prefetch,
+            reductions=least.reductions,
+            needed=needed,
+            alternative=less,
         )
 
     @cached_property

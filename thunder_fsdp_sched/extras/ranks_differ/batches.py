@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from thunder.distributed import get_skip_data_parallel_grad_sync
 
+from ...errors import coded_error
 from ...ir.calls import NO_CALL
 from ...ranks.control import Control
 from ...ranks.issue_counts import after_surplus
@@ -63,7 +64,7 @@ def _batches(control: Control, loader: Iterable[Batch]) -> Iterator[Batch | None
                 iterator = _finite(loader)
             batch = None if has_ended else next(iterator)
             if batch is None and not has_ended:
-                raise ValueError("batches: loader: a batch is None, which stands for no batch; leave it out")
+                raise coded_error(ValueError, "batches.batch-is-none")
         except StopIteration:
             has_ended = True
         except Exception as raised:
@@ -78,10 +79,7 @@ def _batches(control: Control, loader: Iterable[Batch]) -> Iterator[Batch | None
 def _finite(loader: Iterable[Batch]) -> Iterator[Batch]:
     """Return an iterator over the batches of ``loader``."""
     if isinstance(loader, _ENDLESS):
-        raise ValueError(
-            f"batches: loader: {loader!r} has no end, so ranks whose loaders end would wait forever; cut it with "
-            f"itertools.islice(loader, steps)"
-        )
+        raise coded_error(ValueError, "batches.loader-without-end", loader=loader)
     return iter(loader)
 
 
@@ -174,7 +172,5 @@ def _may_differ(function: str, model: torch.nn.Module) -> FSDPTransform:
     transform = find_sharding(model)
     assert isinstance(transform, FSDPTransform)
     if not transform.options.ranks_may_differ:
-        raise ValueError(
-            f"{function}: the ranks of this model may not differ; shard it with fsdp(ranks_may_differ=True)"
-        )
+        raise coded_error(ValueError, "batches.ranks-may-not-differ", function=function)
     return transform

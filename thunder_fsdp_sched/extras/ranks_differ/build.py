@@ -11,6 +11,7 @@ from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import unwrap_return_value
 from thunder.executors.passes import del_last_used
 
+from ...errors import coded_error
 from ...ir.effects import effects
 from ...ir.inspection import before_return, has_backward
 from ...ir.registry import with_caches
@@ -80,10 +81,7 @@ def _with_slots(trace: TraceCtx, context: Context, forward: TraceCtx | None, *, 
         backward_arena=settings.backward_arena,
     )
     if limit is not None and (nbytes := _unsharded_bytes(trace, settings.kept_buckets)) > limit:
-        raise ValueError(
-            f"Sharding: max_unsharded_bytes: {limit:,} bytes are too few where ranks differ: with buckets that only other "
-            f"ranks need, the slots take {nbytes:,} bytes. Allow more, or make smaller buckets (bucketing_strategy)"
-        )
+        raise coded_error(ValueError, "plan.slots-too-large-where-ranks-differ", limit=limit, nbytes=nbytes)
     if sharding.release:
         trace = release_slots(trace, forward=forward, trains=trains)
         return trace if forward is not None or not trains else _release_shared(trace)

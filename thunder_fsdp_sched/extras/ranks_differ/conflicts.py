@@ -8,6 +8,7 @@ import thunder
 import torch
 from thunder.core.options import CACHE_OPTIONS
 
+from ...errors import coded_error
 from ...options import Options
 
 
@@ -27,24 +28,18 @@ def refuse_conflicts(options: Options) -> None:
         (f"agree={options.agree!r}", options.agree != "step", "ranks find out in each step in what they differ"),
     ):
         if is_given:
-            raise ValueError(f"ranks_may_differ=True and {option}: pass one of them, because {why}")
+            raise coded_error(ValueError, "option.conflicts-with-ranks-may-differ", option=option, reason=why)
 
 
 def refuse_cache(model: torch.nn.Module) -> None:
     """Raise ValueError for a cache that may run the trace of another branch."""
     if thunder.cache_option(model) is CACHE_OPTIONS.SYMBOLIC_VALUES:
-        raise ValueError(
-            "ranks_may_differ=True and cache='symbolic values': pass one of them, because Thunder then checks neither "
-            "numbers in tuples nor numbers that are used as indices, by which ranks choose what they run"
-        )
+        raise coded_error(ValueError, "option.symbolic-cache-with-ranks-may-differ")
 
 
 def refuse_changes(transforms: str) -> None:
     """Raise ValueError for transforms that have changed a trace after ``fsdp(...)``; no merged trace goes through them."""
-    raise ValueError(
-        f"ranks_may_differ: after fsdp(...), {transforms} has changed a trace. If ranks differ, they run merged traces, "
-        f"which it does not change. Give that transform before fsdp(...), or leave it out"
-    )
+    raise coded_error(ValueError, "ranks.later-transform-changed-trace", transforms=transforms)
 
 
 def refuse_join(**options: Any) -> None:
@@ -52,8 +47,4 @@ def refuse_join(**options: Any) -> None:
 
     A rank that has joined does not call its optimizer, so its rows of all parameters would stop learning.
     """
-    raise NotImplementedError(
-        "Join: a rank that has joined does not call its optimizer, so its rows of all parameters would stop learning. Let "
-        "all ranks make the same steps: fsdp(ranks_may_differ=True), `for batch in thunder_fsdp_sched.batches(model, "
-        "loader)`, and thunder_fsdp_sched.without_batch(model) in place of model(batch) where batch is None"
-    )
+    raise coded_error(NotImplementedError, "ranks.join-not-supported")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 
+from ...errors import coded_error
 from ...ir.effects import sends
 from ...ir.schedule import GATHERS
 from ..planning.clusters import ClusterSpec
@@ -57,7 +58,7 @@ def exposed_communication(profile: Any) -> ExposedCommunication:
             try:
                 profile.export_chrome_trace(path := f"{folder}/profile.json")
             except RuntimeError as error:
-                raise ValueError(f"profile: it was exported before, so pass the path of that file ({error})") from error
+                raise coded_error(ValueError, "plan.profile-exported-before", error=error) from error
             return ExposedCommunication(read_recorded([path]))
     return ExposedCommunication(read_recorded([profile] if isinstance(profile, (str, Path)) else profile))
 
@@ -86,9 +87,11 @@ def calibrate(spec: ClusterSpec, compiled: CompiledTraces, steps: Sequence[Recor
     slower = statistics.median(step.compute_seconds for step in steps) / planned
     found = [[i for i in step.timeline.collectives if (i.kind, i.bucket) in issues] for step in steps]
     if not all(found):
-        raise ValueError(
-            f"profile: {steps[0].path} holds no collective of the buckets {sorted({name for _, name in issues})}; "
-            "record a run of this model with the same bucketing_strategy"
+        raise coded_error(
+            ValueError,
+            "plan.profile-of-other-buckets",
+            path=steps[0].path,
+            buckets=sorted({name for _, name in issues}),
         )
     busy = _busy_seconds(spec, steps, found)
     at_any_rate = replace(spec, intra_node_bandwidth=math.inf, inter_node_bandwidth=math.inf)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ...errors import coded_error
+
 
 class OutputFile(NamedTuple):
     """A file that an option names.
@@ -37,13 +39,22 @@ def check_outputs(outputs: Mapping[str, OutputFile]) -> None:
             continue
         _check_format(option, output)
         if (other := options.setdefault(output.path.resolve(), option)) != option:
-            raise ValueError(f"{option}: {other} already writes {output.path}")
+            raise coded_error(
+                ValueError, "command.output-file-named-twice", option=option, other=other, path=output.path
+            )
         existed = output.path.exists()
         try:
             output.path.open("ab").close()
         except OSError as error:
             hint = "" if output.path.parent.is_dir() else f"; create the folder {output.path.parent}"
-            raise ValueError(f"{option}: {output.path} cannot be written: {error.strerror}{hint}") from error
+            raise coded_error(
+                ValueError,
+                "command.output-not-writable",
+                option=option,
+                path=output.path,
+                reason=error.strerror,
+                hint=hint,
+            ) from error
         if not existed:
             output.path.unlink()
 
@@ -58,7 +69,9 @@ def _check_format(option: str, output: OutputFile) -> None:
         try:
             from matplotlib.backend_bases import FigureCanvasBase
         except ImportError as error:
-            raise ValueError(f"{option}: pictures need matplotlib: pip install 'thunder_fsdp_sched[plot]'") from error
+            raise coded_error(ValueError, "environment.option-needs-matplotlib", option=option) from error
         known += [f".{name}" for name in sorted(FigureCanvasBase.get_supported_filetypes())]
     if suffix not in known:
-        raise ValueError(f"{option}: the name {output.path} must end with {' or '.join(known)}")
+        raise coded_error(
+            ValueError, "command.output-unknown-file-ending", option=option, path=output.path, known=" or ".join(known)
+        )

@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...errors import coded_error
 from ...ir.schedule import GATHERS
 from ..planning.timeline import COMPUTE, Interval, SlotUse, Timeline, union
 from ..step_memory.step_memory import KINDS, StepMemory
@@ -34,7 +35,7 @@ def _figure(height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'thunder_fsdp_sched[plot]'") from error
+        raise coded_error(ImportError, "environment.pictures-need-matplotlib") from error
     return Figure(figsize=(14, height), layout="constrained")
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from ...errors import coded_error
 from ...runtime.row_dtensor import DTENSORS, RowDTensor, local_rows, replicated
 from ...runtime.row_elements import on_elements
 from ...runtime.rows import Rows
@@ -74,10 +75,13 @@ def aligned(func: Any, values: Sequence[Any], written: list[int]) -> tuple[list[
     for column in columns:
         part, rows = _align(func, column)
         if written and rows is not None and not isinstance(column[written[0]], RowDTensor):
-            raise RuntimeError(
-                f"{func} would write rows of {rows.label!r}, of shape {tuple(rows.shape)}, into "
-                f"{_described(column[written[0]])}: make it by torch.zeros_like(p) or another operator on the parameter, "
-                f"so that it has the same rows"
+            raise coded_error(
+                RuntimeError,
+                "parameter.rows-written-into-other-tensor",
+                operator=func,
+                label=rows.label,
+                shape=tuple(rows.shape),
+                other=_described(column[written[0]]),
             )
         parts.append(part)
         all_rows.append(rows)
@@ -113,12 +117,13 @@ def _part(func: Any, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
                 return tensor._local_tensor
     elif tensor.numel() == 1 and tensor.ndim <= len(rows.shape):
         return tensor  # a number
-    raise RuntimeError(
-        f"{func} mixes rows of {rows.label!r}, of shape {tuple(rows.shape)}, with {_described(tensor)}. Pass a whole tensor "
-        f"of the same shape that all ranks have as torch.distributed.tensor.distribute_tensor(whole, p.device_mesh), "
-        f"combine this rank's rows of it with p.to_local(), or gather the parameter, p.full_tensor(). State of an "
-        f"optimizer that was stepped before thunder.jit, or that was saved by an unsharded run, is loaded by "
-        f"thunder_fsdp_sched.load_checkpoint or by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+    raise coded_error(
+        RuntimeError,
+        "parameter.rows-mixed-with-other-tensor",
+        operator=func,
+        label=rows.label,
+        shape=tuple(rows.shape),
+        other=_described(tensor),
     )
 
 
@@ -176,10 +181,7 @@ def _reduce(func: Any, tensor: RowDTensor, *, dtype: torch.dtype | None = None) 
     rows, needs_grad = tensor.rows, torch.is_grad_enabled() and tensor.requires_grad
     if needs_grad and func in _LINEAR:
         # The gradient that torch computes of it is a plain tensor, of which nobody knows whether it is whole.
-        raise NotImplementedError(
-            f"{func} of {rows.label!r} has no gradient: in a loss, use the methods p.sum() or p.mean() without arguments, "
-            f"or p.full_tensor(); elsewhere, torch.no_grad() or p.detach()"
-        )
+        raise coded_error(NotImplementedError, "parameter.operator-without-gradient", operator=func, label=rows.label)
     tensor = cast(RowDTensor, tensor.detach())
     options = {} if dtype is None else {"dtype": dtype}
     # On the whole shape, so that it raises the same errors on all ranks.
@@ -199,10 +201,12 @@ def _reduce(func: Any, tensor: RowDTensor, *, dtype: torch.dtype | None = None) 
 def _check_shared(func: Any, rows: Rows) -> None:
     """Raise an error for a number that not all ranks would have, because other ranks have other parameters."""
     if not rows.is_on_all_ranks:
-        raise RuntimeError(
-            f"{func}: {rows.label!r} is sharded over ranks {list(rows.ranks.group.global_ranks)} alone "
-            f"(process_group_for), so other ranks would not get its value. thunder_fsdp_sched.clip_grad_norm_(model, ...) "
-            f"counts such parameters right; p.full_tensor() gives the whole tensor on these ranks"
+        raise coded_error(
+            RuntimeError,
+            "parameter.value-missing-on-other-ranks",
+            operator=func,
+            label=rows.label,
+            ranks=list(rows.ranks.group.global_ranks),
         )
 
 
@@ -273,16 +277,13 @@ def run_on_single_rank(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def refuse(func: Any, rows: Rows) -> NoReturn:
     if func.namespace in ("c10d", "_c10d_functional"):
-        raise RuntimeError(
-            f"{func} of {rows.label!r}, of which each rank has other rows: DistributedDataParallel would copy the rows of "
-            f"one rank to all others. Use a collective on to_local() if that is what you want"
-        )
-    raise NotImplementedError(
-        f"{func} of {rows.label!r}, of shape {tuple(rows.shape)}, needs rows of other ranks, or is not known to act on "
-        f"rows. Nothing is gathered silently. Use this rank's rows, to_local(), or gather the whole tensor on all ranks, "
-        f"full_tensor(), and pass a whole result back as torch.distributed.tensor.distribute_tensor(whole, "
-        f"p.device_mesh), which operators on elements accept (p.copy_(...)). Initialize parameters before thunder.jit or "
-        f"inside unsharded(model); optimizers that need whole parameters run in thunder_fsdp_sched.WholeParameters"
+        raise coded_error(RuntimeError, "parameter.rows-overwritten-by-data-parallel", operator=func, label=rows.label)
+    raise coded_error(
+        NotImplementedError,
+        "parameter.operator-needs-other-rows",
+        operator=func,
+        label=rows.label,
+        shape=tuple(rows.shape),
     )
 
 
@@ -309,10 +310,7 @@ def _refuse_error_feedback(grads: Sequence[torch.Tensor]) -> None:
     for grad in grads:
         in_bucket = grad.rows.in_bucket if isinstance(grad, RowDTensor) else None
         if in_bucket is not None and (spec := in_bucket[0].base.spec).has_error_feedback:
-            raise RuntimeError(
-                f"GradScaler: the gradients of bucket {spec.name!r} have error feedback, in units of the scaled loss. Give "
-                f"fsdp(comm_policy=CommPolicy(..., error_feedback=False)), or train in bfloat16, which needs no scaler"
-            )
+            raise coded_error(RuntimeError, "encoding.error-feedback-with-grad-scaler", bucket=spec.name)
 
 
 _HANDLERS: dict[Any, Handler] = {

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from ...errors import coded_error
 from ...runtime.row_dtensor import RowDTensor, StateEntry
 from .row_piece import RowPiece
 
@@ -48,10 +49,7 @@ def chunks_of(entry: RowDTensor) -> list[tuple[int, torch.Tensor]]:
 def reduce_rows(entry: RowDTensor, protocol: Any) -> Any:
     """Pickle rows with their numbers (``RowPiece``), or as a DTensor if they are even."""
     if isinstance(entry, torch.nn.Parameter):
-        raise TypeError(
-            f"parameter {entry.rows.label!r} of a sharded model cannot be pickled: it holds this rank's rows. Save "
-            f"model.state_dict() or full_state_dict(model), or its rows: p.to_local().detach()"
-        )
+        raise coded_error(TypeError, "state-dict.sharded-parameter-pickled", label=entry.rows.label)
     local = entry._local_tensor
     if local.is_contiguous():  # torch pickles whole storages, and this one is that of a bucket
         begin = local.storage_offset() * local.element_size()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import Shard
 
+from ...errors import coded_error
 from ...runtime.bucket import Bucket
 from ...runtime.row_dtensor import DTENSORS, RowDTensor
 from ...runtime.rows import Rows
@@ -24,10 +25,11 @@ def refuse_unshared(bucket: Bucket) -> None:
         ValueError: names the parameter and its ranks.
     """
     if not bucket.is_on_all_ranks:
-        raise ValueError(
-            f"checkpoint: {bucket.spec.params[0].name!r} is sharded over ranks {list(bucket.ranks.group.global_ranks)} "
-            f"alone (process_group_for), and the others hold another parameter of this name: a checkpoint keeps one "
-            f"of each name. Give parameters that differ by rank names that do, experts.0 and experts.1"
+        raise coded_error(
+            ValueError,
+            "checkpoint.parameter-differs-by-rank",
+            name=bucket.spec.params[0].name,
+            ranks=list(bucket.ranks.group.global_ranks),
         )
 
 
@@ -44,10 +46,10 @@ def rows_from(rows: Rows, value: torch.Tensor) -> torch.Tensor:
     """
     if value.shape != rows.shape:
         are_rows = value.shape == rows.local_shape and type(value) in (torch.Tensor, torch.nn.Parameter)
-        raise ValueError(
-            f"the unsharded parameter has shape {tuple(rows.shape)}, the entry {tuple(value.shape)}"
-            + ", which are this rank's rows: load the DTensor, or copy them, p.to_local().copy_(rows)" * are_rows
-        )
+        expected, got = tuple(rows.shape), tuple(value.shape)
+        if are_rows:
+            raise coded_error(ValueError, "state-dict.entry-is-own-rows", expected=expected, got=got)
+        raise coded_error(ValueError, "state-dict.entry-of-other-shape", expected=expected, got=got)
     value = value.detach()
     if isinstance(value, RowDTensor) and value.rows == rows:
         return value._local_tensor
@@ -62,9 +64,8 @@ def rows_from(rows: Rows, value: torch.Tensor) -> torch.Tensor:
         return local.new_empty(rows.local_shape)
     if first <= rows.start and rows.end <= first + len(local):
         return local[rows.start - first : rows.end - first]
-    raise ValueError(
-        f"this rank needs rows [{rows.start}, {rows.end}) of {tuple(rows.shape)}, but the entry holds others: it is of "
-        f"another rank, or sharded otherwise. Load it by dcp.load into state_dict(), or give whole tensors (full_tensor())"
+    raise coded_error(
+        ValueError, "state-dict.entry-lacks-needed-rows", start=rows.start, end=rows.end, shape=tuple(rows.shape)
     )
 
 
@@ -76,10 +77,12 @@ def as_rows(param: RowDTensor, what: str, value: torch.Tensor) -> torch.Tensor:
     """
     rows = param.rows
     if value.ndim and value.shape == rows.shape and type(value) is torch.Tensor:
-        raise ValueError(
-            f"{what} has the shape {tuple(rows.shape)} of the unsharded parameter, but it trains this rank's rows "
-            f"{rows.local_shape}: it has loaded the state of an unsharded run. Create a new optimizer, and load its state "
-            f"with thunder_fsdp_sched.load_checkpoint"
+        raise coded_error(
+            ValueError,
+            "optimizer.state-of-unsharded-run",
+            state=what,
+            shape=tuple(rows.shape),
+            local_shape=rows.local_shape,
         )
     if not isinstance(value, (*DTENSORS, RowPiece)):
         return value
@@ -93,4 +96,4 @@ def as_rows(param: RowDTensor, what: str, value: torch.Tensor) -> torch.Tensor:
     try:
         return RowDTensor.wrap(rows_from(rows, value), rows)
     except ValueError as error:
-        raise ValueError(f"{what}: {error}") from None
+        raise coded_error(ValueError, "optimizer.state-does-not-fit-rows", state=what, error=error) from None

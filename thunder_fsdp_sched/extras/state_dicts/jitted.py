@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from thunder.core.module import ThunderModule
 
+from ...errors import coded_error
 from ...private_torch import state_name
 from ...runtime.bucket import Bucket
 from ...runtime.row_dtensor import DTENSORS, RowDTensor
@@ -141,7 +142,7 @@ class JittedState:
         """
         whole = {name.removeprefix("."): value for name, value in state_dict.items()}  # as Thunder names the root's
         if unexpected := self.load_state_dict(whole, strict=False).unexpected_keys:
-            raise RuntimeError(f"load_original_state_dict: the module has no {unexpected[0]!r}")
+            raise coded_error(RuntimeError, "state-dict.unknown-original-entry", name=unexpected[0])
 
     def set_buffer(self, name: str, value: torch.Tensor | None) -> None:
         """Replace a buffer that forward has assigned, in the original module as well.
@@ -176,10 +177,7 @@ class JittedState:
         own = {name for name, _ in itertools.chain(*named)}
         for name in (*model._overrides_parameters, *model._overrides_buffers):
             if name not in own:
-                raise NotImplementedError(
-                    f"state_dict: another transform has created {name!r}, for which the original module's state dict has no "
-                    f"entry: read it by model.named_parameters()"
-                )
+                raise coded_error(NotImplementedError, "state-dict.parameter-of-another-transform", name=name)
         return module
 
     @property

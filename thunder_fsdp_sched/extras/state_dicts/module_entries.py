@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...errors import coded_error
 from ...runtime.row_dtensor import RowDTensor
 from ...sharding.module_parameters import Entry, ModuleParameters
 from .entries import refuse_unshared, rows_from
@@ -41,9 +42,7 @@ def shard_loaded_entries(
     if assigns and not params.has_whole:
         for name in state_dict:
             if name.startswith(prefix):
-                raise ValueError(
-                    f"load_state_dict(assign=True): {name!r} of a sharded model cannot be replaced; load without assign"
-                )
+                raise coded_error(ValueError, "state-dict.assign-to-sharded-parameter", name=name)
     errors = []
     for name, entry in below:
         value = state_dict.get(prefix + name)

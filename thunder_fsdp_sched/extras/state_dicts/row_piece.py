@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ...errors import coded_error
 from ...runtime.row_dtensor import StateEntry
 
 aten = torch.ops.aten
@@ -45,7 +46,7 @@ class RowPiece(StateEntry, torch.Tensor):
 
     def share_memory_(self) -> NoReturn:
         # torch would look for memory of the whole tensor, which does not exist.
-        raise NotImplementedError("share_memory_ of a RowPiece: share the memory of its rows, to_local()")
+        raise coded_error(NotImplementedError, "state-dict.row-piece-memory-shared")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -57,14 +58,10 @@ class RowPiece(StateEntry, torch.Tensor):
                 return piece._local.new_empty(args[1], **kwargs)
             args = (piece, piece._local.shape)
         elif func not in _ON_LOCAL_ROWS:
-            raise NotImplementedError(
-                f"{func} on a RowPiece, which holds some rows of a parameter: take them with to_local(), or the whole "
-                f"parameter with full_state_dict(model)"
-            )
+            raise coded_error(NotImplementedError, "state-dict.row-piece-unsupported-operator", operator=func)
         if func is aten.copy_.default and not _same_rows(*args[:2]):
-            raise ValueError(
-                f"copy_ between a RowPiece and other rows, from {_describe(args[1])} to {_describe(piece)}: take this "
-                f"rank's rows with to_local(), or the whole parameter with full_state_dict(model)"
+            raise coded_error(
+                ValueError, "state-dict.row-piece-copies-other-rows", source=_describe(args[1]), target=_describe(piece)
             )
         args, kwargs = tree_map_only(RowPiece, RowPiece.to_local, (args, kwargs))
         local = func(*args, **kwargs)

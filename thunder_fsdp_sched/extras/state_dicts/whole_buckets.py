@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ...errors import coded_error
 from ...ranks.process_groups import ProcessGroupRef
 from ...runtime.bucket import Bucket
 from ...runtime.bucket_aliases import temporary_alias_in_dtype
@@ -66,9 +67,8 @@ def gather_ahead(
         def issue(number: int) -> tuple[Bucket, InFlight]:
             bucket, dtype = wanted[number]
             if bucket.version() != versions[number]:
-                raise RuntimeError(
-                    f"{what}: parameters of bucket {bucket.spec.name!r} were changed after it had started: finish or close "
-                    f"it before optimizer.step() and before loading parameters"
+                raise coded_error(
+                    RuntimeError, "step.parameters-changed-during-gathers", caller=what, bucket=bucket.spec.name
                 )
             if bucket.is_on_all_ranks:
                 control.rendezvous(f"{what}: gathering", f"{bucket.spec.name} as {dtype}")

@@ -11,6 +11,7 @@ issued all collectives of the trace when it failed cannot know whether others ha
 
 from __future__ import annotations
 
+from ...errors import coded_error
 from ...ranks.channel import ScheduleDisagreement
 from ...ranks.control import Control
 from ...runtime.bucket import Bucket
@@ -48,10 +49,7 @@ def catch_up(sharded: ShardedModule) -> None:
     is_possible = all(log == farthest[: len(log)] for log in logs.values()) and all(
         _can_repeat(kind, buckets.get(handle)) for kind, handle in farthest[fewest:]
     )
-    failure = RuntimeError(
-        "after exceptions, ranks have issued different collectives, on which they cannot catch up: start again from a "
-        "checkpoint"
-    )
+    failure = coded_error(RuntimeError, "ranks.cannot-catch-up-after-exceptions")
     control.report(_WHAT, None if is_possible else failure)
     for kind, handle in farthest[len(counts.log) :]:
         if kind == "all-gather":

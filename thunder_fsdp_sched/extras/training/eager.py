@@ -27,6 +27,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch import nn
 
+from ...errors import coded_error
 from ...plan.specs import StridedView
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena, InFlight, slot_bytes
@@ -68,15 +69,12 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
     model, sharded = find_jitted(model)
     module = model._model
     if sharded.running_eagerly:
-        raise RuntimeError("eager: already inside eager(...) of this model; use the module that it returned")
+        raise coded_error(RuntimeError, "step.eager-inside-eager")
     sharded.check_ready()
     params = sharded.module_params
     if found := params.in_containers():
         path, name = next(iter(found.items()))
-        raise RuntimeError(
-            f"eager: {path} of the module holds parameter {name!r} beside its name: forward could read this rank's rows "
-            f"there. Remove it"
-        )
+        raise coded_error(RuntimeError, "module.parameter-held-beside-name", path=path, name=name)
     unsharded = [_Unsharded(module, bucket, params.entries_of(bucket)) for bucket in sharded.buckets]
     inside: dict[nn.Module, list[_Unsharded]] = {}
     for one in unsharded:
@@ -123,7 +121,7 @@ class _Unsharded:
         self.users = self.gathers = 0
         names = {name for param in bucket.spec.params for name in param.names}
         if created := names - {entry.name for entry in entries}:
-            raise RuntimeError(f"eager: the module has no parameter {min(created)!r}: another transform created it")
+            raise coded_error(RuntimeError, "module.parameter-of-another-transform", name=min(created))
         self.innermost = _innermost([_modules_on_path(module, entry.name) for entry in entries])
 
     def issue(self) -> InFlight:
@@ -207,11 +205,9 @@ def _keep_buffers(model: ThunderModule, before: dict[str, torch.Tensor]) -> None
 
 
 def _refuse_compiled(*_: Any) -> None:
-    raise RuntimeError(
-        "the compiled model was called inside eager(...) of it: call the module that eager(...) returned"
-    )
+    raise coded_error(RuntimeError, "step.compiled-call-inside-eager")
 
 
 def _refuse_gradients(*_: Any) -> None:
     if torch.is_grad_enabled():
-        raise RuntimeError("a module inside eager(...) was called with gradients enabled; they need the compiled model")
+        raise coded_error(RuntimeError, "step.gradients-inside-eager")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
+from ...errors import coded_error
 from ...option_checks import check_factor
 from ...runtime.row_dtensor import local_rows
 from ...sharding.sharded_module import find_jitted
@@ -46,9 +47,9 @@ def clip_grad_norm_(
         ScheduleDisagreement: other ranks do something else.
     """
     if not norm_type > 0:
-        raise ValueError(f"norm_type: expected a positive number or inf, got {norm_type!r}")
+        raise coded_error(ValueError, "gradient.norm-type-not-positive", norm_type=norm_type)
     if not max_norm >= 0:
-        raise ValueError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
+        raise coded_error(ValueError, "gradient.max-norm-negative", max_norm=max_norm)
     model, sharded = find_jitted(model)
     world_group, control = sharded.world_group, sharded.control
     if control.agrees_in_steps:
@@ -91,9 +92,7 @@ def clip_grad_norm_(
         )
         culprits = [f"not finite on rank {rank}: {', '.join(theirs)}" for rank, theirs in per_rank if theirs]
         why = "; ".join(culprits) or f"every gradient is finite, but their norm overflows {dtype}"
-        raise RuntimeError(
-            f"the gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped; {why}"
-        )
+        raise coded_error(RuntimeError, "gradient.norm-not-finite", norm_type=norm_type, norm=total.item(), reason=why)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as in torch
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for param in model.parameters():
@@ -157,13 +156,15 @@ def set_gradient_divide_factor(model: ThunderModule, factor: float | None, *, mo
             chosen.append(bucket)
         elif any(inside):
             other = bucket.spec.params[inside.index(False)].name
-            raise ValueError(
-                f"module_name: bucket {bucket.spec.name!r} also has {other!r}, which is not below {module_name!r}; give "
-                f"fsdp(gradient_divide_factor=...) a callable, or put these parameters into buckets of their own "
-                f"(bucketing_strategy)"
+            raise coded_error(
+                ValueError,
+                "gradient.bucket-shared-with-other-modules",
+                bucket=bucket.spec.name,
+                other=other,
+                module_name=module_name,
             )
     if not chosen:
-        raise ValueError(f"module_name: no parameter below {module_name!r} is sharded")
+        raise coded_error(ValueError, "gradient.no-sharded-parameter-below-module", module_name=module_name)
     sharded.control.rendezvous("set_gradient_divide_factor", f"to {factor}", f"below {module_name!r}")
     sharded.set_gradient_divide_factor({bucket.spec.name for bucket in chosen}, factor)
 

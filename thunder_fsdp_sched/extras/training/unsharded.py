@@ -18,6 +18,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch import nn
 
+from ...errors import coded_error
 from ...ranks.broadcast import broadcast
 from ...runtime.bucket import Bucket
 from ...sharding.former_parameters import retire
@@ -75,7 +76,7 @@ def unsharded(
     """
     jitted, sharded = find_jitted(model)
     if sharded.running_eagerly:
-        raise RuntimeError("unsharded: inside eager(...) of this model; leave it first")
+        raise coded_error(RuntimeError, "step.unsharded-inside-eager")
     sharded.check_ready()
     chosen = _choose(sharded, only)
     _check_source(sharded, chosen, from_rank)
@@ -90,7 +91,7 @@ def unsharded(
                 with torch.no_grad():
                     yield sharded.module
                 if writeback and (fault := _find_fault(sharded, whole)):
-                    raise RuntimeError(f"unsharded: {fault}. Nothing was written back")
+                    raise coded_error(RuntimeError, "parameter.changes-cannot-be-written-back", fault=fault)
             finally:
                 _install(jitted, sharded, whole, are_whole=False)
         if writeback:
@@ -196,7 +197,7 @@ def _choose(sharded: ShardedModule, only: Sequence[str | nn.Module]) -> list[tup
             names.update(n for n in params if not path or n.startswith(f"{path}."))
         else:
             what = repr(wanted) if isinstance(wanted, str) else f"a {type(wanted).__name__}"
-            raise ValueError(f"only: {what} is neither a submodule nor a parameter of the model, nor the name of one")
+            raise coded_error(ValueError, "module.only-not-in-model", got=what)
     chosen = {sharded.locations[name] for name in names if name in sharded.locations}
     return [(b, i) for b in sharded.buckets for i in range(len(b.params)) if (b, i) in chosen]
 
@@ -205,15 +206,12 @@ def _check_source(sharded: ShardedModule, chosen: Sequence[tuple[Bucket, int]], 
     if source is None:
         return
     if source not in sharded.world_group.global_ranks:
-        raise ValueError(
-            f"from_rank: the model is sharded over the global ranks {list(sharded.world_group.global_ranks)}, got {source!r}"
+        raise coded_error(
+            ValueError, "ranks.from-rank-outside-model", ranks=list(sharded.world_group.global_ranks), source=source
         )
     for bucket, index in chosen:
         if not bucket.is_on_all_ranks:
-            raise ValueError(
-                f"from_rank: {bucket.spec.params[index].name!r} is not the same parameter on all ranks (process_group_for); "
-                f"leave it out (only), or make the same changes on all of its ranks"
-            )
+            raise coded_error(ValueError, "ranks.from-rank-lacks-common-parameter", name=bucket.spec.params[index].name)
 
 
 def _gather(sharded: ShardedModule, chosen: Sequence[tuple[Bucket, int]]) -> list[_Whole]:

@@ -10,6 +10,7 @@ from collections.abc import Generator
 import torch
 from thunder.core.module import ThunderModule
 
+from ...errors import coded_error
 from ...private_torch import state_name
 from ...runtime.bucket import Bucket
 from ...sharding.sharded_module import ShardedModule, find_jitted
@@ -55,9 +56,9 @@ def stream_full_parameters(
     """
     model, sharded = find_jitted(model)
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype: expected a torch.dtype or None, got {dtype!r}")
+        raise coded_error(TypeError, "parameter.stream-dtype-of-wrong-type", dtype=dtype)
     if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype: expected a floating-point dtype, got {dtype}")
+        raise coded_error(ValueError, "parameter.stream-dtype-not-floating-point", dtype=dtype)
     sharded.check_ready()
     return _stream(model, sharded, dtype, trainable_only)
 

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
+from ...errors import coded_error
 from ...private_torch import labelled
 from ...runtime.bucket import Bucket
 from ...runtime.row_dtensor import local_rows
@@ -147,10 +148,7 @@ class WholeParameters(torch.optim.Optimizer):
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         for number, param in zip(numbers, params, strict=False):  # the lengths are checked when loading
             if number in state_dict["state"] and not self.owns(param):
-                raise ValueError(
-                    f"state_dict: it has the state of {self._names[param]!r}, which another rank owns: it was saved by "
-                    f"another rank, or with another number of ranks. save_checkpoint and load_checkpoint support any number"
-                )
+                raise coded_error(ValueError, "optimizer.state-of-other-rank", name=self._names[param])
         super().load_state_dict(state_dict)
 
     def _update(self) -> None:
@@ -205,29 +203,18 @@ class WholeParameters(torch.optim.Optimizer):
     def _param(self, param: torch.Tensor) -> OwnedParam:
         name = self._names.get(param)
         if name is None:
-            raise ValueError(
-                f"params: a tensor of shape {tuple(param.shape)} is no parameter of the model: pass parameters of the "
-                f"jitted module, model.parameters()"
-            )
+            raise coded_error(ValueError, "optimizer.tensor-not-model-parameter", shape=tuple(param.shape))
         if name not in self._sharded.locations:
-            raise ValueError(
-                f"params: {name!r} is not sharded (ignored_params), every rank has it whole: pass it to "
-                f"{self._class.__name__} directly"
-            )
+            raise coded_error(ValueError, "optimizer.parameter-not-sharded", name=name, optimizer=self._class.__name__)
         return OwnedParam(*self._sharded.locations[name])
 
 
 def _check_class(optimizer_class: object) -> None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(
-            f"optimizer_class: expected a class of torch.optim, torch.optim.Muon for example, got {optimizer_class!r}"
-        )
+        raise coded_error(TypeError, "optimizer.class-not-of-torch", optimizer_class=optimizer_class)
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"optimizer_class: {optimizer_class.__name__} computes the loss several times in a step, and one direction for "
-            f"all parameters: it cannot be spread over ranks"
-        )
+        raise coded_error(TypeError, "optimizer.class-requires-closure", name=optimizer_class.__name__)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""The table of errors and the code that raises them belong together."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+import thunder_fsdp_sched
+from thunder_fsdp_sched.errors import coded_error, texts
+
+PACKAGE = Path(thunder_fsdp_sched.__file__).parent
+
+
+def _uses() -> Iterator[tuple[str, str, set[str]]]:
+    """Yield each code in the package's calls: the place, the code, and the names of the values that are given there."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                place = f"{path.relative_to(PACKAGE)}:{node.lineno}"
+                given = {keyword.arg for keyword in node.keywords if keyword.arg}
+                if isinstance(node.func, ast.Name) and node.func.id == "coded_error":
+                    code = node.args[1]
+                    assert not isinstance(code, ast.Constant) or code.value in texts(), f"{place}: {code.value!r}"
+                for arg in node.args:
+                    if isinstance(arg, ast.Constant) and arg.value in texts():
+                        yield place, arg.value, given
+
+
+def _placeholders(text: str) -> set[str]:
+    """Return the names in braces, and check that they are names, which ``format_map`` can look up."""
+    names = {name for _, name, spec, _ in string.Formatter().parse(text) if name is not None}
+    assert all(name.isidentifier() for name in names), text
+    return names
+
+
+def test_each_error_fits_its_text() -> None:
+    used = set()
+    for place, code, given in _uses():
+        # What a function that raises many errors adds: the title of a leaf, where forward writes in place, ...
+        added = _placeholders(texts()[code]) - given
+        assert given <= _placeholders(texts()[code]) and added <= {"title", "where"}, f"{place}: {code}"
+        used.add(code)
+
+    assert used == set(texts()), "the table has texts that nothing raises"
+
+
+def test_an_error_of_the_table_has_a_code_also_in_another_process() -> None:
+    code, text = next((code, text) for code, text in texts().items() if not _placeholders(text))
+    error = pickle.loads(pickle.dumps(coded_error(ValueError, code)))
+
+    assert (error.code, str(error), type(error)) == (code, text, ValueError)
