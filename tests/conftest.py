@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("THUNDER_FSDP_SCHED_CHECK_PASSES", "1")  # before the import, and for worker processes, too
+os.environ.setdefault("WORLD_SEED", time.strftime("%Y%m%d", time.gmtime()))  # one day for all workers of xdist
 
 import thunder_fsdp_sched  # noqa: F401  before thunder
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank

@@ -1,6 +1,6 @@
 """The device on which numerical tests run, chosen in the environment.
 
-``TEST_DEVICE=cuda`` runs the tests marked ``device`` (tables of scenarios, random histories, wire formats) on GPU 0, which
+``TEST_DEVICE=cuda`` runs the tests marked ``device`` (tables of scenarios, the world, wire formats) on GPU 0, which
 all ranks share through NCCL, and deselects the others. ``TEST_RANKS=1`` runs the scenarios that do not say otherwise on that
 many ranks instead of two. Without these, everything runs on the CPU, with gloo.
 """

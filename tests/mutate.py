@@ -146,6 +146,7 @@ class Copy:
             each for each in sys.path if not Path(each).is_relative_to(ROOT) or "site-packages" in each
         ]
         os.environ |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "RANKS_TIMEOUT": "60"}
+        os.environ |= {"WORLD_SEED": "0", "WORLD_SHRINK": "0"}
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         sys.dont_write_bytecode = False
         hypothesis.settings.load_profile("mutate")
