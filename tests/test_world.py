@@ -15,46 +15,96 @@ from typing import Any
 from thunder_fsdp_sched import Sharding
 
 import pytest
+from profiles import with_long
 from random_models import BlockSpec, ModelSpec
 from ranks import Ranks
-from world import WINDOW, Action, Call, World
+from world import EVALUATION, WINDOW, Action, Call, Mode, World
 from world_draws import drawn
 from world_replay import IMPORTS, replay, replay_drawn
 
-_long = partial(pytest.param, marks=pytest.mark.long)
+forward, in_window, evaluate = (partial(Action, "forward", mode) for mode in (Mode(), WINDOW, EVALUATION))
+backward, retained, step, zero_grad = (
+    Action("backward"),
+    Action("backward", value=1),
+    Action("step"),
+    Action("zero_grad", value=1),
+)
 
-forward, in_window, backward = partial(Action, "forward"), partial(Action, "forward", WINDOW), Action("backward")
+FIRST, SECOND, SIDE = 2, 3, 4
+"""Calls of which the loss uses the first output, of one block and of both, and the second output, which one block gives."""
 
-FOUND = {
-    "no rank has a batch in the backward that ends a window": (
-        in_window(calls=(0, 0)),
-        backward,
-        forward(calls=(None, None)),
-        backward,
-    ),
-    "a parameter that only an unused output needs, in a micro-batch of ranks that differ": (
-        in_window(calls=(2, 3)),
-        backward,
-        forward(calls=(2, None)),
-        backward,
-    ),
+HISTORIES = {
+    # Histories that were wrong once.
+    "no rank has a batch in the backward that ends a window": [
+        *(in_window(calls=(0, 0)), backward),
+        *(forward(calls=(None, None)), backward),
+    ],
+    "a parameter that only an unused output needs, in a micro-batch of ranks that differ": [
+        *(in_window(calls=(FIRST, SECOND)), backward),
+        *(forward(calls=(FIRST, None)), backward),
+    ],
+    # Others that every run should have.
+    "a block that the last micro-batch skips": [
+        *(in_window(calls=(1, 1)), backward, forward(calls=(0, 0)), backward, step, zero_grad),
+        *(in_window(calls=(0, 0)), backward, forward(calls=(1, 1)), backward, step, zero_grad),
+    ],
+    "micro-batches without a block on some ranks, or without a batch": [
+        *(in_window(calls=(1, 0)), backward, in_window(calls=(0, None)), backward),
+        *(forward(calls=(None, 0)), backward, step, zero_grad),
+        *(in_window(calls=(None, 1)), backward, forward(calls=(0, None)), backward, step, zero_grad),
+    ],
+    "outputs without a gradient on one rank": [
+        *(in_window(calls=(SECOND, SECOND)), backward, forward(calls=(SECOND, SIDE)), backward, step, zero_grad),
+        *(in_window(calls=(FIRST, SIDE)), backward, forward(calls=(SIDE, SECOND)), backward, step, zero_grad),
+        *(in_window(calls=(SIDE, None)), backward, forward(calls=(SIDE, SIDE)), backward, step),
+    ],
+    "second backwards": [
+        *(forward(calls=(0, 1)), retained, forward(calls=(1, None)), Action("backward", loss_index=0), backward, step),
+        *(forward(calls=(0, None)), evaluate(calls=(None, 0)), retained, backward, step, zero_grad),
+    ],
+    "evaluations between forward and backward": [
+        *(forward(calls=(0, 1)), evaluate(calls=(0, None)), backward, step, zero_grad),
+        *(forward(calls=(0, None)), evaluate(calls=(None, 0)), backward, step, zero_grad),
+        *(forward(calls=(0, 0)), evaluate(calls=(None, 0)), backward, step, zero_grad),
+    ],
+    "two backwards, and gradients set to zero": [
+        *(forward(calls=(0, 0)), backward, forward(calls=(1, 1)), backward, step, Action("zero_grad")),
+        *(forward(calls=(0, 0)), backward, forward(calls=(0, 0)), backward, step, zero_grad),
+    ],
+    "saved, loaded and changed in place": [
+        *(forward(calls=(0, 1)), backward, step, Action("save"), forward(calls=(1, 0)), backward, step, Action("load")),
+        *(forward(calls=(0, 1)), Action("full_state"), backward, step, Action("add", value=3), forward(calls=(1, 1))),
+        *(
+            backward,
+            Action("scale"),
+            Action("eager", EVALUATION, calls=(1, 1)),
+            forward(calls=(None, 1)),
+            backward,
+            step,
+        ),
+    ],
 }
-"""Histories that were wrong once."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zero2, one bucket": {"sharding_strategy": Sharding("zero2"), "bucketing_strategy": 1 << 14},
+    "zero3, reduced in each micro-batch": {"sharding_strategy": Sharding(), "accumulate": "sharded"},
+    "zero3": {"sharding_strategy": Sharding()},
+}
 
 _linear = BlockSpec("linear", 1, False, True)
 
 
-@pytest.mark.parametrize("accumulate", [_long("unsharded"), "sharded"])
-def test_histories_that_were_wrong(ranks: Ranks, accumulate: str) -> None:
+@pytest.mark.parametrize("options", with_long(OPTIONS, "zero3"))
+def test_named_histories(ranks: Ranks, options: str) -> None:
     replay(
         ranks,
         World(
             ModelSpec(2, (_linear, _linear), (), (), False),
-            {"sharding_strategy": Sharding(), "accumulate": accumulate},
+            OPTIONS[options],
             ways=((0,), (1, 0)),
-            calls=(Call(0), Call(1), Call(0, outputs=(0,)), Call(1, outputs=(0,))),
+            calls=(Call(0), Call(1), Call(0, outputs=(0,)), Call(1, outputs=(0,)), Call(1, outputs=(1,))),
             hooks=True,
-            histories=tuple(FOUND.values()),
+            histories=tuple(map(tuple, HISTORIES.values())),
         ),
     )
 

@@ -1,7 +1,7 @@
 """One seeded world: a model, how it is sharded, and histories of calls, as data to paste into a test.
 
     python tests/world.py --ranks 2 --seeds 0:500             # ranks differ
-    python tests/world.py --ranks 2 --seeds 0:500 --alike     # all ranks make the same calls
+    python tests/world.py --ranks 2 --seeds 0:500 --alike     # all ranks run the same blocks
 
 A *call* says what one rank does with its batch: the blocks that it runs, in which order, on how many rows, and whether
 under autocast. A *history* is a sequence of :class:`Action` values, such as forward, backward or an optimizer step. In each
@@ -84,6 +84,11 @@ class Call(_Brief):
     autocast: bool = False
     outputs: tuple[int, ...] = (0, 1)
 
+    @property
+    def program(self) -> tuple[int, bool]:
+        """What all ranks of an alike world have in common."""
+        return self.way, self.autocast
+
 
 @dataclass(frozen=True, repr=False)
 class Action(_Brief):
@@ -142,7 +147,8 @@ class World(_Brief):
         secondary: see :class:`random_models.Case`.
         replicas: whether there is a mesh of two replicas.
         experts: index of a block whose parameters each half of the ranks shards on its own.
-        alike: whether all ranks make the same calls, so that ``ranks_may_differ`` is not given.
+        alike: whether all ranks run the same blocks, so that ``ranks_may_differ`` is not given. Their batches may have other
+            numbers of rows, and their losses use other outputs.
     """
 
     model: ModelSpec

@@ -29,6 +29,7 @@ PHRASES: dict[tuple[str, ...], int] = {
     ("forward", "retained", "evaluate", "backward"): 1,
     ("forward", "drop"): 2,  # leave a loss, whose backward never runs, to the garbage collector
     ("forward", "lose", "backward"): 2,  # some ranks lose a gathered bucket; the bits of value say which ranks
+    ("forward", "fork", "backward"): 1,
     ("micro_batch", "last_batch", "step", "zero_grad"): 3,  # a window: forward and backward of each
     ("micro_batch", "micro_batch", "last_batch", "step", "zero_grad"): 4,
     ("micro_batch", "evaluate", "last_batch", "step"): 1,
@@ -124,7 +125,10 @@ def worlds(draw: Any, world_size: int, histories: int, alike: bool) -> World:
         autocast=st.booleans() if kind == "autocast" else st.just(False),
         outputs=st.sampled_from([(0, 1), (0, 1), (0,), (1,)]),
     )
-    calls = draw(st.lists(call, min_size=1 + (not alike), max_size=3, unique_by=lambda call: (call.way, call.autocast)))
+    calls = draw(st.lists(call, min_size=1 + (not alike), max_size=3, unique_by=lambda call: call.program))
+    calls[0] = replace(calls[0], autocast=kind == "autocast")  # otherwise the values of float32 would be exact
+    if alike and draw(st.booleans()):
+        calls.append(replace(calls[0], batch=5 - calls[0].batch))
     world = World(
         without_scalars_used_twice(model, ways),
         options,
@@ -231,7 +235,10 @@ class _Histories:
                 "lose": lambda: self.number(1, (1 << self.world_size) - 1),
                 "step": lambda: self.number(0, int(self.world.experts is None)),
                 "zero_grad": lambda: self.number(0, 1),
-            }.get(word, lambda: self.number(0, 7))()
+                "full_state": lambda: self.number(0, 1),
+                "add": lambda: self.number(0, 7),
+                "freeze": lambda: self.number(0, 3),
+            }.get(word, lambda: 0)()
         index = self.one_of(-1, -1, 0, 1) if word in ("backward", "fail_backward", "drop") else -1
         return [Action(word, value=value, seed=seed, loss_index=index, model_index=self.model_index())]
 
@@ -242,14 +249,19 @@ class _Histories:
         """Draw a forward. ``everywhere``: every rank has a batch."""
         size, last = self.world_size, len(self.world.calls) - 1
         calls: tuple[int | None, ...] = (self.number(0, last),) * size
-        if not (alike or self.world.alike or self.happens(5)):
-            calls = tuple(self.number(0, last) for _ in range(size))
+        if not (alike or self.happens(5)):
+            calls = tuple(self.one_of(*self.beside(calls[0])) for _ in range(size))
         if not (alike or self.world.alike or everywhere) and self.happens(2):
             ended = self.draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
             if self.happens(20):
                 ended = set(range(size))
             calls = tuple(None if rank in ended else call for rank, call in enumerate(calls))
         return Action("forward", mode, calls, seed=seed, model_index=self.model_index())
+
+    def beside(self, number: int) -> list[int]:
+        """Return what ranks may call beside this call: in alike worlds, what runs the same blocks."""
+        calls = self.world.calls
+        return [n for n, call in enumerate(calls) if not self.world.alike or call.program == calls[number].program]
 
     def loop(self, seed: int) -> Action:
         """Draw a loop over loaders of different lengths, with windows of some micro-batches and an evaluation in between."""

@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", default="0:100", help="first and last (exclusive) seed of a world")
     parser.add_argument("--histories", type=int, default=10, help="number of histories that share a compiled model")
-    parser.add_argument("--alike", action="store_true", help="all ranks make the same calls, without the option")
+    parser.add_argument("--alike", action="store_true", help="all ranks run the same blocks, without the option")
     parser.add_argument("--shrink", type=float, default=0, help="seconds to search for a smaller failure")
     given = parser.parse_args()
     wrong, seeds = [], range(*map(int, given.seeds.split(":")))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.errors import code_of
 
 import torch
+from device import IS_CUDA
 from garbage import drop_in_a_cycle
 from world import WINDOW, Action, Mode
 from world_run import PendingLoss, WorldRun
@@ -171,6 +173,16 @@ class WorldRunner(WorldRun):
         if action.value >> self.rank & 1:
             bucket = buckets[action.seed // 20 % len(buckets)]
             bucket.gathered_at = bucket.window_state = None
+
+    def _fork(self, action: Action) -> None:
+        """Let a forked process read parameters and end, as a worker of a data loader does."""
+        if not (child := os.fork()):
+            code = 1
+            with contextlib.suppress(BaseException):
+                code = int(not IS_CUDA and not all(param.to_local().isfinite().all() for param in self.params.values()))
+            os._exit(code)
+        if status := os.waitpid(child, 0)[1]:
+            self.fail(f"a forked process ended with status {status}")
 
     def _fail_backward(self, action: Action) -> None:
         position, inside = self._pick(action), action.value >= 0
