@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from coded import coded
 from internals import AGREEMENT, channel, effects, shard_module, statements
 from models import Stack
-from profiles import LONG_ONLY, mostly_zero3, with_long
+from profiles import mostly_zero3, with_long
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -193,23 +193,6 @@ def test_ranks_whose_gradients_differ_within_a_bucket_raise_or_get_the_gradients
         model(x, ("left", "right")[rank]).backward()
         for other, branch in enumerate(("left", "right")):
             (reference(torch.ones(3, 4) + other, branch) / 2).backward()
-        _compare_gradients(model, reference)
-
-
-# Ordinary runs accumulate sharded gradients of ranks that differ in `differ/`.
-@pytest.mark.parametrize("accumulate", ["unsharded", pytest.param("sharded", marks=LONG_ONLY)])
-@on_ranks()
-def test_windows_whose_gradients_differ_between_ranks_are_reduced_together(rank: int, accumulate: str) -> None:
-    model = _jit(_OneBucket(), bucketing_strategy=10**6, accumulate=accumulate, ranks_may_differ=True)
-    for last in ("left right", "left", "right"):
-        reference = _OneBucket()
-        model.zero_grad()
-        for other in range(2):
-            for branch in (("left", "right")[other], last):
-                (reference(torch.ones(3, 4) + other, branch) / 2).backward()
-        with model.no_sync():
-            model(torch.ones(3, 4) + rank, ("left", "right")[rank]).backward()
-        model(torch.ones(3, 4) + rank, last).backward()
         _compare_gradients(model, reference)
 
 

@@ -109,11 +109,6 @@ class DifferingRun(Run):
         self.clip()
         super().step(set_to_none=set_to_none)
 
-    def evaluate(self, step: int, ways: Ways) -> None:
-        self.mode(training=False)
-        self.forward(step, ways, grad=False)
-        self.mode(training=True)
-
     def forget(self) -> None:
         """Forget what a step has left that failed."""
         assert self.unsharded is not None

@@ -1,12 +1,12 @@
 """Ranks that take other ways, or have no batch, have the gradients and parameters of the unsharded model.
 
-Each test is a row of the table in ``docs/ranks-differ.md``, or an option of ``fsdp`` that merged traces must respect.
+The world (``tests/world.py``) mixes branches, orders, windows and missing batches with options. What it does not draw is
+here: other transports, kinds of parameters and optimizers, what is merged, and limits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from thunder_fsdp_sched.transports.base import Work, issue_then
 
 import pytest
 import shared_memory
+import thunder
 import torch
 import torch.distributed as dist
 from differing import Blocks, DifferingRun, Ways, adamw
@@ -27,7 +28,6 @@ from profiles import LONG_ONLY, with_long
 from ranks import on_ranks
 from scenario import loss_of
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 mostly_zero2 = pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=LONG_ONLY)])
@@ -35,19 +35,10 @@ mostly_zero2 = pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3
 
 @mostly_zero2
 @on_ranks()
-def test_branches_orders_windows_and_ranks_without_a_batch(strategy: str) -> None:
+def test_only_programs_that_differ_are_merged_and_each_trace_exchanges_one_round(strategy: str) -> None:
     run = DifferingRun(sharding_strategy=strategy)
-    run.train(1, ("0", "1"))
-    run.train(1, ("01", "10"), first=1)
-    run.train(1, (None, "10"), first=2)
-    run.evaluate(3, ("0", None))
-    run.micro_batch(4, ("01", "1"))
-    run.micro_batch(5, ("0", None))
-    run.micro_batch(6, (None, "1"), no_sync=False)
-    run.step()
-    run.micro_batch(7, (None, "1"))
-    run.micro_batch(8, ("0", None), no_sync=False)
-    run.step()
+    for step, ways in enumerate([("0", "1"), ("01", "10"), (None, "10")]):
+        run.train(1, ways, first=step)
     assert all(run.merges)
     run.train(1, ("0", "0"), first=9)
     assert run.merges.count(False) == 1
@@ -57,40 +48,22 @@ def test_branches_orders_windows_and_ranks_without_a_batch(strategy: str) -> Non
         run.step()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "prefetch 0": {"prefetch": 0, "bucketing_strategy": "layer", "max_gathers_in_flight": 1},
-    "prefetch 2": {"prefetch": 2, "sharding_strategy": Sharding("zero2", reshard_after_backward=True)},
-    "sharded accumulation": {"accumulate": "sharded"},
-    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False), "accumulate": "sharded"},
-    "release": {"sharding_strategy": Sharding(release=True)},
-    "release with zero2": {"sharding_strategy": Sharding("zero2", release=True)},
-    "limits": {"sharding_strategy": Sharding(max_unsharded_bytes=20_000), "max_memory": "1MB"},
-    "symmetric memory": {"transport": "shared_files", "ranks": Ranks(separate_reduce_scatter_group=True)},
-}
-
-
 def _at_issue(issue: Callable[[], Sequence[Work]], action: Callable[[], None], uses: Sequence[torch.Tensor]) -> Work:
     """Run an action at once. As on a GPU, the order of collectives is that of their issues, not that of their waits."""
     action()
     return issue_then(issue, lambda: None, uses)
 
 
-@pytest.mark.parametrize(
-    "name",
-    with_long(OPTIONS, "prefetch 0", "prefetch 2", "sharded accumulation", "release", "release with zero2"),
-)
 @on_ranks()
-def test_options(name: str) -> None:
+def test_memory_that_peers_read() -> None:
     shared_memory.register()
     with mock.patch.object(symmetric_memory, "issue_then", _at_issue):
-        run = DifferingRun(**OPTIONS[name])
+        run = DifferingRun(transport="shared_files", ranks=Ranks(separate_reduce_scatter_group=True))
         run.train(1, ("0", "1"))
         run.micro_batch(1, ("0", "1"))
         run.micro_batch(2, ("0", None))
         run.micro_batch(3, (None, "1"), no_sync=False)
         run.step()
-        run.train(1, ("0", None), first=4)
-        run.train(1, ("0", "1"), first=5)
         assert all(run.merges)
 
 
@@ -167,22 +140,42 @@ def test_experts_on_half_of_the_ranks(rank: int) -> None:
         run.close(ours.to_local(), run.rows(name, theirs), name)
 
 
+class TopExpert(Blocks):
+    """A mixture of experts, of which a rank runs those that have tokens. Without ``way``, it returns that of each token."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.router = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, way: str | None = None) -> torch.Tensor:
+        mixed = x = self.first(x)
+        gates = torch.softmax(self.router(x), -1)
+        choice = gates.argmax(-1)
+        if way is None:
+            return choice
+        for number in map(int, way):
+            mixed = mixed + self.blocks[number](x) * (gates[:, number] * (choice == number)).unsqueeze(-1)
+        return self.last(mixed)
+
+
+@mostly_zero2
+@on_ranks()
+def test_experts_that_tokens_choose(rank: int, strategy: str) -> None:
+    run = DifferingRun(TopExpert().double(), sharding_strategy=strategy)
+    for step in range(3):
+        with torch.no_grad():
+            choices = [run.reference(*run.inputs(step, rank=each)) for each in run.ranks]
+            assert torch.equal(run.model(*run.inputs(step)), choices[rank])
+        run.train(1, tuple("".join(map(str, choice.unique().tolist())) for choice in choices), first=step)
+    assert True in run.merges
+
+
 class Uneven(Blocks):
     """Blocks of different sizes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1] = nn.Linear(4, 4)
-
-
-@pytest.mark.long  # the next test has casts on both ranks
-@mostly_zero2
-@on_ranks()
-def test_autocast_on_one_rank(strategy: str) -> None:
-    """Rank 1 gathers buckets in bfloat16, which rank 0 has never done."""
-    run = DifferingRun(Uneven(), casts=[1], dtype=torch.float32, tolerance=0.03, sharding_strategy=strategy)
-    for step, ways in enumerate([("0", "0"), ("0", "1"), ("01", None), (None, "0"), ("0", "0")]):
-        run.train(1, ways, first=step)
 
 
 @on_ranks()
@@ -213,24 +206,6 @@ def test_a_rank_that_serves_sends_its_rounding_errors(rank: int) -> None:
     assert rank == 1 or errors[3] < errors[2] < errors[1] / 10
 
 
-@on_ranks()
-def test_second_backwards_and_kept_buckets_that_one_rank_has_lost() -> None:
-    run = DifferingRun(sharding_strategy="zero2")
-    run.forward(0, ("0", "1"))
-    run.backward(retain=True)
-    run.forward(1, ("01", None))
-    run.backward(0)
-    run.backward()
-    run.step()
-    for step, (ways, evaluated) in enumerate(
-        [(("0", "1"), ("0", None)), (("0", None), (None, "0")), (("0", "0"), (None, "0"))], start=2
-    ):
-        run.forward(step, ways)
-        run.evaluate(9, evaluated)
-        run.backward()
-        run.step()
-
-
 class Mixed(Blocks):
     """Blocks with tied, frozen and ignored parameters, of which one recomputes its forward in backward."""
 
@@ -259,59 +234,9 @@ def test_kinds_of_parameters(strategy: str) -> None:
     run.step()
 
 
-class Heads(Blocks):
-    """Blocks beside each other, each with an output of its own; a letter says which of them the loss uses."""
-
-    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor | list[torch.Tensor]:
-        x = self.first(x)
-        outputs = [self.blocks[int(number)](x) for number in way[:-1]]
-        return outputs
-
-
 @on_ranks()
-def test_outputs_without_gradient_on_one_rank() -> None:
-    run = DifferingRun(Heads(3).double(), sharding_strategy="zero2")
-
-    def micro_batch(step: int, ways: Ways, used: tuple[int, int], *, no_sync: bool) -> None:
-        for rank, model in run.unsharded.models.items():
-            if (way := ways[rank]) is not None:
-                outputs = model(*run.inputs(step, rank=rank), way)
-                run.unsharded.backward({rank: loss_of(outputs[used[rank]])})
-        with run.model.no_sync() if no_sync else nullcontext():
-            if (way := ways[run.rank]) is None:
-                tfs.without_batch(run.model).backward()
-            else:
-                loss_of(run.model(*run.inputs(step), way)[used[run.rank]]).backward()
-
-    for step, (ways, *used) in enumerate(
-        [
-            (("01_", "01_"), (0, 0), (0, 1)),
-            (("01_", "12_"), (0, 1), (0, 0)),
-            (("01_", None), (1, 0), (0, 0)),
-            (("01_", "2_"), (0, 0), (0, 0)),
-        ]
-    ):
-        run.at = f"step {step}"
-        micro_batch(2 * step, ways, used[0], no_sync=True)
-        micro_batch(2 * step + 1, ways, used[1], no_sync=False)
-        run.unsharded.reduce()
-        run.step()
-
-
-@on_ranks()
-def test_calls_in_between() -> None:
+def test_the_scaler_and_the_clipping_of_torch() -> None:
     run = DifferingRun()
-    run.train(1, ("0", "1"))
-    run.save_and_load()
-    run.forward(1, ("0", "1"))
-    with tfs.unsharded(run.model):
-        pass
-    run.backward()
-    run.step()
-    with tfs.eager(run.model) as eager, torch.no_grad():
-        run.close(eager(*run.inputs(2), "01"), run.reference(*run.inputs(2), "01"), "output")
-    run.train(1, (None, "1"), first=2)
-    # The scaler and the clipping of torch.
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     run.forward(3, ("0", None))
     run.pending[-1].losses[0] = scaler.scale(run.pending[-1].losses[0])
@@ -385,3 +310,15 @@ def test_limits_that_merged_traces_exceed(name: str) -> None:
     if name != "max_memory":  # its traces now count what the larger ones have allocated
         run.forget()
         run.train(1, ("", ""), first=2)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_single_rank_without_a_batch_ends_a_window() -> None:
+    module = nn.Linear(2, 2)
+    model = thunder.jit(module, transforms=[tfs.fsdp(ranks_may_differ=True)])
+    with model.no_sync():
+        model(torch.ones(3, 2)).sum().backward()
+        tfs.without_batch(model).backward()
+    assert module.weight.grad is None
+    tfs.without_batch(model).backward()
+    assert torch.equal(module.weight.grad.full_tensor(), torch.full((2, 2), 3.0))

@@ -20,7 +20,7 @@ from memory_count import compare, count_on_fake_ranks
 from ranks import on_ranks
 from scenario import Scenario, do, each, fsdp2
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -261,18 +261,8 @@ SCENARIOS = {
     "whole blocks, zero2": _scenario(Experts, Branch, leaf_modules=(Block,), sharding_strategy="zero2"),
     "windows, evaluation": _scenario(Experts, Branch, actions=[*WINDOW, *EVALUATE], sharding_strategy="zero2"),
     "frozen": _scenario(Mlp, Mlp, actions=[do.freeze(*FROZEN), do.train()]),
-    "two forwards": _scenario(Branch, actions=[do.forward(0), do.forward(1), do.backward(0), do.backward(), do.step()]),
     "hybrid": _scenario(Experts, ranks=(2, 2), world=4),
-    "offload, accumulated sharded": _scenario(
-        Experts,
-        actions=WINDOW,
-        offload_policy=CPUOffloadPolicy(),
-        accumulate="sharded",
-        prefetch=1,
-        transport="all_reduce",
-    ),
     "ranks may differ": _scenario(Experts, Branch, ranks_may_differ=True),
-    "saved and loaded": _scenario(Experts, Mlp, actions=[do.train(1), do.save_and_load(), do.train(2, first=1)]),
     # The numbers of FSDP2, and those of the same modules traced.
     "mixed precision": _scenario(
         Mlp,
@@ -286,10 +276,8 @@ SCENARIOS = {
         sharding_strategy="zero2",
     ),
     "replicas differ": _scenario(Experts, Branch, ranks=(2, 2), ranks_may_differ=True, world=4, long=True),
-    "searched": _scenario(Mlp, Branch, prefetch="auto", max_memory="1 MB", long=True),
     "released": _scenario(Experts, sharding_strategy=Sharding("zero2", release=True), agree="compile", long=True),
     "all kinds, zero2": _scenario(*PARTS, sharding_strategy="zero2", long=True),
-    "all kinds, windows": _scenario(*PARTS, actions=[*WINDOW, *EVALUATE], long=True),
 }
 
 

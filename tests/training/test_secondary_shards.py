@@ -121,7 +121,6 @@ SCENARIOS = {
         )
         for names in CASES
     },
-    **{name: _scenario(_small, STEPS, _options(name), long=True) for name in OPTIONS},
     "tied weights": _scenario(_tied, STEPS, _options(), long=True),
     "history": _scenario(_small, HISTORY, _options() | {"bucketing_strategy": "layer"}),
     "unsharded": Scenario(

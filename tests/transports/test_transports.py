@@ -102,7 +102,6 @@ SCENARIOS = {
     "each bucket its own": Scenario(
         lambda: Stack(2).double(), [_check_own_transports, do.train(2), *ACCUMULATE], {"transport": _own}
     ),
-    "unreduced gradients": Scenario(lambda: UnevenRows().double(), ACCUMULATE, {"transport": "coalesced"}, long=True),
 }
 
 
