@@ -71,6 +71,12 @@ HISTORIES = {
         *(forward(calls=(0, 0)), backward, forward(calls=(1, 1)), backward, step, Action("zero_grad")),
         *(forward(calls=(0, 0)), backward, forward(calls=(0, 0)), backward, step, zero_grad),
     ],
+    "changed in a window": [
+        *(in_window(calls=(0, 0)), backward, Action("add"), in_window(calls=(0, 0)), backward, Action("add", value=1)),
+        *(in_window(calls=(1, 0)), backward, forward(calls=(0, 0)), backward, step, zero_grad),
+        *(in_window(calls=(0, 0)), backward, Action("scale"), in_window(calls=(0, 0)), backward, Action("scale")),
+        *(forward(calls=(1, 0)), backward, step),
+    ],
     "saved, loaded and changed in place": [
         *(forward(calls=(0, 1)), backward, step, Action("save"), forward(calls=(1, 0)), backward, step, Action("load")),
         *(forward(calls=(0, 1)), Action("full_state"), backward, step, Action("add", value=3), forward(calls=(1, 1))),

@@ -36,8 +36,9 @@ PHRASES: dict[tuple[str, ...], int] = {
     ("micro_batch", "lose", "micro_batch", "last_batch"): 1,
     ("micro_batch", "micro_batch"): 1,  # left for a later window
     ("micro_batch", "discard"): 1,
-    ("micro_batch", "add", "micro_batch", "last_batch"): 1,
-    ("micro_batch", "scale", "micro_batch", "scale", "last_batch"): 1,
+    ("micro_batch", "add", "micro_batch", "last_batch"): 3,
+    ("micro_batch", "scale", "micro_batch", "scale", "last_batch"): 2,
+    ("micro_batch", "step", "micro_batch", "last_batch"): 1,
     ("forward_of_window", "retained", "backward", "last_batch", "step", "zero_grad"): 1,
     ("forward_of_window", "forward", "backward", "backward"): 1,
     ("forward_of_window", "evaluate", "backward", "last_batch"): 1,

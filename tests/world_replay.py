@@ -139,14 +139,22 @@ def _smaller(world: World) -> Iterator[World]:
         yield replace(world, **default)
 
 
-def smallest(ranks: Ranks, world: World, *, seconds: float) -> World:
-    """Return the smallest world that was found within some seconds and fails as well."""
+def _hangs(failure: str) -> bool:
+    return "hung: no answer" in failure
+
+
+def smallest(ranks: Ranks, world: World, failure: str, *, seconds: float) -> World:
+    """Return the smallest world that was found within some seconds and fails as well.
+
+    One that hangs counts only if the first does: a slow machine would make any world that small.
+    """
     end, tried = time.monotonic() + seconds, [world]
     smaller = _smaller(world)
-    while (left := end - time.monotonic()) > 0 and (candidate := next(smaller, None)):
+    while time.monotonic() < end and (candidate := next(smaller, None)):
         if candidate not in tried:
             tried.append(candidate)
-            if failure_of(ranks, candidate, timeout=min(left, 120)):
+            found = failure_of(ranks, candidate, timeout=120)
+            if found and _hangs(found) == _hangs(failure):
                 world, smaller = candidate, _smaller(candidate)
     return world
 
@@ -159,7 +167,7 @@ def replay(ranks: Ranks, world: World, *, origin: str = "", seconds: float = SHR
         seconds: how long to search for a smaller world.
     """
     if failure := failure_of(ranks, world):
-        small, size = smallest(ranks, world, seconds=seconds), ranks.world_size
+        small, size = smallest(ranks, world, failure, seconds=seconds), ranks.world_size
         drawn_by = [f"def test_drawn(workers):\n    replay(workers({size}), {origin})\n"] if origin else []
         found = f"def test_found(workers):  # the smallest world that was found\n    replay(workers({size}), {small!r})"
         raise AssertionError("\n".join([failure, IMPORTS, *drawn_by, found]))
