@@ -107,14 +107,17 @@ def run_world(rank: int, world_size: int, world: World, folder: Path) -> str:
     return ""
 
 
-def failure_of(ranks: Ranks, world: World, *, timeout: float = 900) -> str:
+def failure_of(ranks: Ranks, world: World, *, timeout: float | None = None) -> str:
     """Run a world and return what went wrong, with the stacks of all ranks if they hang.
+
+    By default, they hang after 40 seconds for each history. What is then printed comes before the time limit of a test.
 
     A world whose limit of bytes is refused runs without it, so that none counts as passed without having run.
     """
     with tempfile.TemporaryDirectory(prefix="world-") as folder:
         try:
-            failure = ranks.run(run_world, world, Path(folder), timeout=timeout)[0]
+            limit = timeout or 40 * len(world.histories)
+            failure = ranks.run(run_world, world, Path(folder), timeout=limit)[0]
         except RankError as error:
             at = sorted(f"rank {path.name[3:]} in {path.read_text()}" for path in Path(folder).glob("at-*"))
             return f"{at}: {error}"
