@@ -20,6 +20,8 @@ forward every rank makes a call of its own, or none, because it has no batch. ``
 - *Checkpoints with running statistics*: only one rank's are saved, by design.
 - *Loading optimizer state for other parameters than were saved*: the optimizer must hold state for the same ones.
 - *Backward that uses running statistics which another forward has updated since*: plain Thunder and torch differ.
+- *Batches of different sizes on the ranks of an alike world with a batch norm*: traces for n rows have the constant
+  n / (n - 1), so ranks disagree, with an error that names ``ranks_may_differ``.
 - *Batch norm in bfloat16*: plain Thunder fails. *Layer norm in bfloat16*: cancellation leaves no useful tolerance.
 - *Local actions on some ranks only* (a step, ``zero_grad``, in-place changes): there is no expected result. Some of them
   end a history, to see that the ranks notice; see ``world_draws.DISAGREEMENTS``.
