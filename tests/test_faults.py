@@ -150,7 +150,7 @@ def _exceed_the_timeout(rank: int, world_size: int) -> None:
     model(_batch(rank, 1))
 
 
-@pytest.mark.long  # `test_agreement` has late ranks
+@pytest.mark.long  # `test_rounds` has late ranks
 def test_a_rank_slower_than_the_timeout_of_the_group_is_an_error(ranks: Ranks) -> None:
     with pytest.raises(
         RankError, match=r"rank 1 did not come within 5\.\d s:\n +rank 0: the forward for inputs .*\n.*\n.*[Tt]imed out"

@@ -106,17 +106,6 @@ def test_ranks_that_shard_differently_raise_before_any_collective(rank: int, cas
         _disagree(rank, [lambda: _jit(model(rank), **options(rank))] * 2, message)
 
 
-@on_ranks()
-def test_the_error_names_a_rank_that_does_not_shard(rank: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=2))
-    if rank == 0:
-        with pytest.raises(
-            ScheduleDisagreement, check=coded("ranks.missing-at-jit", "rank 1 did not come", "of rank 0")
-        ):
-            thunder.jit(nn.Linear(4, 4), transforms=[fsdp(ranks=group)])
-    dist.barrier()
-
-
 #
 # Compiling
 #
@@ -284,29 +273,6 @@ def test_ranks_that_run_different_traces_raise_and_can_continue(rank: int, tmp_p
     optimizer.zero_grad()
     step()
     assert all(torch.equal(param.grad, before[n]) for n, param in model.named_parameters() if param.grad is not None)
-
-
-@on_ranks()
-def test_the_error_names_a_late_rank_which_raises_when_it_arrives(rank: int) -> None:
-    def run_eagerly(model: Any) -> None:
-        with tfs.eager(model) as module:
-            module(torch.ones(2, 4))
-
-    model = _jit(nn.Linear(4, 4), seconds=3)
-    run_eagerly(model)
-    if rank == 1:
-        dist.barrier()  # arrives, but too late
-    late = r"rank 1 did not come within \d{1,3}\.\d s:\n    rank 0: gathering inside eager"
-    _disagree(
-        rank,
-        [lambda: run_eagerly(model)] * 2,
-        r"disagree: the ranks did not come together|rank 0 did not come" if rank else late,
-    )
-    if rank == 0:
-        dist.barrier()
-    # The channel is closed for this model. The next model gets another one.
-    _disagree(rank, [lambda: run_eagerly(model)] * 2, r"has come to .* since")
-    run_eagerly(_jit(nn.Linear(4, 4)))
 
 
 def _fail_at_gather(model: Any, position: int) -> None:

@@ -1,13 +1,15 @@
-"""The check that no collective deadlocks, compared with an exhaustive search over all orders of events."""
+"""The proof that no collective deadlocks, compared with executions in all orders of events."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.ranks.messages import Action
 
 import pytest
+from executor import GLOO, NCCL, ROUNDS, Backend, execute, explore, seconds_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from internals import find_fault
@@ -68,90 +70,125 @@ def test_faults_are_described(case):
     assert all(text in fault for text in expected), fault
 
 
-#
-# All orders of events
-#
-
-State = tuple[tuple[int, ...], tuple[frozenset[int], ...]]
-
-
-def deadlocks(programs: Programs, *, serial: bool) -> bool:
-    """Return whether some order of events leads to a state that is unfinished but in which nothing can happen.
-
-    An event is one rank's next action, or the completion of a collective. With ``serial``, a collective completes only when
-    it is the oldest unfinished one on all its ranks, otherwise when it is the oldest of its group on all of them.
-    """
-    ranks = sorted(programs)
-    start: State = (tuple(0 for _ in ranks), tuple(frozenset() for _ in ranks))
-    seen, stack = {start}, [start]
-    while stack:
-        state = stack.pop()
-        following = list(_events(programs, ranks, state, serial))
-        finished = all(
-            position == len(programs[rank]) and len(done) == sum(not s.waits for s in programs[rank])
-            for rank, position, done in zip(ranks, *state, strict=True)
-        )
-        if not following and not finished:
-            return True
-        for new in following:
-            if new not in seen:
-                seen.add(new)
-                stack.append(new)
-    return False
-
-
-def _events(programs: Programs, ranks: list[int], state: State, serial: bool) -> Iterator[State]:
-    positions, done = state
-    for i, rank in enumerate(ranks):
-        if positions[i] < len(programs[rank]):
-            action = programs[rank][positions[i]]
-            if not action.waits or action.number in done[i]:
-                yield (*positions[:i], positions[i] + 1, *positions[i + 1 :]), done
-    heads: dict[str, dict[int, int]] = {}
-    members: dict[str, tuple[int, ...]] = {}
-    for i, rank in enumerate(ranks):
-        running = [s for s in programs[rank][: positions[i]] if not s.waits and s.number not in done[i]]
-        oldest: dict[str, Action] = {}
-        for action in running[:1] if serial else running:
-            oldest.setdefault(action.group, action)
-        for group, action in oldest.items():
-            heads.setdefault(group, {})[i] = action.number
-            members[group] = action.ranks
-    for group, numbers in heads.items():
-        if len(numbers) == len(members[group]):
-            yield positions, tuple(d | {numbers[i]} if i in numbers else d for i, d in enumerate(done))
-
-
 GROUPS = {"A": (0, 1), "B": (1, 2), "C": (0, 2), "D": (0, 1, 2)}
 
 
 @st.composite
 def small_programs(draw: st.DrawFn) -> Programs:
-    """Draw programs of three ranks. Ranks of a group issue equally many collectives on it, in any order, with any waits."""
+    """Draw programs of three ranks, with any waits.
+
+    Ranks of a group issue equally many collectives on it, in any order; now and then of two kinds.
+    """
     times = {group: draw(st.integers(0, 2)) for group in GROUPS}
+    kinds = draw(st.sampled_from(["x", "x", "xy"]))
     programs = {}
     for rank in range(3):
         own = [group for group, members in GROUPS.items() if rank in members for _ in range(times[group])]
         order = draw(st.permutations(own))
         actions: list[Action] = []
-        waited = []
+        waiting: list[Action] = []
         for number, group in enumerate(order):
-            actions.append(Action(f"op on {group}", group, GROUPS[group], False, number))
-            for earlier in range(number + 1):
-                if earlier not in waited and draw(st.booleans()):
-                    actions.append(
-                        Action(f"op on {order[earlier]}", order[earlier], GROUPS[order[earlier]], True, earlier)
-                    )
-                    waited.append(earlier)
+            line = f"{draw(st.sampled_from(kinds))} on {group}"
+            waiting.append(Action(line, group, GROUPS[group], False, number))
+            actions.append(waiting[-1])
+            for earlier in [earlier for earlier in waiting if draw(st.booleans())]:
+                waiting.remove(earlier)
+                actions.append(earlier._replace(waits=True))
         programs[rank] = actions
     return programs
+
+
+def check_proof(programs: Programs) -> bool:
+    """Compare the proof with all orders of events, and return whether it finds a fault."""
+    fault = find_fault(programs)
+    assert bool(explore(programs, NCCL)) == bool(fault), (programs, fault)
+    if not fault:
+        assert not explore(programs, GLOO)
+    return bool(fault)
 
 
 @settings(deadline=None)
 @given(small_programs())
 @example({0: program("A:01", "C:02"), 1: program("B:12", "A:01"), 2: program("C:02", "B:12")})
-def test_faults_are_found_exactly_where_the_search_finds_deadlocks(programs):
-    stuck = bool(find_fault(programs))
-    assert stuck == deadlocks(programs, serial=True)
-    if not stuck:
-        assert not deadlocks(programs, serial=False)
+def test_faults_are_found_exactly_where_some_order_of_events_has_one(programs: Programs) -> None:
+    check_proof(programs)
+
+
+def all_programs(groups: Sequence[str], most: int) -> Iterator[list[Action]]:
+    """Yield all programs of at most so many collectives on these groups, each waited for at any time or never."""
+
+    def continued(actions: list[Action], waiting: list[Action]) -> Iterator[list[Action]]:
+        yield actions
+        for action in waiting:
+            yield from continued([*actions, action._replace(waits=True)], [a for a in waiting if a is not action])
+        if (number := sum(not action.waits for action in actions)) < most:
+            for group in groups:
+                action = Action(f"op on {group}", group, GROUPS[group], False, number)
+                yield from continued([*actions, action], [*waiting, action])
+
+    return continued([], [])
+
+
+@pytest.mark.parametrize(
+    ("groups", "most"),
+    [
+        pytest.param(("AD", "AD"), 2, id="two ranks"),
+        pytest.param(("AD", "AD"), 3, id="two ranks, three collectives", marks=pytest.mark.long),
+        pytest.param(("AC", "AB", "BC"), 2, id="a ring", marks=pytest.mark.long),
+    ],
+)
+def test_all_small_programs(groups: Sequence[str], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GROUPS, "D", (0, 1))
+    of_ranks = [list(all_programs(of_rank, most)) for of_rank in groups]
+    found = [check_proof(dict(enumerate(programs))) for programs in itertools.product(*of_ranks)]
+    assert 0 < sum(found) < len(found)
+
+
+#
+# The executor itself
+#
+
+
+@pytest.mark.parametrize(
+    ("programs", "backend", "fault"),
+    [
+        (
+            [AB, BA],
+            GLOO,
+            "deadlock:\n    rank 0 runs op on A at its wait for op on A, and needs rank 1\n    rank 1 runs op on B",
+        ),
+        ([("A:01", "B:01"), ("B:01", "A:01")], GLOO, ""),
+        ([("A:01", "B:01"), ("B:01", "A:01")], NCCL, "deadlock:\n    rank 0 runs op on A at its end, and needs rank 1"),
+        ([("A:01",), ()], GLOO, "a rank is missing:\n    rank 0 runs op on A at its end, and needs rank 1"),
+        (
+            [("A:01",), ("A:012",), ()],
+            GLOO,
+            "mismatch:\n    rank 0 runs op on A with ranks (0, 1)\n    rank 1 runs op on A with",
+        ),
+    ],
+)
+def test_faults_of_executions(programs: Sequence[Sequence[str]], backend: Backend, fault: str) -> None:
+    of_ranks = {rank: program(*actions) for rank, actions in enumerate(programs)}
+    for found in (explore(of_ranks, backend), *(execute(of_ranks, backend, seed=seed) for seed in range(3))):
+        assert found.startswith(fault) and bool(found) == bool(fault), found
+
+
+def test_a_host_meets_in_rounds_while_its_device_waits() -> None:
+    """With NCCL a round may precede what ends the wait; with gloo the host would never come to it."""
+    meet = [Action("a round", ROUNDS, (0, 1), False, 9), Action("a round", ROUNDS, (0, 1), True, 9)]
+    first = program("A:01", "wait 0")
+    programs = {0: [*first, *meet], 1: [*meet, *first]}
+    assert explore(programs, NCCL) == ""
+    assert explore(programs, GLOO).startswith("deadlock:")
+
+
+def test_the_clock_follows_the_streams() -> None:
+    """A link of two seconds for each collective, and compute of one second in between."""
+    first, second = program("A:01", "A:01", "wait 0", "wait 1")[:2]
+    overlapped = [first, 1.0, second, 1.0, first._replace(waits=True), 1.0, second._replace(waits=True)]
+    for backend in (GLOO, NCCL):
+        assert seconds_of({0: overlapped, 1: [0.5, *overlapped]}, lambda action: 2.0, backend) == {0: 4.5, 1: 4.5}
+    other = second._replace(group="B")
+    at_once = {rank: [first, other, first._replace(waits=True), other._replace(waits=True)] for rank in range(2)}
+    assert seconds_of(at_once, lambda action: 2.0, GLOO) == {0: 2.0, 1: 2.0}
+    assert seconds_of(at_once, lambda action: 2.0, NCCL) == {0: 4.0, 1: 4.0}

@@ -1,0 +1,314 @@
+"""Execute the programs of all ranks without processes: in one order of events, in all orders, and on a virtual clock.
+
+A program is a list of the package's own actions (issues and waits of collectives) and of compute, which is a number of
+seconds. The programs come from the package: ``read_program`` of a trace, merged traces, or what ``simulated_ranks`` records
+while the real code of several ranks runs. An event is the next statement of one rank, or the end of a collective, which runs
+when it is the oldest one on all members of its group. This is deliberately not the algorithm of ``ranks.deadlock``, which
+proves that one order of events is enough: it is the oracle of that proof.
+
+Two backends differ in what a wait blocks:
+
+* ``GLOO``: a wait blocks the host. Collectives of different groups run concurrently.
+* ``NCCL``: the host goes on, and the wait blocks its compute stream, so also whatever is issued later. A rank runs one
+  collective at a time, across all groups: NCCL does not guarantee more, hence using communicators in different orders is a
+  deadlock.
+
+Rounds of agreement are collectives between hosts with both backends, on the group ``ROUNDS``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.ranks.messages import Action
+
+ROUNDS = "rounds of agreement"
+
+Program = Sequence[Action | float]
+Programs = Mapping[int, Program]
+"""By global rank."""
+
+
+class Backend(NamedTuple):
+    """How a backend runs collectives.
+
+    Attributes:
+        blocks_host: whether a wait blocks the host, otherwise its compute stream.
+        is_serial: whether a rank runs its collectives one after the other across groups.
+    """
+
+    blocks_host: bool
+    is_serial: bool
+
+
+GLOO, NCCL = Backend(blocks_host=True, is_serial=False), Backend(blocks_host=False, is_serial=True)
+
+
+def execute(programs: Programs, backend: Backend = GLOO, *, seed: int = 0) -> str:
+    """Return the fault that ends an execution in a random order of events, empty if all programs finish."""
+    return _finished(programs, backend, random.Random(seed)).fault()
+
+
+def explore(programs: Programs, backend: Backend = GLOO) -> str:
+    """Return the first fault in any order of events, empty if all programs finish in every order."""
+    start = _Execution(programs, backend)
+    seen, stack = {start.key()}, [start]
+    while stack:
+        state = stack.pop()
+        following = list(state.following())
+        if not following and (fault := state.fault()):
+            return fault
+        for new in following:
+            if (key := new.key()) not in seen:
+                seen.add(key)
+                stack.append(new)
+    return ""
+
+
+def seconds_of(
+    programs: Programs, of_collective: Callable[[Action], float] = lambda action: 0.0, backend: Backend = GLOO
+) -> dict[int, float]:
+    """Return when each rank has finished its compute and waits. A host takes no time to issue.
+
+    Args:
+        of_collective: the seconds of a collective once it runs, with the link to itself.
+    """
+    done = _finished(programs, backend, random.Random(0), of_collective)
+    assert not (fault := done.fault()), fault
+    return {rank: max(state.host_time, state.time) for rank, state in done.ranks.items()}
+
+
+def issued(program: Program) -> list[Action]:
+    """Return the collectives that a program issues on devices, in order."""
+    return [s for s in program if isinstance(s, Action) and not s.waits and s.group != ROUNDS]
+
+
+def with_lines(program: Program, lines: Sequence[object]) -> list[Action | float]:
+    """Return a program whose n-th collective has the n-th line, for ranks that name the same collective differently."""
+    line_of = {action.number: str(line) for action, line in zip(issued(program), lines, strict=True)}
+    return [s._replace(line=line_of[s.number]) if isinstance(s, Action) and s.group != ROUNDS else s for s in program]
+
+
+class _Rank:
+    """What a rank has done.
+
+    Attributes:
+        host: the position of the host in the program; ``device``: that of the compute stream, which follows it.
+        unfinished: the collectives that it has issued, in order.
+        time: when the compute stream has done the statements before ``device``; ``host_time``: the same of the host.
+        ends: when collectives have ended, by number.
+    """
+
+    def __init__(self) -> None:
+        self.host = self.device = 0
+        self.unfinished: tuple[Action, ...] = ()
+        self.time = self.host_time = 0.0
+        self.reached: dict[int, float] = {}  # when the host has reached the statements that the device has not
+        self.issued_at: dict[int, float] = {}
+        self.ends: dict[int, float] = {}
+
+    def copy(self) -> _Rank:
+        """Return a copy that shares what only the clock needs."""
+        new = _Rank.__new__(_Rank)
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def holds(self, action: Action) -> bool:
+        """Return whether a wait for this collective blocks."""
+        return any(other.number == action.number for other in self.unfinished)
+
+    def head(self, group: str, *, is_serial: bool) -> Action | None:
+        """Return the collective of a group that this rank runs next, ``None`` if there is none or it is not its turn."""
+        for action in self.unfinished:
+            if action.group == group:
+                return action
+            if is_serial and ROUNDS not in (group, action.group):
+                return None
+        return None
+
+
+class _Execution:
+    """A state of an execution: changed in place by an event, or copied by :meth:`following`."""
+
+    def __init__(
+        self, programs: Programs, backend: Backend, of_collective: Callable[[Action], float] = lambda action: 0.0
+    ) -> None:
+        self.programs, self.backend, self.of_collective = programs, backend, of_collective
+        self.ranks = {rank: _Rank() for rank in programs}
+        self.free_at: dict[object, float] = {}
+        actions = [s for program in programs.values() for s in program if isinstance(s, Action)]
+        self.actors: list[tuple[Callable[[_Execution, int | str], bool], int | str]] = []
+        self.actors += [(_Execution.advance_host, rank) for rank in programs]
+        self.actors += [] if backend.blocks_host else [(_Execution.advance_device, rank) for rank in programs]
+        self.actors += [(_Execution.run_collective, group) for group in dict.fromkeys(a.group for a in actions)]
+        for rank in programs:
+            self._run_ahead(rank)
+
+    def key(self) -> object:
+        """Return what of this state later events depend on."""
+        return tuple((r.host, r.device, tuple([a.number for a in r.unfinished])) for r in self.ranks.values())
+
+    def following(self) -> Iterator[_Execution]:
+        """Yield the states after each event that is possible now."""
+        for act, which in self.actors:
+            new = _Execution.__new__(_Execution)
+            new.__dict__.update(self.__dict__)
+            new.ranks = {rank: state.copy() for rank, state in self.ranks.items()}
+            if act(new, which):
+                yield new
+
+    def advance_host(self, rank: int) -> bool:
+        state, program = self.ranks[rank], self.programs[rank]
+        if state.host == len(program) or not self._do(state, program[state.host], is_host=True):
+            return False
+        self._run_ahead(rank)
+        return True
+
+    def _run_ahead(self, rank: int) -> None:
+        """Let a host that nothing blocks request all up to the next round, which no other rank notices."""
+        state, program = self.ranks[rank], self.programs[rank]
+        while not self.backend.blocks_host and state.host < len(program) and not _is_round(program[state.host]):
+            state.reached[state.host] = state.host_time
+            state.host += 1
+
+    def advance_device(self, rank: int) -> bool:
+        state = self.ranks[rank]
+        if state.device == state.host:
+            return False
+        s = self.programs[rank][state.device]
+        if _is_round(s):  # the host's
+            state.device += 1
+            return True
+        state.time = max(state.time, state.reached[state.device])
+        return self._do(state, s, is_host=False)
+
+    def _do(self, state: _Rank, s: Action | float, *, is_host: bool) -> bool:
+        now = state.host_time if is_host else state.time
+        if not isinstance(s, Action):
+            now += s
+        elif not s.waits:
+            state.unfinished += (s,)
+            state.issued_at[s.number] = now
+        elif state.holds(s):
+            return False
+        else:
+            now = max(now, state.ends.get(s.number, 0.0))
+        if is_host:
+            state.host += 1
+            state.host_time = now
+            if self.backend.blocks_host:
+                state.device, state.time = state.host, now
+        else:
+            state.device += 1
+            state.time = now
+        return True
+
+    def run_collective(self, group: str) -> bool:
+        heads = self._heads(group)
+        some = next(iter(heads.values()), None)
+        if some is None or any(rank not in heads for rank in some.ranks) or _differ(heads):
+            return False
+        streams = [("group", group), *(("rank", rank) for rank in some.ranks if self.backend.is_serial)]
+        begin = max(*(self.free_at.get(stream, 0.0) for stream in streams), 0.0)
+        begin = max(begin, *(self.ranks[rank].issued_at[heads[rank].number] for rank in some.ranks))
+        end = begin + self.of_collective(some)
+        self.free_at.update(dict.fromkeys(streams if group != ROUNDS else streams[:1], end))
+        for rank in some.ranks:
+            state = self.ranks[rank]
+            state.unfinished = tuple(a for a in state.unfinished if a is not heads[rank])
+            state.ends[heads[rank].number] = end
+        return True
+
+    def _heads(self, group: str) -> dict[int, Action]:
+        heads = {rank: state.head(group, is_serial=self.backend.is_serial) for rank, state in self.ranks.items()}
+        return {rank: head for rank, head in heads.items() if head is not None}
+
+    #
+    # Faults
+    #
+
+    def fault(self) -> str:
+        """Return why no further event is possible, empty if all programs have finished."""
+        stuck = [rank for rank in self.ranks if self._blocked_on(rank) is not None]
+        if not stuck:
+            return ""
+        for _, group in (actor for actor in self.actors if actor[0] is _Execution.run_collective):
+            heads = self._heads(str(group))
+            if _differ(heads):
+                return "mismatch:" + "".join(
+                    f"\n    rank {r} runs {a.line} with ranks {a.ranks}" for r, a in heads.items()
+                )
+        waits_for = {rank: self._waits_for(rank) for rank in stuck}
+        cycle = _cycle(waits_for)
+        lines = [f"\n    {self._describe(rank)}, and needs rank {waits_for[rank]}" for rank in cycle or stuck]
+        return ("deadlock:" if cycle else "a rank is missing:") + "".join(lines)
+
+    def _blocked_on(self, rank: int) -> Action | None:
+        """Return the collective that has to run next on a rank that is stuck; ``None`` if it has finished."""
+        state, program = self.ranks[rank], self.programs[rank]
+        position = state.device if state.device < state.host else state.host
+        if position < len(program):
+            waited = program[position]
+            assert isinstance(waited, Action) and waited.waits, (rank, waited)
+            for action in state.unfinished:
+                is_behind = self.backend.is_serial and ROUNDS not in (action.group, waited.group)
+                if action.group == waited.group or is_behind:
+                    return action
+        return state.unfinished[0] if state.unfinished else None
+
+    def _waits_for(self, rank: int) -> int:
+        """Return a member of the collective that a stuck rank runs next, which does something else."""
+        action = self._blocked_on(rank)
+        assert action is not None
+        heads = self._heads(action.group)
+        return next(member for member in action.ranks if member not in heads)
+
+    def _describe(self, rank: int) -> str:
+        state, program, action = self.ranks[rank], self.programs[rank], self._blocked_on(rank)
+        assert action is not None
+        position = min(state.device, state.host) if state.device < state.host else state.host
+        at = program[position] if position < len(program) else None
+        return f"rank {rank} runs {action.line} " + (
+            f"at its wait for {at.line}" if isinstance(at, Action) else "at its end"
+        )
+
+
+def _finished(
+    programs: Programs,
+    backend: Backend,
+    rng: random.Random,
+    of_collective: Callable[[Action], float] = lambda action: 0.0,
+) -> _Execution:
+    """Return the state in which a random order of events ends."""
+    state = _Execution(programs, backend, of_collective)
+    possible = True
+    while possible:
+        possible = False
+        for act, which in rng.sample(state.actors, len(state.actors)):
+            while act(state, which):
+                possible = True
+                if rng.random() < 0.3:
+                    break
+    return state
+
+
+def _is_round(statement: Action | float) -> bool:
+    return isinstance(statement, Action) and statement.group == ROUNDS
+
+
+def _differ(heads: Mapping[int, Action]) -> bool:
+    return len({(action.line, action.ranks) for action in heads.values()}) > 1
+
+
+def _cycle(waits_for: Mapping[int, int]) -> list[int]:
+    """Return ranks that wait for each other in a circle, empty if there is none."""
+    for first in waits_for:
+        path = [first]
+        while (after := waits_for.get(path[-1])) is not None:
+            if after in path:
+                return path[path.index(after) :]
+            path.append(after)
+    return []
