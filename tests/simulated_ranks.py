@@ -226,10 +226,10 @@ class World:
     def _record(self, action: Action) -> None:
         self.programs[self.rank].append(action)
 
-    def issue(self, line: str, group: str = "all") -> int:
-        """Record the issue of a collective of all ranks by the calling one, and return its number."""
+    def issue(self, line: str, group: str, ranks: tuple[int, ...]) -> int:
+        """Record the issue of a collective by the calling rank, and return its number."""
         number = len(self.programs[self.rank])
-        self._record(Action(line, group, tuple(range(self.size)), False, number))
+        self._record(Action(line, group, ranks, False, number))
         return number
 
     def wait(self, number: int) -> None:
