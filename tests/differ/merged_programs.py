@@ -1,0 +1,138 @@
+"""The programs of merged traces, for the executor; and small traces to merge, scheduled by the real passes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, follow_order, steps_of
+from thunder_fsdp_sched.extras.ranks_differ.merging import Key, Step
+from thunder_fsdp_sched.extras.ranks_differ.symbols import key_of
+from thunder_fsdp_sched.ranks.messages import Action
+
+import torch
+from executor import Program
+from internals import (
+    Arena,
+    Bucket,
+    assign_slots,
+    effects,
+    fsdp_all_gather,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+    sort_communication,
+    statements,
+)
+from synthetic_traces import SHAPE, make_bucket, tensor
+from thunder.core import prims
+from thunder.core.trace import TraceCtx, tracectx
+
+PIECES = 4
+"""Operators in a block's forward or backward, between which collectives can be issued."""
+
+
+@dataclass(frozen=True)
+class Small:
+    """A scheduled trace of some blocks, and the seconds of each operator."""
+
+    trace: TraceCtx
+    seconds: float
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        return steps_of(self.trace)
+
+    def merged(
+        self, order: Sequence[Key], active: Collection[Key], buckets: Mapping[str, Bucket], size: int = 2
+    ) -> Program:
+        """Return the program of its merged trace in a run in which some rank needs the collectives ``active``."""
+        by_key = {key_of(bucket): bucket for bucket in buckets.values()}
+        merged = follow_order(self.trace, order=order, start=_Start(), buckets=by_key, sources={})
+        return program_of_merged(assign_slots(merged), order, active, size, self.seconds)
+
+
+class _Start:
+    """The start of a merged trace, of which only the name is used before it runs."""
+
+    no_sync = False
+
+    def __repr__(self) -> str:
+        return "start"
+
+
+def make_blocks(names: Sequence[str]) -> dict[str, Bucket]:
+    """Return a bucket for each block, in one arena."""
+    arena = Arena(torch.device("cpu"))
+    return {name: make_bucket(name, [SHAPE], arena=arena) for name in names}
+
+
+def step_of(buckets: Mapping[str, Bucket], blocks: Sequence[str], prefetch: int, seconds: float = 1.0) -> list[Small]:
+    """Return forward and backward of ZeRO-3 on these blocks; ``seconds`` takes a block's forward, and half its backward."""
+    if not blocks:
+        return [Small(empty_trace("nothing", backward=is_backward), 0.0) for is_backward in (False, True)]
+    forward = _trace([buckets[block] for block in blocks], is_backward=False, prefetch=prefetch)
+    backward = _trace([buckets[block] for block in reversed(blocks)], is_backward=True, prefetch=prefetch)
+    return [Small(forward, seconds / PIECES), Small(backward, 2 * seconds / PIECES)]
+
+
+def _trace(buckets: Sequence[Bucket], *, is_backward: bool, prefetch: int) -> TraceCtx:
+    trace = TraceCtx()
+    with tracectx(trace):
+        x, shards = tensor(), [tensor() for _ in buckets]
+        trace.args = (x, *shards)
+        for arg in trace.args:
+            prims.unpack_trivial(arg, name=arg.name)
+        reduced = []
+        for bucket, shard in zip(buckets, shards, strict=True):
+            (weight,) = fsdp_wait_params(bucket, fsdp_all_gather(bucket, None, shard))
+            x = prims.matmul(x, weight)
+            for _ in range(PIECES - 1):
+                x = prims.neg(x)
+            if is_backward:
+                reduced += fsdp_wait_grads(bucket, fsdp_reduce_scatter(bucket, None, x))
+        prims.python_return((x, *reduced))
+    return sort_communication(trace, prefetch=prefetch)
+
+
+def program_of_merged(
+    trace: TraceCtx, order: Sequence[Key], active: Collection[Key], size: int, seconds: float = 0.0
+) -> Program:
+    """Return what one of ``size`` ranks does in a run in which some rank needs the collectives ``active``.
+
+    A wait for a served collective only frees its slot: a later issue that uses the memory waits, or the end of the trace.
+
+    Args:
+        seconds: of each operator.
+    """
+    return list(_program_of_merged(trace, order, active, tuple(range(size)), seconds))
+
+
+def _program_of_merged(
+    trace: TraceCtx, order: Sequence[Key], active: Collection[Key], ranks: tuple[int, ...], seconds: float
+) -> Iterator[Action | float]:
+    flights: dict[str, Action] = {}
+    spans = {}
+    served: list[str] = []  # futures of served collectives whose slots may be used again
+    numbers = iter(range(len(order)))
+    for bsym in statements(trace):
+        e = effects(bsym)
+        if e.bucket is None:
+            yield seconds
+        if e.waits is not None and e.waits.future in flights:
+            if "_serve" in e.waits.kinds[0]:
+                served.append(e.waits.future)
+            else:
+                yield flights[e.waits.future]._replace(waits=True)
+        if e.issues is None or e.bucket is None or order[number := next(numbers)] not in active:
+            continue
+        if e.issues.region is not None and (slot := e.issues.region.slot) is not None:
+            spans[e.issues.future] = slot.offset, slot.end
+            for earlier in [f for f in served if f in spans and spans[f][0] < slot.end and slot.offset < spans[f][1]]:
+                served.remove(earlier)
+                yield flights[earlier]._replace(waits=True)
+        flights[e.issues.future] = Action(str(order[number]), "all", ranks, False, number)
+        yield flights[e.issues.future]
+    yield from (flights[future]._replace(waits=True) for future in served)
