@@ -46,12 +46,18 @@ class Small:
         return steps_of(self.trace)
 
     def merged(
-        self, order: Sequence[Key], active: Collection[Key], buckets: Mapping[str, Bucket], size: int = 2
+        self,
+        order: Sequence[Key],
+        active: Collection[Key],
+        buckets: Mapping[str, Bucket],
+        size: int = 2,
+        *,
+        has_compute: bool = True,
     ) -> Program:
         """Return the program of its merged trace in a run in which some rank needs the collectives ``active``."""
         by_key = {key_of(bucket): bucket for bucket in buckets.values()}
         merged = follow_order(self.trace, order=order, start=_Start(), buckets=by_key, sources={})
-        return program_of_merged(assign_slots(merged), order, active, size, self.seconds)
+        return program_of_merged(assign_slots(merged), order, active, size, self.seconds * has_compute)
 
 
 class _Start:
@@ -105,7 +111,7 @@ def program_of_merged(
     A wait for a served collective only frees its slot: a later issue that uses the memory waits, or the end of the trace.
 
     Args:
-        seconds: of each operator.
+        seconds: of each operator; without it, the program has no compute.
     """
     return list(_program_of_merged(trace, order, active, tuple(range(size)), seconds))
 
@@ -119,7 +125,7 @@ def _program_of_merged(
     numbers = iter(range(len(order)))
     for bsym in statements(trace):
         e = effects(bsym)
-        if e.bucket is None:
+        if e.bucket is None and seconds:
             yield seconds
         if e.waits is not None and e.waits.future in flights:
             if "_serve" in e.waits.kinds[0]:

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator
-from itertools import product
+import random
+from collections.abc import Sequence
+from itertools import combinations, permutations, product
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import steps_of
-from thunder_fsdp_sched.extras.ranks_differ.merging import GATHER, REDUCE, Key, Step, merge
-from thunder_fsdp_sched.extras.ranks_differ.symbols import key_of
+from thunder_fsdp_sched.extras.ranks_differ.merging import Key, Step, merge
 from thunder_fsdp_sched.ranks.messages import Action
 
 import pytest
-from internals import effects, find_fault, statements
+from executor import GLOO, NCCL, execute, explore
+from internals import find_fault
+from merged_programs import Small, make_blocks, program_of_merged, step_of
 from test_follow_order import WAYS, Compiled, Start, buckets_of, compile_ways
-from thunder.core.trace import TraceCtx
 
 RANKS = 3
 
 
-def steps_of_merged(trace: TraceCtx) -> Iterator[Step]:
-    """Yield the issues and waits of a merged trace, served ones included."""
-    key_of_future: dict[str, Key] = {}
-    earlier: Counter[tuple[str, object]] = Counter()
-    for e in map(effects, statements(trace)):
-        if e.waits is not None and e.bucket is not None:
-            yield Step(key_of_future[e.waits.future], True)
-        if e.issues is not None and e.bucket is not None:
-            kind, bucket = GATHER if "gather" in e.issues.kind else REDUCE, key_of(e.bucket)
-            key = key_of_future[e.issues.future] = kind, bucket, earlier[kind, bucket]
-            earlier[kind, bucket] += 1
-            yield Step(key, False)
-
-
-def actions(steps: Collection[Step], active: Collection[Key]) -> list[Action]:
-    """Return what a rank does in a run in which some rank needs the collectives ``active``."""
+def own_program(steps: Sequence[Step], size: int = RANKS) -> list[Action]:
+    """Return what one of ``size`` ranks does by itself."""
     number = {key: n for n, key in enumerate(step.key for step in steps if not step.waits)}
-    everyone = tuple(range(RANKS))
-    return [Action(str(key), "all", everyone, waits, number[key]) for key, waits in steps if key in active]
+    return [Action(str(key), "all", tuple(range(size)), waits, number[key]) for key, waits in steps]
 
 
 @pytest.mark.usefixtures("fake_ranks")
@@ -49,10 +34,42 @@ def test_any_combination_of_merged_traces_finishes() -> None:
         traces = [way[half] for way in ways] + [Compiled.nothing(ways[0][half])]
         own = [steps_of(compiled.trace) for compiled in traces]
         order = merge(own)
-        merged = [[*steps_of_merged(compiled.build(order, buckets, Start("start")))] for compiled in traces]
+        merged = [compiled.build(order, buckets, Start("start")) for compiled in traces]
         different = 0
-        for chosen in product(range(len(traces)), repeat=RANKS):
+        for seed, chosen in enumerate(product(range(len(traces)), repeat=RANKS)):
             active = {step.key for n in chosen for step in own[n]}
-            assert find_fault({rank: actions(merged[n], active) for rank, n in enumerate(chosen)}) == ""
-            different += find_fault({rank: actions(own[n], active) for rank, n in enumerate(chosen)}) != ""
+            programs = {rank: program_of_merged(merged[n], order, active, RANKS) for rank, n in enumerate(chosen)}
+            assert execute(programs, (GLOO, NCCL)[seed % 2], seed=seed) == ""
+            different += find_fault({rank: own_program(own[n]) for rank, n in enumerate(chosen)}) != ""
         assert different > len(traces) ** RANKS / 2  # their own traces would not finish
+
+
+#
+# All pairs of small traces
+#
+
+BLOCKS = "abc"
+BUCKETS = make_blocks(BLOCKS)
+
+
+def small_steps(most: int) -> list[list[Small]]:
+    """Return the steps of all sequences of at most so many blocks, also of none, with any prefetch that matters."""
+    ways = [way for size in range(most + 1) for way in permutations(BLOCKS, size)]
+    return [step_of(BUCKETS, way, prefetch) for way in ways for prefetch in range(max(len(way), 1))]
+
+
+@pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_all_pairs_of_small_traces(most: int) -> None:
+    """Ranks that know both programs, and now and then another one, run them in all orders of events."""
+    rng, different = random.Random(0), 0
+    for traces in zip(*small_steps(most), strict=True):
+        for first, second in combinations(traces, 2):
+            known = rng.sample(traces, rng.randint(0, 1))
+            order: list[Key] = merge([trace.steps for trace in (first, second, *known)])
+            active = {step.key for trace in (first, second) for step in trace.steps}
+            merged = (trace.merged(order, active, BUCKETS, has_compute=False) for trace in (first, second))
+            programs = dict(enumerate(merged))
+            for backend in (GLOO, NCCL):
+                assert explore(programs, backend) == "", (first.steps, second.steps, known)
+            different += find_fault({r: own_program(t.steps, 2) for r, t in enumerate((first, second))}) != ""
+    assert different > 10

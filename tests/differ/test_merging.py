@@ -6,8 +6,8 @@ import os
 import random
 import subprocess
 import sys
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +18,7 @@ from thunder_fsdp_sched.extras.ranks_differ.merging import ALL_REDUCE, GATHER, R
 from thunder_fsdp_sched.ranks.messages import Action
 
 import pytest
+from executor import GLOO, NCCL, execute
 from internals import find_fault
 
 Arrows = Mapping[Key, set[Key]]
@@ -253,46 +254,10 @@ def the_proof_finds_no_fault(case: Case) -> None:
     assert find_fault(dict(enumerate(case.merged))) == ""
 
 
-def executions_with_blocking_waits_end(case: Case) -> None:
-    assert execute(case.merged, case.rng) == ""
-
-
-def execute(programs: Sequence[Sequence[Action]], rng: random.Random) -> str:
-    """Run programs in a random order of events; return where they are stuck, empty if they finish.
-
-    A group runs a collective when it is the oldest on all members, at any later time. A wait blocks its rank until then.
-    """
-    position = [0] * len(programs)
-    queues: dict[str, dict[int, deque[Action]]] = {}
-    for program in programs:
-        for action in program:
-            queues.setdefault(action.group, {rank: deque() for rank in action.ranks})
-    done: set[tuple[int, int]] = set()
-
-    def advance(rank: int) -> bool:
-        if position[rank] == len(programs[rank]):
-            return False
-        action = programs[rank][position[rank]]
-        if action.waits and (rank, action.number) not in done:
-            return False
-        if not action.waits:
-            queues[action.group][rank].append(action)
-        position[rank] += 1
-        return True
-
-    def run(group: str) -> bool:
-        queue = queues[group]
-        if not all(queue.values()) or len({actions[0].line for actions in queue.values()}) > 1:
-            return False
-        done.update((rank, actions.popleft().number) for rank, actions in queue.items())
-        return True
-
-    events: list[Callable[[], bool]] = [lambda rank=rank: advance(rank) for rank in range(len(programs))]  # type: ignore[misc]
-    events += [lambda group=group: run(group) for group in queues]  # type: ignore[misc]
-    while any(event() for event in rng.sample(events, len(events))):
-        pass
-    finished = all(position[rank] == len(program) for rank, program in enumerate(programs))
-    return "" if finished and not any(any(queue.values()) for queue in queues.values()) else f"stuck at {position}"
+def executions_end(case: Case) -> None:
+    programs = dict(enumerate(case.merged))
+    for backend in (GLOO, NCCL):
+        assert execute(programs, backend, seed=case.size) == ""
 
 
 PROPERTIES = [
@@ -304,7 +269,7 @@ PROPERTIES = [
     ranks_follow_the_order_and_serve_only_what_others_need,
     alone_a_rank_does_what_it_planned,
     the_proof_finds_no_fault,
-    executions_with_blocking_waits_end,
+    executions_end,
 ]
 
 
