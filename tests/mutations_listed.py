@@ -18,7 +18,12 @@ _GRADIENTS = (
     "tests/training/test_unused_outputs.py",
 )
 _TRAINS = "tests/test_training.py::test_trains_like_the_unsharded_model[{}-alternating]"
-_AGREEMENT = ("tests/agreement", "tests/test_virtual_gpu_agreement.py")
+_AGREEMENT = (
+    "tests/agreement/test_decisions.py",
+    "tests/agreement/test_rounds.py",
+    "tests/agreement",
+    "tests/test_virtual_gpu_agreement.py",
+)
 
 
 class Listed(NamedTuple):
@@ -47,7 +52,7 @@ LISTED = (
         "transforms/insert_agreement.py",
         "(before_issue or start.expected)",
         "before_issue",
-        ("tests/test_virtual_gpu_agreement.py", "tests/agreement"),
+        _AGREEMENT,
     ),
     Listed(
         "G1",

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched.ranks.compare_programs import AgreedProgram, Computation
-from thunder_fsdp_sched.ranks.issue_counts import IssueCounts
-from thunder_fsdp_sched.runtime import trace_start
 from thunder_fsdp_sched.runtime.memory import Arena
-from thunder_fsdp_sched.runtime.trace_start import ExpectedBucket, TraceStart
 
 import pytest
 import torch
 from coded import coded
-from internals import channel, ops
+from internals import ops
 from models import Stack
 from profiles import LONG_ONLY, with_long
 from ranks import on_ranks
@@ -115,22 +110,6 @@ def test_a_bucket_that_one_rank_has_lost_is_gathered_by_all(
 
 
 @on_ranks()
-def test_ranks_that_have_lost_different_ones_of_many_buckets_gather_both(rank: int) -> None:
-    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(70))).double()
-    layers.inputs = lambda generator: (torch.rand(2, 2, generator=generator, dtype=torch.float64),)  # type: ignore
-    run = Run(layers, sharding_strategy="zero2", bucketing_strategy="layer")
-    run.train(1)
-    run.forward(1)
-    _lose_kept(run, (3, 63)[rank])
-    with collectives() as issued:
-        run.backward()
-    run.step()
-    gathered = {line for line in issued if line.startswith("all-gather")}
-    assert {"all-gather 3", "all-gather 63"} <= gathered and len(gathered) < 10, gathered
-    assert len(set(map(str, everywhere(issued)))) == 1
-
-
-@on_ranks()
 def test_discarding_unreduced_gradients_on_one_rank_raises_on_all_and_discards_nothing(rank: int) -> None:
     run = Run(Stack(2, 8).double(), sharding_strategy="zero2")
     run.micro_batch(0)
@@ -199,47 +178,6 @@ def test_the_error_of_a_save_that_one_rank_takes_while_a_trace_starts_is_raised_
     with mock.patch.object(control.channel, "post", post_and_take), pytest.raises(OSError, match="disk full"):
         run.model(*run.inputs(1))
     run.train(1)
-
-
-@on_ranks()
-def test_a_backward_that_leaves_gradients_of_no_sync_on_one_rank_raises_on_all(rank: int) -> None:
-    run = Run(Stack(2, 8).double(), sharding_strategy="zero2", oracle=None)
-    run.micro_batch(0)
-    loss = run.model(*run.inputs(1)).sum()
-    inputs = {"inputs": list(run.model.get_submodule("last").parameters())} if rank else {}
-    with pytest.raises(
-        tfs.ScheduleDisagreement,
-        check=coded(
-            "ranks.actions-differ", "rank 1: the backward", "leaves gradients of no_sync in blocks.1, blocks.0, first"
-        ),
-    ):
-        loss.backward(**inputs)
-
-
-class _Kept:
-    """A kept bucket, which this rank has lost or not."""
-
-    def __init__(self, name: str, *, lost: bool) -> None:
-        self.name, self.lost, self.is_agreed, self.primary = name, lost, False, self
-
-    def is_kept_for_this_backward(self) -> bool:
-        return not self.lost
-
-
-@pytest.mark.parametrize(("is_alike", "again"), [(True, ["b"]), (False, ["a", "b", "c"])])
-def test_ranks_with_other_collectives_gather_all_kept_buckets_if_one_is_lost(is_alike: bool, again: list[str]) -> None:
-    """Their numbers of buckets mean other buckets: a bit for each would gather one that its other ranks do not gather."""
-    control = mock.Mock(failure=None, number=1, issue_counts=IssueCounts())
-    start = TraceStart(control, "backward_0", AgreedProgram(1, True, True, is_alike), "", Computation(), 0)
-    kept = [_Kept(name=name, lost=name == "b") for name in "abc"]
-    start.expected = [ExpectedBucket(weakref.ref(bucket), None) for bucket in kept]
-    start.post()
-    [(token, _)] = [call.args for call in control.channel.post.call_args_list]
-    *_, offered, _ = channel.TOKEN.unpack(token)
-    with mock.patch.object(trace_start, "gather_again", lambda bucket, **_: gathered.append(bucket.name)):
-        gathered: list[str] = []
-        start.apply_agreement(offered, alike=True)
-    assert gathered == again
 
 
 class _Later(Transform):

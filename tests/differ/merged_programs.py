@@ -9,7 +9,7 @@ from functools import cached_property
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, follow_order, steps_of
 from thunder_fsdp_sched.extras.ranks_differ.merging import Key, Step
-from thunder_fsdp_sched.extras.ranks_differ.symbols import key_of
+from thunder_fsdp_sched.extras.ranks_differ.symbols import Serving, key_of
 from thunder_fsdp_sched.ranks.messages import Action
 
 import torch
@@ -55,9 +55,13 @@ class Small:
         has_compute: bool = True,
     ) -> Program:
         """Return the program of its merged trace in a run in which some rank needs the collectives ``active``."""
+        merged = self.follow(order, buckets, _Start())
+        return program_of_merged(merged, order, active, size, self.seconds * has_compute)
+
+    def follow(self, order: Sequence[Key], buckets: Mapping[str, Bucket], start: Serving) -> TraceCtx:
+        """Return its merged trace, with slots."""
         by_key = {key_of(bucket): bucket for bucket in buckets.values()}
-        merged = follow_order(self.trace, order=order, start=_Start(), buckets=by_key, sources={})
-        return program_of_merged(assign_slots(merged), order, active, size, self.seconds * has_compute)
+        return assign_slots(follow_order(self.trace, order=order, start=start, buckets=by_key, sources={}))
 
 
 class _Start:
@@ -69,10 +73,10 @@ class _Start:
         return "start"
 
 
-def make_blocks(names: Sequence[str]) -> dict[str, Bucket]:
+def make_blocks(names: Sequence[str], size: int = 2) -> dict[str, Bucket]:
     """Return a bucket for each block, in one arena."""
     arena = Arena(torch.device("cpu"))
-    return {name: make_bucket(name, [SHAPE], arena=arena) for name in names}
+    return {name: make_bucket(name, [SHAPE], world_size=size, arena=arena) for name in names}
 
 
 def step_of(buckets: Mapping[str, Bucket], blocks: Sequence[str], prefetch: int, seconds: float = 1.0) -> list[Small]:
