@@ -86,12 +86,6 @@ def issued(program: Program) -> list[Action]:
     return [s for s in program if isinstance(s, Action) and not s.waits and s.group != ROUNDS]
 
 
-def with_lines(program: Program, lines: Sequence[object]) -> list[Action | float]:
-    """Return a program whose n-th collective has the n-th line, for ranks that name the same collective differently."""
-    line_of = {action.number: str(line) for action, line in zip(issued(program), lines, strict=True)}
-    return [s._replace(line=line_of[s.number]) if isinstance(s, Action) and s.group != ROUNDS else s for s in program]
-
-
 class _Rank:
     """What a rank has done.
 

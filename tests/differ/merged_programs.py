@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, follow_order, steps_of
-from thunder_fsdp_sched.extras.ranks_differ.merging import Key, Step
+from thunder_fsdp_sched.extras.ranks_differ.merging import GATHER, REDUCE, Key, Step
 from thunder_fsdp_sched.extras.ranks_differ.symbols import Serving, key_of
 from thunder_fsdp_sched.ranks.messages import Action
+from thunder_fsdp_sched.runtime.memory import Slot
 
 import torch
 from executor import Program
@@ -56,7 +58,7 @@ class Small:
     ) -> Program:
         """Return the program of its merged trace in a run in which some rank needs the collectives ``active``."""
         merged = self.follow(order, buckets, _Start())
-        return program_of_merged(merged, order, active, size, self.seconds * has_compute)
+        return program_of_merged(merged, active, size, self.seconds * has_compute)
 
     def follow(self, order: Sequence[Key], buckets: Mapping[str, Bucket], start: Serving) -> TraceCtx:
         """Return its merged trace, with slots."""
@@ -107,26 +109,25 @@ def _trace(buckets: Sequence[Bucket], *, is_backward: bool, prefetch: int) -> Tr
     return sort_communication(trace, prefetch=prefetch)
 
 
-def program_of_merged(
-    trace: TraceCtx, order: Sequence[Key], active: Collection[Key], size: int, seconds: float = 0.0
-) -> Program:
+def program_of_merged(trace: TraceCtx, active: Collection[Key], size: int, seconds: float = 0.0) -> Program:
     """Return what one of ``size`` ranks does in a run in which some rank needs the collectives ``active``.
 
     A wait for a served collective only frees its slot: a later issue that uses the memory waits, or the end of the trace.
 
     Args:
+        trace: a merged trace, or an own one, in which all collectives are active.
         seconds: of each operator; without it, the program has no compute.
     """
-    return list(_program_of_merged(trace, order, active, tuple(range(size)), seconds))
+    return list(_program_of_merged(trace, active, tuple(range(size)), seconds))
 
 
 def _program_of_merged(
-    trace: TraceCtx, order: Sequence[Key], active: Collection[Key], ranks: tuple[int, ...], seconds: float
+    trace: TraceCtx, active: Collection[Key], ranks: tuple[int, ...], seconds: float
 ) -> Iterator[Action | float]:
     flights: dict[str, Action] = {}
-    spans = {}
+    slots: dict[str, Slot] = {}
     served: list[str] = []  # futures of served collectives whose slots may be used again
-    numbers = iter(range(len(order)))
+    occurrences: Counter[object] = Counter()
     for bsym in statements(trace):
         e = effects(bsym)
         if e.bucket is None and seconds:
@@ -136,13 +137,22 @@ def _program_of_merged(
                 served.append(e.waits.future)
             else:
                 yield flights[e.waits.future]._replace(waits=True)
-        if e.issues is None or e.bucket is None or order[number := next(numbers)] not in active:
+        if e.issues is None or e.bucket is None:
+            continue
+        kind, bucket = GATHER if "gather" in e.issues.kind else REDUCE, key_of(e.bucket)
+        key = kind, bucket, occurrences[kind, bucket]
+        occurrences[kind, bucket] += 1
+        if key not in active:
             continue
         if e.issues.region is not None and (slot := e.issues.region.slot) is not None:
-            spans[e.issues.future] = slot.offset, slot.end
-            for earlier in [f for f in served if f in spans and spans[f][0] < slot.end and slot.offset < spans[f][1]]:
+            for earlier in [future for future in served if overlap(slots[future], slot)]:
                 served.remove(earlier)
                 yield flights[earlier]._replace(waits=True)
-        flights[e.issues.future] = Action(str(order[number]), "all", ranks, False, number)
+            slots[e.issues.future] = slot
+        flights[e.issues.future] = Action(str(key), "all", ranks, False, len(flights))
         yield flights[e.issues.future]
     yield from (flights[future]._replace(waits=True) for future in served)
+
+
+def overlap(one: Slot, other: Slot) -> bool:
+    return one.arena is other.arena and one.offset < other.end and other.offset < one.end

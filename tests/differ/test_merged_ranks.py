@@ -38,7 +38,7 @@ def test_any_combination_of_merged_traces_finishes() -> None:
         different = 0
         for seed, chosen in enumerate(product(range(len(traces)), repeat=RANKS)):
             active = {step.key for n in chosen for step in own[n]}
-            programs = {rank: program_of_merged(merged[n], order, active, RANKS) for rank, n in enumerate(chosen)}
+            programs = {rank: program_of_merged(merged[n], active, RANKS) for rank, n in enumerate(chosen)}
             assert execute(programs, (GLOO, NCCL)[seed % 2], seed=seed) == ""
             different += find_fault({rank: own_program(own[n]) for rank, n in enumerate(chosen)}) != ""
         assert different > len(traces) ** RANKS / 2  # their own traces would not finish

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -40,19 +41,20 @@ class DifferingRank:
         return [self._run(small, start) for small, start in self.compiled[way, prefetch]]
 
     def _start(self, half: str, small: Small) -> DifferingStart:
+        def make(start: DifferingStart) -> tuple[Callable[..., Any], None]:
+            merged = small.follow(start.registry.order, self.buckets, start)
+            return lambda: merged, None
+
         program, groups = program_of(small.trace)
-        make = lambda start: (lambda: small.follow(start.registry.order, self.buckets, start), None)  # noqa: E731
         start = DifferingStart(self.sharded, half, (half, False, True), f"{half} of a trace", program, groups, make)
         describe(start, list(map(effects, statements(small.trace))))
         return start
 
     def _run(self, small: Small, start: DifferingStart) -> Program:
         start.post()
-        merged, size = start.settled_or_merged(), self.world.size
-        order, active = start.program.issues, frozenset(start.program.issues)
-        if merged is not None:
-            order, active = start.registry.order, start._outcome.active
-        program = program_of_merged(small.trace if merged is None else merged(), order, active, size)
+        run = start.settled_or_merged()
+        trace, active = (small.trace, start.program.issues) if run is None else (run(), start._outcome.active)
+        program = program_of_merged(trace, active, self.world.size)
         self.control.issue_counts.issued += 2 * len(issued(program))
         return program
 
