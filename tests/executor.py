@@ -205,11 +205,10 @@ class _Execution:
         some = next(iter(heads.values()), None)
         if some is None or any(rank not in heads for rank in some.ranks) or _differ(heads):
             return False
-        streams = [("group", group), *(("rank", rank) for rank in some.ranks if self.backend.is_serial)]
-        begin = max(*(self.free_at.get(stream, 0.0) for stream in streams), 0.0)
-        begin = max(begin, *(self.ranks[rank].issued_at[heads[rank].number] for rank in some.ranks))
-        end = begin + self.of_collective(some)
-        self.free_at.update(dict.fromkeys(streams if group != ROUNDS else streams[:1], end))
+        streams: list[object] = [group, *(some.ranks if self.backend.is_serial and group != ROUNDS else ())]
+        issued_at = [self.ranks[rank].issued_at[heads[rank].number] for rank in some.ranks]
+        end = max(*issued_at, *(self.free_at.get(stream, 0.0) for stream in streams)) + self.of_collective(some)
+        self.free_at.update(dict.fromkeys(streams, end))
         for rank in some.ranks:
             state = self.ranks[rank]
             state.unfinished = tuple(a for a in state.unfinished if a is not heads[rank])
@@ -243,9 +242,8 @@ class _Execution:
     def _blocked_on(self, rank: int) -> Action | None:
         """Return the collective that has to run next on a rank that is stuck; ``None`` if it has finished."""
         state, program = self.ranks[rank], self.programs[rank]
-        position = state.device if state.device < state.host else state.host
-        if position < len(program):
-            waited = program[position]
+        if state.device < len(program):
+            waited = program[state.device]
             assert isinstance(waited, Action) and waited.waits, (rank, waited)
             for action in state.unfinished:
                 is_behind = self.backend.is_serial and ROUNDS not in (action.group, waited.group)
@@ -263,11 +261,9 @@ class _Execution:
     def _describe(self, rank: int) -> str:
         state, program, action = self.ranks[rank], self.programs[rank], self._blocked_on(rank)
         assert action is not None
-        position = min(state.device, state.host) if state.device < state.host else state.host
-        at = program[position] if position < len(program) else None
-        return f"rank {rank} runs {action.line} " + (
-            f"at its wait for {at.line}" if isinstance(at, Action) else "at its end"
-        )
+        at = program[state.device] if state.device < len(program) else None
+        where = f"its wait for {at.line}" if isinstance(at, Action) else "its end"
+        return f"rank {rank} runs {action.line} at {where}"
 
 
 def _finished(

@@ -13,8 +13,10 @@ from thunder_fsdp_sched.extras.planning.cost import Seconds
 from thunder_fsdp_sched.extras.planning.simulate import simulate
 from thunder_fsdp_sched.extras.planning.timeline import COMPUTE, Timeline
 from thunder_fsdp_sched.ir.inspection import runs_nothing
+from thunder_fsdp_sched.ranks.messages import Action
 
 import pytest
+from executor import GLOO, NCCL, Program, seconds_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import (
@@ -22,6 +24,7 @@ from internals import (
     Issue,
     ProcessGroupRef,
     assign_slots,
+    effects,
     fsdp_all_gather,
     fsdp_reduce_scatter,
     fsdp_wait_grads,
@@ -294,3 +297,33 @@ def test_times_and_memory_of_any_step_are_consistent(traces, cost, factor):
     slower = dataclasses.replace(cost, concurrent=1, slowdown=0.0)
     faster = dataclasses.replace(slower, gather=factor * cost.gather, reduction=factor * cost.reduction)
     assert simulate(*traces, faster).step_seconds <= simulate(*traces, slower).step_seconds + 1e-9
+
+
+def program_of(traces: Sequence[TraceCtx], cost: ConstantCost) -> Program:
+    """Return what a rank computes, issues and waits for."""
+    found: list[Action | float] = []
+    issued: dict[tuple[int, str], Action] = {}
+    for number, trace in enumerate(traces):
+        for bsym, seconds in zip(trace.bound_symbols, cost.seconds(trace), strict=True):
+            e = effects(bsym)
+            if e.waits is not None:
+                found.append(issued[number, e.waits.future]._replace(waits=True))
+            found.append(seconds.device)
+            if e.issues is not None:
+                kind = "gather" if e.issues.gathers else "reduction"
+                found.append(
+                    issued.setdefault((number, e.issues.future), Action(kind, "none", (0, 1), False, len(issued)))
+                )
+    return found
+
+
+@settings(deadline=None, max_examples=50)
+@given(steps(), costs)
+def test_a_step_takes_as_long_as_the_executor_says(traces, cost):
+    """The executor knows nothing of links, contention or slots, and runs both ranks."""
+    cost = dataclasses.replace(cost, host=0.0, slowdown=0.0, concurrent=1)
+    program = program_of(traces, cost)
+    expected = seconds_of(
+        {0: program, 1: program}, lambda action: getattr(cost, action.line), GLOO if cost.synchronous else NCCL
+    )
+    assert simulate(*traces, cost).step_seconds == pytest.approx(expected[0]) == pytest.approx(expected[1])
