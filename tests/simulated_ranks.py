@@ -84,6 +84,7 @@ class World:
         self._closed: set[tuple[int, int]] = set()  # the connections of groups, and the ranks that have closed theirs
         self._groups: list[Any] = []  # to which references are weak
         self._made: Counter[int] = Counter()  # how many groups each rank has made
+        self._channels, self._numbers = _PerRank(self), _PerRank(self, control._numbers.default_factory)
         self._turns = [_taken_lock() for _ in range(size + 1)]  # the last is of the thread that runs the ranks
         self._until: dict[int, tuple[Callable[[], bool], float]] = {}  # of the ranks that have not finished
         self._has_ended = self._has_failed = False
@@ -195,8 +196,8 @@ class World:
         yield channel, "host_backend", lambda group: Backend(self, group.number)
         yield channel, "timeout_of", lambda group: self.timeout
         yield channel, "let_belong", lambda group, parent: None
-        yield channel, "_channels", _PerRank(self)
-        yield control, "_numbers", _PerRank(self, control._numbers.default_factory)
+        yield channel, "_channels", self._channels
+        yield control, "_numbers", self._numbers
         yield dist, "get_rank", lambda: self.rank
         yield dist, "broadcast_object_list", self._broadcast
         start, finish = HostAllGather.start, HostAllGather.finish

@@ -48,11 +48,11 @@ class TwoBranches(nn.Module):
         return self.drop((self.left if left else self.right)(x)).sum()
 
 
-def _jit(module: nn.Module, seconds: float = 60, **options: Any) -> Any:
-    """Shard over a new process group; ``seconds`` is how long a rank waits for the others."""
+def _jit(module: nn.Module, **options: Any) -> Any:
+    """Shard over a new process group, whose ranks wait for each other no longer than a minute."""
     ranks = options.pop("ranks", tfs.Ranks())
     if isinstance(ranks, tfs.Ranks):
-        ranks = replace(ranks, process_group=dist.new_group(timeout=timedelta(seconds=seconds)))
+        ranks = replace(ranks, process_group=dist.new_group(timeout=timedelta(minutes=1)))
     return thunder.jit(module, transforms=[fsdp(ranks=ranks, **options)])
 
 
