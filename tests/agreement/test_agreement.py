@@ -185,8 +185,6 @@ def test_ranks_whose_gradients_differ_within_a_bucket_raise_or_get_the_gradients
         _compare_gradients(model, reference)
 
 
-
-
 def _compare_gradients(model: nn.Module, reference: nn.Module) -> None:
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad.to_local(), p.rows.of(q.grad))
