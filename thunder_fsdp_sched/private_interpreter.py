@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from thunder.core.interpreter import (
     PseudoInst,
     WrappedValue,
     _interpret_call,
-    get_interpretercompilectx,
     get_interpreterruntimectx,
 )
 from thunder.core.jit_ext import (
@@ -26,9 +24,7 @@ from thunder.core.jit_ext import (
     _infer_name_postfix_from_provenance,
     register_general_jit_lookaside,
 )
-from thunder.core.proxies import AnyProxy
-
-_INTERPRETER = _interpret_call.__module__
+from thunder.core.proxies import AnyProxy, Proxy, variableify
 
 
 def call_interpreted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -62,29 +58,6 @@ def look_aside_checkpoints(lookaside: Callable[..., Any]) -> None:
     register_general_jit_lookaside(checkpoint)(partial(lookaside, _general_jit_lookaside_map[checkpoint]))
 
 
-_LOOKUPS = {
-    "globals_lookup.<locals>.<lambda>": "__getitem__",
-    "_binary_subscr_handler.<locals>.getitem_impl": "__getitem__",
-    "_contains_op_handler.<locals>.impl": "__contains__",
-}
-"""By the functions in Python that Thunder's interpreter interprets to look an item up: the method that they call."""
-
-
-def _direct_lookup(function: Any, args: tuple[Any, ...]) -> Any:
-    """Return what the interpreter calls for an item of a dictionary, list or tuple in the end; ``None`` for all else.
-
-    Thunder looks up each global and item by interpreting a small function of its own, such as ``lambda d, k: d[k]``, which
-    looks up others. Of the frames that it interprets for a GPT four in five are these. What they arrive at is what the
-    interpreter has registered for the method, so wrapped values, provenance and callbacks are the same.
-    """
-    if type(function) is not FunctionType or function.__module__ != _INTERPRETER:
-        return None
-    method = _LOOKUPS.get(function.__qualname__)
-    if method is None or type(args[0].value) not in (dict, list, tuple):
-        return None
-    return get_interpretercompilectx().lookaside(getattr(type(args[0].value), method), *args)
-
-
 def observed_by(context: Any, observer: Any) -> Any:
     """Return an interpreter context that passes what happens in ``context`` through ``observer``.
 
@@ -95,12 +68,9 @@ def observed_by(context: Any, observer: Any) -> Any:
     """
     wrap = context._callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
 
-    def look_aside(function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return _direct_lookup(function, args) or observer.look_aside(context._fn_lookaside, function, *args, **kwargs)
-
     return InterpreterCompileCtx(
         opcode_interpreter=partial(observer.interpret, context._opcode_interpreter),
-        fn_lookaside=look_aside,
+        fn_lookaside=partial(observer.look_aside, context._fn_lookaside),
         callbacks={**context._callbacks, INTERPRETER_CALLBACKS.WRAP_CALLBACK: partial(observer.wrap, wrap)},
         with_provenance_tracking=True,
         uncacheable_classes=context._uncacheable_classes,
@@ -256,6 +226,36 @@ def added_checks(context: Any) -> Iterator[list[Any]]:
         yield context._constraints
     finally:
         context._constraints = earlier
+
+
+class UniqueChecks:
+    """The checks that Thunder's tracing adds to the prologue for the values that it wraps, each once.
+
+    Thunder compares each with all that there are, so that the checks of all tensors of a model take quadratic time.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._known: set[Any] = set()
+
+    def added_by(self, wrap: Callable[[WrappedValue], object], value: WrappedValue) -> None:
+        """Call ``wrap(value)``, and add each check that it adds, unless it is known."""
+        context, earlier = self._context, self._context._constraints
+        context._constraints = []
+        try:
+            wrap(value)
+        finally:
+            added, context._constraints = context._constraints, earlier
+            for check in added:
+                key = tuple(variableify(part) if isinstance(part, Proxy) else part for part in check)
+                try:
+                    is_new = key not in self._known
+                except TypeError:  # a slice has no hash
+                    context.add_constraint(check)
+                    continue
+                if is_new:
+                    self._known.add(key)
+                    earlier.append(check)
 
 
 def renames_of(context: Any) -> dict[Any, Any]:

@@ -1,66 +1,336 @@
-"""Globals and items of dictionaries, lists and tuples are looked up without interpreting Thunder's own functions."""
+"""Look-ups that are made directly find what Python finds, with the traces and checks of the interpreted ones."""
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
+import inspect
+import re
+import threading
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
-from thunder_fsdp_sched import private_interpreter
+from thunder_fsdp_sched import private_lookups
+from thunder_fsdp_sched.capture import input_reads
 from thunder_fsdp_sched.capture.input_reads import InputReads
+from thunder_fsdp_sched.private_lookups import direct
 
-import pytest
 import thunder
 import torch
 from internals import call_forward, trace_module_calls
+from thunder.core import interpreter
+from thunder.torch.experimental import dtensor_torch_and_prims
 from torch import nn
 
 SCALE = 2.0
 
 
-class Looking(nn.Module):
-    """Looks up globals, builtins, and items that are there or not."""
+class Plain:
+    factor = 2.0
+
+    def __init__(self) -> None:
+        self.own = 3.0
+
+    def method(self, value: float = 4.0) -> float:
+        return self.own * value
+
+    @property
+    def doubled(self) -> float:
+        return self.own * 2
+
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.factor
+
+    @staticmethod
+    def static(value: float) -> float:
+        return value
+
+    @functools.cached_property
+    def cached(self) -> float:
+        return self.own + 1
+
+
+class Shadowed(Plain):
+    factor = 5.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self).update(factor=6.0, method=lambda: 7.0, cached=9.0)
+
+
+class Slots:
+    __slots__ = ("empty", "filled")
+
+    def __init__(self) -> None:
+        self.filled = 2.0
+
+
+class Fallback:
+    def __getattr__(self, name: str) -> float:
+        if name == "missing":
+            raise AttributeError(name)
+        return float(len(name))
+
+    @property
+    def failing(self) -> float:
+        return self.missing
+
+
+class Fixed:
+    def __get__(self, instance: Any, kind: Any) -> float:
+        return 2.0 if instance is None else 3.0
+
+
+class Settable(Fixed):
+    """A data descriptor."""
+
+    def __set__(self, instance: Any, value: Any) -> None: ...
+
+
+class Described:
+    over, under = Settable(), Fixed()
+
+    def __init__(self) -> None:
+        vars(self).update(over=5.0, under=6.0)
+
+
+class Meta(type):
+    factor = 2.0
+
+    @property
+    def named(cls) -> float:
+        return float(len(cls.__name__))
+
+
+class Made(metaclass=Meta):
+    own = 3.0
+
+
+class Scaled(dict[str, float]):
+    def __getitem__(self, key: str) -> float:
+        return 4.0
+
+
+class Counted(list[float]):
+    def __len__(self) -> int:
+        return 7
+
+
+def lazy_module() -> ModuleType:
+    module = ModuleType("lazy")
+    vars(module).update(own=2.0, __getattr__=lambda name: float(len(name)))
+    return module
+
+
+def raised(read: Callable[[], Any]) -> str:
+    try:
+        read()
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def raises(read: Callable[[Any], Any], kind: str) -> Callable[[Any], float]:
+    return lambda item: 2.0 if raised(lambda: read(item)) == kind else 3.0
+
+
+def total(*values: float, scale: float = 1.0, **others: float) -> float:
+    found = 0.0
+    for value in values:
+        found = found + value
+    for name in others:
+        found = found + others[name]
+    return found * scale
+
+
+def assigned(item: Any) -> float:
+    new = Plain()
+    before = new.own
+    new.own = 5.0
+    return before + new.own + new.method()
+
+
+def appended(item: Any) -> float:
+    seen, values = 0.0, [1.0, 2.0]
+    for value in values:
+        seen = seen * 10 + value
+        if len(values) < 4:
+            values.append(value + 2)
+    return seen
+
+
+def unpacked(item: Any) -> float:
+    (first, *rest), last = item
+    return total(first, *rest, scale=last)
+
+
+def took(item: Any) -> float:
+    iterator = iter(item)
+    return next(iterator) + next(iterator, 5.0) + next(iterator, 7.0)
+
+
+Point = namedtuple("Point", ("x", "y"))
+
+ROWS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "own": (Plain, lambda item: item.own),
+    "of the class": (Plain, lambda item: item.factor),
+    "method": (Plain, lambda item: item.method()),
+    "method with an argument": (Plain, lambda item: item.method(value=5.0)),
+    "unbound method": (Plain, lambda item: Plain.method(item, 6.0)),
+    "property": (Plain, lambda item: item.doubled),
+    "class method": (Plain, lambda item: item.of_class()),
+    "static method": (Plain, lambda item: item.static(2.5)),
+    "cached property": (Plain, lambda item: item.cached),
+    "missing": (Plain, raises(lambda item: item.anything, "AttributeError")),
+    "default": (Plain, lambda item: getattr(item, "anything", 2.5)),
+    "class shadowed": (Shadowed, lambda item: item.factor),
+    "method shadowed": (Shadowed, lambda item: item.method()),
+    "cached property shadowed": (Shadowed, lambda item: item.cached),
+    "super": (Shadowed, lambda item: super(Shadowed, item).method(2.0)),
+    "slot": (Slots, lambda item: item.filled),
+    "empty slot": (Slots, raises(lambda item: item.empty, "AttributeError")),
+    "__getattr__": (Fallback, lambda item: item.anything),
+    "__getattr__ raises": (Fallback, raises(lambda item: item.missing, "AttributeError")),
+    "data descriptor": (Described, lambda item: item.over),
+    "other descriptor": (Described, lambda item: item.under),
+    "descriptor of a class": (Described, lambda item: type(item).under),
+    "metaclass": (Made, lambda item: type(item).factor),
+    "property of a metaclass": (Made, lambda item: type(item).named),
+    "class with a metaclass": (Made, lambda item: item.own),
+    "not through the metaclass": (Made, raises(lambda item: item.factor, "AttributeError")),
+    "module": (lazy_module, lambda item: item.own),
+    "module missing": (lambda: ModuleType("empty"), raises(lambda item: item.own, "AttributeError")),
+    "namespace": (lambda: SimpleNamespace(own=2.0), lambda item: item.own),
+    "named tuple": (lambda: Point(2.0, 3.0), lambda item: item.x - item[1]),
+    "__name__": (Plain, lambda item: float(len(type(item).__name__))),
+    "assigned": (Plain, assigned),
+    "dictionary": (lambda: {"a": 2.0}, lambda item: item["a"]),
+    "dictionary missing": (lambda: {"a": 2.0}, raises(lambda item: item["b"], "KeyError")),
+    "subclass of dict": (lambda: Scaled(a=2.0), lambda item: item["a"]),
+    "ordered": (lambda: OrderedDict(a=2.0), lambda item: item["a"] + len(item)),
+    "negative index": (lambda: [2.0, 3.0], lambda item: item[-2]),
+    "index": (lambda: [2.0, 3.0], raises(lambda item: item[2], "IndexError")),
+    "index of a tuple": (lambda: (2.0, 3.0), raises(lambda item: item[-3], "IndexError")),
+    "index of another type": (lambda: [2.0], raises(lambda item: item["a"], "TypeError")),
+    "slice": (lambda: (2.0, 3.0, 4.0), lambda item: item[1:][0] + len(item[:2])),
+    "contains": (lambda: {"a": [2.0]}, lambda item: 2.0 if "a" in item and 3.0 not in item["a"] else 3.0),
+    "length of a subclass": (Counted, lambda item: float(len(item))),
+    "length of nothing": (Plain, raises(lambda item: len(item), "TypeError")),
+    "arguments": (lambda: ([1.0, 2.0], {"scale": 3.0, "more": 4.0}), lambda item: total(5.0, *item[0], **item[1])),
+    "merged": (lambda: ({"a": 1.0}, {"b": 2.0}), lambda item: total(**item[0], **item[1])),
+    "partial": (lambda: functools.partial(total, 1.0, scale=2.0), lambda item: item(2.0) + item(scale=5.0)),
+    "partial of a partial": (
+        lambda: functools.partial(functools.partial(total, 1.0, a=2.0), a=3.0),
+        lambda item: item.func(4.0) + item(),
+    ),
+    "unpacked": (lambda: ([1.0, 2.0], 3.0), unpacked),
+    "too few": (lambda: (1.0,), raises(lambda item: [a + b for a, b in [item]], "ValueError")),
+    "too many": (lambda: (1.0, 2.0, 3.0), raises(lambda item: [a + b for a, b in [item]], "ValueError")),
+    "reversed": (lambda: [1.0, 2.0], lambda item: next(reversed(item))),
+    "next": (lambda: [1.0], took),
+    "appended while iterating": (Plain, appended),
+    "in place": (lambda: [1.0], lambda item: [item + [2.0] for _ in range(2)][1][1]),
+    "global": (Plain, lambda item: SCALE),
+    "missing global": (Plain, raises(lambda item: anything, "NameError")),  # type: ignore[name-defined]  # noqa: F821
+}
+"""By name: an object, and what forward reads from it."""
+
+
+class Reading(nn.Module):
+    """Multiplies its input by what each row reads, and a tensor by others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        self.tables = {"scales": [1.0, 3.0], "names": ("one", "two"), 4: {"deep": (5.0,)}}
+        self.items = [make() for make, _ in ROWS.values()]
+        self.reads = [read for _, read in ROWS.values()]
 
-    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        x = self.linear(batch["x"]) * SCALE
-        if "mask" in batch and "two" in self.tables["names"] and 7.0 not in self.tables["scales"]:
-            x = x * batch["mask"][-1] + self.tables["scales"][1]
-        try:
-            x = x + batch["more"]
-        except KeyError:
-            x = x + self.tables[4]["deep"][0]
-        return x[:, 1:] + len(self.tables["scales"][:1])
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        x = self.linear(x) + x
+        x += 1
+        return [2 - x * read(item) for item, read in zip(self.items, self.reads, strict=True)]
 
 
-def _compile(model: nn.Module) -> tuple[list[str], dict[Any, Any]]:
-    """Return the traces with Thunder's checks, and this package's checks."""
-    jitted = thunder.jit(model)
+X = torch.arange(6.0).reshape(2, 3)
+
+
+@torch.no_grad()
+def _compile() -> tuple[list[torch.Tensor], list[str], dict[Any, str]]:
+    """Return the outputs, the traces with Thunder's checks, and this package's checks, of a new model."""
+    torch.manual_seed(0)
+    jitted = thunder.jit(Reading())
     reads = InputReads()
     trace_module_calls(thunder.compile_data(jitted), call_forward, reads)
-    jitted({"x": torch.ones(2, 3), "mask": [torch.zeros(3), torch.ones(3)]})
-    checks = dict(reads._checks)
+    outputs = jitted(X)
+    checks = {path: re.sub(" at 0x[0-9a-f]+", "", repr(check)) for path, check in reads._checks.items()}
     assert reads.take() is not None
-    return [str(history(jitted)[0]) for history in (thunder.last_prologue_traces, thunder.last_traces)], checks
+    return outputs, [str(history(jitted)[0]) for history in (thunder.last_prologue_traces, thunder.last_traces)], checks
 
 
-def test_direct_lookups_give_the_traces_and_checks_of_interpreted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_up = Counter[str]()
-    direct = private_interpreter._direct_lookup
+def test_each_row_finds_what_python_finds_with_the_traces_and_checks_of_the_interpreter() -> None:
+    used = Counter[str]()
 
-    def counted(function: Any, args: Any) -> Any:
-        found = direct(function, args)
-        looked_up[getattr(function, "__qualname__", "")] += found is not None
+    def counted(function: Any, args: Any, kwargs: Any) -> Any:
+        found = direct(function, args, kwargs)
+        used[getattr(function, "__qualname__", "")] += found is not None
         return found
 
-    monkeypatch.setattr(private_interpreter, "_direct_lookup", counted)
-    model = Looking()
-    traces, checks = _compile(model)
-    # All are in this Thunder under the names that are known.
-    assert all(looked_up[name] for name in private_interpreter._LOOKUPS), looked_up
-    monkeypatch.setattr(private_interpreter, "_direct_lookup", lambda function, args: None)
-    assert _compile(model) == (traces, checks)
-    assert checks
+    with mock.patch.object(input_reads, "direct", counted):
+        outputs, *compiled = _compile()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, found, expected in zip(ROWS, outputs, Reading()(X), strict=True):
+            torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
+    assert used.keys() >= {name for _, name in private_lookups._HELPERS if name in NAMES} | {"getattr", "SequenceIter"}
+    with mock.patch.object(input_reads, "direct", lambda *_: None):
+        assert _compile()[1:] == tuple(compiled)
+
+
+def names_of(code: CodeType, outer: str = "") -> Iterator[str]:
+    """Yield the names of functions in a function, as their ``__qualname__`` has them."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            name = f"{outer}{inner.co_name}"
+            yield name
+            yield from names_of(inner, name + ("." if inner.co_name.endswith("comp>") else ".<locals>."))
+
+
+NAMES = frozenset(
+    name
+    for module in (interpreter, dtensor_torch_and_prims)
+    for name in names_of(compile(inspect.getsource(module), "", "exec"))
+)
+
+
+def test_all_of_thunders_functions_are_still_there() -> None:
+    shorter = {re.sub(r"<\w+comp>\.", "", name) for name in NAMES}
+    assert {re.sub(r"<\w+comp>\.", "", name) for _, name in private_lookups._HELPERS} <= shorter
+
+
+def test_programs_that_are_not_sharded_look_up_nothing_directly() -> None:
+    """Neither nested in a compilation, nor in another thread meanwhile."""
+    calls = 0
+
+    def compile_other() -> None:
+        thunder.jit(nn.Linear(3, 3))(X)
+
+    def counted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            compile_other()
+            (thread := threading.Thread(target=compile_other)).start()
+            thread.join()
+            assert calls == 1
+        return direct(*args)
+
+    with mock.patch.object(input_reads, "direct", counted):
+        compile_other()
+        assert calls == 0
+        jitted = thunder.jit(nn.Linear(3, 3))
+        trace_module_calls(thunder.compile_data(jitted), call_forward, InputReads())
+        jitted(X)
+    assert calls > 1

@@ -56,6 +56,7 @@ from thunder.core.proxies import NumberProxy, Proxy, StringProxy, TensorProxy
 
 from ..extensions import load
 from ..private_interpreter import (
+    UniqueChecks,
     find_attributes,
     forget_new_modules,
     observed_by,
@@ -64,6 +65,7 @@ from ..private_interpreter import (
     take_constants,
     unique_name,
 )
+from ..private_lookups import direct
 from ..private_thunder import fixed_shapes
 from ..private_torch import find_hooks, remove_other_hooks
 from ..runtime.traced_inputs import (
@@ -129,7 +131,7 @@ class InputReads:
         self._names: dict[str, torch.Tensor] = {}
         if self.leaves is not None:
             self.leaves.written.clear()
-        self._shapes = torch_types.Shapes()
+        self._shapes, self._unique = torch_types.Shapes(), UniqueChecks(context)
         self._unknown, self._iterators, self._containers = UnknownNumbers(), ForeignIterators(), Containers(self._paths)
         self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
         self._module = unwrap(module)
@@ -212,7 +214,7 @@ class InputReads:
         if isinstance(value.value, torch.Tensor):
             is_fixed = self._sizes is not None and isinstance(value.value, torch.nn.Parameter)
             with fixed_shapes() if is_fixed else nullcontext(), unique_name(value, self._names):
-                wrap(value)
+                self._unique.added_by(wrap, value)
         else:
             wrap(value)
         self._note(value)
@@ -241,6 +243,8 @@ class InputReads:
             and (error := self._written(*args[:2])) is not None
         ):
             return do_raise(error)
+        if (found := direct(function, args, kwargs)) is not None:
+            return found
         if (error := unsupported_call(function, args, kwargs)) is not None:
             return do_raise(error)
         if (found := torch_types.look_aside(function, args) or callbacks.look_aside(function, kwargs)) is not None:
@@ -314,6 +318,8 @@ class InputReads:
 
     def _note(self, value: WrappedValue) -> None:
         plain, provenance = value.value, value.provenance
+        if provenance.inst is PseudoInst.CONSTANT and not isinstance(plain, bool | NumberProxy):
+            return
         if isinstance(plain, _KEYS) and provenance.value is None:
             self._paths.keys[id(provenance)] = provenance, plain
         leaves = self.leaves if isinstance(value.original_value, torch.Tensor) else None  # a part of a tensor has none

@@ -15,7 +15,8 @@ import torch
 from thunder.core.interpreter import WrappedValue, unwrap, wrap_const
 from thunder.core.jit_ext import get_jit_ctx
 
-from ..private_interpreter import call_interpreted, has_been_modified
+from ..private_interpreter import has_been_modified
+from ..private_lookups import attribute, item
 from .paths import FUNCTION, Paths
 
 _GETATTR = torch.nn.Module.__getattr__  # torch's, and not what a program may have put in its place
@@ -50,17 +51,9 @@ def _find(kinds: tuple[str, ...], module: WrappedValue, name: WrappedValue) -> A
 
     All values of a dictionary are wrapped, as Thunder does at a test for a key: it checks those that may change.
     """
-    attributes = call_interpreted(_attributes, module)
+    attributes = attribute(module, "__dict__")
     attributes.track_items()
     for kind in kinds:
-        members = call_interpreted(_item, attributes, wrap_const(kind))
+        members = item(attributes, wrap_const(kind))
         members.track_items()
-    return call_interpreted(_item, members, name)
-
-
-def _attributes(module: torch.nn.Module) -> dict[str, Any]:
-    return module.__dict__
-
-
-def _item(members: dict[str, Any], key: str) -> Any:
-    return members[key]
+    return item(members, name)

@@ -47,6 +47,7 @@ from ..private_interpreter import (
     look_aside_module_calls,
     renames_of,
 )
+from ..private_lookups import attribute
 from ..private_thunder import cache_info, renamed
 from ..private_torch import is_hooked
 from .bound_symbols import IN_CHECKPOINT, BoundSymbolCopies, renew_calls, tag_call
@@ -357,11 +358,8 @@ def _register() -> None:
 
 def call_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Interpret ``module.forward``."""
-    return call_interpreted(_forward, module, *args, **kwargs)
-
-
-def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    return module.forward(*args, **kwargs)
+    forward = attribute(module, "forward")
+    return forward if isinstance(forward, INTERPRETER_SIGNALS) else call_interpreted(forward, *args, **kwargs)
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:

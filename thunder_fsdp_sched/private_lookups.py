@@ -1,0 +1,241 @@
+"""Look-ups that Thunder's interpreter makes by interpreting functions of its own, made directly.
+
+[Note: Direct look-ups]
+Thunder looks up each global, item and attribute by interpreting a small function of its own, such as ``lambda d, k: d[k]``,
+which looks up others. Of the instructions that it interprets for a GPT nine in ten are these. ``_HELPERS`` has these
+functions by name, each with what it arrives at in the plain case: what the interpreter has registered for a method of a
+builtin container, or an attribute that is found without running code in Python. So wrapped values, provenance and callbacks
+are the same. Whatever is not plain, or has another name in another version of Thunder, the interpreter still interprets.
+Only ``InputReads`` asks here, in the interpreter's context of one compilation, so no other program notices.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    NoneType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+import torch
+from thunder.core.interpreter import (
+    INTERPRETER_SIGNALS,
+    SequenceIter,
+    WrappedValue,
+    do_raise,
+    get_interpretercompilectx,
+    wrap_attribute,
+    wrap_const,
+)
+from thunder.core.jit_ext import MODULE_MEMBER_DICT_ATTRS
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.torch.experimental import dtensor_torch_and_prims
+
+from .private_interpreter import call_interpreted
+
+_Direct = Callable[..., Any]
+_Arguments = tuple[WrappedValue, ...]
+
+
+def direct(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> _Direct | None:
+    """Return what does the same as ``function`` with these wrapped arguments; ``None`` if it is to be interpreted."""
+    if type(function) is FunctionType:
+        choose = _HELPERS.get((function.__module__, function.__qualname__))
+        return None if choose is None else choose(function, args, kwargs)
+    if function is getattr and len(args) == 2:
+        found = find_attribute(*args)
+        return None if found is None else lambda *_: found
+    return _iterate if function is SequenceIter else None
+
+
+#
+# Attributes and items
+#
+
+
+def attribute(source: WrappedValue, name: str) -> Any:
+    """Return an attribute, wrapped, or the interpreter's signal."""
+    key = wrap_const(name)
+    return find_attribute(source, key) or call_interpreted(getattr, source, key)
+
+
+def item(source: WrappedValue, key: WrappedValue) -> Any:
+    """Return an item of a builtin container, wrapped, or the interpreter's signal."""
+    return call_interpreted(type(source.value).__getitem__, source, key)
+
+
+def find_attribute(source: WrappedValue, name: WrappedValue) -> WrappedValue | None:
+    """Return an attribute, wrapped, if it is found without running code in Python; ``None`` otherwise."""
+    plain, key = source.value, name.value
+    kind = type(plain)
+    if isinstance(plain, Proxy) or type(key) is not str:
+        return None
+    if key in MODULE_MEMBER_DICT_ATTRS and isinstance(plain, torch.nn.Module):
+        return None  # Thunder marks these
+    if key in source.attribute_wrappers:
+        return source.attribute_wrappers[key]
+    if isinstance(plain, type | super) or kind in _NATIVE or (key.startswith("__") and key.endswith("__")):
+        value = _native(plain, key)  # as Thunder does
+    elif kind.__getattribute__ in _PLAIN_LOOKUPS:
+        value = _member(source, plain, kind, key)
+    else:
+        return None
+    return None if value is _NOTHING else wrap_attribute(value, source, name)
+
+
+def _native(plain: Any, key: str) -> Any:
+    try:
+        return getattr(plain, key, _NOTHING)
+    except Exception:
+        return _NOTHING  # the interpreter finds it again
+
+
+def _member(source: WrappedValue, plain: Any, kind: type, key: str) -> Any:
+    """Return what ``object.__getattribute__`` finds, unless a descriptor is one of Python."""
+    of_class = next((vars(base)[key] for base in kind.__mro__ if key in vars(base)), _NOTHING)
+    if type(of_class) in _STORED:
+        return _native(plain, key)
+    is_bound = type(of_class) in _BINDING
+    if not is_bound and of_class is not _NOTHING and hasattr(type(of_class), "__get__"):
+        return _NOTHING
+    attributes = source.attribute_wrappers.get("__dict__")  # a copy, once the program has assigned an attribute
+    if attributes is None and hasattr(plain, "__dict__"):
+        attributes = wrap_attribute(plain.__dict__, source, wrap_const("__dict__"))
+    if attributes is not None:
+        if type(attributes.value) is not dict:
+            return _NOTHING
+        if key in attributes.value:
+            return attributes.value[key]
+    return of_class.__get__(plain, kind) if is_bound else of_class
+
+
+_NOTHING: Any = object()
+_NATIVE = (CellType, MethodType, BuiltinMethodType, MethodWrapperType, partial)
+_STORED = (GetSetDescriptorType, MemberDescriptorType)
+_BINDING = (FunctionType, MethodDescriptorType, WrapperDescriptorType)
+_PLAIN_LOOKUPS: tuple[Any, ...] = (object.__getattribute__, ModuleType.__getattribute__)
+
+#
+# Thunder's functions: each chooses what takes its place
+#
+
+
+def _of_container(method: str, *kinds: type) -> Callable[..., _Direct | None]:
+    """Choose what the interpreter has registered for a method of builtin containers."""
+
+    def choose(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
+        kind = type(args[0].value)
+        return get_interpretercompilectx().lookaside(getattr(kind, method), *args) if kind in kinds else None
+
+    return choose
+
+
+def _of_type(kind: type, instead: _Direct) -> Callable[..., _Direct | None]:
+    """Choose ``instead`` if the first argument is of this type."""
+    return lambda _, args, kwargs: instead if type(args[0].value) is kind else None
+
+
+def _update(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
+    return _merge if all(type(mapping.value) is dict for mapping in args) else None
+
+
+def _merge(new: WrappedValue, mapping: WrappedValue) -> Any:
+    mapping.track_items()
+    new.track_items()
+    for key, value in new.item_wrappers.items():
+        call_interpreted(dict.__setitem__, mapping, new.key_wrappers[key], value)
+    return wrap_const(None)
+
+
+def _call_method(method: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
+    return call_interpreted(attribute(method, "__func__"), attribute(method, "__self__"), *args, **kwargs)
+
+
+def _call_partial(function: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
+    called, bound, named = (attribute(function, name) for name in ("func", "args", "keywords"))
+    bound.track_items()
+    named.track_items()
+    return call_interpreted(called, *bound.item_wrappers, *args, **{**named.item_wrappers, **kwargs})
+
+
+def _operator(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
+    """Choose the operator of a tensor, which returns a tensor or raises an error, whatever the other operand is."""
+    method = getattr(TensorProxy, args[2].value, None) if type(args[0].value) is TensorProxy else None
+    return None if method is None else lambda tensor, other, *_: call_interpreted(method, tensor, other)
+
+
+def _single_device(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> _Direct | None:
+    """Choose an operator for tensors that are no DTensors; Thunder flattens all arguments to find that out."""
+    kinds = {type(value.value) for value in (*args, *kwargs.values())}
+    if TensorProxy not in kinds or not kinds <= _NO_DTENSORS:
+        return None
+    cell = function.__closure__[function.__code__.co_freevars.index("single_device_symbol")]
+    return partial(call_interpreted, cell.cell_contents)
+
+
+def _iterate(sequence: WrappedValue, is_reversed: WrappedValue | None = None) -> Any:
+    """Return a new ``SequenceIter``, wrapped."""
+    iterator = call_interpreted(SequenceIter.__new__, wrap_const(SequenceIter))
+    is_reversed = is_reversed or wrap_const(False)
+    first = len(sequence.value) - 1 if is_reversed.value else 0
+    for name, value in ("s", sequence), ("next_pos", wrap_const(first)), ("is_reversed", is_reversed):
+        _set(iterator, name, value)
+    return iterator
+
+
+def _next_item(iterator: WrappedValue) -> Any:
+    """Return the next item of a ``SequenceIter``, wrapped, or the interpreter's signal."""
+    position, sequence = iterator.value.next_pos, iterator.attribute_wrappers["s"]
+    if not 0 <= position < len(sequence.value):
+        return do_raise(StopIteration())
+    found = item(sequence, wrap_const(position))
+    if not isinstance(found, INTERPRETER_SIGNALS):
+        _set(iterator, "next_pos", wrap_const(position + (-1 if iterator.value.is_reversed else 1)))
+    return found
+
+
+def _set(iterator: WrappedValue, name: str, value: WrappedValue) -> None:
+    setattr(iterator.value, name, value.value)
+    iterator.attribute_wrappers[name] = value
+
+
+_NO_DTENSORS = frozenset({TensorProxy, NoneType, bool, int, float, str})
+_CONTAINERS = (dict, list, tuple)
+_GET_ITEM = _of_container("__getitem__", *_CONTAINERS)
+_INTERPRETER = SequenceIter.__module__
+_HELPERS: dict[tuple[str, str], Callable[..., _Direct | None]] = {
+    (_INTERPRETER, "globals_lookup.<locals>.<lambda>"): _GET_ITEM,
+    (_INTERPRETER, "_binary_subscr_handler.<locals>.getitem_impl"): _GET_ITEM,
+    (_INTERPRETER, "_tuple_new_provenance_tracking_lookaside.<locals>.<lambda>"): _GET_ITEM,
+    # Before Python 3.12, comprehensions are functions.
+    (_INTERPRETER, "wrap_args_from_list.<locals>.<listcomp>.<lambda>"): _GET_ITEM,
+    (_INTERPRETER, "wrap_args_from_list.<locals>.<lambda>"): _GET_ITEM,
+    (_INTERPRETER, "wrap_kwargs_from_dict.<locals>.<dictcomp>.<lambda>"): _GET_ITEM,
+    (_INTERPRETER, "wrap_kwargs_from_dict.<locals>.<lambda>"): _GET_ITEM,
+    (_INTERPRETER, "_setup_frame_and_run_python_function.<locals>.<listcomp>.<lambda>"): _GET_ITEM,
+    (_INTERPRETER, "_setup_frame_and_run_python_function.<locals>.<lambda>"): _GET_ITEM,
+    (_INTERPRETER, "_contains_op_handler.<locals>.impl"): _of_container("__contains__", *_CONTAINERS),
+    (_INTERPRETER, "_len_lookaside.<locals>.impl"): _of_container("__len__", *_CONTAINERS, OrderedDict),
+    (_INTERPRETER, "_iter_lookaside.<locals>.nosentinel_impl"): _of_container("__iter__", list, tuple),
+    (_INTERPRETER, "_list_extend_handler.<locals>.<lambda>"): _of_container("extend", list),
+    (_INTERPRETER, "_dict_merge_handler.<locals>.<lambda>"): _update,
+    (_INTERPRETER, "_call_dispatch.<locals>._impl"): _of_type(MethodType, _call_method),
+    (_INTERPRETER, "partial_call_lookaside.<locals>.partial_call_impl"): _of_type(partial, _call_partial),
+    (_INTERPRETER, "_binary_op.<locals>.outofplace_impl"): _operator,
+    (_INTERPRETER, "_binary_op.<locals>.inplace_impl"): _operator,
+    (_INTERPRETER, "_next_lookaside.<locals>.impl"): _of_type(SequenceIter, _next_item),
+    (_INTERPRETER, "_for_iter_handler.<locals>._next_impl"): _of_type(SequenceIter, _next_item),
+    (dtensor_torch_and_prims.__name__, "dispatch_to_impl.<locals>.wrapper"): _single_device,
+}
