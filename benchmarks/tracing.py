@@ -1,4 +1,4 @@
-"""Measure the processor time of compiling: plain ``thunder.jit``, ``fsdp`` with and without repeated modules, searches.
+"""Measure the processor time of compiling: plain ``thunder.jit``, ``fsdp`` with and without shared work, searches.
 
     python benchmarks/tracing.py --blocks 8 32
     python benchmarks/tracing.py --blocks 128 --only once      # the others take many minutes
@@ -8,8 +8,8 @@
 Each measurement runs in a new process, as rank 0 of 8 of torch's fake process group:
 
 * plain: ``thunder.jit(model)``, without sharding;
-* forward: ``Debug(trace_modules_once=False)``, which traces module calls as calls of ``forward``;
-* once: ``fsdp()``, which copies what it traced to modules that are alike.
+* forward: ``Debug(trace_modules_once=False)``, with which Thunder differentiates each module;
+* once: ``fsdp()``, which differentiates modules that are alike once.
 
 The demo's GPT is compiled with gradients. "Differentiating" is the pass that differentiates and lets executors claim
 operators (with "forward", it only claims them). It takes the place of what Thunder does in plain mode, so "our passes" do

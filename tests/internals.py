@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from thunder_fsdp_sched import passes, pipeline, private_torch
 from thunder_fsdp_sched.capture.leaves import pattern_of
-from thunder_fsdp_sched.capture.repetition import Repetition, call_forward, trace_module_calls
+from thunder_fsdp_sched.capture.module_calls import trace_module_calls
 from thunder_fsdp_sched.ir.analysis import BEFORE_TRACE, Analysis
 from thunder_fsdp_sched.ir.effects import Issue, effects, is_declared
 from thunder_fsdp_sched.ir.inspection import (

@@ -272,9 +272,9 @@ class Debug(OptionGroup):
     Args:
         audit: check during the first run of each compiled trace that no operator returns memory of a slot or modifies
             an unsharded parameter, unless the plan expects it. Later runs cost nothing.
-        trace_modules_once: trace a module by copying the trace of one that is alike: of the same class, with the same values
-            wherever its forward reads any. The result is the same up to names. Likewise, modes that compute the same, such
-            as ``no_sync``, share a joint trace. ``False`` traces each module by itself and differentiates in each mode.
+        trace_modules_once: make the joint trace of a module's forward and backward by copying that of one whose forward has
+            the same operators. The result is the same up to names. Likewise, modes that compute the same, such as
+            ``no_sync``, share a joint trace. ``False`` lets Thunder differentiate each module, in each mode.
         skip_passes: names of passes to leave out, of those that the table of passes in *How it works* does not call
             required. A step gives the same numbers without them, but is slower or needs more memory.
         check_passes: check the trace after each pass: each name is defined once, before it is read. By default only if the

@@ -210,24 +210,6 @@ def _is_new(provenance: ProvenanceRecord) -> bool:
     return provenance.inst is PseudoInst.NEW or getattr(makes, "__name__", None) == "__new__"
 
 
-def checks_of(context: Any) -> list[Any]:
-    """Return the list of ``(check, proxy, *expected)`` that Thunder's tracing writes to the prologue in the end."""
-    return context._constraints
-
-
-@contextmanager
-def added_checks(context: Any) -> Iterator[list[Any]]:
-    """Let Thunder's tracing add checks to a new list instead of :func:`checks_of`.
-
-    It compares each with all in the list, so that the checks of all tensors of a model take quadratic time.
-    """
-    earlier, context._constraints = context._constraints, []
-    try:
-        yield context._constraints
-    finally:
-        context._constraints = earlier
-
-
 class UniqueChecks:
     """The checks that Thunder's tracing adds to the prologue for the values that it wraps, each once.
 
@@ -258,16 +240,6 @@ class UniqueChecks:
                     earlier.append(check)
 
 
-def renames_of(context: Any) -> dict[Any, Any]:
-    """Return the proxies that Thunder's tracing replaces in the end by proxies named like the user's variables."""
-    return context._proxy_swapmap
-
-
 def has_been_modified(context: Any) -> bool:
     """Return whether the program has assigned an attribute or a buffer of its inputs."""
     return bool(context._additional_outputs)
-
-
-def uses_grad_mode(function: Any) -> bool:
-    """Return whether this builtin function of torch reads or changes the grad mode."""
-    return function in (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch._C._set_grad_enabled)

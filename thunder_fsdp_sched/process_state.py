@@ -26,7 +26,7 @@ compares this table with the code:
 | `extras.shard_offload` | `_last_copies`: events of CUDA | kept: torch refuses CUDA in a forked process | |
 | `transports.base` | `_side_streams` of CUDA | kept: the same | |
 | `sharding.optimizer_steps` | `_checked` optimizers | kept | |
-| `capture.repetition` | `_callers`: jitted modules | kept | |
+| `capture.module_calls` | `_reads`: jitted modules | kept | |
 | `ir.observation` | `_cache`: facts on operators | kept | |
 | `ir.operator_facts` | `_declared` operators | kept | |
 | `ir.observation` | `_quiet`: filters of warnings, a logger | restored if another thread had changed them | |

@@ -35,7 +35,7 @@ from thunder.extend import Executor, FusionExecutor
 
 from . import pipeline
 from .capture.input_reads import InputReads
-from .capture.repetition import RECENT, Repetition, call_forward, trace_module_calls
+from .capture.module_calls import trace_module_calls
 from .capture.traced_computation import (
     defers_autograd,
     fingerprint,
@@ -77,6 +77,8 @@ MAX_COMPILED = 128
 """How many sets of shapes and flags are kept for one module. A new one evicts the oldest, which is compiled again when
 needed. Ranks need not evict the same one, because a program that they have agreed on is not compared again."""
 
+RECENT = 4
+"""Of how many compilations the traces are kept, which take most of the memory of a compilation."""
 
 _UNCHANGED = Transform.transform_trace_post_optimization
 
@@ -105,7 +107,6 @@ class FSDPTransform(ShardingTransform):
         )
         self._claiming: tuple[Executor, ...] = ()
         self._reads = InputReads()
-        self._repetition = Repetition(self._reads)
         self._stats: weakref.WeakSet[Any] = weakref.WeakSet()  # Thunder's, of the jitted modules that run the traces
 
     def __repr__(self) -> str:
@@ -164,12 +165,7 @@ class FSDPTransform(ShardingTransform):
         quiet_no_sync(model)
         self._stats.add(thunder.compile_stats(model))
         self._reads.leaves = self._sharded.leaves
-        trace_module_calls(
-            compile_data,
-            self._repetition if self.options.debug.trace_modules_once else call_forward,
-            self._reads,
-            self._sharded.leaves,
-        )
+        trace_module_calls(compile_data, self._reads, self._sharded.leaves)
         first, last = self._executors
         others = [e for e in compile_data.executors_list if e not in (own_executor, first, last)]
         self._claiming = (own_executor, *with_kernels(others, {bucket.comm.computes_on for bucket in self.plan}))
@@ -250,7 +246,6 @@ class FSDPTransform(ShardingTransform):
     def finish(self, compiled: CompiledTraces) -> None:
         """Take the traces of a compilation that has finished."""
         self.compiled.append(compiled)
-        self._repetition.end()
         self._forget_traces()
         seconds = sum(compiled.pass_seconds.values())
         self.sharded.progress.end("compiled number %d; the passes took %.1f s", compiled.number, seconds)

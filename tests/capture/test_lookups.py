@@ -19,7 +19,7 @@ from thunder_fsdp_sched.private_lookups import direct
 
 import thunder
 import torch
-from internals import call_forward, trace_module_calls
+from internals import trace_module_calls
 from thunder.core import interpreter
 from thunder.torch.experimental import dtensor_torch_and_prims
 from torch import nn
@@ -249,7 +249,7 @@ class Reading(nn.Module):
         self.reads = [read for _, read in ROWS.values()]
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        x = self.linear(x) + x
+        x = self.linear(x) + x.reshape(2, 3)
         x += 1
         return [2 - x * read(item) for item, read in zip(self.items, self.reads, strict=True)]
 
@@ -263,7 +263,7 @@ def _compile() -> tuple[list[torch.Tensor], list[str], dict[Any, str]]:
     torch.manual_seed(0)
     jitted = thunder.jit(Reading())
     reads = InputReads()
-    trace_module_calls(thunder.compile_data(jitted), call_forward, reads)
+    trace_module_calls(thunder.compile_data(jitted), reads)
     outputs = jitted(X)
     checks = {path: re.sub(" at 0x[0-9a-f]+", "", repr(check)) for path, check in reads._checks.items()}
     assert reads.take() is not None
@@ -331,6 +331,6 @@ def test_programs_that_are_not_sharded_look_up_nothing_directly() -> None:
         compile_other()
         assert calls == 0
         jitted = thunder.jit(nn.Linear(3, 3))
-        trace_module_calls(thunder.compile_data(jitted), call_forward, InputReads())
+        trace_module_calls(thunder.compile_data(jitted), InputReads())
         jitted(X)
     assert calls > 1

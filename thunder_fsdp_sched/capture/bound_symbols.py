@@ -1,9 +1,9 @@
 """Keys and copies of bound symbols, and regions that repeat: equal keys mean equal transformation, up to proxies.
 
 [Note: Regions]
-When a module is called, the bound symbols that it adds to the trace get a common tag (``ModuleCall``), and so do the copies
-that repeat a recorded call. Tags survive the passes that copy bound symbols. ``differentiate`` compares the structures of
-tagged regions, because a pass in between may have changed one of them, but it does not search the trace for repetition.
+When a module is called, the bound symbols that it adds to the trace get a common tag (``ModuleCall``). Tags survive the
+passes that copy bound symbols. ``differentiate`` compares the structures of tagged regions, because a pass in between may
+have changed one of them, but it does not search the trace for repetition.
 """
 
 from __future__ import annotations
@@ -30,13 +30,9 @@ Parameter = tuple[Bucket, int]
 
 
 class ModuleCall:
-    """The tag of the bound symbols that one call of a module has added to a trace.
+    """The tag of the bound symbols that one call of a module has added to a trace."""
 
-    Attributes:
-        module: ``None`` for a copy of a recorded call.
-    """
-
-    def __init__(self, module: torch.nn.Module | None = None) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
 
 
@@ -219,13 +215,6 @@ def tag_call(bsyms: Iterable[BoundSymbol], module: torch.nn.Module) -> None:
     call = ModuleCall(module)
     for bsym in bsyms:
         bsym.tags.add(call)
-
-
-def renew_calls(bsyms: Iterable[BoundSymbol]) -> None:
-    """Give copies of the bound symbols of module calls the tags of calls of their own."""
-    renewed: dict[Any, ModuleCall] = defaultdict(ModuleCall)
-    for bsym in bsyms:
-        bsym.tags = {renewed[tag] if isinstance(tag, ModuleCall) else tag for tag in bsym.tags}
 
 
 def find_repeated_regions(

@@ -51,18 +51,12 @@ class Containers:
         self._copies: dict[Path, Any] = {}  # shallow ones
         self._read: set[Path] = set()
 
-    def note(self, path: Path, value: Any, is_read: bool = False) -> None:
-        """Note the contents of a value if it is a container.
-
-        Args:
-            is_read: whether native code may have read all of it.
-        """
+    def note(self, path: Path, value: Any) -> None:
+        """Note the contents of a value if it is a container."""
         if path not in self._known and (isinstance(value, (*_ITEMS_OF, dict, set, *_BUFFERS)) or _is_numpy(value)):
             self._known[path] = value, Contents(value)
             if type(value) in _COPIED:
                 self._copies[path] = value.copy()
-        if is_read:
-            self._read.add(path)
 
     def note_call(self, function: Any, is_interpreted: bool, args: tuple[WrappedValue, ...]) -> None:
         """Note which of its arguments a function reads as a whole.

@@ -30,7 +30,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
@@ -95,7 +95,7 @@ from .changing_values import (
 from .containers import Containers
 from .leaves import CALLS, Leaves
 from .module_members import OF_MODULES
-from .paths import ATTRIBUTE, COMPUTED, FUNCTION, GLOBALS, INPUTS, ITEM, Path, Paths, evaluate
+from .paths import ATTRIBUTE, COMPUTED, FUNCTION, GLOBALS, INPUTS, ITEM, Path, Paths
 from .refusals import collect_refusals, is_of_program, refusal
 from .unknown_numbers import UnknownNumber, UnknownNumbers
 from .unsupported import unsupported_call
@@ -180,16 +180,6 @@ class InputReads:
         if path is None or path is COMPUTED or path[0] not in _ROOTS:
             return None
         return path if self._is_root or path[0] != FUNCTION else None
-
-    def note_paths(self, paths: Iterable[Path], roots: Mapping[Path, Any]) -> None:
-        """Note the values at paths that a module call reads whose recorded trace is repeated."""
-        known = dict(roots)
-        for path in paths:
-            if path[0] == FUNCTION and path not in self._checks:
-                try:
-                    self._add(path, evaluate(path, known), is_read=True)
-                except Exception:  # the program has made it
-                    continue
 
     def take(self) -> TracedInputs | None:
         """Return the checks of the compilation that has just been traced; ``None`` if its module was not called."""
@@ -355,12 +345,12 @@ class InputReads:
             return
         self._add(path, plain)
 
-    def _add(self, path: Path, value: Any, is_read: bool = False) -> None:
+    def _add(self, path: Path, value: Any) -> None:
         owner = getattr(value, "__self__", None) if path[-1][0] == ATTRIBUTE else None
         is_method = owner is not None and not isinstance(owner, torch.nn.Module)
         if not (is_method or isinstance(value, _IGNORED)) and (_may_differ(path) or _is_state_of_program(path, value)):
             self._checks.setdefault(path, _check_of(value))
-            self._containers.note(path, value, is_read)
+            self._containers.note(path, value)
 
 
 class _ConcretePaths(Paths):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import CellType, FunctionType, MethodType, NoneType
+from types import CellType, MethodType, NoneType
 from typing import Any
 
 import torch
@@ -54,34 +54,6 @@ def key_of(value: Any, depth: int = DEPTH) -> Any:
             return "dict", kind, tuple((key_of(k, 0), key_of(v, depth - 1)) for k, v in value.items())
         return "items", kind, tuple(key_of(item, depth - 1) for item in value)
     return "object", kind, IdentityKey(value)
-
-
-def has_state(value: Any) -> bool:
-    """Return whether :func:`state_of` a function or class may change."""
-    return not (isinstance(value, type) and value.__flags__ & _IMMUTABLE)
-
-
-_IMMUTABLE = 1 << 8
-"""The flag of classes whose attributes cannot be assigned, such as most builtin ones."""
-
-_LAZY = frozenset({"__annotations__", "__annotations_cache__", "__doc__"})
-"""Members of classes that Python adds when they are asked for, or that change no program."""
-
-
-def state_of(value: Any) -> Any:
-    """Return what decides how a program runs that calls a function, or handles instances of a class.
-
-    For a function, this is its code and defaults; its globals and cells are read separately. For a class, it is the
-    members of all classes that it inherits from.
-    """
-    if isinstance(value, FunctionType):
-        return IdentityKey(value.__code__), key_of(value.__defaults__), key_of(value.__kwdefaults__)
-    return tuple(
-        (IdentityKey(base), base.__name__, base.__qualname__)
-        + tuple((name, key_of(member)) for name, member in vars(base).items() if name not in _LAZY)
-        for base in value.__mro__
-        if has_state(base)
-    )
 
 
 class IdentityKey:

@@ -37,7 +37,6 @@ class Leaves(dict[torch.nn.Module, str]):
         output_like: functions that say what a leaf returns, by its path.
         calls: those that were traced, by module or function, and by what they pass.
         obstacle: the innermost module whose trace has failed although it can be a leaf, with the error.
-        version: how often leaves were added; calls that were recorded with another one are not repeated.
         names: those of calls in traces.
         written: the attributes that the leaves which the program has called so far assign, by module and name, each with
             the path of the leaf.
@@ -51,7 +50,6 @@ class Leaves(dict[torch.nn.Module, str]):
         self.output_like: dict[str, Callable[..., Any]] = {}
         self.calls: dict[Hashable, dict[Any, Any]] = {}
         self.obstacle: tuple[torch.nn.Module, BaseException] | None = None
-        self.version = 0
         self.arguments: dict[str, tuple[Path, torch.Tensor]] = {}
         self.announced: set[Hashable] = set()
         self.names: set[str] = set()

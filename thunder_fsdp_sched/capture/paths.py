@@ -9,30 +9,16 @@ from typing import Any
 
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst
 
-from .keys import IdentityKey, state_of
+from .keys import IdentityKey
 
 ATTRIBUTE, ITEM = "attribute", "item"
-STATE = ("state", None)
-"""The last step of a read by the interpreter itself: what decides how a function or class behaves (``state_of``)."""
-
-IS_SUBCLASS = "is subclass"
-"""The step ``(IS_SUBCLASS, IdentityKey(cls))``: whether ``cls`` is a subclass of what is at the path before."""
-
-ATTRIBUTES = (ATTRIBUTE, "__dict__")
-MEMBERS = tuple((kind, name) for kind in (ATTRIBUTE, ITEM) for name in ("_modules", "_parameters", "_buffers"))
-NAMES = (ATTRIBUTES, *MEMBERS)
-"""Steps to dictionaries all of whose keys are compared, whatever their length."""
-
 GLOBALS = (ATTRIBUTE, "__globals__")
-NAMESPACES = (GLOBALS, (ATTRIBUTE, "__builtins__"))
-"""Steps to dictionaries of which each value that a program reads is compared by itself."""
 
-FUNCTION, INPUTS, BUILTINS = "INPUT_FN", ("INPUT_ARGS", "INPUT_KWARGS"), "BUILTINS"
+FUNCTION, INPUTS = "INPUT_FN", ("INPUT_ARGS", "INPUT_KWARGS")
 
 Path = tuple[Any, ...]
 """A root, and then steps ``(ATTRIBUTE, name)`` or ``(ITEM, key)``. The root is ``FUNCTION``, what Thunder compiles, one of
-its ``INPUTS``, ``BUILTINS``, or :class:`IdentityKey` of an object of the program's code: a function, a class, a module.
-The last step may also be ``STATE`` or ``(IS_SUBCLASS, ...)``."""
+its ``INPUTS``, or :class:`IdentityKey` of an object of the program's code: a function, a class, a module."""
 
 COMPUTED: Path = ("computed",)
 """In place of a path: the value was read from an input, but under a name or key that the program computed."""
@@ -51,14 +37,10 @@ class Paths:
             known = self._known[id(provenance)] = provenance, self._find(provenance)
         return known[1]
 
-    def define(self, provenance: ProvenanceRecord, path: Path) -> None:
-        """Let the value with this provenance, which has no path otherwise, have ``path``."""
-        self._known[id(provenance)] = provenance, path
-
     def _find(self, provenance: ProvenanceRecord) -> Path | None:
         inst = provenance.inst
         name = inst.value if isinstance(inst, PseudoInst) else inst.opname
-        if name in (FUNCTION, *INPUTS, BUILTINS):
+        if name in (FUNCTION, *INPUTS):
             return (name,)
         if name == "CONSTANT":
             return (IdentityKey(provenance.value),)
@@ -126,6 +108,4 @@ def evaluate(path: Path, known: dict[Path, Any]) -> Any:
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
     ATTRIBUTE: getattr,
     ITEM: operator.getitem,
-    IS_SUBCLASS: lambda classes, key: issubclass(key.value, classes),
-    STATE[0]: lambda value, _: state_of(value),
 }

@@ -29,7 +29,6 @@ from ...capture.leaves import Leaves
 from ...capture.module_members import OF_MODULES
 from ...capture.paths import FUNCTION, Path, evaluate
 from ...errors import coded_error
-from ...private_interpreter import added_checks, checks_of
 from .leaf import TENSOR, Entry, Leaf, Metadata, Structure
 from .observe import Communicates, is_plain, observe, run_once
 from .stale import read_before_written
@@ -134,25 +133,6 @@ def record_call(
     if not context.computation_trace.has_name(leaf.name):
         context.computation_trace.add_name(leaf.name)
     return leaf.results.fill(call(leaf, *tensors, *parameters))
-
-
-def leaf_like(leaves: Leaves, leaf: Leaf, module: torch.nn.Module) -> Leaf | None:
-    """Return the same call of another leaf module; ``None`` if it is none, or returns something else."""
-    if module not in leaves or type(module) is not type(leaf.function):
-        return None
-    entries, parameters = _parameters_of(module)
-    other = Leaf(
-        leaves[module],
-        module,
-        entries,
-        leaf.inputs,
-        [_metadata(parameter) for parameter in parameters.values()],
-        leaf.arguments,
-        leaf.autocasts,
-    )
-    other = _known(leaves, other, {})
-    same = (other.outputs, other.results) == (leaf.outputs, leaf.results)
-    return other if same and other.parameters == leaf.parameters else None
 
 
 def examples_of(leaves: Leaves, args: Any, kwargs: Any) -> dict[int, torch.Tensor]:
@@ -270,8 +250,4 @@ def _wrap_parameter(wrapped: WrappedValue, path: Sequence[str], value: Any) -> W
         provenance = ProvenanceRecord(PseudoInst.BINARY_SUBSCR, inputs=[members, wrap_const(key).provenance])
         if kind == "_modules":
             provenance.ext_flag |= EXT_FLAG_IS_MODULE
-    context = get_jit_ctx()
-    with added_checks(context) as added:
-        found = wrap(value, provenance=provenance)
-    checks_of(context).extend(added)
-    return found
+    return wrap(value, provenance=provenance)

@@ -82,7 +82,6 @@ def add_obstacle(leaves: Leaves) -> bool:
     alike = [part for part, path in paths.items() if type(part) is type(module) and pattern_of(path) == pattern]
     leaves.update((part, paths[part]) for part in alike)
     _remove_inner(leaves)
-    leaves.version += 1
     announce(
         leaves,
         type(module),
