@@ -116,7 +116,7 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"make (clean|distclean)": Not("removes files of this folder"),
     r"\.ci/versions --all --list": Small("--all --list", r"3\.13 .* 2\.13\.0"),
     r"\.ci/(run|versions)\b.*": CI,
-    r"\.venv/bin/python -m pytest tests/transforms/test_passes\.py": CI,
+    r"\.venv/bin/python -m pytest tests/transforms/test_passes\.py|python tests/world\.py .*": CI,
 }
 
 
