@@ -8,7 +8,7 @@
 Each measurement runs in a new process, as rank 0 of 8 of torch's fake process group:
 
 * plain: ``thunder.jit(model)``, without sharding;
-* forward: ``Debug(trace_modules_once=False)``, with which Thunder differentiates each module;
+* forward: ``Debug(differentiate_once=False)``, with which Thunder differentiates each module;
 * once: ``fsdp()``, which differentiates modules that are alike once.
 
 The demo's GPT is compiled with gradients. "Differentiating" is the pass that differentiates and lets executors claim
@@ -119,7 +119,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, float]:
     tokens = torch.randint(0, VOCABULARY, (2, 16))
     transforms: list[Any] = []
     if kind != "plain":
-        transforms.append(thunder_fsdp_sched.fsdp(debug=Debug(trace_modules_once=kind == "once")))
+        transforms.append(thunder_fsdp_sched.fsdp(debug=Debug(differentiate_once=kind == "once")))
     jitted = thunder.jit(model, transforms=transforms)
     if arguments.no_gc:
         gc.disable()

@@ -101,7 +101,7 @@ OPTIONS: dict[str, Frozen] = {
     "divide_factor": Frozen(Stack, {"gradient_divide_factor": 3.0}),
     "hybrid": Frozen(Stack, lambda: {"ranks": _mesh(2, 2)}, world=4, windows=True),
     "no_audit": Frozen(Stack, {"debug": fs.Debug(audit=False)}),
-    "no_repetition": Frozen(_gpt, {"debug": fs.Debug(trace_modules_once=False)}),
+    "no_repetition": Frozen(_gpt, {"debug": fs.Debug(differentiate_once=False)}),
     **{
         f"max_memory_{limit}": Frozen(_deep, {"max_memory": limit, "cluster": "h100-sxm"}, windows=True)
         for limit in (60_000, 86_000, 92_000, 110_000)

@@ -321,7 +321,7 @@ def cases(draw: Any, *, numeric: bool = False, least: int = 1, most: int = 3) ->
     if draw(st.integers(0, 2)) == 0:
         sharding = replace(sharding, release=True)
     secondary = draw(st.sampled_from([None, 2, 2, 4])) if strategy == "zero3" else None
-    options["debug"] = Debug(trace_modules_once=draw(st.booleans()))
+    options["debug"] = Debug(differentiate_once=draw(st.booleans()))
     return Case(model, {"sharding_strategy": sharding, **options}, groups, kept, low, secondary)
 
 

@@ -272,7 +272,7 @@ class Debug(OptionGroup):
     Args:
         audit: check during the first run of each compiled trace that no operator returns memory of a slot or modifies
             an unsharded parameter, unless the plan expects it. Later runs cost nothing.
-        trace_modules_once: make the joint trace of a module's forward and backward by copying that of one whose forward has
+        differentiate_once: make the joint trace of a module's forward and backward by copying that of one whose forward has
             the same operators. The result is the same up to names. Likewise, modes that compute the same, such as
             ``no_sync``, share a joint trace. ``False`` lets Thunder differentiate each module, in each mode.
         skip_passes: names of passes to leave out, of those that the table of passes in *How it works* does not call
@@ -285,7 +285,7 @@ class Debug(OptionGroup):
     """
 
     audit: bool = True
-    trace_modules_once: bool = True
+    differentiate_once: bool = True
     skip_passes: tuple[str, ...] = ()
     check_passes: bool = field(default_factory=_checks_passes, metadata=COMPARED_BY_EFFECT)
 

@@ -113,7 +113,7 @@ def computation(trace: TraceCtx, c: Context) -> TraceCtx:
 def autograd(trace: TraceCtx, c: Context) -> TraceCtx:
     """Thunder differentiates the computation, unless `differentiate` does, and calls this package's first executor."""
     run = Run(c)
-    if c.has_gradients is not None:  # in place of Thunder's autograd (`trace_modules_once`)
+    if c.has_gradients is not None:  # in place of Thunder's autograd (`differentiate_once`)
         return run(differentiate, trace, executors=c.executors, has_gradients=c.has_gradients)
     else:  # after Thunder's autograd
         return run(claim_operators, trace, executors=c.executors)

@@ -336,7 +336,7 @@ class Compilation:
             if getattr(value, "name", None) in unpacked
         }
         self.context.computation = computation
-        if self.options.debug.trace_modules_once:
+        if self.options.debug.differentiate_once:
             traces.traced = fingerprint(computation, traces.parameters, transform)
             equal = (e for e in transform.compiled if e.traced is not None and e.traced == traces.traced)
             self._same = next(equal, None)
@@ -346,7 +346,7 @@ class Compilation:
             traces.shares = self._same.number
             return prologue, without_computation(computation)
         computation = pipeline.computation(with_caches(computation), self.context)
-        if self.options.debug.trace_modules_once and defers_autograd(transform):
+        if self.options.debug.differentiate_once and defers_autograd(transform):
             self._hidden = computation
             computation = without_computation(computation)
         return prologue, computation

@@ -33,7 +33,7 @@ def _train(in_full: bool) -> tuple[list[CompiledTraces], list[list[str]], list[t
     global OFFSET
     torch.manual_seed(0)
     model = Program().double()
-    transform = fsdp(debug=Debug(trace_modules_once=not in_full))
+    transform = fsdp(debug=Debug(differentiate_once=not in_full))
     jitted = thunder.jit(model, transforms=[transform])
     found: list[torch.Tensor] = []
     texts: list[list[str]] = []

@@ -47,7 +47,7 @@ def test_modules_whose_paths_differ_in_separators_keep_their_parameters(leaf_mod
     with torch.no_grad():
         module[1].a.b.weight.mul_(1.5)
     expected = copy.deepcopy(module)
-    model = thunder.jit(module, transforms=[fsdp(leaf_modules=leaf_modules, debug=Debug(trace_modules_once=once))])
+    model = thunder.jit(module, transforms=[fsdp(leaf_modules=leaf_modules, debug=Debug(differentiate_once=once))])
     for each in (expected, model):
         each(x).sum().backward()
     torch.testing.assert_close(model(x), expected(x))

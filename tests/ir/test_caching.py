@@ -20,7 +20,7 @@ FLAT = ("flat_args", "flat_proxy_args", "flat_outs", "flat_proxy_outs")
 
 
 def traces_of(make: Callable[[], Any]) -> list[TraceCtx]:
-    compiled = compile_model(lambda: make().double(), debug=Debug(trace_modules_once=False))
+    compiled = compile_model(lambda: make().double(), debug=Debug(differentiate_once=False))
     assert compiled.differentiated is not None
     return [compiled.differentiated, *compiled.traces]
 

@@ -59,10 +59,10 @@ class Blocks(nn.Module):
         return torch.stack([block(x) for block in self.blocks]).sum(0)
 
 
-@pytest.mark.parametrize("trace_modules_once", [True, pytest.param(False, marks=LONG_ONLY)])
-def test_gradients_of_operands_without_dimensions_are_summed(trace_modules_once: bool) -> None:
+@pytest.mark.parametrize("differentiate_once", [True, pytest.param(False, marks=LONG_ONLY)])
+def test_gradients_of_operands_without_dimensions_are_summed(differentiate_once: bool) -> None:
     module, x = Blocks(), torch.linspace(-1, 1, 4, dtype=torch.float64).view(2, 2)
-    jitted = thunder.jit(copy.deepcopy(module), transforms=[fsdp(debug=Debug(trace_modules_once=trace_modules_once))])
+    jitted = thunder.jit(copy.deepcopy(module), transforms=[fsdp(debug=Debug(differentiate_once=differentiate_once))])
     results = [model(x) for model in (jitted, module)]
     for operator, ours, theirs in zip(OPERATORS, *results, strict=True):
         ours.backward(retain_graph=True)

@@ -60,7 +60,7 @@ class Comparison:
         self.regions.append(0)
         texts = []
         for once in (True, False):
-            compiled = compile_one(make, inputs, executors, gradients, debug=Debug(trace_modules_once=once), **options)
+            compiled = compile_one(make, inputs, executors, gradients, debug=Debug(differentiate_once=once), **options)
             assert compiled.joint is not None
             traces = (compiled.differentiated, compiled.joint, *compiled.traces)
             texts.append([with_numbered_names(str(trace)) for trace in traces])

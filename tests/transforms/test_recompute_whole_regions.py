@@ -121,10 +121,10 @@ class Nested(nn.Module):
         return checkpoint(self.outer, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("trace_modules_once", [True, False])
-def test_nested_regions_and_layers_outside_of_them(trace_modules_once: bool, fake_ranks: None) -> None:
+@pytest.mark.parametrize("differentiate_once", [True, False])
+def test_nested_regions_and_layers_outside_of_them(differentiate_once: bool, fake_ranks: None) -> None:
     """Backward computes again the GELU whose result the inner region's caller needs, and none outside of regions."""
-    jitted = thunder.jit(Nested(), transforms=[transform := fsdp(debug=Debug(trace_modules_once=trace_modules_once))])
+    jitted = thunder.jit(Nested(), transforms=[transform := fsdp(debug=Debug(differentiate_once=differentiate_once))])
     jitted(torch.randn(3, 4))
     [compiled] = transform.compiled
     gelus = [[b.sym.name for b in trace.bound_symbols].count("torch_gelu") for trace in compiled.traces]

@@ -40,7 +40,7 @@ def _in_a_copy(y: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("once", [False, True])
 def test_values_that_need_a_gradient_are_refused(accumulate: bool, once: bool) -> None:
     module = Written(lambda y, values: y.index_put((ROWS,), values, accumulate=accumulate))
-    model = thunder.jit(module, transforms=[fsdp(leaf_modules=(), debug=Debug(trace_modules_once=once))])
+    model = thunder.jit(module, transforms=[fsdp(leaf_modules=(), debug=Debug(differentiate_once=once))])
     with pytest.raises(NotImplementedError, match=r"no gradient of the values of 'index_put'.*z\[indices\] = values"):
         model(torch.randn(3, 2, dtype=torch.float64))
     with torch.no_grad():
