@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from ..errors import coded_error
 from ..private_distributed import leave
 from ..sizes import human_bytes
 from .bench_systems import SYSTEMS, Setup, bytes_of, loss_of
@@ -226,10 +227,13 @@ def _check_losses(systems: Sequence[System], setup: Setup, control: Any) -> None
         differ = [n for n, x in losses.items() if not math.isclose(x, middle, rel_tol=tolerance, abs_tol=tolerance)]
         if differ:
             shown = ", ".join(f"{name} {loss:.6g}" for name, loss in losses.items())
-            raise Disagreement(
-                f"the systems do not compute the same, so nothing was measured. Losses on rank {rank} after the first step: "
-                f"{shown}; off by more than {tolerance:g}: {', '.join(differ)}. The factory must return the same parameters "
-                f"and inputs each time (torch is seeded before), without dropout: call module.eval() in it"
+            raise coded_error(
+                Disagreement,
+                "bench.systems-differ",
+                rank=rank,
+                losses=shown,
+                tolerance=tolerance,
+                systems=", ".join(differ),
             )
 
 

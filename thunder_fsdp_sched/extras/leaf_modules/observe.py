@@ -40,10 +40,8 @@ class _WithoutCommunication(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"):
-            raise Communicates(
-                f"fsdp: the {self._leaf.title} communicates ({func.name()}), so it is not run to find out what it returns. "
-                f"Say it, as a function of the same arguments, and no other communication crosses it: "
-                f"leaf_modules=[({self._leaf.path!r}, lambda x, **_: torch.empty_like(x))]"
+            raise coded_error(
+                Communicates, "leaf.communicates", title=self._leaf.title, operator=func.name(), path=self._leaf.path
             )
         return func(*args, **(kwargs or {}))
 

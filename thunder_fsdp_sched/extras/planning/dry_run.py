@@ -192,7 +192,7 @@ def replan(
     """
     spec = cluster(on or step.cluster)
     if spec.synchronous != step.cluster.synchronous:
-        raise NeedsTrace(f"on: {spec.name!r} and {step.cluster.name!r} run other kernels, so trace the model again")
+        raise coded_error(NeedsTrace, "plan.replan-on-other-kernels", name=spec.name, former=step.cluster.name)
     given = {"world_size": world_size, "replicas": replicas, "micro_batches": micro_batches}
     numbers: dict[str, Any] = {name: getattr(step, name) if n is None else n for name, n in given.items()}
     return _plan(step.make, spec, options={**step.options, **options}, traced=step.transform, **numbers)

@@ -27,6 +27,7 @@ from thunder.transforms.autodiff import split_into_forward_and_backward
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...compiled_traces import CompiledTraces
+from ...errors import coded_error
 from ...ir.effects import declared
 from ...ir.inspection import snapshot
 from ...options import Options
@@ -107,16 +108,14 @@ def _refuse_other_values(traced: FSDPTransform, transform: FSDPTransform) -> Non
         if isinstance(before, MixedPrecisionPolicy) and isinstance(now, MixedPrecisionPolicy):
             before = replace(before, reduce_dtype=now.reduce_dtype)
         if before != now:
-            raise NeedsTrace(
-                f"{name}: {now!r} instead of {before!r} changes what is computed, so trace the model again"
-            )
+            raise coded_error(NeedsTrace, "plan.replan-changes-computation", name=name, now=now, before=before)
     locations, new_locations = traced.sharded.locations, transform.sharded.locations
     if different := locations.keys() ^ new_locations.keys():
-        raise NeedsTrace(f"the module has other parameters: {', '.join(sorted(different)[:3])}")
+        raise coded_error(NeedsTrace, "plan.replan-with-other-parameters", names=", ".join(sorted(different)[:3]))
     for name, (bucket, index) in new_locations.items():
         before, now = _value(*locations[name]), _value(bucket, index)
         if before != now:
-            raise NeedsTrace(f"parameter {name!r} is {now} instead of {before}, so trace the model again")
+            raise coded_error(NeedsTrace, "plan.replan-with-changed-parameter", name=name, now=now, before=before)
 
 
 def _of_values(options: Options) -> dict[str, Any]:
