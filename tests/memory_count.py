@@ -223,7 +223,7 @@ def count_on_fake_ranks(
             compiled: CompiledTraces, args: Sequence[Any], accumulated: bool | Sequence[CompiledTraces] = False
         ) -> tuple[CompiledTraces, StepMemory, Tracker]:
             for bucket in transform.sharded.buckets:
-                bucket.window_state = None  # the trace gathers, as predicted, whatever an earlier window has left
+                bucket.private_slot.arena.contents.clear()  # the trace gathers, as predicted, in any window
             tracker = count_step(transform, compiled, args)
             return compiled, compiled.predict_memory(accumulated=accumulated, others=transform.compiled), tracker
 

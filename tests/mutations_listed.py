@@ -284,8 +284,8 @@ LISTED = (
         "O1",
         "a reduction in the private slot overwrites the parameters",
         "runtime/ops.py",
-        "bucket.gathered_at = None\n    unsharded = slot.grads",
-        "pass\n    unsharded = slot.grads",
+        "arena.begin_write(slot)\n    unsharded = slot.grads",
+        "arena.begin_use(slot)\n    unsharded = slot.grads",
         (_TRAINS.format("copied gradients in the place of kept parameters"),),
     ),
 )

@@ -172,7 +172,7 @@ class WorldRunner(WorldRun):
         buckets = self.transform.sharded.buckets
         if action.value >> self.rank & 1:
             bucket = buckets[action.seed // 20 % len(buckets)]
-            bucket.gathered_at = bucket.window_state = None
+            bucket.private_slot.arena.contents.clear()
 
     def _fork(self, action: Action) -> None:
         """Let a forked process read parameters and end, as a worker of a data loader does."""

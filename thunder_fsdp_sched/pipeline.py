@@ -37,7 +37,7 @@ from .transforms.guard_outputs import detach_constants, guard_outputs
 from .transforms.insert_unshard import insert_unshard
 from .transforms.regather_for_backward import regather_for_backward
 from .transforms.reject_resampled_random_grads import reject_resampled_random_grads
-from .transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward, reuse_in_window
+from .transforms.reuse_from_forward import reuse_from_forward, reuse_in_window
 from .transforms.shard_prologue import shard_prologue
 from .transforms.skip_unused_gradients import skip_unused_gradients
 from .transforms.sort_communication import sort_communication
@@ -49,7 +49,6 @@ OPTIONAL = (
     "gather_from_secondary",
     "write_grads_in_place",
     "sort_communication",
-    "mark_retained_by_forward",
     "reuse_from_forward",
     "release_slots",
     "reuse_in_window",
@@ -203,23 +202,22 @@ def scheduled(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
             trace, c.options.schedule, c.traces.forward_schedule, no_sync=c.no_sync
         )
         trace = run(load("extras.replay:replay_schedule"), trace, schedule=pinned)
+    # Backward may find what forward has left in slots if the ranks agree in each step that it does.
+    retains = c.options.agree == "step" and c.trains
     trace = run(
         assign_slots,
         trace,
         kept_buckets=c.settings.kept_buckets,
         arena_of=c.arena_of,
         forward=c.forward,
+        reuses=retains,
         max_unsharded_bytes=sharding.max_unsharded_bytes,
         release=sharding.release,
         trains=c.trains,
         backward_arena=c.settings.backward_arena,
     )
-    # Backward may find what forward has left in slots if the ranks agree in each step that it does.
-    retains = c.options.agree == "step" and c.trains
-    if retains and c.forward is None:  # forward of a backward, with `agree="step"`
-        trace = run(mark_retained_by_forward, trace)
     if retains and c.forward is not None:  # backward, with `agree="step"`
-        # It reuses what forward has marked.
+        # Slots can only be compared once they are assigned.
         trace = run(reuse_from_forward, trace, forward=c.forward)
     if sharding.release and not search:  # with `release`
         from .transforms.release_slots import release_slots

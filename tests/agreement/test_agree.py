@@ -38,7 +38,7 @@ def _steps_send_no_message(run: Run) -> None:
     agrees = run.transform.options.agree == "step"
     assert (post.call_count > 0) == agrees
     traces = "\n".join(str(t) for c in run.transform.compiled for t in (c.forward, c.backward))
-    assert ("fsdp_agree" in traces) == ("issues_before" in traces or "window=" in traces) == agrees
+    assert ("fsdp_agree" in traces) == ("resident=True" in traces or "window=" in traces) == agrees
 
 
 SCENARIOS = {

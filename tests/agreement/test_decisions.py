@@ -60,8 +60,8 @@ class SimulatedRank:
             if rank in members:
                 group = ProcessGroupRef(f"group {members}", members.index(rank), members, name=f"group {members}")
                 bucket = make_bucket(name, [SHAPE] * 2, world_size=len(members), arena=arena, ranks=BucketRanks(group))
-                has = lambda *_, name=name: name not in self.lost  # noqa: E731
-                bucket.is_kept_for_this_backward = bucket.is_resident = has  # type: ignore[method-assign, assignment]
+                has = lambda *_, name=name, **__: name not in self.lost  # noqa: E731
+                bucket.is_resident = has  # type: ignore[method-assign, assignment]
                 self.buckets.append(bucket)
         trace, control = self._trace(kind), world.control()
         program, guards = read_program(trace), any(effects(b).ensures for b in trace.bound_symbols)
@@ -80,7 +80,7 @@ class SimulatedRank:
                 if kind == "kept":
                     trace.bound_symbols.append(fsdp_params_unchanged.bind(bucket, shard, shard, output=None))
                     continue
-                marks: dict[str, Any] = {"window": WINDOW_OPEN} if kind == "window" else {"issues_before": 0}
+                marks: dict[str, Any] = {"window": WINDOW_OPEN} if kind == "window" else {"resident": True}
                 param, _ = fsdp_wait_params(bucket, fsdp_all_gather(bucket, bucket.private_slot, shard, shard, **marks))
                 gradient = prims.matmul(gradient, param)
             futures = []
@@ -99,7 +99,7 @@ class SimulatedRank:
                 {"fsdp_agree": self.start.post, "fsdp_agreed": self.start.settle}.get(bsym.sym.name, int)()
             elif e.issues is not None and e.issues.bucket is not None:
                 bucket, marks = e.issues.bucket, e.issues.marks
-                if not marks or not ops._reuses(bucket, bucket.private_slot, marks.get("issues_before")):
+                if not marks or not ops.reuses(bucket, bucket.private_slot, in_window="window" in marks):
                     flights[e.issues.future] = self.issue(bucket, e.issues.kind)
             elif e.waits is not None and e.waits.future in flights:
                 self.world.wait(flights[e.waits.future])
@@ -124,7 +124,7 @@ class Job:
     def run(self, lost: Mapping[int, Collection[str]]) -> dict[int, Any]:
         """Return the programs of a run in which ranks have lost these buckets."""
 
-        def again(bucket: Bucket, **options: Any) -> None:
+        def again(bucket: Bucket, *_: Any) -> None:
             self.ranks[self.world.rank].gather_again(bucket)
 
         with mock.patch.object(trace_start, "gather_again", again):

@@ -70,7 +70,7 @@ def test_a_forward_on_another_thread_of_one_rank_changes_no_collective(rank: int
 
 
 def _lose_kept(run: Run, number: int = -1) -> None:  # the bucket whose gradients come first
-    run.transform.sharded.buckets[number].gathered_at = None
+    run.transform.sharded.buckets[number].private_slot.arena.contents.clear()
 
 
 def _lose_left(run: Run) -> None:
@@ -151,7 +151,7 @@ def test_ranks_discard_after_one_has_failed_before_backward_and_one_in_it(rank: 
     run.train(1)
     loss = run.model(*run.inputs(1)).sum()
     if rank == 1:  # it has announced its backward, and not waited for the other yet
-        with mock.patch.object(Arena, "begin_issue", side_effect=ArithmeticError), pytest.raises(ArithmeticError):
+        with mock.patch.object(Arena, "begin_write", side_effect=ArithmeticError), pytest.raises(ArithmeticError):
             loss.backward()
         assert run.transform.sharded.control.channel.pending is not None
     tfs.discard_unreduced(run.model)

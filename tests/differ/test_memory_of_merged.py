@@ -106,7 +106,7 @@ class Counted:
             self.model.zero_grad()
             for way in [own] if earlier is None else [earlier, own]:
                 for bucket in self.ours.sharded.buckets:
-                    bucket.window_state = None
+                    bucket.private_slot.arena.contents.clear()
                     bucket.accumulation.from_others = frozenset(range(len(bucket.params)))
                 tracker = count_step(self.ours, way.compiled.with_merged(), way.flat)
         window = [earlier.compiled] if earlier is not None else False

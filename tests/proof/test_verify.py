@@ -250,9 +250,7 @@ def return_unreduced(step: Step) -> None:
 
 def expect_left(step: Step) -> None:
     """Let the last gather expect its bucket in the slot of the first one."""
-    last = step.at(GATHER, -1)
-    before = sum(b.sym.name in (GATHER, REDUCE) for b in step.bsyms[:last])
-    step.change(last, {1: step.slot(GATHER)}, issues_before=before)
+    step.change(step.at(GATHER, -1), {1: step.slot(GATHER)}, resident=True)
 
 
 Mutation = Callable[[Step], Any]
@@ -342,15 +340,6 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
     ("zero3 forward",): {
         # Slots
         "a parameter is saved": (lambda s: s.save(s.weight(-1)), r"saves '\w+', which is stored in slot_\d+ of bucket"),
-        # Buckets that forward leaves for backward
-        "a mark has a wrong number": (
-            lambda s: s.change(s.at(GATHER, -1), issues_after=7),
-            r"states issues_after=7 for bucket '\S+', but the trace has 0",
-        ),
-        "an overwritten bucket is left": (
-            lambda s: s.change(s.at(GATHER), issues_after=len(s.all(GATHER)) - 1),
-            r"leaves the parameters of bucket '\S+' in slot_\d+, which bound symbol \d+ of forward has overwritten",
-        ),
     },
     ("zero3 forward", "zero3 backward", "zero2 forward", "secondary forward"): {
         "shards are swapped": (lambda s: swap(s, GATHER), _OPERANDS),
@@ -390,10 +379,9 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
         ),
         "a gather overwrites a gradient": (gather_over_a_gradient, f"{_OVERWRITTEN}|{_IN_FLIGHT}"),
         # Buckets that forward leaves for backward
-        "a mark has another number": (lambda s: s.change(s.at(GATHER), issues_before=7), "states issues_before=7"),
-        "a bucket is expected where forward did not leave it": (
+        "a bucket is expected where another one has been gathered": (
             expect_left,
-            r"expects bucket '\S+' in slot_\d+, where forward did not leave it",
+            r"expects the parameters of bucket '\S+' in slot_\d+, which bound symbol \d+ of \w+ has overwritten",
         ),
     },
     KEPT: {
@@ -487,9 +475,8 @@ def test_a_broken_trace_is_refused(trace: str, mutate: Mutation, message: str) -
 
 def test_backward_may_expect_only_buckets_that_its_forward_left() -> None:
     step = Step("zero3", "backward")
-    for position, bsym in enumerate(step.forward.bound_symbols):
-        if bsym.sym.name == GATHER:
-            step.forward.bound_symbols[position] = bsym.from_bsym(kwargs={**bsym.kwargs, "issues_after": None})
+    slot = step.slot(GATHER)
+    step.change(step.at(GATHER), {1: slot.arena.slot(slot.arena.nbytes, slot.nbytes)})
     verify(step.trace)  # nothing is known about forward
     with pytest.raises(
         VerificationError,

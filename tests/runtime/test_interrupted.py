@@ -71,9 +71,9 @@ class _FaultInjector:
                 stack.enter_context(around(find_transport(transport), name, after=False))
             stack.enter_context(around(Arena, "register", before=False))
             for owner, names in (
-                (Arena, ("begin_issue", "finish", "prepare_for_gradient")),
+                (Arena, ("begin_use", "begin_write", "finish")),
                 (no_sync_ops, ("add_grads",)),
-                (Bucket, ("sharded_grads", "is_kept_for_this_backward")),
+                (Bucket, ("sharded_grads", "is_resident")),
                 (torch, ("tanh",)),
             ):
                 for name in names:
@@ -236,6 +236,29 @@ def test_memory_of_an_interrupted_collective_is_never_reused() -> None:
     assert (
         vars(alias).keys() == vars(first).keys() and alias.shard is first.shard and alias.params[0] is first.params[0]
     )
+
+
+@on_ranks(2)
+def test_a_slot_contains_a_bucket_until_overlapping_memory_is_written_or_freed() -> None:
+    transform = fsdp(bucketing_strategy="layer", transport="flat")
+    thunder.jit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), transforms=[transform])
+    first, second = transform.sharded.buckets
+    arena, nbytes = first.arena, slot_bytes(first.spec, torch.float32)
+    slot, overlapping, apart = (arena.slot(i * nbytes, n * nbytes) for i, n in ((0, 1), (0, 2), (8, 1)))
+    flight = ops.all_gather(first, slot, *first.params)
+    assert not arena.contents, "it is in flight"
+    ops.wait_params(first, flight)
+    ops.wait_params(second, ops.all_gather(second, apart, *second.params))
+    assert {slot: held.bucket for slot, held in arena.contents.items()} == {slot: first, apart: second}
+    assert not first.is_resident(slot), "no backward runs, and no window"
+    ops.sum_into(second, overlapping, 1, torch.ones(2, 4), 0, False)
+    assert arena.contents.keys() == {apart}
+    with mock.patch.object(find_transport("flat"), "all_gather", side_effect=ValueError), pytest.raises(ValueError):
+        ops.all_gather(first, apart, *first.params)
+    assert not arena.contents
+    ops.wait_params(first, ops.all_gather(first, slot, *first.params))
+    arena.release()
+    assert not arena.contents
 
 
 class _FailingWork:

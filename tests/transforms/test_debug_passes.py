@@ -36,7 +36,6 @@ def _without(*names: str, strategy: str = "zero3", long: bool = False, **options
 SCENARIOS = {
     "ZeRO-3": _without(*OPTIONAL, secondary_ranks=2),
     "ZeRO-2": _without(*OPTIONAL, strategy="zero2", release=True, long=True),
-    "marks": _without("mark_retained_by_forward", long=True),
     "reuse": _without("reuse_from_forward"),
 }
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from thunder_fsdp_sched import testing
-
 import pytest
 import torch
 from internals import assign_slots, effects, fsdp_all_gather
@@ -94,19 +92,12 @@ def _arena_bytes(trace: TraceCtx) -> int:
     return max(b.args[1].end for b in trace.bound_symbols if b.sym.name in ("fsdp_all_gather", "fsdp_reduce_scatter"))
 
 
-def test_a_forward_without_a_backward_leaves_no_bucket() -> None:
-    with torch.no_grad():
-        [compiled] = testing.compile_on_fake_ranks(lambda: (Stack(4, WIDTH), (torch.ones(2, WIDTH),)), 2)
-    assert compiled.backward is None
-    assert all(bsym.kwargs.get("issues_after") is None for bsym in _gathers(compiled.forward))
-
-
 def _without_marks(trace: TraceCtx) -> TraceCtx:
     """Return the trace without the marks that tie backward's gathers to forward's."""
     unmarked = from_trace(trace)
     for bsym in trace.bound_symbols:
         if bsym.sym is fsdp_all_gather:
-            bsym = bsym.from_bsym(kwargs=bsym.kwargs | {"issues_after": None, "issues_before": None})
+            bsym = bsym.from_bsym(kwargs=bsym.kwargs | {"resident": None})
         unmarked.bound_symbols.append(bsym)
     returned = trace.bound_symbols[-1]
     if isinstance(returned.args[0], dict):  # forward's, with what it saves

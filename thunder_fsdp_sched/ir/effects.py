@@ -79,8 +79,7 @@ class Issue(NamedTuple):
         gathers: whether the slot then holds the bucket's parameters.
         transport: how it is sent; the name of a transport, or of the collective.
         encoding: the format in which it is sent; ``None`` if exactly.
-        issues_after: how many issues on the arena follow in the trace, if the bucket is still there at its end.
-        issues_before: how many issues on the arena precede it in the trace, if it is :attr:`resident`.
+        resident: whether forward has left the bucket in the slot for backward, so that nothing is sent.
         window: whether an earlier micro-batch may have left the bucket; see [Note: Gathered once in a window].
         traffic: the bytes that it sends and copies.
         from_host: bytes that are first copied from the host's memory.
@@ -96,8 +95,7 @@ class Issue(NamedTuple):
     gathers: bool = False
     transport: str = ""
     encoding: str | None = None
-    issues_after: int | None = None
-    issues_before: int | None = None
+    resident: bool = False
     window: str | None = None
     traffic: Traffic | None = None
     from_host: int = 0
@@ -108,15 +106,10 @@ class Issue(NamedTuple):
         return f"{self.transport} {self.encoding}" if self.encoding else self.transport
 
     @property
-    def resident(self) -> bool:
-        """Whether the bucket is expected to be in the slot already, so that nothing is sent."""
-        return self.issues_before is not None
-
-    @property
-    def marks(self) -> dict[str, int | str]:
-        """The marks of a gather whose bucket stays resident between forward and backward, or in a window."""
-        marks = {"issues_after": self.issues_after, "issues_before": self.issues_before, "window": self.window}
-        return {name: mark for name, mark in marks.items() if mark is not None}
+    def marks(self) -> dict[str, bool | str]:
+        """The marks of a gather that may find its bucket resident, from forward or in a window."""
+        marks = {"resident": self.resident, "window": self.window}
+        return {name: mark for name, mark in marks.items() if mark}
 
 
 class Wait(NamedTuple):

@@ -9,7 +9,7 @@ gradients of one dtype, and only if it makes the arena smaller.
 
 A kept bucket (ZeRO-2) is gathered in forward into its private slot, and backward reads what forward has saved of it.
 There the same rule applies to both traces together: the gradients of kept buckets need no memory at all. From the first
-gradient on, the slot no longer holds the parameters (``Bucket.gathered_at``), so another backward of the same
+gradient on, the slot no longer contains the parameters (``Arena.contents``), so another backward of the same
 forward, or one after an exception, gathers them again into the slot, which the saved tensors are views of.
 """
 
@@ -28,10 +28,15 @@ from .effects import effects
 
 
 def retained_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
-    """Return the buckets that are still resident in shared slots after a marked forward trace, with their slots."""
-    issues = [e.issues for e in map(effects, forward.bound_symbols) if e.issues is not None]
-    regions = [issue.region for issue in issues if issue.region is not None and issue.issues_after is not None]
-    return {region.bucket.primary: region.slot for region in regions if region.slot is not None}
+    """Return the buckets that are still resident in shared slots after a forward trace, with their slots."""
+    found: dict[Bucket, Slot] = {}
+    later: list[Slot] = []
+    for issue in (e.slot_issue for e in map(effects, reversed(forward.bound_symbols))):
+        if issue is not None and (region := issue.region) is not None and (slot := region.slot) is not None:
+            if issue.gathers and not region.is_private and not any(map(slot.overlaps, later)):
+                found.setdefault(region.bucket.primary, slot)
+            later.append(slot)
+    return found
 
 
 def grads_over_params(ranges: Iterable[Lifetime]) -> dict[Lifetime, Lifetime]:

@@ -7,10 +7,9 @@ Forward and backward traces contain for each bucket::
     ft1 = fsdp_reduce_scatter(bucket_h_0, slot_1, dw, db)    # issue; slot_1 holds the unsharded gradients
     (g_w, g_b) = fsdp_wait_grads(bucket_h_0, ft1)            # views of one fresh flat buffer
 
-A gather with ``reuse_cast=True`` sends the same cast that its forward sent. A gather of forward has ``issues_after=3`` if
-three issues on its arena follow it and none of them touches its memory, so that the bucket is still resident at the end
-of forward. If backward gathers it into the same slot, and none of the ``issues_before=2`` issues before that gather
-touches the slot, nothing is sent, unless something else was issued on the arena in between. Nor is anything sent by a
+A gather with ``reuse_cast=True`` sends the same cast that its forward sent. One of backward with ``resident=True`` sends
+nothing, because forward has left the bucket in the slot, unless something has been written there between the two traces: see
+[Note: Buckets left by forward] in ``transforms.reuse_from_forward``. Nor is anything sent by a
 gather with ``window='open'`` or ``window='last'`` if an earlier micro-batch of its accumulation window has left the bucket
 in its private slot: see [Note: Gathered once in a window] in ``runtime.bucket``.
 
@@ -110,8 +109,7 @@ def _all_gather_meta(
     slot: Slot | None,
     *shards: TensorProxy | None,
     reuse_cast: bool = False,
-    issues_after: int | None = None,
-    issues_before: int | None = None,
+    resident: bool | None = None,
     window: str | None = None,
     secondary: TensorProxy | None = None,
 ) -> FutureTensorProxy:
@@ -133,7 +131,8 @@ def gather_of(bucket: Bucket, slot: Slot | None = None, future: str = "", **mark
         gathers=True,
         transport=spec.comm.transport,
         encoding=spec.options.formats[0],
-        **{mark: marks.get(mark) for mark in ("issues_after", "issues_before", "window")},
+        resident=bool(marks.get("resident")),
+        window=marks.get("window"),
         traffic=bucket.transport.gather_traffic(spec),
         from_host=_loaded_bytes(bucket) if spec.comm.offload else 0,
     )

@@ -78,12 +78,10 @@ class Machine:
         needs: the range that a value in an arena needs.
         roots: the values that another one may share memory with.
         contents: what values hold, if an effect says so.
-        left: where forward has left buckets for backward in shared slots.
         filling: the gradients in place that no reduction has collected, with the positions of their writers.
         guarded: buckets of which backward knows that their private slots hold the parameters.
         ahead: the gathers that nothing has consumed, in the order of their issues.
         future_of: the future of its gather, for each gathered parameter.
-        marked: the gathers that leave their bucket for backward, each with its number on its arena.
         foreign: the position of the last communication that is not ours.
     """
 
@@ -94,7 +92,6 @@ class Machine:
         self.needs: dict[str, _Range] = {}
         self.roots: dict[str, frozenset[str]] = {}
         self.contents: dict[str, Hashable] = {}
-        self.left: dict[Bucket, SlotRegion] = {}
         self.ran_forward = False
 
     def run(self, trace: TraceCtx) -> None:
@@ -108,8 +105,6 @@ class Machine:
         self.guarded: set[Bucket] = set()
         self.ahead: dict[str, Issue] = {}
         self.future_of: dict[str, str] = {}
-        self.issued: dict[Arena, int] = defaultdict(int)
-        self.marked: list[tuple[_Pending, int]] = []
         self.foreign = -1
         seen: set[int] = set()
         for self.position, bsym in enumerate(trace.bound_symbols):
@@ -288,13 +283,9 @@ class Machine:
     def _issue(self, issue: Issue, bsym: BoundSymbol) -> _Pending:
         flight = _Pending(issue, self.position)
         if issue.region is not None:
-            arena = self._slot(issue.region).arena
             if issue.gathers:
-                self._check_marks(issue, issue.region, self.issued[arena])
+                self._check_marks(issue, issue.region)
             self._write(issue.region, _params(issue.region) if issue.gathers else issue.future, bsym)
-            self.issued[arena] += 1
-            if issue.issues_after is not None:
-                self.marked.append((flight, self.issued[arena]))
         if issue.gathers:
             self.ahead[issue.future] = issue
             others = [_name(flying.issue) for flying in self.flights.values() if flying.issue.gathers]
@@ -304,22 +295,15 @@ class Machine:
         self.flights[issue.future] = flight
         return flight
 
-    def _check_marks(self, issue: Issue, region: SlotRegion, before: int) -> None:
+    def _check_marks(self, issue: Issue, region: SlotRegion) -> None:
         """Check a gather that may find its bucket in the slot already."""
         if issue.window is not None and not (region.is_private and self.is_awaited):
             self.fail(f"reuses {region.slot}, which does not keep bucket {_name(region)} until backward")
-        if issue.resident:
-            self._check_number("issues_before", issue, before, self.position)
-            left = self.left.pop(region.bucket.primary, None)
-            if self.ran_forward and (left is None or left.slot is not region.slot):
-                self.fail(f"expects bucket {_name(region)} in {region.slot}, where forward did not leave it")
+        slot = self._slot(region)
         if issue.resident or issue.window is not None:
             self._check(_Range(*region.span, _params(region), region), "expects the parameters")
-
-    def _check_number(self, mark: str, issue: Issue, actual: int, position: int) -> None:
-        if issue.marks[mark] != actual:
-            stated = f"{mark}={issue.marks[mark]}"
-            self.fail(f"states {stated} for bucket {_name(issue)}, but the trace has {actual}", position)
+        if issue.resident and self.ran_forward and all(h.region.slot is not slot for h in self.memory[slot.arena]):
+            self.fail(f"expects bucket {_name(region)} in {region.slot}, where forward did not leave it")
 
     def _wait(self, effect: Effects) -> _Pending:
         assert effect.waits is not None
@@ -349,13 +333,6 @@ class Machine:
                             f"{what} {name!r}, which is stored in {region.slot} of bucket {_name(region)}. If the operator "
                             f"that computes it returns memory of its own, declare it: thunder_fsdp_sched.declare_operator"
                         )
-        for flight, number in self.marked:
-            issue, left = flight.issue, flight.issue.region
-            assert left is not None
-            after = self.issued[self._slot(left).arena] - number
-            self._check_number("issues_after", issue, after, flight.position)
-            self._check(_Range(*left.span, _params(left), left), "leaves the parameters")
-            self.left[left.bucket.primary] = left
         self.ran_forward = True
         for ranges in self.memory.values():
             for index, held in enumerate(ranges):

@@ -21,7 +21,7 @@ def verify(
 ) -> TraceCtx:
     """Check a sorted trace with slots, and return it with the same bound symbols.
 
-    Runs after ``mark_retained_by_forward`` or ``reuse_from_forward`` and before ``insert_agreement``. It always runs.
+    Runs after ``reuse_from_forward`` and before ``insert_agreement``. It always runs.
     It proves:
 
     * Every value is defined once, before it is read. No bound symbol stands in the trace twice.
@@ -51,7 +51,7 @@ def verify(
     See [Note: The abstract machine] in ``machine``.
 
     Args:
-        forward: for a backward trace, its forward trace after ``mark_retained_by_forward``.
+        forward: for a backward trace, its forward trace with slots.
         original: the trace as Thunder has split it; ``None`` if there is none to compare with.
         max_gathers_in_flight: how many gathers may be issued and not waited for; ``None`` for no limit.
         in_order: whether gathers of ``trace`` must be issued in the order of their first consumers. A trace that serves

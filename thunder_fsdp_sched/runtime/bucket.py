@@ -7,10 +7,9 @@ An accumulation window is a sequence of micro-batches under ``no_sync``, and the
 bucket that stays unsharded between forward and backward (ZeRO-2, or chosen by ``max_memory``) stays so between
 micro-batches, too: its private slot belongs to no other bucket. So the forward of a later micro-batch sends nothing if
 
-* the previous gather into the slot was one of a forward under ``no_sync`` with a backward, and has been waited for. An
-  evaluation, and the forward after ``no_sync``, leave nothing to reuse;
-* nothing else has been written there since: gradients, or a gather of backward;
-* the memory has not been freed since (``release``, ``borrow_memory``);
+* the slot still contains it: see [Note: Contents of slots] in ``memory``;
+* it was gathered there by a forward under ``no_sync`` with a backward. An evaluation, a backward, and the forward after
+  ``no_sync`` leave nothing to reuse;
 * no parameter of the bucket has changed since. Every write through a parameter or its ``.data`` counts, as does each step
   of an optimizer in this process. Writes that torch cannot see, by kernels of others or through ``to_local().data``, do
   not: no window may contain them, unless ``Sharding(reshard_after_backward=True)`` gathers in each micro-batch;
@@ -38,7 +37,7 @@ from ..ranks.issue_counts import IssueCounts
 from ..transports import transport_of
 from ..transports.base import Views, Work
 from .accumulation import Accumulation
-from .autograd import is_of_running_backward, requested, wanted
+from .autograd import requested, wanted
 from .memory import Arena, Slot, address, slot_bytes
 from .names import optimizer_steps
 from .row_dtensor import RowDTensor
@@ -113,17 +112,8 @@ class Bucket:
         """Where the bucket stays from forward to backward, if it is kept (ZeRO-2); allocated by the first gather into it."""
         self.issue_counts = IssueCounts() if base is None else base.issue_counts
         self.peer_memory = peer_memory
-        self.gathered_at: int | None = None
-        """The ``moment`` after the last gather into the private slot; ``None`` until it is waited for, and as soon as
-        backward writes a gradient there."""
-        self.is_agreed = False
-        """Whether a round of agreement gathers the bucket again if some rank has lost it before backward; otherwise this
-        rank decides alone."""
-        self.window_state: tuple[int, ...] | None = None
-        """Which contents of the private slot later micro-batches may reuse: :meth:`state_of` it at the last gather."""
         self.is_reuse_agreed: bool | None = None
-        """Whether all ranks have offered to reuse the bucket in the latest round of agreement; ``None`` if this rank
-        decides alone."""
+        """Whether the latest round of agreement lets all ranks reuse the bucket; ``None`` if this rank decides alone."""
         if base is None:
             self.shard = self._allocate_shard()
             self.shard_views = spec.layout.shard_views(self.rank, self.shard)
@@ -243,21 +233,10 @@ class Bucket:
         has_secondary = self.primary is not self or spec.options.secondary_ranks is not None
         return self.ranks.group.size == 1 and is_sent_unchanged and is_of_trace and not has_secondary
 
-    def is_kept_for_this_backward(self) -> bool:
-        """Return whether the private slot holds the values that the running backward's own forward gathered.
-
-        Another forward may have gathered other values since: swapping parameters through ``.data`` changes no version.
-        """
-        return self.gathered_at is not None and is_of_running_backward(self.gathered_at)
-
     def version(self) -> tuple[int, ...]:
         """Return numbers that differ after each detectable write to the shard; see [Note: Reuse of casts]
         in ``extras.low_precision.cast_source``."""
         return (optimizer_steps(), self.shard._version, *(p._version for p in self.params))
-
-    def state_of(self, slot: Slot) -> tuple[int, ...]:
-        """Return numbers that change when the memory of ``slot`` is freed, or with a write to the shard that torch sees."""
-        return (slot.arena.times_released, *self.version())
 
     def ends_window(self) -> bool:
         """Return whether the running backward ends a ``no_sync`` window: whether it returns the accumulated gradients.
@@ -279,18 +258,18 @@ class Bucket:
             )
         return not others
 
-    def is_resident(self, slot: Slot, issues_before: int | None) -> bool:
+    def is_resident(self, slot: Slot, *, in_window: bool = False) -> bool:
         """Return whether a gather into ``slot`` would find the bucket there, so that it need not send anything.
 
         Args:
-            issues_before: how many issues on the arena the running backward has made, if its forward has left the bucket;
-                ``None`` if an earlier micro-batch has, in the private slot.
+            in_window: whether an earlier micro-batch may have left it for a forward; otherwise forward for its backward.
         """
-        if issues_before is not None:
-            return slot.arena.is_retained(self.primary, slot, issues_before)
-        if slot is not self.private_slot or self.window_state is None or self.gathered_at is None:
+        contents = slot.arena.contents.get(slot)
+        if contents is None or contents.bucket is not self.primary:
             return False
-        return self.window_state == self.state_of(slot)
+        if in_window:
+            return contents.version is not None and contents.version == self.version()
+        return contents.is_for_running_backward()
 
     def sharded_grads(self, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gradient of each shard, in dtype and on device of shards.

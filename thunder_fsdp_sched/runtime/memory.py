@@ -9,9 +9,9 @@ gather copies nothing. What is proved of slots still holds: nothing writes an un
 the versions of shards between forward and backward. Slots stay planned and allocated, because gradients use them.
 
 *Private slots* (ZeRO-2) belong to one bucket. As long as the parameters do not change, a gather overwrites a slot with
-the same bytes; a change between forward and backward is an error (``fsdp_params_unchanged``). Backward first checks
-each slot: if a forward without gradients, or one that failed, has written it since, the bucket is gathered again. So it
-is if another backward has written its gradients there: see [Note: Gradients in the place of their parameters] in
+the same bytes; a change between forward and backward is an error (``fsdp_params_unchanged``). Backward first checks what
+each slot contains: if a forward without gradients, or one that failed, has written it since, the bucket is gathered again.
+So it is if another backward has written its gradients there: see [Note: Gradients in the place of their parameters] in
 ``ir.slots``.
 
 With ``release`` their memory is freed after backward. Tensors that an earlier forward has saved keep what they are views
@@ -26,6 +26,12 @@ one exception: buckets from the end of forward, for the backward that follows. S
 *The extension* of an arena holds shared slots of backward that do not fit into the memory that forward needs. It exists
 only with ``max_memory``, from its first use in a backward to the end of that backward. See
 [Note: Memory that only backward needs] in ``transforms.release_slots``.
+
+[Note: Contents of slots]
+The proof knows of each range of bytes what was written there last. So does the arena at run time: after a gather, a slot
+contains that bucket (:class:`Contents`) until something else writes overlapping memory, or the memory is freed. That alone
+decides whether a gather may be left out, and whether backward still finds a kept bucket. The contents also say when they
+were gathered: backward uses those of its own forward, or of itself, and a micro-batch those of an earlier one of its window.
 
 [Note: Storages of parameters]
 An operator may address memory by its position in the storage of its input: ``as_strided`` with an offset, or
@@ -44,11 +50,11 @@ the other. Each arena of the model is then also recorded to be in use on the new
 An exception (an index out of range, out of memory, an interrupt) may end a forward or a backward between any two lines.
 
 *Collectives in flight* stay registered in their arena until they are waited for. The next use of overlapping memory
-waits for them first (``Arena.begin_issue``), and a later reader of a private slot waits for that slot. If an issue itself
+waits for them first (``Arena.begin_write``), and a later reader of a private slot waits for that slot. If an issue itself
 was interrupted, it is unknown what is in flight, so every later use of that memory is an error.
 
-*Resident buckets* are reused only by the backward of the forward that left them, and only if no other issue has used
-the arena since. An aborted run in between rules that out, no matter how far it got.
+*Contents of slots* are unknown from the moment at which an issue or a gradient may write them to the end of the wait. So a
+run that has failed in between leaves only what it has not touched.
 
 *A round of agreement* that a backward has posted and not settled stays pending until the model's next round. Nothing settles
 it when the exception leaves backward: that would wait for ranks that never come to this backward, and withhold the error.
@@ -98,15 +104,12 @@ class Slot:
         self.arena = arena
         self.offset = offset
         self.nbytes = nbytes
+        self.end = offset + nbytes
         self.params = _ViewCache(lambda bucket: arena.make_params(bucket, self))
         self.grads = _ViewCache(lambda bucket: arena.make_views(bucket, self, bucket.spec.reduce_dtype))
 
     def __repr__(self) -> str:
         return self.name
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
 
     def overlaps(self, other: Slot) -> bool:
         """Return whether the two slots share memory."""
@@ -128,13 +131,39 @@ class _ViewCache(dict["Bucket", Views]):
         return views
 
 
+class Contents(NamedTuple):
+    """The bucket that a slot contains: see [Note: Contents of slots].
+
+    Attributes:
+        bucket: the primary of the bucket that was gathered into the slot.
+        moment: the moment at which that was issued.
+        backward: the number of the backward in which it was; -1 in a forward.
+        version: the version of the shard that later micro-batches of the window may reuse, if they may.
+    """
+
+    bucket: Bucket
+    moment: int
+    backward: int
+    version: tuple[int, ...] | None = None
+
+    @classmethod
+    def from_gather(cls, bucket: Bucket, version: tuple[int, ...] | None = None) -> Contents:
+        """Return the contents of a slot into which a bucket is gathered now."""
+        return cls(bucket.primary, moment(), backward_number(), version)
+
+    def is_for_running_backward(self) -> bool:
+        """Return whether the running backward may use it: whether it, or its own forward, has gathered it."""
+        return self.backward == backward_number() >= 0 or is_of_running_backward(self.moment)
+
+
 class InFlight(NamedTuple):
     """A collective that was issued and not yet waited for.
 
     ``slot`` is the memory that it writes (parameters) or reads (gradients); nothing else may touch it until the wait.
     ``output`` is the flat sharded gradient of a reduction, ``None`` for a gather. ``missing`` are the indices of parameters
     that have no gradient in this backward. ``works`` finish in any order. ``sent`` is the tensor that a gather reads; this
-    reference keeps the copy of an offloaded shard alive. A gather that reuses what is there has none.
+    reference keeps the copy of an offloaded shard alive. ``contents`` is what the slot contains after the wait. A gather
+    that finds its bucket in the slot has neither.
     """
 
     bucket: Bucket
@@ -144,6 +173,7 @@ class InFlight(NamedTuple):
     output: torch.Tensor | None = None
     missing: tuple[int, ...] = ()
     sent: torch.Tensor | None = None
+    contents: Contents | None = None
 
     def wait(self) -> None:
         """Wait for all works.
@@ -172,7 +202,7 @@ class Arena:
     Attributes:
         scratch: idle temporary memory of transports, keyed by dtype and number of elements. All arenas of a model have
             that of the shared arena, so whichever is freed, no idle memory stays.
-        times_released: how often its memory has been released.
+        contents: what its slots contain, if that is known: see [Note: Contents of slots].
     """
 
     def __init__(self, device: torch.device, shared: Arena | None = None, *, prefix: str = "slot") -> None:
@@ -180,15 +210,13 @@ class Arena:
         self._shared: Arena | None = shared if shared is None else shared._shared or shared
         self.nbytes = 0
         self._in_flight: dict[Slot, InFlight] = {}
-        self._issued = 0
-        self._retained: dict[Bucket, _Retained] = {}
+        self.contents: dict[Slot, Contents] = {}
         self.scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] = (
             defaultdict(list) if self._shared is None else self._shared.scratch
         )
         self._arenas: weakref.WeakSet[Arena] = weakref.WeakSet() if shared is None else shared._arenas  # of the model
         self._arenas.add(self)
         self._stream: torch.cuda.Stream | None = None  # of a shared arena: the last one that used the model's memory
-        self.times_released = 0
         self._was_freed = False
         self._allocated_at = 0  # a `moment`, kept only once the memory was freed
         self._memory: torch.Tensor | None = None
@@ -228,8 +256,7 @@ class Arena:
     def release(self) -> None:
         """Drop the arena's references to its memory, which slots would keep alive; the last view frees it."""
         self._memory = None
-        self.times_released += 1
-        self._retained.clear()
+        self.contents.clear()
         for slot in self._slots.values():
             slot.params.clear()
             slot.grads.clear()
@@ -317,14 +344,18 @@ class Arena:
         """The collectives that were issued and not yet waited for, at most one per slot."""
         return tuple(self._in_flight.values())
 
-    def begin_issue(self, slot: Slot) -> None:
-        """Prepare ``slot`` for an issue: wait for collectives on its memory that an exception left in flight.
-
-        This counts as an issue even if it fails, because from here on the memory may be written.
-        """
-        self._issued += 1
+    def begin_use(self, slot: Slot) -> None:
+        """Prepare ``slot`` for use: wait for collectives on its memory that an exception left in flight."""
         self.follow_stream()
-        self.wait_for_overlapping(slot)
+        if self._in_flight:
+            self.wait_for_overlapping(slot)
+
+    def begin_write(self, slot: Slot) -> None:
+        """Prepare ``slot`` for an issue or a gradient, and forget what the memory contains."""
+        self.begin_use(slot)
+        if self.contents:  # empty from the first gradient in a private slot on
+            for other in [other for other in self.contents if other is slot or other.overlaps(slot)]:
+                del self.contents[other]
 
     def follow_stream(self) -> None:
         """Let the current stream wait for the last one that used the model's memory; see [Note: Streams of traces]."""
@@ -351,46 +382,6 @@ class Arena:
         """Record that an issue on the memory of ``slot`` was interrupted, so it is unknown what is in flight there."""
         self._in_flight[slot] = InFlight(bucket, what, slot, (_InterruptedWork(),))
 
-    def retain(self, bucket: Bucket, slot: Slot, issues_after: int) -> None:
-        """Record that the last issue was a gather that the next ``issues_after`` issues of forward do not overwrite."""
-        self._retained[bucket] = _Retained(slot, self._issued + issues_after, moment())
-
-    def is_retained(self, bucket: Bucket, slot: Slot, issues: int) -> bool:
-        """Return whether ``bucket`` is still resident in ``slot``.
-
-        It is if the running backward's own forward left it there, and only the rest of that forward and ``issues`` issues of
-        this backward were issued since.
-        """
-        retained = self._retained.get(bucket)
-        return (
-            retained is not None
-            and retained.slot is slot
-            and retained.issued == self._issued - issues
-            and retained.is_for_running_backward()
-        )
-
-    def restore(self, bucket: Bucket, slot: Slot, gather: Callable[[], object]) -> None:
-        """Gather a bucket that the running backward expects in ``slot`` into it, before its first issue on the arena.
-
-        It does not count as an issue: buckets that are still resident are in other slots. If it fails, none is resident.
-        """
-        issued = self._issued
-        gather()
-        self._issued = issued
-        self._retained[bucket] = _Retained(slot, issued, restored_in=backward_number())
-
-    def prepare_for_gradient(self, slot: Slot) -> None:
-        """Prepare the memory of ``slot`` for gradients before their reduction claims it.
-
-        The backward of an earlier forward may fail before its first issue. Buckets that it has overwritten by then must
-        not count as resident from the latest forward.
-        """
-        self.follow_stream()
-        if self._in_flight:
-            self.wait_for_overlapping(slot)
-        for bucket in [b for b, retained in self._retained.items() if not retained.is_for_running_backward()]:
-            del self._retained[bucket]
-
     def finish(self, flight: InFlight) -> None:
         """Wait for ``flight``. If that fails, it stays in flight and its memory stays unusable."""
         slot = flight.slot
@@ -398,30 +389,13 @@ class Arena:
         flight.wait()
         if self._in_flight.get(slot) is flight:
             del self._in_flight[slot]
+            if flight.contents is not None:
+                self.contents[slot] = flight.contents
 
     def wait_for_overlapping(self, slot: Slot) -> None:
         """Wait for collectives on the memory of ``slot`` that an exception in an earlier step left in flight."""
         for flight in [f for other, f in self._in_flight.items() if other is slot or other.overlaps(slot)]:
             self.finish(flight)
-
-
-class _Retained(NamedTuple):
-    """A bucket that forward left in shared memory, or that the start of a backward has gathered there again.
-
-    ``issued`` is the arena's number of issues at the end of that forward, ``left_at`` a ``moment`` in it; ``restored_in`` is
-    the number of that backward.
-    """
-
-    slot: Slot
-    issued: int
-    left_at: int | None = None
-    restored_in: int | None = None
-
-    def is_for_running_backward(self) -> bool:
-        """Return whether the running backward may use it."""
-        if self.left_at is None:
-            return self.restored_in == backward_number()
-        return is_of_running_backward(self.left_at)
 
 
 class _InterruptedWork:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,9 +10,8 @@ from thunder.distributed import get_skip_data_parallel_grad_sync
 
 from ..errors import coded_error
 from ..private_torch import running_node
-from .autograd import moment
-from .bucket import WINDOW_OPEN, Bucket
-from .memory import Arena, InFlight, Slot, address, slot_bytes
+from .bucket import WINDOW_LAST, WINDOW_OPEN, Bucket
+from .memory import Arena, Contents, InFlight, Slot, address, slot_bytes
 from .names import issue_named
 from .row_dtensor import RowDTensor
 from .unused_outputs import drop_gradients, unused_gradients
@@ -32,43 +30,37 @@ def all_gather(
     slot: Slot,
     *shards: RowDTensor | None,
     reuse_cast: bool = False,
-    issues_after: int | None = None,
-    issues_before: int | None = None,
+    resident: bool = False,
     window: str | None = None,
     secondary: torch.Tensor | None = None,
 ) -> InFlight:
     check_shards(bucket, shards)
     arena = slot.arena
-    reuses = (window is not None or issues_before is not None) and _reuses(bucket, slot, issues_before)
-    arena.begin_issue(slot)
-    if reuses:
-        if window != WINDOW_OPEN:
-            bucket.window_state = None
+    if (resident or window is not None) and reuses(bucket, slot, in_window=window is not None):
+        arena.begin_use(slot)
+        if window == WINDOW_LAST:
+            arena.contents[slot] = arena.contents[slot]._replace(version=None)
         bucket.issue_counts.issued += 2
         return arena.register(InFlight(bucket, "all-gather", slot, ()))
+    arena.begin_write(slot)
     unsharded = slot.params[bucket]
-    if slot is bucket.private_slot:
-        bucket.gathered_at = None
-        bucket.window_state = bucket.state_of(slot) if window == WINDOW_OPEN else None
+    contents = Contents.from_gather(bucket, bucket.version() if window == WINDOW_OPEN else None)
     sent = bucket.source.shard(reuse_cast=reuse_cast) if secondary is None else secondary
 
     def gather() -> InFlight:
         works = bucket.gather_into(unsharded, sent)
-        return arena.register(InFlight(bucket, "all-gather", slot, works, sent=sent))
+        return arena.register(InFlight(bucket, "all-gather", slot, works, sent=sent, contents=contents))
 
-    flight = issue(bucket, "all-gather", gather, slot)
-    if issues_after is not None:
-        arena.retain(bucket, slot, issues_after)
-    return flight
+    return issue(bucket, "all-gather", gather, slot)
 
 
-def _reuses(bucket: Bucket, slot: Slot, issues_before: int | None) -> bool:
+def reuses(bucket: Bucket, slot: Slot, *, in_window: bool = False) -> bool:
     """Return whether all ranks still have the bucket, from this backward's forward or from an earlier micro-batch.
 
     Raises:
         RuntimeError: they had when the trace started, and this one has lost it since.
     """
-    has = bucket.is_resident(slot, issues_before)
+    has = bucket.is_resident(slot, in_window=in_window)
     if bucket.is_reuse_agreed is None:
         return has
     if bucket.is_reuse_agreed and not has:
@@ -76,27 +68,19 @@ def _reuses(bucket: Bucket, slot: Slot, issues_before: int | None) -> bool:
     return bucket.is_reuse_agreed
 
 
-def gather_again(bucket: Bucket, *, lost: bool, slot: Slot | None = None) -> None:
+def gather_again(bucket: Bucket, slot: Slot | None) -> None:
     """Gather a bucket again, which some rank has lost since forward, besides the collectives that traces contain.
 
     Args:
-        lost: whether this rank has. Otherwise it takes part with other memory: the slot may hold gradients already.
-        slot: where the running backward expects it; by default the private slot.
+        slot: where the running backward expects it, if this rank has lost it. Otherwise it takes part with other memory: the
+            slot may hold gradients already.
     """
+    spec = bucket.spec
     bucket.issue_counts.expected += 2
-    if not lost:
-        spec = bucket.spec
-        other = Arena(spec.device, bucket.arena).slot(0, slot_bytes(spec, spec.param_dtype))
-        _gather_into(other, bucket)
-        other.arena.release()
-    elif slot is None:
-        _gather_into(bucket.private_slot, bucket)
-    else:
-        slot.arena.restore(bucket, slot, partial(_gather_into, slot, bucket))
-
-
-def _gather_into(slot: Slot, bucket: Bucket) -> None:
-    wait_params(bucket, all_gather(bucket, slot, *[None] * len(bucket.spec.params), reuse_cast=True))
+    into = slot or Arena(spec.device, bucket.arena).slot(0, slot_bytes(spec, spec.param_dtype))
+    wait_params(bucket, all_gather(bucket, into, *[None] * len(spec.params), reuse_cast=True))
+    if slot is None:
+        into.arena.release()
 
 
 def issue(bucket: Bucket, what: str, function: Callable[[], T], slot: Slot | None = None) -> T:
@@ -127,16 +111,11 @@ def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = N
     slot.arena.finish(flight)
     if flight.sent is not None and bucket.spec.comm.offload and running_node() is not None:
         bucket.source.finish_copy()
-    if slot is bucket.private_slot and flight.sent is not None:
-        bucket.gathered_at = moment()
     return slot.params[bucket].tensors
 
 
 def _grad_view(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
-    # The slot of a reduction is in use from its first gradient on.
-    slot.arena.prepare_for_gradient(slot)
-    if slot is bucket.private_slot:
-        bucket.gathered_at = None  # what forward has saved of the bucket is overwritten
+    slot.arena.begin_write(slot)  # the slot of a reduction is in use from its first gradient on
     return slot.grads[bucket].tensors[index]
 
 
@@ -154,9 +133,7 @@ def sum_into(
 
 def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None, adds_left: bool = True) -> InFlight:
     arena = slot.arena
-    arena.begin_issue(slot)
-    if slot is bucket.private_slot:
-        bucket.gathered_at = None
+    arena.begin_write(slot)
     unsharded = slot.grads[bucket]
     bucket.accumulation.check_complete()
     # All but those that their producer wrote in place: these are the view itself.

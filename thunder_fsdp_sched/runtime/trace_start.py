@@ -43,44 +43,26 @@ GATHER_BITS = KEPT_BITS << _BITS
 T = TypeVar("T")
 
 
-class MarkedGather(NamedTuple):
-    """A gather that may find its bucket in the slot.
+class SlotOfBucket(NamedTuple):
+    """A slot in which a trace may find a bucket.
 
     Attributes:
-        is_resident: whether forward has left the bucket for this backward; otherwise an earlier micro-batch has.
+        in_window: whether an earlier micro-batch may have left it there for a forward; otherwise forward for its backward.
     """
 
     bucket: weakref.ref[Bucket]
     slot: weakref.ref[Slot]
-    is_resident: bool
+    in_window: bool = False
 
     def name(self) -> str:
-        """Return the name of its bucket."""
+        """Return the name of the bucket."""
         bucket = self.bucket()
         return "" if bucket is None else bucket.spec.name
 
-    @property
-    def is_in_slot(self) -> bool:
-        """Whether this rank has the bucket, as the trace starts."""
+    def is_filled(self) -> bool:
+        """Return whether this rank has the bucket there."""
         bucket, slot = self.bucket(), self.slot()
-        return bucket is not None and slot is not None and bucket.is_resident(slot, 0 if self.is_resident else None)
-
-
-class ExpectedBucket(NamedTuple):
-    """A bucket that backward expects to find, and that all ranks gather again if one of them has lost it.
-
-    Attributes:
-        slot: where forward has left it; ``None`` if it is kept in its private slot.
-    """
-
-    bucket: weakref.ref[Bucket]
-    slot: weakref.ref[Slot] | None
-
-    def is_there(self, bucket: Bucket) -> bool:
-        """Return whether this rank has it, as the trace starts."""
-        if self.slot is None:
-            return bucket.is_kept_for_this_backward()
-        return (slot := self.slot()) is not None and bucket.is_resident(slot, 0)
+        return bucket is not None and slot is not None and bucket.is_resident(slot, in_window=self.in_window)
 
 
 class TraceStart(RoundAction):
@@ -108,9 +90,9 @@ class TraceStart(RoundAction):
         """Buckets whose unreduced gradients from ``no_sync`` the trace reduces if there are any."""
         self.ending: list[tuple[weakref.ref[Bucket], frozenset[int]]] = []
         """Buckets whose gradients the trace returns, each with the parameters of which it computes none itself."""
-        self.expected: list[ExpectedBucket] = []
-        """In the same order on all ranks."""
-        self.reusable_gathers: list[MarkedGather] = []
+        self.expected: list[SlotOfBucket] = []
+        """The buckets that backward expects, in the same order on all ranks. All gather again what one of them has lost."""
+        self.reusable_gathers: list[SlotOfBucket] = []
         """Gathers that are left out if all ranks have their buckets; see :meth:`apply_agreement`."""
         self._bits = _BITS if agreed.is_alike else 1
         comparable, self._inputs, self._exact = computation.hashes if agreed.compares_computation else (0, 0, 0)
@@ -123,7 +105,7 @@ class TraceStart(RoundAction):
         self._deferred = ""  # the parameters whose gradients only earlier micro-batches of the window have
         self._dropped = 0  # how many failed backwards of the window have left nothing
         self._left = ""  # the buckets whose window it does not end, because it was called for other parameters
-        self._lost: set[ExpectedBucket] = set()  # of `expected`, those that this rank has lost
+        self._lost: set[SlotOfBucket] = set()  # of `expected`, those that this rank has lost
         self._failure: Callable[[], object] | None = None
         self.auditing: set[object] = set()  # the auditors on this rank that have not seen a complete run
         self.audit_error: Exception | None = None  # the first error that the audit of this run has found
@@ -214,8 +196,7 @@ class TraceStart(RoundAction):
             self._agree_on_unused(alike)
         for expected, bit in self._numbered(self.expected):
             if not offered_bits & bit and (bucket := expected.bucket()) is not None:
-                slot = None if expected.slot is None else expected.slot()
-                gather_again(bucket.primary, lost=expected in self._lost, slot=slot)
+                gather_again(bucket.primary, expected.slot() if expected in self._lost else None)
 
     def _find_pending_grads(self) -> None:
         """Find out which buckets of :attr:`pending_grad_buckets` it reduces."""
@@ -262,16 +243,13 @@ class TraceStart(RoundAction):
         self._lost.clear()
         for gather, bit in self._numbered(self.reusable_gathers, _BITS):
             if (bucket := gather.bucket()) is not None:
-                has, bucket.is_reuse_agreed = gather.is_in_slot, False
+                has, bucket.is_reuse_agreed = gather.is_filled(), False
                 missing |= 0 if has else bit
                 waits |= has
         for expected, bit in self._numbered(self.expected):
             if (bucket := expected.bucket()) is not None:
-                if expected.slot is None:
-                    bucket.is_agreed = True
-                else:
-                    bucket.is_reuse_agreed = True
-                if not expected.is_there(bucket):
+                bucket.is_reuse_agreed = True
+                if not expected.is_filled():
                     self._lost.add(expected)
                     missing |= bit
                     waits = True

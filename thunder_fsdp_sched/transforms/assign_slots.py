@@ -40,6 +40,7 @@ def assign_slots(
     kept_buckets: Collection[Bucket] = (),
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena,
     forward: TraceCtx | None = None,
+    reuses: bool = True,
     max_unsharded_bytes: int | None = None,
     release: bool = False,
     trains: bool = True,
@@ -48,7 +49,7 @@ def assign_slots(
     """Assign a slot to each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``, and to the writes of their gradients.
 
     Runs after ``sort_communication`` or ``replay_schedule``, which fix the live ranges, and before
-    ``mark_retained_by_forward`` or ``reuse_from_forward``. A trace without communication keeps its bound symbols. Before::
+    ``reuse_from_forward``. A trace without communication keeps its bound symbols. Before::
 
         ft148 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight, reuse_cast=False)  # 16,384 bytes float32
         (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
@@ -68,8 +69,8 @@ def assign_slots(
         kept_buckets: those that stay unsharded (ZeRO-2). They are gathered into private slots, where their gradients
             replace them if that is safe. The others, and all other gradients, share an arena.
         arena_of: returns a bucket's arena. Pass another arena to try out a plan without changing the real one.
-        forward: for a backward trace, its forward trace after ``mark_retained_by_forward``. See
-            [Note: Buckets left by forward] in ``reuse_from_forward``.
+        forward: for a backward trace, its forward trace with slots.
+        reuses: whether backward may find what forward leaves. See [Note: Buckets left by forward] in ``reuse_from_forward``.
         max_unsharded_bytes: limit (bytes) on all slots, up to which the arena may grow to keep forward's buckets resident.
         release: whether a step frees the memory; one without a backward then gathers kept buckets like the others.
         trains: whether the step has a backward.
@@ -85,7 +86,7 @@ def assign_slots(
     arena_split = _bytes_of_forward(forward, arena_of) if backward_arena and forward is not None else None
     shared = _SharedSlots([live for issue, live in ranges.items() if issue not in private], arena_split)
     room = None if max_unsharded_bytes is None else max_unsharded_bytes - private_bytes(trace, kept_buckets)
-    offsets = _offsets(trace, shared, forward, room, trains=trains)
+    offsets = _offsets(trace, shared, forward if reuses else None, room, trains=trains)
     bsyms = list(trace.bound_symbols)
     for issue, live in ranges.items():
         if issue in private:

@@ -10,7 +10,7 @@ from ..ir.effects import Effects, LocalWork, SlotRegion, bucket_of, effects
 from ..ir.inspection import args_of, before_return, forward_part, outs_of, with_bound_symbols
 from ..ir.registry import register
 from ..runtime.bucket import Bucket
-from ..runtime.ops import check_shards, gather_again
+from ..runtime.ops import check_shards, gather_again, reuses
 from ..runtime.row_dtensor import RowDTensor
 
 
@@ -21,7 +21,7 @@ def _params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
     slot.arena.wait_for_overlapping(slot)
     if not slot.arena.is_memory_of_running_backward():
         raise coded_error(RuntimeError, "step.memory-released-before-backward", bucket=bucket.spec.name)
-    if bucket.is_agreed or bucket.is_kept_for_this_backward():
+    if reuses(bucket, slot):
         return
     if bucket.base.control is not None and not bucket.base.control.agrees_in_steps:
         raise coded_error(
@@ -30,7 +30,7 @@ def _params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
             agreement=bucket.base.control.agreement,
             bucket=bucket.spec.name,
         )
-    gather_again(bucket, lost=True)
+    gather_again(bucket, slot)
 
 
 def _params_unchanged_effects(bsym: BoundSymbol) -> Effects:

@@ -11,7 +11,7 @@ from thunder.core.trace import TraceCtx
 from ..ir.effects import NOTHING, Effects, effects
 from ..ir.inspection import AGREEMENT, with_bound_symbols
 from ..ir.registry import register
-from ..runtime.trace_start import ExpectedBucket, MarkedGather, TraceStart
+from ..runtime.trace_start import SlotOfBucket, TraceStart
 
 _FIRST = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT})
 
@@ -42,9 +42,8 @@ def insert_agreement(trace: TraceCtx, *, start: TraceStart, before_issue: bool, 
     end = len(bsyms) - 1  # if other ranks communicate in this trace and this one does not
     of_all = list(map(effects, bsyms))
     describe(start, of_all)
-    left = [gather for gather in start.reusable_gathers if gather.is_resident]
-    start.reusable_gathers = [gather for gather in start.reusable_gathers if not gather.is_resident]
-    start.expected += [ExpectedBucket(gather.bucket, gather.slot) for gather in sorted(left, key=MarkedGather.name)]
+    start.expected += sorted((g for g in start.reusable_gathers if not g.in_window), key=SlotOfBucket.name)
+    start.reusable_gathers = [gather for gather in start.reusable_gathers if gather.in_window]
     for position, e in enumerate(of_all):
         issue = e.issues if e.issues is not None and e.issues.bucket is not None and not e.issues.resident else None
         if issue is not None:
@@ -70,10 +69,11 @@ def describe(start: TraceStart, of_all: Sequence[Effects]) -> None:
         if e.bucket is not None and (e.collects or e.runs) and not accumulates
     ]
     kept = [e.ensures.bucket for e in of_all if e.ensures is not None]
-    start.expected = [ExpectedBucket(weakref.ref(b), None) for b in sorted(kept, key=lambda bucket: bucket.spec.name)]
+    slots = [SlotOfBucket(weakref.ref(bucket), weakref.ref(bucket.private_slot)) for bucket in kept]
+    start.expected = sorted(slots, key=SlotOfBucket.name)
     issues = [e.issues for e in of_all if e.issues is not None]
     start.reusable_gathers = [
-        MarkedGather(weakref.ref(issue.bucket), weakref.ref(issue.region.slot), issue.resident)
+        SlotOfBucket(weakref.ref(issue.bucket), weakref.ref(issue.region.slot), in_window=not issue.resident)
         for issue in issues
         if issue.bucket is not None and issue.region is not None and issue.region.slot is not None
         if issue.resident or issue.window is not None

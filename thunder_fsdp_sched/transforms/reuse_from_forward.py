@@ -4,22 +4,20 @@
 Backward first reads the buckets that forward gathered last. They stay in their slots until another collective uses the
 memory. ``assign_slots`` keeps as many of forward's last gathers resident as fit into the memory that forward needs
 anyway. In backward it assigns them the same slots, if parameters then need no more memory there and all slots together
-need at most 1/32 more. The first two passes here mark these gathers: nothing is sent if backward runs right after its
+need at most 1/32 more. The first pass here marks these gathers: nothing is sent if backward runs right after its
 forward, as in a usual step. That saves backward's first gather, which no compute could hide. (Users of FSDP2 spend
 memory for the same effect: they do not reshard the last block.)
 
-A marked gather states how many issues on its arena lie between it and the end of its forward (``issues_after``), or the
-start of its backward (``issues_before``). The arena counts issues at run time. If there was one more (another forward in
-between, an exception, a second backward), the bucket is gathered as usual. The backward of another forward, which may
-have had other parameters, does not reuse it either: see [Note: The backward of the most recent forward] in
-``runtime.autograd``. Each rank offers what it has. What some rank has
+It is proved that the two traces leave the bucket in its slot. What happens between them is known only at run time: another
+forward, an exception, a second backward. So the arena knows what each slot contains, and since when: see [Note: Contents
+of slots] in ``runtime.memory``. What another forward has gathered, which may have had other parameters, is not reused: see
+[Note: The backward of the most recent forward] in ``runtime.autograd``. Each rank offers what it has. What some rank has
 lost all gather again before the trace sends anything else, each that still has it into memory that it frees: see
 [Note: Decisions of one rank] in ``ranks.control``.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,41 +28,12 @@ from ..ir.effects import SlotRegion, effects
 from ..ir.inspection import has_backward, with_bound_symbols
 from ..ir.slots import retained_by_forward
 from ..runtime.bucket import WINDOW_LAST, WINDOW_OPEN
-from ..runtime.memory import Arena, Slot
-
-
-def mark_retained_by_forward(trace: TraceCtx) -> TraceCtx:
-    """Mark the gathers of a forward trace whose slots nothing overwrites before the end of forward.
-
-    Runs on the forward trace of a backward after ``assign_slots`` and before ``verify``. Before::
-
-        ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, reuse_cast=False)  # 16,384 bytes float32
-        ...
-        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, reuse_cast=False)  # 16,384 bytes float32
-
-    After: one issue follows the first of them, none the second::
-
-        ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, reuse_cast=False, issues_after=1)  # 16,384 bytes
-        ...
-        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, reuse_cast=False, issues_after=0)  # 16,384 bytes
-
-    See [Note: Buckets left by forward].
-    """
-    marks: dict[int, dict[str, Any]] = {}
-    later_slots: dict[Arena, list[Slot]] = defaultdict(list)
-    for position, region in reversed(_gathered(trace)):
-        if region.slot is not None:
-            slots = later_slots[region.slot.arena]
-            if not region.is_private and not any(map(region.slot.overlaps, slots)):
-                marks[position] = {"issues_after": len(slots)}
-            slots.append(region.slot)
-    return _with_marks(trace, marks, "fsdp: mark what is retained for backward")
 
 
 def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
     """Mark the gathers of a backward trace whose buckets are still resident from ``forward``.
 
-    Runs on the backward trace after ``assign_slots`` and before ``verify``. Does nothing if forward left no bucket in a
+    Runs on the backward trace after ``assign_slots`` and before ``verify``. Does nothing if forward leaves no bucket in a
     shared slot. Before::
 
         ft157 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, reuse_cast=False)  # 16,384 bytes float32
@@ -72,17 +41,16 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
 
     After::
 
-        ft157 = fsdp_all_gather(bucket_blocks_2, slot_0, ..., issues_before=0)  # 16,384 bytes float32, already resident
-        ft158 = fsdp_all_gather(bucket_blocks_1, slot_1, ..., issues_before=1)  # 16,384 bytes float32, already resident
+        ft157 = fsdp_all_gather(bucket_blocks_2, slot_0, ..., resident=True)  # 16,384 bytes float32, already resident
+        ft158 = fsdp_all_gather(bucket_blocks_1, slot_1, ..., resident=True)  # 16,384 bytes float32, already resident
 
     See [Note: Buckets left by forward].
 
     Args:
-        forward: the forward trace after ``mark_retained_by_forward``.
+        forward: the forward trace with slots.
     """
     marks: dict[int, dict[str, Any]] = {}
     retained = retained_by_forward(forward)
-    before: dict[Arena, int] = defaultdict(int)
     slots = Analysis(trace).slots if retained else {}
     for position, live in slots.items():
         slot = live.slot
@@ -90,8 +58,7 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
         if live.is_gather and retained.pop(live.bucket.primary, None) == slot:
             others = (other.slot for i, other in slots.items() if i != position and other.first < position)
             if not any(other is not None and slot.overlaps(other) for other in others):
-                marks[position] = {"issues_before": before[slot.arena]}
-        before[slot.arena] += 1
+                marks[position] = {"resident": True}
     return _with_marks(trace, marks, "fsdp: reuse what forward left")
 
 

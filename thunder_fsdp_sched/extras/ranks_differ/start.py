@@ -157,7 +157,7 @@ class DifferingStart(TraceStart):
         if outcome.lost:
             lost = {kept.bucket() for kept in self._lost}
             for bucket in (b for b in self.buckets if b.spec.name in outcome.lost):
-                gather_again(bucket, lost=bucket in lost)
+                gather_again(bucket, bucket.private_slot if bucket in lost else None)
         if self.half == "backward":
             for bucket in self.buckets:
                 others = outcome.used[bucket.spec.name] if outcome.merges else frozenset()

@@ -53,7 +53,7 @@ def catch_up(sharded: ShardedModule) -> None:
     control.report(_WHAT, None if is_possible else failure)
     for kind, handle in farthest[len(counts.log) :]:
         if kind == "all-gather":
-            gather_again(buckets[handle], lost=False)
+            gather_again(buckets[handle], None)
         else:
             _reduce_zeros(buckets[handle])
     counts.issued = counts.expected = 0
