@@ -135,12 +135,8 @@ def joint(trace: TraceCtx, c: Context) -> TraceCtx:
 
 def bucketed(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
     """The settings are chosen, by the search if an option asks for it."""
-    run, kept_buckets = Run(c, search=search), c.settings.kept_buckets
-    trace = run(regather_for_backward, trace, kept_buckets=kept_buckets, recomputed=c.settings.recomputed)
-    if kept_buckets and not search:  # if buckets stay unsharded until backward
-        from .transforms.check_params_unchanged import check_params_unchanged
-
-        trace = run(check_params_unchanged, trace, kept_buckets=kept_buckets)
+    run = Run(c, search=search)
+    trace = run(regather_for_backward, trace, kept_buckets=c.settings.kept_buckets, recomputed=c.settings.recomputed)
     if c.fusions and not search:  # if an executor can fuse operators
         from .transforms.draws_in_fusions import mark_draws
         from .transforms.keep_fusions_apart import keep_fusions_apart
@@ -152,7 +148,7 @@ def bucketed(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
 
 def fused(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
     """Thunder's fusion executors fuse operators, and Thunder calls this package's second executor."""
-    run = Run(c, search=search)
+    run, kept_buckets = Run(c, search=search), c.settings.kept_buckets
     if c.fusions and not search:  # if an executor can fuse operators
         from .transforms.draws_in_fusions import refuse_merged_draws
         from .transforms.keep_fusions_apart import remove_cuts
@@ -160,7 +156,12 @@ def fused(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
         trace = run(refuse_merged_draws, trace, joint=c.traces.joint)
         trace = run(remove_cuts, trace)
         # A fusion can make backward read parameters of forward. A cut would hide which values derive from them alone.
-        trace = run(regather_for_backward, trace, kept_buckets=c.settings.kept_buckets)
+        trace = run(regather_for_backward, trace, kept_buckets=kept_buckets)
+    if kept_buckets and not search:  # if buckets stay unsharded until backward
+        from .transforms.check_params_unchanged import check_params_unchanged
+
+        # Fusion executors could move the guards, which have to be first in backward. Sorting leaves them where they are.
+        trace = run(check_params_unchanged, trace, kept_buckets=kept_buckets)
     if any(bucket.secondary_ranks is not None for bucket in c.buckets):  # with `Sharding(secondary_ranks=...)`
         # Backward's gathers exist by now.
         trace = run(load("extras.secondary_shards:gather_from_secondary"), trace)
@@ -174,13 +175,7 @@ def split(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
         # First, because some operators become symbols of this package, which count as pure.
         trace = run(reject_resampled_random_grads, trace, forward=c.forward, computation=c.computation)
     # A gradient in place needs its slot earlier, which may delay a gather.
-    trace = run(write_grads_in_place, trace)
-    if _has(trace, "fsdp_params_unchanged") and not search:  # with guards of kept buckets
-        from .transforms.check_params_unchanged import guard_first
-
-        # Sorting leaves the guards where they are.
-        trace = run(guard_first, trace)
-    return trace
+    return run(write_grads_in_place, trace)
 
 
 def scheduled(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:

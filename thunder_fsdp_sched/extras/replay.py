@@ -31,9 +31,9 @@ class ScheduleMismatch(ValueError):
 def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
     """Reorder the communication of ``trace`` to match ``schedule``.
 
-    Runs after ``guard_first`` and before ``assign_slots``, in place of ``sort_communication``, if a schedule is pinned
-    with ``fsdp(schedule=...)``. Compute keeps its order. The pass does not judge the schedule; ``verify`` proves later
-    that the result is right. Before::
+    Runs after ``write_grads_in_place`` and before ``assign_slots``, in place of ``sort_communication``, if a schedule is
+    pinned with ``fsdp(schedule=...)``. Compute keeps its order. The pass does not judge the schedule; ``verify`` proves
+    later that the result is right. Before::
 
         ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, reuse_cast=False)  # 16,384 bytes float32
         (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)

@@ -39,8 +39,7 @@ which gradients of ``no_sync`` are reduced         the hash; by process group if
 that backward leaves such gradients (``inputs``)   the hash, of buckets that all ranks share
 that such gradients are discarded                  ``discard_unreduced``, which is a round
 that a failed backward has left no such gradients  the hash: ``Accumulation.dropped``
-whether backward still has a kept bucket           offered (``TraceStart.expected``): else all gather it again
-whether forward has left a bucket for backward     offered (``TraceStart.expected``): else all gather it again
+whether backward has what forward kept or left     offered (``TraceStart.expected``): else all gather it again
 whether a window has left a bucket for forward     offered (``TraceStart.reusable_gathers``): else all gather it
 which parameters have no gradient                  the last hash; if it differs, names: those that no rank has used
 whether a save beside training has failed          offered: the error is raised once all ranks know of it

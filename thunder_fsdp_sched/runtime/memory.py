@@ -50,8 +50,8 @@ the other. Each arena of the model is then also recorded to be in use on the new
 An exception (an index out of range, out of memory, an interrupt) may end a forward or a backward between any two lines.
 
 *Collectives in flight* stay registered in their arena until they are waited for. The next use of overlapping memory
-waits for them first (``Arena.begin_write``), and a later reader of a private slot waits for that slot. If an issue itself
-was interrupted, it is unknown what is in flight, so every later use of that memory is an error.
+waits for them first (``Arena.begin_use``). If an issue itself was interrupted, it is unknown what is in flight, so every
+later use of that memory is an error.
 
 *Contents of slots* are unknown from the moment at which an issue or a gradient may write them to the end of the wait. So a
 run that has failed in between leaves only what it has not touched.

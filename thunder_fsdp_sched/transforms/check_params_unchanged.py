@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..errors import coded_error
 from ..ir.effects import Effects, LocalWork, SlotRegion, bucket_of, effects
-from ..ir.inspection import args_of, before_return, forward_part, outs_of, with_bound_symbols
+from ..ir.inspection import args_of, forward_part, outs_of, with_bound_symbols
 from ..ir.registry import register
 from ..runtime.bucket import Bucket
 from ..runtime.ops import check_shards, gather_again, reuses
@@ -18,7 +18,6 @@ def _params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
     # Backward receives the shards as saved tensors, and autograd compares their versions when it unpacks them.
     check_shards(bucket, shards)
     slot = bucket.private_slot
-    slot.arena.wait_for_overlapping(slot)
     if not slot.arena.is_memory_of_running_backward():
         raise coded_error(RuntimeError, "step.memory-released-before-backward", bucket=bucket.spec.name)
     if reuses(bucket, slot):
@@ -44,54 +43,30 @@ fsdp_params_unchanged = register("fsdp_params_unchanged", _params_unchanged, _pa
 
 
 def check_params_unchanged(trace: TraceCtx, *, kept_buckets: Collection[Bucket]) -> TraceCtx:
-    """Insert a guard into backward for every kept bucket, with the bucket's shards as arguments.
+    """Insert a guard for every kept bucket before all else in backward, with the bucket's shards as arguments.
 
-    Runs on the joint trace after ``regather_for_backward`` and before ``keep_fusions_apart``. Does nothing if no bucket
-    is kept (ZeRO-3) or the trace has no backward part. Before, at the end of backward (ZeRO-2)::
-
-        (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
-        return ...
-
-    After::
-
-        (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
-        fsdp_params_unchanged(bucket_blocks_0, t_blocks_0_weight)
-        fsdp_params_unchanged(bucket_blocks_1, t_blocks_1_weight)
-        fsdp_params_unchanged(bucket_blocks_2, t_blocks_2_weight)
-        return ...
-
-    The guard makes the shards saved tensors, and autograd raises an error if their version has changed. Under ZeRO-3
-    they are saved anyway, because backward gathers them. At run time the guard also gathers a bucket again if an
-    aborted forward or an evaluation may have overwritten it since.
-    """
-    gathers = [b for b in trace.bound_symbols if effects(b).is_gather and bucket_of(b).base in kept_buckets]
-    if not gathers or all(forward_part(trace)[:-1]):
-        return trace
-    guards = [
-        fsdp_params_unchanged.bind(bucket, *shards, output=None) for bucket, _, *shards in (g.args for g in gathers)
-    ]
-    for guard in guards:
-        guard.tags.add(BoundSymbolTag.BACKWARD)
-    return before_return(trace, *guards, pass_name="fsdp: check that parameters are unchanged")
-
-
-def guard_first(trace: TraceCtx) -> TraceCtx:
-    """Move the guards of a backward trace to its start, right after the shards that they check are unpacked.
-
-    Runs on the split traces after ``write_grads_in_place`` and before ``sort_communication``; any earlier, a fusion
-    executor could still move them. Does nothing if the trace has no guards (forward, ZeRO-3). After, with the guards of
-    the example in ``check_params_unchanged``::
+    Runs on the joint trace after ``remove_cuts``, because fusion executors could move the guards. Does nothing if no bucket
+    is kept (ZeRO-3) or the trace has no backward part. After, in the backward trace that Thunder splits from it (ZeRO-2)::
 
         t119, t117, t116, t115, t113, t112, t111, x, t_blocks_0_weight, t_blocks_1_weight, t_blocks_2_weight, = C0
         fsdp_params_unchanged(bucket_blocks_0, t_blocks_0_weight)
         fsdp_params_unchanged(bucket_blocks_1, t_blocks_1_weight)
         fsdp_params_unchanged(bucket_blocks_2, t_blocks_2_weight)
         t121 = torch.where(t119, t70, 0)
+
+    The guard makes the shards saved tensors, and autograd raises an error if their version has changed. Under ZeRO-3
+    they are saved anyway, because backward gathers them. At run time the guard also gathers a bucket again if an
+    aborted forward or an evaluation may have overwritten it since.
     """
-    guards = [b for b in trace.bound_symbols if effects(b).ensures is not None]
-    if not guards:
+    bsyms = trace.bound_symbols
+    gathers = [b for b in bsyms if effects(b).is_gather and bucket_of(b).base in kept_buckets]
+    if not gathers or all(forward_part(trace)[:-1]):
         return trace
+    guards = [
+        fsdp_params_unchanged.bind(bucket, *shards, output=None) for bucket, _, *shards in (g.args for g in gathers)
+    ]
     checked = {arg for guard in guards for arg in args_of(guard)}
-    others = [b for b in trace.bound_symbols if effects(b).ensures is None]
-    begin = 1 + max((i for i, b in enumerate(others) if checked.intersection(outs_of(b))), default=-1)
-    return with_bound_symbols(trace, [*others[:begin], *guards, *others[begin:]], "fsdp: guard kept buckets first")
+    begin = 1 + max(i for i, b in enumerate(bsyms) if checked.intersection(outs_of(b)))
+    return with_bound_symbols(
+        trace, [*bsyms[:begin], *guards, *bsyms[begin:]], "fsdp: check that parameters are unchanged"
+    )

@@ -55,7 +55,7 @@ fsdp_fusion_barrier = register("fsdp_fusion_barrier", only_in_between, _cut_effe
 def keep_fusions_apart(trace: TraceCtx, *, fusions: Sequence[FusionExecutor]) -> TraceCtx:
     """Move gathers and reductions, with their waits, to where fusion regions may end, and insert cuts there.
 
-    Runs on the joint trace after ``check_params_unchanged`` and before the fusion executors. Does nothing if no executor
+    Runs on the joint trace after ``regather_for_backward`` and before the fusion executors. Does nothing if no executor
     can fuse any bound symbol. Compute keeps its order. Before, with blocks of two linear layers and a GELU::
 
         t85 = prims.linear(t75, t177, t178)

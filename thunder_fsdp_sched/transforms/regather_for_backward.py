@@ -47,7 +47,7 @@ def regather_for_backward(
 ) -> TraceCtx:
     """Insert a second gather of every bucket that backward reads, except those that are ``kept_buckets``.
 
-    Runs on the joint trace after ``fuse_downcast`` and before ``check_params_unchanged``, and again after the fusion
+    Runs on the joint trace after ``fuse_downcast`` and before ``keep_fusions_apart``, and again after the fusion
     executors and ``remove_cuts``; see [Note: Twice, before and after fusion]. Does nothing if the trace has no backward
     part, or if all its buckets are kept and nothing is recomputed. Before, in the backward part::
 

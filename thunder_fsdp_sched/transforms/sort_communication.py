@@ -38,8 +38,8 @@ def sort_communication(
 ) -> TraceCtx:
     """Reorder the communication of a forward or backward execution trace.
 
-    Runs after ``guard_first`` and before ``assign_slots``; ``replay_schedule`` takes its place if a schedule is pinned. A
-    trace without communication keeps its bound symbols. Before::
+    Runs after ``write_grads_in_place`` and before ``assign_slots``; ``replay_schedule`` takes its place if a schedule is
+    pinned. A trace without communication keeps its bound symbols. Before::
 
         ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, reuse_cast=False)  # 16,384 bytes float32
         (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)

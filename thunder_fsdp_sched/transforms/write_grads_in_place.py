@@ -34,8 +34,8 @@ from ..runtime.bucket import Bucket
 def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
     """Replace matmuls and sums that compute a gradient with symbols that write it into the slot of the reduction.
 
-    Runs on the split traces before ``guard_first``, ``sort_communication`` and ``assign_slots``, which fills in the slot.
-    A trace without reductions keeps its bound symbols. Before::
+    Runs on the split traces before ``sort_communication`` and ``assign_slots``, which fills in the slot. A trace without
+    reductions keeps its bound symbols. Before::
 
         t128 = torch.matmul(t126, t127)
         ft151 = fsdp_reduce_scatter(bucket_blocks_2, None, t128)  # 16,384 bytes float32
