@@ -66,7 +66,6 @@ class Program(NamedTuple):
         steps: its issues and waits.
         marks: of each issue the number of its process group, in the order of their first use, and its marks.
         given: for each reduction the indices of the parameters that have gradients.
-        guarded: names of the kept buckets that it gathers again if need be.
         idle: names of the buckets of which it reduces what ``no_sync`` has left, and no gradients of its own.
         communicates: whether operators that are not ours communicate.
         sources: where each gathered bucket is read first: a line of user code or an operator; not part of the digest.
@@ -75,7 +74,6 @@ class Program(NamedTuple):
     steps: tuple[Step, ...] = ()
     marks: tuple[tuple[int, str], ...] = ()
     given: tuple[tuple[Key, tuple[int, ...]], ...] = ()
-    guarded: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
     communicates: bool = False
     sources: tuple[tuple[Key, str], ...] = ()
@@ -123,10 +121,9 @@ def program_of(trace: TraceCtx) -> tuple[Program, tuple[tuple[str, tuple[int, ..
         marks.append((groups.setdefault(group, len(groups)), str(e.issues.marks)))
         if key[0] == REDUCE:
             given.append((key, tuple(i for i in range(len(e.bucket.params)) if i not in e.missing_gradients)))
-    guarded = tuple(sorted(e.ensures.bucket.spec.name for e in live.effects if e.ensures is not None))
     idle = tuple(sorted(e.bucket.spec.name for e in live.effects if e.runs is not None and e.bucket is not None))
     communicates = any(e.communicates for e in live.effects)
-    program = Program(tuple(steps), tuple(marks), tuple(given), guarded, idle, communicates, tuple(sources))
+    program = Program(tuple(steps), tuple(marks), tuple(given), idle, communicates, tuple(sources))
     return program, tuple(groups)
 
 
