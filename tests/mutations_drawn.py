@@ -45,7 +45,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 """The tests of each room. Those that are fast, or that fail for most defects, run first."""
 
-_INPUTS = ("tests/capture/test_input_reads.py", "tests/capture/test_changed_programs.py")
+_INPUTS = ("tests/capture/test_input_reads.py",)
 _SHARP: dict[str, tuple[str, ...]] = {
     "traced_inputs.py": _INPUTS,
     "changed_inputs.py": _INPUTS,

@@ -87,7 +87,7 @@ def test_a_limit_holds_for_the_traces_that_run(compiled: CompiledTraces) -> None
     check(limit=peak.nbytes)
     assert max(wasted := compiled.memory.wasted) > 0 and f", {wasted[peak.position]:,} wasted" in str(compiled.memory)
     with pytest.raises(
-        MemoryLimitError, check=coded("plan.traces-exceed-max-memory", peak.nbytes, peak.position, peak.phase)
+        MemoryLimitError, check=coded("plan.traces-exceed-max-memory", f"{peak.nbytes:,}", peak.position, peak.phase)
     ):
         check(limit=peak.nbytes - 1)
 
