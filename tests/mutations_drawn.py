@@ -89,7 +89,20 @@ _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.NotIn: ast.In,
 }
 _TEXTS = frozenset(
-    {"__repr__", "__str__", "describe", "fail", "_fail", "_refuse", "log", "debug", "info", "warn", "warning"}
+    {
+        "__repr__",
+        "__str__",
+        "coded_error",
+        "describe",
+        "fail",
+        "_fail",
+        "_refuse",
+        "log",
+        "debug",
+        "info",
+        "warn",
+        "warning",
+    }
 )
 """Functions that make or take texts for users, in which nothing is changed."""
 
