@@ -137,4 +137,4 @@ def test_a_full_disk_is_named_when_values_of_fabric_are_written(tmp_path: Path) 
     model, _ = small()
     state = {"m": model, "a": torch.ones(100_000)}
     with small_files(os.getpid()):
-        refused("File too large", model, fabric.save, tmp_path / "file", state, whole=True, keep=None)
+        refused(says("File too large"), model, fabric.save, tmp_path / "file", state, whole=True, keep=None)
