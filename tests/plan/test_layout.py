@@ -61,6 +61,7 @@ def test_segments_of_a_shard_are_aligned(shapes, world_size, itemsize):
 
 @settings(deadline=None)
 @given(shapes, st.sampled_from([2, 3, 8]))
+@example([(5,), (7, 2)], 2)  # a fifth would be padding
 def test_more_than_an_eighth_is_padding_only_if_rows_of_one_width_need_as_much(shapes, world_size):
     layout = make_layout(shapes, world_size, 4)
     widths = {math.prod(shape[1:]) for shape in shapes}
