@@ -27,17 +27,17 @@ from thunder.core.jit_ext import (
 from thunder.core.proxies import AnyProxy, Proxy, variableify
 
 
-def call_interpreted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_interpreted(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Let Thunder's interpreter call ``function`` with wrapped arguments; return the wrapped result, or its signal."""
     return _interpret_call(function, *args, **kwargs)
 
 
-def call_module_as_torch(module: Any, *args: Any, **kwargs: Any) -> Any:
+def call_module_as_torch(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Interpret what ``nn.Module.__call__`` does, with hooks."""
     return call_interpreted(_wrapped_call_impl, module, *args, **kwargs)
 
 
-def _wrapped_call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
+def _wrapped_call_impl(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     if module._compiled_call_impl is not None:
         return module._compiled_call_impl(*args, **kwargs)
     return module._call_impl(*args, **kwargs)

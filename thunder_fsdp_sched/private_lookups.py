@@ -31,10 +31,8 @@ from typing import Any
 
 import torch
 from thunder.core.interpreter import (
-    INTERPRETER_SIGNALS,
     SequenceIter,
     WrappedValue,
-    do_raise,
     get_interpretercompilectx,
     wrap_attribute,
     wrap_const,
@@ -57,7 +55,7 @@ def direct(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> 
     if function is getattr and len(args) == 2:
         found = find_attribute(*args)
         return None if found is None else lambda *_: found
-    return _iterate if function is SequenceIter else None
+    return None
 
 
 #
@@ -106,7 +104,10 @@ def _member(source: WrappedValue, plain: Any, kind: type, key: str) -> Any:
     """Return what ``object.__getattribute__`` finds, unless a descriptor is one of Python."""
     of_class = next((vars(base)[key] for base in kind.__mro__ if key in vars(base)), _NOTHING)
     if type(of_class) in _STORED:
-        return _native(plain, key)
+        try:
+            return of_class.__get__(plain, kind)
+        except AttributeError:  # an empty slot, for which the class may have `__getattr__`
+            return _NOTHING
     is_bound = type(of_class) in _BINDING
     if not is_bound and of_class is not _NOTHING and hasattr(type(of_class), "__get__"):
         return _NOTHING
@@ -154,20 +155,21 @@ def _update(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
 def _merge(new: WrappedValue, mapping: WrappedValue) -> Any:
     mapping.track_items()
     new.track_items()
-    for key, value in new.item_wrappers.items():
-        call_interpreted(dict.__setitem__, mapping, new.key_wrappers[key], value)
+    for key in new.value:  # the wrappers are in the order in which the program has read the items
+        call_interpreted(dict.__setitem__, mapping, new.key_wrappers[key], new.item_wrappers[key])
     return wrap_const(None)
 
 
-def _call_method(method: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
+def _call_method(method: WrappedValue, /, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
     return call_interpreted(attribute(method, "__func__"), attribute(method, "__self__"), *args, **kwargs)
 
 
-def _call_partial(function: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
+def _call_partial(function: WrappedValue, /, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
     called, bound, named = (attribute(function, name) for name in ("func", "args", "keywords"))
     bound.track_items()
     named.track_items()
-    return call_interpreted(called, *bound.item_wrappers, *args, **{**named.item_wrappers, **kwargs})
+    keywords = {key: named.item_wrappers[key] for key in named.value}
+    return call_interpreted(called, *bound.item_wrappers, *args, **{**keywords, **kwargs})
 
 
 def _operator(_: Any, args: _Arguments, kwargs: Any) -> _Direct | None:
@@ -183,32 +185,6 @@ def _single_device(function: Any, args: _Arguments, kwargs: dict[str, WrappedVal
         return None
     cell = function.__closure__[function.__code__.co_freevars.index("single_device_symbol")]
     return partial(call_interpreted, cell.cell_contents)
-
-
-def _iterate(sequence: WrappedValue, is_reversed: WrappedValue | None = None) -> Any:
-    """Return a new ``SequenceIter``, wrapped."""
-    iterator = call_interpreted(SequenceIter.__new__, wrap_const(SequenceIter))
-    is_reversed = is_reversed or wrap_const(False)
-    first = len(sequence.value) - 1 if is_reversed.value else 0
-    for name, value in ("s", sequence), ("next_pos", wrap_const(first)), ("is_reversed", is_reversed):
-        _set(iterator, name, value)
-    return iterator
-
-
-def _next_item(iterator: WrappedValue) -> Any:
-    """Return the next item of a ``SequenceIter``, wrapped, or the interpreter's signal."""
-    position, sequence = iterator.value.next_pos, iterator.attribute_wrappers["s"]
-    if not 0 <= position < len(sequence.value):
-        return do_raise(StopIteration())
-    found = item(sequence, wrap_const(position))
-    if not isinstance(found, INTERPRETER_SIGNALS):
-        _set(iterator, "next_pos", wrap_const(position + (-1 if iterator.value.is_reversed else 1)))
-    return found
-
-
-def _set(iterator: WrappedValue, name: str, value: WrappedValue) -> None:
-    setattr(iterator.value, name, value.value)
-    iterator.attribute_wrappers[name] = value
 
 
 _NO_DTENSORS = frozenset({TensorProxy, NoneType, bool, int, float, str})
@@ -235,7 +211,5 @@ _HELPERS: dict[tuple[str, str], Callable[..., _Direct | None]] = {
     (_INTERPRETER, "partial_call_lookaside.<locals>.partial_call_impl"): _of_type(partial, _call_partial),
     (_INTERPRETER, "_binary_op.<locals>.outofplace_impl"): _operator,
     (_INTERPRETER, "_binary_op.<locals>.inplace_impl"): _operator,
-    (_INTERPRETER, "_next_lookaside.<locals>.impl"): _of_type(SequenceIter, _next_item),
-    (_INTERPRETER, "_for_iter_handler.<locals>._next_impl"): _of_type(SequenceIter, _next_item),
     (dtensor_torch_and_prims.__name__, "dispatch_to_impl.<locals>.wrapper"): _single_device,
 }

@@ -18,7 +18,9 @@ from internals import (
     args_of,
     assign_slots,
     effects,
+    fsdp_all_gather,
     fsdp_wait_grads,
+    fsdp_wait_params,
     outs_of,
     sort_communication,
     verify,
@@ -529,3 +531,13 @@ def test_a_pinned_schedule_must_keep_the_limit_of_gathers_in_flight() -> None:
         VerificationError, check=coded("proof.invalid-bound-symbol", "gathers bucket '", "max_gathers_in_flight=2")
     ):
         testing.compile_on_fake_ranks(blocks, 2, schedule=pinned, max_gathers_in_flight=2)
+
+
+def test_a_bucket_that_backward_has_gathered_itself_is_not_one_that_forward_has_left() -> None:
+    step = Step("zero3", "backward")
+    gather = step.bsyms[next(i for i in step.all(GATHER) if not effects(step.bsyms[i]).issues.resident)]
+    wait = next(i for i in step.all(PARAMS) if step.bsyms[i].args[0] is gather.args[0])
+    future = step.insert(wait + 1, fsdp_all_gather, *gather.args, resident=True)
+    step.insert(wait + 2, fsdp_wait_params, gather.args[0], future)
+    with pytest.raises(VerificationError, match="where forward did not leave it"):
+        verify(step.trace, forward=step.forward)

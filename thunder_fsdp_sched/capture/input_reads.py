@@ -116,7 +116,9 @@ class InputReads:
         self._sizes: Any = None  # the `Sizes`, with symbolic values
         self.leaves: Leaves | None = None
 
-    def call(self, call: Callable[..., Any], module: WrappedValue, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
+    def call(
+        self, call: Callable[..., Any], module: WrappedValue, /, *args: WrappedValue, **kwargs: WrappedValue
+    ) -> Any:
         """Let ``call`` trace a call of a module, with wrapped values, and note what it reads if it is the outermost one."""
         context = get_jit_ctx()
         if context.computation_trace is self._trace:

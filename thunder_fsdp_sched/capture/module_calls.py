@@ -56,13 +56,13 @@ def _register() -> None:
     look_aside_checkpoints(_checkpoint)
 
 
-def _call_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Interpret ``module.forward``."""
     forward = attribute(module, "forward")
     return forward if isinstance(forward, INTERPRETER_SIGNALS) else call_interpreted(forward, *args, **kwargs)
 
 
-def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     known = _reads.get(get_compile_data())
     if known is None:
         return call_module_as_torch(module, *args, **kwargs)

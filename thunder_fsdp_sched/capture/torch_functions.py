@@ -167,7 +167,7 @@ def _named(kind: Any, function: Any, *args: WrappedValue, **kwargs: WrappedValue
     return interpreter_needs_wrap(kind._make)(result) if isinstance(getattr(result, "value", None), tuple) else result
 
 
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call Thunder's function: :func:`look_aside` leaves calls from here alone."""
     return function(*args, **kwargs)
 

@@ -78,6 +78,7 @@ class Machine:
         needs: the range that a value in an arena needs.
         roots: the values that another one may share memory with.
         contents: what values hold, if an effect says so.
+        left: the ranges that forward has left, by identity.
         filling: the gradients in place that no reduction has collected, with the positions of their writers.
         guarded: buckets of which backward knows that their private slots hold the parameters.
         ahead: the gathers that nothing has consumed, in the order of their issues.
@@ -92,6 +93,7 @@ class Machine:
         self.needs: dict[str, _Range] = {}
         self.roots: dict[str, frozenset[str]] = {}
         self.contents: dict[str, Hashable] = {}
+        self.left: dict[int, _Range] = {}
         self.ran_forward = False
 
     def run(self, trace: TraceCtx) -> None:
@@ -302,7 +304,8 @@ class Machine:
         slot = self._slot(region)
         if issue.resident or issue.window is not None:
             self._check(_Range(*region.span, _params(region), region), "expects the parameters")
-        if issue.resident and self.ran_forward and all(h.region.slot is not slot for h in self.memory[slot.arena]):
+        left = {id(held) for held in self.memory[slot.arena] if held.region.slot is slot} & self.left.keys()
+        if issue.resident and self.ran_forward and not left:
             self.fail(f"expects bucket {_name(region)} in {region.slot}, where forward did not leave it")
 
     def _wait(self, effect: Effects) -> _Pending:
@@ -339,6 +342,7 @@ class Machine:
                 if held.region.is_private:  # other steps may write there before backward
                     since = f" before the guard of bucket {_name(held.region)}"
                     ranges[index] = held._replace(content=_NOTHING, since=since)
+        self.left = {id(held): held for ranges in self.memory.values() for held in ranges}
 
 
 _NOTHING = "nothing that a value needs"

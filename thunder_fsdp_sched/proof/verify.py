@@ -41,7 +41,7 @@ def verify(
     * Memory is freed (``release``) after the last read and wait. The forward of a backward frees no kept bucket, and no
       bucket that it leaves for backward.
     * A gather of backward that expects its bucket to be resident is right: forward has left the bucket in this slot (if
-      ``forward`` is given), nothing overwrites it before that gather, and both gathers state the correct number of issues.
+      ``forward`` is given), and nothing overwrites it before that gather.
     * Only gathers of a forward with a backward, into private slots, take part in accumulation windows.
     * Collectives and waits have the operands and results of the ``original`` trace: see [Note: Whose value it is] in
       ``same_values``.

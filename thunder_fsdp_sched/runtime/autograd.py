@@ -53,6 +53,12 @@ def end_of_forward() -> int | None:
     return None if node is None else node.metadata.get(_ENDED)
 
 
+def running_backward_of() -> tuple[int, int] | None:
+    """Return the number of the running backward, and the end of the forward of its node that runs; ``None`` if unknown."""
+    ended = end_of_forward()
+    return None if ended is None else (backward_number(), ended)
+
+
 def is_of_running_backward(written: int) -> bool:
     """Return whether ``written`` is a moment before the end of the running backward's forward."""
     ended = end_of_forward()

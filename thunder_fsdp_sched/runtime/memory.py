@@ -31,7 +31,8 @@ only with ``max_memory``, from its first use in a backward to the end of that ba
 The proof knows of each range of bytes what was written there last. So does the arena at run time: after a gather, a slot
 contains that bucket (:class:`Contents`) until something else writes overlapping memory, or the memory is freed. That alone
 decides whether a gather may be left out, and whether backward still finds a kept bucket. The contents also say when they
-were gathered: backward uses those of its own forward, or of itself, and a micro-batch those of an earlier one of its window.
+were gathered: backward uses those of its own forward, or of its start, and a micro-batch those of an earlier one of its
+window.
 
 [Note: Storages of parameters]
 An operator may address memory by its position in the storage of its input: ``as_strided`` with an offset, or
@@ -77,10 +78,10 @@ import torch
 
 from ..errors import coded_error
 from ..plan.specs import BucketSpec
-from ..private_torch import backward_number, labelled
+from ..private_torch import labelled
 from ..sizes import round_up
 from ..transports.base import Views, Work
-from .autograd import is_of_running_backward, moment
+from .autograd import is_of_running_backward, moment, running_backward_of
 
 if TYPE_CHECKING:
     from .bucket import Bucket
@@ -137,23 +138,27 @@ class Contents(NamedTuple):
     Attributes:
         bucket: the primary of the bucket that was gathered into the slot.
         moment: the moment at which that was issued.
-        backward: the number of the backward in which it was; -1 in a forward.
         version: the version of the shard that later micro-batches of the window may reuse, if they may.
+        restored_for: the backward at whose start it was gathered again, see ``autograd.running_backward_of``.
     """
 
     bucket: Bucket
     moment: int
-    backward: int
     version: tuple[int, ...] | None = None
+    restored_for: tuple[int, int] | None = None
 
     @classmethod
     def from_gather(cls, bucket: Bucket, version: tuple[int, ...] | None = None) -> Contents:
         """Return the contents of a slot into which a bucket is gathered now."""
-        return cls(bucket.primary, moment(), backward_number(), version)
+        return cls(bucket.primary, moment(), version)
 
     def is_for_running_backward(self) -> bool:
-        """Return whether the running backward may use it: whether it, or its own forward, has gathered it."""
-        return self.backward == backward_number() >= 0 or is_of_running_backward(self.moment)
+        """Return whether the running backward may use it: whether its own forward, or its start, has gathered it.
+
+        A forward that a hook calls within the backward counts as neither.
+        """
+        is_restored = self.restored_for is not None and self.restored_for == running_backward_of()
+        return is_restored or is_of_running_backward(self.moment)
 
 
 class InFlight(NamedTuple):

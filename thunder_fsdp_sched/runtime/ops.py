@@ -10,6 +10,7 @@ from thunder.distributed import get_skip_data_parallel_grad_sync
 
 from ..errors import coded_error
 from ..private_torch import running_node
+from .autograd import running_backward_of
 from .bucket import WINDOW_LAST, WINDOW_OPEN, Bucket
 from .memory import Arena, Contents, InFlight, Slot, address, slot_bytes
 from .names import issue_named
@@ -81,6 +82,8 @@ def gather_again(bucket: Bucket, slot: Slot | None) -> None:
     wait_params(bucket, all_gather(bucket, into, *[None] * len(spec.params), reuse_cast=True))
     if slot is None:
         into.arena.release()
+    elif (contents := slot.arena.contents.get(slot)) is not None:
+        slot.arena.contents[slot] = contents._replace(restored_for=running_backward_of())
 
 
 def issue(bucket: Bucket, what: str, function: Callable[[], T], slot: Slot | None = None) -> T:

@@ -264,7 +264,10 @@ def find_outcome(programs: Mapping[int, Program], reports: Mapping[int, Report],
         used[name] = frozenset(found)
         if any(name in reports[rank].state.lost for rank in bucket.ranks.group.global_ranks):
             lost.append(name)
-    outcome = Outcome(_must_merge(programs, reports, reduced, left_of), len(distinct) == 1, used=used, lost=tuple(lost))
+    is_alike = len(distinct) == 1
+    if is_alike:  # all ranks have the same aliases, which the loop above does not know
+        lost += sorted({name for report in reports.values() for name in report.state.lost}.difference(used))
+    outcome = Outcome(_must_merge(programs, reports, reduced, left_of), is_alike, used=used, lost=tuple(lost))
     if not outcome.merges:
         return outcome
     for rank, program in programs.items():

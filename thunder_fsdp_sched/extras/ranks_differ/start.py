@@ -156,7 +156,8 @@ class DifferingStart(TraceStart):
             self.cancel()
         if outcome.lost:
             lost = {kept.bucket() for kept in self._lost}
-            for bucket in (b for b in self.buckets if b.spec.name in outcome.lost):
+            aliases = [alias for bucket in self.buckets for alias in bucket.aliases.values()]
+            for bucket in (b for b in (*self.buckets, *aliases) if b.spec.name in outcome.lost):
                 gather_again(bucket, bucket.private_slot if bucket in lost else None)
         if self.half == "backward":
             for bucket in self.buckets:
@@ -170,6 +171,9 @@ class DifferingStart(TraceStart):
     def _begin_merged(self, *, is_ready: bool) -> None:
         """Build the merged trace unless all ranks have theirs, and count what it issues."""
         self.waiting.clear()  # those of a run that failed
+        if self.half == "forward":  # which does not fill the slots in which this rank's own backward may find buckets
+            for arena in {bucket.arena for bucket in self.buckets}:
+                arena.contents.clear()
         if not is_ready:
             with self.control.all_or_none("whether each rank can take part in the collectives of the others"):
                 if self._merged is None or self._merged.version != self.registry.version:
