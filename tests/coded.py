@@ -1,4 +1,4 @@
-"""What an error has to say: its code, and names that its message contains. The wording stands in ``errors.ini`` alone."""
+"""Checks of errors for ``pytest.raises``, by code and by names in the message; ``errors.ini`` alone has the wording."""
 
 from __future__ import annotations
 

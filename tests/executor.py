@@ -87,7 +87,7 @@ def issued(program: Program) -> list[Action]:
 
 
 class _Rank:
-    """What a rank has done.
+    """The progress of a rank.
 
     Attributes:
         host: the position of the host in the program; ``device``: that of the compute stream, which follows it.

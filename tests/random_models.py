@@ -358,21 +358,12 @@ def options_of(case: Case, new_group: Callable[[], Any], world_size: int) -> dic
 
 
 class CallingModel(RandomModel):
-    """A random model that calls its blocks, because only module calls are repeated."""
+    """A random model that calls its blocks, because only calls of modules are differentiated once."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.order:
             x = self.blocks[index](x)
         return self.end(x)
-
-
-@st.composite
-def repeating_models(draw: Any) -> ModelSpec:
-    """Draw a model in which each block has a twin: of the same kind, width and dtype, with parameters of its own."""
-    spec = draw(models())
-    twins = {number: number + len(spec.blocks) for number in range(len(spec.blocks))}
-    order = [number for index in spec.order for number in (index, twins[index])]
-    return replace(spec, blocks=spec.blocks * 2, order=tuple(draw(st.permutations(order))))
 
 
 @st.composite

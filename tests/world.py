@@ -88,7 +88,7 @@ class Call(_Brief):
 
     @property
     def program(self) -> tuple[int, bool]:
-        """What all ranks of an alike world have in common."""
+        """The way and the precision, which are the same on all ranks of an alike world."""
         return self.way, self.autocast
 
 

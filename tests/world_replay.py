@@ -38,7 +38,7 @@ from world import Action, Call, Mode, World
 from world_draws import drawn
 from world_replay import replay
 """
-"""What a printed test needs."""
+"""The imports of a printed test."""
 
 
 def fail_at(runners: Sequence[WorldRunner], history: Sequence[Action]) -> str | None:

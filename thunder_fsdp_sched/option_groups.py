@@ -272,8 +272,8 @@ class Debug(OptionGroup):
     Args:
         audit: check during the first run of each compiled trace that no operator returns memory of a slot or modifies
             an unsharded parameter, unless the plan expects it. Later runs cost nothing.
-        differentiate_once: make the joint trace of a module's forward and backward by copying that of one whose forward has
-            the same operators. The result is the same up to names. Likewise, modes that compute the same, such as
+        differentiate_once: differentiate one of several modules whose forwards have the same operators, and copy its joint
+            trace for the others. The result is the same up to names. Likewise, modes that compute the same, such as
             ``no_sync``, share a joint trace. ``False`` lets Thunder differentiate each module, in each mode.
         skip_passes: names of passes to leave out, of those that the table of passes in *How it works* does not call
             required. A step gives the same numbers without them, but is slower or needs more memory.

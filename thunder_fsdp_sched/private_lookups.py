@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from thunder.core.interpreter import (
-    SequenceIter,
     WrappedValue,
     get_interpretercompilectx,
     wrap_attribute,
@@ -52,10 +51,8 @@ def direct(function: Any, args: _Arguments, kwargs: dict[str, WrappedValue]) -> 
     if type(function) is FunctionType:
         choose = _HELPERS.get((function.__module__, function.__qualname__))
         return None if choose is None else choose(function, args, kwargs)
-    if function is getattr and len(args) == 2:
-        found = find_attribute(*args)
-        return None if found is None else lambda *_: found
-    return None
+    found = find_attribute(*args) if function is getattr and len(args) == 2 else None
+    return None if found is None else lambda *_: found
 
 
 #
@@ -190,7 +187,7 @@ def _single_device(function: Any, args: _Arguments, kwargs: dict[str, WrappedVal
 _NO_DTENSORS = frozenset({TensorProxy, NoneType, bool, int, float, str})
 _CONTAINERS = (dict, list, tuple)
 _GET_ITEM = _of_container("__getitem__", *_CONTAINERS)
-_INTERPRETER = SequenceIter.__module__
+_INTERPRETER = WrappedValue.__module__
 _HELPERS: dict[tuple[str, str], Callable[..., _Direct | None]] = {
     (_INTERPRETER, "globals_lookup.<locals>.<lambda>"): _GET_ITEM,
     (_INTERPRETER, "_binary_subscr_handler.<locals>.getitem_impl"): _GET_ITEM,

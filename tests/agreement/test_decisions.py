@@ -1,4 +1,5 @@
-"""What one rank alone has lost or left: the real rounds of simulated ranks, whose programs are then run in all orders.
+"""Agreement on buckets that one rank has lost and gradients that it has left: real rounds of simulated ranks, whose programs
+then run in all orders.
 
 Each rank compiles small traces with real buckets: the ranks compare them, a real pass inserts the agreement, and a real
 start announces it. Collectives are recorded, also those with which ranks gather again what one of them has lost.

@@ -1,4 +1,4 @@
-"""What is looked up directly while tracing is what Python finds, also where the order or a descriptor matters."""
+"""Direct look-ups find what Python finds, also where the order of a dictionary or a descriptor matters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an interpreted program runs outside of the interpreter: instructions and methods that read values natively."""
+"""Instructions and methods that read values natively, outside of the interpreter."""
 
 from __future__ import annotations
 

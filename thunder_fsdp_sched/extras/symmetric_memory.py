@@ -94,21 +94,16 @@ class SymmetricMemory(Flat):
         Raises:
             ValueError: ranks are on several hosts, or share a GPU.
         """
-        fix = "shard inside nodes with a 2-D mesh, or use 'flat'"
         if group.is_fake:
-            raise coded_error(ValueError, "transport.node-cannot-be-checked", name=self.name, fix=fix)
+            raise coded_error(ValueError, "transport.node-cannot-be-checked", name=self.name)
         own = f"{socket.gethostname()} {getattr(torch.cuda.get_device_properties(device), 'uuid', device.index)}"
         store, patience = group.process_group.get_group_store(), timeout_of(group.process_group)
         prefix = f"thunder_fsdp_sched/devices/{group.name}"
         texts = exchange_texts(store, prefix, group.global_ranks, own, min(patience, ARRIVAL_TIMEOUT))
         if missing := [rank for rank in group.global_ranks if rank not in texts]:
-            raise coded_error(
-                ValueError, "transport.ranks-without-gpu-comparison", name=self.name, ranks=missing, fix=fix
-            )
+            raise coded_error(ValueError, "transport.ranks-without-gpu-comparison", name=self.name, ranks=missing)
         if len(hosts := sorted({text.partition(" ")[0] for text in texts.values()})) > 1:
-            raise coded_error(
-                ValueError, "transport.ranks-on-several-hosts", name=self.name, hosts=", ".join(hosts), fix=fix
-            )
+            raise coded_error(ValueError, "transport.ranks-on-several-hosts", name=self.name, hosts=", ".join(hosts))
         if shared := [rank for rank, text in texts.items() if list(texts.values()).count(text) > 1]:
             raise coded_error(
                 ValueError, "transport.ranks-share-gpu", name=self.name, ranks=shared, variable=_SHARES_DEVICES

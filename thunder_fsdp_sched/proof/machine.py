@@ -304,9 +304,10 @@ class Machine:
         slot = self._slot(region)
         if issue.resident or issue.window is not None:
             self._check(_Range(*region.span, _params(region), region), "expects the parameters")
-        left = {id(held) for held in self.memory[slot.arena] if held.region.slot is slot} & self.left.keys()
-        if issue.resident and self.ran_forward and not left:
-            self.fail(f"expects bucket {_name(region)} in {region.slot}, where forward did not leave it")
+        if issue.resident and self.ran_forward:
+            held = (each for each in self.memory[slot.arena] if each.region.slot is slot)
+            if not any(id(each) in self.left for each in held):
+                self.fail(f"expects bucket {_name(region)} in {region.slot}, where forward did not leave it")
 
     def _wait(self, effect: Effects) -> _Pending:
         assert effect.waits is not None

@@ -137,16 +137,13 @@ class ModuleParameters:
         """
         for bucket in self._buckets:
             for index, (spec, shard) in enumerate(zip(bucket.spec.params, bucket.params, strict=True)):
-                before = "before thunder.jit(module, transforms=[fsdp(...)])"
                 if shard.dtype != bucket.spec.dtype:
-                    advice = f"convert it {before}, or pass fsdp(mp_policy=...) to compute in lower precision"
                     raise coded_error(
                         RuntimeError,
                         "module.converted-after-sharding",
                         name=spec.name,
                         expected=bucket.spec.dtype,
                         found=shard.dtype,
-                        advice=advice,
                     )
                 if shard.device != bucket.shard.device:
                     raise coded_error(
@@ -155,7 +152,6 @@ class ModuleParameters:
                         name=spec.name,
                         expected=bucket.shard.device,
                         found=shard.device,
-                        before=before,
                     )
                 if address(local_rows(shard)) != bucket.shard_pointers[index]:
                     raise bucket.lost_shard(index)

@@ -24,7 +24,7 @@ from typing import Any
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Analysis
-from ..ir.effects import SlotRegion, effects
+from ..ir.effects import effects
 from ..ir.inspection import has_backward, with_bound_symbols
 from ..ir.slots import retained_by_forward
 from ..runtime.bucket import WINDOW_LAST, WINDOW_OPEN
@@ -80,14 +80,11 @@ def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
         no_sync: whether the trace is compiled for ``no_sync``.
     """
     mark = {"window": WINDOW_OPEN if no_sync else WINDOW_LAST}
-    private = [position for position, region in _gathered(trace) if region.is_private]
+    issues = [effects(bsym).issues for bsym in trace.bound_symbols] if has_backward(trace) else []
+    private = [
+        i for i, issue in enumerate(issues) if issue and issue.gathers and issue.region and issue.region.is_private
+    ]
     return _with_marks(trace, dict.fromkeys(private, mark), "fsdp: reuse in an accumulation window")
-
-
-def _gathered(forward: TraceCtx) -> list[tuple[int, SlotRegion]]:
-    """Return the positions and slots of the gathers of a forward trace; none if it has no backward."""
-    issues = [effects(bsym).issues for bsym in forward.bound_symbols] if has_backward(forward) else []
-    return [(i, issue.region) for i, issue in enumerate(issues) if issue and issue.gathers and issue.region]
 
 
 def _with_marks(trace: TraceCtx, marks: Mapping[int, Mapping[str, Any]], pass_name: str) -> TraceCtx:
