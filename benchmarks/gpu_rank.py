@@ -1,6 +1,8 @@
-"""One rank on a GPU: what a step costs besides its communication, the speed of encoders, and the memory of steps.
+"""One rank on a GPU: what a step costs besides its communication, how it overlaps with compute, and the memory of steps.
 
     python benchmarks/gpu_rank.py peers
+    python benchmarks/gpu_rank.py peers --dtype bfloat16 --blocks 8 --width 2048 --length 1024 --batch 8
+    python benchmarks/gpu_rank.py link             # as rank 0 of 8, over an emulated link
     python benchmarks/gpu_rank.py memory
     python benchmarks/gpu_rank.py peers --cpu      # test this program without a GPU
 
@@ -8,6 +10,9 @@
   finished, *host* until the host has issued everything; *kernels*, *copied* and *idle* (the GPU's, within *busy + idle*) are
   those of one profiled step, *peak* is what the caching allocator has at most beyond the parameters, gradients and optimizer
   of the system. Then, the speed of encoders.
+* Link: the same over a link of :mod:`emulated_link`, which is as fast as makes the communication of "ours, zero3" take
+  ``--balance`` times as long as its step over a link that takes no time. *alone* is the step over such a link,
+  *communication* the time that collectives occupied the link, and */max* the step divided by the longer of the two.
 * Memory: each row trains a GPT for a few steps, and then counts one more step, without optimizer. *over* is what the
   allocator's peak has beyond the prediction; negative, if it stays below. *loss* is the largest difference from the
   unsharded model's losses. cuBLAS has its workspaces before the count.
@@ -16,6 +21,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import os
 import statistics
@@ -33,21 +39,42 @@ import thunder
 import torch
 import torch.distributed as dist
 from harness import matching, medians, ratio, show_nbytes, table
-from systems import Emulation, Make, Shape, System, build, ddp, fsdp2, ours, thunders_fsdp, unsharded, unsharded_eager
+from systems import (
+    Emulation,
+    Make,
+    Shape,
+    System,
+    build,
+    compiled_fsdp2,
+    ddp,
+    fsdp2,
+    ours,
+    thunders_fsdp,
+    unsharded,
+    unsharded_eager,
+)
+from emulated_link import join_emulated_ranks
 from gpu import BFLOAT16, NO_GPU, OFFLOAD, make_repeatable, take_steps
 
-SYSTEMS: dict[str, Make] = {
-    "eager": unsharded_eager,
-    "DDP": ddp,
+SHARDED: dict[str, Make] = {
     "FSDP2, resharding": partial(fsdp2, reshard=True),
     "FSDP2": partial(fsdp2, reshard=False),
-    "Thunder": unsharded,
+    "FSDP2, resharding, compiled blocks": compiled_fsdp2,
     "Thunder fsdp, zero2": partial(thunders_fsdp, strategy="zero2", bucketing="block"),
     "ours, zero2": partial(ours, sharding_strategy="zero2"),
     "ours, zero3": ours,
-    "ours, zero3, torch_kernels": partial(ours, executors=["torch_kernels", "sdpa"]),
     "ours, zero3, blocks as leaves": partial(ours, leaf_modules=("blocks.*",)),
     "ours, zero3, compiled leaves": partial(ours, compiled_blocks=True),
+    "ours, zero2, compiled leaves": partial(ours, compiled_blocks=True, sharding_strategy="zero2"),
+}
+SYSTEMS: dict[str, Make] = {
+    "eager": unsharded_eager,
+    "eager, compiled blocks": partial(unsharded_eager, compiled=True),
+    "DDP": ddp,
+    "Thunder": unsharded,
+    **SHARDED,
+    "ours, zero3, torch_kernels": partial(ours, executors=["torch_kernels", "sdpa"]),
+    "ours, zero3, leaves with CUDA graphs": partial(ours, compiled_blocks=True, compile_mode="reduce-overhead"),
 }
 
 MEMORY_SHAPE = Shape(blocks=6, width=1024, length=512, batch=8, device="cuda")
@@ -68,8 +95,12 @@ LIMITS = (0.85, 0.7, 0.55, 0.45)
 
 def main() -> None:
     parser = harness.options(__doc__)
-    parser.add_argument("part", choices=("peers", "memory"))
-    parser.add_argument("--cpu", action="store_true", help="measure peers on the CPU")
+    parser.add_argument("part", choices=("peers", "link", "memory"))
+    parser.add_argument("--cpu", action="store_true", help="measure peers on the CPU, over a link that takes no time")
+    for name in ("blocks", "width", "length", "batch"):
+        parser.add_argument(f"--{name}", type=int, help="of the model of peers and link")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the model of peers and link")
+    parser.add_argument("--balance", type=float, default=1.0, help="communication over compute, for link")
     arguments = parser.parse_args()
     is_memory = arguments.part == "memory"
     device = torch.device("cpu" if arguments.cpu and not is_memory else "cuda:0")
@@ -80,13 +111,25 @@ def main() -> None:
         if is_memory:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # results that do not depend on the workspace
         torch.cuda.set_device(device)
+    print(f"{'the CPU' if device.type == 'cpu' else torch.cuda.get_device_name()}, torch {torch.__version__}")
     if is_memory:
         harness.join_alone("nccl", device)
+        measure_memory(arguments)
+    elif arguments.part == "link":
+        measure_link(arguments, device)
     else:
         harness.join_alone("gloo" if arguments.cpu else "cpu:gloo,cuda:nccl")
-    print(f"{'the CPU' if device.type == 'cpu' else torch.cuda.get_device_name()}, torch {torch.__version__}")
-    measure_memory(arguments) if is_memory else measure_peers(arguments, device)
+        measure_peers(arguments, device)
     dist.destroy_process_group()
+
+
+def shape_of(arguments: argparse.Namespace, device: torch.device, on_gpu: Shape) -> Shape:
+    """Return the shape that the options ask for: ``on_gpu`` or a tiny one, with what they change."""
+    default = Shape(1, 64, 8, 1) if arguments.cpu else on_gpu
+    asked = {name: getattr(arguments, name) for name in ("blocks", "width", "length", "batch")}
+    if arguments.dtype is not None:
+        asked["dtype"] = getattr(torch, arguments.dtype)
+    return dataclasses.replace(default, device=str(device), **{k: v for k, v in asked.items() if v is not None})
 
 
 def settle() -> None:
@@ -116,7 +159,7 @@ def peak_of(work: Callable[[], object]) -> int:
 
 
 def measure_peers(arguments: argparse.Namespace, device: torch.device) -> None:
-    shape = Shape(1, 64, 8, 1) if arguments.cpu else Shape(4, 1024, 512, 4, device=str(device))
+    shape = shape_of(arguments, device, Shape(4, 1024, 512, 4))
     emulation, tokens = Emulation(shape, real=True), shape.tokens()
     systems = build(matching(SYSTEMS, arguments.only, "Thunder"), shape, emulation, partial(step, tokens=tokens))
     for system in systems.values():  # one has compiled, one runs without the audit, one is for the caching allocator
@@ -138,6 +181,51 @@ def measure_peers(arguments: argparse.Namespace, device: torch.device) -> None:
     print(f"\nencoders, {numel} elements in bfloat16:\n")
     print(table(speeds, {"encode GB/s": ("encode", ".0f"), "decode GB/s": ("decode", ".0f")}))
     harness.save(arguments, "gpu_peers", figures=rows, encoders=speeds)
+
+
+#
+# Link
+#
+
+
+def measure_link(arguments: argparse.Namespace, device: torch.device) -> None:
+    link = join_emulated_ranks(8)
+    shape = shape_of(arguments, device, Shape(8, 2048, 1024, 8, dtype=torch.bfloat16))
+    emulation, tokens = Emulation(shape, real=True), shape.tokens()
+    systems = build(matching(SHARDED, arguments.only, "ours, zero3"), shape, emulation, partial(step, tokens=tokens))
+    for system in systems.values():
+        for _ in range(2):
+            step(system, tokens)
+    alone = statistics.median(step(systems["ours, zero3"], tokens) for _ in range(5))
+    communication, sent = {}, {}
+    link.record()
+    step(systems["ours, zero3"], tokens)
+    link.recorded_seconds()
+    rate = float("inf") if arguments.cpu else link.sent / (arguments.balance * alone)
+
+    def run(system: System, bytes_per_second: float, hosts: list[float] | None = None) -> float:
+        link.bytes_per_second = bytes_per_second
+        return step(system, tokens, hosts)
+
+    for name, system in systems.items():
+        link.record()
+        run(system, rate)
+        communication[name], sent[name] = link.recorded_seconds(), link.sent
+    hosts: dict[str, list[float]] = {name: [] for name in systems}
+    runs = {(name, True): partial(run, system, float("inf")) for name, system in systems.items()}
+    runs |= {(name, False): partial(run, system, rate, hosts[name]) for name, system in systems.items()}
+    seconds = harness.in_turns({str(key): of_one for key, of_one in runs.items()}, arguments.rounds)
+    rows: dict[str, dict[str, Any]] = {}
+    for name in systems:
+        steps, without = (statistics.median(seconds[str((name, alone))]) for alone in (False, True))
+        longer = max(without, communication[name])
+        figures = {"step": steps, "alone": without, "communication": communication[name], "exposed": steps - without}
+        rows[name] = {key: value * 1e3 for key, value in figures.items()}
+        rows[name] |= {"of_max": steps / longer, "host": statistics.median(hosts[name]) * 1e3, "sent": sent[name]}
+    columns = {f"{name} ms": (name, ".2f") for name in ("alone", "communication", "step", "exposed", "host")}
+    print(f"{shape}, {rate / 1e9:.1f} GB/s\n")
+    print(table(rows, {**columns, "/max": ("of_max", ".3f"), "sent": ("sent", show_nbytes)}))
+    harness.save(arguments, "gpu_link", figures=rows)
 
 
 def step(system: System, tokens: torch.Tensor, hosts: list[float] | None = None) -> float:

@@ -29,7 +29,7 @@ import harness
 import torch
 import torch.distributed as dist
 from harness import matching, medians, ratio
-from systems import Emulation, Make, Shape, System, build, ddp, fsdp2, ours, unsharded, unsharded_eager
+from systems import Emulation, Make, Shape, System, build, compiled_fsdp2, ddp, fsdp2, ours, unsharded, unsharded_eager
 from byte_gpt import VOCABULARY
 from torch import nn
 from torch.nn import functional as F
@@ -94,14 +94,6 @@ class LlamaShape(Shape):
     def model(self) -> Any:
         torch.manual_seed(0)
         return Llama(self)
-
-
-def compiled_fsdp2(name: str, shape: Shape, emulation: Emulation) -> System:
-    """Return FSDP2 with each block compiled by itself, as its documentation advises."""
-    system = fsdp2(name, shape, emulation, reshard=True)
-    for block in system.module.blocks:
-        block.compile()
-    return system
 
 
 SYSTEMS: dict[str, Make] = {

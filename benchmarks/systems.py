@@ -165,9 +165,15 @@ def unsharded(name: str, shape: Shape, emulation: Emulation) -> System:
     return _jitted(name, thunder.jit(shape.model(), transforms=[emulation.transform()]))
 
 
-def unsharded_eager(name: str, shape: Shape, emulation: Emulation) -> System:
-    """Return the unsharded step without a compiler."""
+def unsharded_eager(name: str, shape: Shape, emulation: Emulation, *, compiled: bool = False) -> System:
+    """Return the unsharded step without Thunder.
+
+    Args:
+        compiled: whether ``torch.compile`` compiles each block.
+    """
     module = emulation.eager(shape.model())
+    for block in module.blocks if compiled else ():
+        block.compile()
     return System(name, module, _optimizer(module))
 
 
@@ -177,18 +183,20 @@ def ours(
     emulation: Emulation,
     executors: Sequence[str] | None = None,
     compiled_blocks: bool = False,
+    compile_mode: str | None = None,
     **options: Any,
 ) -> System:
     """Return this project's ``fsdp(**options)``, by default with the default executors.
 
     Args:
         compiled_blocks: whether each block is a leaf module that ``torch.compile`` compiles.
+        compile_mode: the ``mode`` of ``torch.compile`` for them.
     """
     model = shape.model()
     if compiled_blocks:
         options["leaf_modules"] = ("blocks.*",)
         for block in model.blocks:
-            block.compile()
+            block.compile(mode=compile_mode)
     transform = thunder_fsdp_sched.fsdp(**options)
     return _jitted(
         name, thunder.jit(model, transforms=[transform, emulation.transform()], executors=executors), transform
@@ -236,6 +244,14 @@ def fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: bool) -> Sy
     """Return PyTorch's ``fully_shard`` of each block and of the model. On a CPU it overlaps nothing."""
     model = _fully_shard(shape, emulation, reshard)
     return System(name, model, _optimizer(model))
+
+
+def compiled_fsdp2(name: str, shape: Shape, emulation: Emulation) -> System:
+    """Return FSDP2 with each block compiled by itself, as its documentation advises."""
+    system = fsdp2(name, shape, emulation, reshard=True)
+    for block in system.module.blocks:
+        block.compile()
+    return system
 
 
 def overlapped_fsdp2(

@@ -90,6 +90,7 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"python benchmarks/gpu\.py first.*": Small(
         "first --stand-in --only alone --cases 'zero3 flat$'", "zero3 flat", long=True
     ),
+    r"python benchmarks/gpu_rank\.py link.*": Small("link --cpu --rounds 1", "ours, zero3", long=True),
     r"python benchmarks/gpu_rank\.py memory": Small("memory", "skipped: no GPU"),
     r"python benchmarks/gpu_rank\.py peers.*": Small("peers --cpu --rounds 1", "ours, zero3", long=True),
     r"python benchmarks/kernels\.py.*": Small("--rows 64 --width 16 --rounds 1 --only layer_norm", "layer_norm"),
