@@ -24,24 +24,11 @@ class Link:
     Attributes:
         bytes_per_second: that a rank sends; infinity waits for nothing. It may change at any time.
         sent: bytes that the rank has sent.
-        spans: the events before and after each collective, while they are recorded (``record``).
     """
 
     def __init__(self) -> None:
         self.bytes_per_second, self.sent = float("inf"), 0.0
-        self.spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         self._cycles_per_second = 0.0
-
-    def record(self) -> None:
-        """Begin to record collectives."""
-        self.sent, self.spans = 0.0, []
-
-    def recorded_seconds(self) -> float:
-        """Return the seconds that the recorded collectives took in total, and record no more."""
-        spans, self.spans = self.spans or [], None
-        if spans:
-            torch.cuda.synchronize()
-        return sum(start.elapsed_time(end) for start, end in spans) / 1e3
 
     def occupy(self, nbytes: float) -> None:
         """Let the current stream wait for as long as the link takes."""
@@ -99,6 +86,7 @@ class _Group(dist.ProcessGroup):
         super().__init__(rank, size)
         self._link, self._share = link, (size - 1) / size
         self._stream: Any = None
+        self._last: Any = None  # collectives of one communicator run one after the other, on whichever streams they are
         self._group_name = self._description = ""
 
     def getBackendName(self) -> str:
@@ -128,24 +116,21 @@ class _Group(dist.ProcessGroup):
             return _Work((), None)
         current = torch.cuda.current_stream()
         if not getattr(options, "asyncOp", True):  # as NCCL, on the current stream
-            self._measured(current, collective)
+            self._on(current, collective)
             return _Work((), None)
         if self._stream is None:
             self._stream = torch.cuda.Stream(priority=-1)
         self._stream.wait_stream(current)
-        return _Work(tensors, self._measured(self._stream, collective))
+        return _Work(tensors, self._on(self._stream, collective))
 
-    def _measured(self, stream: torch.cuda.Stream, collective: Callable[[], float]) -> torch.cuda.Event:
-        spans = self._link.spans
-        start, end = (torch.cuda.Event(enable_timing=spans is not None) for _ in range(2))
+    def _on(self, stream: torch.cuda.Stream, collective: Callable[[], float]) -> torch.cuda.Event:
         with torch.cuda.stream(stream):
-            if spans is not None:
-                start.record()
+            if self._last is not None:
+                stream.wait_event(self._last)
             self._link.occupy(collective())
-            end.record()
-        if spans is not None:
-            spans.append((start, end))
-        return end
+            self._last = torch.cuda.Event()
+            self._last.record()
+        return self._last
 
     def _gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Any = None) -> _Work:
         def collective() -> float:

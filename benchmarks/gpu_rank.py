@@ -10,9 +10,9 @@
   finished, *host* until the host has issued everything; *kernels*, *copied* and *idle* (the GPU's, within *busy + idle*) are
   those of one profiled step, *peak* is what the caching allocator has at most beyond the parameters, gradients and optimizer
   of the system. Then, the speed of encoders.
-* Link: the same over a link of :mod:`emulated_link`, which is as fast as makes the communication of "ours, zero3" take
-  ``--balance`` times as long as its step over a link that takes no time. *alone* is the step over such a link,
-  *communication* the time that collectives occupied the link, and */max* the step divided by the longer of the two.
+* Link: the same over a link of :mod:`emulated_link`. By default it is as fast as makes the communication of "ours, zero3"
+  take as long as the fastest sharded step over a link that takes no time. *alone* is the step over such a link,
+  *communication* the time that the link takes for the bytes, and */max* the step divided by the longer of the two.
 * Memory: each row trains a GPT for a few steps, and then counts one more step, without optimizer. *over* is what the
   allocator's peak has beyond the prediction; negative, if it stays below. *loss* is the largest difference from the
   unsharded model's losses. cuBLAS has its workspaces before the count.
@@ -67,11 +67,14 @@ SHARDED: dict[str, Make] = {
     "ours, zero3, compiled leaves": partial(ours, compiled_blocks=True),
     "ours, zero2, compiled leaves": partial(ours, compiled_blocks=True, sharding_strategy="zero2"),
 }
-SYSTEMS: dict[str, Make] = {
+UNSHARDED: dict[str, Make] = {
     "eager": unsharded_eager,
     "eager, compiled blocks": partial(unsharded_eager, compiled=True),
-    "DDP": ddp,
     "Thunder": unsharded,
+}
+SYSTEMS: dict[str, Make] = {
+    **UNSHARDED,
+    "DDP": ddp,
     **SHARDED,
     "ours, zero3, torch_kernels": partial(ours, executors=["torch_kernels", "sdpa"]),
     "ours, zero3, leaves with CUDA graphs": partial(ours, compiled_blocks=True, compile_mode="reduce-overhead"),
@@ -100,7 +103,7 @@ def main() -> None:
     for name in ("blocks", "width", "length", "batch"):
         parser.add_argument(f"--{name}", type=int, help="of the model of peers and link")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the model of peers and link")
-    parser.add_argument("--balance", type=float, default=1.0, help="communication over compute, for link")
+    parser.add_argument("--rate", type=float, help="GB/s that a rank sends over the link")
     arguments = parser.parse_args()
     is_memory = arguments.part == "memory"
     device = torch.device("cpu" if arguments.cpu and not is_memory else "cuda:0")
@@ -192,39 +195,38 @@ def measure_link(arguments: argparse.Namespace, device: torch.device) -> None:
     link = join_emulated_ranks(8)
     shape = shape_of(arguments, device, Shape(8, 2048, 1024, 8, dtype=torch.bfloat16))
     emulation, tokens = Emulation(shape, real=True), shape.tokens()
-    systems = build(matching(SHARDED, arguments.only, "ours, zero3"), shape, emulation, partial(step, tokens=tokens))
-    for system in systems.values():
+    makes = matching({**UNSHARDED, **SHARDED}, arguments.only, "ours, zero3")
+    systems = build(makes, shape, emulation, partial(step, tokens=tokens))
+    sent, alone = {}, {}
+    for name, system in systems.items():
         for _ in range(2):
             step(system, tokens)
-    alone = statistics.median(step(systems["ours, zero3"], tokens) for _ in range(5))
-    communication, sent = {}, {}
-    link.record()
-    step(systems["ours, zero3"], tokens)
-    link.recorded_seconds()
-    rate = float("inf") if arguments.cpu else link.sent / (arguments.balance * alone)
+        link.sent = 0.0
+        step(system, tokens)
+        sent[name] = link.sent
+        alone[name] = statistics.median(step(system, tokens) for _ in range(5))
+    rate = (
+        arguments.rate * 1e9
+        if arguments.rate
+        else sent["ours, zero3"] / min(alone[name] for name in systems if sent[name])
+    )
 
     def run(system: System, bytes_per_second: float, hosts: list[float] | None = None) -> float:
-        link.bytes_per_second = bytes_per_second
+        link.bytes_per_second = bytes_per_second if device.type == "cuda" else float("inf")
         return step(system, tokens, hosts)
 
-    for name, system in systems.items():
-        link.record()
-        run(system, rate)
-        communication[name], sent[name] = link.recorded_seconds(), link.sent
     hosts: dict[str, list[float]] = {name: [] for name in systems}
-    runs = {(name, True): partial(run, system, float("inf")) for name, system in systems.items()}
-    runs |= {(name, False): partial(run, system, rate, hosts[name]) for name, system in systems.items()}
-    seconds = harness.in_turns({str(key): of_one for key, of_one in runs.items()}, arguments.rounds)
+    runs = {f"{name}, alone": partial(run, system, float("inf")) for name, system in systems.items()}
+    runs |= {name: partial(run, system, rate, hosts[name]) for name, system in systems.items()}
+    milliseconds, of_host = medians(harness.in_turns(runs, arguments.rounds), unit=1e-3), medians(hosts, unit=1e-3)
     rows: dict[str, dict[str, Any]] = {}
     for name in systems:
-        steps, without = (statistics.median(seconds[str((name, alone))]) for alone in (False, True))
-        longer = max(without, communication[name])
-        figures = {"step": steps, "alone": without, "communication": communication[name], "exposed": steps - without}
-        rows[name] = {key: value * 1e3 for key, value in figures.items()}
-        rows[name] |= {"of_max": steps / longer, "host": statistics.median(hosts[name]) * 1e3, "sent": sent[name]}
-    columns = {f"{name} ms": (name, ".2f") for name in ("alone", "communication", "step", "exposed", "host")}
+        whole, without, communication = milliseconds[name], milliseconds[f"{name}, alone"], sent[name] / rate * 1e3
+        rows[name] = {"step": whole, "alone": without, "communication": communication, "sent": sent[name]}
+        rows[name] |= {"of_max": whole / max(without, communication), "host": of_host[name]}
+    columns = {f"{name} ms": (name, ".2f") for name in ("alone", "communication", "step", "host")}
     print(f"{shape}, {rate / 1e9:.1f} GB/s\n")
-    print(table(rows, {**columns, "/max": ("of_max", ".3f"), "sent": ("sent", show_nbytes)}))
+    print(table(rows, {**columns, "/max": ("of_max", ".2f"), "sent": ("sent", show_nbytes)}))
     harness.save(arguments, "gpu_link", figures=rows)
 
 

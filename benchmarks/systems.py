@@ -51,8 +51,9 @@ class Shape:
     def model(self) -> GPT:
         torch.manual_seed(0)
         heads = max(self.width // 64, 1)
-        model = GPT(blocks=self.blocks, width=self.width, heads=heads, length=self.length)
-        return model.to(self.device, self.dtype)
+        with torch.device(self.device):  # large ones take seconds on a CPU
+            model = GPT(blocks=self.blocks, width=self.width, heads=heads, length=self.length)
+        return model.to(self.dtype)
 
     def tokens(self, rank: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(rank)

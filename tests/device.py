@@ -2,7 +2,8 @@
 
 ``TEST_DEVICE=cuda`` runs the tests marked ``device`` (tables of scenarios, the world, wire formats) on GPU 0, which
 all ranks share through NCCL, and deselects the others. ``TEST_RANKS=1`` runs the scenarios that do not say otherwise on that
-many ranks instead of two. Without these, everything runs on the CPU, with gloo.
+many ranks instead of two. ``TEST_KERNELS=1`` lets models on a GPU use torch's kernels, as models on a CPU do by default.
+Without these, everything runs on the CPU, with gloo.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
 IS_CUDA = DEVICE.type == "cuda"
 RANKS = int(os.environ.get("TEST_RANKS", "2"))
+USES_KERNELS = not IS_CUDA or bool(os.environ.get("TEST_KERNELS"))
 BACKEND = "cpu:gloo,cuda:nccl" if IS_CUDA else "gloo"
 SHARED_MEMORY = "symmetric_memory" if IS_CUDA else "shared_files"
 """The transport through memory that ranks share: the real one, or its stand-in of the module ``shared_memory``."""

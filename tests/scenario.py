@@ -39,7 +39,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from device import DEVICE, RANKS
+from device import DEVICE, IS_CUDA, RANKS, USES_KERNELS
 from device_thread import Thread, backward_on
 from internals import RowDTensor, local_rows
 from profiles import with_long
@@ -265,9 +265,11 @@ class Run:
         original = copy.deepcopy(model)
         self.make_inputs, self.initial = original.inputs, original.state_dict()
         self.unsharded: Unsharded | None = None
+        kernels = ["torch_kernels"] if USES_KERNELS else []
+        if IS_CUDA and kernels:
+            jit_options = {"executors": [*kernels, *thunder.get_default_executors()], **(jit_options or {})}
         if oracle is not None:
             # With the kernels that `fsdp` uses on a CPU by default.
-            kernels = ["torch_kernels"] if DEVICE.type == "cpu" else []
             given = {"executors": [*kernels, *thunder.get_default_executors()], **(jit_options or {})}
             jit = lambda module: thunder.jit(module, transforms=[*before, *after], **given)  # noqa: E731
             self.unsharded = Unsharded(self.ranks, copy.deepcopy(model), jit if oracle == "compiled" else None)

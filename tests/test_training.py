@@ -43,6 +43,16 @@ def _double(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Callab
     return lambda: make(*args, **kwargs).double()
 
 
+def _in_one_buffer() -> nn.Module:
+    """Return a model whose parameters lie side by side in one storage, as cuDNN wants those of an LSTM."""
+    module = _double(Stack)()
+    params = list(module.parameters())
+    buffer = torch.cat([p.detach().flatten() for p in params])
+    for param, part in zip(params, buffer.split([p.numel() for p in params]), strict=True):
+        param.data = part.view(param.shape)
+    return module
+
+
 #
 # Actions that check more than numbers
 #
@@ -221,6 +231,7 @@ SCENARIOS = {
         )
         for case in CASES
     },
+    "parameters in one buffer": Scenario(_in_one_buffer, [train_and_check_what_is_saved]),
     "ranks without rows": Scenario(_double(TinyParameters), [train_and_check_what_is_saved], ranks=4),
     "frozen buckets are gathered but not reduced": Scenario(
         _double(FrozenParameters), [do.train(2), _check_frozen_buckets]

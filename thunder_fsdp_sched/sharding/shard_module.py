@@ -25,7 +25,7 @@ from ..options import Options
 from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, StridedView
-from ..private_torch import hooks_of, memory_of, replace_data
+from ..private_torch import MemoryOwners, hooks_of, replace_data
 from ..proof.audit import PreShardStorages
 from ..ranks.assignment import GroupAssignment, find_world_group
 from ..ranks.control import Control
@@ -191,19 +191,18 @@ class ShardingSteps:
                 )
             tied.setdefault(param, []).append(name)
         specs = []
-        owners: dict[tuple[torch.device, int], str] = {}
+        owners = MemoryOwners()
         for param, names in tied.items():
-            if param.numel():
-                other = owners.setdefault(memory_of(param), names[0])
-                if other != names[0]:
-                    raise coded_error(
-                        ValueError,
-                        "parameter.objects-share-memory",
-                        first=other,
-                        first_dtype=named[other].dtype,
-                        second=names[0],
-                        second_dtype=param.dtype,
-                    )
+            if (other := owners.owner_of(param)) is not None:
+                raise coded_error(
+                    ValueError,
+                    "parameter.objects-share-memory",
+                    first=other,
+                    first_dtype=named[other].dtype,
+                    second=names[0],
+                    second_dtype=param.dtype,
+                )
+            owners.add(names[0], param)
             own = getattr(param, "_thunder_device", self.source.device_of(names[0], param))
             device = self.options.init.device or resolve_device(torch.device(own))
             is_plain = param.is_contiguous() and param.storage_offset() == 0
