@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -238,34 +237,12 @@ def _trained(model: nn.Module, steps: range, rank: int) -> list[torch.Tensor]:
     return [param.full_tensor() for param in model.parameters()]
 
 
-@on_ranks(3)
-def test_error_feedback_is_saved_and_continues_on_as_many_ranks(rank: int, tmp_path: Path) -> None:
-    group = dist.new_group([0, 1])
-
-    def load(name: str, seed: int, **options: Any) -> tuple[Any, list[torch.Tensor], list[str]]:
-        torch.manual_seed(seed)
-        model = thunder.jit(AllKinds().double(), transforms=[transform := fsdp(comm_policy=FEEDBACK, **options)])
-        if name:
-            _trained(model, range(1), rank)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                tfs.load_checkpoint(model, tmp_path / name)
-            messages = [str(warning.message) for warning in caught]
-        buckets = [bucket for bucket in transform.sharded.buckets if "feedback" in vars(bucket)]
-        return model, [b.feedback.lost for b in buckets], [m for m in messages if "error feedback" in m] if name else []
-
-    if rank < 2:
-        model = load("", 0, ranks=group)[0]
-        _trained(model, range(2), rank)
-        tfs.save_checkpoint(model, tmp_path / "two", error_feedback=True)
-        tfs.save_checkpoint(model, tmp_path / "without")
-        other, lost, messages = load("two", 0, ranks=group)
-        assert not messages and all(one.any() for one in lost)
-        assert all(map(torch.equal, _trained(model, range(2, 4), rank), _trained(other, range(2, 4), rank)))
-        _, lost, messages = load("without", 1, ranks=group)
-        assert not messages and not any(one.any() for one in lost)
-        assert len(load("two", 1, ranks=group, bucketing_strategy="none")[2]) == (rank == 0)
-    dist.barrier()
-    _, lost, messages = load("two", 2)
-    assert not any(one.any() for one in lost) and len(messages) == (rank == 0)
-    assert all("starts from zero" in message and "of another number of ranks" in message for message in messages)
+@on_ranks(2)
+def test_error_feedback_starts_from_zero_after_loading(rank: int, tmp_path: Path) -> None:
+    model = thunder.jit(AllKinds().double(), transforms=[transform := fsdp(comm_policy=FEEDBACK)])
+    _trained(model, range(1), rank)
+    tfs.save_checkpoint(model, tmp_path / "0")
+    buckets = [bucket for bucket in transform.sharded.buckets if "feedback" in vars(bucket)]
+    assert any(bucket.feedback.lost.any() for bucket in buckets)
+    tfs.load_checkpoint(model, tmp_path / "0")
+    assert not any(bucket.feedback.lost.any() for bucket in buckets)

@@ -25,11 +25,11 @@ from thunder.core.module import ThunderModule
 
 from ...errors import coded_error
 from ...ranks.process_groups import ProcessGroupRef
-from ...sharding.sharded_module import ShardedModule, find_jitted
+from ...sharding.sharded_module import find_jitted
 from ..state_dicts.jitted import rows_by_name
 from . import extra as extras
 from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds, write_checkpoint
-from .extra import EXTRA, FEEDBACK
+from .extra import EXTRA
 from .folder import METADATA, SaveRun, path_of, refuse_complete
 from .on_all_ranks import (
     CheckpointError,
@@ -67,9 +67,7 @@ def save_checkpoint(
     *,
     extra: dict[str, Any] | None = None,
     keys: tuple[str, str] = ("model", "optim"),
-    checksums: bool = True,
     keep: int | None = None,
-    error_feedback: bool = False,
 ) -> Path:
     """Save model and optimizers; each rank saves its rows. A collective.
 
@@ -84,14 +82,10 @@ def save_checkpoint(
             loaders: numbers, strings, bytes, tensors, NumPy arrays, ``None``, and lists, tuples and dictionaries of
             them. They must be equal on all ranks. DTensors, such as an average of the parameters, are saved by rows.
         keys: names under which model and optimizers are saved.
-        checksums: save checksums of the files as they were written.
         keep: when this checkpoint is complete, remove all but the ``keep`` newest, this one included, of the complete ones
             beside it whose names differ from its own in digits alone: ``step-200`` removes ``step-100``, and neither
             ``best`` nor ``other-run-step-100``. Newest means saved last. Links are left alone, and checkpoints of other
             programs, of Fabric, and of versions of this package that did not record the order.
-        error_feedback: also save the error feedback of ``comm_policy``, which differs between ranks. Each rank saves as much
-            as a whole model in ``reduce_dtype``. Without it, feedback starts from zero after loading, which costs what
-            rounding has lost of one step.
 
     Cost: three exchanges, and each rank sends the first one two messages, which it answers: the list of its rows, and what
     it has written. The list of all has an entry for each parameter and for each cut between ranks in a bucket.
@@ -105,8 +99,8 @@ def save_checkpoint(
             differ between ranks; ``extra`` has values that cannot be read without running code; or an earlier save beside
             training failed. The folder is then not a checkpoint, and other checkpoints are unchanged.
     """
-    group, path, state = _collect(model, folder, optimizers, extra, keys, keep, error_feedback)
-    return save_in_rounds(group, path, METADATA, state, _writing(path, checksums, keep))
+    group, path, state = _collect(model, folder, optimizers, extra, keys, keep)
+    return save_in_rounds(group, path, METADATA, state, _writing(path, keep))
 
 
 def save_checkpoint_async(
@@ -116,11 +110,8 @@ def save_checkpoint_async(
     *,
     extra: dict[str, Any] | None = None,
     keys: tuple[str, str] = ("model", "optim"),
-    checksums: bool = True,
     keep: int | None = None,
-    error_feedback: bool = False,
     writer: Literal["process", "thread"] = "process",
-    when_busy: Literal["wait", "raise"] = "wait",
 ) -> Saving:
     """Copy what :func:`save_checkpoint` saves to host memory, and write it while training goes on; a collective.
 
@@ -129,7 +120,6 @@ def save_checkpoint_async(
 
     Args:
         writer: who writes the data: a process of each rank at low priority (on Linux), or a thread.
-        when_busy: wait for a save beside training that is in flight, or raise an error.
     """
 
     def stage(state: dict[str, Any]) -> Staging:
@@ -137,8 +127,8 @@ def save_checkpoint_async(
             raise coded_error(ValueError, "checkpoint.unknown-writer", writer=writer)
         return Staging(state)
 
-    group, path, staging = _collect(model, folder, optimizers, extra, keys, keep, error_feedback, when_busy, stage)
-    return save_beside(group, path, METADATA, staging, _writing(path, checksums, keep, writer))
+    group, path, staging = _collect(model, folder, optimizers, extra, keys, keep, stage)
+    return save_beside(group, path, METADATA, staging, _writing(path, keep, writer))
 
 
 def _collect(
@@ -148,19 +138,17 @@ def _collect(
     extra: dict[str, Any] | None,
     keys: tuple[str, str],
     keep: int | None,
-    error_feedback: bool,
-    when_busy: str = "wait",
     stage: Callable[[dict[str, Any]], Any] = lambda state: state,
 ) -> tuple[ProcessGroupRef, Path, Any]:
     """Return the ranks, the folder, and what ``stage`` makes of the values to save, which are the same on all ranks."""
-    model, sharded = _find_first(model)
+    model, sharded = find_jitted(model)
     group = sharded.world_group
     collected: list[Any] = []
 
     def collect() -> str:
         """Collect where and what is saved, and what must be equal on all ranks; return a digest of the latter."""
         sharded.check_initialized()
-        finish_latest(when_busy)
+        finish_latest()
         path, chosen = path_of(folder, "folder"), listed(optimizers)
         _check_extra(extra)
         check_keep(path, keep)
@@ -171,10 +159,8 @@ def _collect(
             check_plain(state[keys[1]], keys[1])
         if taken := state.keys() & (extra or {}).keys():
             raise coded_error(ValueError, "checkpoint.extra-name-taken", name=sorted(taken)[0])
-        if reserved := {EXTRA, FEEDBACK}.intersection(keys):
-            raise coded_error(ValueError, "checkpoint.reserved-key", name=reserved.pop())
-        if error_feedback and (lost := extras.feedback_of(sharded)):
-            state[FEEDBACK] = lost
+        if EXTRA in keys:
+            raise coded_error(ValueError, "checkpoint.reserved-key", name=EXTRA)
         facts = describe_optimizers(model, chosen, values=True)
         if extra:
             state[EXTRA] = extras.encode(extra)
@@ -191,13 +177,13 @@ def _collect(
     return group, path, values
 
 
-def _writing(path: Path, checksums: bool, keep: int | None, writer: str | None = None) -> Write:
+def _writing(path: Path, keep: int | None, writer: str | None = None) -> Write:
     """Return the function that writes a checkpoint; beside training if there is a ``writer``."""
 
     def write(rounds: Rounds, run: SaveRun, state: dict[str, Any]) -> None:
         process = host_memory.writer() if writer == "process" else None
         is_staged = writer is not None
-        write_checkpoint(rounds, state, RunWriter(run, checksums=checksums, process=process, is_staged=is_staged))
+        write_checkpoint(rounds, state, RunWriter(run, process=process, is_staged=is_staged))
         if keep is not None and rounds.rank == 0:
             remove_old(path, keep)
 
@@ -216,10 +202,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint of :func:`save_checkpoint`, or of ``dcp.save`` with FSDP2's state dicts; a collective.
 
-    The number of ranks, the strategy and the buckets may differ from those at saving; error feedback (``comm_policy``)
-    then starts from zero, with a warning on the first rank. While reading, it needs as much
-    additional memory as the model's shards. Entries of another dtype are cast, as by DCP, with a warning on the first
-    rank.
+    The number of ranks, the strategy and the buckets may differ from those at saving. Error feedback (``comm_policy``)
+    starts from zero. While reading, it needs as much additional memory as the model's shards. Entries of another dtype are
+    cast, as by DCP, with a warning on the first rank.
 
     Cost: nine exchanges on any number of ranks; values are read, not sent. A DTensor that is sharded otherwise is gathered.
 
@@ -242,7 +227,7 @@ def load_checkpoint(
             has the names and shapes); if it has the state of another kind of optimizer; if ranks passed different
             checkpoints; or if a file cannot be read or is damaged. Nothing is changed then.
     """
-    model, sharded = _find_first(model)
+    model, sharded = find_jitted(model)
     group = sharded.world_group
 
     def begin() -> tuple[Path, list[torch.optim.Optimizer]]:
@@ -256,7 +241,6 @@ def load_checkpoint(
     if verify_checksums and not reader.has_checksums and group.rank == 0:
         _log.warning("%s has no checksums of its own: those of its archives are verified", path)
     paths, casts, lacking = paths_of(metadata), list[Cast](), list[str]()
-    lost = extras.LoadedFeedback(sharded, paths.get(FEEDBACK, {}))
 
     def prepare() -> tuple[dict[str, Any], dict[str, str], list[dict[str, Any]], dict[str, Any]]:
         """Return memory by DCP's names, these names of the model's entries, and what is made of the rest of the memory:
@@ -284,7 +268,6 @@ def load_checkpoint(
             states = optimizer_state_dicts(loaded, model, chosen)
             memory |= of_state
             casts.extend(more)
-        memory |= lost.memory
         for name, wanted in (extra or {}).items():
             values[name], more_memory = extras.fit(wanted, paths.get(name, {}), name, own, reader)
             memory |= more_memory
@@ -300,31 +283,16 @@ def load_checkpoint(
         warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
     if lacking and group.rank == 0:
         warnings.warn(tell_lacking(path, lacking), stacklevel=2)
-    if lost.drops and group.rank == 0:
-        warnings.warn(
-            f"error feedback (comm_policy) starts from zero: that in {path} is of other buckets, or of another number of "
-            f"ranks",
-            stacklevel=2,
-        )
     with torch.no_grad():
         for name, value in rows_by_name(model).items():
             if found := next((there[n] for n in sharded.names_of(name) if n in there), None):
                 value.copy_(memory[found])
-        lost.finish()
+        for bucket in sharded.buckets:
+            if "feedback" in vars(bucket):  # what rounding has lost of the gradients of other values
+                bucket.feedback.lost.zero_()
     for optimizer, state in zip(chosen, states, strict=True):
         optimizer.load_state_dict(state)
     return values
-
-
-def _find_first(model: Any) -> tuple[ThunderModule, ShardedModule]:
-    """Return the jitted module and its shards.
-
-    Raises:
-        TypeError: the first argument is a folder, as it was formerly.
-    """
-    if isinstance(model, (str, os.PathLike)):
-        raise coded_error(TypeError, "checkpoint.model-not-first", got=os.fspath(model))
-    return find_jitted(model)
 
 
 def _check_extra(extra: Any) -> None:

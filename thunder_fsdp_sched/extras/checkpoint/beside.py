@@ -189,19 +189,14 @@ _latest: Saving | None = None
 """The latest save beside training of this process."""
 
 
-def finish_latest(when_busy: str = "wait") -> None:
+def finish_latest() -> None:
     """Wait for the save in flight.
 
     Raises:
-        ValueError: there is one, and ``when_busy`` is ``"raise"``.
         CheckpointError: it failed, and that was not raised yet.
     """
     global _latest
-    if when_busy not in ("wait", "raise"):
-        raise coded_error(ValueError, "checkpoint.unknown-when-busy", when_busy=when_busy)
     if _latest is not None:
-        if when_busy == "raise" and not _latest.done():
-            raise coded_error(ValueError, "checkpoint.save-in-progress", path=_latest._path)
         latest, _latest = _latest, None
         if not latest._is_settled:
             latest.result()

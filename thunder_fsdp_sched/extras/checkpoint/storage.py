@@ -256,16 +256,13 @@ class RunWriter(FileSystemWriter):
     """The writer of files with the run's id in their names, and of the list of their contents unless another run was first.
 
     Args:
-        checksums: whether to store the checksum of each chunk of data.
         process: writes this rank's data; ``None`` if this process does.
         is_staged: whether all tensors are in host memory, so that no stream is waited for.
     """
 
-    def __init__(
-        self, run: SaveRun, *, checksums: bool, process: WriterProcess | None = None, is_staged: bool = False
-    ) -> None:
+    def __init__(self, run: SaveRun, *, process: WriterProcess | None = None, is_staged: bool = False) -> None:
         super().__init__(run.folder, overwrite=False, per_thread_copy_ahead=0 if is_staged else 10_000_000)
-        self._run, self._checksums, self._process = run, checksums, process
+        self._run, self._process = run, process
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         prefix = f"{plan.storage_data.prefix}{self._run.id}_"
@@ -275,7 +272,7 @@ class RunWriter(FileSystemWriter):
         else:
             written = Future()
             written.set_result(self._process.write(self._run.folder, plan, planner))
-        for result in written.value() if self._checksums else ():
+        for result in written.value():
             info = result.storage_data
             # It is pickled with the rest, and other readers ignore it.
             info.crc32 = checksum(self._run.folder / info.relative_path, info.offset, info.length)

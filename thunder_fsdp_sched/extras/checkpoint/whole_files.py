@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
@@ -46,12 +46,7 @@ from .state_dict import Cast, compare, tell_casts, tell_lacking
 _log = logging.getLogger(__name__)
 
 
-def save_safetensors(
-    model: ThunderModule,
-    folder: str | os.PathLike[str],
-    *,
-    checksums: bool = True,
-) -> Path:
+def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str]) -> Path:
     """Write the whole model into a folder, from the first rank; a collective.
 
     The first rank receives one bucket at a time, in the dtype of the shards, over gloo. If another run saves into the
@@ -62,7 +57,6 @@ def save_safetensors(
 
     Args:
         folder: a folder that holds no whole model yet, on a disk that all ranks see.
-        checksums: save the checksum of each file.
 
     Returns:
         The folder's index file, ``model.safetensors.index.json``.
@@ -71,34 +65,23 @@ def save_safetensors(
         CheckpointError: on all ranks, if the folder has an index already, or another run saves into it, or if it cannot
             be written, or an earlier save beside training failed, or safetensors is not installed.
     """
-    group, path, state, write = _prepare(model, folder, checksums)
+    group, path, state, write = _prepare(model, folder)
     return save_in_rounds(group, path, INDEX, state, write)
 
 
-def save_safetensors_async(
-    model: ThunderModule,
-    folder: str | os.PathLike[str],
-    *,
-    checksums: bool = True,
-    when_busy: Literal["wait", "raise"] = "wait",
-) -> Saving:
+def save_safetensors_async(model: ThunderModule, folder: str | os.PathLike[str]) -> Saving:
     """Copy each rank's rows to host memory, and gather and write them in threads while training goes on; a collective.
 
     See [saving beside training](checkpoints.md#saving-beside-training). Other arguments, errors and cost are those of
     :func:`save_safetensors`.
-
-    Args:
-        when_busy: wait for a save beside training that is in flight, or raise an error.
     """
-    group, path, staging, write = _prepare(model, folder, checksums, when_busy, Staging)
+    group, path, staging, write = _prepare(model, folder, Staging)
     return save_beside(group, path, INDEX, staging, write)
 
 
 def _prepare(
     model: ThunderModule,
     folder: str | os.PathLike[str],
-    checksums: bool,
-    when_busy: str = "wait",
     stage: Callable[[dict[str, Any]], Any] = lambda state: state,
 ) -> tuple[ProcessGroupRef, Path, Any, Write]:
     """Return the ranks, the folder, what ``stage`` makes of the entries, and the function that writes them."""
@@ -111,7 +94,7 @@ def _prepare(
         _import("safetensors.torch")
         for bucket in sharded.buckets:
             refuse_unshared(bucket)
-        finish_latest(when_busy)
+        finish_latest()
         path, entries = path_of(folder, "folder"), rows_by_name(model)
         refuse_complete(path, INDEX)
         return path, entries, stage(entries)
@@ -121,7 +104,7 @@ def _prepare(
     parts["rest"] = [name for name in entries if name not in sharded.locations]
 
     def write(rounds: Rounds, run: SaveRun, state: dict[str, Any]) -> None:
-        files = _WholeFiles(run, checksums=checksums)
+        files = _WholeFiles(run)
         for label, names in parts.items():
             rows = {name: state[name] for name in names}
             rounds.run(partial(_rows_to_send, rows, rounds.rank), partial(files.write, label, rows))
@@ -146,8 +129,8 @@ def _rows_to_send(entries: Mapping[str, torch.Tensor], rank: int) -> dict[str, t
 class _WholeFiles:
     """The files of a whole model, which the first rank writes in a run."""
 
-    def __init__(self, run: SaveRun, *, checksums: bool) -> None:
-        self._run, self._checksums = run, checksums
+    def __init__(self, run: SaveRun) -> None:
+        self._run = run
         self._weight_map: dict[str, str] = {}
         self._crcs: dict[str, str] = {}
         self._nbytes = 0
@@ -164,15 +147,14 @@ class _WholeFiles:
             sync(self._run.folder / file)
             self._weight_map.update(dict.fromkeys(tensors, file))
             self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
-            if self._checksums:
-                self._crcs[file] = _checksum(self._run.folder / file)
+            self._crcs[file] = _checksum(self._run.folder / file)
 
     def complete(self, everyones: Sequence[None]) -> None:
         """Write the index."""
         folder = self._run.folder
         if missing := [file for file in sorted(set(self._weight_map.values())) if not (folder / file).exists()]:
             raise coded_error(ValueError, "checkpoint.file-deleted-meanwhile", file=folder / missing[0])
-        metadata = {"total_size": self._nbytes, **({"crc32": self._crcs} if self._checksums else {})}
+        metadata = {"total_size": self._nbytes, "crc32": self._crcs}
         index = json.dumps({"metadata": metadata, "weight_map": self._weight_map}, indent=2)
         (self._run.draft / INDEX).write_text(index)
         self._run.complete()
