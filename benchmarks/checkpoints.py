@@ -1,6 +1,7 @@
 """Measure what saving beside training costs: the delay of a step, the steps while files are written, and host memory.
 
     python benchmarks/checkpoints.py           # each step leaves its core for 0.4 s, as it does while a GPU computes
+    python benchmarks/checkpoints.py --python  # in these 0.4 s, Python runs and holds the interpreter lock
     python benchmarks/checkpoints.py --real    # steps that need both cores
 
 Two ranks train linear layers with AdamW, ours with ``save_checkpoint_async`` and FSDP2 with ``dcp.async_save``. All
@@ -58,6 +59,7 @@ COLUMNS: harness.Columns = {
 
 def main() -> None:
     parser = harness.rank_options(__doc__, compute=[0.4], blocks=12, width=2560, length=16, rounds=5, no_limit=True)
+    parser.add_argument("--python", action="store_true", help="run Python for that long, in place of sleeping")
     harness.run_on_ranks(__file__, parser.parse_args(), measure)
 
 
@@ -66,7 +68,12 @@ def measure(arguments: argparse.Namespace) -> None:
     shared = [folder]
     dist.broadcast_object_list(shared)
     target = Path(shared[0]) / "checkpoint"
-    group, sleep = dist.new_group(), arguments.compute[0]
+    group, seconds = dist.new_group(), arguments.compute[0]
+    wait = (
+        partial(_loop, int(seconds / _seconds(partial(_loop, 10**7))[1] * 10**7))
+        if arguments.python
+        else partial(time.sleep, seconds)
+    )
     shared_memory = DefaultStager(StagingOptions(False, True, False, False))
     saves: dict[str, Callable[[Any, Any], Any]] = {
         f"ours, {writer}": lambda model, optimizer, writer=writer: tfs.save_checkpoint_async(
@@ -83,7 +90,7 @@ def measure(arguments: argparse.Namespace) -> None:
         },
     }.items():
         saves[name] = partial(_async_save, target, process_group=group, **options)
-    systems = {n: _Run(s, arguments, sleep, "FSDP2" in n) for n, s in saves.items() if re.search(arguments.only, n)}
+    systems = {n: _Run(s, arguments, wait, "FSDP2" in n) for n, s in saves.items() if re.search(arguments.only, n)}
     for round_ in range(arguments.rounds + 1):
         harness.say(f"round {round_} of {arguments.rounds}")
         for run in systems.values():
@@ -94,7 +101,9 @@ def measure(arguments: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(shared[0])
         state = next(iter(systems.values())).nbytes / 1e6
-        print(f"{state:.0f} MB of state on each of {arguments.ranks} ranks, {sleep} s without compute in each step\n")
+        print(
+            f"{state:.0f} MB of state on each of {arguments.ranks} ranks, {seconds} s of {'Python' if arguments.python else 'sleep'} in each step\n"
+        )
         print(harness.table(figures, COLUMNS))
         harness.save(arguments, "checkpoints", figures=figures)
 
@@ -109,7 +118,7 @@ class _Run:
     """A model, how it is saved, and what was measured in each round."""
 
     def __init__(
-        self, save: Callable[[Any, Any], Any], arguments: argparse.Namespace, sleep: float, fsdp2: bool
+        self, save: Callable[[Any, Any], Any], arguments: argparse.Namespace, wait: Callable[[], None], fsdp2: bool
     ) -> None:
         torch.manual_seed(0)
         module = torch.nn.Sequential(
@@ -119,7 +128,7 @@ class _Run:
             fully_shard(part)
         self.model = module if fsdp2 else thunder.jit(module, transforms=[tfs.fsdp()])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
-        self.save, self.sleep = save, sleep
+        self.save, self.wait = save, wait
         self.inputs = torch.ones(arguments.length, arguments.width)
         names = ("memcpy", "call", "processor_memcpy", "processor_call", "step", "beside", "complete", "memory")
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -134,7 +143,7 @@ class _Run:
         while len(seconds) < count:
             started = time.perf_counter()
             self.model(self.inputs).sum().backward()
-            time.sleep(self.sleep)
+            self.wait()
             self.optimizer.step()
             self.optimizer.zero_grad()
             done = torch.tensor(saving is not None and saving.done(), dtype=torch.int32)
@@ -174,6 +183,11 @@ class _Run:
         memory = self.seconds["memory"][0] / self.nbytes
         processor = harness.ratio(later["processor_call"], later["processor_memcpy"])
         return {**medians, "delay": delay, "processor": processor, "beside": beside, "first": first, "memory": memory}
+
+
+def _loop(count: int) -> None:
+    for _ in range(count):
+        pass
 
 
 def _seconds(do: Callable[[], object]) -> tuple[float, float]:

@@ -200,7 +200,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lo
             saving.result()
         assert tfs.latest_checkpoint(tmp_path) == tmp_path / "good"
         dist.barrier()
-        assert not any(folder.iterdir())
+        assert not folder.exists()
     load_checkpoint(model, tmp_path / "good", optimizer)  # it is raised once
     save_checkpoint_async(model, tmp_path / "0", optimizer, writer=writer).result()
     assert tfs.latest_checkpoint(tmp_path) == tmp_path / "0"
@@ -230,7 +230,7 @@ def test_what_cannot_succeed_is_refused_on_all_ranks_before_anything_is_copied(r
     on_first((tmp_path / "file").touch)
     with mock.patch.object(Staging, "copy", side_effect=AssertionError):
         for folder, options, expected in (
-            ("file/inside", {}, coded("checkpoint.not-saved", "Not a directory")),
+            ("file/inside", {}, coded("checkpoint.not-saved", "File exists", tmp_path / "file")),
             (str(rank), {}, coded("checkpoint.not-saved", "the folder that the first rank saves into")),
             ("a", {"keep": 0}, coded("checkpoint.keep-below-one")),
             ("a", {"writer": "fiber"}, coded("checkpoint.unknown-writer", "'fiber'")),

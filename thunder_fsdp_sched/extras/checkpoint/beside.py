@@ -50,7 +50,7 @@ from ...private_distributed import gloo_connections, timeout_of
 from ...process_state import reset_after_fork
 from ...ranks.control import Control, control_of
 from ...ranks.process_groups import ProcessGroupRef
-from .folder import INDEX, SaveRun, saving_into
+from .folder import SaveRun, saving_into
 from .on_all_ranks import CheckpointError
 from .staging import Staging
 from .storage import RunWriter
@@ -288,25 +288,22 @@ Write: TypeAlias = Callable[[Rounds, SaveRun, dict[str, Any]], None]
 """A function that writes a state dict."""
 
 
-def save_in_rounds(group: ProcessGroupRef, folder: Path, last: str, state: dict[str, Any], write: Write) -> Path:
+def save_in_rounds(group: ProcessGroupRef, run: SaveRun, state: dict[str, Any], write: Write) -> Path:
     """Write a state dict into a folder; a collective.
-
-    Args:
-        last: name of the file that completes the folder.
 
     Raises:
         CheckpointError: on all ranks, if it fails.
     """
-    with _connected(group, folder, last) as (rounds, run):
+    with _connected(group, run) as rounds:
         write(rounds, run, state)
-    return _path(folder, last)
+    return run.path
 
 
-def save_beside(group: ProcessGroupRef, folder: Path, last: str, staging: Staging, write: Write) -> Saving:
+def save_beside(group: ProcessGroupRef, run: SaveRun, staging: Staging, write: Write) -> Saving:
     """Copy a state dict, and write the copy in a thread; otherwise as :func:`save_in_rounds`."""
     global _latest
     with contextlib.ExitStack() as stack:
-        rounds, run = stack.enter_context(_connected(group, folder, last))
+        rounds = stack.enter_context(_connected(group, run))
         copied, finish_staging = staging.copy()
         ending = stack.pop_all()
 
@@ -314,23 +311,19 @@ def save_beside(group: ProcessGroupRef, folder: Path, last: str, staging: Stagin
         with ending:
             write(rounds, run, copied)
 
-    _latest = Saving(_path(folder, last), control_of(group), write_copy, finish_staging)
+    _latest = Saving(run.path, control_of(group), write_copy, finish_staging)
     return _latest
 
 
-def _path(folder: Path, last: str) -> Path:
-    return folder / INDEX if last == INDEX else folder
-
-
 @contextlib.contextmanager
-def _connected(group: ProcessGroupRef, folder: Path, last: str) -> Iterator[tuple[Rounds, SaveRun]]:
+def _connected(group: ProcessGroupRef, run: SaveRun) -> Iterator[Rounds]:
     """Begin a save into a folder, and end it, completely or with an error on all ranks."""
     known = _rounds.get(group.process_group)
     is_connected = known is not None and known.is_usable
-    with saving_into(group, folder, last, is_connected) as (run, are_connected):
+    with saving_into(group, run, is_connected) as are_connected:
         if known is None or not are_connected:
             known = _rounds[group.process_group] = Rounds(group, f"saving/{run.id}")
-        yield known, run
+        yield known
 
 
 def write_checkpoint(rounds: Rounds, state: dict[str, Any], writer: RunWriter) -> None:

@@ -5,7 +5,6 @@ Additional values (``extra``): tensors, and plain values as ``torch.save`` write
 
 from __future__ import annotations
 
-import copy
 import itertools
 import zlib
 from collections.abc import Mapping
@@ -47,19 +46,20 @@ def encode(extra: dict[str, Any]) -> dict[str, Any]:
     return {"values": (values,), "tensors": {str(number): tensor for number, tensor in enumerate(tensors)}}
 
 
-def decode(paths: Paths, reader: CheckedReader) -> dict[str, Any]:
-    """Return the values that :func:`encode` received, with a :class:`Saved` in place of each tensor.
+def decode(paths: Mapping[str, Paths], reader: CheckedReader) -> dict[str, Any]:
+    """Return all values of a checkpoint by name, with a :class:`Saved` in place of each tensor.
 
-    Args:
-        paths: those below :data:`EXTRA`. If :func:`encode` did not make them, there are no such values.
+    What :func:`encode` has not made is as DCP has taken it apart: keys of dictionaries are texts.
     """
-    if (name := paths.get(("values",))) is None:
-        return {}
-    [values] = reader.load({name: None})[name]
-    numbers = itertools.count()
-    made = tree_map_only(torch.Tensor, lambda _: Saved(paths["tensors", str(next(numbers))]), values)
-    if not isinstance(made, dict):
-        raise coded_error(ValueError, "checkpoint.stored-extra-not-dictionary", got=type(made).__name__)
+    made = {name: nested({path: Saved(leaf) for path, leaf in below.items()}) for name, below in paths.items()}
+    if EXTRA in paths and (stored := paths[EXTRA].get(("values",))) is not None:
+        [values] = reader.load({stored: None})[stored]
+        numbers = itertools.count()
+        tensors = made.pop(EXTRA).get("tensors", {})
+        values = tree_map_only(torch.Tensor, lambda _: tensors[str(next(numbers))], values)
+        if not isinstance(values, dict):
+            raise coded_error(ValueError, "checkpoint.stored-extra-not-dictionary", got=type(values).__name__)
+        made |= values
     return made
 
 
@@ -82,16 +82,12 @@ def _fact(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}, CRC-32 {zlib.crc32(data):08x}"
 
 
-def fit(
-    wanted: Any, paths: Paths, name: str, own: Mapping[str, Any], reader: CheckedReader
-) -> tuple[Any, dict[str, torch.Tensor]]:
+def fit(wanted: Any, saved: Any, name: str, reader: CheckedReader) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a saved value, with memory in place of its tensors, and that memory by the names of the tensors.
 
     Args:
-        wanted: the structure that the caller expects; memory for tensors is like its tensors. DCP converts all keys to text
-            and all dictionaries to one class, so for its values both are taken from ``wanted``.
-        paths: those of the value, if ``dcp.save`` saved it.
-        own: the values that :func:`save_checkpoint` saved.
+        wanted: the structure that the caller expects; memory for tensors is like its tensors.
+        saved: the value, with a :class:`Saved` in place of what DCP has saved.
 
     Raises:
         ValueError: a wanted value is missing, or has another structure.
@@ -114,8 +110,6 @@ def fit(
             return reader.load({saved: None})[saved]
         if isinstance(saved, dict):
             given = wanted if isinstance(wanted, dict) else {}
-            if name not in own:
-                saved = _like(wanted, saved, path)
             if missing := [key for key in given if key not in saved]:
                 raise coded_error(
                     ValueError, "checkpoint.extra-entry-not-saved", entry=_text(path), key=missing[0], found=list(saved)
@@ -128,24 +122,7 @@ def fit(
             return type(saved)(walk(w, v, (*path, i)) for i, (w, v) in enumerate(zip(each, saved, strict=True)))
         return saved
 
-    saved = own[name] if name in own else nested({path: Saved(leaf) for path, leaf in paths.items()})
     return walk(wanted, saved, (name,)), memory
-
-
-def _like(wanted: Any, saved: dict[str, Any], path: tuple[Any, ...]) -> Any:
-    """Return a dictionary that ``dcp.save`` saved with the class and the keys of the wanted one."""
-    if not isinstance(wanted, dict):
-        raise coded_error(
-            ValueError, "checkpoint.extra-dictionary-expected", entry=_text(path), got=type(wanted).__name__
-        )
-    keys = {str(key): key for key in wanted}
-    made = copy.copy(wanted)
-    made.clear()
-    for text, value in saved.items():
-        if text not in keys and not any(isinstance(key, str) for key in wanted):
-            raise coded_error(ValueError, "checkpoint.extra-entry-not-given", entry=_text((*path, text)))
-        made[keys.get(text, text)] = value
-    return made
 
 
 def _memory_like(wanted: torch.Tensor | None, found: TensorStorageMetadata, path: tuple[Any, ...]) -> torch.Tensor:
