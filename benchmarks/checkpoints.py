@@ -69,11 +69,9 @@ def measure(arguments: argparse.Namespace) -> None:
     dist.broadcast_object_list(shared)
     target = Path(shared[0]) / "checkpoint"
     group, seconds = dist.new_group(), arguments.compute[0]
-    wait = (
-        partial(_loop, int(seconds / _seconds(partial(_loop, 10**7))[1] * 10**7))
-        if arguments.python
-        else partial(time.sleep, seconds)
-    )
+    wait = partial(time.sleep, seconds)
+    if arguments.python:
+        wait = partial(_loop, int(10**7 * seconds / _seconds(partial(_loop, 10**7))[1]))
     shared_memory = DefaultStager(StagingOptions(False, True, False, False))
     saves: dict[str, Callable[[Any, Any], Any]] = {
         f"ours, {writer}": lambda model, optimizer, writer=writer: tfs.save_checkpoint_async(
@@ -101,9 +99,8 @@ def measure(arguments: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(shared[0])
         state = next(iter(systems.values())).nbytes / 1e6
-        print(
-            f"{state:.0f} MB of state on each of {arguments.ranks} ranks, {seconds} s of {'Python' if arguments.python else 'sleep'} in each step\n"
-        )
+        how = "Python" if arguments.python else "sleep"
+        print(f"{state:.0f} MB of state on each of {arguments.ranks} ranks, {seconds} s of {how} in each step\n")
         print(harness.table(figures, COLUMNS))
         harness.save(arguments, "checkpoints", figures=figures)
 
