@@ -69,8 +69,8 @@ def save_checkpoint(
     with checks, checksums and ``extra``. FSDP2, and any other number of ranks, can load it.
 
     Args:
-        folder: a folder without a checkpoint, on a disk that all ranks see. If another run saves into it, one of the two
-            gets an error, and no file is overwritten.
+        folder: a folder that does not exist or is empty, on a disk that all ranks see. It appears when everything is in it.
+            If another run saves into it, one of the two gets an error, and no file is overwritten.
         optimizers: one or several; none saves only the model.
         extra: additional values by name, such as the number of the step and the state dicts of schedulers and data
             loaders: numbers, strings, bytes, tensors, NumPy arrays, ``None``, and lists, tuples and dictionaries of
@@ -88,10 +88,10 @@ def save_checkpoint(
         The folder, whose checkpoint is complete.
 
     Raises:
-        CheckpointError: on all ranks, if any rank failed: the folder has a checkpoint, or cannot be written, or another
+        CheckpointError: on all ranks, if any rank failed: the folder is not empty, or cannot be written, or another
             run saves into it; the disk is full; an optimizer has other parameters; optimizers, their options or ``extra``
             differ between ranks; ``extra`` has values that cannot be read without running code; or an earlier save beside
-            training failed. The folder is then not a checkpoint, and other checkpoints are unchanged.
+            training failed. Then there is no such folder, and other checkpoints are unchanged.
     """
     group, run, state = collect(SaveRun, model, folder, optimizers, extra, keys, keep)
     return save_in_rounds(group, run, state, _writing(keep))
@@ -248,11 +248,8 @@ def load_checkpoint(
                 raise coded_error(ValueError, "checkpoint.name-not-held", path=path, name=name, names=list(saved))
         names = {".".join(map(str, below)): name for below, name in paths[keys[0]].items()}
         loading.fit_model(model, names, get_model_state_dict(model).keys(), strict=strict)
-        states = fit_optimizers(loading, paths[keys[1]], reader, model, chosen) if chosen else []
-        values = {}
-        for name, wanted in (extra or {}).items():
-            values[name], memory = extras.fit(wanted, saved[name], name, reader)
-            loading.memory |= memory
+        states = fit_optimizers(loading, paths[keys[1]], model, chosen) if chosen else []
+        values = {name: extras.fit(loading, wanted, saved[name], name) for name, wanted in (extra or {}).items()}
         return states, values
 
     states, values = run_on_all_ranks(group, "load_checkpoint", prepare)

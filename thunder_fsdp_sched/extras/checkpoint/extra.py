@@ -17,7 +17,8 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from ...errors import coded_error
 from ...runtime.row_dtensor import local_rows
-from .storage import CheckedReader, Paths, check_plain, nested
+from .loading import Loading, Reader
+from .storage import Paths, check_plain, nested
 
 EXTRA = "extra"
 """The name under which ``extra`` is saved: ``values``, with an empty tensor in place of each tensor, and ``tensors``, which
@@ -46,7 +47,7 @@ def encode(extra: dict[str, Any]) -> dict[str, Any]:
     return {"values": (values,), "tensors": {str(number): tensor for number, tensor in enumerate(tensors)}}
 
 
-def decode(paths: Mapping[str, Paths], reader: CheckedReader) -> dict[str, Any]:
+def decode(paths: Mapping[str, Paths], reader: Reader) -> dict[str, Any]:
     """Return all values of a checkpoint by name, with a :class:`Saved` in place of each tensor.
 
     What :func:`encode` has not made is as DCP has taken it apart: keys of dictionaries are texts.
@@ -82,8 +83,8 @@ def _fact(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}, CRC-32 {zlib.crc32(data):08x}"
 
 
-def fit(wanted: Any, saved: Any, name: str, reader: CheckedReader) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a saved value, with memory in place of its tensors, and that memory by the names of the tensors.
+def fit(loading: Loading, wanted: Any, saved: Any, name: str) -> Any:
+    """Return a saved value, with memory in place of its tensors.
 
     Args:
         wanted: the structure that the caller expects; memory for tensors is like its tensors.
@@ -92,10 +93,9 @@ def fit(wanted: Any, saved: Any, name: str, reader: CheckedReader) -> tuple[Any,
     Raises:
         ValueError: a wanted value is missing, or has another structure.
     """
-    memory: dict[str, torch.Tensor] = {}
 
     def walk(wanted: Any, saved: Any, path: tuple[Any, ...]) -> Any:
-        found = reader.contents[saved] if isinstance(saved, Saved) else None
+        found = loading.reader.contents[saved] if isinstance(saved, Saved) else None
         is_tensor = isinstance(found, TensorStorageMetadata)
         is_other = isinstance(wanted, torch.Tensor) is not is_tensor
         is_other |= path == (name,) and isinstance(wanted, dict) and not isinstance(saved, dict)
@@ -105,9 +105,9 @@ def fit(wanted: Any, saved: Any, name: str, reader: CheckedReader) -> tuple[Any,
                 ValueError, "checkpoint.extra-type-mismatch", entry=_text(path), saved=kind, got=type(wanted).__name__
             )
         if isinstance(found, TensorStorageMetadata):
-            return memory.setdefault(saved, _memory_like(wanted, found, path))
+            return loading.memory.setdefault(saved, _memory_like(wanted, found, path))
         if found is not None:
-            return reader.load({saved: None})[saved]
+            return loading.reader.load({saved: None})[saved]
         if isinstance(saved, dict):
             given = wanted if isinstance(wanted, dict) else {}
             if missing := [key for key in given if key not in saved]:
@@ -122,7 +122,7 @@ def fit(wanted: Any, saved: Any, name: str, reader: CheckedReader) -> tuple[Any,
             return type(saved)(walk(w, v, (*path, i)) for i, (w, v) in enumerate(zip(each, saved, strict=True)))
         return saved
 
-    return walk(wanted, saved, (name,)), memory
+    return walk(wanted, saved, (name,))
 
 
 def _memory_like(wanted: torch.Tensor | None, found: TensorStorageMetadata, path: tuple[Any, ...]) -> torch.Tensor:

@@ -29,7 +29,7 @@ class Reader(Protocol):
     def contents(self) -> Mapping[str, Any]: ...
 
     def load(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Read tensors in place, by their names. This rank alone calls it."""
+        """Read tensors in place, and other values in place of ``None``, by their names; no collective."""
 
 
 class Loading:
@@ -39,6 +39,7 @@ class Loading:
         path: the source, for messages.
 
     Attributes:
+        reader: what reads the source.
         memory: where to read, by the names of the source.
         casts: the entries whose dtype differs: name, dtype in the source, dtype in memory.
     """
@@ -46,7 +47,7 @@ class Loading:
     def __init__(self, path: Path, reader: Reader) -> None:
         self.memory: dict[str, Any] = {}
         self.casts: list[tuple[str, torch.dtype, torch.dtype]] = []
-        self._path, self._reader = path, reader
+        self.reader, self._path = reader, path
         self._lacking: list[str] = []
         self._targets: list[tuple[torch.Tensor, str]] = []
 
@@ -70,7 +71,7 @@ class Loading:
             if there is None:
                 self._lacking.append(name)
                 continue
-            found = self._reader.contents[there]
+            found = self.reader.contents[there]
             if not isinstance(found, TensorStorageMetadata):
                 faults.append(f"{name!r} is no tensor there")
             elif found.size != value.shape:
@@ -91,7 +92,7 @@ class Loading:
         Raises:
             CheckpointError: on all ranks, if one of them cannot read its values. Nothing is changed then.
         """
-        run_on_all_ranks(group, what, lambda: self._reader.load(self.memory))
+        run_on_all_ranks(group, what, lambda: self.reader.load(self.memory))
         if self.casts and group.rank == 0:
             lines = [f"{name} from {there} to {here}".replace(" torch.", " ") for name, there, here in self.casts]
             warnings.warn(f"{what} casts what {self._path} holds: {_first(lines, '; ', '; and ')}", stacklevel=3)

@@ -22,7 +22,7 @@ from ...sharding.sharded_module import find_jitted
 from ..state_dicts.entries import refuse_unshared
 from ..state_dicts.row_piece import RowPiece
 from .loading import Loading
-from .storage import CheckedReader, Paths, nested
+from .storage import Paths, nested
 
 _ADDED = {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 """Keys of parameter groups that are not options of the optimizer, or that schedulers add."""
@@ -195,11 +195,7 @@ def describe_optimizers(
 
 
 def fit_optimizers(
-    loading: Loading,
-    paths: Paths,
-    reader: CheckedReader,
-    model: ThunderModule,
-    optimizers: Sequence[torch.optim.Optimizer],
+    loading: Loading, paths: Paths, model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[dict[str, Any]]:
     """Provide memory for the state of optimizers, and return the argument for each optimizer's ``load_state_dict``.
 
@@ -212,9 +208,8 @@ def fit_optimizers(
     names = names_of_params(model, optimizers)
     owned = owned_names(names, optimizers)
     params = {alias: param for param, name in names.items() for alias in sharded.names_of(name)}
-    tensors = {
-        path: found for path, n in paths.items() if isinstance(found := reader.contents[n], TensorStorageMetadata)
-    }
+    contents = loading.reader.contents
+    tensors = {path: found for path, n in paths.items() if isinstance(found := contents[n], TensorStorageMetadata)}
     of_shape = {
         path[2:]
         for path in tensors
@@ -236,7 +231,9 @@ def fit_optimizers(
         loading.memory[paths[path]] = value
         if what != "step" and value.is_floating_point() and param.is_floating_point() and value.dtype != param.dtype:
             loading.casts.append((f"{what} of {name}", value.dtype, param.dtype))
-    now = reader.load({paths[path]: value for path, value in values.items() if paths[path] not in loading.memory})
+    now = loading.reader.load(
+        {paths[path]: value for path, value in values.items() if paths[path] not in loading.memory}
+    )
     loaded = nested({path: now.get(paths[path], value) for path, value in values.items()})
     return optimizer_state_dicts(loaded, model, optimizers)
 
