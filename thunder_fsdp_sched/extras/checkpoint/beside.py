@@ -16,8 +16,7 @@ Python decides on the exit code before it runs exit hooks, and ignores their err
 error cannot be flushed at the very end, the exit code is 120 (documented at ``sys.exit``). So after a failed save, flushing
 standard error fails then. All other exit hooks run as usual, which ``os._exit`` would prevent.
 
-A forked process of ``multiprocessing`` ends with ``os._exit``. Before Python 3.13 it runs no exit hooks, but finalizers, in
-which ``SystemExit`` sets the exit code. Since then it runs both after the exit code is decided, finalizers last.
+A forked process of ``multiprocessing`` ends with ``os._exit``, and its exit code does not tell: there the logged error does.
 """
 
 from __future__ import annotations
@@ -26,17 +25,13 @@ import atexit
 import contextlib
 import io
 import logging
-import multiprocessing
 import os
 import pickle
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing.context import SpawnProcess
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -143,7 +138,8 @@ class Saving:
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(write,), name=f"saving {path}")
         self._thread.start()
-        _register_exit_hooks()
+        atexit.unregister(_finish_at_exit)
+        atexit.register(_finish_at_exit)
 
     def staged(self) -> None:
         """Wait until the values are copied. Training need not: see [Note: Staging] in ``staging``."""
@@ -220,47 +216,13 @@ reset_after_fork(_forget_latest)
 #
 
 
-_finalizer: Finalize | None = None
-"""That of this process, if ``multiprocessing`` started it. A fork ends it."""
-
-_has_failed = False
-"""Whether the last save of this process has failed, at exit."""
-
-_UNUSABLE_STREAM = contextlib.suppress(AttributeError, OSError, ValueError)
-"""Ignores that a standard stream is ``None``, cannot be written, or is closed."""
-
-
-def _register_exit_hooks() -> None:
-    global _finalizer
-    atexit.unregister(_finish_at_exit)
-    atexit.register(_finish_at_exit)
-    if multiprocessing.parent_process() is not None and not (_finalizer and _finalizer.still_active()):
-        _finalizer = Finalize(None, _finish_in_child, exitpriority=-100)  # after all others
-
-
 def _finish_at_exit() -> None:
     """Finish the save in flight; if it failed, print the error and let the exit code be 120."""
-    global _has_failed
     try:
         finish_latest()
     except BaseException:
-        sys.stderr, _has_failed = _FailsAtTheEnd(sys.stderr), True
+        sys.stderr = _FailsAtTheEnd(sys.stderr)
         raise
-
-
-def _finish_in_child() -> None:
-    """Do the same at the end of a process of ``multiprocessing``, with exit code 1."""
-    try:
-        finish_latest()
-    except BaseException as error:
-        with _UNUSABLE_STREAM:
-            sys.stderr.write(traceback.format_exc())
-        raise SystemExit(1) from error
-    if _has_failed and not isinstance(multiprocessing.current_process(), SpawnProcess):
-        for stream in (sys.stdout, sys.stderr):
-            with _UNUSABLE_STREAM:
-                stream.flush()
-        os._exit(1)  # in place of Python's own os._exit(0), which would come next
 
 
 class _FailsAtTheEnd:
