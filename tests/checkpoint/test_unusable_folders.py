@@ -127,7 +127,9 @@ def test_fabric_saves_where_the_first_rank_says_and_raises_on_all(rank: int, tmp
             save(relative, {"m": model}, whole=whole, keep=None)
         assert path.exists()
         unpicklable = {"m": model, "step": 1, "rule": lambda step: step}
-        code, ranks = ("fabric.entry-not-picklable", "(on ranks [0])") if whole else ("checkpoint.not-saved", "rank 0: ")
+        code, ranks = (
+            ("fabric.entry-not-picklable", "(on ranks [0])") if whole else ("checkpoint.not-saved", "rank 0: ")
+        )
         expected = coded(code, "state['rule']", "<lambda>", ranks)
         refused(expected, model, save, path, unpicklable, whole=whole, keep=None)
 
