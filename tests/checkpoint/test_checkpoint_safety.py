@@ -495,7 +495,7 @@ def test_the_first_run_to_finish_has_saved_and_deletes_the_files_of_others(tmp_p
     ours.clean_up()
     assert {entry.name for entry in tmp_path.iterdir()} == {"a", *(other.draft.name for other in others)}
     slow.draft.mkdir()
-    with pytest.raises(ValueError, check=coded("checkpoint.folder-saved-by-other-run", "not empty")):
+    with pytest.raises(ValueError, check=coded("checkpoint.draft-not-renamed", "not empty")):
         slow.complete()
     slow.clean_up()
     assert not slow.draft.exists() and (tmp_path / "a" / METADATA).read_text() == "ours"

@@ -229,6 +229,7 @@ def test_what_cannot_succeed_is_refused_on_all_ranks_before_anything_is_copied(r
     on_first((tmp_path / "file").touch)
     with mock.patch.object(Staging, "copy", side_effect=AssertionError):
         for folder, options, expected in (
+            ("file", {}, coded("checkpoint.failed-on-ranks", "Not a directory", tmp_path / "file")),
             ("file/inside", {}, coded("checkpoint.not-saved", "File exists", tmp_path / "file")),
             (str(rank), {}, coded("checkpoint.not-saved", "the folder that the first rank saves into")),
             ("a", {"keep": 0}, coded("checkpoint.keep-below-one")),

@@ -121,11 +121,12 @@ class SaveRun:
 
         Raises:
             ValueError: it holds anything; the message names it.
+            NotADirectoryError: it is a file.
         """
         if is_complete(self.folder, self.last):
             kind = _KINDS[self.last]
             raise coded_error(ValueError, "checkpoint.folder-already-complete", folder=self.folder, content=kind)
-        if self.folder.is_dir() and (names := sorted(entry.name for entry in self.folder.iterdir())):
+        if self.folder.exists() and (names := sorted(entry.name for entry in self.folder.iterdir())):
             raise coded_error(ValueError, "checkpoint.folder-not-empty", folder=self.folder, names=_few(names))
 
     def begin(self) -> None:
@@ -148,7 +149,7 @@ class SaveRun:
         """Give the draft, whose files must have been synced, the name of the folder, and let it survive a crash.
 
         Raises:
-            ValueError: another run has saved this folder.
+            ValueError: the folder is used now, or cannot be replaced.
         """
         sync(self.draft)
         self._rename()
@@ -164,7 +165,7 @@ class SaveRun:
             # A network file system may have renamed it and lost the reply.
             if not (self.folder.exists() and os.path.samestat(self.folder.stat(), own)):
                 raise coded_error(
-                    ValueError, "checkpoint.folder-saved-by-other-run", folder=self.folder, error=error
+                    ValueError, "checkpoint.draft-not-renamed", folder=self.folder, error=error
                 ) from error
 
     def clean_up(self) -> None:
