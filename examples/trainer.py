@@ -35,8 +35,8 @@ class ShardedTrainer(transformers.Trainer):
 
 
 def shards_of(checkpoint):
-    """Return the folder with the rows of model and optimizer that belong to a checkpoint of the Trainer."""
-    return Path(checkpoint).parent / "shards" / Path(checkpoint).name
+    """Return the folder with the rows of model and optimizer, inside of a checkpoint of the Trainer. It appears complete."""
+    return Path(checkpoint, "shards")
 
 
 def loss_of(outputs, labels, num_items_in_batch):  # not compiled: Thunder's gradient of a summed cross entropy fails
@@ -46,8 +46,8 @@ def loss_of(outputs, labels, num_items_in_batch):  # not compiled: Thunder's gra
 
 def main(folder="trained", resume=None, **options):
     """Train; resume the checkpoint that was completed last, unless ``resume`` names another one."""
-    shards = tfs.latest_checkpoint(Path(folder, "shards"))
-    resume = resume or (shards and Path(folder, shards.name))
+    complete = sorted(Path(folder).glob("checkpoint-*/shards"), key=lambda path: path.stat().st_mtime)
+    resume = resume or (complete[-1].parent if complete else None)
     arguments = transformers.TrainingArguments(
         output_dir=folder,
         use_cpu=not torch.cuda.is_available(),
