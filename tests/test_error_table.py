@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 import string
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,3 +53,9 @@ def test_an_error_of_the_table_has_a_code_also_in_another_process() -> None:
     error = pickle.loads(pickle.dumps(coded_error(ValueError, code)))
 
     assert (error.code, str(error), type(error)) == (code, text, ValueError)
+
+
+def test_the_page_of_errors_shows_the_code_that_its_example_raises() -> None:
+    [example] = re.findall(r"```python\n(.*?)```", (PACKAGE.parent / "docs" / "errors.md").read_text(), re.DOTALL)
+
+    exec(example, {"tfs": thunder_fsdp_sched})

@@ -2,147 +2,54 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
-from typing import ParamSpec as Arguments
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+from typing import ParamSpec as Arguments  # the package's ParamSpec is another one
 
 import torch
-from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from thunder.plugins import register_plugin
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .errors import coded_error
 from .extensions import load
-from .ir.schedule import StepSchedule
-from .option_checks import (
-    check_accumulate,
-    check_agree,
-    check_bucketing,
-    check_bytes,
-    check_cluster,
-    check_comm_policy,
-    check_factor,
-    check_gathers,
-    check_hook,
-    check_leaves,
-    check_mp_policy,
-    check_offload_policy,
-    check_prefetch,
-    check_schedule,
-    check_transport,
-    flag,
-    is_a,
-    or_by_module,
-)
-from .option_groups import Debug, Init, Ranks, Sharding
 from .options import Options
-from .plan.specs import Encoding, ParamSpec
 from .transform import FSDPTransform
-
-if TYPE_CHECKING:
-    from .extras.planning.clusters import ClusterSpec
 
 P = Arguments("P")
 R = TypeVar("R")
 
-_GROUPS = {"sharding_strategy": Sharding, "ranks": Ranks, "init": Init, "debug": Debug}
 
-_FORMER = {
-    **{
-        each.name: f"{name}={kind.__name__}({each.name}=...)" for name, kind in _GROUPS.items() for each in fields(kind)
-    },
-    "reshard_after_forward": (
-        'sharding_strategy="zero3" for True, "zero2" for False, and Sharding(secondary_ranks=8) for a number'
-    ),
-    "release": 'sharding_strategy=Sharding(release=True) for "step"',
-    "allow_different_computation": "ranks_may_differ=True",
-    "process_group": "ranks=process_group",
-    "mesh": "ranks=mesh",
-    "allow_different_initialization": "init=Init(allow_different_values=True)",
-    "move_state_dict_to_cpu": "stream_full_parameters(model) or save_safetensors(model, path)",
-    "auto_wrap_policy": "bucketing_strategy=..., by default a bucket for each block; no module is wrapped",
-    "mixed_precision": "mp_policy=MixedPrecisionPolicy(...) of torch.distributed.fsdp",
-    "cpu_offload": "offload_policy=CPUOffloadPolicy() of torch.distributed.fsdp",
-    "device_id": "init=Init(device=...)",
-    "device_mesh": "ranks=mesh",
-    "sync_module_states": "init=Init(broadcast_from=0)",
-    "ignored_modules": "init=Init(ignored_params=...), parameters or their names",
-    "ignored_states": "init=Init(ignored_params=...), parameters or their names",
-    "backward_prefetch": "prefetch=..., a number of buckets, for forward and backward",
-    "forward_prefetch": "prefetch=..., a number of buckets, for forward and backward",
-    "limit_all_gathers": "max_gathers_in_flight=..., a number",
-    "shard_placement_fn": "left out: parameters are cut along dim 0",
-    "dp_mesh_dims": "ranks=mesh['replicate', 'shard']",
-    **dict.fromkeys(("use_orig_params", "gradient_as_bucket_view", "static_graph"), "left out: it is always so"),
-    "find_unused_parameters": "left out, or ranks_may_differ=True if ranks use different parameters",
-    "stage": 'sharding_strategy="zero2" or "zero3"',
-    "overlap_comm": "left out: it is always so",
-    **dict.fromkeys(
-        ("bucket_cap_mb", "reduce_bucket_size", "allgather_bucket_size"), 'bucketing_strategy="25MB", for example'
-    ),
-    "gradient_accumulation_steps": "left out: run micro-batches in `with model.no_sync():`",
-    "gradient_clipping": "left out: call clip_grad_norm_(model, max_norm)",
-}
-"""How fields of groups, and options of earlier releases, FSDP, DDP and DeepSpeed, are spelled as options."""
+def _with_parameters_of(options: Callable[P, object]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Give a function the parameters of a constructor, by name; errors of other arguments say what to write instead."""
+    signature = inspect.signature(options)
 
+    def decorate(function: Callable[..., R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **given: P.kwargs) -> R:
+            if args and isinstance(args[0], torch.nn.Module):
+                raise coded_error(TypeError, "option.model-passed-to-fsdp")
+            if args:
+                raise coded_error(TypeError, "option.positional-arguments", got=args[0])
+            for name in given.keys() - signature.parameters:
+                raise load("extras.foreign_names:unknown_option")(name, signature.parameters)
+            return function(**given)
 
-def _explains_misuse(function: Callable[P, R]) -> Callable[P, R]:
-    """Let positional arguments and unknown options raise errors that say what to write instead."""
-    names = list(inspect.signature(function).parameters)
+        described: Any = call
+        described.transform_module = _refuse_uncalled
+        described.__annotations__ = {**options.__init__.__annotations__, "return": call.__annotations__["return"]}
+        described.__signature__ = signature.replace(return_annotation=call.__annotations__["return"])
+        return call
 
-    @functools.wraps(function)
-    def call(*args: P.args, **options: P.kwargs) -> R:
-        if args and isinstance(args[0], torch.nn.Module):
-            raise coded_error(TypeError, "option.model-passed-to-fsdp")
-        if args:
-            raise coded_error(TypeError, "option.positional-arguments", got=args[0])
-        for name in options.keys() - names:
-            if name in _FORMER:
-                raise coded_error(TypeError, "option.renamed-option", name=name, now=_FORMER[name])
-            close = "".join(f"; did you mean {known!r}?" for known in difflib.get_close_matches(name, names, n=1))
-            raise coded_error(TypeError, "option.no-such-option", name=name, hint=close)
-        return function(*args, **options)
-
-    call.transform_module = _refuse_uncalled  # type: ignore[attr-defined]
-    return call
+    return decorate
 
 
 def _refuse_uncalled(model: torch.nn.Module) -> NoReturn:
     raise coded_error(TypeError, "option.fsdp-not-called")
 
 
-@_explains_misuse
-def fsdp(
-    *,
-    sharding_strategy: str | FSDPType | Callable[[str, torch.nn.Module], str | FSDPType | None] | Sharding = "zero3",
-    bucketing_strategy: str | FSDPBucketingStrategy | int | Callable[[str, torch.nn.Parameter], str] = "block",
-    prefetch: int | Literal["auto"] | None = None,
-    max_memory: int | str | None = None,
-    accumulate: Literal["unsharded", "sharded"] | None = None,
-    max_gathers_in_flight: int | None = None,
-    cluster: ClusterSpec | str | None = None,
-    schedule: str | Path | StepSchedule | None = None,
-    transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = "auto",
-    mp_policy: MixedPrecisionPolicy | Callable[[str, torch.nn.Module], MixedPrecisionPolicy | None] | None = None,
-    comm_policy: Encoding | Callable[[str, torch.nn.Module], Encoding | None] | None = None,
-    gradient_divide_factor: float | Callable[[str, torch.nn.Module], float | None] | None = None,
-    all_reduce_hook: Callable[[str, torch.Tensor], None] | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    ranks: ProcessGroup | DeviceMesh | Ranks | None = None,
-    init: Init = Init(),  # noqa: B008  # frozen
-    leaf_modules: Literal["auto"]
-    | Sequence[str | type | Callable[[str, torch.nn.Module], bool] | tuple[Any, Callable[..., Any]]] = "auto",
-    agree: Literal["step", "compile", "never"] = "step",
-    ranks_may_differ: bool = False,
-    debug: Debug | None = None,
-) -> FSDPTransform:
+@_with_parameters_of(Options)
+def fsdp(**given: Any) -> FSDPTransform:
     """Return a transform that shards a module: ``thunder.jit(model, transforms=[fsdp(...)])``.
 
     ``thunder.jit`` shards the module at once. From then on its parameters are DTensors that hold this rank's rows, in one
@@ -278,30 +185,7 @@ def fsdp(
         TypeError, ValueError: an option is invalid; the message names it. ``thunder.jit`` later raises RuntimeError if
             there is no process group, and TypeError or ValueError for a parameter that cannot be sharded.
     """
-    if prefetch is None:
-        prefetch = 1 if max_memory is None else "auto"
-    options = Options(
-        sharding_strategy=Sharding.of(sharding_strategy),
-        bucketing_strategy=check_bucketing("bucketing_strategy", bucketing_strategy),
-        prefetch=check_prefetch("prefetch", prefetch),
-        max_memory=check_bytes("max_memory", max_memory),
-        accumulate=check_accumulate("accumulate", accumulate),
-        max_gathers_in_flight=check_gathers("max_gathers_in_flight", max_gathers_in_flight),
-        cluster=check_cluster("cluster", cluster),
-        schedule=check_schedule("schedule", schedule),
-        transport=check_transport("transport", transport),
-        mp_policy=or_by_module(check_mp_policy)("mp_policy", mp_policy),
-        comm_policy=or_by_module(check_comm_policy)("comm_policy", comm_policy),
-        gradient_divide_factor=or_by_module(check_factor)("gradient_divide_factor", gradient_divide_factor),
-        all_reduce_hook=check_hook("all_reduce_hook", all_reduce_hook),
-        offload_policy=check_offload_policy("offload_policy", offload_policy),
-        ranks=Ranks.of(ranks),
-        init=is_a(Init, "Init(...)")("init", init),
-        leaf_modules=check_leaves("leaf_modules", leaf_modules),
-        agree=check_agree("agree", agree),
-        ranks_may_differ=flag("ranks_may_differ", ranks_may_differ),
-        debug=is_a(Debug, "Debug(...)")("debug", Debug() if debug is None else debug),
-    )
+    options = Options(**given)
     return FSDPTransform(options, load("extras.planning.choosing") if options.needs_search else None)
 
 

@@ -1,58 +1,125 @@
-"""Groups of options of :func:`thunder_fsdp_sched.fsdp`: dataclasses, each of which answers one question."""
+"""How options are declared, and those of :func:`thunder_fsdp_sched.fsdp` that have parts: dataclasses of options.
+
+[Note: Declaring options]
+An option is declared once, as a field of a subclass of ``OptionFields``. It has a name, a type, and a call of ``option``
+with its default and its check. If what is kept differs from what users give, the type is
+``Option[what users give, what is kept]``. In the constructor, type checkers and ``inspect.signature`` see what users give.
+``fsdp`` has the parameters of the constructor of ``Options``. An option is documented under ``Args`` of its class, one of
+``Options`` in the docstring of ``fsdp``.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from thunder.distributed import FSDPType
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from typing_extensions import Self, dataclass_transform
 
+from . import option_checks as checks
 from .errors import coded_error
 from .ir.schedule import StepSchedule
-from .option_checks import (
-    check_bytes,
-    check_device,
-    check_group_rule,
-    check_ignored,
-    check_init_fn,
-    check_mesh,
-    check_names,
-    check_process_group,
-    check_rank,
-    check_secondary_ranks,
-    check_strategy,
-    flag,
-    or_by_module,
-)
 from .plan.specs import ShardingStrategy
 from .ranks.messages import remark
 from .ranks.process_groups import ProcessGroupRef
+from .sizes import parse_bytes
 
 ByModule = Callable[[str, torch.nn.Module], Any]
 """A function of (module name, module) that decides an option for each module."""
 
-
-COMPARED_BY_EFFECT: dict[str, bool] = {"compared": False}
-"""Metadata of a field that refers to objects of this process: ranks compare its effect, not the option."""
-
-WITH_CAPTURED_VALUES: dict[str, bool] = {"captured": True}
-"""Metadata of a field whose function may not capture other values on other ranks; of others, ranks compare the answers."""
+Given = TypeVar("Given")
+Kept = TypeVar("Kept")
 
 
-def lines_of(options: Any, name: str) -> Iterator[str]:
-    """Yield one line for each option of a dataclass that must be the same on all ranks."""
-    for each in fields(options):
-        value = getattr(options, each.name)
-        if isinstance(value, OptionGroup):
-            yield from (f"{name}({each.name}={line})" for line in lines_of(value, type(value).__name__))
-        elif each.metadata.get("compared", True):
-            yield f"{name}({each.name}={_comparable(value, each.metadata.get('captured', False))})"
+@dataclass(eq=False)
+class Option(Generic[Given, Kept]):
+    """A field that checks and converts what it is set to; see [Note: Declaring options].
+
+    Args:
+        default: as a user would give it.
+        check: raises TypeError or ValueError, with the name that it gets, or returns what is kept, and accepts that, too.
+        by_module: whether users may give a function of (module name, module) instead, whose answers are checked.
+        compared: ``False`` for objects of this process: ranks compare their effect, not the option.
+        captured: whether a function may not capture other values on other ranks; of others, ranks compare the answers.
+    """
+
+    default: Given
+    check: checks.Check
+    by_module: bool = False
+    compared: bool = True
+    captured: bool = False
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name, self._label = name, f"{owner.__name__}: {name}" if issubclass(owner, OptionGroup) else name
+        annotation = owner.__annotations__[name]
+        if annotation.startswith("Option["):  # of the constructor, too
+            types: Any = ast.parse(annotation, mode="eval").body
+            owner.__annotations__[name] = ast.unparse(types.slice.elts[0])
+
+    @overload
+    def __get__(self, options: None, owner: type) -> Given: ...
+
+    @overload
+    def __get__(self, options: object, owner: type) -> Kept: ...
+
+    def __get__(self, options: object | None, owner: type) -> Any:
+        return self.default if options is None else vars(options)[self.name]
+
+    def __set__(self, options: object, value: Given) -> None:
+        vars(options)[self.name] = self.checked(self._label, value)
+
+    def checked(self, name: str, value: Any) -> Any:
+        """Return what is kept of a value that a user has given under a name."""
+        if self.by_module and callable(value) and not isinstance(value, type):
+            return checks.takes("(module name, module)")(name, value)
+        return self.check(name, value)
+
+
+def option(*, default: Any, check: checks.Check, **more: Any) -> Any:
+    """Declare an option; see :class:`Option`."""
+    return Option(default, check, **more)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(option,))
+class OptionFields:
+    """Makes its subclasses frozen dataclasses, whose fields are options."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, repr=False)(cls)
+
+    @classmethod
+    def declared(cls) -> dict[str, Option[Any, Any]]:
+        return {name: each for name, each in vars(cls).items() if isinstance(each, Option)}
+
+    def lines(self, name: str) -> Iterator[str]:
+        """Yield one line, which starts with ``name``, for each option that must be the same on all ranks."""
+        for each in self.declared().values():
+            value = getattr(self, each.name)
+            if isinstance(value, OptionGroup):
+                yield from (f"{name}({each.name}={line})" for line in value.lines(type(value).__name__))
+            elif each.compared:
+                yield f"{name}({each.name}={_comparable(value, each.captured)})"
+
+    def __repr__(self) -> str:
+        default = type(self)()
+        given = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
+class OptionGroup(OptionFields):
+    """The parts of an option."""
+
+    @classmethod
+    def of(cls, name: str, given: Any) -> Self:
+        """Return the argument ``name`` of ``fsdp`` in full."""
+        return checks.is_a(cls, f"{cls.__name__}(...)")(name, given)
 
 
 def _comparable(value: Any, captured: bool) -> str:
@@ -81,20 +148,6 @@ def _comparable(value: Any, captured: bool) -> str:
     return describe(value, captured=captured) + remark(place_of(value))
 
 
-class OptionGroup:
-    """A frozen dataclass whose fields are options with defaults."""
-
-    def _set(self, **checked: Any) -> None:
-        """Set the fields, which are frozen afterwards."""
-        vars(self).update(checked)
-
-    def __repr__(self) -> str:
-        default = type(self)()
-        given = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
-
-@dataclass(frozen=True, init=False, repr=False)
 class Sharding(OptionGroup):
     """How long each bucket is unsharded, and which memory it may use: ``fsdp(sharding_strategy=Sharding(...))``.
 
@@ -127,42 +180,32 @@ class Sharding(OptionGroup):
         TypeError, ValueError: an argument is invalid or conflicts with another; the message names it.
     """
 
-    strategy: ShardingStrategy | ByModule = "zero3"
-    max_unsharded_bytes: int | None = None
-    secondary_ranks: int | ByModule | None = None
-    reshard_after_backward: bool = False
-    release: bool = False
+    strategy: Option[
+        str | FSDPType | Callable[[str, torch.nn.Module], str | FSDPType | None], ShardingStrategy | ByModule
+    ] = option(default="zero3", check=checks.strategy, by_module=True)
+    _: KW_ONLY
+    max_unsharded_bytes: Option[int | str | None, int | None] = option(default=None, check=checks.or_none(parse_bytes))
+    secondary_ranks: int | Callable[[str, torch.nn.Module], int | None] | None = option(
+        default=None,
+        check=checks.is_a(
+            int, "a number of ranks or None", checks.at_least(2, "ranks (the strategy 'zero2' keeps whole parameters)")
+        ),
+        by_module=True,
+    )
+    reshard_after_backward: bool = option(default=False, check=checks.flag)
+    release: bool = option(default=False, check=checks.flag)
 
-    def __init__(
-        self,
-        strategy: str | FSDPType | Callable[[str, torch.nn.Module], str | FSDPType | None] = "zero3",
-        *,
-        max_unsharded_bytes: int | str | None = None,
-        secondary_ranks: int | Callable[[str, torch.nn.Module], int | None] | None = None,
-        reshard_after_backward: bool = False,
-        release: bool = False,
-    ) -> None:
-        self._set(
-            strategy=or_by_module(check_strategy)("Sharding: strategy", strategy),
-            max_unsharded_bytes=check_bytes("Sharding: max_unsharded_bytes", max_unsharded_bytes),
-            secondary_ranks=or_by_module(check_secondary_ranks)("Sharding: secondary_ranks", secondary_ranks),
-            reshard_after_backward=flag("Sharding: reshard_after_backward", reshard_after_backward),
-            release=flag("Sharding: release", release),
-        )
+    def __post_init__(self) -> None:
         if self.strategy == "zero2" and self.secondary_ranks is not None:
             raise coded_error(ValueError, "option.secondary-ranks-with-zero2")
         if self.strategy == "zero2" and self.max_unsharded_bytes is not None:
             raise coded_error(ValueError, "option.max-unsharded-bytes-with-zero2")
 
     @classmethod
-    def of(cls, given: Any) -> Sharding:
-        """Return the argument ``sharding_strategy`` of ``fsdp`` in full."""
-        if isinstance(given, Sharding):
-            return given
-        return cls(or_by_module(check_strategy)("sharding_strategy", given))
+    def of(cls, name: str, given: Any) -> Self:
+        return given if isinstance(given, cls) else cls(cls.declared()["strategy"].checked(name, given))
 
 
-@dataclass(frozen=True, init=False, repr=False)
 class Ranks(OptionGroup):
     """Which ranks share each parameter, and how they are connected: ``fsdp(ranks=Ranks(...))``.
 
@@ -180,40 +223,35 @@ class Ranks(OptionGroup):
         TypeError, ValueError: an argument is invalid or conflicts with another; the message names it.
     """
 
-    process_group: ProcessGroupRef | None = field(default=None, metadata=COMPARED_BY_EFFECT)
-    mesh: DeviceMesh | None = None
-    process_group_for: Callable[[str, torch.nn.Parameter], Any] | None = None
-    separate_reduce_scatter_group: bool = False
+    process_group: Option[ProcessGroup | ProcessGroupRef | None, ProcessGroupRef | None] = option(
+        default=None,
+        check=checks.is_a(
+            (ProcessGroup, ProcessGroupRef),
+            "a torch.distributed.ProcessGroup or None",
+            lambda _, group: ProcessGroupRef.of(group) if isinstance(group, ProcessGroup) else group,
+        ),
+        compared=False,
+    )
+    mesh: DeviceMesh | None = option(default=None, check=checks.mesh)
+    process_group_for: Callable[[str, torch.nn.Parameter], ProcessGroup | DeviceMesh | None] | None = option(
+        default=None, check=checks.function("(parameter name, parameter)", "process group, mesh")
+    )
+    separate_reduce_scatter_group: bool = option(default=False, check=checks.flag)
 
-    def __init__(
-        self,
-        process_group: ProcessGroup | ProcessGroupRef | None = None,
-        mesh: DeviceMesh | None = None,
-        process_group_for: Callable[[str, torch.nn.Parameter], ProcessGroup | DeviceMesh | None] | None = None,
-        separate_reduce_scatter_group: bool = False,
-    ) -> None:
-        self._set(
-            process_group=check_process_group("Ranks: process_group", process_group),
-            mesh=check_mesh("Ranks: mesh", mesh),
-            process_group_for=check_group_rule("Ranks: process_group_for", process_group_for),
-            separate_reduce_scatter_group=flag("Ranks: separate_reduce_scatter_group", separate_reduce_scatter_group),
-        )
+    def __post_init__(self) -> None:
         if self.mesh is not None and self.process_group is not None:
             raise coded_error(ValueError, "option.mesh-and-process-group")
 
     @classmethod
-    def of(cls, given: Any) -> Ranks:
-        """Return the argument ``ranks`` of ``fsdp`` in full."""
-        if isinstance(given, Ranks):
-            return given
+    def of(cls, name: str, given: Any) -> Self:
         if isinstance(given, DeviceMesh):
-            return cls(mesh=check_mesh("ranks", given))
+            return cls(mesh=checks.mesh(name, given))
         if given is None or isinstance(given, ProcessGroup):
             return cls(given)
-        raise coded_error(TypeError, "option.wrong-type-of-ranks", got=given, type=type(given).__name__)
+        expected = "a torch.distributed.ProcessGroup, a 1-D or 2-D DeviceMesh, Ranks(...) or None"
+        return checks.is_a(cls, expected)(name, given)
 
 
-@dataclass(frozen=True, init=False, repr=False)
 class Init(OptionGroup):
     """Where parameters are, and which values they begin with: ``fsdp(init=Init(...))``.
 
@@ -238,34 +276,22 @@ class Init(OptionGroup):
         TypeError: an argument is invalid; the message names it.
     """
 
-    device: torch.device | None = None
-    param_init_fn: Callable[[torch.nn.Module], object] | None = None
-    broadcast_from: int | None = None
-    ignored_params: tuple[torch.nn.Parameter | str, ...] = field(default=(), metadata=COMPARED_BY_EFFECT)
-    allow_different_values: bool = False
-
-    def __init__(
-        self,
-        device: torch.device | str | None = None,
-        param_init_fn: Callable[[torch.nn.Module], object] | None = None,
-        broadcast_from: int | None = None,
-        ignored_params: Iterable[torch.nn.Parameter | str] = (),
-        allow_different_values: bool = False,
-    ) -> None:
-        self._set(
-            device=check_device("Init: device", device),
-            param_init_fn=check_init_fn("Init: param_init_fn", param_init_fn),
-            broadcast_from=check_rank("Init: broadcast_from", broadcast_from),
-            ignored_params=check_ignored("Init: ignored_params", ignored_params),
-            allow_different_values=flag("Init: allow_different_values", allow_different_values),
-        )
+    device: Option[torch.device | str | None, torch.device | None] = option(default=None, check=checks.device)
+    param_init_fn: Callable[[torch.nn.Module], object] | None = option(
+        default=None, check=checks.is_a(Callable, "a callable that initializes a module, or None")
+    )
+    broadcast_from: int | None = option(default=None, check=checks.is_a(int, "a global rank (int) or None"))
+    ignored_params: Option[Iterable[torch.nn.Parameter | str], tuple[torch.nn.Parameter | str, ...]] = option(
+        default=(), check=checks.parameters, compared=False
+    )
+    allow_different_values: bool = option(default=False, check=checks.flag)
 
 
-def _checks_passes() -> bool:
-    return os.environ.get("THUNDER_FSDP_SCHED_CHECK_PASSES") == "1"
+def _checks_passes(name: str, value: bool | None) -> bool:
+    default = os.environ.get("THUNDER_FSDP_SCHED_CHECK_PASSES") == "1"
+    return checks.flag(name, default if value is None else value)
 
 
-@dataclass(frozen=True, repr=False, kw_only=True)
 class Debug(OptionGroup):
     """Which checks run, and what may be left out to find a fault: ``fsdp(debug=Debug(...))``.
 
@@ -284,13 +310,12 @@ class Debug(OptionGroup):
         TypeError, ValueError: an argument is invalid; the message names it.
     """
 
-    audit: bool = True
-    differentiate_once: bool = True
-    skip_passes: tuple[str, ...] = ()
-    check_passes: bool = field(default_factory=_checks_passes, metadata=COMPARED_BY_EFFECT)
+    _: KW_ONLY
+    audit: bool = option(default=True, check=checks.flag)
+    differentiate_once: bool = option(default=True, check=checks.flag)
+    skip_passes: tuple[str, ...] = option(default=(), check=checks.names)
+    check_passes: Option[bool | None, bool] = option(default=None, check=_checks_passes, compared=False)
 
-    def __post_init__(self) -> None:
-        check_names("Debug: skip_passes", self.skip_passes)
-        for each in fields(self):
-            if each.name != "skip_passes":
-                flag(f"Debug: {each.name}", getattr(self, each.name))
+    @classmethod
+    def of(cls, name: str, given: Any) -> Self:
+        return cls() if given is None else super().of(name, given)

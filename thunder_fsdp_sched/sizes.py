@@ -18,7 +18,10 @@ def parse_bytes(name: str, value: Any) -> int:
         TypeError, ValueError: names the option ``name``.
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise coded_error(TypeError, "option.wrong-type-of-size", name=name, got=value)
+        expected = "bytes as an int or a string such as '40GiB'"
+        raise coded_error(
+            TypeError, "option.wrong-type", name=name, expected=expected, got=value, type=type(value).__name__
+        )
     if isinstance(value, str):
         match = _BYTES.fullmatch(value)
         if match is None:

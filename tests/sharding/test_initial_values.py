@@ -275,10 +275,6 @@ def test_parameters_and_buffers_without_values_are_refused() -> None:
         model(x)
     with pytest.raises(RuntimeError, check=coded("parameter.no-values-yet", "0.weight, 0.bias, 2.weight and 1 more")):
         shard()(x)
-    with pytest.raises(ValueError, check=coded("option.param-init-fn-without-device")):
-        fsdp(init=tfs.Init(param_init_fn=_reset))
-    with pytest.raises(TypeError, check=coded("option.wrong-type", "param_init_fn", "callable")):
-        fsdp(init=tfs.Init(device="cpu", param_init_fn="reset"))
 
 
 @on_ranks()

@@ -15,7 +15,7 @@ from coded import coded
 from models import Stack
 from ranks import on_ranks
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,60 +23,6 @@ class Policy(MixedPrecisionPolicy):
     """A stand-in for the policy of torch 2.15."""
 
     param_dtype_override_fn: Any = dataclasses.field(default=None, kw_only=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class NewerPolicy(Policy):
-    """A stand-in for a policy of the future."""
-
-    flavour: str = "plain"
-
-
-@dataclasses.dataclass
-class NewerOffload(CPUOffloadPolicy):
-    level: int = 0
-
-
-class Elsewhere(OffloadPolicy):
-    """A stand-in for another kind of offloading."""
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "error", "expected"),
-    [
-        (
-            "mp_policy",
-            NewerPolicy(flavour="hot"),
-            ValueError,
-            coded("option.unknown-policy-field", "flavour='hot'", "NewerPolicy"),
-        ),
-        (
-            "offload_policy",
-            NewerOffload(level=2),
-            ValueError,
-            coded("option.unknown-policy-field", "level=2", "NewerOffload"),
-        ),
-        (
-            "offload_policy",
-            Elsewhere(),
-            ValueError,
-            coded("option.unknown-offload-policy", "Elsewhere"),
-        ),
-        (
-            "mp_policy",
-            Policy(param_dtype_override_fn=3),
-            TypeError,
-            coded("option.dtype-override-not-callable", "got 3"),
-        ),
-    ],
-)
-def test_what_would_be_ignored_of_a_policy_is_refused(
-    option: str, value: Any, error: type[Exception], expected: coded
-) -> None:
-    with pytest.raises(error, check=expected.naming(option)):
-        fsdp(**{option: value})
-    defaults: dict[str, Any] = {"mp_policy": NewerPolicy(), "offload_policy": NewerOffload(pin_memory=False)}
-    fsdp(**defaults)  # the unknown field is at its default
 
 
 class ScaledLinear(nn.Module):

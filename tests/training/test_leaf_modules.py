@@ -471,18 +471,6 @@ def test_what_a_leaf_must_not_do_is_an_error(name: str, one_rank: None) -> None:
         thunder.jit(Model(part), transforms=[tfs.fsdp(leaf_modules=[pattern])])(x).sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("value", "code"),
-    [
-        *((value, "option.expected-auto-or-sequence") for value in ("mlp", Mlp, 3)),
-        *((value, "option.expected-names-classes-or-functions") for value in ([3], [("a", "b")])),
-    ],
-)
-def test_values_of_the_option_are_checked(value: Any, code: str) -> None:
-    with pytest.raises(TypeError, check=coded(code, "leaf_modules")):
-        tfs.fsdp(leaf_modules=value)
-
-
 def test_without_leaves_what_cannot_be_traced_is_an_error_that_names_the_option(one_rank: None) -> None:
     model = thunder.jit(Model(Branch), transforms=[tfs.fsdp(leaf_modules=())])
     with pytest.raises(NotImplementedError, check=coded("module.not-reproduced-by-trace", "(.item())")) as raised:

@@ -156,30 +156,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], coded]] = {
         ValueError,
         coded("transport.refused-for-bucket", "'first'", "transport='symmetric_memory'", "'cpu'", "'flat'"),
     ),
-    "unknown": (
-        {"transport": "pigeon"},
-        ValueError,
-        coded("option.unknown-transport", "'pigeon'", "'flat'"),
-    ),
-    "unknown by callable": (
-        {"transport": lambda name, params: "pigeon"},
-        ValueError,
-        coded("option.unknown-transport", "'pigeon'"),
-    ),
     "dtype": (
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)},
         ValueError,
         coded("transport.refused-for-bucket", "'first'", "gloo", "torch.float8_e4m3fn", "mp_policy"),
-    ),
-    "no float": (
-        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.int32)},
-        ValueError,
-        coded("option.dtype-not-floating-point", "mp_policy", "reduce_dtype", "torch.int32"),
-    ),
-    "no policy": (
-        {"mp_policy": torch.bfloat16},
-        TypeError,
-        coded("option.wrong-type", "mp_policy", "MixedPrecisionPolicy"),
     ),
 }
 

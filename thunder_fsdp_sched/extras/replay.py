@@ -19,6 +19,7 @@ from ..ir.inspection import statements, with_bound_symbols
 from ..ir.read_schedule import compute_digest, is_communication
 from ..ir.schedule import THEN_HOOK, Schedule, StepSchedule
 from ..ir.symbols import without_token
+from ..option_checks import is_a
 
 _FORMAT = 2
 """The version of the files of schedules."""
@@ -179,12 +180,10 @@ def check_schedule(name: str, schedule: object) -> tuple[StepSchedule, ...]:
         TypeError: it is neither; the message begins with ``name``.
         ValueError: there is no such file, or it has no schedules.
     """
-    if isinstance(schedule, StepSchedule):
-        return (schedule,)
-    if not isinstance(schedule, (str, Path)):
-        raise coded_error(
-            TypeError, "schedule.option-of-wrong-type", name=name, schedule=schedule, type=type(schedule).__name__
-        )
-    if not Path(schedule).is_file():
-        raise coded_error(ValueError, "schedule.file-not-found", name=name, path=str(schedule))
-    return tuple(load_schedules(schedule))
+    given = (schedule,) if isinstance(schedule, StepSchedule) else schedule
+    if isinstance(given, tuple) and all(isinstance(each, StepSchedule) for each in given):
+        return given
+    path = Path(is_a((str, Path), "a path to a saved schedule, a StepSchedule or None")(name, schedule))
+    if not path.is_file():
+        raise coded_error(ValueError, "schedule.file-not-found", name=name, path=str(path))
+    return tuple(load_schedules(path))

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..errors import coded_error
-from ..option_checks import BY_MODULE, override_of
+from ..option_checks import override_of
 from ..options import Options
 from ..plan.specs import BucketOptions, ParamSpec
 from ..private_torch import default_reduce_dtype
@@ -74,9 +74,9 @@ class ModulePolicies:
     """
 
     def __init__(self, module: torch.nn.Module, options: Options) -> None:
-        given = options.by_module()
-        functions: dict[str, Any] = {option: value for option, value in given.items() if callable(value)}
-        fixed = BucketOptions(**{option: value for option, value in given.items() if option not in functions})
+        given = list(options.by_module())
+        functions = {option: (function, check) for option, function, check in given if callable(function)}
+        fixed = BucketOptions(**{option: value for option, value, _ in given if option not in functions})
         self._of: dict[str, BucketOptions] = {}
         self._of_params: dict[str, BucketOptions] = {}
         self._casts: list[tuple[torch.nn.Module, MixedPrecisionPolicy]] = []
@@ -84,10 +84,10 @@ class ModulePolicies:
         for path, child in module.named_modules(remove_duplicate=False):
             if child not in decided:
                 decision = self._of[path.rpartition(".")[0]] if path else fixed
-                for option, function in functions.items():
+                for option, (function, check) in functions.items():
                     if (answer := function(path, child)) is not None:
                         name = f"{option}, returned by the callable for {_shown(path)}"
-                        decision = replace(decision, **{option: BY_MODULE[option](name, answer)})
+                        decision = replace(decision, **{option: check(name, answer)})
                         if option == "mp_policy" and path:
                             self._casts.append((child, decision.mp_policy))
                 decided[child] = decision
@@ -112,7 +112,7 @@ class ModulePolicies:
         for name in spec.names[1:]:
             other = resolved[decisions[name]]
             if _for_bucket(other, spec) != _for_bucket(first, spec):
-                option = next(o for o in BY_MODULE if getattr(first, o) != getattr(other, o))
+                option = next(o for o in vars(first) if getattr(first, o) != getattr(other, o))
                 raise coded_error(
                     ValueError,
                     "option.tied-parameter-decided-twice",
@@ -134,7 +134,7 @@ class ModulePolicies:
     def line(self, spec: ParamSpec) -> str:
         """Return what functions have decided for a parameter, for ranks to compare; empty if there are none."""
         decision = self._of_params[spec.name]
-        return "".join(f", {option} {getattr(decision, option)}" for option in BY_MODULE if option in self._functions)
+        return "".join(f", {option} {value}" for option, value in vars(decision).items() if option in self._functions)
 
     def attach_casts(self) -> None:
         """Make each module for which a function returned a policy cast its inputs and outputs, in traces and eagerly."""

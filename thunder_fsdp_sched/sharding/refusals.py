@@ -146,7 +146,7 @@ def explain_foreign_use(model: ThunderModule) -> None:
 
 def _refuse_method(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise coded_error(
-        AttributeError, "module.foreign-method-called", name=name, fix=load("extras.foreign_methods:fix_of")(name)
+        AttributeError, "module.foreign-method-called", name=name, fix=load("extras.foreign_names:fix_of")(name)
     )
 
 

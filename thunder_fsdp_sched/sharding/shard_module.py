@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .. import option_checks as checks
 from ..capture.leaves import AUTO, Leaves
 from ..compat import __version__
 from ..errors import coded_error
 from ..extensions import load
-from ..option_checks import check_transport
 from ..options import Options
 from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
@@ -123,7 +123,7 @@ class ShardingSteps:
         )
         # This precedes everything else that ranks do together.
         versions = [f"{package} {importlib.metadata.version(package)}" for package in ("lightning-thunder", "torch")]
-        lines = [f"thunder_fsdp_sched {__version__}", *versions, *options.lines()]
+        lines = [f"thunder_fsdp_sched {__version__}", *versions, *options.lines("fsdp")]
         self.control.check_same("versions and options of fsdp(...)", lines)
         self.source = source_of(model, options, self.control)
         self.assignment = GroupAssignment(
@@ -234,7 +234,7 @@ class ShardingSteps:
         first, ranks = params[0], self.assignment.ranks(group_key)
         asked, reason = self.options.transport, "asked for"
         if callable(asked):
-            asked, reason = check_transport("transport", asked(name, params)), "asked for by the callable"
+            asked, reason = checks.transport("transport", asked(name, params)), "asked for by the callable"
         param_dtype = own.mp_policy.param_dtype or first.dtype
         dtypes = (param_dtype, own.mp_policy.reduce_dtype or param_dtype)
         if asked == "auto":

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...api import fsdp
 from ...errors import coded_error
-from ...option_checks import is_a
 from ...option_groups import Init, Ranks
 from ...private_torch import control_fabric_sync
 from ...runtime.row_dtensor import DTENSORS
@@ -86,7 +85,7 @@ class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     ) -> None:
         if state_dict_type not in ("sharded", "full"):
             raise coded_error(ValueError, "fabric.unknown-state-dict-type", state_dict_type=state_dict_type)
-        if is_a(Init, "Init(...)")("init", init).device is not None:
+        if Init.of("init", init).device is not None:
             raise coded_error(TypeError, "fabric.device-in-init")
         if isinstance(ranks, tuple):
             _check_sizes(ranks)

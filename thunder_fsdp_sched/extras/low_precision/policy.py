@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
+from ... import option_checks as checks
 from ...errors import coded_error
+from ...option_groups import Option, OptionGroup, option
 from ...plan.specs import BucketSpec
 from .formats import FORMATS, Format, Wire
 
 
-@dataclass(frozen=True)
-class CommPolicy:
+class CommPolicy(OptionGroup):
     """The formats in which parameters and gradients travel: an argument of ``fsdp``, beside ``MixedPrecisionPolicy``.
 
     Elements are rounded to nearest. What the model computes with is the decoded value; shards stay exact.
@@ -36,32 +36,18 @@ class CommPolicy:
         TypeError, ValueError: an argument is invalid; the message names it and the choices.
     """
 
-    gather: str | None = None
-    reduce: str | None = None
-    block: int = 128
-    exempt: tuple[str, ...] = ()
-    min_ndim: int = 2
-    error_feedback: bool = False
+    gather: str | None = option(default=None, check=checks.one_of(*FORMATS, None))
+    reduce: str | None = option(default=None, check=checks.one_of(*FORMATS, None))
+    block: int = option(
+        default=128, check=checks.is_a(int, "a number of elements (int)", checks.at_least(1, "elements"))
+    )
+    exempt: Option[list[str] | tuple[str, ...], tuple[str, ...]] = option(default=(), check=checks.names)
+    min_ndim: int = option(default=2, check=checks.is_a(int, "a number of dimensions (int)"))
+    error_feedback: bool = option(default=False, check=checks.flag)
 
     def __post_init__(self) -> None:
-        choices = ", ".join(map(repr, FORMATS))
-        for name in ("gather", "reduce"):
-            value = getattr(self, name)
-            if value is not None and value not in tuple(FORMATS):
-                raise coded_error(ValueError, "option.comm-unknown-format", name=name, choices=choices, value=value)
-        if isinstance(self.block, bool) or not isinstance(self.block, int):
-            raise coded_error(TypeError, "option.comm-block-not-int", block=self.block)
-        if self.block <= 0:
-            raise coded_error(ValueError, "option.comm-block-not-positive", block=self.block)
-        exempt: Any = self.exempt
-        if not isinstance(exempt, (list, tuple)) or not all(isinstance(name, str) for name in exempt):
-            raise coded_error(TypeError, "option.comm-exempt-not-names", exempt=exempt)
-        object.__setattr__(self, "exempt", tuple(exempt))
-        if isinstance(self.min_ndim, bool) or not isinstance(self.min_ndim, int):
-            raise coded_error(TypeError, "option.comm-min-ndim-not-int", min_ndim=self.min_ndim)
-        if not isinstance(self.error_feedback, bool):
-            raise coded_error(TypeError, "option.comm-error-feedback-not-bool", error_feedback=self.error_feedback)
         if self.error_feedback and self.reduce is None:
+            choices = ", ".join(map(repr, FORMATS))
             raise coded_error(ValueError, "option.comm-error-feedback-without-reduce", choices=choices)
 
     @property
@@ -120,11 +106,6 @@ class CommPolicy:
         return Wire.of(
             [segment for segment in segments if segment[0]], self.block, on_gpu=spec.comm.computes_on == "cuda"
         )
-
-    def __str__(self) -> str:
-        default = CommPolicy()
-        given = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
-        return f"CommPolicy({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -224,12 +224,13 @@ def _plan(
         if replicas > 1:
             shape = replicas, world_size // replicas
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-            more["ranks"] = replace(Ranks.of(options.get("ranks")), mesh=mesh)
+            more["ranks"] = replace(Ranks.of("ranks", options.get("ranks")), mesh=mesh)
         return fsdp(cluster=spec, **{**options, **more})
 
     if traced is None:
         # A window is planned from the trace of a step that never runs, so nothing needs to be chosen for it.
-        sharding = replace(Sharding.of(options.get("sharding_strategy", "zero3")), max_unsharded_bytes=None)
+        given = Sharding.of("sharding_strategy", options.get("sharding_strategy", "zero3"))
+        sharding = replace(given, max_unsharded_bytes=None)
         no_choice = partial(transform, prefetch=1, max_memory=None, sharding_strategy=sharding)
         chosen_later = no_choice if micro_batches > 1 else transform
         made = partial(module_and_inputs, make)

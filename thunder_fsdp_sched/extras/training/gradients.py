@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
+from ... import option_checks as checks
 from ...errors import coded_error
-from ...option_checks import check_factor
 from ...runtime.row_dtensor import local_rows
 from ...sharding.sharded_module import find_jitted
 from .catch_up import catch_up
@@ -146,7 +146,7 @@ def set_gradient_divide_factor(model: ThunderModule, factor: float | None, *, mo
             parameters, too.
         ScheduleDisagreement: other ranks do something else or pass other arguments.
     """
-    factor = check_factor("gradient_divide_factor", factor)
+    factor = checks.factor("gradient_divide_factor", factor)
     _, sharded = find_jitted(model)
     prefix = f"{module_name}." if module_name else ""
     chosen = []
