@@ -12,7 +12,7 @@ from typing import Any
 
 import thunder_fsdp_sched
 from thunder_fsdp_sched import CommPolicy, Debug, Init, Ranks, Sharding, fsdp
-from thunder_fsdp_sched.extras.foreign_names import _OPTIONS as FORMER
+from thunder_fsdp_sched.extras.foreign_names import OPTIONS as FORMER
 
 import pytest
 import torch

@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, get_args
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
@@ -18,14 +19,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from .errors import coded_error
 from .extensions import load
-from .ir.schedule import StepSchedule
 from .plan.bucketing import BucketingStrategy, BucketRule
-from .plan.specs import Encoding, ShardingStrategy
+from .plan.specs import ShardingStrategy
 from .sizes import parse_bytes
 from .transports import TRANSPORTS
-
-if TYPE_CHECKING:
-    from .extras.planning.clusters import ClusterSpec
 
 Check = Callable[[str, Any], Any]
 """Takes the name of an option and the user's argument; raises TypeError or ValueError with the name."""
@@ -155,14 +152,13 @@ def transport(name: str, value: Any) -> Any:
     raise coded_error(ValueError, "option.unknown-transport", name=name, transports=sorted(TRANSPORTS), got=value)
 
 
-@or_none
-def schedule(name: str, value: Any) -> tuple[StepSchedule, ...]:
-    return load("extras.replay:check_schedule")(name, value)
+schedule = or_none(lambda name, value: load("extras.replay:check_schedule")(name, value))
+cluster = or_none(lambda _, value: load("extras.planning.clusters:cluster")(value))
 
 
 @or_none
-def cluster(_: str, value: Any) -> ClusterSpec:
-    return load("extras.planning.clusters:cluster")(value)
+def encoding(name: str, value: Any) -> Any:
+    return is_a(load("extras.low_precision.policy:CommPolicy"), "a CommPolicy or None")(name, value)
 
 
 _OBEYED = [
@@ -186,7 +182,8 @@ def _only_obeyed(name: str, policy: Any) -> Any:
     return policy
 
 
-def _mixed_precision(name: str, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+@partial(is_a, MixedPrecisionPolicy, "a MixedPrecisionPolicy or None", none=MixedPrecisionPolicy())
+def mixed_precision(name: str, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     for attribute in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, attribute)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -196,35 +193,23 @@ def _mixed_precision(name: str, policy: MixedPrecisionPolicy) -> MixedPrecisionP
     return _only_obeyed(name, policy)
 
 
-mixed_precision = is_a(MixedPrecisionPolicy, "a MixedPrecisionPolicy or None", _mixed_precision, MixedPrecisionPolicy())
-
-
 def override_of(policy: MixedPrecisionPolicy) -> Callable[[torch.nn.Parameter], torch.dtype | None] | None:
     """Return the function that overrides ``param_dtype`` for single parameters (torch 2.15); ``None`` if there is none."""
     return getattr(policy, "param_dtype_override_fn", None)
 
 
-@or_none
-def encoding(name: str, policy: Any) -> Encoding:
-    return is_a(load("extras.low_precision.policy:CommPolicy"), "a CommPolicy or None")(name, policy)
-
-
-def _offload(name: str, policy: OffloadPolicy) -> OffloadPolicy:
+@partial(is_a, OffloadPolicy, "a CPUOffloadPolicy, OffloadPolicy or None", none=OffloadPolicy())
+def offload(name: str, policy: OffloadPolicy) -> OffloadPolicy:
     if type(policy) is not OffloadPolicy and not isinstance(policy, CPUOffloadPolicy):
         raise coded_error(ValueError, "option.unknown-offload-policy", name=name, got=policy)
     return _only_obeyed(name, policy)
 
 
-offload = is_a(OffloadPolicy, "a CPUOffloadPolicy, OffloadPolicy or None", _offload, OffloadPolicy())
-
-
-def _positive(name: str, number: float) -> float:
+@partial(is_a, (int, float), "a positive number or None")
+def factor(name: str, number: float) -> float:
     if not 0 < number < math.inf:
         raise coded_error(ValueError, "option.expected-positive-number", name=name, got=number)
     return float(number)
-
-
-factor = is_a((int, float), "a positive number or None", _positive)
 
 
 def parameters(name: str, value: Any) -> tuple[torch.nn.Parameter | str, ...]:
@@ -235,16 +220,15 @@ def parameters(name: str, value: Any) -> tuple[torch.nn.Parameter | str, ...]:
     return tuple(is_a((torch.nn.Parameter, str), expected)(name, each) for each in value)
 
 
-def _one_or_two_dimensions(name: str, value: DeviceMesh) -> DeviceMesh:
+@partial(is_a, DeviceMesh, "a 1-D or 2-D torch.distributed.device_mesh.DeviceMesh or None")
+def mesh(name: str, value: DeviceMesh) -> DeviceMesh:
     if value.ndim > 2:
         raise coded_error(ValueError, "option.wrong-mesh-dimensions", name=name, got=value.ndim)
     return value
 
 
-mesh = is_a(DeviceMesh, "a 1-D or 2-D torch.distributed.device_mesh.DeviceMesh or None", _one_or_two_dimensions)
-
-
-def _device(name: str, value: Any) -> torch.device:
+@partial(is_a, (torch.device, str, int), "a torch.device, its name or None")
+def device(name: str, value: Any) -> torch.device:
     try:
         found = torch.device(value)
     except RuntimeError as error:
@@ -252,9 +236,6 @@ def _device(name: str, value: Any) -> torch.device:
     if found.type == "meta":
         raise coded_error(ValueError, "option.meta-device-for-shards", name=name, got=found)
     return found
-
-
-device = is_a((torch.device, str, int), "a torch.device, its name or None", _device)
 
 
 def leaves(name: str, value: Any) -> tuple[Any, ...]:

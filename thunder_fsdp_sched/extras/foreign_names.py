@@ -12,46 +12,35 @@ from ..errors import coded_error
 from ..option_groups import OptionGroup
 from ..options import Options
 
-_ALWAYS = "left out: it is always so"
-_PREFETCH = "prefetch=..., a number of buckets, for forward and backward"
-_BYTES = 'bucketing_strategy="25MB", for example'
-_IGNORED = "init=Init(ignored_params=...), parameters or their names"
-
-_OPTIONS = {
+_SPELLINGS = {
     "reshard_after_forward": (
         'sharding_strategy="zero3" for True, "zero2" for False, and Sharding(secondary_ranks=8) for a number'
     ),
+    "stage": 'sharding_strategy="zero2" or "zero3"',
     "release": 'sharding_strategy=Sharding(release=True) for "step"',
-    "allow_different_computation": "ranks_may_differ=True",
-    "process_group": "ranks=process_group",
-    "mesh": "ranks=mesh",
-    "allow_different_initialization": "init=Init(allow_different_values=True)",
-    "move_state_dict_to_cpu": "stream_full_parameters(model) or save_safetensors(model, path)",
     "auto_wrap_policy": "bucketing_strategy=..., by default a bucket for each block; no module is wrapped",
+    "bucket_cap_mb reduce_bucket_size allgather_bucket_size": 'bucketing_strategy="25MB", for example',
+    "backward_prefetch forward_prefetch": "prefetch=..., a number of buckets, for forward and backward",
+    "limit_all_gathers": "max_gathers_in_flight=..., a number",
     "mixed_precision": "mp_policy=MixedPrecisionPolicy(...) of torch.distributed.fsdp",
     "cpu_offload": "offload_policy=CPUOffloadPolicy() of torch.distributed.fsdp",
-    "device_id": "init=Init(device=...)",
-    "device_mesh": "ranks=mesh",
-    "sync_module_states": "init=Init(broadcast_from=0)",
-    "ignored_modules": _IGNORED,
-    "ignored_states": _IGNORED,
-    "backward_prefetch": _PREFETCH,
-    "forward_prefetch": _PREFETCH,
-    "limit_all_gathers": "max_gathers_in_flight=..., a number",
-    "use_orig_params": _ALWAYS,
-    "shard_placement_fn": "left out: parameters are cut along dim 0",
+    "process_group": "ranks=process_group",
+    "mesh device_mesh": "ranks=mesh",
     "dp_mesh_dims": "ranks=mesh['replicate', 'shard']",
-    "gradient_as_bucket_view": _ALWAYS,
-    "static_graph": _ALWAYS,
-    "bucket_cap_mb": _BYTES,
+    "device_id": "init=Init(device=...)",
+    "sync_module_states": "init=Init(broadcast_from=0)",
+    "ignored_modules ignored_states": "init=Init(ignored_params=...), parameters or their names",
+    "allow_different_initialization": "init=Init(allow_different_values=True)",
+    "allow_different_computation": "ranks_may_differ=True",
     "find_unused_parameters": "left out, or ranks_may_differ=True if ranks use different parameters",
-    "stage": 'sharding_strategy="zero2" or "zero3"',
-    "overlap_comm": _ALWAYS,
-    "reduce_bucket_size": _BYTES,
-    "allgather_bucket_size": _BYTES,
+    "use_orig_params gradient_as_bucket_view static_graph overlap_comm": "left out: it is always so",
+    "shard_placement_fn": "left out: parameters are cut along dim 0",
     "gradient_accumulation_steps": "left out: run micro-batches in `with model.no_sync():`",
     "gradient_clipping": "left out: call clip_grad_norm_(model, max_norm)",
+    "move_state_dict_to_cpu": "stream_full_parameters(model) or save_safetensors(model, path)",
 }
+OPTIONS = {name: spelling for names, spelling in _SPELLINGS.items() for name in names.split()}
+"""How options of earlier releases, FSDP, DDP and DeepSpeed are spelled."""
 
 _NO_SYNC = "run the micro-batches that are not to be reduced in `with model.no_sync():`"
 _GATHERED = (
@@ -107,7 +96,7 @@ def unknown_option(name: str, known: Iterable[str]) -> TypeError:
         if isinstance(group, OptionGroup)
         for part in group.declared()
     }
-    if now := {**parts, **_OPTIONS}.get(name):
+    if now := {**parts, **OPTIONS}.get(name):
         return coded_error(TypeError, "option.renamed-option", name=name, now=now)
     close = difflib.get_close_matches(name, known, n=1)
     hint = "".join(f"; did you mean {each!r}?" for each in close)
