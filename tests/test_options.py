@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched
-from thunder_fsdp_sched import CommPolicy, Debug, Init, Ranks, Sharding, fsdp
+from thunder_fsdp_sched import CommPolicy, Debug, Init, Ranks, Schedule, Sharding, StepSchedule, fsdp
 from thunder_fsdp_sched.extras.foreign_names import OPTIONS as FORMER
+from thunder_fsdp_sched.planning import CLUSTERS
 
 import pytest
 import torch
@@ -221,6 +222,8 @@ def _two(prefix: str, name: str, value: Any) -> None:
     """Takes two more arguments after the first."""
 
 
+PINNED = StepSchedule(Schedule(ops=(), statements=0, compute=""), None)
+
 # An option, a value, and what is kept of it.
 KEPT: list[tuple[str, Any, Any]] = [
     *(("sharding_strategy", value, Sharding("zero2")) for value in ("ZeRO2", FSDPType.ZERO2, Sharding("zero2"))),
@@ -232,7 +235,8 @@ KEPT: list[tuple[str, Any, Any]] = [
     *(("prefetch", value, kept) for value, kept in ((None, 1), (0, 0), ("auto", "auto"))),
     ("max_memory", "3GB", 3_000_000_000),
     ("gradient_divide_factor", 2, 2.0),
-    ("cluster", "h100-sxm", "h100-sxm"),
+    ("cluster", "h100-sxm", CLUSTERS["h100-sxm"]),
+    ("schedule", PINNED, (PINNED,)),
     ("mp_policy", None, MixedPrecisionPolicy()),
     ("mp_policy", NewerPolicy(), NewerPolicy()),  # the unknown field is at its default
     ("offload_policy", None, OffloadPolicy()),
@@ -256,7 +260,7 @@ def test_options_are_accepted_in_all_spellings_and_what_is_kept_is_an_option(
 ) -> None:
     transform = fsdp(**{option: value})
     found = getattr(transform.options, option)
-    assert (getattr(found, "name", found) if option == "cluster" else found) == kept
+    assert found == kept
     assert replace(transform.options, agree="never") == replace(fsdp(**{option: found}).options, agree="never")
     if option in ("bucketing_strategy", "prefetch"):
         assert f"{option}={kept!r}" in repr(transform)
