@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +276,24 @@ def test_a_bucket_of_a_few_bytes_is_warned_of_where_it_is_asked_for() -> None:
     text = r"bucketing_strategy=25 is a size of 25 bytes.*Megabytes are '25MB'"
     with pytest.warns(UserWarning, match=text) as warned:
         fsdp(bucketing_strategy=25)
-    assert warned[0].filename == __file__
+        fsdp(bucketing_strategy="25B")  # which says what it is
+    assert [each.filename for each in warned] == [__file__]
+
+
+def test_ranks_compare_each_option_but_objects_of_a_process() -> None:
+    def lines(**options: Any) -> list[str]:
+        return [*fsdp(**options).options.lines("fsdp")]
+
+    def function(captured: str) -> Callable[[str, Any], str]:
+        return lambda name, value: captured
+
+    compared = [name for line in lines() for name in re.findall(r"(\w+)=", line)]
+    parts = {name for each in (Sharding, Ranks, Init, Debug) for name in inspect.signature(each).parameters}
+    options = {*inspect.signature(fsdp).parameters, *parts, *(f.name for f in fields(MixedPrecisionPolicy))}
+    assert {*compared} == options - {"process_group", "ignored_params", "check_passes"}
+    assert "fsdp(init=Init(device=cuda))" in lines(init=Init("cuda:1"))
+    for option, is_compared in (("all_reduce_hook", True), ("transport", False)):  # of which ranks compare the answers
+        assert is_compared == (lines(**{option: function("a")}) != lines(**{option: function("b")}))
 
 
 def _described(text: str) -> list[str]:
