@@ -3,18 +3,60 @@
 One process traces the model on the meta device as rank 0 of 64 would, and simulates a step. Nothing is sent or computed.
 """
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.planning import Decoder, Shape, dry_run_step
+from thunder_fsdp_sched.planning import dry_run_step  # before thunder
 
 import torch
+from torch import nn
+from torch.nn import functional as F
+
+BLOCKS, WIDTH, HEADS, HIDDEN, VOCABULARY, LENGTH = 2, 1024, 8, 4096, 256, 512
+
+
+class Perceptron(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x):
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention_norm, self.qkv = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out, self.ffn_norm, self.ffn = nn.Linear(WIDTH, WIDTH, bias=False), nn.RMSNorm(WIDTH), Perceptron()
+
+    def forward(self, x, cos, sin):
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2).split(HEADS, dim=1)
+        half = q.shape[-1] // 2
+        q, k = (y * cos + torch.cat((-y[..., half:], y[..., :half]), -1) * sin for y in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.zeros(LENGTH, WIDTH // HEADS), persistent=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(self.norm(x))
 
 
 def make():
     """Return a module and the inputs of a call."""
     with torch.device("meta"):
-        shape = Shape(blocks=2, width=1024, heads=8, kv_heads=8, hidden=4096, vocabulary=256)
-        model = Decoder(shape, 512).to(torch.bfloat16)
-        return model, (torch.zeros((8, 512), dtype=torch.int64),)
+        return Decoder().to(torch.bfloat16), (torch.zeros((8, LENGTH), dtype=torch.int64),)
 
 
 def main():

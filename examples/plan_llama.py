@@ -4,7 +4,7 @@ Float32 shards, gradients and AdamW state; bfloat16 gathers and compute. The mod
 
 import sys
 
-from thunder_fsdp_sched.planning import describe_fit, dry_run_step, replan, with_optimizer  # before thunder
+from thunder_fsdp_sched.planning import describe_fit, dry_run_step, with_optimizer  # before thunder
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as Precision
@@ -40,14 +40,16 @@ class Llama(Module):
         return cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def main(length=8192, blocks=32):
-    def make():
-        with torch.device("meta"):
-            return Llama(blocks), (torch.zeros(1, length).long(), *torch.zeros(2, length, 128).bfloat16())
+def make(length=8192, blocks=32):
+    with torch.device("meta"):
+        return Llama(blocks), (torch.zeros(1, length).long(), *torch.zeros(2, length, 128).bfloat16())
 
-    first = dry_run_step(make, world_size=8, on="h100-sxm", mp_policy=Precision(torch.bfloat16, torch.float32))
-    changes = ({"world_size": 64}, {"world_size": 512}, {"max_memory": "66GB"})
-    for step in (first, *(replan(first, **change) for change in changes)):
+
+def main(*sizes):
+    precision = Precision(torch.bfloat16, torch.float32)
+    for world_size, limit in ((8, None), (64, None), (512, None), (8, "66GB")):
+        options = {"world_size": world_size, "max_memory": limit, "mp_policy": precision}
+        step = dry_run_step(lambda: make(*sizes), on="h100-sxm", **options)
         fit = describe_fit(with_optimizer(step), step.cluster.memory, "H100")
         print(f"{step.world_size} ranks, {1e3 * step.after.step_seconds:,.2f} ms a step: {fit}", flush=True)
 

@@ -91,7 +91,7 @@ def test_plan_compares_strategies_on_a_cluster(capsys: pytest.CaptureFixture[str
 
 
 def test_plan_llama_says_for_each_number_of_ranks_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    load("plan_llama").main(length=64, blocks=1)
+    load("plan_llama").main(64, 1)
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if " ms a step: fits on H100" in line] == [
         "8",
         "64",

@@ -40,7 +40,7 @@ class Context:
         inputs: what the program has read from its inputs.
         memory_of_inputs: what the traces expect of the memory of arguments.
         executors: those that claim operators, in order of priority.
-        computation: as Thunder traced it; ``None`` for a step that is planned again.
+        computation: as Thunder traced it.
         has_gradients: whether ``differentiate`` finds some; ``None`` if Thunder differentiates.
         trains: whether the step has a backward.
         split: the latest trace as Thunder has split it.

@@ -3,9 +3,8 @@
 from .extras.planning.cluster_files import read_cluster
 from .extras.planning.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, as_json, cluster
 from .extras.planning.cost import AnalyticCost
-from .extras.planning.dry_run import DryRun, Window, compile_as_rank, dry_run_step, find_model, replan
+from .extras.planning.dry_run import DryRun, Window, compile_as_rank, dry_run_step, find_model
 from .extras.planning.fit import describe_fit, optimizer_state_bytes, optimizer_step_bytes, with_optimizer
-from .extras.planning.models import MODELS, Decoder, Shape
 from .extras.planning.recorded import RecordedStep, read_recorded
 from .extras.planning.search import Candidate, Choice, MemoryLimitError
 from .extras.planning.simulate import simulate
@@ -13,18 +12,15 @@ from .extras.planning.timeline import Timeline
 
 __all__ = [
     "CLUSTERS",
-    "MODELS",
     "AnalyticCost",
     "Candidate",
     "Choice",
     "ClusterSpec",
-    "Decoder",
     "DryRun",
     "Efficiency",
     "MemoryLimitError",
     "Protocol",
     "RecordedStep",
-    "Shape",
     "Timeline",
     "Window",
     "as_json",
@@ -37,7 +33,6 @@ __all__ = [
     "optimizer_step_bytes",
     "read_cluster",
     "read_recorded",
-    "replan",
     "simulate",
     "with_optimizer",
 ]

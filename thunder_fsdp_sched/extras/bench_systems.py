@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import thunder
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,7 +27,7 @@ from ..errors import coded_error
 from ..ir.effects import sends
 from ..option_groups import Init
 from ..plan.bucketing import named_blocks
-from .planning.dry_run import Made, jit, module_and_inputs
+from .planning.dry_run import Made, module_and_inputs
 from .planning.fit import optimizer_state_bytes, optimizer_step_bytes
 
 
@@ -105,7 +106,7 @@ class Setup:
 def _ours(strategy: str, module: nn.Module, group: Any, setup: Setup) -> tuple[Any, Any]:
     options = setup.options(strategy)
     transform = fsdp(**options, mp_policy=setup.policy, ranks=group, init=Init(device=setup.device))
-    return jit(module, transform), transform
+    return thunder.jit(module, transforms=[transform]), transform
 
 
 def _fsdp2(reshard: bool | None, module: nn.Module, group: Any, setup: Setup) -> tuple[Any, Any]:

@@ -32,7 +32,6 @@ from .planning.cluster_files import read_cluster
 from .planning.clusters import CLUSTERS, as_json
 from .planning.dry_run import DryRun, dry_run_step, find_model
 from .planning.fit import describe_fit, with_optimizer
-from .planning.models import MODELS
 from .replay import load_schedules
 from .reports.exposed import exposed_communication
 from .reports.output_files import OutputFile, check_outputs
@@ -67,8 +66,7 @@ class StepOptions:
         typer.Argument(
             metavar="MODEL",
             help="MODULE:FACTORY that returns (module, args) or (module, args, kwargs), best on the meta device; "
-            f"{', '.join(MODELS)}; a LitGPT configuration; or a Hugging Face model type (llama). Random weights, nothing "
-            "is downloaded.",
+            "a LitGPT configuration; or a Hugging Face model type (llama). Random weights, nothing is downloaded.",
         ),
     ]
     world_size: Annotated[int, typer.Option(min=1, max=10**6, help="Ranks to compile for; none is started.")] = 8
@@ -246,7 +244,7 @@ def trace(options: StepOptions) -> None:
 @app.command(
     help=COMMANDS["plan"],
     epilog=f"{PRESETS}\n\n{UNITS}\n\n"
-    "Example: python -m thunder_fsdp_sched plan Llama-3-8B --world-size 64 --cluster h100-sxm "
+    "Example: python -m thunder_fsdp_sched plan my_models:make --world-size 64 --cluster h100-sxm "
     "--cluster-set inter_node_bandwidth=25GB --prefetch auto --max-unsharded 8GiB --picture step.png",
 )
 @_takes(StepOptions, world_size=64)

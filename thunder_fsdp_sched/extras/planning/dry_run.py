@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -21,15 +21,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from ...api import fsdp
 from ...compiled_traces import CompiledTraces
 from ...errors import coded_error
-from ...option_groups import Ranks, Sharding
+from ...option_groups import Ranks
 from ...ranks.process_groups import PlannedRanks, plan_for
 from ...transform import FSDPTransform
 from ..step_memory.step_memory import StepMemory
 from . import gpu_attention
 from .clusters import ClusterSpec, cluster
 from .cost import AnalyticCost
-from .models import MODELS, Decoder
-from .replanning import NeedsTrace, plan_again
 from .simulate import simulate
 from .timeline import Timeline
 
@@ -54,21 +52,15 @@ class DryRun:
     """A planned step.
 
     Attributes:
-        make: returns the module and its inputs.
         cluster: the machine.
         world_size: number of ranks.
-        replicas: number of copies of the shards.
         micro_batches: number of micro-batches between two optimizer steps.
-        options: options of :func:`thunder_fsdp_sched.fsdp`.
         transform: the transform with the plan, the traces and the schedules.
     """
 
-    make: Callable[[], Made]
     cluster: ClusterSpec
     world_size: int
-    replicas: int
     micro_batches: int
-    options: Mapping[str, Any]
     transform: FSDPTransform
 
     @property
@@ -162,87 +154,32 @@ def dry_run_step(
         RuntimeError: this process already has a default process group.
         ValueError: the cluster is unknown, options are invalid, or ``make`` returns something else.
     """
-    return _plan(make, cluster(on), world_size, replicas, micro_batches, options)
-
-
-def replan(
-    step: DryRun,
-    *,
-    world_size: int | None = None,
-    on: ClusterSpec | str | None = None,
-    replicas: int | None = None,
-    micro_batches: int | None = None,
-    **options: Any,
-) -> DryRun:
-    """Plan a step again with other options, without tracing its model again: the result is that of :func:`dry_run_step`.
-
-    It takes about a tenth of the time of a dry run; see [Note: Planning again] in ``replanning``.
-
-    Args:
-        step: a dry run, or a step that was planned again.
-        world_size: number of ranks, by default that of ``step``.
-        replicas: number of replicas, by default that of ``step``.
-        micro_batches: number of micro-batches, by default that of ``step``.
-        on: the cluster, by default that of ``step``.
-        **options: options of :func:`thunder_fsdp_sched.fsdp` that change, besides those of ``step``.
-
-    Raises:
-        NeedsTrace: these options change what the model computes, such as the dtype of unsharded parameters.
-        RuntimeError, ValueError: as for :func:`dry_run_step`.
-    """
-    spec = cluster(on or step.cluster)
-    if spec.synchronous != step.cluster.synchronous:
-        raise coded_error(NeedsTrace, "plan.replan-on-other-kernels", name=spec.name, former=step.cluster.name)
-    given = {"world_size": world_size, "replicas": replicas, "micro_batches": micro_batches}
-    numbers: dict[str, Any] = {name: getattr(step, name) if n is None else n for name, n in given.items()}
-    return _plan(step.make, spec, options={**step.options, **options}, traced=step.transform, **numbers)
-
-
-def _plan(
-    make: Callable[[], Made],
-    spec: ClusterSpec,
-    world_size: int,
-    replicas: int,
-    micro_batches: int,
-    options: Mapping[str, Any],
-    traced: FSDPTransform | None = None,
-) -> DryRun:
-    """Return the planned step, by default from a trace of its own.
-
-    Args:
-        traced: has compiled a step of the same model, which is not traced again.
-    """
+    spec = cluster(on)
     if isinstance(options.get("offload_policy"), CPUOffloadPolicy):
         _ = spec.host_bytes_per_second  # raises ValueError if it is not known
     if micro_batches < 1:
         raise coded_error(ValueError, "plan.micro-batches-below-one", micro_batches=micro_batches)
     if replicas < 1 or world_size % replicas:
         raise coded_error(ValueError, "plan.replicas-do-not-divide-ranks", world_size=world_size, replicas=replicas)
-    executors = () if spec.synchronous else (gpu_attention.executor,)
 
-    def transform(**more: Any) -> FSDPTransform:  # over the process group of the ranks
+    def transform() -> FSDPTransform:  # over the process group of the ranks
+        more: dict[str, Any] = {}
         if replicas > 1:
             shape = replicas, world_size // replicas
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
             more["ranks"] = replace(Ranks.of("ranks", options.get("ranks")), mesh=mesh)
         return fsdp(cluster=spec, **{**options, **more})
 
-    if traced is None:
-        # A window is planned from the trace of a step that never runs, so nothing needs to be chosen for it.
-        given = Sharding.of("sharding_strategy", options.get("sharding_strategy", "zero3"))
-        sharding = replace(given, max_unsharded_bytes=None)
-        no_choice = partial(transform, prefetch=1, max_memory=None, sharding_strategy=sharding)
-        chosen_later = no_choice if micro_batches > 1 else transform
-        made = partial(module_and_inputs, make)
-        traced = compile_as_rank(made, chosen_later, rank=0, world_size=world_size, on=spec, executors=executors)
-        if micro_batches == 1:
-            return DryRun(make, spec, world_size, replicas, micro_batches, options, traced)
-    with fake_rank(0, world_size, on=spec):
-        new = transform()
-        jitted = jit(module_and_inputs(make)[0], new, executors)
-        for no_sync in (True, False) if micro_batches > 1 else (False,):
-            plan_again(traced, new, jitted, no_sync=no_sync)
-    return DryRun(make, spec, world_size, replicas, micro_batches, options, new)
+    compiled = compile_as_rank(
+        partial(module_and_inputs, make),
+        transform,
+        rank=0,
+        world_size=world_size,
+        on=spec,
+        executors=() if spec.synchronous else (gpu_attention.executor,),
+        window=micro_batches > 1,
+    )
+    return DryRun(spec, world_size, micro_batches, compiled)
 
 
 @contextlib.contextmanager
@@ -279,6 +216,7 @@ def compile_as_rank(
     world_size: int,
     on: ClusterSpec | None = None,
     executors: Sequence[Executor] = (),
+    window: bool = False,
 ) -> FSDPTransform:
     """Compile a module's forward and backward as ``rank`` of ``world_size`` would, over a fake process group.
 
@@ -289,6 +227,7 @@ def compile_as_rank(
             returns it, called after the process group is created, as meshes and further groups require.
         on: the cluster of the ranks, as for :func:`fake_rank`; by default that of the transform, if it is given.
         executors: executors of Thunder that come before its default ones.
+        window: whether to compile a micro-batch under ``no_sync`` first, with which this step ends a window.
 
     Raises:
         RuntimeError: this process already has a default process group.
@@ -299,16 +238,14 @@ def compile_as_rank(
         if not isinstance(transform, FSDPTransform):
             transform = transform()
         module, args, *kwargs = make()
-        jitted = jit(module, transform, executors)
+        before = {"executors": (*executors, *thunder.get_default_executors())} if executors else {}
+        jitted = thunder.jit(module, transforms=[transform], **before)
         args, named = transform.cast_inputs(args, kwargs[0] if kwargs else {})
+        if window:
+            with jitted.no_sync():
+                transform.sharded.compile(jitted, args, named)
         transform.sharded.compile(jitted, args, named)
     return transform
-
-
-def jit(module: torch.nn.Module, transform: FSDPTransform, executors: Sequence[Executor] = ()) -> Any:
-    """Return the jitted module, with ``executors`` before Thunder's default ones; this shards but compiles nothing."""
-    before = {"executors": (*executors, *thunder.get_default_executors())} if executors else {}
-    return thunder.jit(module, transforms=[transform], **before)
 
 
 def module_and_inputs(make: Callable[[], Made]) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -328,7 +265,7 @@ def module_and_inputs(make: Callable[[], Made]) -> tuple[torch.nn.Module, tuple[
 
 
 def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Callable[[], Made]:
-    """Return a factory by name: ``module:factory``, one of ``MODELS``, a LitGPT configuration, or a Hugging Face model type.
+    """Return a factory by name: ``module:factory``, a LitGPT configuration, or a Hugging Face model type.
 
     Weights are random and on the meta device; nothing is downloaded. A factory takes no arguments and returns
     ``(module, inputs)`` itself; the others are language models on ``batch`` sequences of ``length`` tokens.
@@ -339,7 +276,7 @@ def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Cal
     if ":" in name:
         return _imported(name)
     tried = []
-    for find in (_packaged, _litgpt, _hugging_face):
+    for find in (_litgpt, _hugging_face):
         try:
             build = find(name, length, dtype)
         except (ImportError, ValueError, KeyError) as error:
@@ -365,12 +302,6 @@ def _imported(name: str) -> Callable[[], Made]:
     if not callable(make):
         raise coded_error(ValueError, "plan.model-name-not-callable", name=name, type=type(make).__name__)
     return make
-
-
-def _packaged(name: str, length: int, dtype: torch.dtype) -> Callable[[], torch.nn.Module]:
-    if name not in MODELS:
-        raise coded_error(ValueError, "plan.model-not-in-package", models=", ".join(MODELS))
-    return lambda: Decoder(MODELS[name], length).to(dtype)
 
 
 def _litgpt(name: str, length: int, dtype: torch.dtype) -> Callable[[], torch.nn.Module]:
