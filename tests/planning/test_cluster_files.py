@@ -100,21 +100,6 @@ def test_a_file_changes_a_preset_and_values_change_the_file(tmp_path):
             coded("plan.cluster-attribute-breaks-rule", "memory", "a positive whole number"),
         ),
         (
-            '{"like": "b200"}',
-            ["concurrent=0"],
-            coded("plan.cluster-attribute-breaks-rule", "concurrent", "a positive whole number"),
-        ),
-        (
-            '{"like": "cpu-2core"}',
-            ["gather_share=0"],
-            coded("plan.cluster-attribute-breaks-rule", "gather_share", "more than 0 and at most 1"),
-        ),
-        (
-            '{"like": "cpu-2core"}',
-            ["reduction_share=0.5"],
-            coded("plan.cluster-shares-exceed-one"),
-        ),
-        (
             '{"like": "b200", "reduce_scatter_factor": 0}',
             (),
             coded("plan.cluster-attribute-breaks-rule", "reduce_scatter_factor", "positive and finite"),

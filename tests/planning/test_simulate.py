@@ -47,11 +47,8 @@ class ConstantCost:
     host: float = 0.0
     gather: float = 1.0
     reduction: float = 1.0
-    slowdown: float = 0.0
+    contention: float = 0.0
     synchronous: bool = True
-    concurrent: int = 1
-    gather_share: float = 1.0
-    reduction_share: float = 0.0
 
     def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
         return [
@@ -61,9 +58,6 @@ class ConstantCost:
 
     def collective_seconds(self, issue: Issue) -> float:
         return self.gather if issue.gathers else self.reduction
-
-    def contention(self, kind: str) -> float:
-        return self.slowdown
 
 
 class TraceBuilder:
@@ -163,40 +157,13 @@ def test_collectives_queue_within_a_group_but_not_across_groups():
     assert separate.lower_bound == 4.0
 
 
-def test_two_concurrent_reductions_share_the_link_equally():
-    waits = ("wait_grads 0", "wait_grads 1")
-    assert spans(run("reduce 0", "reduce 1", *waits, reduction=4.0, concurrent=2), "none") == [(0.0, 8.0), (0.0, 8.0)]
-    apart = ("reduce 0", "compute", "compute", "reduce 1", *waits)
-    later = run(*apart, reduction=4.0, concurrent=2)  # the first: 2 s alone, then 2 s of work in 4 s
-    assert spans(later, "none") == [(0.0, 6.0), (2.0, 8.0)]
-    assert later.communication_seconds == {"none": 8.0}
-    assert spans(run(*apart, reduction=4.0), "none") == [(0.0, 4.0), (4.0, 8.0)]
-
-
-def test_a_collective_waits_while_the_concurrency_limit_is_reached():
-    steps = [f"{step} {number}" for step in ("reduce", "wait_grads") for number in range(3)]
-    assert spans(run(*steps, reduction=1.0, concurrent=2), "none") == [(0.0, 2.0), (0.0, 2.0), (2.0, 3.0)]
-
-
-def test_an_all_gather_gets_its_share_of_the_link_from_a_concurrent_reduction():
-    shares = {"gather_share": 0.5, "reduction_share": 0.25}
-    timeline = run("reduce 0", "gather 1", "wait 1", "wait_grads 0", gather=2.0, reduction=3.0, concurrent=2, **shares)
-    # The gather takes 2 / 0.5 s, in which 1 of the reduction's 3 s is done.
-    assert spans(timeline, "none") == [(0.0, 6.0), (0.0, 4.0)]
-
-
-def test_of_two_concurrent_all_gathers_the_first_gets_the_whole_link():
-    timeline = run(*PREFETCHED, compute={"matmul": 1.0}, gather=2.0, concurrent=2, gather_share=0.5)
-    assert [end for _, end in spans(timeline, "none")] == [2.0, 4.0]
-
-
 def test_running_collectives_slow_compute_down():
     steps = ("gather 0", "compute", "compute", "wait 0", "compute 0")
-    timeline = run(*steps, compute={"neg": 1.5}, gather=2.0, slowdown=0.25)
+    timeline = run(*steps, compute={"neg": 1.5}, gather=2.0, contention=0.25)
     # In the first 2 s compute does 1.5 s of work; afterwards it runs at full speed.
     assert spans(timeline, COMPUTE, "compute") == [(0.0, 2.0), (2.0, 3.5)]
     assert (timeline.compute_seconds, timeline.contention_seconds, timeline.exposed_seconds) == (3.0, 0.5, 0.0)
-    middle = run("gather 0", "compute", "wait 0", compute={"neg": 4.0}, gather=2.0, slowdown=0.5)
+    middle = run("gather 0", "compute", "wait 0", compute={"neg": 4.0}, gather=2.0, contention=0.5)
     assert spans(middle, COMPUTE, "compute") == [(0.0, 5.0)] and middle.contention_seconds == 1.0
 
 
@@ -259,11 +226,8 @@ costs = st.builds(
     host=st.sampled_from([0.0, 0.5]),
     gather=times,
     reduction=times,
-    slowdown=st.sampled_from([0.0, 0.25]),
+    contention=st.sampled_from([0.0, 0.25]),
     synchronous=st.booleans(),
-    concurrent=st.sampled_from([1, 2]),
-    gather_share=st.just(0.75),
-    reduction_share=st.sampled_from([0.0, 0.25]),
 )
 
 
@@ -280,21 +244,20 @@ def test_times_and_memory_of_any_step_are_consistent(traces, cost, factor):
     assert timeline.step_seconds >= timeline.lower_bound - 1e-9
     assert 0.0 <= timeline.overlap <= 1.0
     for stream in (COMPUTE, *timeline.communication_seconds):
-        if stream == COMPUTE or cost.concurrent == 1:
-            in_order = spans(timeline, stream)
-            assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(in_order)), "intervals of a stream overlap"
+        in_order = spans(timeline, stream)
+        assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(in_order)), "intervals of a stream overlap"
     assert all(nbytes >= 0 for _, nbytes in timeline.memory)
     assert not timeline.memory or timeline.memory[-1][1] == 0
     for use in timeline.slots:
         assert 0.0 <= use.start <= use.end <= timeline.step_seconds + 1e-9
 
     # Without contention a step takes at most the serial time.
-    calm = simulate(*traces, dataclasses.replace(cost, host=0.0, slowdown=0.0, reduction_share=0.25))
+    calm = simulate(*traces, dataclasses.replace(cost, host=0.0, contention=0.0))
     assert calm.step_seconds <= calm.serial_seconds + 1e-9
     assert calm.step_seconds == pytest.approx(calm.compute_seconds + calm.exposed_seconds)
 
     # A faster link never makes a step slower.
-    slower = dataclasses.replace(cost, concurrent=1, slowdown=0.0)
+    slower = dataclasses.replace(cost, contention=0.0)
     faster = dataclasses.replace(slower, gather=factor * cost.gather, reduction=factor * cost.reduction)
     assert simulate(*traces, faster).step_seconds <= simulate(*traces, slower).step_seconds + 1e-9
 
@@ -321,7 +284,7 @@ def program_of(traces: Sequence[TraceCtx], cost: ConstantCost) -> Program:
 @given(steps(), costs)
 def test_a_step_takes_as_long_as_the_executor_says(traces, cost):
     """The executor knows nothing of links, contention or slots, and runs both ranks."""
-    cost = dataclasses.replace(cost, host=0.0, slowdown=0.0, concurrent=1)
+    cost = dataclasses.replace(cost, host=0.0, contention=0.0)
     program = program_of(traces, cost)
     expected = seconds_of(
         {0: program, 1: program}, lambda action: getattr(cost, action.line), GLOO if cost.synchronous else NCCL

@@ -124,9 +124,6 @@ class ClusterSpec:
         contention: share of compute speed that is lost while a collective runs, because it occupies processors.
         reduce_scatter_factor: bytes that a reduce-scatter sends, relative to a ring. 2 for gloo, which reduces
             everything on all ranks and discards the rest.
-        concurrent: collectives of one process group that run at once: 1 for NCCL, 2 for gloo.
-        gather_share: share of the link that an all-gather gets while reductions run.
-        reduction_share: share of the link that all reductions get while an all-gather runs; together at most 1.
         efficiency: assumed shares of the peaks.
         host_bandwidth: bytes/s between one device and its host's memory, one direction; 0 if it is not known.
     """
@@ -146,9 +143,6 @@ class ClusterSpec:
     synchronous: bool = False
     contention: float = 0.0
     reduce_scatter_factor: float = 1.0
-    concurrent: int = 1
-    gather_share: float = 1.0
-    reduction_share: float = 0.0
     efficiency: Efficiency = Efficiency()
     host_bandwidth: float = 0.0
 
@@ -158,17 +152,14 @@ class ClusterSpec:
             owner,
             self,
             {
-                "a positive whole number": ("devices_per_node", "memory", "concurrent"),
+                "a positive whole number": ("devices_per_node", "memory"),
                 "positive": ("memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth"),
                 "zero or positive": ("host_bandwidth",),
                 "zero or positive, and finite": ("launch_overhead", "kernel_overhead"),
-                "in [0, 1)": ("contention", "reduction_share"),
-                "more than 0 and at most 1": ("gather_share",),
+                "in [0, 1)": ("contention",),
                 "positive and finite": ("reduce_scatter_factor",),
             },
         )
-        if self.gather_share + self.reduction_share > 1:
-            raise coded_error(ValueError, "plan.cluster-shares-exceed-one", owner=owner)
         if not self.protocols:
             raise coded_error(ValueError, "plan.cluster-without-protocols", owner=owner)
         if not self.flops or not all(0 < peak < math.inf for peak in self.flops.values()):
@@ -205,15 +196,7 @@ class ClusterSpec:
 
 
 _NCCL = (Protocol(8.4e-6, 3.4e-6, 14e-6), Protocol(14e-6, 1.9e-6, 4e-6, bandwidth_share=0.92))
-GLOO: dict[str, Any] = {
-    "backend": "gloo",
-    "synchronous": True,
-    "reduce_scatter_factor": 2.0,
-    "concurrent": 2,
-    # Measured on 2 ranks behind a link of 1 Gbit/s; see [Note: Several collectives at once] in ``simulate``.
-    "gather_share": 0.71,
-    "reduction_share": 0.05,
-}
+GLOO: dict[str, Any] = {"backend": "gloo", "synchronous": True, "reduce_scatter_factor": 2.0}
 _ASSUMED = (
     "Protocols and NVLink's share: NCCL's tuning constants. Assumed: 75 % of peak FLOP/s in large matrix "
     "multiplications, 85 % of memory bandwidth, 90 % of the network, 85 % of PCIe, 6 us of host time a bound symbol, and "

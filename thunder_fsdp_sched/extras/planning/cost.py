@@ -57,9 +57,7 @@ class AnalyticCost:
 
     Attributes:
         synchronous: whether the host itself computes (CPU), so that issuing and computing coincide.
-        concurrent: collectives of one process group that run at once.
-        gather_share: share of the link that an all-gather gets while reductions run.
-        reduction_share: share of the link that all reductions get while an all-gather runs; together at most 1.
+        contention: share of compute speed that is lost while a collective runs.
 
     Raises:
         ValueError: no preset has that name.
@@ -68,9 +66,7 @@ class AnalyticCost:
     def __init__(self, spec: ClusterSpec | str) -> None:
         self.spec = cluster(spec)
         self.synchronous = self.spec.synchronous
-        self.concurrent = self.spec.concurrent
-        self.gather_share = self.spec.gather_share
-        self.reduction_share = self.spec.reduction_share
+        self.contention = self.spec.contention
 
     def __repr__(self) -> str:
         return f"AnalyticCost({self.spec.name})"
@@ -98,10 +94,6 @@ class AnalyticCost:
             if issue.from_host:
                 seconds += self.host_copy_seconds(issue.from_host)
         return seconds
-
-    def contention(self, kind: str) -> float:
-        """Return the share of compute speed that is lost while a collective of that kind runs."""
-        return self.spec.contention
 
     def host_copy_seconds(self, nbytes: int) -> float:
         """Return the time of a copy of so many bytes between a device and its host's memory."""

@@ -17,12 +17,11 @@ from rich.console import Console, Group
 
 from ...errors import coded_error
 from ...ir.effects import sends
-from ...ir.schedule import GATHERS
 from ..planning.clusters import ClusterSpec
 from ..planning.cost import AnalyticCost
 from ..planning.recorded import RecordedStep, read_recorded
 from ..planning.simulate import simulate
-from ..planning.timeline import Interval, Timeline, length, overlaps, union
+from ..planning.timeline import Timeline, length, union
 from .plot import plot_timelines
 from .report import milliseconds, plain_table
 
@@ -93,7 +92,10 @@ def calibrate(spec: ClusterSpec, compiled: CompiledTraces, steps: Sequence[Recor
             path=steps[0].path,
             buckets=sorted({name for _, name in issues}),
         )
-    busy = _busy_seconds(spec, steps, found)
+    by_step: dict[str, list[float]] = defaultdict(list)
+    for step, collectives in zip(steps, found, strict=True):
+        by_step[step.name].append(length(union(i.span for i in collectives)))
+    busy = statistics.median(map(min, by_step.values()))
     at_any_rate = replace(spec, intra_node_bandwidth=math.inf, inter_node_bandwidth=math.inf)
     expected, latency = (
         sum(AnalyticCost(of).collective_seconds(issues[i.kind, i.bucket]) for i in found[0])
@@ -114,19 +116,6 @@ def calibrate(spec: ClusterSpec, compiled: CompiledTraces, steps: Sequence[Recor
         inter_node_bandwidth=spec.inter_node_bandwidth / slower_link,
         contention=0.0,  # recorded compute contains it
     )
-
-
-def _busy_seconds(spec: ClusterSpec, steps: Sequence[RecordedStep], found: Sequence[Sequence[Interval]]) -> float:
-    """Return the time of the collectives of a step at full speed of the link, on the rank that waits least for others."""
-    by_step: dict[str, list[float]] = {}
-    for step, collectives in zip(steps, found, strict=True):
-        gathers, reductions = (
-            union(i.span for i in collectives if (i.kind in GATHERS) is gathers) for gathers in (True, False)
-        )
-        both = sum(end - start for start, end, _ in overlaps(gathers, reductions))
-        lost = both * (2 - spec.gather_share - spec.reduction_share)
-        by_step.setdefault(step.name, []).append(length(gathers) + length(reductions) - lost)
-    return statistics.median(map(min, by_step.values()))
 
 
 @dataclass(frozen=True)
