@@ -47,15 +47,17 @@ import argparse
 import dataclasses
 import re
 import statistics
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched import CommPolicy, Sharding, exposed_communication
+from thunder_fsdp_sched import CommPolicy, Sharding
 from thunder_fsdp_sched.extras.planning.clusters import cluster
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.simulate import simulate
-from thunder_fsdp_sched.extras.reports.exposed import ExposedCommunication, calibrate
+from thunder_fsdp_sched.extras.reports.exposed import calibrate
 
 import harness
 import torch
@@ -78,6 +80,7 @@ from systems import (
     unsharded_eager,
     wire_bytes,
 )
+from gloo_profile import read_steps
 from step_counter import StepCounter
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -229,10 +232,12 @@ def predict(built: Mapping[str, System], tokens: torch.Tensor, arguments: argpar
             step(of, tokens)
             profiler.step()
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, exposed_communication(profiler).steps)
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(path := f"{folder}/profile.json")
+        dist.all_gather_object(of_ranks, read_steps(Path(path), dist.get_rank()))
     recorded = [step for of_step in zip(*of_ranks, strict=True) for step in of_step]
     seconds = statistics.median(step.passes[1] - step.passes[0] for step in recorded)
-    say(f"recorded steps: {seconds:.3f} s\n{ExposedCommunication(recorded)}")
+    say(f"recorded steps: {seconds:.3f} s")
     compiled = {name: system.transform.compiled[-1] for name, system in built.items() if system.transform}
     same_operators = {name: of for name, of in compiled.items() if re.fullmatch(r"ours zero\d( prefetch \d)?", name)}
     spec = calibrate(cluster("cpu-2core"), compiled["ours zero3"], recorded)

@@ -112,7 +112,7 @@ def test_the_documented_command_prints_a_row_for_each_system(tmp_path: Path) -> 
     rows = rows_of(result.stdout)
     assert list(rows) == list(bench_systems.SYSTEMS)
     for name, cells in rows.items():
-        assert len(cells) == (6 if name.startswith("ours") else 4), result.stdout  # bytes are known of ours alone
+        assert len(cells) == (5 if name.startswith("ours") else 3), result.stdout  # bytes are known of ours alone
     assert rows["FSDP2 zero3"][1] == "1.00" and "failed" not in result.stdout
     assert result.stdout.count("Medians of 2 rounds of 2 steps") == 1  # rank 0 alone prints
 
@@ -123,7 +123,7 @@ def test_a_system_that_refuses_the_model_is_a_row_that_says_why(rank: int) -> No
     assert result.exit_code == 0, result.output
     if rank == 0:
         rows = rows_of(result.stdout)
-        assert len(rows["ours zero3"]) == 5 and len(rows["DDP"]) == 3, result.stdout  # there is no FSDP2 to divide by
+        assert len(rows["ours zero3"]) == 4 and len(rows["DDP"]) == 2, result.stdout  # there is no FSDP2 to divide by
         assert rows["FSDP2 zero2"][0].startswith("fully_shard doesn't support scalar parameters")
 
 
@@ -161,7 +161,7 @@ def test_a_system_that_fails_on_one_rank_holds_up_no_other(rank: int) -> None:
     if rank == 0:
         rows = rows_of(result.stdout)
         assert rows["broken"] == ["rank 1: RuntimeError: out of luck"]
-        assert len(rows["FSDP2 zero3"]) == 4 and len(rows["DDP"]) == 4, result.stdout
+        assert len(rows["FSDP2 zero3"]) == 3 and len(rows["DDP"]) == 3, result.stdout
     else:
         assert "in fails_while_another_rank_waits" in result.stderr  # where it failed
 

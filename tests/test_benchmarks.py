@@ -20,6 +20,7 @@ import overlap
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_profile import read_steps
 from gpu import Setup, Worker, measured
 from models import linear_gpt
 from ranks import on_ranks
@@ -128,3 +129,28 @@ def test_windows_count_the_collectives_of_each_bucket(rank: int) -> None:
     assert list(found.values()) == [5, 2, 2]
     for of_one in losses.values():
         torch.testing.assert_close(of_one, losses[overlap.EACH_TIME], rtol=1e-4, atol=1e-4)
+
+
+def test_steps_on_gloo_are_read_from_ranges_of_this_package_and_threads_of_gloo(tmp_path: Path) -> None:
+    ranges = (
+        ("ProfilerStep#3", 0, 100),
+        ("fsdp_all_gather(a)", 10, 12),
+        ("c10d::_allgather_base_", 11, 12),
+        ("gloo:all_gather", 15, 40),
+        ("gloo:recv", 20, 90),  # a message of a round
+        ("fsdp_wait_all_gather(a)", 30, 41),
+        ("ThunderFunctionBackward", 50, 95),
+        ("fsdp_reduce_scatter(b)", 60, 61),
+        ("c10d::alltoall_base_", 60, 61),
+        ("gloo:all_to_all", 62, 80),
+        ("fsdp_wait_reduce_scatter(b)", 79, 90),
+    )
+    events = [
+        {"ph": "X", "cat": "user_annotation", "name": name, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
+        for name, start, end in ranges
+    ]
+    (tmp_path / "gloo.json").write_text(json.dumps({"traceEvents": events}))
+    [step] = read_steps(tmp_path / "gloo.json", 0)
+    found = {(c.kind, c.bucket): c.seconds for c in step.timeline.collectives}
+    assert found == pytest.approx({("fsdp_all_gather", "a"): 25, ("fsdp_reduce_scatter", "b"): 18})
+    assert step.passes == pytest.approx((15, 95)) and step.compute_seconds == pytest.approx(80 - 11)

@@ -1,28 +1,27 @@
-"""Exposed communication of recorded steps: hand-made files, real gloo ranks, and virtual GPUs."""
+"""Exposed communication of recorded steps: hand-made files, and virtual GPUs."""
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.extras.command_line import app
-from thunder_fsdp_sched.planning import AnalyticCost, cluster, read_recorded, simulate
+from thunder_fsdp_sched.planning import AnalyticCost, RecordedStep, cluster, read_recorded, simulate
 from thunder_fsdp_sched.reports import calibrate
+from thunder_fsdp_sched.testing import compile_on_fake_ranks
 
 import pytest
-import thunder
 import torch
 from coded import coded
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Stack
 from random_models import quiet
-from scenario import fsdp2
 from typer.testing import CliRunner
 from virtual_gpu import guard
 from virtual_gpu.histories import make_model
@@ -51,63 +50,43 @@ def written(path: Path, events: list[dict[str, Any]], rank: int | None = 0) -> P
     return path
 
 
-def gloo_step(late: float = 0.0) -> list[dict[str, Any]]:
-    """A step of ours on gloo: a gather that is waited for in half of its time, and a reduction that hides.
+def gpu_step(longer: float = 0.0) -> list[dict[str, Any]]:
+    """A step of ours with a gather that compute hides in part, and a reduction in backward that it hides not at all.
 
     ::
 
-        host    | issue a | compute   | wait a |  compute    backward: issue b, compute, wait b
-        gloo               [ gather a         ]                         [ reduce b  ]
+        compute      | compute          |             |        |
+        NCCL           [ gather a           ]           [ reduce b ]
     """
-    return [
-        ranged("ProfilerStep#3", 0, 100),
-        ranged("fsdp_all_gather(a)", 10, 12),
-        event("c10d::_allgather_base_", 11, 12),
-        ranged("gloo:all_gather", 15 + late, 40, 7),
-        ranged("fsdp_wait_all_gather(a)", 30, 41),
-        ranged("ThunderFunctionBackward", 50, 95),
-        ranged("fsdp_reduce_scatter(b)", 60, 61),
-        event("c10d::_reduce_scatter_base_", 60, 61),
-        ranged("gloo:all_reduce", 62, 80, 8),
-        ranged("fsdp_wait_reduce_scatter(b)", 79, 90),
-        ranged("Optimizer.step#SGD.step", 96, 99),
-    ]
+    launched = (
+        ("fsdp_all_gather(a)", 10, "ncclDevKernel_AllGather", 15, 40 + longer, 20),
+        ("of the model", 12, "gemm", 12, 30, 7),
+        ("ThunderFunctionBackward", 50, "gemm", 50, 55, 7),
+        ("fsdp_reduce_scatter(b)", 52, "ncclDevKernel_ReduceScatter", 60, 80, 20),
+        ("Optimizer.step#SGD.step", 90, "multi_tensor_apply", 90, 95, 7),
+    )
+    events = [ranged("ProfilerStep#3", 0, 100)]
+    for number, (name, launch, kernel, start, end, stream) in enumerate(launched):
+        events.append(ranged(name, launch, launch + (30 if "Backward" in name else 0.5)))
+        events.append(event("cudaLaunchKernel", launch, launch + 0.1, "cuda_runtime", correlation=number))
+        events.append(event(kernel, start, end, "kernel", stream, stream=stream, correlation=number))
+    return events
 
 
-def test_waits_for_gloo_count_while_a_collective_runs(tmp_path):
-    found = tfs.exposed_communication(written(tmp_path / "profile.json.gz", gloo_step()))
-    assert found.by_rank == {0: pytest.approx(11e-3)}
+def test_a_step_is_what_the_gpu_ran_for_it(tmp_path):
+    found = tfs.exposed_communication(written(tmp_path / "profile.json.gz", gpu_step()))
+    assert found.by_rank == {0: pytest.approx(30e-3)}
     assert {key: of[0] for key, of in found.by_bucket.items()} == {
         ("forward", "all_gather", "a"): pytest.approx(10e-3),
-        ("backward", "reduce_scatter", "b"): pytest.approx(1e-3),
+        ("backward", "reduce_scatter", "b"): pytest.approx(20e-3),
     }
     [step] = found.steps
     assert (step.rank, step.name) == (0, "ProfilerStep#3")
-    assert step.passes == pytest.approx((11e-3, 95e-3)) and step.compute_seconds == pytest.approx(73e-3)
-    assert step.timeline.step_seconds == pytest.approx(0.1)
-    assert sum(step.timeline.communication_seconds.values()) == pytest.approx(43e-3)
+    assert step.passes == pytest.approx((0.0, 68e-3)) and step.compute_seconds == pytest.approx(23e-3)
+    assert step.timeline.step_seconds == pytest.approx(83e-3)
+    assert sum(step.timeline.communication_seconds.values()) == pytest.approx(45e-3)
     text = str(found)
-    assert "ProfilerStep" not in text and "reduce_scatter" in text and "11.00" in text
-
-
-def test_messages_of_a_round_count_as_agreement_while_the_host_waits_for_them(tmp_path):
-    round_of_three = [
-        ranged("fsdp_agreement", 2, 3),
-        *(ranged("gloo:recv", 2.5, end) for end in (6, 8)),
-        ranged("gloo:send", 2.6, 4),
-        ranged("fsdp_wait_agreement", 5, 8),
-        ranged("gloo:send", 6, 8),
-        ranged("gloo:recv", 45, 49),  # of the user
-    ]
-    found = tfs.exposed_communication(written(tmp_path / "profile.json", gloo_step() + round_of_three))
-    assert {key: of[0] for key, of in found.by_bucket.items() if "reduce" not in key[1]} == {
-        ("forward", "agreement", ""): pytest.approx(3e-3),
-        ("forward", "all_gather", "a"): pytest.approx(10e-3),
-    }
-    [step] = found.steps
-    assert step.passes[0] == pytest.approx(2e-3)
-    lanes = step.timeline.communication_seconds
-    assert lanes["agreement"] == pytest.approx(3e-3) and sum(lanes.values()) == pytest.approx(50e-3)
+    assert "ProfilerStep" not in text and "reduce_scatter" in text and "30.00" in text
 
 
 def test_fsdp2_on_a_gpu_that_lags_behind_its_host(tmp_path):
@@ -150,7 +129,7 @@ def test_fsdp2_on_a_gpu_that_lags_behind_its_host(tmp_path):
 
 
 def test_ranks_are_read_in_their_order(tmp_path):
-    paths = [written(tmp_path / f"{rank}.json", gloo_step(late=20.0 * rank), rank) for rank in (1, 0)]
+    paths = [written(tmp_path / f"{rank}.json", gpu_step(longer=5.0 * (1 - rank)), rank) for rank in (1, 0)]
     found = tfs.exposed_communication(paths)
     assert [step.rank for step in found.steps] == [0, 1]
     assert found.by_rank[0] > found.by_rank[1]
@@ -179,18 +158,30 @@ def test_the_union_of_intervals_is_what_counting_microseconds_gives(tmp_path_fac
     assert step.timeline.idle_seconds == pytest.approx((max(every) + 1 - min(every) - len(every)) * 1e-6, abs=1e-12)
 
 
+def test_a_profiler_can_be_exported_once_and_the_command_draws_its_file(tmp_path):
+    with torch.profiler.profile() as profiler:
+        torch.ones(2)
+    profiler.export_chrome_trace(str(tmp_path / "cpu.json"))
+    with pytest.raises(ValueError, check=coded("plan.profile-exported-before")):
+        tfs.exposed_communication(profiler)
+    pytest.importorskip("matplotlib")
+    path = written(tmp_path / "profile.json", gpu_step())
+    result = CliRunner().invoke(app, ["exposed", str(path), "--save", str(tmp_path / "exposed.png")])
+    assert result.exit_code == 0 and (tmp_path / "exposed.png").stat().st_size
+
+
 def test_files_that_do_not_belong_together_are_named(tmp_path):
-    one, same = (written(tmp_path / f"{name}.json", gloo_step(), 1) for name in ("one", "same"))
+    one, same = (written(tmp_path / f"{name}.json", gpu_step(), 1) for name in ("one", "same"))
     with pytest.raises(ValueError, check=coded("plan.profile-files-of-one-rank", "one.json", "same.json", "rank 1")):
         read_recorded([one, same])
-    renamed = [e | {"name": e["name"].replace("#3", "#4")} for e in gloo_step()]
+    renamed = [e | {"name": e["name"].replace("#3", "#4")} for e in gpu_step()]
     other = written(tmp_path / "other.json", renamed, 0)
     steps = "one.json holds ProfilerStep#3", "other.json holds ProfilerStep#4"
     with pytest.raises(ValueError, check=coded("plan.profile-files-of-different-steps", *steps)):
         read_recorded([one, other])
     with pytest.raises(ValueError, check=coded("plan.profile-not-readable", "none.json")):
         read_recorded([tmp_path / "none.json"])
-    compute = [event("aten::mm", 0, 1)]
+    compute = [event("aten::mm", 0, 1), ranged("gloo:all_gather", 0, 1)]
     for events, expected in (
         ([], coded("plan.profile-without-step")),
         (compute, coded("plan.profile-without-communication")),
@@ -200,67 +191,25 @@ def test_files_that_do_not_belong_together_are_named(tmp_path):
             read_recorded([written(tmp_path / "bad.json", events)])
 
 
-#
-# Real ranks
-#
-
-
-def _train(rank: int, world_size: int, folder: Path) -> tuple[str, list[str]]:
-    """Record two steps of ours and of FSDP2, in each of which rank 1 comes 30 ms late; return what ours has compiled."""
-    torch.manual_seed(0)
-    models = {"ours": thunder.jit(Stack(2, 32), transforms=[ours := tfs.fsdp()]), "fsdp2": fsdp2(Stack(2, 32))}
-    for name, model in models.items():
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        schedule = torch.profiler.schedule(wait=0, warmup=2, active=2, repeat=1)
-        with torch.profiler.profile(schedule=schedule) as profiler:
-            for _ in range(4):
-                time.sleep(0.03 * rank)
-                model(torch.randn(4, 32)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                profiler.step()
-        profiler.export_chrome_trace(str(folder / f"{name}{rank}.json"))
-        if name == "ours":
-            with pytest.raises(ValueError, check=coded("plan.profile-exported-before")):
-                tfs.exposed_communication(profiler)
-            path = folder / f"{name}{rank}.json"
-            found = tfs.exposed_communication(path)
-            assert list(found.by_rank) == [rank]
-            spec = calibrate(cluster("cpu-2core"), ours.compiled[-1], found.steps)
-            step = simulate(ours.compiled[-1].forward, ours.compiled[-1].backward, AnalyticCost(spec))
-            recorded = sorted(step.compute_seconds for step in found.steps)
-            assert recorded[0] * 0.999 <= step.compute_seconds <= recorded[-1] * 1.001
-    with pytest.raises(ValueError, check=coded("plan.profile-of-other-buckets", f"other{rank}.json", "'blocks.0'")):
-        other = written(folder / f"other{rank}.json", gloo_step())
-        calibrate(cluster("cpu-2core"), ours.compiled[-1], read_recorded([other]))
-    with torch.profiler.profile() as profiler:
-        model(torch.randn(4, 32)).sum().backward()
-    assert tfs.exposed_communication(profiler).by_rank[rank] > 0
-    return [bucket.name for bucket in ours.plan]
-
-
-def test_real_ranks_of_ours_and_of_fsdp2(ranks, tmp_path):
-    pytest.importorskip("matplotlib")
-    [buckets, _] = ranks.run(_train, tmp_path)
-    expected = {"ours": {*buckets, ""}, "fsdp2": {"(root)", "blocks.0", "blocks.1"}}
-    for name, names in expected.items():
-        found = tfs.exposed_communication([tmp_path / f"{name}{rank}.json" for rank in (0, 1)])
-        assert [(step.name, step.rank) for step in found.steps] == [
-            (f"ProfilerStep#{n}", r) for n in (2, 3) for r in (0, 1)
-        ]
-        assert {bucket for _, _, bucket in found.by_bucket} <= names
-        for rank, seconds in found.by_rank.items():
-            assert seconds == pytest.approx(sum(of[rank] for of in found.by_bucket.values()))
-        for step in found.steps:
-            t = step.timeline
-            assert t.exposed_seconds <= sum(t.communication_seconds.values()) and t.exposed_seconds < t.step_seconds
-            assert t.compute_seconds + t.exposed_seconds == pytest.approx(t.step_seconds)
-            assert {i.bucket for i in t.collectives} == names
-    files = [str(tmp_path / f"ours{rank}.json") for rank in (0, 1)]
-    result = CliRunner().invoke(
-        app, ["exposed", *files, "--save", str(tmp_path / "exposed.png")], env={"COLUMNS": "100"}
+def test_a_calibrated_cluster_takes_as_long_as_the_recorded_step():
+    [compiled] = compile_on_fake_ranks(lambda: (Stack(2, 32), (torch.ones(4, 32),)), 2, cluster="h100-sxm")
+    preset = cluster("h100-sxm")
+    machine = dataclasses.replace(
+        preset,
+        flops={dtype: peak / 3 for dtype, peak in preset.flops.items()},
+        memory_bandwidth=preset.memory_bandwidth / 3,
+        kernel_overhead=3 * preset.kernel_overhead,
+        intra_node_bandwidth=preset.intra_node_bandwidth / 50,
+        contention=0.0,
     )
-    assert result.exit_code == 0 and (tmp_path / "exposed.png").stat().st_size
+    ran = simulate(*compiled.traces, AnalyticCost(machine))
+    recorded = RecordedStep("profile.json", 0, "ProfilerStep#1", (0.0, ran.step_seconds), ran)
+    found = calibrate(preset, compiled, [recorded])
+    assert found.intra_node_bandwidth == pytest.approx(machine.intra_node_bandwidth)
+    assert simulate(*compiled.traces, AnalyticCost(found)).step_seconds == pytest.approx(ran.step_seconds)
+    [other] = compile_on_fake_ranks(lambda: (torch.nn.Linear(4, 4), (torch.ones(4, 4),)), 2, cluster="h100-sxm")
+    with pytest.raises(ValueError, check=coded("plan.profile-of-other-buckets", "profile.json")):
+        calibrate(preset, other, [recorded])
 
 
 #

@@ -32,10 +32,7 @@ from .reports.exposed import exposed_communication
 from .reports.report import milliseconds, plain_table
 
 PROFILED = 3
-"""How many steps of each system are profiled after the rounds, for their exposed communication."""
-
-SETTLE = 0.02
-"""Seconds to profile after a step: gloo's threads record an all-reduce of DDP a little after DDP has its result."""
+"""How many steps of each system are profiled after the rounds on GPUs, for their exposed communication."""
 
 TOLERANCE, LOW_TOLERANCE = 1e-3, 2e-2
 """By how much losses may differ, relative or absolute: those of models in float32 or float64, and in lower precision."""
@@ -128,7 +125,6 @@ class System:
         """Take a step under torch's profiler; return its exposed communication, or NaN if nothing was recorded."""
         with torch.profiler.profile() as profiler:
             self.steps()()
-            time.sleep(SETTLE)
         try:
             [exposed] = exposed_communication(profiler).by_rank.values()
         except ValueError:
@@ -204,7 +200,7 @@ def measure(
     _check_losses([system for system in systems if not system.error], setup, control)
     gc.collect()
     gc.freeze()  # a full collection takes up to a second with Thunder's traces
-    for turn in range(rounds + PROFILED):
+    for turn in range(rounds + PROFILED * (setup.device.type == "cuda")):
         show(f"round {turn + 1} of {rounds}" if turn < rounds else "profiling")
         for offset in range(len(systems)):
             system = systems[(turn * (len(systems) // 2 + 1) + offset) % len(systems)]
@@ -247,7 +243,8 @@ def bench_table(systems: Sequence[System], model: str, rounds: int, steps: int) 
     title = f"{model}: torch {torch.__version__}, {device}, {dist.get_world_size()} ranks, {dist.get_backend()}"
     reference = next((s for s in systems if s.name.startswith("FSDP2") and not s.error), None)
     of_reference = f"of {reference.name}" if reference else "of FSDP2"
-    table = plain_table(title, ["", "step ms", of_reference, "exposed ms", "peak memory", "sent", "first s"], ())
+    columns = ["", "step ms", of_reference, *["exposed ms"] * on_gpu, "peak memory", "sent", "first s"]
+    table = plain_table(title, columns, ())
     for column in table.columns:  # in a narrow terminal, headers continue on the next line
         column.no_wrap = column is table.columns[0]
     table.columns[0].min_width = max(len(system.name) for system in systems)
@@ -255,21 +252,23 @@ def bench_table(systems: Sequence[System], model: str, rounds: int, steps: int) 
         table.add_column("failed", overflow="fold")
     for system in systems:
         if system.error:
-            table.add_row(system.name, *[""] * 6, system.error)
+            table.add_row(system.name, *[""] * (len(columns) - 1), system.error)
             continue
         [step] = milliseconds(statistics.median(system.seconds))
         recorded = [seconds for seconds in system.exposed_seconds if not math.isnan(seconds)]
-        [exposed] = milliseconds(statistics.median(recorded)) if recorded else [""]
+        exposed = milliseconds(statistics.median(recorded)) if recorded else [""] * on_gpu
         others = reference.seconds if reference else []
         ratio = [f"{statistics.median(map(truediv, system.seconds, others)):.2f}"] if others else [""]
         sizes = ["" if n is None else human_bytes(n) for n in (system.peak_bytes, system.sent_bytes)]
-        table.add_row(system.name, step, *ratio, exposed, *sizes, f"{system.first_seconds:.1f}")
-    exposed = "" if on_gpu else "; for FSDP2 and DDP with the host's time between operators"
+        table.add_row(system.name, step, *ratio, *exposed, *sizes, f"{system.first_seconds:.1f}")
+    what = (
+        f" Exposed: the time in which collectives ran and compute did not, median of {PROFILED} profiled steps."
+        * on_gpu
+    )
     peak = "the allocator's" if on_gpu else "predicted from our traces; unknown for other systems"
     turns = f"{rounds} round{'s' * (rounds > 1)} of {steps} step{'s' * (steps > 1)}"
     table.caption = (
-        f"Medians of {turns} (forward, backward, AdamW) on the slowest rank. Exposed: the time in which collectives ran and "
-        f"compute did not, median of {PROFILED} profiled steps{exposed}. Peak memory: {peak}. Sent: bytes that a rank sends "
-        f"by our schedule; not counted for other systems. First: seconds until the first step had finished."
+        f"Medians of {turns} (forward, backward, AdamW) on the slowest rank.{what} Peak memory: {peak}. Sent: bytes that a "
+        f"rank sends by our schedule; not counted for other systems. First: seconds until the first step had finished."
     )
     return table

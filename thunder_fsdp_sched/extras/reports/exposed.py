@@ -40,17 +40,16 @@ Key = tuple[str, str, str]
 def exposed_communication(profile: Any) -> ExposedCommunication:
     """Measure the communication that compute did not hide in steps that torch's profiler recorded, of any training run.
 
-    It is the time in which communication runs and compute does not, by the union of intervals. On a GPU it is read from
-    kernels and their streams; on a CPU with gloo from the collectives of its threads and the host's waits. Ranges of this
-    package and of FSDP2 name the buckets.
+    It is the time in which communication runs and compute does not, by the union of intervals, read from the kernels of a
+    GPU and their streams. Ranges of this package and of FSDP2 name the buckets.
 
     Args:
         profile: a ``torch.profiler.profile`` that has ended (it can be exported only once), or the path of a file of its
             ``export_chrome_trace`` (``.json`` or ``.json.gz``), or the paths of several ranks' files.
 
     Raises:
-        ValueError: a file is not one of torch's profiler, or has no step or no communication, or files are of one rank
-            or of different steps; the message names the files.
+        ValueError: a file is not one of torch's profiler, or has no step or no communication of GPUs, or files are of one
+            rank or of different steps; the message names the files.
     """
     if hasattr(profile, "export_chrome_trace"):
         with tempfile.TemporaryDirectory() as folder:
