@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 from thunder_fsdp_sched.planning import CLUSTERS, as_json, read_cluster
 
@@ -39,123 +40,73 @@ def test_a_file_changes_a_preset_and_values_change_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "changes", "expected"),
+    ("content", "expected"),
     [
-        ("{", (), coded("plan.cluster-file-not-readable")),
-        ("[]", (), coded("plan.cluster-file-not-object", "list")),
-        ("{}", (), coded("plan.cluster-file-lacks-attributes", "devices_per_node, flops", '"like": "h100-sxm"')),
-        ('{"like": "nowhere"}', (), coded("plan.cluster-unknown-name", "nowhere")),
-        ('{"like": "b200", "links": 3}', (), coded("plan.cluster-unknown-attributes", "links", "name, source")),
-        ('{"like": "b200", "flops": {"float7": 3}}', (), coded("plan.cluster-attribute-invalid", "flops", "float7")),
-        (
-            '{"like": "b200", "memory": "much"}',
-            (),
-            coded("plan.cluster-attribute-invalid", "memory", "expected bytes", "'much'"),
-        ),
-        (
-            '{"like": "b200"}',
-            ["memory_bandwidth=-1"],
-            coded("plan.cluster-attribute-breaks-rule", "cluster 'ours'", "memory_bandwidth", "-1"),
-        ),
-        ('{"like": "b200"}', ["contention=1"], coded("plan.cluster-attribute-breaks-rule", "contention")),
-        ('{"like": "b200", "protocols": []}', (), coded("plan.cluster-without-protocols")),
-        (
-            '{"like": "b200"}',
-            ["devices_per_node=2.5"],
-            coded("plan.cluster-attribute-breaks-rule", "devices_per_node", "a positive whole number", "2.5"),
-        ),
-        (
-            '{"like": "b200", "devices_per_node": true}',
-            (),
-            coded("plan.cluster-attribute-invalid", "devices_per_node", "expected a number", "True"),
-        ),
-        (
-            '{"like": "b200"}',
-            ["launch_overhead=-1"],
-            coded("plan.cluster-attribute-breaks-rule", "launch_overhead", "zero or positive, and finite", "-1"),
-        ),
-        (
-            '{"like": "b200", "launch_overhead": Infinity}',
-            (),
-            coded("plan.cluster-attribute-breaks-rule", "launch_overhead", "zero or positive, and finite", "inf"),
-        ),
-        (
-            '{"like": "b200", "memory_bandwidth": NaN}',
-            (),
-            coded("plan.cluster-attribute-breaks-rule", "memory_bandwidth", "nan"),
-        ),
-        (
-            '{"like": "b200"}',
-            ["memory_bandwidth=nan"],
-            coded("plan.cluster-attribute-invalid", "memory_bandwidth", "expected bytes", "'nan'"),
-        ),
-        (
-            '{"like": "b200", "memory": 1' + 400 * "0" + "}",
-            (),
-            coded("plan.cluster-attribute-invalid", "memory", "too large"),
-        ),
-        (
-            '{"like": "b200"}',
-            ["memory=0"],
-            coded("plan.cluster-attribute-breaks-rule", "memory", "a positive whole number"),
-        ),
-        (
-            '{"like": "b200", "reduce_scatter_factor": 0}',
-            (),
-            coded("plan.cluster-attribute-breaks-rule", "reduce_scatter_factor", "positive and finite"),
-        ),
-        ('{"like": "b200", "flops": {"bfloat16": -1}}', (), coded("plan.cluster-flops-not-positive-finite")),
-        (
-            '{"like": "b200", "flops": {"nn": 1}}',
-            (),
-            coded("plan.cluster-attribute-invalid", "flops", "dtype 'nn'"),
-        ),
-        (
-            '{"like": "b200", "flops": 3}',
-            (),
-            coded("plan.cluster-attribute-invalid", "flops", '{"bfloat16": 8e14}'),
-        ),
-        (
-            '{"like": "b200", "efficiency": {"host": 2}}',
-            (),
-            coded("plan.cluster-attribute-invalid", "efficiency: host", "more than 0 and at most 1", "2.0"),
-        ),
-        (
-            '{"like": "b200", "efficiency": {"gpu": 1}}',
-            (),
-            coded("plan.cluster-attribute-invalid", "efficiency", "has no gpu", "flops, memory"),
-        ),
-        (
-            '{"like": "b200", "protocols": [{"start": -1}]}',
-            (),
-            coded("plan.cluster-attribute-invalid", "protocols: lacks inter_node_hop, intra_node_hop"),
-        ),
-        (
-            '{"like": "b200", "protocols": 3}',
-            (),
-            coded("plan.cluster-attribute-invalid", "protocols", "expected a list of objects"),
-        ),
-        ('{"like": "b200", "name": 3}', (), coded("plan.cluster-attribute-invalid", "name", "expected text")),
-        ('{"like": ["b200"]}', (), coded("plan.cluster-unknown-name", "b200")),
-        (
-            '{"like": "b200", "synchronous": 1}',
-            (),
-            coded("plan.cluster-attribute-invalid", "synchronous", "expected true or false"),
-        ),
-        ('{"like": "b200"}', ["backend=mpi"], coded("plan.cluster-unknown-backend", "mpi")),
-        ('{"like": "b200"}', ["synchronous=true"], coded("plan.cluster-synchronous-needs-gloo")),
-        ('{"like": "b200"}', ["contention"], coded("plan.cluster-change-without-value", "contention")),
-        (
-            '{"like": "b200"}',
-            ["synchronous=1"],
-            coded("plan.cluster-attribute-invalid", "synchronous", "expected true or false"),
-        ),
-        (None, (), coded("plan.cluster-file-not-readable", "ours.json")),
+        (None, coded("plan.cluster-file-not-readable", "ours.json")),
+        ("{", coded("plan.cluster-file-not-readable")),
+        ("[]", coded("plan.cluster-file-not-readable", "list")),
+        ("{}", coded("plan.cluster-file-lacks-attributes", "devices_per_node, flops", '"like": "h100-sxm"')),
+        ('{"like": "nowhere"}', coded("plan.cluster-unknown-name", "nowhere")),
+        ('{"like": ["b200"]}', coded("plan.cluster-unknown-name", "b200")),
     ],
 )
-def test_invalid_descriptions_are_refused_by_name(tmp_path, content, changes, expected):
+def test_files_without_a_cluster_are_refused(tmp_path, content, expected):
     path = tmp_path / "ours.json"
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, check=expected):
-        read_cluster(str(path), changes)
+        read_cluster(str(path))
+
+
+RULE, VALUE = "plan.cluster-attribute-breaks-rule", "plan.cluster-attribute-invalid"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "code", "words"),
+    [
+        ("links", 3, "plan.cluster-unknown-attributes", ["links", "name, source"]),
+        ("memory", "much", VALUE, ["memory", "expected bytes", "'much'"]),
+        ("memory", 10**400, RULE, ["memory", "a positive whole number"]),
+        ("devices_per_node", True, RULE, ["devices_per_node", "True"]),
+        ("memory_bandwidth", math.nan, RULE, ["memory_bandwidth", "positive", "nan"]),
+        ("launch_overhead", math.inf, RULE, ["launch_overhead", "zero or positive, and finite", "inf"]),
+        ("reduce_scatter_factor", 0, RULE, ["reduce_scatter_factor", "positive"]),
+        ("name", 3, RULE, ["name", "text"]),
+        ("synchronous", 1, RULE, ["synchronous", "true or false"]),
+        ("flops", 3, VALUE, ["flops"]),
+        ("flops", {"float7": 3}, VALUE, ["flops", "float7"]),
+        ("flops", {"nn": 1}, RULE, ["flops", "dtype"]),
+        ("flops", {"bfloat16": -1}, RULE, ["flops", "positive"]),
+        ("flops", {"bfloat16": "fast"}, RULE, ["flops", "fast"]),
+        ("efficiency", {"host": 2}, VALUE, ["efficiency", "host", "more than 0 and at most 1"]),
+        ("efficiency", {"gpu": 1}, VALUE, ["efficiency", "gpu"]),
+        ("protocols", [], RULE, ["at least one protocol"]),
+        ("protocols", 3, VALUE, ["protocols"]),
+        ("protocols", [{"start": -1}], VALUE, ["protocols", "inter_node_hop"]),
+    ],
+)
+def test_values_in_files_are_refused_by_name(tmp_path, attribute, value, code, words):
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps({"like": "b200", attribute: value}))
+    with pytest.raises(ValueError, check=coded(code, *words)):
+        read_cluster(str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ("contention", "plan.cluster-change-without-value", ["contention"]),
+        ("contention=1", RULE, ["contention", "in [0, 1)"]),
+        ("memory_bandwidth=-1", RULE, ["ClusterSpec b200", "memory_bandwidth", "-1"]),
+        ("memory_bandwidth=nan", VALUE, ["memory_bandwidth", "expected bytes", "'nan'"]),
+        ("devices_per_node=2.5", RULE, ["devices_per_node", "a positive whole number", "2.5"]),
+        ("memory=0", RULE, ["memory", "a positive whole number"]),
+        ("backend=mpi", RULE, ["backend", "mpi"]),
+        ("synchronous=1", RULE, ["synchronous", "true or false"]),
+        ("synchronous=true", "plan.cluster-synchronous-needs-gloo", []),
+        ("flops=3", VALUE, ["flops"]),
+    ],
+)
+def test_values_on_the_command_line_are_refused_by_name(change, code, words):
+    with pytest.raises(ValueError, check=coded(code, *words)):
+        read_cluster("b200", [change])

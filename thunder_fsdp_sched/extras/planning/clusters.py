@@ -21,41 +21,67 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from ...errors import coded_error
 
+Whole: TypeAlias = int
+Rate: TypeAlias = float
+Amount: TypeAlias = float
+Fraction: TypeAlias = float
+Share: TypeAlias = float
+Backend: TypeAlias = Literal["nccl", "gloo"]
+Peaks: TypeAlias = Mapping[torch.dtype, float]
 
-def _check(owner: str, values: object, rules: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise an error if an attribute breaks its rule.
 
-    Args:
-        rules: keys of ``_RULES``, and for each the attributes that must keep it.
-    """
-    for rule, names in rules.items():
-        for name in names:
-            value = getattr(values, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not _RULES[rule](value):
+def _number(holds: Callable[[float], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and holds(value)
+
+
+_is_peak = _number(lambda value: 0 < value < math.inf)
+
+RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {  # NaN breaks all of them
+    "Whole": ("a positive whole number", _number(lambda value: 0 < value < 2**63 and value == int(value))),
+    "Rate": ("positive", _number(lambda value: value > 0)),
+    "Amount": ("zero or positive, and finite", _number(lambda value: 0 <= value < math.inf)),
+    "Fraction": ("in [0, 1)", _number(lambda value: 0 <= value < 1)),
+    "Share": ("more than 0 and at most 1", _number(lambda value: 0 < value <= 1)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "str": ("text", lambda value: isinstance(value, str)),
+    "Backend": ("'nccl' or 'gloo'", lambda value: value in ("nccl", "gloo")),
+    "tuple[Protocol, ...]": ("at least one protocol", lambda value: isinstance(value, tuple) and len(value) > 0),
+    "Peaks": (
+        "positive and finite for each of at least one dtype of torch",
+        lambda value: (
+            bool(value) and all(isinstance(dtype, torch.dtype) and _is_peak(peak) for dtype, peak in value.items())
+        ),
+    ),
+}
+"""What attributes must be, by their types, and whether a value is that."""
+
+
+class _Checked:
+    """A dataclass that raises an error for an attribute that breaks the rule of its type."""
+
+    def __post_init__(self) -> None:
+        owner = f"{type(self).__name__} {getattr(self, 'name', '')}".rstrip()
+        for each in dataclasses.fields(self):  # type: ignore[arg-type]
+            rule, holds = RULES.get(str(each.type), ("", lambda value: True))
+            if not holds(value := getattr(self, each.name)):
                 raise coded_error(
-                    ValueError, "plan.cluster-attribute-breaks-rule", owner=owner, name=name, rule=rule, value=value
+                    ValueError,
+                    "plan.cluster-attribute-breaks-rule",
+                    owner=owner,
+                    name=each.name,
+                    rule=rule,
+                    value=value,
                 )
 
 
-_RULES: Mapping[str, Callable[[float], bool]] = {  # NaN breaks all of them
-    "a positive whole number": lambda value: 0 < value < math.inf and value == int(value),
-    "positive": lambda value: value > 0,
-    "positive and finite": lambda value: 0 < value < math.inf,
-    "zero or positive": lambda value: value >= 0,
-    "zero or positive, and finite": lambda value: 0 <= value < math.inf,
-    "more than 0 and at most 1": lambda value: 0 < value <= 1,
-    "in [0, 1)": lambda value: 0 <= value < 1,
-}
-
-
 @dataclass(frozen=True)
-class Protocol:
+class Protocol(_Checked):
     """A protocol by which the communication library sends data around a ring; it uses the fastest for each size.
 
     Attributes:
@@ -65,24 +91,14 @@ class Protocol:
         bandwidth_share: share of the links' bandwidth that carries data.
     """
 
-    start: float
-    intra_node_hop: float
-    inter_node_hop: float
-    bandwidth_share: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check(
-            "protocol",
-            self,
-            {
-                "zero or positive, and finite": ("start", "intra_node_hop", "inter_node_hop"),
-                "more than 0 and at most 1": ("bandwidth_share",),
-            },
-        )
+    start: Amount
+    intra_node_hop: Amount
+    inter_node_hop: Amount
+    bandwidth_share: Share = 1.0
 
 
 @dataclass(frozen=True)
-class Efficiency:
+class Efficiency(_Checked):
     """Shares of the peaks, between 0 and 1, that a training step is assumed to reach. Assumptions, not datasheet values.
 
     Attributes:
@@ -93,19 +109,15 @@ class Efficiency:
         host: share of the bandwidth of a device's link to its host, in a copy of pinned memory.
     """
 
-    flops: float = 1.0
-    memory: float = 1.0
-    intra_node: float = 1.0
-    inter_node: float = 1.0
-    host: float = 1.0
-
-    def __post_init__(self) -> None:
-        names = tuple(field.name for field in dataclasses.fields(self))
-        _check("efficiency", self, {"more than 0 and at most 1": names})
+    flops: Share = 1.0
+    memory: Share = 1.0
+    intra_node: Share = 1.0
+    inter_node: Share = 1.0
+    host: Share = 1.0
 
 
 @dataclass(frozen=True)
-class ClusterSpec:
+class ClusterSpec(_Checked):
     """A cluster of equal nodes. Units are seconds, bytes, FLOP (an addition or a multiplication), and their ratios.
 
     Attributes:
@@ -130,44 +142,26 @@ class ClusterSpec:
 
     name: str
     source: str
-    devices_per_node: int
-    memory: int
-    flops: Mapping[torch.dtype, float] = field(hash=False)
-    memory_bandwidth: float
-    intra_node_bandwidth: float
-    inter_node_bandwidth: float
+    devices_per_node: Whole
+    memory: Whole
+    flops: Peaks = field(hash=False)
+    memory_bandwidth: Rate
+    intra_node_bandwidth: Rate
+    inter_node_bandwidth: Rate
     protocols: tuple[Protocol, ...]
-    launch_overhead: float
-    backend: str = "nccl"
-    kernel_overhead: float = 0.0
+    launch_overhead: Amount
+    backend: Backend = "nccl"
+    kernel_overhead: Amount = 0.0
     synchronous: bool = False
-    contention: float = 0.0
-    reduce_scatter_factor: float = 1.0
+    contention: Fraction = 0.0
+    reduce_scatter_factor: Rate = 1.0
     efficiency: Efficiency = Efficiency()
-    host_bandwidth: float = 0.0
+    host_bandwidth: Amount = 0.0
 
     def __post_init__(self) -> None:
-        owner = f"cluster {self.name!r}"
-        _check(
-            owner,
-            self,
-            {
-                "a positive whole number": ("devices_per_node", "memory"),
-                "positive": ("memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth"),
-                "zero or positive": ("host_bandwidth",),
-                "zero or positive, and finite": ("launch_overhead", "kernel_overhead"),
-                "in [0, 1)": ("contention",),
-                "positive and finite": ("reduce_scatter_factor",),
-            },
-        )
-        if not self.protocols:
-            raise coded_error(ValueError, "plan.cluster-without-protocols", owner=owner)
-        if not self.flops or not all(0 < peak < math.inf for peak in self.flops.values()):
-            raise coded_error(ValueError, "plan.cluster-flops-not-positive-finite", owner=owner, flops=self.flops)
-        if self.backend not in ("nccl", "gloo"):
-            raise coded_error(ValueError, "plan.cluster-unknown-backend", owner=owner, backend=self.backend)
+        super().__post_init__()
         if self.synchronous and self.backend != "gloo":
-            raise coded_error(ValueError, "plan.cluster-synchronous-needs-gloo", owner=owner, backend=self.backend)
+            raise coded_error(ValueError, "plan.cluster-synchronous-needs-gloo", name=self.name, backend=self.backend)
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """Return the FLOP/s that one device reaches in ``dtype``; without a peak, those of the slowest known dtype."""
