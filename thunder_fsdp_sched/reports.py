@@ -6,10 +6,10 @@ from .extras.reports.report import (
     communication_lines,
     dry_run_table,
     make_console,
-    plan_table,
     step_before_and_after,
     window_table,
 )
+from .extras.reports.texts import plan_table
 
 __all__ = [
     "ExposedCommunication",

@@ -36,7 +36,8 @@ from .replay import load_schedules
 from .reports.exposed import exposed_communication
 from .reports.output_files import OutputFile, check_outputs
 from .reports.plot import plot_memory, plot_timelines, save_memory, save_perfetto
-from .reports.report import answer, dry_run_table, make_console, plan_table, step_before_and_after, window_table
+from .reports.report import answer, dry_run_table, make_console, step_before_and_after, window_table
+from .reports.texts import plan_table
 from .step_memory.step_memory import StepMemory
 
 app = make_app()

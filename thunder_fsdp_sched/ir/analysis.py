@@ -55,7 +55,7 @@ class Lifetime:
         proxy: of a value.
         reads: positions of the bound symbols that read it, ascending, one for each operand.
         roots: the values whose memory it may share; itself if it is not a view.
-        owners: the values whose memory it shares; itself if it owns some. See :meth:`Analysis.owners_of`.
+        owners: the values whose memory it shares; itself if it owns some. ``MemoryAnalysis`` sets them.
         region: the bytes of a slot.
         issue: position of the issue that uses the slot.
         writes: positions of the bound symbols that write gradients into the slot, in the order of parameters.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import coded_error
 from ..extensions import load
@@ -31,7 +30,7 @@ class Plan:
         return len(self.buckets)
 
     def __str__(self) -> str:
-        return str(self.table)
+        return str(load("extras.reports.texts:plan_text")(self))
 
     def __getitem__(self, name: str) -> BucketSpec:
         for bucket in self.buckets:
@@ -43,10 +42,3 @@ class Plan:
     def param_bytes(self) -> int:
         """Bytes of all unsharded parameters without padding."""
         return sum(b.param_bytes for b in self.buckets)
-
-    @property
-    def table(self) -> Any:
-        """The cells of the table that ``print`` shows, a ``PlanTable``."""
-        return load("extras.reports.texts:table_of")(
-            self.buckets, f"{self.world_size} ranks of process group {self.group!r}"
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 import tempfile
@@ -13,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
+from rich.console import Group
 
 from ...errors import coded_error
 from ...ir.effects import sends
@@ -24,6 +23,7 @@ from ..planning.simulate import simulate
 from ..planning.timeline import Timeline, length, union
 from .plot import plot_timelines
 from .report import milliseconds, plain_table
+from .texts import as_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -172,9 +172,7 @@ class ExposedCommunication:
         return Group(*tables)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=100)
-        console.print(self.table())
-        return console.file.getvalue()  # type: ignore[attr-defined]
+        return as_text(self.table(), 100)
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw the last step of each rank, with exposed communication in red.

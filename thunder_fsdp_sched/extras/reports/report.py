@@ -23,7 +23,6 @@ from ...ir.effects import effects
 from ...ir.inspection import statement, statements
 from ...ir.read_schedule import is_communication, read_schedule
 from ...ir.schedule import GATHERS, ISSUES, WAITS
-from ...plan.plan import Plan
 from ...sizes import human_bytes
 from ..planning.dry_run import DryRun
 from ..planning.fit import block_of
@@ -101,26 +100,6 @@ def plain_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 def milliseconds(*seconds: float) -> list[str]:
     """Return times as cells of a table in milliseconds."""
     return [f"{1e3 * s:,.2f}" for s in seconds]
-
-
-def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
-    """Return a table of the buckets of a plan: number of parameters, bytes, and what else differs between buckets.
-
-    Names are never cut: in a narrow terminal they continue on the next line.
-    """
-    cells = plan.table
-    table = Table(title=f"{title}, {cells.title}", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column(cells.columns[0], overflow="fold")
-    headers = {"parameters": "param-\neters", "unsharded bytes": "unsharded\nbytes", "bytes a rank": "bytes\na rank"}
-    for column in cells.columns[1:]:
-        table.add_column(headers.get(column, column), justify="left" if column == "dtype" else "right", no_wrap=True)
-    for row in (*cells.rows, cells.total):
-        if row is cells.total:
-            table.add_section()
-        table.add_row(*(human_bytes(int(c.replace(",", "")), 4) if 2 <= n <= 4 else c for n, c in enumerate(row)))
-    table.caption = "\n".join(cells.notes)
-    table.caption_justify = "left"
-    return table
 
 
 def answer(step: DryRun, model: str, verdict: str, memory: StepMemory) -> str:

@@ -1,44 +1,33 @@
-"""Texts without other libraries: the table of buckets that ``print(plan)`` shows, and what a pass changed, for logs."""
+"""The table of buckets that ``print(plan)`` shows, and what a pass changed, for logs."""
 
 from __future__ import annotations
 
+import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 from thunder.core.trace import TraceCtx
 
+from ...plan.plan import Plan
 from ...plan.specs import BucketSpec
-
-Key = TypeVar("Key")
-
-
-class PlanTable(NamedTuple):
-    """The cells of a plan's table. Sizes are in bytes."""
-
-    title: str
-    columns: tuple[str, ...]  # headers; the first column has names, the others numbers or short words
-    rows: tuple[tuple[str, ...], ...]  # in the order of the plan; one for buckets of blocks that are alike
-    total: tuple[str, ...]
-    notes: tuple[str, ...]  # what all buckets have in common, or only some, one line each
-
-    def __str__(self) -> str:
-        """Return the table as lines of text, as wide as its longest names."""
-        lines = [self.columns, *self.rows, self.total]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [f"buckets, {self.title}", _line(self.columns, widths), "-" * (sum(widths) + 2 * len(widths) - 2)]
-        text += [_line(row, widths) for row in self.rows]
-        return "\n".join([*text, text[2], _line(self.total, widths), *self.notes])
+from ...sizes import human_bytes
 
 
-def table_of(plan: Sequence[BucketSpec], title: str) -> PlanTable:
-    """Return the cells of the table. A value that is the same for all buckets is a note instead of a column."""
+def plan_table(plan: Plan, *, title: str = "buckets") -> Group:
+    """Return a table of the buckets of a plan: number of parameters, bytes, and what else differs between buckets.
+
+    A value that is the same for all buckets, or that only some have, is a note below. Names are never cut: in a narrow
+    terminal they continue on the next line.
+    """
     dtypes = {bucket.name: _dtypes(bucket) for bucket in plan}
     shows_dtypes = len(set(dtypes.values())) > 1
     ranks = {b.name: f"{b.layout.world_size}" + (f" x {b.replicas}" if b.replicas > 1 else "") for b in plan}
     shows_ranks = len({(b.group, ranks[b.name]) for b in plan}) > 1 or any(b.replicas > 1 for b in plan)
-    columns = ["bucket", "parameters", "unsharded bytes", "bytes a rank", "padding"]
     rows = [
         (
             bucket.name if bucket.requires_grad else f"{bucket.name} (frozen)",
@@ -50,23 +39,34 @@ def table_of(plan: Sequence[BucketSpec], title: str) -> PlanTable:
     ]
     total = (f"{len(plan)} bucket{'s' * (len(plan) != 1)}", *_sizes(plan), *[""] * (shows_dtypes + shows_ranks))
     notes = [] if shows_dtypes else [f"dtype: {dtype}" for dtype in dict.fromkeys(dtypes.values())]
-    reasons = _names_by(plan, lambda b: f"{b.comm.transport}: {b.comm.reason}")
-    notes += [reason + (f" ({names})" if len(reasons) > 1 else "") for reason, names in reasons.items()]
-    kept = [bucket.name for bucket in plan if bucket.options.sharding_strategy == "zero2"]
-    if 0 < len(kept) < len(plan):
-        notes.append(f"unsharded until backward: {', '.join(kept)}")
-    sizes = _names_by(plan, lambda b: b.options.secondary_ranks)
-    for size, names in sizes.items():
-        of = f": {names}" if len(sizes) > 1 else ""
-        notes += [f"backward gathers among {size} ranks, from secondary shards{of}"] * (size is not None)
-    for policy, names in _names_by(plan, lambda b: b.options.comm_policy).items():
-        notes += [f"sent by {policy}" + (f": {names}" if len(plan) > names.count(",") + 1 else "")] * (
-            policy is not None
-        )
-    for factor, names in _names_by(plan, lambda b: b.options.gradient_divide_factor).items():
-        notes += [] if factor is None else [f"sum of gradients divided by {factor:g}: {names}"]
-    columns += ["dtype"] * shows_dtypes + ["ranks"] * shows_ranks
-    return PlanTable(title, tuple(columns), tuple(_join_alike(rows)), total, tuple(notes))
+    notes += _notes(plan, "{}", lambda b: f"{b.comm.transport}: {b.comm.reason}")
+    notes += _notes(plan, "unsharded until backward", lambda b: b.options.sharding_strategy == "zero2" or None)
+    notes += _notes(plan, "backward gathers among {} ranks, from secondary shards", lambda b: b.options.secondary_ranks)
+    notes += _notes(plan, "sent by {}", lambda b: b.options.comm_policy)
+    notes += _notes(plan, "sum of gradients divided by {:g}", lambda b: b.options.gradient_divide_factor)
+    title = f"{title}, {plan.world_size} ranks of process group {plan.group!r}"
+    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("bucket", overflow="fold")
+    columns = ["param-\neters", "unsharded\nbytes", "bytes\na rank", "padding"]
+    for column in [*columns, *["dtype"] * shows_dtypes, *["ranks"] * shows_ranks]:
+        table.add_column(column, justify="left" if column == "dtype" else "right", no_wrap=True)
+    for row in _join_alike(rows):
+        table.add_row(*row)
+    table.add_section()
+    table.add_row(*total)
+    return Group(table, *map(Text, notes))
+
+
+def plan_text(plan: Plan) -> str:
+    """Return the table in lines as wide as it needs."""
+    return as_text(plan_table(plan), 200)
+
+
+def as_text(table: RenderableType, width: int) -> str:
+    """Return a table as lines of text."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def _join_alike(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
@@ -82,28 +82,21 @@ def _join_alike(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
             yield f"{len(names)} x {pattern.replace('#', f'{numbers[0]}-{numbers[-1]}')}", *cells
 
 
-def _sizes(buckets: Sequence[BucketSpec]) -> list[str]:
+def _sizes(buckets: Iterable[BucketSpec]) -> list[str]:
     """Return the number of parameters, and bytes: unsharded, of a rank, and of padding."""
-    numbers = (
-        [len(b.params) for b in buckets],
-        [b.unsharded_bytes for b in buckets],
-        [b.shard_bytes for b in buckets],
-        [b.padding_bytes for b in buckets],
-    )
-    return [f"{sum(of_buckets):,}" for of_buckets in numbers]
+    sizes = [(len(b.params), b.unsharded_bytes, b.shard_bytes, b.padding_bytes) for b in buckets]
+    count, *nbytes = map(sum, zip(*sizes, strict=True))
+    return [f"{count:,}", *(human_bytes(n, 4) for n in nbytes)]
 
 
-def _names_by(buckets: Sequence[BucketSpec], key: Callable[[BucketSpec], Key]) -> dict[Key, str]:
-    """Return the names of buckets by a property, in order of appearance."""
-    names: dict[Key, list[str]] = {}
-    for bucket in buckets:
-        names.setdefault(key(bucket), []).append(bucket.name)
-    return {value: ", ".join(of_value) for value, of_value in names.items()}
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    return "  ".join([first.lstrip().ljust(widths[0]), *others]).rstrip()
+def _notes(plan: Plan, text: str, value_of: Callable[[BucketSpec], object]) -> Iterator[str]:
+    """Yield a note for each value of buckets but ``None``, with their names if it is not that of all."""
+    names: dict[object, list[str]] = {}
+    for bucket in plan:
+        names.setdefault(value_of(bucket), []).append(bucket.name)
+    for value, of_value in names.items():
+        if value is not None:
+            yield text.format(value) + (f": {', '.join(of_value)}" if len(of_value) < len(plan) else "")
 
 
 def _dtypes(bucket: BucketSpec) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ...ir.analysis import BEFORE_TRACE, NO_PENDING_GRADS, Lifetime, PendingGrads, bytes_at
@@ -99,14 +98,14 @@ class StepMemory:
         fixed: bytes that are allocated during the whole step, by kind.
         tensors: the memory of all other tensors.
         backward: position of the first bound symbol of backward; the number of positions if there is no backward.
-        statements: each bound symbol as it is printed in its trace, printed when it is read.
+        length: the number of positions.
     """
 
     fixed: Mapping[str, int]
     tensors: tuple[TensorMemory, ...]
     backward: int
-    statements: Sequence[str] = field(repr=False, compare=False)
-    _wasted: Callable[[], tuple[int, ...]] = field(repr=False, compare=False)
+    length: int
+    _analysis: MemoryAnalysis = field(repr=False, compare=False)
 
     @classmethod
     def of(
@@ -133,7 +132,7 @@ class StepMemory:
         plans_device = device != "cpu"  # on a CPU that plans for a GPU, devices do not tell what is in host memory
         analysis = MemoryAnalysis(*traces)
         bsyms, backward = analysis.bsyms, len(traces[0].bound_symbols)
-        counted, numbers = list(filter(is_statement, bsyms)), analysis.schedule_positions
+        counted, numbers = analysis.counted, analysis.schedule_positions
         end = len(bsyms) - 1
 
         def tensor(kind: str, name: str, nbytes: int, first: int, last: int, source: str = "") -> TensorMemory:
@@ -174,13 +173,7 @@ class StepMemory:
             else:
                 tensors.append(each)
 
-        @cache
-        def wasted() -> tuple[int, ...]:  # when it is asked for: a search reads only the bytes of its many traces
-            spans = [(first, last, arena.nbytes) for arena, spans in allocations.items() for first, last in spans]
-            found = map(operator.sub, bytes_at(spans, len(bsyms)), slots_in_use(analysis))
-            return tuple(itertools.compress(found, map(is_statement, bsyms)))
-
-        return cls(fixed, tuple(tensors), len(statements(traces[0])), _Statements(counted), wasted)
+        return cls(fixed, tuple(tensors), len(statements(traces[0])), len(counted), analysis)
 
     def with_optimizer_state(self, nbytes: int, step_bytes: int = 0) -> StepMemory:
         """Return the memory of a step with an optimizer.
@@ -193,15 +186,18 @@ class StepMemory:
         memory = replace(self, fixed={**self.fixed, "optimizer state": nbytes})
         if not step_bytes:
             return memory
-        end = len(self.statements)
+        end = self.length
         tensors = [t._replace(end=end) if t.end == end - 1 else t for t in self.tensors]
         tensors.append(TensorMemory("temporaries", OPTIMIZER_STEP, step_bytes, end, end, ""))
+        return replace(memory, tensors=tuple(tensors), length=end + 1)
 
-        def wasted() -> tuple[int, ...]:  # no bucket is used by the optimizer
-            return *self.wasted, memory.bytes_of("unsharded buckets")[-1]
+    @cached_property
+    def statements(self) -> Sequence[str]:
+        """Each bound symbol as it is printed in its trace, and :data:`OPTIMIZER_STEP` if it has a position."""
+        return tuple(map(self._statement, range(self.length)))
 
-        statements = _Followed(self.statements, OPTIMIZER_STEP)
-        return replace(memory, tensors=tuple(tensors), statements=statements, _wasted=wasted)
+    def _statement(self, position: int) -> str:  # to print all takes longer than the analysis
+        return statement(self._analysis.counted[position]) if position < len(self._analysis.counted) else OPTIMIZER_STEP
 
     def bytes_at(self, position: int) -> dict[str, int]:
         """Return the bytes of each kind while the bound symbol at ``position`` runs, its inputs and outputs included."""
@@ -217,14 +213,17 @@ class StepMemory:
         for tensor in self.tensors:
             spans[tensor.kind].append((tensor.start, tensor.end, tensor.nbytes))
         return {
-            kind: tuple(self.fixed.get(kind, 0) + nbytes for nbytes in bytes_at(spans[kind], len(self.statements)))
+            kind: tuple(self.fixed.get(kind, 0) + nbytes for nbytes in bytes_at(spans[kind], self.length))
             for kind in KINDS
         }
 
-    @property
+    @cached_property
     def wasted(self) -> tuple[int, ...]:
         """The bytes of unsharded buckets at each position that are allocated and hold nothing that is used again."""
-        return self._wasted()
+        in_use = itertools.compress(slots_in_use(self._analysis), map(is_statement, self._analysis.bsyms))
+        return tuple(
+            map(operator.sub, self.bytes_of("unsharded buckets"), itertools.chain(in_use, itertools.repeat(0)))
+        )
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
@@ -240,7 +239,7 @@ class StepMemory:
         """The first position at which the step uses most memory, and its five largest tensors."""
         position = max(range(len(self.totals)), key=self.totals.__getitem__)
         largest = tuple(sorted(self.alive_at(position), key=lambda tensor: -tensor.nbytes)[:5])
-        line = self.statements[position]
+        line = self._statement(position)
         phase = "forward" if position < self.backward else OPTIMIZER_STEP if line == OPTIMIZER_STEP else "backward"
         return MemoryPeak(position, self.totals[position], self.bytes_at(position), phase, line, largest)
 
@@ -255,33 +254,6 @@ class StepMemory:
             lines.append(f"unsharded buckets: {allocated:,} allocated, {allocated - wasted:,} live, {wasted:,} wasted")
         lines.append("not counted: memory inside of fusions, workspaces of kernels, and what libraries allocate")
         return "\n".join(lines)
-
-
-class _Statements(Sequence[str]):
-    """The statements of bound symbols, each printed when it is read: printing all takes longer than the analysis."""
-
-    def __init__(self, bsyms: Sequence[BoundSymbol]) -> None:
-        self._bsyms = bsyms
-
-    def __len__(self) -> int:
-        return len(self._bsyms)
-
-    def __getitem__(self, index: Any) -> Any:
-        return statement(self._bsyms[index])
-
-
-class _Followed(Sequence[str]):
-    """Statements and one that follows them, which are printed when they are read, too."""
-
-    def __init__(self, statements: Sequence[str], last: str) -> None:
-        self._statements, self._last = statements, last
-
-    def __len__(self) -> int:
-        return len(self._statements) + 1
-
-    def __getitem__(self, index: Any) -> Any:
-        position = range(len(self))[index]
-        return self._last if position == len(self._statements) else self._statements[position]
 
 
 def _kind(memory: Lifetime, backward: int, length: int) -> str:

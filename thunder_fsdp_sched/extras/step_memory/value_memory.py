@@ -174,6 +174,11 @@ class MemoryAnalysis(Analysis):
         self._begins = list(itertools.accumulate(lengths[:-1], initial=0))
 
     @cached_property
+    def counted(self) -> list[BoundSymbol]:
+        """The bound symbols that have schedule positions."""
+        return list(filter(is_statement, self.bsyms))
+
+    @cached_property
     def schedule_positions(self) -> list[int]:
         """For each bound symbol, its schedule position, or that of the next one that has one."""
         return list(itertools.accumulate(map(is_statement, self.bsyms[:-1]), initial=0))
@@ -206,11 +211,6 @@ class MemoryAnalysis(Analysis):
                 _lifetime(m, position, position) for m in e.allocates if m.scope == "call" and m.kind == "temporaries"
             ]
         return [*self._memory_of_values(), *temporary]
-
-    def owners_of(self, value: Lifetime) -> tuple[Lifetime, ...]:
-        """Return the values whose memory a value shares, itself if it owns some."""
-        _ = self.memory
-        return value.owners
 
     def _memory_of_values(self) -> Iterator[Lifetime]:
         end = len(self.bsyms) - 1
