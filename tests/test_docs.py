@@ -19,7 +19,6 @@ from thunder_fsdp_sched import transforms
 from thunder_fsdp_sched.extras import command_line
 from thunder_fsdp_sched.extras.commands import COMMANDS
 from thunder_fsdp_sched.extras.ranks_differ import follow_order
-from thunder_fsdp_sched.extras.reports.passes_table import rows_of
 from thunder_fsdp_sched.ir.effects import DECLARED
 from thunder_fsdp_sched.transforms import sort_communication
 
@@ -28,6 +27,7 @@ import thunder
 import torch
 from internals import pipeline
 from models import Stack
+from passes_table import rows_of, table_of
 from ranks import on_ranks
 from scenario import Run, loss_of, saved_for_backward
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -100,7 +100,7 @@ def functions_of(module: ModuleType) -> set[str]:
 
 
 def test_the_table_of_passes_is_that_of_the_code_and_has_all_of_them() -> None:
-    assert pipeline.table() in text_of("how-it-works.md")
+    assert table_of(pipeline.PHASES, pipeline.OPTIONAL) in text_of("how-it-works.md")
     run = [row.pass_ for phase in pipeline.PHASES for row in rows_of(phase)]
     later = {pass_.__module__ for pass_ in run if ".extras." in pass_.__module__}
     own = {info.name for info in iter_modules(transforms.__path__, f"{transforms.__name__}.")}

@@ -289,9 +289,3 @@ def check_skipped(names: Iterable[str]) -> None:
     """Raise an error for a name that is not that of a pass which may be left out."""
     if wrong := [name for name in names if name not in OPTIONAL]:
         raise coded_error(ValueError, "option.pass-cannot-be-skipped", got=wrong[0], allowed=", ".join(OPTIONAL))
-
-
-def table() -> str:
-    """Return the table of passes in Markdown, as docs/how-it-works.md has it."""
-    text: str = load("extras.reports.passes_table:table_of")(PHASES, OPTIONAL)
-    return text

@@ -6,12 +6,12 @@ import os
 from typing import Any
 
 from thunder_fsdp_sched import Debug, Sharding, VerificationError, fsdp
-from thunder_fsdp_sched.extras.reports.passes_table import rows_of
 
 import pytest
 from coded import coded
 from internals import pipeline
 from models import CASES, Stack, compile_model
+from passes_table import rows_of
 from pipeline_patches import replacing
 from scenario import Scenario, do, each
 

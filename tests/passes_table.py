@@ -1,4 +1,4 @@
-"""The table of passes, read from the code that runs them."""
+"""The table of passes in docs/how-it-works.md, read from the code that runs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ...extensions import load
+from thunder_fsdp_sched.extensions import load
 
 
 class Row(NamedTuple):
