@@ -3,7 +3,7 @@
 from .extras.planning.cluster_files import read_cluster
 from .extras.planning.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, as_json, cluster
 from .extras.planning.cost import AnalyticCost
-from .extras.planning.dry_run import DryRun, Window, compile_as_rank, dry_run_step, find_model
+from .extras.planning.dry_run import DryRun, MicroBatches, compile_as_rank, dry_run_step, find_model
 from .extras.planning.fit import describe_fit, optimizer_state_bytes, optimizer_step_bytes, with_optimizer
 from .extras.planning.recorded import RecordedStep, read_recorded
 from .extras.planning.search import Candidate, Choice, MemoryLimitError
@@ -19,10 +19,10 @@ __all__ = [
     "DryRun",
     "Efficiency",
     "MemoryLimitError",
+    "MicroBatches",
     "Protocol",
     "RecordedStep",
     "Timeline",
-    "Window",
     "as_json",
     "cluster",
     "compile_as_rank",

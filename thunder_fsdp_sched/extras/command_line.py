@@ -292,7 +292,7 @@ def plan(
     verdict, _, parts = fit.partition("\n")
     console.print(answer(step, options.model, verdict, memory), markup=False)
     console.print(plan_table(step.transform.plan))
-    if step.window is not None:
+    if step.micro_batches > 1:
         console.print(window_table(step))
     console.print(dry_run_table(step))
     console.print(parts, markup=False)

@@ -35,16 +35,18 @@ Made = tuple[torch.nn.Module, tuple[Any, ...]]
 """A module and the positional arguments of a call."""
 
 
-class Window(NamedTuple):
-    """The micro-batches of an accumulation window before the last one, which run under ``no_sync``.
+class MicroBatches(NamedTuple):
+    """Micro-batches of a step that are alike.
 
     Attributes:
-        first: the first, which gathers all buckets.
-        further: each one between the first and the last, which finds the buckets that the window keeps.
+        number: how many there are.
+        timeline: the simulated time of one.
+        memory: its memory on rank 0, without optimizer state, as the allocator of the cluster's devices rounds it.
     """
 
-    first: Timeline
-    further: Timeline
+    number: int
+    timeline: Timeline
+    memory: StepMemory
 
 
 @dataclass(frozen=True)
@@ -69,62 +71,47 @@ class DryRun:
         return self.transform.compiled[-1]
 
     @cached_property
+    def rows(self) -> tuple[MicroBatches, ...]:
+        """The micro-batches in order: the first gathers all buckets, the others find those that the window keeps."""
+        last, device = self.compiled, self.cluster.device_type
+        if self.micro_batches == 1:
+            return (MicroBatches(1, self._simulate(last.traces), last.predict_memory(device=device)),)
+        earlier = self.transform.compiled[-2]
+        memory = earlier.predict_memory(device=device, accumulated=True, others=[last])
+        of_last = last.predict_memory(device=device, accumulated=[earlier], others=[earlier])
+        between = MicroBatches(self.micro_batches - 2, self._simulate(earlier.traces, in_window=True), memory)
+        return (
+            MicroBatches(1, self._simulate(earlier.traces), memory),
+            *[between] * (between.number > 0),
+            MicroBatches(1, self._simulate(last.traces, in_window=True), of_last),
+        )
+
+    @cached_property
     def before(self) -> Timeline:
         """The step without the sorting pass, with communication where Thunder puts it.
 
         In an accumulation window, its last micro-batch, as :attr:`after` is.
         """
-        return self._simulate(self.compiled.forward_before, self.compiled.backward_before)
+        traces = self.compiled.forward_before, self.compiled.backward_before
+        return self._simulate([trace for trace in traces if trace is not None])
 
-    @cached_property
+    @property
     def after(self) -> Timeline:
         """The step as scheduled."""
-        return self._simulate(self.compiled.forward, self.compiled.backward, in_window=self.micro_batches > 1)
+        return self.rows[-1].timeline
 
-    @cached_property
-    def window(self) -> Window | None:
-        """The micro-batches before the last one; ``None`` if there is only one."""
-        if self.micro_batches == 1:
-            return None
-        earlier = self.transform.compiled[-2]
-        run = partial(self._simulate, earlier.forward, earlier.backward)
-        return Window(run(), run(in_window=True))
-
-    def _simulate(self, forward: TraceCtx | None, backward: TraceCtx | None, *, in_window: bool = False) -> Timeline:
-        assert forward is not None
-        return simulate(forward, backward, AnalyticCost(self.cluster), in_window=in_window)
+    def _simulate(self, traces: Sequence[TraceCtx], *, in_window: bool = False) -> Timeline:
+        return simulate(traces, None, AnalyticCost(self.cluster), in_window=in_window)
 
     @property
     def seconds(self) -> float:
         """Simulated time between two optimizer steps: of all micro-batches."""
-        if self.window is None:
-            return self.after.step_seconds
-        earlier = self.window.first.step_seconds + (self.micro_batches - 2) * self.window.further.step_seconds
-        return earlier + self.after.step_seconds
+        return sum(row.number * row.timeline.step_seconds for row in self.rows)
 
-    @cached_property
+    @property
     def memory(self) -> StepMemory:
-        """The memory of the step on rank 0, without optimizer state, as the allocator of the cluster's devices rounds it.
-
-        In an accumulation window, of the micro-batch that needs most.
-        """
-        return max(self.memories, key=lambda memory: memory.peak.nbytes)
-
-    @cached_property
-    def memories(self) -> tuple[StepMemory, ...]:
-        """As :attr:`memory`, of the last micro-batch, and in an accumulation window before it of the earlier ones."""
-        return self.predict_memories(device=self.cluster.device_type)
-
-    def predict_memories(self, *, device: str | None = None) -> tuple[StepMemory, ...]:
-        """Return :attr:`memories` as the allocator of another type of device rounds them, by default that of the buckets."""
-        last = self.compiled
-        if self.micro_batches == 1:
-            return (last.predict_memory(device=device),)
-        earlier = self.transform.compiled[-2]
-        return (
-            earlier.predict_memory(device=device, accumulated=True, others=[last]),
-            last.predict_memory(device=device, accumulated=[earlier], others=[earlier]),
-        )
+        """The memory of the step; in an accumulation window, of the micro-batch that needs most."""
+        return max((row.memory for row in self.rows), key=lambda memory: memory.peak.nbytes)
 
 
 def dry_run_step(

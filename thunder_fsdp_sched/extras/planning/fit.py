@@ -58,7 +58,7 @@ def with_optimizer(step: DryRun, state: float | None = None, allocated: float | 
     """
     buckets = step.compiled.buckets
     nbytes = optimizer_state_bytes(buckets, state)
-    *earlier, last = step.memories
+    *earlier, last = (row.memory for row in step.rows)
     updates = step.compiled.backward is not None
     foreach = not step.cluster.synchronous
     step_bytes = optimizer_step_bytes(buckets, allocated, foreach=foreach) if updates else 0

@@ -141,7 +141,7 @@ def answer(step: DryRun, model: str, verdict: str, memory: StepMemory) -> str:
 
 def dry_run_table(step: DryRun) -> Table:
     """Return a table of a planned step, unsorted and scheduled, on its cluster. It fits 80 columns."""
-    what = "one step" if step.window is None else "the last micro-batch"
+    what = "one step" if step.micro_batches == 1 else "the last micro-batch"
     rows = [
         [
             name,
@@ -173,17 +173,14 @@ def dry_run_table(step: DryRun) -> Table:
 
 def window_table(step: DryRun) -> Table:
     """Return a table of the micro-batches of a planned step, which must have several. It fits 80 columns."""
-    window = step.window
-    assert window is not None
-    earlier, last = (human_bytes(memory.peak.nbytes) for memory in step.memories)
-    number = step.micro_batches
-    further = "2" if number == 3 else f"each of 2 to {number - 1}"
-    rows = [["1, no_sync", *_times(window.first), earlier]]
-    if number > 2:
-        rows.append([f"{further}, no_sync", *_times(window.further), earlier])
-    rows.append([f"{number}, reduces", *_times(step.after), last])
+    rows, number = [], 1
+    for row in step.rows:
+        numbers = f"{number}" if row.number == 1 else f"each of {number} to {number + row.number - 1}"
+        number += row.number
+        what = "no_sync" if number <= step.micro_batches else "reduces"
+        rows.append([f"{numbers}, {what}", *_times(row.timeline), human_bytes(row.memory.peak.nbytes)])
     columns = ["micro-batch", "time", *_PARTS, "peak\nmemory"]
-    table = plain_table(f"{number} micro-batches; times in ms", columns, rows)
+    table = plain_table(f"{step.micro_batches} micro-batches; times in ms", columns, rows)
     table.caption = f"all micro-batches: {1e3 * step.seconds:,.2f} ms; peak memory without optimizer state"
     return table
 
