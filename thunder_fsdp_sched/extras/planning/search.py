@@ -292,41 +292,35 @@ class Search:
         (self._fitting if fits else self._unfit).append(candidate)
         return fits
 
-    def _exceeds_memory(self, candidate: Candidate) -> bool:
-        return self.limits.memory is not None and candidate.peak_bytes > self.limits.memory
-
     def _within_memory(self, candidate: Candidate) -> Candidate:
         """Return the fastest step found that recomputes to keep the limit; else the smallest found.
 
-        A candidate that fits or cannot win stays as it is.
+        A candidate that fits stays as it is, and so does one that cannot become faster than those that fit.
         """
-        if not self._exceeds_memory(candidate) or len(split_joint(self.joint)) == 1 or not self._can_win(candidate):
+        limit = self.limits.memory
+        if limit is None or candidate.peak_bytes <= limit or len(split_joint(self.joint)) == 1:
             return candidate
-        return self._corrected(candidate)
+        if self._fitting:
+            fastest = self._fastest
+            best, most = candidate.step_seconds, fastest.step_seconds
+            if candidate.prefetch > fastest.prefetch:
+                best = self.run(candidate._replace(recomputed=fastest.recomputed)).step_seconds
+                most *= 1 - _WORTHWHILE
+            if best >= most:
+                return candidate
+        return self._corrected(candidate, limit)
 
-    def _can_win(self, candidate: Candidate) -> bool:
-        """Return whether a candidate that recomputes nothing yet may become faster than those that fit."""
-        if not self._fitting:
-            return True
-        fastest = self._fastest
-        if candidate.prefetch > fastest.prefetch:
-            candidate = self.run(candidate._replace(recomputed=fastest.recomputed))
-            return candidate.step_seconds < fastest.step_seconds * (1 - _WORTHWHILE)
-        return candidate.step_seconds < fastest.step_seconds
-
-    def _corrected(self, unchanged: Candidate) -> Candidate:
-        """Estimate what to recompute until the real peak is within the limit."""
-        assert self.limits.memory is not None
-        limit = self.limits.memory - (unchanged.peak_bytes - self._activations.peak)
+    def _corrected(self, unchanged: Candidate, most: int) -> Candidate:
+        """Estimate what to recompute until the real peak is at most ``most`` bytes."""
+        limit = most - (unchanged.peak_bytes - self._activations.peak)
         least = unchanged
         for correction in range(_CORRECTIONS + 1):
             plan = self._activations.within(limit if correction < _CORRECTIONS else 0)
             candidate = self.run(unchanged._replace(recomputed=plan.recomputed))
-            if candidate.peak_bytes < least.peak_bytes:
-                least = candidate
-            if not self._exceeds_memory(candidate) or plan.peak > limit:  # the latter is the least by the estimate
+            least = min(least, candidate, key=lambda c: c.peak_bytes)
+            if candidate.peak_bytes <= most or plan.peak > limit:  # the latter is the least by the estimate
                 break
-            limit = min(limit, plan.peak) - (candidate.peak_bytes - self.limits.memory)
+            limit = min(limit, plan.peak) - (candidate.peak_bytes - most)
         return least
 
     def _error(self, prefetch: int | None) -> ValueError:

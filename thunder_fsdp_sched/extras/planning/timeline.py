@@ -148,12 +148,6 @@ class Timeline:
         """The step relative to the sum of compute and communication; 1 if nothing overlaps (``/sum``)."""
         return self.step_seconds / self.serial_seconds if self.serial_seconds else 1.0
 
-    @property
-    def overlap(self) -> float:
-        """The share of communication that compute hides, between 0 and 1; 1 if there is none."""
-        total = length(union(i.span for i in self.collectives))
-        return 1 - self.exposed_seconds / total if total else 1.0
-
     @cached_property
     def memory(self) -> tuple[tuple[float, int], ...]:
         """Return the bytes of unsharded buckets over time as a step function: ``(time, bytes from then on)``, ascending."""

@@ -153,10 +153,7 @@ class ExposedCommunication:
     def table(self) -> Group:
         """Return tables for ``rich``, in milliseconds; buckets with the most exposed communication come first."""
         steps = {str(rank): of for rank, of in self._ranks.items()}
-        ranks = [
-            [rank, *milliseconds(_mean(s.passes[1] - s.passes[0] for s in of), *_parts(s.timeline for s in of))]
-            for rank, of in steps.items()
-        ]
+        ranks = [[rank, *milliseconds(*map(_mean, zip(*map(_parts, of), strict=True)))] for rank, of in steps.items()]
         buckets = []
         for key, seconds in sorted(self.by_bucket.items(), key=lambda item: -sum(item[1].values())):
             most = max(seconds, key=seconds.__getitem__)
@@ -193,19 +190,11 @@ def _exposed(timeline: Timeline) -> dict[Key, float]:
     return found
 
 
-def _parts(timelines: Iterable[Timeline]) -> list[float]:
-    """Return the means of the whole step, compute, communication, exposed communication, and idle time."""
-    rows = [
-        (
-            t.step_seconds,
-            t.compute_seconds,
-            t.communicating_seconds,
-            t.exposed_seconds,
-            t.idle_seconds,
-        )
-        for t in timelines
-    ]
-    return [_mean(column) for column in zip(*rows, strict=True)]
+def _parts(step: RecordedStep) -> list[float]:
+    """Return the seconds of forward and backward, of the whole step, and of what it consists of."""
+    (begin, end), t = step.passes, step.timeline
+    of_step = t.step_seconds, t.compute_seconds, t.communicating_seconds, t.exposed_seconds, t.idle_seconds
+    return [end - begin, *of_step]
 
 
 def _mean(values: Iterable[float]) -> float:

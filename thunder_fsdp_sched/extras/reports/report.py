@@ -164,9 +164,10 @@ def dry_run_table(step: DryRun) -> Table:
     table.caption = f"scheduled: {step.after.breakdown}\nmemory of shared slots: {', '.join(parts)}\n"
     table.caption += f"gathers in flight, at most: {', '.join(in_flight)}"
     if compiled.backward is not None:
-        in_place, total = share_written_in_place(compiled.backward)
+        written = _gradients(compiled.backward)
+        total, in_place = sum(written.values()), written.pop("", 0)
         table.caption += f"\ngradients written in place: {human_bytes(in_place)} of {human_bytes(total)}"
-        copied = [f"{human_bytes(nbytes)} {why}" for why, nbytes in copied_gradients(compiled.backward).most_common(3)]
+        copied = [f"{human_bytes(nbytes)} {why}" for why, nbytes in written.most_common(3)]
         table.caption += f"; copied: {', '.join(copied)}" if copied else ""
     return table
 
@@ -228,25 +229,11 @@ def _line(position: int, bsym: BoundSymbol, width: int | None) -> str:
     return lines[-1].replace(name, f"{name[: kept - kept // 2]}…{name[-(kept // 2) :]}")[:width]
 
 
-def share_written_in_place(trace: TraceCtx) -> tuple[int, int]:
-    """Return the bytes of gradients that a trace writes in place, and of all that it reduces, without padding."""
-    found = list(_gradients(trace))
-    return sum(nbytes for nbytes, why in found if not why), sum(nbytes for nbytes, _ in found)
-
-
-def copied_gradients(trace: TraceCtx) -> Counter[str]:
-    """Return the bytes of gradients that a trace copies before it reduces them, by the reason why it does."""
-    copied: Counter[str] = Counter()
-    for nbytes, why in _gradients(trace):
-        if why:
-            copied[why] += nbytes
-    return copied
-
-
-def _gradients(trace: TraceCtx) -> Iterator[tuple[int, str]]:
-    """Yield the bytes of each gradient that a trace reduces, and why it is copied; empty if it is written in place."""
+def _gradients(trace: TraceCtx) -> Counter[str]:
+    """Return the bytes of the gradients that a trace reduces, by why it copies them; ``""`` for those written in place."""
     made: dict[str, tuple[str, Any]] = {}
     written: set[str] = set()
+    found: Counter[str] = Counter()
     for bsym in trace.bound_symbols:
         e = effects(bsym)
         if e.fills is not None:
@@ -254,10 +241,11 @@ def _gradients(trace: TraceCtx) -> Iterator[tuple[int, str]]:
         made.update((out.name, (bsym.sym.name, out)) for out in bsym.flat_proxy_outs if out.name not in made)
         for name, region in e.collects.items():
             assert region.param is not None
-            nbytes = region.bucket.spec.layout.placements[region.param].numel * region.dtype.itemsize
             operator, gradient = made[name]
             computed = to_torch_dtype(gradient.dtype)
             why = f"computed by {operator}"
             if computed != region.dtype:
                 why = f"computed in {computed}, reduced in {region.dtype}".replace("torch.", "")
-            yield nbytes, "" if name in written else why
+            numel = region.bucket.spec.layout.placements[region.param].numel
+            found["" if name in written else why] += numel * region.dtype.itemsize
+    return found
