@@ -245,36 +245,33 @@ class Chooser:
 
     def _search_all(self) -> Chosen:
         self._simulate(self.options.cluster or cluster_of_this_process())
-        if not self.plans_window:
-            return self.for_step()
         given, found, errors = self.options.accumulate, [], []
-        both = given is None and self.options.max_memory is not None
+        both = self.plans_window and given is None and self.options.max_memory is not None
         for mode in get_args(AccumulationMode) if both else (given or "unsharded",):
             try:
-                found.append(self.for_window(mode))
+                found.append(self._search_for(mode))
             except MemoryLimitError as error:
                 errors.append(error)
         if not found:
             raise min(errors, key=lambda error: error.least_bytes)
         return min(found, key=lambda settings: settings.seconds)
 
-    def for_step(self) -> Chosen:
-        """Return the settings of a step that ends a window of those compiled so far, or of one without limits."""
-        mode = self.options.accumulate or "unsharded"
+    def _search_for(self, mode: AccumulationMode) -> Chosen:
+        """Return the settings with one way to accumulate; see [Note: Planning for the end of a window]."""
         bucketed = self._bucketed(mode, no_sync=self.traces.no_sync)
-        pending_grads = self._pending_grads(bucketed)
-        choice = self._search(bucketed, pending_grads, self.limits)
-        return self._settings(mode, bucketed, pending_grads, choice, choice)
-
-    def for_window(self, mode: AccumulationMode) -> Chosen:
-        """Return the settings of a micro-batch under ``no_sync``; see [Note: Planning for the end of a window]."""
-        bucketed, ending = (self._bucketed(mode, no_sync=no_sync) for no_sync in (True, False))
         pending_grads, limits = self._pending_grads(bucketed), self.limits
-        last = self._search(ending, pending_grads, limits)
-        if limits.memory is not None:
-            limits = limits._replace(persistent_bytes=last.chosen.persistent_bytes)
-        choice = self._search(bucketed, pending_grads, limits, kept_buckets=last.chosen.kept_buckets)
-        return self._settings(mode, bucketed, pending_grads, choice, last)
+        last = None
+        if self.plans_window:
+            last = self._search(self._bucketed(mode, no_sync=False), pending_grads, limits)
+            if limits.memory is not None:
+                limits = limits._replace(persistent_bytes=last.chosen.persistent_bytes)
+        kept_buckets = None if last is None else last.chosen.kept_buckets
+        choice = self._search(bucketed, pending_grads, limits, kept_buckets=kept_buckets)
+        decided = (last or choice).chosen
+        seconds = decided.step_seconds + choice.chosen.step_seconds
+        return Chosen(
+            mode, bucketed, pending_grads, choice, decided.kept_buckets if self.decides_kept_buckets else None, seconds
+        )
 
     def _pending_grads(self, bucketed: TraceCtx) -> PendingGrads:
         """Return the gradients of earlier micro-batches that the step finds, or that the end of its window will find.
@@ -291,13 +288,6 @@ class Chooser:
             if limit is not None and not step.no_sync and step.backward is not None:
                 check_memory(step, limit=limit, pending_grads=pending_grads, advice=_PLAN_TOGETHER)
         return pending_grads
-
-    def _settings(
-        self, mode: AccumulationMode, bucketed: TraceCtx, pending_grads: PendingGrads, choice: Choice, last: Choice
-    ) -> Chosen:
-        kept_buckets = last.chosen.kept_buckets if self.decides_kept_buckets else None
-        seconds = last.chosen.step_seconds + choice.chosen.step_seconds
-        return Chosen(mode, bucketed, pending_grads, choice, kept_buckets, seconds)
 
     def _bucketed(self, mode: AccumulationMode, *, no_sync: bool) -> TraceCtx:
         settings = replace(self.context.settings, accumulate=mode)
