@@ -12,7 +12,7 @@ THUNDER ?= lightning-thunder==0.2.6
 # The last nightly build, and the tests of what depends most on Thunder's internals, which also run on it.
 NIGHTLY ?= lightning-thunder==0.2.7.dev20260201
 NIGHTLY_TESTS := tests/test_core.py tests/agreement/test_agreement.py tests/capture/test_module_calls.py \
-	tests/capture/test_symbolic_sizes.py tests/planning/test_replanning.py \
+	tests/capture/test_symbolic_sizes.py tests/planning/test_planned_steps.py \
 	tests/training/test_windows.py::test_only_the_first_micro_batch_of_a_window_gathers \
 	tests/training/test_windows.py::test_a_memory_limit_that_only_reduced_gradients_keep_makes_each_micro_batch_reduce
 PYTEST_ARGS ?=
