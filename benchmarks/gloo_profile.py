@@ -1,7 +1,7 @@
 """Steps of this package on CPUs with gloo, read from files of torch's profiler, for ``calibrate``.
 
-gloo's threads record when each collective runs. It is exposed while it runs and the host waits in a range of this package;
-the rest of a step counts as compute.
+gloo's threads record when each collective runs. It is exposed while it runs and the host waits in a range of this package.
+A round of agreement counts as running while the host waits for it. The rest of a step is compute.
 """
 
 import json
@@ -22,12 +22,27 @@ def read_steps(path: Path, rank: int) -> list[RecordedStep]:
         if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "user_annotation"):
             ranges.append((1e-6 * event["ts"], 1e-6 * (event["ts"] + event["dur"]), event["name"]))
     ranges.sort()
-    waits = union((start, end) for start, end, name in ranges if name.startswith("fsdp_wait_"))
     collectives = _collectives(ranges)
-    backward = [end for _, end, name in ranges if "Backward" in name or "backward" in name]
-    return [
-        _step(path, rank, step, collectives, waits, backward) for step in ranges if step[2].startswith("ProfilerStep")
-    ]
+    rounds = [(start, end) for start, end, name in ranges if name == "fsdp_wait_agreement"]
+    waits = union((start, end) for start, end, name in ranges if name.startswith("fsdp_wait_"))
+    exposed = [span[:2] for span in overlaps(waits, union([*rounds, *(c.span for c in collectives)]))]
+    steps = []
+    for since, until, name in ranges:
+        if name.startswith("ProfilerStep"):
+            found = [c for c in collectives if since <= c.start < until]
+            running, computing = union(c.span for c in found), gaps(_inside(exposed, since, until), since, until)
+            intervals = [Interval(COMPUTE, COMPUTE, COMPUTE, "", *span, 0, 0) for span in computing] + found
+            intervals = [i._replace(start=i.start - since, end=i.end - since) for i in intervals]
+            busy = {"gloo": length(running)}
+            timeline = Timeline(tuple(intervals), (), until - since, length(computing), 0.0, busy)
+            first = min(start for start, _, of in ranges if since <= start < until and of.startswith("fsdp_"))
+            last = max(end for _, end, of in ranges if since < end <= until and "backward" in of.lower())
+            steps.append(RecordedStep(str(path), rank, name, (first - since, last - since), timeline))
+    return steps
+
+
+def _inside(spans: Sequence[Span], since: float, until: float) -> list[Span]:
+    return [span[:2] for span in overlaps([(since, until)], spans)]
 
 
 def _collectives(ranges: Sequence[tuple[float, float, str]]) -> list[Interval]:
@@ -47,24 +62,3 @@ def _collectives(ranges: Sequence[tuple[float, float, str]]) -> list[Interval]:
             issued.remove(of)
             found.append(Interval("gloo", of[1], of[1], of[2], start, end, 0, 0))
     return found
-
-
-def _step(
-    path: Path,
-    rank: int,
-    step: tuple[float, float, str],
-    collectives: Sequence[Interval],
-    waits: Sequence[Span],
-    backward: Sequence[float],
-) -> RecordedStep:
-    since, until, name = step
-    inside = [c for c in collectives if since <= c.start < until]
-    running = union(c.span for c in inside)
-    exposed = [(start, end) for start, end, _ in overlaps(waits, running) if since <= start < until]
-    computing = gaps(exposed, since, until)
-    intervals = [Interval(COMPUTE, COMPUTE, COMPUTE, "", start - since, end - since, 0, 0) for start, end in computing]
-    intervals += [c._replace(start=c.start - since, end=c.end - since) for c in inside]
-    timeline = Timeline(tuple(intervals), (), until - since, length(computing), 0.0, {"gloo": length(running)})
-    first = min(c.start for c in inside) - since
-    last = max(end for end in backward if since < end <= until) - since
-    return RecordedStep(str(path), rank, name, (first, last), timeline)
