@@ -15,7 +15,7 @@ COMMANDS = {
     "CPU, with gloo.",
     "clusters": "Print the presets of clusters as JSON, the format of files for --cluster.",
     "exposed": "Show the communication that compute did not hide, in the steps that torch's profiler recorded of any "
-    "training run.\n\n"
+    "training run on GPUs.\n\n"
     "Record with torch.profiler.profile and export_chrome_trace. Times are milliseconds a step.",
     "diff": "Show the differences between two saved schedules. The exit status is 1 if there are any.",
 }

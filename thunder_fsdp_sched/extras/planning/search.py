@@ -180,11 +180,6 @@ def _names_of(buckets: Iterable[Bucket]) -> tuple[str, ...]:
     return tuple(sorted(bucket.spec.name for bucket in buckets))
 
 
-def _unchanged(candidate: Candidate) -> Candidate:
-    """Return a candidate that recomputes nothing."""
-    return candidate._replace(recomputed=frozenset())
-
-
 class Choice(NamedTuple):
     """The candidate that was chosen, and all that were considered."""
 
@@ -253,7 +248,8 @@ class Search:
             distances = [*distances[1:2], 0, *distances[2:]]
         for reductions in _REDUCTION_LIMITS if is_limited else _REDUCTION_LIMITS[:1]:
             if self._fitting:
-                tried = (self.run(_unchanged(c)).step_seconds for c in (*self._fitting, *self._unfit))
+                unchanged = (c._replace(recomputed=frozenset()) for c in (*self._fitting, *self._unfit))
+                tried = (self.run(candidate).step_seconds for candidate in unchanged)
                 if not reductions or self._fastest.step_seconds <= min(tried) * (1 + _SLOWDOWN):
                     return
                 unfit = {c.prefetch for c in self._unfit if c.recomputed}

@@ -8,8 +8,8 @@ compute stream, not the host, until its collective has finished. On a CPU the ho
 collectives run, compute can be slower (``ClusterSpec.contention``), because collectives occupy processors of the GPU or
 the host. Collectives themselves are not slowed down.
 
-gloo runs two collectives of a group at once, which then share the link. Simulated, they run one after the other: the last
-of them ends at the same time, the first one earlier.
+gloo runs two collectives of a group at once, which then share the link. Simulated, they run one after the other, so the
+first of them ends earlier, and the last at about the same time.
 """
 
 from __future__ import annotations
