@@ -216,6 +216,7 @@ class Arena:
         self.nbytes = 0
         self._in_flight: dict[Slot, InFlight] = {}
         self.contents: dict[Slot, Contents] = {}
+        self._writing: Slot | None = None  # the slot that `begin_write` has prepared last, if nothing was issued since
         self.scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] = (
             defaultdict(list) if self._shared is None else self._shared.scratch
         )
@@ -357,10 +358,13 @@ class Arena:
 
     def begin_write(self, slot: Slot) -> None:
         """Prepare ``slot`` for an issue or a gradient, and forget what the memory contains."""
+        if slot is self._writing:  # for an earlier gradient
+            self.follow_stream()
+            return
         self.begin_use(slot)
-        if self.contents:  # empty from the first gradient in a private slot on
-            for other in [other for other in self.contents if other is slot or other.overlaps(slot)]:
-                del self.contents[other]
+        for other in [other for other in self.contents if other is slot or other.overlaps(slot)]:
+            del self.contents[other]
+        self._writing = slot
 
     def follow_stream(self) -> None:
         """Let the current stream wait for the last one that used the model's memory; see [Note: Streams of traces]."""
@@ -381,11 +385,13 @@ class Arena:
         """Register ``flight``, whose slot was claimed, as in flight."""
         assert flight.slot is not None and flight.slot not in self._in_flight, flight
         self._in_flight[flight.slot] = flight
+        self._writing = None
         return flight
 
     def mark_interrupted(self, bucket: Bucket, what: str, slot: Slot) -> None:
         """Record that an issue on the memory of ``slot`` was interrupted, so it is unknown what is in flight there."""
         self._in_flight[slot] = InFlight(bucket, what, slot, (_InterruptedWork(),))
+        self._writing = None
 
     def finish(self, flight: InFlight) -> None:
         """Wait for ``flight``. If that fails, it stays in flight and its memory stays unusable."""
