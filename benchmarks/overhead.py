@@ -34,13 +34,13 @@ from unittest import mock
 
 import thunder_fsdp_sched
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from thunder_fsdp_sched.private_distributed import all_gather, reduce_scatter
 from thunder_fsdp_sched.ranks.channel import open_channel
 from thunder_fsdp_sched.ranks.compare_programs import AgreedProgram, Computation
 from thunder_fsdp_sched.ranks.control import Control
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef
 from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 from thunder_fsdp_sched.runtime.trace_start import TraceStart
-from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
 import harness
 import thunder
@@ -300,8 +300,8 @@ def _own_calls(bucket: Any) -> dict[str, Callable[[], object]]:
     own = bucket.shard.narrow(0, segment.shard_offset, segment.shard_numel)
     whole, group = torch.empty(WORLD_SIZE * segment.shard_numel), dist.group.WORLD
     return {
-        "gather": lambda: all_gather_flat(whole, own, group=group, async_op=True).wait(),
-        "reduce": lambda: reduce_scatter_flat(own, whole, op=dist.ReduceOp.AVG, group=group, async_op=True).wait(),
+        "gather": lambda: all_gather(whole, own, group).wait(),
+        "reduce": lambda: reduce_scatter(own, whole, dist.ReduceOp.AVG, group).wait(),
     }
 
 

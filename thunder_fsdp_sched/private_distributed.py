@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 from collections.abc import Collection
 from datetime import timedelta
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,25 +25,62 @@ def host_backend(group: Any) -> Any:
     return group._get_backend(torch.device("cpu"))
 
 
+def all_gather(output: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
+    """Issue an all-gather of one tensor and return its work; the group's own method, as in :func:`host_backend`."""
+    issue = getattr(group, "all_gather_single", None) or group._allgather_base  # torch 2.13 renamed it
+    return issue(_real(output), _real(own), _all_gather_options())
+
+
+def reduce_scatter(output: torch.Tensor, whole: torch.Tensor, op: Any, group: Any) -> Any:
+    """Issue a reduce-scatter of one tensor and return its work."""
+    issue = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    return issue(_real(output), _real(whole), _reduce_scatter_options(op))
+
+
+def all_to_all(output: torch.Tensor, whole: torch.Tensor, group: Any) -> Any:
+    """Issue an exchange of equal pieces of one tensor and return its work."""
+    issue = getattr(group, "all_to_all_single", None) or group.alltoall_base
+    return issue(_real(output), _real(whole), [], [], _all_to_all_options())
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+@functools.cache
+def _all_gather_options() -> AllgatherOptions:
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return options
+
+
+@functools.cache
+def _reduce_scatter_options(op: Any) -> ReduceScatterOptions:
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, True
+    return options
+
+
+@functools.cache
+def _all_to_all_options() -> AllToAllOptions:
+    options = AllToAllOptions()
+    options.asyncOp = True
+    return options
+
+
 def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> Any:
     """Issue one launch of an all-gather for each pair of tensors; return its work.
 
     It is the call at the end of ``_coalescing_manager``, without collecting and checking the arguments one by one.
     """
-    options = AllgatherOptions()
-    options.asyncOp = True
-    # torch 2.13 renamed it.
     issue = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
-    return issue(outputs, inputs, options)
+    return issue(outputs, inputs, _all_gather_options())
 
 
 def reduce_scatter_coalesced(outputs: list[Any], inputs: list[Any], op: Any, group: Any) -> Any:
     """Issue one launch of a reduce-scatter for each pair of tensors; return its work."""
-    options = ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = True
     issue = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
-    return issue(outputs, inputs, options)
+    return issue(outputs, inputs, _reduce_scatter_options(op))
 
 
 def gloo_connections(group: Any, key: str, timeout: timedelta) -> Any:

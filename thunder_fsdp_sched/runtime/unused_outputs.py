@@ -23,12 +23,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .bucket import Bucket
-from .watched_outputs import running_backward
+from .watched_outputs import RunningBackward, running_backward
 
 
 def not_used_here(bucket: Bucket) -> frozenset[int]:
     """Return the parameters of which the running backward computes zeros on this rank, for lack of gradients."""
-    running = running_backward()
+    return _not_used_here(bucket, running_backward())
+
+
+def _not_used_here(bucket: Bucket, running: RunningBackward | None) -> frozenset[int]:
     if running is None or not running.unused:
         return frozenset()
     return frozenset(index for index, param in enumerate(bucket.params) if id(param) in running.unused)
@@ -45,7 +48,7 @@ def unused_gradients(bucket: Bucket, missing: frozenset[int]) -> frozenset[int]:
         return running.agreed[bucket]
     if bucket.base.control is not None and not bucket.base.control.agrees_in_steps:
         return frozenset()  # another rank may have used them
-    unused = not_used_here(bucket)
+    unused = _not_used_here(bucket, running)
     if accumulation.params and bucket.ends_window():
         unused = (unused | (accumulation.params & missing)) - accumulation.used
     return unused

@@ -42,6 +42,8 @@ def running_backward() -> RunningBackward | None:
     node = running_node()
     if node is None:
         return None
-    running: RunningBackward = node.metadata.setdefault(KEY, RunningBackward())
+    running: RunningBackward | None = node.metadata.get(KEY)
+    if running is None:
+        running = node.metadata[KEY] = RunningBackward()
     running.begin()
     return running

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from ..plan.specs import BucketSpec
+from ..private_distributed import all_to_all
 from .base import (
     Buffer,
     Traffic,
@@ -63,7 +63,7 @@ class AllToAll(Flat):
                 own.copy_(first)
 
         def exchange() -> Sequence[Work]:
-            return [dist.all_to_all_single(received, whole, group=group, async_op=True)]
+            return [all_to_all(received, whole, group)]
 
         work = issue_then(exchange, add_up, (whole, received, own))
         return returning(work, bucket.scratch, received)

@@ -8,11 +8,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ..private_distributed import all_gather, reduce_scatter
 from .base import Transport, TransportedBucket, Views, Work, issue_each
-
-# torch 2.13 renamed the two collectives and warns about the old names; older versions have only the old ones.
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Flat(Transport):
@@ -22,16 +19,13 @@ class Flat(Transport):
 
     def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
         group = bucket.ranks.group.process_group
-        return issue_each(
-            partial(all_gather_flat, whole, own, group=group, async_op=True)
-            for whole, own in pairs(bucket, unsharded, shard)
-        )
+        return issue_each(partial(all_gather, whole, own, group) for whole, own in pairs(bucket, unsharded, shard))
 
     def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         group = bucket.ranks.reductions.process_group
         # The division by the world size is part of the collective.
         return issue_each(
-            partial(reduce_scatter_flat, own, whole, op=dist.ReduceOp.AVG, group=group, async_op=True)
+            partial(reduce_scatter, own, whole, dist.ReduceOp.AVG, group)
             for whole, own in pairs(bucket, unsharded, shard)
         )
 

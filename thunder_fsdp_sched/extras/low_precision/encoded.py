@@ -27,10 +27,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ...plan.layout import Layout, Segment
 from ...plan.specs import BucketOptions, BucketSpec, ParamSpec, WireFormat
+from ...private_distributed import all_to_all
 from ...ranks.process_groups import BucketRanks
 from ...transports.base import (
     Buffer,
@@ -95,7 +95,7 @@ class Encoded(Transport):
 
         def issue() -> Sequence[Work]:
             group = bucket.ranks.reductions.process_group
-            return [dist.all_to_all_single(received, sent, group=group, async_op=True)]
+            return [all_to_all(received, sent, group)]
 
         def add_up() -> None:
             own = [segment[None] for segment in spec.layout.shard_segments(shard)]

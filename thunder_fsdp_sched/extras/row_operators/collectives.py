@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from ...private_distributed import all_gather
 from ...runtime.rows import Rows
-from ...transports.flat import all_gather_flat
 
 
 def gather_rows(
@@ -61,7 +61,7 @@ def gather(rows: Rows, local: torch.Tensor) -> torch.Tensor:
         local, starts, group = local.detach(), rows.starts, rows.ranks.group
         whole = local.new_empty(rows.shape or (1,), device=device)
         if rows.is_even and whole.numel() and starts[1] * group.size == starts[-1]:
-            all_gather_flat(_bytes(whole), _bytes(local.to(device).contiguous()), group=group.process_group)
+            all_gather(_bytes(whole), _bytes(local.to(device).contiguous()), group.process_group).wait()
         else:
             gather_rows(whole, local, starts, group.process_group)
     return whole.reshape(rows.shape)
