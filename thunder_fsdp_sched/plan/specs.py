@@ -164,17 +164,17 @@ class BucketSpec:
         """Return the specification with other values of some options."""
         return replace(self, options=replace(self.options, **changed))
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of shards and of sharded gradients."""
         return self.params[0].dtype
 
-    @property
+    @functools.cached_property
     def param_dtype(self) -> torch.dtype:
         """The dtype of unsharded parameters."""
         return self.options.mp_policy.param_dtype or self.dtype
 
-    @property
+    @functools.cached_property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype of unsharded gradients, in their slot and when sent."""
         return self.options.mp_policy.reduce_dtype or self.param_dtype
@@ -225,7 +225,7 @@ class BucketSpec:
         numel, dtype = self.sent_shard
         return numel * dtype.itemsize
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         """The device of unsharded parameters and gradients, and of the collectives."""
         return self.params[0].device
