@@ -14,6 +14,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..errors import coded_error
+from ..extensions import load
 from ..ir.effects import bucket_of, effects
 from ..ir.inspection import statements, with_bound_symbols
 from ..ir.read_schedule import compute_digest, is_communication
@@ -136,6 +137,8 @@ def load_schedules(path: str | Path) -> list[StepSchedule]:
     Raises:
         ValueError: the file was not written by :func:`save_schedules`, or is damaged; the message names the first fault.
     """
+    for extra in ("extras.no_sync.symbols", "extras.replicas"):  # whose symbols a schedule may have
+        load(extra)
     try:
         content = json.loads(Path(path).read_text())
         if (found := content.pop("format", None) if isinstance(content, dict) else None) != _FORMAT:

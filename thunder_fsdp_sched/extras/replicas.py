@@ -8,6 +8,7 @@ from thunder.core.symbol import BoundSymbol
 
 from ..ir.effects import Effects, Issue, LocalWork, Wait, bucket_of, reduced_gradients
 from ..ir.registry import register
+from ..ir.schedule import ISSUES
 from ..ir.symbols import call_memory, fsdp_reduce_scatter, reduction_meta, shard_bytes_in
 from ..runtime.bucket import Bucket
 from ..runtime.memory import InFlight
@@ -43,7 +44,7 @@ def all_reduce_effects(bsym: BoundSymbol, *, of: str = fsdp_reduce_scatter.name)
     )
 
 
-fsdp_all_reduce = register("fsdp_all_reduce", all_reduce, all_reduce_effects, reduction_meta)
+fsdp_all_reduce = register("fsdp_all_reduce", all_reduce, all_reduce_effects, reduction_meta, kinds=[ISSUES])
 
 
 def reduce_across(bucket: Bucket, inside: Proxy) -> BoundSymbol:

@@ -18,15 +18,13 @@ from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
 
 from ..private_thunder import DEFINED, NAMES_OF_ARGS
 
-AGREEMENT = frozenset({"fsdp_agree", "fsdp_agreed", "fsdp_agreed_or_merged", "fsdp_audit_agreed"})
-"""Symbols with which ranks agree on what they run; see ``transforms.insert_agreement``."""
+AGREEMENT: set[str] = set()
+"""Names of the symbols with which ranks agree on what they run, such as those of ``transforms.insert_agreement``."""
 
 UNPACKING = frozenset(i for i in PrimIDs if i.name.startswith("UNPACK_"))
 """Prims that name values which exist already: arguments, and what forward has saved."""
 
 _BOOKKEEPING = UNPACKING | {PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.RETURN}
-
-_NOT_COUNTED = AGREEMENT | {"clear_mutable_collection"}
 
 _LIBRARIES = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, thunder.__file__))
 """The folders of torch and Thunder."""
@@ -121,12 +119,13 @@ def statements(trace: TraceCtx) -> list[BoundSymbol]:
 
 def is_statement(bsym: BoundSymbol) -> bool:
     """Return whether a bound symbol has a schedule position; see :func:`statements`."""
-    return bsym.sym.id is not PrimIDs.DEL and bsym.sym.name not in _NOT_COUNTED
+    name = bsym.sym.name
+    return bsym.sym.id is not PrimIDs.DEL and name != "clear_mutable_collection" and name not in AGREEMENT
 
 
 def runs_nothing(bsym: BoundSymbol) -> bool:
     """Return whether a bound symbol is bookkeeping of a trace: unpacking, ``del``, return, comments, agreement."""
-    return bsym.sym.id in _BOOKKEEPING or bsym.sym.name in _NOT_COUNTED
+    return bsym.sym.id in _BOOKKEEPING or not is_statement(bsym)
 
 
 def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name: str = "") -> TraceCtx:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
 from typing import Any
 
@@ -32,6 +32,7 @@ def register(
     printer: Callable[..., Any] | None = None,
     tags: Sequence[prims.OpTags] = (),
     facts: Callable[[BoundSymbol], Facts] | None = None,
+    kinds: Iterable[set[str]] = (),
 ) -> Symbol:
     """Register a symbol.
 
@@ -42,7 +43,10 @@ def register(
         printer: prints it; by default as a call.
         tags: Thunder's tags.
         facts: returns those about an operator that only computes, from which its effects follow.
+        kinds: the sets of names that get this one, such as ``schedule.ISSUES`` or ``inspection.AGREEMENT``.
     """
+    for names in kinds:
+        names.add(name)
     symbol = executor.register_operator(
         name,
         meta=meta,

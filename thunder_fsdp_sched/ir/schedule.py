@@ -7,17 +7,19 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-GATHERS = frozenset({"fsdp_all_gather", "fsdp_serve_gather"})
-"""Names of the symbols that issue a gather of a bucket; the latter only because other ranks need it."""
+# Names of symbols, as schedules have them. An extra adds its own when it registers them (``registry.register``).
 
-ISSUES = GATHERS | {"fsdp_reduce_scatter", "fsdp_all_reduce", "fsdp_serve_reduce", "fsdp_serve_all_reduce"}
-"""Names of the symbols that issue a collective of a bucket, as schedules have them."""
+GATHERS = {"fsdp_all_gather"}
+"""Those that issue a gather of a bucket."""
 
-GATHER_WAITS = frozenset({"fsdp_wait_params", "fsdp_wait_served"})
-"""Names of the symbols that wait for a gather."""
+ISSUES = GATHERS | {"fsdp_reduce_scatter"}
+"""Those that issue a collective of a bucket."""
 
-WAITS = GATHER_WAITS | {"fsdp_wait_grads", "fsdp_accumulate_reduced", "fsdp_wait_served_grads"}
-"""Names of the symbols that only wait for one."""
+GATHER_WAITS = {"fsdp_wait_params"}
+"""Those that wait for a gather."""
+
+WAITS = GATHER_WAITS | {"fsdp_wait_grads"}
+"""Those that only wait for a collective."""
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
 """How many equally large reductions of one process group may be in flight. Each holds a slot of unsharded gradients. A

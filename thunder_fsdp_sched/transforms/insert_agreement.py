@@ -80,7 +80,6 @@ def describe(start: TraceStart, of_all: Sequence[Effects]) -> None:
     ]
 
 
-fsdp_agree = register("fsdp_agree", TraceStart.post, lambda bsym: NOTHING)
-fsdp_agreed = register("fsdp_agreed", TraceStart.settle, lambda bsym: NOTHING)
-fsdp_audit_agreed = register("fsdp_audit_agreed", TraceStart.end_audit, lambda bsym: NOTHING)
-assert {fsdp_agree.name, fsdp_agreed.name, fsdp_audit_agreed.name} < AGREEMENT
+fsdp_agree = register("fsdp_agree", TraceStart.post, lambda bsym: NOTHING, kinds=[AGREEMENT])
+fsdp_agreed = register("fsdp_agreed", TraceStart.settle, lambda bsym: NOTHING, kinds=[AGREEMENT])
+fsdp_audit_agreed = register("fsdp_audit_agreed", TraceStart.end_audit, lambda bsym: NOTHING, kinds=[AGREEMENT])

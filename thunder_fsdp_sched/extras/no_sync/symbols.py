@@ -15,6 +15,7 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 
 from ...ir.effects import Allocation, Effects, LocalWork, Wait, bucket_of, reduced_gradients, unsharded_gradients
 from ...ir.registry import register
+from ...ir.schedule import WAITS
 from ...ir.symbols import (
     call_memory,
     fsdp_reduce_scatter,
@@ -53,7 +54,9 @@ def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
     return Effects(waits=wait, work=work, bucket=bucket, allocates=memory)
 
 
-fsdp_accumulate_reduced = register("fsdp_accumulate_reduced", accumulate_reduced, _accumulate_reduced_effects)
+fsdp_accumulate_reduced = register(
+    "fsdp_accumulate_reduced", accumulate_reduced, _accumulate_reduced_effects, kinds=[WAITS]
+)
 
 
 def sharded_gradients(bucket: Bucket, only_with: Hashable = None) -> Allocation:

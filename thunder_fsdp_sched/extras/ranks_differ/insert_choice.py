@@ -50,6 +50,9 @@ def _print(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: Mapping[str
 
 
 fsdp_agreed_or_merged = register(
-    "fsdp_agreed_or_merged", DifferingStart.settled_or_merged, lambda bsym: NOTHING, printer=_print
+    "fsdp_agreed_or_merged",
+    DifferingStart.settled_or_merged,
+    lambda bsym: NOTHING,
+    printer=_print,
+    kinds=[AGREEMENT],
 )
-assert fsdp_agreed_or_merged.name in AGREEMENT

@@ -36,6 +36,7 @@ from thunder.core.symbol import BoundSymbol
 
 from ...ir.effects import Allocation, Effects, LocalWork, Wait
 from ...ir.registry import register
+from ...ir.schedule import GATHER_WAITS, GATHERS, ISSUES, WAITS
 from ...ir.symbols import (
     copies_gradients,
     fsdp_all_gather,
@@ -111,7 +112,9 @@ def _serve_gather_meta(bucket: Bucket, *arguments: Any) -> FutureTensorProxy:
     return fsdp_all_gather.meta(bucket, None)
 
 
-fsdp_serve_gather = register("fsdp_serve_gather", serve_gather, _serve_gather_effects, _serve_gather_meta)
+fsdp_serve_gather = register(
+    "fsdp_serve_gather", serve_gather, _serve_gather_effects, _serve_gather_meta, kinds=[GATHERS, ISSUES]
+)
 
 
 def wait_served(bucket: Bucket, flight: InFlight | None, start: Serving) -> None:
@@ -132,7 +135,7 @@ def _wait_served_effects(bsym: BoundSymbol) -> Effects:
     return Effects(waits=Wait(future.name, (fsdp_serve_gather.name,)), work=work, bucket=bucket)
 
 
-fsdp_wait_served = register("fsdp_wait_served", wait_served, _wait_served_effects)
+fsdp_wait_served = register("fsdp_wait_served", wait_served, _wait_served_effects, kinds=[GATHER_WAITS, WAITS])
 
 
 def serve_reduce(bucket: Bucket, slot: Slot, start: Serving, occurrence: int) -> InFlight | None:
@@ -149,7 +152,7 @@ def _serve_reduce_effects(bsym: BoundSymbol) -> Effects:
     return Effects(issues=issue, work=work, bucket=bucket, uses=slot, allocates=memory)
 
 
-fsdp_serve_reduce = register("fsdp_serve_reduce", serve_reduce, _serve_reduce_effects, reduction_meta)
+fsdp_serve_reduce = register("fsdp_serve_reduce", serve_reduce, _serve_reduce_effects, reduction_meta, kinds=[ISSUES])
 
 
 def serve_all_reduce(bucket: Bucket, flight: InFlight | None) -> InFlight | None:
@@ -161,6 +164,7 @@ fsdp_serve_all_reduce = register(
     serve_all_reduce,
     lambda bsym: all_reduce_effects(bsym, of=fsdp_serve_reduce.name),
     reduction_meta,
+    kinds=[ISSUES],
 )
 
 
@@ -189,7 +193,9 @@ def _reduced(bucket: Bucket) -> Allocation:
     return left
 
 
-fsdp_wait_served_grads = register("fsdp_wait_served_grads", wait_served_grads, _wait_served_grads_effects)
+fsdp_wait_served_grads = register(
+    "fsdp_wait_served_grads", wait_served_grads, _wait_served_grads_effects, kinds=[WAITS]
+)
 
 
 def finish_served(start: Serving, *buckets: Bucket) -> None:

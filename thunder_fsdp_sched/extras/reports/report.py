@@ -33,7 +33,8 @@ from ..step_memory.value_memory import shared_slots
 _SIDE_BY_SIDE = 128
 """Columns of a terminal that two traces next to each other need."""
 
-_COLORS = {**dict.fromkeys(ISSUES, "yellow"), **dict.fromkeys(GATHERS, "green"), **dict.fromkeys(WAITS, "cyan")}
+_COLORS = (GATHERS, "green"), (ISSUES, "yellow"), (WAITS, "cyan")
+"""The first that has the name of a symbol decides."""
 
 
 def make_console(*, quiet: bool = False) -> Console:
@@ -210,7 +211,8 @@ def _rendered(trace: TraceCtx, width: int) -> Iterator[Text]:
     for position, bsym in _communication(trace):
         if last is not None and position > last + 1:
             yield Text(f"      : {_count(position - last - 1, 'operation')}", style="dim")
-        yield Text(_line(position, bsym, width), style=_COLORS.get(bsym.sym.name, ""), no_wrap=True)
+        color = next((color for names, color in _COLORS if bsym.sym.name in names), "")
+        yield Text(_line(position, bsym, width), style=color, no_wrap=True)
         last = position
 
 
