@@ -82,7 +82,9 @@ def _call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     if count_refused() > refused and result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
         result = do_raise(latest_refused())  # here, where the module is known that may run as it is
     if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-        load("capture.module_in_error:name_in_error")(unwrap(module), names_leaf=not is_automatic)
+        from .module_in_error import name_in_error  # here, because most programs can be traced
+
+        name_in_error(unwrap(module), names_leaf=not is_automatic)
         if is_automatic:
             raised = get_interpreterruntimectx().curexc
             load("extras.leaf_modules.capture:note_obstacle")(leaves, raised, module, *args, **kwargs)

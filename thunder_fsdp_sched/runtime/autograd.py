@@ -36,7 +36,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import coded_error
-from ..extensions import load
 from ..private_torch import accumulates, backward_number, compiled_nodes_of, leaf_nodes, running_node
 
 _moments = itertools.count(1)
@@ -147,7 +146,9 @@ def guard_backward(
             compiled.metadata[_ENDED] = moment()
             first.register_prehook(partial(_check, leaf_nodes(compiled) if no_sync else ()))
             if reached is not None:
-                load("runtime.watch_outputs:watch_outputs")(first, compiled, reached, by_leaves)
+                from .watch_outputs import watch_outputs  # here, because most traces reach all outputs
+
+                watch_outputs(first, compiled, reached, by_leaves)
 
 
 def _check(leaves: Sequence[tuple[Any, Any]], grads: Any) -> None:

@@ -75,14 +75,12 @@ def state_to_rows(optimizer: torch.optim.Optimizer) -> None:
     if _checked.get(optimizer) is optimizer.state:
         return
     if not hasattr(optimizer, "owns"):  # WholeParameters has whole state for rows
-        for param, state in optimizer.state.items():
-            if isinstance(param, RowDTensor):
-                for key, value in state.items():
-                    if _is_cut_like(param, value):
-                        continue
-                    what = f"{type(optimizer).__name__}: state {key!r} of parameter {param.rows.label!r}"
-                    as_rows = partial(load("extras.state_dicts.entries:as_rows"), param, what)
-                    state[key] = tree_map_only(torch.Tensor, as_rows, value)
+        of_rows = ((p, state) for p, state in optimizer.state.items() if isinstance(p, RowDTensor))
+        others = [(p, state, key) for p, state in of_rows for key in state if not _is_cut_like(p, state[key])]
+        as_rows: Any = load("extras.state_dicts.entries:as_rows") if others else None
+        for param, state, key in others:
+            what = f"{type(optimizer).__name__}: state {key!r} of parameter {param.rows.label!r}"
+            state[key] = tree_map_only(torch.Tensor, partial(as_rows, param, what), state[key])
     _checked[optimizer] = optimizer.state
 
 

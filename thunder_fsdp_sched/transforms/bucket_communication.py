@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core.proxies import Proxy, TensorProxy
@@ -74,6 +75,9 @@ def bucket_communication(
         if (single := declared(bsym).single) is not None:
             (reduces if single.reduces else unshards)[single.bucket][single.param] = bsym
 
+    add: Any = load("extras.no_sync.symbols:accumulate") if no_sync and reduces else None
+    has_replicas = any(bucket.ranks.replicas is not None for bucket in reduces)
+    across = load("extras.replicas:reduce_across") if has_replicas and not no_sync else None
     new = with_bound_symbols(trace, (), "fsdp: bucket communication")
     emitted: Sequence[BoundSymbol]
     seen: dict[Bucket, int] = defaultdict(int)
@@ -88,7 +92,11 @@ def bucket_communication(
                 reduces[bucket][index] = bsym.from_bsym(args=summed)
                 seen[bucket] += 1
                 if seen[bucket] == len(reduces[bucket]):
-                    emitted = _reduce(bucket, reduces[bucket], accumulate if no_sync else None)
+                    grads = _tensors(bucket, reduces[bucket])
+                    if no_sync:
+                        emitted = add(bucket, grads, accumulate)
+                    else:
+                        emitted = _reduce(bucket, grads, reduces[bucket], across)
             elif single.bucket in unshards:
                 emitted = _gather(single.bucket, unshards.pop(single.bucket))
             new.bound_symbols += [like(bsym, each) for each in emitted]
@@ -97,10 +105,9 @@ def bucket_communication(
             unsynced = {b.output.name for bsyms in reduces.values() for b in bsyms.values()}
             last = _return_none_for(last, unsynced)
         if reduces and not no_sync:
-            for bucket in buckets:  # including frozen ones, which may have been trained under no_sync
-                if bucket not in reduces:
-                    left: BoundSymbol = load("extras.no_sync.symbols:reduce_left")(bucket, **_hook(bucket))
-                    new.bound_symbols.append(left)
+            frozen = [bucket for bucket in buckets if bucket not in reduces]  # but maybe trained under no_sync
+            reduce_left: Any = load("extras.no_sync.symbols:reduce_left") if frozen else None
+            new.bound_symbols += [reduce_left(bucket, **_hook(bucket)) for bucket in frozen]
         new.bound_symbols.append(last)
     return new
 
@@ -122,16 +129,14 @@ def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol]) -> Sequence[BoundS
     return gather_and_wait(bucket, _tensors(bucket, unshards), params)
 
 
-def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], accumulate: AccumulationMode | None) -> list[BoundSymbol]:
-    """Return what handles the gradients of a bucket, under ``no_sync`` in the given way to accumulate."""
-    grads = _tensors(bucket, reduces)
-    if accumulate is not None:
-        added: list[BoundSymbol] = load("extras.no_sync.symbols:accumulate")(bucket, grads, accumulate)
-        return added
+def _reduce(
+    bucket: Bucket, grads: Sequence[TensorProxy | None], reduces: dict[int, BoundSymbol], across: Any
+) -> list[BoundSymbol]:
+    """Return what reduces the gradients of a bucket; ``across`` adds the reduction across replicas, if there are some."""
     future: Proxy = fsdp_reduce_scatter.meta(bucket, None, *grads)
     emitted = [fsdp_reduce_scatter.bind(bucket, None, *grads, output=future)]
     if bucket.ranks.replicas is not None:
-        emitted.append(load("extras.replicas:reduce_across")(bucket, future))
+        emitted.append(across(bucket, future))
         future = emitted[-1].output
     sharded = list(fsdp_wait_grads.meta(bucket, future))
     for index, bsym in reduces.items():
