@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -86,8 +86,7 @@ class CompiledTraces:
         forward_schedule, backward_schedule: the communication of these traces, as values.
         pass_seconds: processor time (seconds) of each pass, keyed by its name.
         buckets: the buckets of the module.
-        merged: the latest traces that run in place of ``forward`` and ``backward``, by these names, while other ranks run
-            other programs (``ranks_may_differ``).
+        attached: what extras keep with these traces, each under a name of its own, under which it is an attribute as well.
     """
 
     no_sync: bool
@@ -108,7 +107,7 @@ class CompiledTraces:
     backward_schedule: Schedule | None = None
     pass_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     buckets: Sequence[Bucket] = ()
-    merged: dict[str, TraceCtx] = field(default_factory=dict, repr=False, compare=False)
+    attached: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     _effects: list[Effects] | None = field(default=None, repr=False)  # of traces that were forgotten
 
     @cached_property
@@ -140,7 +139,8 @@ class CompiledTraces:
         """
         earlier = ([self] if accumulated else []) if isinstance(accumulated, bool) else [*accumulated]
         others = [*others]
-        that_run = {id(one): one.with_merged() if merged else one for one in (self, *earlier, *others)}
+        changed = load("extras.ranks_differ.start:with_merged") if merged else lambda traces: traces
+        that_run = {id(one): changed(one) for one in (self, *earlier, *others)}
         return load("extras.step_memory.step_memory:StepMemory").of(
             that_run[id(self)].traces,
             self.buckets,
@@ -148,10 +148,6 @@ class CompiledTraces:
             accumulated=NO_PENDING_GRADS.union(*(that_run[id(one)].pending_grads for one in earlier)),
             others=[that_run[id(other)].effects for other in others if other is not self],
         )
-
-    def with_merged(self) -> CompiledTraces:
-        """Return these traces with merged ones where there are some, unless they were forgotten."""
-        return replace(self, **self.merged) if self.merged and self._effects is None else self
 
     @property
     def traces(self) -> tuple[TraceCtx, ...]:
@@ -169,13 +165,15 @@ class CompiledTraces:
             if self.choice is not None and self.no_sync:
                 _ = self.pending_grads  # which later searches ask for
             self._effects = [NOTHING if e.bucket is None and not (e.allocates or e.frees) else e for e in self.effects]
-            self.traced, self.merged = None, {}
+            self.traced, self.attached = None, {}
             for name in _TRACES:
                 delattr(self, name)
 
     def __getattr__(self, name: str) -> Any:
         if name in (*_TRACES, "traces", "memory", "pending_grads"):  # properties whose error this one replaces, too
             raise coded_error(AttributeError, "trace.compiled-traces-dropped", call=self.call, number=self.number)
+        if name in (attached := vars(self).get("attached", {})):
+            return attached[name]
         raise AttributeError(name)
 
     @cached_property

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from unittest import mock
 import thunder_fsdp_sched as fs
 from thunder_fsdp_sched import VerificationError
 from thunder_fsdp_sched.extras.no_sync.ops import add_grads, add_reduced, reduce_unreduced
-from thunder_fsdp_sched.extras.ranks_differ.build import build
+from thunder_fsdp_sched.extras.ranks_differ.build import MachineInAnyOrder, build
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, follow_order, steps_of
 from thunder_fsdp_sched.extras.ranks_differ.merging import Key, merge
 from thunder_fsdp_sched.extras.ranks_differ.symbols import key_of, serve_left, wait_served_grads
@@ -205,7 +206,7 @@ def test_a_wrong_merged_trace_is_refused() -> None:
         check=coded("proof.invalid-bound-symbol", "'blocks.3', gathered after bucket 'blocks.0'"),
     ):
         verify(right)
-    verify(right, in_order=False)
+    verify(right, machine=MachineInAnyOrder)
 
     bsyms = right.bound_symbols
     mine, served = (next(b for b in bsyms if b.sym.name == name) for name in ("fsdp_all_gather", "fsdp_serve_gather"))
@@ -221,7 +222,7 @@ def test_a_wrong_merged_trace_is_refused() -> None:
         ),
     ):
         with pytest.raises(VerificationError, check=expected):
-            verify(with_bound_symbols(right, wrong), in_order=False)
+            verify(with_bound_symbols(right, wrong), machine=MachineInAnyOrder)
 
 
 @pytest.mark.long  # `test_scenarios` has the limit on real ranks
@@ -276,7 +277,7 @@ def test_numbers_of_merged_traces(rank: int, options: dict[str, Any], ways: Sequ
                 grads = grads[-len(bucket.params) :]
                 given[bucket].update(index for index, grad in enumerate(grads) if grad is not None)
         for bucket in transform.sharded.buckets:
-            bucket.accumulation.from_others = frozenset(given[bucket])
+            bucket.accumulation.from_others = partial(frozenset, given[bucket])
         forward, backward = (half.merged for half in own)
         if of_ranks[rank] is None:
             forward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from thunder_fsdp_sched.extras.no_sync.ops import reduce_sums
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import steps_of
 from thunder_fsdp_sched.extras.ranks_differ.merging import SERVED_IN_FLIGHT, merge
+from thunder_fsdp_sched.extras.ranks_differ.start import with_merged
 from thunder_fsdp_sched.runtime.memory import slot_bytes
 
 import pytest
@@ -93,8 +95,9 @@ class Counted:
             keys = {step.key for way in active for step in steps_of(way.halves[number].trace)}
             start = Serving(half.half, frozenset(keys))
             start.buckets = left
-            own.compiled.merged[half.half] = half.build(order, buckets_of(self.ours), start)
-        return own.compiled.with_merged()
+            merged = half.build(order, buckets_of(self.ours), start)
+            own.compiled.attached.setdefault("merged", {})[half.half] = merged
+        return with_merged(own.compiled)
 
     def count(self, own: Way, earlier: Way | None = None) -> Count:
         """Count a step, after one that allocates what lasts.
@@ -107,12 +110,12 @@ class Counted:
             for way in [own] if earlier is None else [earlier, own]:
                 for bucket in self.ours.sharded.buckets:
                     bucket.private_slot.arena.contents.clear()
-                    bucket.accumulation.from_others = frozenset(range(len(bucket.params)))
-                tracker = count_step(self.ours, way.compiled.with_merged(), way.flat)
+                    bucket.accumulation.from_others = partial(frozenset, range(len(bucket.params)))
+                tracker = count_step(self.ours, with_merged(way.compiled), way.flat)
         window = [earlier.compiled] if earlier is not None else False
         memory = own.compiled.predict_memory(merged=True, accumulated=window, others=self.ours.compiled)
         assert any("fsdp_serve_" in line for line in memory.statements)
-        return compare(memory, own.compiled.with_merged(), tracker)
+        return compare(memory, with_merged(own.compiled), tracker)
 
 
 @pytest.mark.parametrize("option", [pytest.param(o, marks=() if o in _ORDINARY else LONG_ONLY) for o in OPTIONS])

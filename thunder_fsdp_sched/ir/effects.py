@@ -292,11 +292,6 @@ class Effects:
         return self.issues is not None and self.issues.gathers
 
     @property
-    def serves(self) -> bool:
-        """Whether it issues a collective that only other ranks need, and no value of this trace is sent or received."""
-        return self.issues is not None and not (self.issues.gathers or self.collects or self.waits)
-
-    @property
     def unshards(self) -> bool:
         """Whether it waits for a gather, so that its results are the parameters of a bucket."""
         return self.waits is not None and bool(self.in_place)

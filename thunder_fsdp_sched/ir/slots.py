@@ -80,7 +80,9 @@ def grads_over_kept_params(forward: TraceCtx, backward: TraceCtx) -> set[int]:
         if live.issue < begin and live.is_gather and live.region is not None and live.region.is_private:
             if live.bucket not in left:
                 gathers[live.bucket] = live
-        elif live.issue >= begin and live.bucket in gathers and not analysis.effects[live.issue].serves:
+        elif live.issue >= begin and live.bucket in gathers:
+            if not live.is_gather and not analysis.effects[live.issue].collects:
+                continue  # it sends no gradient of this trace
             gather = gathers.pop(live.bucket)  # one reduction at most, and none after another gather
             # A gradient that backward receives may be reduced before the guard, which may gather the bucket again.
             if not live.is_gather and guards.get(live.bucket, -1) < live.first and _may_replace(live, gather):

@@ -14,8 +14,9 @@ checks.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import NamedTuple, NoReturn
 
 from thunder.core.prims import PrimIDs
@@ -73,7 +74,6 @@ class Machine:
     """The state of arenas and values while traces run. Call :meth:`run` for forward, then for backward.
 
     Attributes:
-        in_order: whether gathers must be issued in the order of their first consumers.
         memory: the ranges of each arena that something was written to.
         needs: the range that a value in an arena needs.
         roots: the values that another one may share memory with.
@@ -88,7 +88,6 @@ class Machine:
 
     def __init__(self, most_gathers: int | None) -> None:
         self.most_gathers = most_gathers
-        self.in_order = True
         self.memory: dict[Arena, list[_Range]] = defaultdict(list)
         self.needs: dict[str, _Range] = {}
         self.roots: dict[str, frozenset[str]] = {}
@@ -203,18 +202,27 @@ class Machine:
                 self.fail(f"{what} of bucket {_name(needed.region)} in {needed.region.slot}{held.since}")
 
     def _consume(self, bsym: BoundSymbol) -> None:
-        """Refuse to read a bucket for the first time before those that were gathered earlier, if gathers are in order."""
-        futures = {self.future_of[name] for name in args_of(bsym) if name in self.future_of} & self.ahead.keys()
-        for future in list(self.ahead) if futures else ():
-            if future not in futures and not self.in_order:
-                continue
+        """Note which buckets are read for the first time."""
+        if futures := {self.future_of[name] for name in args_of(bsym) if name in self.future_of} & self.ahead.keys():
+            self.check_order(futures)
+            for future in futures:
+                del self.ahead[future]
+
+    def check_order(self, futures: Collection[str]) -> None:
+        """Refuse to read buckets for the first time before those that were gathered earlier.
+
+        A hook: a machine for traces that gather in another order has another rule.
+
+        Args:
+            futures: those of the gathers whose buckets are read now; :attr:`ahead` has them, and all others.
+        """
+        for future in itertools.islice(self.ahead, len(futures)):
             if future not in futures:
-                later, first = _name(self.ahead[futures.pop()]), _name(self.ahead[future])
-                self.fail(f"reads bucket {later}, gathered after bucket {first}, whose first consumer is later")
-            futures.remove(future)
-            del self.ahead[future]
-            if not futures:
-                return
+                later = next(issue for other, issue in reversed(self.ahead.items()) if other in futures)
+                first = self.ahead[future]
+                self.fail(
+                    f"reads bucket {_name(later)}, gathered after bucket {_name(first)}, whose first consumer is later"
+                )
 
     def _check_communication(self, effect: Effects) -> None:
         moved = list(self.ahead.values()) if effect.communicates else []

@@ -17,7 +17,7 @@ def verify(
     forward: TraceCtx | None = None,
     original: TraceCtx | None = None,
     max_gathers_in_flight: int | None = None,
-    in_order: bool = True,
+    machine: type[Machine] = Machine,
 ) -> TraceCtx:
     """Check a sorted trace with slots, and return it with the same bound symbols.
 
@@ -54,17 +54,15 @@ def verify(
         forward: for a backward trace, its forward trace with slots.
         original: the trace as Thunder has split it; ``None`` if there is none to compare with.
         max_gathers_in_flight: how many gathers may be issued and not waited for; ``None`` for no limit.
-        in_order: whether gathers of ``trace`` must be issued in the order of their first consumers. A trace that serves
-            other ranks follows their order.
+        machine: the rules.
 
     Raises:
         VerificationError: names the bound symbol and the bucket.
     """
-    machine = Machine(max_gathers_in_flight)
+    proof = machine(max_gathers_in_flight)
     if forward is not None:
-        machine.run(forward)
-    machine.in_order = in_order
-    machine.run(trace)
+        proof.run(forward)
+    proof.run(trace)
     if original is not None:
         check_operands(original, trace)
     return with_bound_symbols(trace, trace.bound_symbols, "fsdp: verified")

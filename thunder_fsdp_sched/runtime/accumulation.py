@@ -45,14 +45,11 @@ class Accumulation:
         dropped: how many failed backwards of this window have added gradients that were dropped again.
         deferred: sharded gradients of parameters that the running backward has none of, but an earlier ``no_sync`` backward
             or another rank had; added to ``.grad`` at the end of backward.
-        from_others: the parameters of which some rank's running backward has a gradient, or some rank's window, if that
-            may differ from this rank's (``ranks_may_differ``). The round at the start of each backward sets it.
     """
 
     def __init__(self, spec: BucketSpec) -> None:
         self._spec = spec
         self.deferred: dict[int, torch.Tensor] = {}
-        self.from_others: frozenset[int] = frozenset()
         self.discard()
 
     def discard(self) -> None:
@@ -66,6 +63,13 @@ class Accumulation:
         self._backward = -1  # the number of the backward that runs
         self._is_first = False  # whether there is nothing but gradients of the running backward
         self.deferred = {}
+
+    def from_others(self) -> frozenset[int]:
+        """Return the parameters of which the running backward gets gradients from other ranks, also if it has none itself.
+
+        A hook: the accumulation of ranks that differ knows some.
+        """
+        return frozenset()
 
     @property
     def is_empty(self) -> bool:
@@ -103,5 +107,7 @@ class Accumulation:
         deferred, self.deferred = self.deferred, {}
         if ends_window:
             self.discard()
-        for index, grad in deferred.items():
-            load("extras.parameter_hooks:accumulate")(params[index], grad)
+        if deferred:
+            accumulate = load("extras.parameter_hooks:accumulate")
+            for index, grad in deferred.items():
+                accumulate(params[index], grad)

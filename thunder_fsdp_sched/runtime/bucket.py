@@ -69,6 +69,7 @@ class Bucket:
         primary: for a secondary, the bucket that it is the secondary of.
         secondary_ranks: the ranks among which backward gathers it; ``None`` if they are ``ranks``.
         peer_memory: the ``PeerMemory`` that allocates what the bucket sends if peers read it there; it knows the bucket.
+        accumulation: adds up the gradients of a window.
 
     Attributes:
         source: provides the tensor that a gather sends.
@@ -97,6 +98,7 @@ class Bucket:
         primary: Bucket | None = None,
         secondary_ranks: BucketRanks | None = None,
         peer_memory: Any = None,
+        accumulation: type[Accumulation] = Accumulation,
     ) -> None:
         self.spec = spec
         self.base: Bucket = base or self
@@ -137,7 +139,7 @@ class Bucket:
         """The user's function that is called with the name and the flat reduced gradients of the bucket."""
         self.control: Control | None = None
         """How the model agrees with the other ranks on what runs next."""
-        self.accumulation = Accumulation(spec)
+        self.accumulation = accumulation(spec)
         if spec.comm.offload:
             self.source = load("extras.shard_offload:OffloadedShardSource")(spec, self.shard)
         elif spec.sends_copy:

@@ -180,7 +180,7 @@ def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> 
             raise coded_error(
                 RuntimeError, "parameter.frozen-between-forward-and-backward", parameter=bucket.spec.params[index].name
             )
-    deferred = (bucket.accumulation.from_others | (accumulated - unused)).intersection(flight.missing)
+    deferred = (bucket.accumulation.from_others() | (accumulated - unused)).intersection(flight.missing)
     bucket.accumulation.deferred = {index: grads[index] for index in deferred}
     return grads
 

@@ -30,6 +30,7 @@ from ..proof.audit import PreShardStorages
 from ..ranks.assignment import GroupAssignment, find_world_group
 from ..ranks.control import Control
 from ..ranks.process_groups import BucketRanks
+from ..runtime.accumulation import Accumulation
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
 from ..runtime.row_dtensor import DTENSORS
@@ -292,6 +293,9 @@ class ShardingSteps:
         buckets: dict[str, Bucket] = {}  # by handle
         shared: dict[tuple[str, torch.device, BucketRanks], Any] = {}
         peer_memory = {}
+        accumulation: type[Accumulation] = Accumulation
+        if self.options.ranks_may_differ:
+            accumulation = load("extras.ranks_differ.gradients_of_others:AccumulationOfAll")
         for spec in self.plan:
             transport, ranks = find_transport(spec.comm.transport), assignment.ranks_of(spec)
             if transport.peers_read_shards:
@@ -311,6 +315,7 @@ class ShardingSteps:
                 handle,
                 secondary_ranks=assignment.secondary_ranks_of(spec),
                 peer_memory=peer_memory.get(spec.name),
+                accumulation=accumulation,
             )
             buckets[handle].all_reduce_hook = self.options.all_reduce_hook
         self.locations = {n: (b, i) for b in buckets.values() for i, p in enumerate(b.spec.params) for n in p.names}

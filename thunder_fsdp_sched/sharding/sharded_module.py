@@ -56,8 +56,7 @@ class ShardedModule:
         replaced: ignored parameters and buffers on their new device.
         began_on_meta: names of tensors without values, until all of them are known to have some.
         kept_buckets_are_final: whether ``max_unsharded_bytes`` has settled already which buckets are kept.
-        found: the outcomes of searches for this module, which one rank made for all, by what was searched for.
-        without_batch: the starts of the traces that a rank without a batch runs, by kind (``ranks_may_differ``).
+        attached: what extras keep with this module, each under a name of its own.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
         leaves: the modules that are not traced.
     """
@@ -74,8 +73,7 @@ class ShardedModule:
     began_on_meta: set[str]
     leaves: Leaves
     kept_buckets_are_final: bool = False
-    found: dict[int, Any] = field(default_factory=dict)
-    without_batch: dict[Any, Any] = field(default_factory=dict)
+    attached: dict[str, Any] = field(default_factory=dict)
     running_eagerly: bool = False
 
     def __post_init__(self) -> None:
@@ -151,11 +149,12 @@ class ShardedModule:
             self._is_starting = False
 
         offloads = any(bucket.spec.comm.offload for bucket in self.buckets)
+        finish_copies = load("extras.shard_offload:finish_copies") if offloads else None
 
         def after_call(jitted: Any, *_: Any) -> None:
             self._collects_less.end()
-            if offloads:
-                load("extras.shard_offload:finish_copies")()
+            if finish_copies is not None:
+                finish_copies()
             if self.leaves:
                 self._attributes.take_buffers(jitted)  # which leaf modules have assigned
             if not self.running_eagerly and self.module_params.has_placeholders:  # tracing failed

@@ -31,7 +31,7 @@ def accumulate_reduced(bucket: Bucket, flight: InFlight, *, sent_left: bool = Tr
     assert flight.slot is not None and flight.output is not None
     flight.slot.arena.finish(flight)
     given = set(range(len(bucket.params))).difference(flight.missing)
-    from_others = bucket.accumulation.from_others
+    from_others = bucket.accumulation.from_others()
     added = _accumulated_of(bucket, given | from_others)
     if dropped := (given | from_others) - added:
         rows = bucket.spec.layout.shard_views(bucket.rank, flight.output)

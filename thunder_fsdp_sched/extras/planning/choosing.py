@@ -187,7 +187,8 @@ class Chooser:
             MemoryLimitError, ValueError: the limits are too low.
             ScheduleDisagreement: a rank does something else.
         """
-        control, found = self.sharded.control, self.sharded.found
+        control = self.sharded.control
+        found: dict[int, Any] = self.sharded.attached.setdefault("outcomes of searches", {})
         if control.is_single_rank or self.options.ranks_may_differ:  # they may compile alone
             with control.announcing_failure(_SEARCH):
                 return self._search_all()

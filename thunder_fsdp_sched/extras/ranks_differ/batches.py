@@ -141,10 +141,10 @@ def _run(transform: FSDPTransform, kind: tuple[Any, ...]) -> None:
                 reduce_unreduced(bucket)
             backward_done(no_sync, *transform.sharded.buckets)
         return
-    starts = transform.sharded.without_batch
+    starts: dict[tuple[Any, ...], DifferingStart] = transform.sharded.attached.setdefault("starts without batch", {})
     if kind not in starts:
         starts[kind] = _start_without_batch(transform, kind)
-    start: DifferingStart = starts[kind]
+    start = starts[kind]
     start.text = _text(kind, training=transform.sharded.module.training)
     start.post()
     if (take_part := start.settled_or_merged()) is not None:

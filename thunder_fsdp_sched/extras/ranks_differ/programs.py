@@ -24,8 +24,8 @@ A rank without a batch has an empty program, and runs a trace that only takes pa
 [Note: Gradients of ranks that differ]
 A parameter has a gradient on all ranks if the backward of some rank gives it one, or if some rank has accumulated one under
 ``no_sync``. On ranks whose own backward does not return it, its rows are added to ``.grad`` at the end of backward
-(``Accumulation.from_others``, ``Accumulation.deferred``). The sum is divided by the number of all ranks that share it, as by
-``DistributedDataParallel(find_unused_parameters=True)``.
+(``AccumulationOfAll.expected``, ``Accumulation.deferred``). The sum is divided by the number of all ranks that share it, as
+by ``DistributedDataParallel(find_unused_parameters=True)``.
 
 If ``no_sync`` has left gradients of a bucket that no program reduces, all of its ranks reduce it at the end of backward.
 Kept buckets that a rank has lost are gathered again by all of its ranks before the trace starts.

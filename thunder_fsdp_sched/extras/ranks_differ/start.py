@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from thunder.core.trace import TraceCtx
 
 from ...capture.garbage_collection import CollectsLess
+from ...compiled_traces import CompiledTraces
 from ...ir.analysis import NO_PENDING_GRADS
 from ...ir.registry import with_caches
 from ...passes import Context
@@ -25,6 +26,7 @@ from ...runtime.unused_outputs import agree_on_unused
 from ...sharding.sharded_module import ShardedModule, ShardingTransform
 from ..no_sync.ops import reduce_sums
 from .build import build
+from .gradients_of_others import AccumulationOfAll
 from .merging import BucketKey
 from .programs import (
     Left,
@@ -161,8 +163,8 @@ class DifferingStart(TraceStart):
                 gather_again(bucket, bucket.private_slot if bucket in lost else None)
         if self.half == "backward":
             for bucket in self.buckets:
-                others = outcome.used[bucket.spec.name] if outcome.merges else frozenset()
-                bucket.accumulation.from_others = others
+                assert isinstance(bucket.accumulation, AccumulationOfAll)
+                bucket.accumulation.expected = outcome.used[bucket.spec.name] if outcome.merges else frozenset()
         if outcome.merges:
             is_ready = bool(offered_bits & _READY) and version == self.registry.version
             self._ends_with_audit = not (is_ready and offered_bits & _AUDITED)
@@ -250,6 +252,12 @@ class DifferingStart(TraceStart):
         return [(bucket, left[bucket.spec.name]) for bucket in self.buckets if bucket.spec.name in left]
 
 
+def with_merged(traces: CompiledTraces) -> CompiledTraces:
+    """Return these traces with merged ones where there are some, unless they were forgotten."""
+    merged: dict[str, TraceCtx] = traces.attached.get("merged", {})
+    return replace(traces, **merged) if merged and hasattr(traces, "forward") else traces
+
+
 def start_of(transform: ShardingTransform, context: Context, trace: TraceCtx, half: str) -> DifferingStart:
     """Return the start of a trace that is scheduled."""
     program, groups = program_of(trace)
@@ -294,11 +302,11 @@ class Maker:
             half=start.half,
         )
         traces, options = context.traces, context.options
-        traces.merged[start.half] = merged
+        traces.attached.setdefault("merged", {})[start.half] = merged
         if options.max_memory is not None and traces.forward is not None:
             pending = NO_PENDING_GRADS.union(*(one.pending_grads for one in transform.compiled if one.no_sync))
             transform._planner.check_memory(
-                replace(traces, **traces.merged),
+                with_merged(traces),
                 limit=options.max_memory,
                 pending_grads=NO_PENDING_GRADS if start.no_sync else pending,
                 compiled=[one for one in transform.compiled if one is not traces],
