@@ -296,14 +296,14 @@ class ShardingSteps:
         accumulation: type[Accumulation] = Accumulation
         if self.options.ranks_may_differ:
             accumulation = load("extras.ranks_differ.gradients_of_others:AccumulationOfAll")
-        for spec in self.plan:
-            transport, ranks = find_transport(spec.comm.transport), assignment.ranks_of(spec)
-            if transport.peers_read_shards:
-                key = spec.comm.transport, spec.device, ranks
-                if key not in shared:
-                    shared[key] = load("extras.symmetric_memory:PeerMemory")(transport, spec.device, ranks)
-                peer_memory[spec.name] = memory = shared[key]
-                memory.announce(spec.name, *spec.sent_shard, workspace=transport_of(spec).reduce_workspace(spec))
+        read_by_peers = [spec for spec in self.plan if find_transport(spec.comm.transport).peers_read_shards]
+        memory_of: Any = load("extras.symmetric_memory:PeerMemory") if read_by_peers else None
+        for spec in read_by_peers:
+            key = spec.comm.transport, spec.device, assignment.ranks_of(spec)
+            if key not in shared:
+                shared[key] = memory_of(find_transport(key[0]), *key[1:])
+            peer_memory[spec.name] = memory = shared[key]
+            memory.announce(spec.name, *spec.sent_shard, workspace=transport_of(spec).reduce_workspace(spec))
         for spec in self.plan:
             handle = handle_name(spec.name)
             while handle in buckets:
@@ -349,12 +349,14 @@ class ShardingSteps:
         self.policies.attach_casts()
         module, moved, former_params = self.module, self.moved, []
         new_of: dict[int, torch.Tensor] = {id(buffer): moved[name] for name, buffer in self.model.named_buffers()}
+        is_hooked = any(any(hooks_of(former)) for _, _, former, _ in self.params)
+        take_hooks: Any = load("extras.parameter_hooks:take_hooks") if is_hooked else None
         for spec, _, former, _ in self.params:
             bucket, index = self.locations[spec.name]
             new_of[id(former)] = param = bucket.params[index]
             param.__dict__.update({key: value for key, value in vars(former).items() if key != "_thunder_device"})
             if any(hooks_of(former)):
-                load("extras.parameter_hooks:take_hooks")(former, param)
+                take_hooks(former, param)
             former_params.append(retire(former, spec.name))
         replace_in_containers(module, new_of)
         for path, submodule in module.named_modules(remove_duplicate=False):
