@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules, walk_packages
@@ -141,6 +142,16 @@ def test_every_example_is_included_in_a_page() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     documented = set(re.findall(r"^::: thunder_fsdp_sched\.(\w+)", "\n".join(map(text_of, pages())), re.MULTILINE))
     assert documented == {name for name in dir(thunder_fsdp_sched) if not name.startswith("_")}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """One word, one meaning: neither does a private one have the name of another."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in (ROOT / "thunder_fsdp_sched").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(str(path.relative_to(ROOT)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
 @pytest.mark.parametrize("name", ["fabric", "huggingface", "planning", "reports", "testing"])

@@ -10,7 +10,7 @@ from functools import cached_property
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, follow_order, steps_of
 from thunder_fsdp_sched.extras.ranks_differ.merging import GATHER, REDUCE, Key, Step
-from thunder_fsdp_sched.extras.ranks_differ.symbols import Serving, key_of
+from thunder_fsdp_sched.extras.ranks_differ.symbols import ServingStart, key_of
 from thunder_fsdp_sched.ranks.messages import Action
 from thunder_fsdp_sched.runtime.memory import Slot
 
@@ -60,7 +60,7 @@ class Small:
         merged = self.follow(order, buckets, _Start())
         return program_of_merged(merged, active, size, self.seconds * has_compute)
 
-    def follow(self, order: Sequence[Key], buckets: Mapping[str, Bucket], start: Serving) -> TraceCtx:
+    def follow(self, order: Sequence[Key], buckets: Mapping[str, Bucket], start: ServingStart) -> TraceCtx:
         """Return its merged trace, with slots."""
         by_key = {key_of(bucket): bucket for bucket in buckets.values()}
         return assign_slots(follow_order(self.trace, order=order, start=start, buckets=by_key, sources={}))

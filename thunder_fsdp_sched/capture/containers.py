@@ -28,7 +28,7 @@ _BUFFERS = (bytearray, array)
 _COPIED = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 
 
-class Contents:
+class ContainerContents:
     """The contents of a container, which other containers are compared with."""
 
     def __init__(self, container: Any) -> None:
@@ -47,14 +47,14 @@ class Containers:
 
     def __init__(self, paths: Paths) -> None:
         self._paths = paths
-        self._known: dict[Path, tuple[Any, Contents]] = {}
+        self._known: dict[Path, tuple[Any, ContainerContents]] = {}
         self._copies: dict[Path, Any] = {}  # shallow ones
         self._read: set[Path] = set()
 
     def note(self, path: Path, value: Any) -> None:
         """Note the contents of a value if it is a container."""
         if path not in self._known and (isinstance(value, (*_ITEMS_OF, dict, set, *_BUFFERS)) or _is_numpy(value)):
-            self._known[path] = value, Contents(value)
+            self._known[path] = value, ContainerContents(value)
             if type(value) in _COPIED:
                 self._copies[path] = value.copy()
 

@@ -93,7 +93,7 @@ class Observed(NamedTuple):
     elsewhere: bool = False
 
 
-class _Tensor(NamedTuple):
+class _TensorArgument(NamedTuple):
     """A tensor argument of a call; equal tensors have equal numbers."""
 
     number: int
@@ -314,11 +314,11 @@ def fake_arguments(
     Args:
         convert: whether Thunder's dtypes and devices become torch's. All devices become that of ``fake_mode``.
     """
-    tensors = {a.number: _empty(a, layout) for a in arguments if type(a) is _Tensor}
+    tensors = {a.number: _empty(a, layout) for a in arguments if type(a) is _TensorArgument}
     return tree_unflatten([_fake(a, tensors, convert) for a in arguments], spec)
 
 
-def _empty(tensor: _Tensor, layout: torch.memory_format) -> torch.Tensor:
+def _empty(tensor: _TensorArgument, layout: torch.memory_format) -> torch.Tensor:
     shape = tuple(map(int, tensor.shape))
     if tensor.strides is not None:
         return torch.empty_strided(shape, tensor.strides, dtype=tensor.dtype)
@@ -327,7 +327,7 @@ def _empty(tensor: _Tensor, layout: torch.memory_format) -> torch.Tensor:
 
 
 def _fake(argument: Any, tensors: Mapping[int, torch.Tensor], convert: bool) -> Any:
-    if isinstance(argument, _Tensor):
+    if isinstance(argument, _TensorArgument):
         return tensors[argument.number]
     if isinstance(argument, torch.device) or (isinstance(argument, str) and _DEVICE.fullmatch(argument)):
         return torch.get_default_device()
@@ -349,7 +349,7 @@ def describe(leaves: Sequence[Any], strides: Mapping[str, tuple[int, ...]]) -> l
     for leaf in leaves:
         if isinstance(leaf, TensorProxy):
             number, shape = numbers.setdefault(leaf.name, len(numbers)), tuple(map(_value, shape_of(leaf)))
-            described.append(_Tensor(number, shape, to_torch_dtype(leaf.dtype), strides.get(leaf.name)))
+            described.append(_TensorArgument(number, shape, to_torch_dtype(leaf.dtype), strides.get(leaf.name)))
         elif isinstance(leaf, NumberProxy):
             described.append(leaf.value)
         elif isinstance(leaf, (*_CONSTANTS, *_KINDS)):
@@ -361,7 +361,7 @@ def describe(leaves: Sequence[Any], strides: Mapping[str, tuple[int, ...]]) -> l
 
 def identity_of(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """Return a key that is equal for equal described arguments; ``True`` and ``1`` differ."""
-    return tuple([(type(a), a if type(a) is _Tensor else str(a)) for a in arguments])
+    return tuple([(type(a), a if type(a) is _TensorArgument else str(a)) for a in arguments])
 
 
 def _value(size: Any) -> Any:

@@ -36,12 +36,12 @@ def with_kernels(executors: Sequence[Executor], computes_on: Collection[str]) ->
     return (*executors[:first], executor, *executors[first:])
 
 
-class _Call(NamedTuple):
+class _KernelCall(NamedTuple):
     program: TorchProgram
     inputs: Sequence[TensorProxy]
 
 
-def _call_of(symbol: Symbol, differentiable: frozenset[str], args: Any, kwargs: Any) -> _Call | None:
+def _call_of(symbol: Symbol, differentiable: frozenset[str], args: Any, kwargs: Any) -> _KernelCall | None:
     """Return what torch runs for a call of a function; ``None`` if Thunder decomposes it.
 
     The arguments go to torch by name, except the first, because Thunder leaves out some of torch's.
@@ -65,7 +65,7 @@ def _call_of(symbol: Symbol, differentiable: frozenset[str], args: Any, kwargs: 
     function = torch_function_of(symbol.id) or getattr(torch.nn.functional, symbol.name)
     flags = tuple([name in wanted for name in inputs])
     program = cached(torch_program, function, arguments, spec, device_of(inputs.values()), tuple(named), flags)
-    return None if program is None else _Call(program, tuple(inputs.values()))
+    return None if program is None else _KernelCall(program, tuple(inputs.values()))
 
 
 def _is_symbolic(leaf: Any) -> bool:

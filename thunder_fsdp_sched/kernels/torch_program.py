@@ -42,7 +42,7 @@ class _Value(NamedTuple):
     number: int
 
 
-class _Step(NamedTuple):
+class _OperatorCall(NamedTuple):
     """A call of a base operator, with a ``_Value`` for each tensor among its arguments and results."""
 
     operator: Any
@@ -66,7 +66,7 @@ class TorchProgram(NamedTuple):
         forward: the numbers of the steps that compute the result.
     """
 
-    steps: Sequence[_Step]
+    steps: Sequence[_OperatorCall]
     inputs: Sequence[_Value]
     result: _Value
     grad: _Value
@@ -131,7 +131,7 @@ def _record(function: Callable[..., Any], args: Any, kwargs: Any, differentiable
     inputs = list({id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}.values())
     for tensor, is_wanted in zip(inputs, differentiable, strict=True):
         tensor.requires_grad_(is_wanted)
-    recorder = _Recorder(inputs)
+    recorder = _CallRecorder(inputs)
     with torch.enable_grad(), recorder:
         result = function(*args, **kwargs)
     number = len(recorder.steps)
@@ -151,12 +151,12 @@ def _record(function: Callable[..., Any], args: Any, kwargs: Any, differentiable
     )
 
 
-class _Recorder(TorchDispatchMode):
+class _CallRecorder(TorchDispatchMode):
     """A dispatch mode that records the base operators that run under it."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.steps: list[_Step] = []
+        self.steps: list[_OperatorCall] = []
         self._values: dict[int, _Value] = {}
         self._alive: list[torch.Tensor] = []  # so that no other tensor gets the identity of one that is gone
         for tensor in inputs:
@@ -183,11 +183,11 @@ class _Recorder(TorchDispatchMode):
             self._stands_for(out, read_args[0])
         elif func.namespace != "prim":  # such as a question for the device
             results = tree_map_only(torch.Tensor, lambda tensor: self.value(tensor, is_new=True), out)
-            self.steps.append(_Step(func, read_args, read_kwargs, results))
+            self.steps.append(_OperatorCall(func, read_args, read_kwargs, results))
         return out
 
 
-def _is_functional(step: _Step) -> bool:
+def _is_functional(step: _OperatorCall) -> bool:
     """Return whether an operator changes nothing and draws nothing."""
     operator = step.operator
     if operator.namespace != "aten" or schema_of(operator).is_mutable:
@@ -195,7 +195,7 @@ def _is_functional(step: _Step) -> bool:
     return not draws(operator, named_arguments(operator, step.args, step.kwargs))
 
 
-def _needed(steps: Sequence[_Step], result: _Value) -> frozenset[int]:
+def _needed(steps: Sequence[_OperatorCall], result: _Value) -> frozenset[int]:
     """Return the numbers of the steps that compute ``result``."""
     values, numbers = {result}, set()
     for number in reversed(range(len(steps))):

@@ -37,7 +37,7 @@ def on_plain_rows(optimizer: torch.optim.Optimizer) -> Any:
     own: Any = type(optimizer)
     if own not in _ELEMENTWISE or optimizer.defaults["differentiable"] or _has_other_hooks(optimizer):
         return None
-    groups, state = [], _State(optimizer.state)
+    groups, state = [], _PlainState(optimizer.state)
     for group in optimizer.param_groups:
         if any(isinstance(option, torch.Tensor) and option.ndim for option in group.values()):
             return None  # state that is made of it could be taken for rows
@@ -72,7 +72,7 @@ def _stand_in_for(cls: type[torch.optim.Optimizer]) -> Any:
     return type(cls.__name__, (cls,), {"__slots__": ("param_groups", "state"), "__module__": __name__})
 
 
-class _State(dict[Any, Any]):
+class _PlainState(dict[Any, Any]):
     """The state of an optimizer by plain rows instead of parameters.
 
     Attributes:

@@ -64,7 +64,7 @@ def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradien
     last_use = {name: position for position, bsym in enumerate(computation) for name in args_of(bsym)}
     last_use |= dict.fromkeys(outputs, len(computation))
     needing = needing_gradient(trace) if has_gradients else frozenset[str]()
-    calls: dict[int, _Call] = {}
+    calls: dict[int, _RegionCall] = {}
     for regions in find_repeated_regions(computation, last_use, _repeatable(executors)):
         # A gradient from bound symbols after a region, for an input that needs one, would be added in between.
         inputs = ((region, proxy.name) for region in regions for proxy in region.inputs)
@@ -73,7 +73,7 @@ def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradien
         first = regions[0]
         program = _program(computation[first.start : first.stop], first, trace, transform)
         if program is not None:
-            calls.update((region.start, _Call(program, first, region, needing)) for region in regions)
+            calls.update((region.start, _RegionCall(program, first, region, needing)) for region in regions)
     if not calls:
         return transform(trace)
     with_calls = from_trace(trace)
@@ -153,7 +153,7 @@ def _is_special(bsym: BoundSymbol) -> bool:
 #
 
 
-class _Program(NamedTuple):
+class _RegionProgram(NamedTuple):
     """The bound symbols that Thunder has made of one region.
 
     Attributes:
@@ -187,7 +187,7 @@ _Part = Literal["all", "forward", "backward"]
 
 def _program(
     bsyms: Sequence[BoundSymbol], region: RepeatedRegion, trace: TraceCtx, transform: Callable[[TraceCtx], TraceCtx]
-) -> _Program | None:
+) -> _RegionProgram | None:
     """Return the program of a region; ``None`` if its backward is not a function of the result's gradient alone."""
     single = from_trace(trace)
     arguments = [requiring_gradient(p) if _is_differentiable(p) else p for p in region.inputs]
@@ -215,7 +215,7 @@ def _program(
     saved = {name: made[name] for bsym in backward for name in args_of(bsym) if name in made and name != output.name}
     if not all(isinstance(each, TensorProxy) for each in saved.values()):
         return None
-    return _Program(region.inputs, output, forward, tuple(saved.values()), grad, backward, tuple(grads))
+    return _RegionProgram(region.inputs, output, forward, tuple(saved.values()), grad, backward, tuple(grads))
 
 
 def _is_differentiable(proxy: Proxy) -> bool:
@@ -231,7 +231,7 @@ def _defines(bsyms: Sequence[BoundSymbol], proxy: Proxy) -> bool:
 #
 
 
-class _Call:
+class _RegionCall:
     """A region that is computed by a program: the opaque argument of ``fsdp_run``. Thunder would flatten a dataclass.
 
     Attributes:
@@ -240,7 +240,7 @@ class _Call:
     """
 
     def __init__(
-        self, program: _Program, first: RepeatedRegion, region: RepeatedRegion, needing: Collection[str]
+        self, program: _RegionProgram, first: RepeatedRegion, region: RepeatedRegion, needing: Collection[str]
     ) -> None:
         self.program = program
         self.region = region
@@ -267,11 +267,11 @@ def _expand(bsym: BoundSymbol, trace: TraceCtx) -> Sequence[BoundSymbol]:
     return found
 
 
-def _run_meta(call: _Call, part: _Part, *inputs: Proxy) -> tuple[Any, ...]:
+def _run_meta(call: _RegionCall, part: _Part, *inputs: Proxy) -> tuple[Any, ...]:
     return tuple(renamed(proxy, get_tracectx(), set(proxy.tags)) for proxy in call.program.results(part))
 
 
-def _run_grad(call: _Call, part: _Part, *inputs: Proxy) -> Any:
+def _run_grad(call: _RegionCall, part: _Part, *inputs: Proxy) -> Any:
     program = call.program
     output, *saved = fsdp_run(call, "forward", *inputs)
     if program.grad is not None:

@@ -186,7 +186,7 @@ def load_safetensors(
     _verify(group, path, files, crcs, verify=verify_checksums)
 
     def prepare() -> Loading:
-        reader = _Reader(files)
+        reader = _RowReader(files)
         loading = Loading(path, reader)
         known = {alias for name in rows_by_name(model) for alias in sharded.names_of(name)}
         loading.fit_model(model, {name: name for name in reader.contents}, known, strict=strict)
@@ -195,7 +195,7 @@ def load_safetensors(
     run_on_all_ranks(group, "load_safetensors", prepare).finish(group, "load_safetensors")
 
 
-class _Reader:
+class _RowReader:
     """The reader of rows of the tensors in files; of a tensor that is in several, the last file's.
 
     Raises:

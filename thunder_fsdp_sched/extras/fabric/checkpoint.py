@@ -47,7 +47,7 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
 @dataclass
-class _State:
+class _Objects:
     """The objects of one ``fabric.save`` or ``fabric.load`` call, by their keys.
 
     Data loaders without a state are left out: pickled ones would resume nothing, and could not be read with
@@ -61,7 +61,7 @@ class _State:
     others: dict[str, Any]
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], what: str) -> _State:
+    def of(cls, state: Mapping[str, Any], what: str) -> _Objects:
         modules = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
         if len(modules) != 1:
             raise coded_error(ValueError, "fabric.expected-one-module", call=what, got=list(modules) or "none")
@@ -95,7 +95,7 @@ def save(path: Path, state: Mapping[str, Any], *, whole: bool, keep: Filter | No
     Raises:
         CheckpointError: on all ranks, if it could not be saved.
     """
-    parts = _State.of(state, "fabric.save")
+    parts = _Objects.of(state, "fabric.save")
     states = lambda: {key: v.state_dict() if _has_state(v) else v for key, v in parts.others.items()}  # noqa: E731
     others = run_on_all_ranks(parts.sharded.world_group, "fabric.save", states)
     if whole:
@@ -106,7 +106,7 @@ def save(path: Path, state: Mapping[str, Any], *, whole: bool, keep: Filter | No
         _save_folder(path, parts, others)
 
 
-def _save_folder(path: Path, parts: _State, others: dict[str, Any]) -> None:
+def _save_folder(path: Path, parts: _Objects, others: dict[str, Any]) -> None:
     group = parts.sharded.world_group
 
     def begin() -> Path:
@@ -123,7 +123,7 @@ def _save_folder(path: Path, parts: _State, others: dict[str, Any]) -> None:
     save_in_rounds(group, run, state, write)
 
 
-def _save_file(path: Path, parts: _State, others: dict[str, Any], keep: Filter) -> None:
+def _save_file(path: Path, parts: _Objects, others: dict[str, Any], keep: Filter) -> None:
     group = parts.sharded.world_group
     writes = group.rank == 0
 
@@ -184,7 +184,7 @@ def load(path: Path, state: dict[str, Any], *, strict: bool, weights_only: bool 
         CheckpointError: on all ranks, if ``path`` has no checkpoint, or one that does not fit.
         KeyError: it has no value for a key of ``state`` (``strict``). The module and its optimizers are loaded then.
     """
-    parts = _State.of(state, "fabric.load")
+    parts = _Objects.of(state, "fabric.load")
     group = parts.sharded.world_group
     path = find(path)
     if path.is_dir():
@@ -205,7 +205,7 @@ def load(path: Path, state: dict[str, Any], *, strict: bool, weights_only: bool 
     return others
 
 
-def _load_file(path: Path, parts: _State, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+def _load_file(path: Path, parts: _Objects, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
     group = parts.sharded.world_group
 
     def read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -224,7 +224,7 @@ def _load_file(path: Path, parts: _State, *, strict: bool, weights_only: bool | 
     return content
 
 
-def _rows_of(whole: Mapping[str, Any], parts: _State, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _rows_of(whole: Mapping[str, Any], parts: _Objects, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the argument of an optimizer's ``load_state_dict`` with this rank's rows of whole state.
 
     Parameters may be keyed by name or, as an unsharded optimizer saves them, by number.

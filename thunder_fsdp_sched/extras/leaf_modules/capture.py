@@ -29,7 +29,7 @@ from ...capture.leaves import Leaves
 from ...capture.module_members import OF_MODULES
 from ...capture.paths import FUNCTION, Path, evaluate
 from ...errors import coded_error
-from .leaf import TENSOR, Entry, Leaf, Metadata, Structure
+from .leaf import TENSOR, Leaf, Metadata, NamedParameter, Nested
 from .observe import Communicates, is_plain, observe, run_once
 from .stale import read_before_written
 from .symbols import call
@@ -206,7 +206,7 @@ def _leaf_of(
     for number, argument in examples.items():
         if not argument.requires_grad:
             inputs[number] = inputs[number]._replace(differentiable=False)
-    arguments = Structure(tuple(TENSOR if _is_tensor(value) else value for value in flat), spec)
+    arguments = Nested(tuple(TENSOR if _is_tensor(value) else value for value in flat), spec)
     autocasts = [
         (str(device), None if dtype is None else dtypes.to_torch_dtype(dtype), enabled)
         for device, dtype, enabled in get_compile_data().autocast_stack.stack
@@ -226,10 +226,10 @@ def _metadata(tensor: TensorProxy | torch.Tensor) -> Metadata:
     return Metadata(tuple(map(int, tensor.shape)), dtype, device, is_differentiable)
 
 
-def _parameters_of(module: torch.nn.Module) -> tuple[list[Entry], dict[tuple[str, ...], torch.nn.Parameter]]:
+def _parameters_of(module: torch.nn.Module) -> tuple[list[NamedParameter], dict[tuple[str, ...], torch.nn.Parameter]]:
     """Return all entries, and each parameter once with the path to one of its names."""
     numbers: dict[int, int] = {}
-    entries: list[Entry] = []
+    entries: list[NamedParameter] = []
     parameters: dict[tuple[str, ...], torch.nn.Parameter] = {}
     for path, owner in module.named_modules():
         for key, parameter in owner._parameters.items():
@@ -237,7 +237,7 @@ def _parameters_of(module: torch.nn.Module) -> tuple[list[Entry], dict[tuple[str
                 if id(parameter) not in numbers:
                     numbers[id(parameter)] = len(parameters)
                     parameters[(*filter(None, path.split(".")), key)] = parameter
-                entries.append(Entry(owner, key, numbers[id(parameter)]))
+                entries.append(NamedParameter(owner, key, numbers[id(parameter)]))
     return entries, parameters
 
 

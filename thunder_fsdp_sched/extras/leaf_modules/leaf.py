@@ -29,16 +29,16 @@ class Metadata(NamedTuple):
     differentiable: bool
 
 
-class _Tensor:
+class _TensorPlace:
     def __repr__(self) -> str:
         return "a tensor"
 
 
-TENSOR = _Tensor()
+TENSOR = _TensorPlace()
 """Stands for a tensor among the flat arguments or results of a call."""
 
 
-class Structure(NamedTuple):
+class Nested(NamedTuple):
     """Nested arguments or results: tensors in the places of :data:`TENSOR`, and constants."""
 
     flat: tuple[Any, ...]
@@ -50,7 +50,7 @@ class Structure(NamedTuple):
         return tree_unflatten([next(values) if each is TENSOR else each for each in self.flat], self.spec)
 
 
-class Entry(NamedTuple):
+class NamedParameter(NamedTuple):
     """A name under which a submodule has a parameter.
 
     Attributes:
@@ -90,7 +90,7 @@ class Leaf:
     """
 
     outputs: tuple[Metadata, ...]
-    results: Structure
+    results: Nested
     name = traced_name = ""
     needs: tuple[bool, ...] = ()
     names: set[str]
@@ -103,10 +103,10 @@ class Leaf:
         self,
         path: str,
         function: Callable[..., Any],
-        entries: Sequence[Entry],
+        entries: Sequence[NamedParameter],
         inputs: Sequence[Metadata],
         parameters: Sequence[Metadata],
-        arguments: Structure,
+        arguments: Nested,
         autocasts: Sequence[tuple[str, torch.dtype | None, bool]],
     ) -> None:
         self.path, self.function, self.entries = path, function, tuple(entries)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from ...capture.module_members import OF_MODULES
 from ...errors import coded_error
 from ...ir.observation import Recorder
-from .leaf import TENSOR, Leaf, Metadata, Structure
+from .leaf import TENSOR, Leaf, Metadata, Nested
 
 
 class LeafError(NotImplementedError):
@@ -189,7 +189,7 @@ def _note(leaf: Leaf, result: Any, *, is_given: bool = False, reads_data: bool =
     if not outputs:
         raise coded_error(TypeError, "leaf.returns-no-tensor")
     leaf.outputs = tuple(outputs)
-    leaf.results = Structure(tuple(TENSOR if isinstance(v, torch.Tensor) else v for v in flat), spec)
+    leaf.results = Nested(tuple(TENSOR if isinstance(v, torch.Tensor) else v for v in flat), spec)
 
 
 def _identities(container: Any) -> list[Any]:

@@ -111,7 +111,7 @@ class _Packing:
         return tensor
 
 
-class State:
+class LeafState:
     """What one forward of a leaf leaves for its backward.
 
     Attributes:
@@ -146,7 +146,7 @@ def _with_storage(parameter: torch.Tensor, storage: torch.UntypedStorage) -> tor
     return _tensor_at(storage, parameter.dtype, 0, parameter.size(), parameter.stride())
 
 
-class _Run:
+class _LeafCall:
     """One call of a leaf: what it gets, and the checks of what it leaves."""
 
     def __init__(self, leaf: Leaf, tensors: Sequence[torch.Tensor]) -> None:
@@ -196,7 +196,7 @@ def run(leaf: Leaf, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
     If its outputs had none when it was observed, although something that it reads needs one, this is checked.
     """
-    one = _Run(leaf, tensors)
+    one = _LeafCall(leaf, tensors)
     with torch.set_grad_enabled(any(leaf.needs)):
         given = [*one.given, *one.parameters]
         for number in (number for number, is_needed in enumerate(leaf.needs) if is_needed):
@@ -210,9 +210,9 @@ def run(leaf: Leaf, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def forward(leaf: Leaf, *tensors: torch.Tensor) -> tuple[Any, ...]:
     """Call a leaf, and return its outputs and the state for its backward."""
-    one = _Run(leaf, tensors)
+    one = _LeafCall(leaf, tensors)
     packing = _Packing(leaf, one.pointers)
-    state, count = State(leaf, packing), len(leaf.inputs)
+    state, count = LeafState(leaf, packing), len(leaf.inputs)
     with torch.enable_grad(), saved_tensors_hooks(packing.pack, packing.unpack):
         given = [*(t.detach() for t in one.given), *one.parameters]
         numbers = [i for i, is_needed in enumerate(leaf.needs) if is_needed]
@@ -262,7 +262,7 @@ def _used(edge: Any, binding: Any, count: int) -> set[int]:
     return found
 
 
-def backward(leaf: Leaf, state: State, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def backward(leaf: Leaf, state: LeafState, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the inputs and parameters that need one.
 
     Args:

@@ -35,7 +35,7 @@ class ActivationPlan(NamedTuple):
     peak: int
 
 
-class _Option(NamedTuple):
+class _SegmentOption(NamedTuple):
     """An option of a segment.
 
     Attributes:
@@ -52,14 +52,14 @@ class _Option(NamedTuple):
 class _Division(NamedTuple):
     """Forward divided into segments: the options of each, the cheapest first, and the bytes of all other memory."""
 
-    options: list[list[_Option]]
+    options: list[list[_SegmentOption]]
     others: numpy.ndarray
 
-    def total(self, chosen: Sequence[_Option]) -> numpy.ndarray:
+    def total(self, chosen: Sequence[_SegmentOption]) -> numpy.ndarray:
         """Return the bytes at each position with the chosen options."""
         return self.others + sum(option.memory for option in chosen)
 
-    def take_back(self, chosen: list[_Option], limit: int) -> None:
+    def take_back(self, chosen: list[_SegmentOption], limit: int) -> None:
         """Let each segment take its cheapest option with which the step still fits, the most expensive segment first."""
         total = self.total(chosen)
         for number in sorted(range(len(chosen)), key=lambda number: -chosen[number].seconds):
@@ -144,12 +144,12 @@ class ActivationPlans:
         recomputed = frozenset(name for option in best for name in option.recomputed)
         return ActivationPlan(recomputed, int(division.total(best).max()))
 
-    def _options_of(self, segment: ForwardSegment) -> Iterator[_Option]:
+    def _options_of(self, segment: ForwardSegment) -> Iterator[_SegmentOption]:
         saved = self._saved
         for choice in choices_of(saved, segment):
             recomputed = {out for index in choice.recomputed_operators for out in segment.operators[index].outputs}
             memory = timeline(saved.length, _uses(saved, segment, choice.recomputed_operators))
-            yield _Option(frozenset(value.name for value in recomputed), choice.seconds, memory)
+            yield _SegmentOption(frozenset(value.name for value in recomputed), choice.seconds, memory)
 
 
 def _uses(saved: SavedValues, segment: ForwardSegment, recomputed_operators: frozenset[int]) -> list[Span]:

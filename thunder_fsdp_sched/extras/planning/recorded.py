@@ -122,7 +122,7 @@ class _Launch(NamedTuple):
     bucket: str = ""
 
 
-class _Run(NamedTuple):
+class _DeviceRun(NamedTuple):
     """Something that ran on a device."""
 
     start: float
@@ -183,8 +183,8 @@ class _Recording:
             elif event.category == "kernel" and not _KERNEL.search(event.name):
                 busy[event.args.get("stream")] += event.end - event.start
         compute_stream = max(busy, key=busy.__getitem__, default=None)
-        self.communication: list[_Run] = []
-        self.compute: list[_Run] = []
+        self.communication: list[_DeviceRun] = []
+        self.compute: list[_DeviceRun] = []
         for event in events:
             if event.category in _ON_DEVICE:
                 stream = event.args.get("stream")
@@ -193,7 +193,7 @@ class _Recording:
                 communicates = _KERNEL.search(event.name) or (stream != compute_stream and moves)
                 launch = launch if launch.kind else launch._replace(kind=_kind_of(event.name))
                 runs = self.communication if communicates else self.compute
-                runs.append(_Run(*event.span, f"stream {stream}", launch))
+                runs.append(_DeviceRun(*event.span, f"stream {stream}", launch))
 
     def _ran(self, launched: Span) -> Span:
         """Return when the device began and ended what the host launched in this time; without any, the time itself."""
@@ -244,14 +244,14 @@ def _kind_of(name: str) -> str:
     return next((kind for kind in _KINDS if kind.replace("_", "") in plain), name)
 
 
-def _clipped(runs: Iterable[_Run], window: Span) -> list[_Run]:
+def _clipped(runs: Iterable[_DeviceRun], window: Span) -> list[_DeviceRun]:
     """Return the runs in a window, cut to it."""
     since, until = window
     cut = (run._replace(start=max(run.start, since), end=min(run.end, until)) for run in runs)
     return [run for run in cut if run.end > run.start]
 
 
-def _first_come(runs: Iterable[_Run]) -> list[_Run]:
+def _first_come(runs: Iterable[_DeviceRun]) -> list[_DeviceRun]:
     """Return the runs, ascending, without the time in which an earlier one runs, so that they are disjoint."""
     covered, disjoint = float("-inf"), []
     for run in runs:

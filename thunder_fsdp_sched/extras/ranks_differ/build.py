@@ -26,7 +26,7 @@ from ...transforms.insert_agreement import fsdp_audit_agreed
 from ...transforms.release_slots import fsdp_release, release_extension, release_slots
 from .follow_order import follow_order
 from .merging import BucketKey, Key
-from .symbols import Serving, fsdp_finish_served, fsdp_serve_left, fsdp_wait_served_grads
+from .symbols import ServingStart, fsdp_finish_served, fsdp_serve_left, fsdp_wait_served_grads
 
 
 class MachineInAnyOrder(Machine):
@@ -40,7 +40,7 @@ def build(
     trace: TraceCtx,
     *,
     order: Sequence[Key],
-    start: Serving,
+    start: ServingStart,
     buckets: Mapping[BucketKey, Bucket],
     sources: Mapping[Key, str],
     context: Context,
@@ -121,7 +121,11 @@ def _unsharded_bytes(trace: TraceCtx, kept_buckets: Collection[Bucket]) -> int:
 
 
 def _with_end(
-    trace: TraceCtx, start: Serving, buckets: Collection[Bucket], context: Context, half: Literal["forward", "backward"]
+    trace: TraceCtx,
+    start: ServingStart,
+    buckets: Collection[Bucket],
+    context: Context,
+    half: Literal["forward", "backward"],
 ) -> TraceCtx:
     """Insert what the ranks do together at the end, and in backward the statement that hands gradients over."""
     served = (bsym.args[0] for bsym in trace.bound_symbols if bsym.sym is fsdp_wait_served_grads)

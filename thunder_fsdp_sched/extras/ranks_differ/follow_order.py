@@ -15,7 +15,7 @@ from ...ir.inspection import UNPACKING, args_of, outs_of, statements, with_bound
 from ...runtime.bucket import Bucket
 from .merging import ALL_REDUCE, GATHER, REDUCE, SERVED_IN_FLIGHT, BucketKey, Key, Own, Step, place
 from .symbols import (
-    Serving,
+    ServingStart,
     fsdp_serve_all_reduce,
     fsdp_serve_gather,
     fsdp_serve_reduce,
@@ -29,7 +29,7 @@ def follow_order(
     trace: TraceCtx,
     *,
     order: Sequence[Key],
-    start: Serving,
+    start: ServingStart,
     buckets: Mapping[BucketKey, Bucket],
     sources: Mapping[Key, str],
     no_sync: bool = False,
@@ -96,7 +96,7 @@ def follow_order(
     moved = set(at.values())
     found = [((position, 2, 0), bsym) for position, bsym in enumerate(bsyms) if position not in moved]
     new = with_bound_symbols(trace, (), "fsdp: follow the merged order")
-    serving = _Serving(start, sources, no_sync, {key[1:] for key in takes_part if key[0] == ALL_REDUCE})
+    serving = _ServingStatements(start, sources, no_sync, {key[1:] for key in takes_part if key[0] == ALL_REDUCE})
     with tracectx(new):
         for number, each in enumerate(placed):
             issue, wait = (max(each.issue, first), 0, number), (max(each.wait, first), 1, number)
@@ -166,11 +166,11 @@ def _without_marks(bsym: BoundSymbol) -> BoundSymbol:
     return bsym.from_bsym(kwargs={name: value for name, value in bsym.kwargs.items() if name not in marks})
 
 
-class _Serving:
+class _ServingStatements:
     """Makes the bound symbols with which a rank serves others, with ``SERVED_IN_FLIGHT`` collectives in flight."""
 
     def __init__(
-        self, start: Serving, sources: Mapping[Key, str], no_sync: bool, reduced_across: set[tuple[BucketKey, int]]
+        self, start: ServingStart, sources: Mapping[Key, str], no_sync: bool, reduced_across: set[tuple[BucketKey, int]]
     ) -> None:
         self._start, self._sources, self._no_sync = start, sources, no_sync
         self._reduced_across = reduced_across

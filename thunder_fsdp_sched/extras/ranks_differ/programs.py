@@ -148,7 +148,7 @@ class Left(NamedTuple):
     is_whole: bool
 
 
-class State(NamedTuple):
+class RankState(NamedTuple):
     """The part of a token that may differ between ranks with one program; buckets are known by name.
 
     Attributes:
@@ -176,7 +176,7 @@ class Report(NamedTuple):
     program: Program | None
     groups: tuple[tuple[str, tuple[int, ...]], ...]
     ranks_of: Mapping[str, tuple[int, ...]]
-    state: State
+    state: RankState
 
 
 class Outcome(NamedTuple):

@@ -32,8 +32,8 @@ from .programs import (
     Left,
     Outcome,
     Program,
+    RankState,
     Report,
-    State,
     differences_of,
     find_outcome,
     program_of,
@@ -42,7 +42,7 @@ from .symbols import bucket_with_key, key_of
 
 _READY, _AUDITED = 1, 2
 """The bits of a rank that has the merged trace for the latest registry, and of one that does not audit it. No kept bucket
-needs them: see ``State``."""
+needs them: see ``RankState``."""
 
 
 class Merged(NamedTuple):
@@ -93,7 +93,7 @@ class DifferingStart(TraceStart):
         self.differences = differences_of(sharded.control)
         self.registry = self.differences.registries[kind]
         self._inputs = program.digest
-        self._state, self._state_hash = State(), 0
+        self._state, self._state_hash = RankState(), 0
         self._make = make
         self._merged: Merged | None = None
         self.waiting: list[Callable[[], object]] = []
@@ -129,7 +129,7 @@ class DifferingStart(TraceStart):
                 if (a := bucket.accumulation).params and bucket.ends_window():
                     of_bucket = Left(tuple(sorted(a.params)), tuple(sorted(a.used)), a.unsharded is not None)
                     left.append((bucket.spec.name, of_bucket))
-        state = State(tuple(unused), tuple(left), lost, self.registry.has_merged and self._is_partial())
+        state = RankState(tuple(unused), tuple(left), lost, self.registry.has_merged and self._is_partial())
         if state != self._state:
             self._state, self._state_hash = state, hash64(state) if any(state) else 0
         return self._state_hash
@@ -203,7 +203,7 @@ class DifferingStart(TraceStart):
             reports = self._exchange(self._inputs in digests[: self.control.group.rank])
             self.registry.add({rank: theirs.program for rank, theirs in reports.items() if theirs.program is not None})
             for rank, digest in own:
-                self.registry.reports[rank, digest] = reports[rank]._replace(program=None, state=State())
+                self.registry.reports[rank, digest] = reports[rank]._replace(program=None, state=RankState())
         programs = {rank: self.registry.programs[digest] for rank, digest in zip(reports, digests, strict=True)}
         outcome = find_outcome(programs, reports, self.buckets)
         self.registry.has_merged |= outcome.merges

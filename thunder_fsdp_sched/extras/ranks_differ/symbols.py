@@ -58,7 +58,7 @@ from ..replicas import all_reduce, all_reduce_effects
 from .merging import GATHER, REDUCE, BucketKey
 
 
-class Serving(Protocol):
+class ServingStart(Protocol):
     """The start of a merged trace, which prints its name.
 
     Attributes:
@@ -95,7 +95,7 @@ def bucket_with_key(base: Bucket, key: BucketKey) -> Bucket:
     return alias_of_params(base, indices) if indices else base
 
 
-def serve_gather(bucket: Bucket, slot: Slot, start: Serving, occurrence: int) -> InFlight | None:
+def serve_gather(bucket: Bucket, slot: Slot, start: ServingStart, occurrence: int) -> InFlight | None:
     if not start.serves(GATHER, bucket, occurrence):
         return None
     return ops.all_gather(bucket, slot, *[None] * len(bucket.params))
@@ -117,7 +117,7 @@ fsdp_serve_gather = register(
 )
 
 
-def wait_served(bucket: Bucket, flight: InFlight | None, start: Serving) -> None:
+def wait_served(bucket: Bucket, flight: InFlight | None, start: ServingStart) -> None:
     if flight is not None:
         assert flight.slot is not None
         # Without `flight`, which keeps what it sends until its slot is used again.
@@ -138,7 +138,7 @@ def _wait_served_effects(bsym: BoundSymbol) -> Effects:
 fsdp_wait_served = register("fsdp_wait_served", wait_served, _wait_served_effects, kinds=[GATHER_WAITS, WAITS])
 
 
-def serve_reduce(bucket: Bucket, slot: Slot, start: Serving, occurrence: int) -> InFlight | None:
+def serve_reduce(bucket: Bucket, slot: Slot, start: ServingStart, occurrence: int) -> InFlight | None:
     if not start.serves(REDUCE, bucket, occurrence):
         return None
     # Under no_sync the own trace may add to what is left while this reduction is in flight.
@@ -168,7 +168,7 @@ fsdp_serve_all_reduce = register(
 )
 
 
-def wait_served_grads(bucket: Bucket, flight: InFlight | None, start: Serving, no_sync: bool) -> None:
+def wait_served_grads(bucket: Bucket, flight: InFlight | None, start: ServingStart, no_sync: bool) -> None:
     if flight is None:
         bucket.accumulation.deferred = {}  # those of a backward that failed
     else:
@@ -198,7 +198,7 @@ fsdp_wait_served_grads = register(
 )
 
 
-def finish_served(start: Serving, *buckets: Bucket) -> None:
+def finish_served(start: ServingStart, *buckets: Bucket) -> None:
     while start.waiting:
         start.waiting.pop(0)()
 
@@ -215,7 +215,7 @@ def _finish_served_effects(bsym: BoundSymbol) -> Effects:
 fsdp_finish_served = register("fsdp_finish_served", finish_served, _finish_served_effects)
 
 
-def serve_left(start: Serving, *buckets: Bucket) -> None:
+def serve_left(start: ServingStart, *buckets: Bucket) -> None:
     for bucket in buckets:
         bucket.accumulation.deferred = {}  # those of a backward that failed
     start.serve_left()
