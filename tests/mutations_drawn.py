@@ -62,7 +62,7 @@ _SHARP: dict[str, tuple[str, ...]] = {
         "tests/agreement",
         "tests/training/test_windows.py",
     ),
-    "module_hooks.py": ("tests/capture/test_calls.py",),
+    "traced_module.py": ("tests/transforms/test_shard_prologue.py", "tests/capture/test_calls.py"),
     "insert_agreement.py": ("tests/agreement/test_decisions.py", "tests/agreement/test_agreement.py"),
     "registry.py": ("tests/ir/test_caching.py",),
     "observation.py": ("tests/ir/test_operator_facts.py",),

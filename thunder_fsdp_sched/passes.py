@@ -16,7 +16,6 @@ from .logs import Artifacts, log_pass
 from .options import Options
 from .runtime.bucket import Bucket
 from .runtime.memory import Arena
-from .runtime.module_hooks import TracedHooks
 from .runtime.traced_inputs import MemoryOfInputs, TracedInputs
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ class Context:
     """The input of the passes of one compilation, besides traces. A candidate of the search has a copy with other settings.
 
     Attributes:
+        module: the user's.
         buckets: those of the module.
         locations: the bucket of each parameter and its index there, keyed by each of its names.
         shards: this rank's shard of each parameter, keyed by each of its names.
@@ -35,7 +35,6 @@ class Context:
         traces: the results so far.
         settings: the chosen ones.
         no_sync: whether the trace is compiled for ``no_sync``.
-        hooks: those of the module, as it was traced.
         inputs: what the program has read from its inputs.
         memory_of_inputs: what the traces expect of the memory of arguments.
         executors: those that claim operators, in order of priority.
@@ -49,6 +48,7 @@ class Context:
         arena_of: returns the arena of a bucket; another one for candidates of the search.
     """
 
+    module: torch.nn.Module
     buckets: Sequence[Bucket]
     locations: Mapping[str, tuple[Bucket, int]]
     shards: Mapping[str, torch.nn.Parameter]
@@ -56,7 +56,6 @@ class Context:
     traces: CompiledTraces
     settings: StepSettings
     no_sync: bool
-    hooks: TracedHooks
     inputs: TracedInputs | None = None
     memory_of_inputs: MemoryOfInputs = field(default_factory=MemoryOfInputs)
     executors: Sequence[Executor] = ()

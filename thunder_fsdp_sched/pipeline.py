@@ -70,9 +70,9 @@ def prologue(trace: TraceCtx, c: Context) -> TraceCtx:
     return run(
         shard_prologue,
         trace,
+        module=c.module,
         shards=c.shards,
         no_sync=c.no_sync,
-        hooks=c.hooks,
         inputs=c.inputs,
         memory_of_inputs=c.memory_of_inputs,
     )

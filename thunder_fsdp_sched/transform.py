@@ -62,7 +62,6 @@ from .plan.plan import Plan
 from .private_thunder import quiet_no_sync
 from .proof.audit import audited
 from .proof.verify import is_unchanged
-from .runtime.module_hooks import TracedHooks
 from .runtime.traced_inputs import MemoryOfInputs
 from .sharding.refusals import explain_foreign_use
 from .sharding.shard_module import shard_module
@@ -295,6 +294,7 @@ class Compilation:
         self.traces = CompiledTraces(no_sync, next(transform._compilations), call, buckets=self.sharded.buckets)
         executors = transform._claiming
         self.context = Context(
+            self.sharded.module,
             self.sharded.buckets,
             self.sharded.locations,
             self.sharded.shards,
@@ -306,7 +306,6 @@ class Compilation:
                 kept_buckets=frozenset(self.sharded.kept_buckets),
             ),
             no_sync,
-            TracedHooks(self.sharded.module),
             transform._reads.take(),
             executors=executors,
             fusions=[e for e in executors if isinstance(e, FusionExecutor) and not isinstance(e, PassExecutor)],

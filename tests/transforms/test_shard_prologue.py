@@ -75,7 +75,7 @@ def test_what_forward_has_read_is_compared_in_each_call() -> None:
         change(reference.part)
         check(number)
         prologue = str(thunder.last_prologue_traces(model)[-1])
-        assert "fsdp_check_attributes(module, traced_attributes)" in prologue and ".kind" not in prologue, what
+        assert "fsdp_check_module(module, traced_module)" in prologue and ".kind" not in prologue, what
     for net in (model, reference):
         net.eval()
     check(number + 1)

@@ -58,8 +58,8 @@ from ..runtime import ops
 from ..runtime.autograd import guard_backward
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
-from ..runtime.module_hooks import check_hooks
-from ..runtime.traced_inputs import assign_attributes, check_attributes, check_inputs, check_number, check_parameters
+from ..runtime.traced_inputs import assign_attributes, check_inputs, check_number
+from ..runtime.traced_module import check_module
 from ..transports.base import Buffer
 from .effects import (
     Allocation,
@@ -403,12 +403,9 @@ fsdp_backward_done = register("fsdp_backward_done", ops.backward_done, _backward
 #
 
 
-fsdp_check_no_sync = register("fsdp_check_no_sync", ops.check_no_sync)
-fsdp_check_hooks = register("fsdp_check_hooks", check_hooks)
+fsdp_check_module = register("fsdp_check_module", check_module)
 fsdp_check_inputs = register("fsdp_check_inputs", check_inputs)
 fsdp_assign_attributes = register("fsdp_assign_attributes", assign_attributes)
-fsdp_check_parameters = register("fsdp_check_parameters", check_parameters)
-fsdp_check_attributes = register("fsdp_check_attributes", check_attributes)
 fsdp_check_number = register("fsdp_check_number", check_number)
 fsdp_guard_backward = register("fsdp_guard_backward", guard_backward)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from thunder.distributed import get_skip_data_parallel_grad_sync
 
 from ..errors import coded_error
 from ..private_torch import running_node
@@ -183,11 +182,6 @@ def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> 
     deferred = (bucket.accumulation.from_others() | (accumulated - unused)).intersection(flight.missing)
     bucket.accumulation.deferred = {index: grads[index] for index in deferred}
     return grads
-
-
-def check_no_sync(module: Any, no_sync: bool) -> None:
-    if get_skip_data_parallel_grad_sync() is not no_sync:
-        raise RuntimeError(f"these traces were compiled for no_sync={no_sync}")
 
 
 def backward_done(no_sync: bool, *buckets: Bucket) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import coded_error
 from ..extensions import load
-from ..private_torch import states_of
 
 Path = tuple[Any, ...]
 """A root, and then steps from it: see ``capture.paths``."""
@@ -155,10 +151,10 @@ def _agrees(value: Any, check: Check) -> bool:
         return type(value) is expected
     if kind == CONTENT:
         return bool(expected.fits(value))
-    return _is_same(value, expected)
+    return is_same(value, expected)
 
 
-def _is_same(value: Any, expected: Any) -> bool:
+def is_same(value: Any, expected: Any) -> bool:
     """Return whether two plain values are of one type and equal; -0.0 is not 0.0, and a number that is nan equals nan."""
     if type(value) is not type(expected):
         return False
@@ -175,78 +171,9 @@ def assign_attributes(args: Any, kwargs: Any, inputs: TracedInputs) -> None:
     inputs.assign(args, kwargs)
 
 
-class TracedParameters:
-    """The sharded parameters that traces expect, with what may change of them: the dtype, and whether they have a gradient.
-
-    Gathers notice a parameter that is on another device or whose rows are in other memory.
-    """
-
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        self._names = tuple(parameters)
-        self._parameters = tuple(parameters.values())
-        self._expected = states_of(self._parameters)
-
-    def __str__(self) -> str:
-        return "traced_parameters"  # in the prologue
-
-    def check(self, parameters: tuple[torch.nn.Parameter, ...]) -> None:
-        """Raise an error unless these are the parameters that were traced, and unchanged."""
-        is_same = list(map(operator.is_, parameters, self._parameters))
-        if all(is_same) and (state := states_of(parameters)) != self._expected:
-            is_same = list(map(operator.eq, state, self._expected))
-        if not all(is_same):
-            raise coded_error(RuntimeError, "parameter.changed-since-tracing", name=self._names[is_same.index(False)])
-
-
-def check_parameters(traced: TracedParameters, *parameters: torch.nn.Parameter) -> None:
-    """Raise an error, which makes Thunder look for other traces, if parameters differ from ``traced``."""
-    traced.check(parameters)
-
-
-class TracedAttributes:
-    """The numbers and strings that a program has read from its module and submodules, which all calls must find there.
-
-    Args:
-        reads: the path of a module, the name of its attribute, and its value.
-    """
-
-    def __init__(self, reads: Sequence[tuple[str, str, Any]]) -> None:
-        self._reads = reads
-        self._modules: list[weakref.ref[Any]] = []  # of which no guard accepts others; traces keep no module alive
-        self._names = [name for _, name, _ in reads]
-        self._known = [value for _, _, value in reads]
-
-    def __str__(self) -> str:
-        return "traced_attributes"  # in the prologue
-
-    def check(self, module: Any) -> None:
-        """Raise an error unless the attributes are those that were traced."""
-        if not self._modules:
-            self._modules = [weakref.ref(module.get_submodule(path) if path else module) for path, _, _ in self._reads]
-        found = [getattr(known(), name) for known, name in zip(self._modules, self._names, strict=True)]
-        if all(map(operator.is_, found, self._known)):
-            return
-        for (path, name, expected), value in zip(self._reads, found, strict=True):
-            if not _is_same(value, expected):
-                where = f"{path}.{name}".lstrip(".")
-                raise coded_error(
-                    RuntimeError,
-                    "module.attribute-changed-since-tracing",
-                    attribute=where,
-                    value=value,
-                    expected=expected,
-                )
-        self._known = found
-
-
-def check_attributes(module: Any, traced: TracedAttributes) -> None:
-    """Raise an error, which makes Thunder look for other traces, if attributes of modules differ from ``traced``."""
-    traced.check(module)
-
-
 def check_number(value: Any, expected: Any) -> None:
     """Raise an error, which makes Thunder look for other traces, unless two numbers are the same, with their signs."""
-    if not _is_same(value, expected):
+    if not is_same(value, expected):
         raise RuntimeError(f"fsdp: a number is {value!r}, and was {expected!r} when the module was traced")
 
 

@@ -40,8 +40,8 @@ from ..extensions import load
 from ..private_torch import state_name
 from ..runtime.bucket import Bucket
 from ..runtime.memory import address
-from ..runtime.module_hooks import UntracedHook
 from ..runtime.row_dtensor import local_rows
+from ..runtime.traced_module import UntracedHook
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _DEPTH = 3

@@ -14,16 +14,13 @@ from ..errors import coded_error
 from ..ir.inspection import args_of, with_bound_symbols
 from ..ir.symbols import (
     fsdp_assign_attributes,
-    fsdp_check_attributes,
-    fsdp_check_hooks,
     fsdp_check_inputs,
-    fsdp_check_no_sync,
+    fsdp_check_module,
     fsdp_check_number,
-    fsdp_check_parameters,
 )
-from ..runtime.module_hooks import TracedHooks
 from ..runtime.row_dtensor import local_rows
-from ..runtime.traced_inputs import MemoryOfInputs, TracedAttributes, TracedInputs, TracedParameters
+from ..runtime.traced_inputs import MemoryOfInputs, TracedInputs
+from ..runtime.traced_module import TracedModule
 
 
 def unpacked_parameters(prologue: TraceCtx) -> dict[str, str]:
@@ -94,9 +91,9 @@ def _read(bsym: BoundSymbol, source: Any, path: str) -> tuple[Any, str]:
 def shard_prologue(
     prologue: TraceCtx,
     *,
+    module: torch.nn.Module,
     shards: Mapping[str, torch.nn.Parameter],
     no_sync: bool,
-    hooks: TracedHooks,
     inputs: TracedInputs | None,
     memory_of_inputs: MemoryOfInputs,
 ) -> TraceCtx:
@@ -118,20 +115,17 @@ def shard_prologue(
         # kwargs: "Any"
         fsdp_check_inputs(args, kwargs, traced_inputs)
         module: "Any" = thunder.core.module.get_thunder_module(module0)
-        fsdp_check_no_sync(module, False)
-        fsdp_check_hooks(module, traced_hooks)
-        fsdp_check_attributes(module, traced_attributes)
+        fsdp_check_module(module, traced_module)
         t_blocks_0_weight: "cpu f32[32, 64]" = module.get_parameter('blocks.0.weight')
-        fsdp_check_parameters(traced_parameters, t_blocks_0_weight)
 
     The parameter is a DTensor with the shape of the unsharded one. Its proxy has the shape of this rank's rows. One check of
-    all parameters, and one of all numbers and strings that are read from modules, take a fraction of the host time of
-    Thunder's own, one call each.
+    all parameters, and of all numbers and strings that are read from modules, takes a fraction of the host time of Thunder's
+    own, one call each.
 
     Args:
         shards: this rank's shard of each parameter, keyed by each of its names.
-        no_sync: whether the traces are compiled for ``no_sync``. Thunder reuses a cache entry only in the same state.
-        hooks: those of the module that was traced. Thunder reuses a cache entry only with the same.
+        module: the user's. Thunder reuses a cache entry only while it is as it was traced: see ``TracedModule``.
+        no_sync: whether the traces are compiled for ``no_sync``.
         inputs: what the program has read from its inputs. Thunder reuses a cache entry only for such inputs.
         memory_of_inputs: what the traces expect of the memory of arguments.
 
@@ -145,31 +139,26 @@ def shard_prologue(
         raise coded_error(NotImplementedError, "module.several-modules-in-function")
     reads, folded = _reads_of_attributes(prologue, modules[0].output.name) if modules else ([], set())
     bsyms: list[BoundSymbol] = []
-    checked: dict[str, TensorProxy] = {}  # by the name of the parameter
+    checked: dict[str, torch.nn.Parameter] = {}
     for number, bsym in enumerate(prologue.bound_symbols):
         if number in folded:
             continue
         if bsym.sym is prims.unpack_parameter and bsym.args[1] in shards:
             become_shard(bsym.output, shards[bsym.args[1]])
         elif bsym.sym is prims.check_tensor_shape_and_metadata and unpacked.get(bsym.args[0].name) in shards:
-            checked[unpacked[bsym.args[0].name]] = bsym.args[0]
+            name = unpacked[bsym.args[0].name]
+            checked[name] = shards[name]
             continue
         elif bsym.sym is prims.check_number_type_and_value and isinstance(bsym.args[1], (float, complex)):
             bsym = fsdp_check_number.bind(*bsym.args, output=None)  # Thunder's takes -0.0 for 0.0
         bsyms.append(bsym)
-        if modules and bsym is modules[0]:
-            # The module is an argument so that transforms that sort checks by their inputs see the dependency.
-            bsyms.append(fsdp_check_no_sync.bind(bsym.output, no_sync, output=None))
-            bsyms.append(fsdp_check_hooks.bind(bsym.output, hooks, output=None))
-            if reads:
-                bsyms.append(fsdp_check_attributes.bind(bsym.output, TracedAttributes(reads), output=None))
     arguments = {bsym.output.name: bsym.output for bsym in bsyms if bsym.sym is prims.unpack_trivial}
     if inputs is not None and len(inputs):  # first: errors of unpacking name nothing
         check = fsdp_check_inputs.bind(arguments["args"], arguments["kwargs"], inputs, output=None)
         bsyms.insert(1 + max(i for i, b in enumerate(bsyms) if b.sym is prims.unpack_trivial), check)
-    if checked:
-        parameters = TracedParameters({name: shards[name] for name in checked})
-        bsyms.insert(len(bsyms) - 1, fsdp_check_parameters.bind(parameters, *checked.values(), output=None))
+    if modules:  # the module is an argument, so that transforms that sort checks by their inputs see the dependency
+        check = fsdp_check_module.bind(modules[0].output, TracedModule(module, no_sync, reads, checked), output=None)
+        bsyms.insert(1 + next(i for i, bsym in enumerate(bsyms) if bsym is modules[0]), check)
     of_module = {b.output.name for b in bsyms if b.sym in (prims.unpack_parameter, prims.unpack_buffer)}
     written, contiguous = (tuple(sorted(names - of_module)) for names in memory_of_inputs)
     if written or contiguous:
