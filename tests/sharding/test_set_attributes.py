@@ -11,6 +11,8 @@ import pytest
 import thunder
 import torch
 from coded import coded
+from thunder.core.transform_common import Transform
+from thunder.core.transforms import add_transform
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -141,3 +143,13 @@ def test_methods_of_the_jitted_module_and_notes_of_libraries_stay_its_own() -> N
     jitted.forward, jitted._note = counted, "of a library"
     torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
     assert len(calls) == 1 and "forward" not in vars(module) and not hasattr(module, "_note")
+
+
+def test_a_replaced_buffer_stays_when_a_transform_is_added() -> None:
+    jitted, module, expected = _make()
+    jitted(X)
+    module.offset = expected.offset = torch.full((4,), 3.0)
+    torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
+    again = add_transform(jitted, transform=Transform())
+    torch.testing.assert_close(again(X), expected(X), rtol=0, atol=0)
+    torch.testing.assert_close(again(X), expected(X), rtol=0, atol=0)

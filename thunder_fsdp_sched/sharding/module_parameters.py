@@ -18,14 +18,14 @@ They make ``state_dict`` return DTensors (see [Note: Entries of state dicts] in 
 ``load_state_dict`` accept such entries or whole tensors. Guards of calls are removed while Thunder traces, because it
 would interpret them. The jitted module does the same: see ``extras.state_dicts.jitted``.
 
-Objects that replaced others in the module are found by :class:`RegisteredObjects` alone, also for ``set_attributes``. Former
-parameters are another matter: they are in no module any more.
+Objects that replaced others in the module are found by :class:`RegisteredObjects` alone. Former parameters are another
+matter: they are in no module any more.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -91,14 +91,7 @@ class ModuleParameters:
         for entry in self._entries:
             entry.owner._parameters[entry.leaf] = entry.shard
         self.placeholders = {id(entry.shard): entry.placeholder for entry in self._entries}
-        # These must not change: parameters in their modules, and modules in their parents.
-        children = [
-            (parent._modules, key, f"{path}.{key}".lstrip("."))
-            for path, parent in module.named_modules(remove_duplicate=False)
-            for key, child in parent._modules.items()
-            if child is not None
-        ]
-        self._objects = RegisteredObjects([*((e.owner._parameters, e.leaf, e.name) for e in self._entries), *children])
+        self.objects = RegisteredObjects(module, ((e.owner._parameters, e.leaf, e.name) for e in self._entries))
         owners = {id(e.owner) for e in self._entries}
         self._guards = [
             (_Guard(f"{path}." if path else "", guarded, self, self._entries), guarded)
@@ -123,7 +116,7 @@ class ModuleParameters:
         """
         if self.has_whole:
             raise coded_error(RuntimeError, "step.parameters-whole-inside-unsharded")
-        for name, former, _ in () if self.has_placeholders else self._objects.replaced():
+        for name, former in () if self.has_placeholders else self.objects.replaced():
             what, how = ("parameter", "copy into it: `with torch.no_grad(): p.copy_(new)`, or load_state_dict")
             if isinstance(former, nn.Module):
                 what, how = "submodule", "change the module before thunder.jit, and make another sharded module"
@@ -213,28 +206,46 @@ class ModuleParameters:
 
 
 class RegisteredObjects:
-    """Parameters, buffers and submodules in the dicts of their modules, to notice when one is replaced.
+    """The parameters, submodules and buffers in the dicts of their modules, one list that is compared in one pass.
 
     Args:
-        links: the dict of each object, its key there, and its name in messages.
+        parameters: the dict of each, its key there, and its name in messages.
+
+    Attributes:
+        copies: other dicts that have each buffer, by its name.
     """
 
-    def __init__(self, links: Sequence[tuple[dict[str, Any], str, str]]) -> None:
-        self._dicts = [objects for objects, _, _ in links]
-        self._keys = [key for _, key, _ in links]
-        self._names = [name for _, _, name in links]
-        self.accept()
-
-    def accept(self) -> None:
-        """Count the present objects as not replaced."""
+    def __init__(self, module: nn.Module, parameters: Iterable[tuple[dict[str, Any], str, str]]) -> None:
+        self.copies: Sequence[dict[str, Any]] = ()
+        owners = list(module.named_modules(remove_duplicate=False))
+        modules = [
+            (m._modules, k, f"{path}.{k}") for path, m in owners for k in m._modules if m._modules[k] is not None
+        ]
+        buffers = [(m._buffers, k, f"{path}.{k}") for path, m in owners for k in m._buffers]
+        links = [*parameters, *modules, *buffers]
+        self._buffers = len(links) - len(buffers)  # where they begin
+        self._dicts, self._keys = [objects for objects, _, _ in links], [key for _, key, _ in links]
+        self._names = [name.lstrip(".") for _, _, name in links]
         self._known = list(map(dict.get, self._dicts, self._keys))
 
-    def replaced(self) -> list[tuple[str, Any, Any]]:
-        """Return the names of replaced objects, with the former and the present ones; cheap enough for every call."""
+    def replaced(self) -> list[tuple[str, Any]]:
+        """Return the names of replaced parameters and submodules, with the former ones, and update copies of buffers.
+
+        It is cheap enough for every call.
+        """
         if all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._known)):
             return []
-        present = map(dict.get, self._dicts, self._keys)
-        return [found for found in zip(self._names, self._known, present, strict=True) if found[1] is not found[2]]
+        replaced = []
+        for at, present in enumerate(map(dict.get, self._dicts, self._keys)):
+            if present is self._known[at]:
+                continue
+            if at < self._buffers:
+                replaced.append((self._names[at], self._known[at]))
+                continue
+            self._known[at] = present
+            for copies in self.copies:
+                copies[self._names[at]] = present
+        return replaced
 
 
 class _Guard(UntracedHook):

@@ -6,8 +6,6 @@ string of the jitted module in the prologue, but of the original one in the trac
 So at the start of a call, what was set on the jitted module moves to the original one, whose attributes the jitted module
 shows as well. What the class of jitted modules has (``forward``, ``state_dict``) stays there, and so do private names that
 the original module does not have: libraries store things under them, and delete them again.
-
-A buffer that was replaced in the original module also replaces Thunder's reference to the former one.
 """
 
 from __future__ import annotations
@@ -18,18 +16,13 @@ import torch
 from thunder.core.module import ThunderModule
 
 from ..errors import coded_error
-from .module_parameters import RegisteredObjects
 
 
 class SetAttributes:
-    """The attributes of a jitted module and the buffers of its original one, as the latest call has found them."""
+    """The attributes of a jitted module, as the latest call has found them."""
 
     def __init__(self, model: ThunderModule) -> None:
         self._own = vars(model).keys() | set()
-        modules = model._model.named_modules(remove_duplicate=False)
-        self._buffers = RegisteredObjects(
-            [(m._buffers, leaf, f"{path}.{leaf}".lstrip(".")) for path, m in modules for leaf in m._buffers]
-        )
 
     def move(self, model: ThunderModule) -> None:
         """Let forward read what was set since the latest call; cheap enough for every call.
@@ -48,14 +41,6 @@ class SetAttributes:
                 raise coded_error(RuntimeError, "module.training-flags-differ", jitted=value, original=module.training)
             setattr(module, name, value)
             delattr(model, name)
-        self.take_buffers(model)
-
-    def take_buffers(self, model: ThunderModule) -> None:
-        """Let Thunder refer to the buffers that have replaced others in the original module."""
-        if replaced := self._buffers.replaced():
-            for name, _, buffer in replaced:
-                ThunderModule.set_buffer(model, name, buffer)
-            self._buffers.accept()
 
 
 def _registered(model: torch.nn.Module) -> Iterator[tuple[str, str]]:

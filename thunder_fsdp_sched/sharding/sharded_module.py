@@ -119,6 +119,7 @@ class ShardedModule:
             is_param = isinstance(tensor, torch.nn.Parameter)
             (model._overrides_parameters if is_param else model._overrides_buffers)[name] = tensor
         self._attributes = SetAttributes(model)
+        self.module_params.objects.copies = self.replaced, model._overrides_buffers
         reference = weakref.ref(model)
 
         def before_trace() -> None:
@@ -138,8 +139,10 @@ class ShardedModule:
             refuse_compilation("a jitted module", "thunder.jit compiles it already, so leave torch.compile out")
             self._is_starting = self.control.agrees_in_steps
             self._collects_less.end()  # compiling without a call may have failed
-            self.take_attributes()
-            if not self.running_eagerly:
+            self._attributes.move(self._jitted)
+            if self.running_eagerly:
+                self.module_params.objects.replaced()
+            else:
                 refuse_old_backward_hooks(jitted)
                 # Compiling without a call may have failed and left placeholders in the module.
                 self.module_params.replace_placeholders()
@@ -156,7 +159,7 @@ class ShardedModule:
             if finish_copies is not None:
                 finish_copies()
             if self.leaves:
-                self._attributes.take_buffers(jitted)  # which leaf modules have assigned
+                self.module_params.objects.replaced()  # buffers that leaf modules have assigned
             if not self.running_eagerly and self.module_params.has_placeholders:  # tracing failed
                 self.module_params.replace_placeholders()
                 for path, name in self.module_params.in_containers().items():
@@ -223,8 +226,12 @@ class ShardedModule:
         return tuple(map(state_name, bucket.spec.params[index].names))
 
     def take_attributes(self) -> None:
-        """Let the module have what was set on the jitted one; see [Note: Set attributes] in ``set_attributes``."""
+        """Let the module have what was set on the jitted one, and the jitted one the module's present buffers.
+
+        See [Note: Set attributes] in ``set_attributes``.
+        """
         self._attributes.move(self._jitted)
+        self.module_params.objects.replaced()
 
     def check_ready(self) -> None:
         """Raise an error unless the parameters in the module are the shards, and have values.
