@@ -4,6 +4,11 @@
 The core is what a default training step can run. An extra is what an option, a function or a command asks for. The core
 imports no extra: where one plugs in, the core names it by a path, in a table (of transports, of rules for operators) or at
 the place itself, and loads it when its turn comes. Without an extra's files everything else works.
+
+Nor does the core have fields for an extra. What an extra keeps with an object of the core is in ``attached``
+(``CompiledTraces``, ``ShardedModule``). It adds its symbols to ``schedule.GATHERS`` and the like when it registers them.
+Where it changes a rule, the core has a hook, a method that a subclass in the extra overrides (``Machine.check_order``,
+``Accumulation.from_others``).
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class ShardedModule:
         control: agrees on what runs next with all ranks that share parameters with this one.
         mp_policy: the mixed precision of the module's own inputs and outputs.
         former_params: the parameters that the sharded ones have replaced (see [Note: Former parameters]).
-        replaced: ignored parameters and buffers on their new device.
+        replaced: ignored parameters and buffers on their new device, and buffers that have replaced others later.
         began_on_meta: names of tensors without values, until all of them are known to have some.
         kept_buckets_are_final: whether ``max_unsharded_bytes`` has settled already which buckets are kept.
         attached: what extras keep with this module, each under a name of its own.

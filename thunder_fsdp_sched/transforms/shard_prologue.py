@@ -123,8 +123,8 @@ def shard_prologue(
     own, one call each.
 
     Args:
-        shards: this rank's shard of each parameter, keyed by each of its names.
         module: the user's. Thunder reuses a cache entry only while it is as it was traced: see ``TracedModule``.
+        shards: this rank's shard of each parameter, keyed by each of its names.
         no_sync: whether the traces are compiled for ``no_sync``.
         inputs: what the program has read from its inputs. Thunder reuses a cache entry only for such inputs.
         memory_of_inputs: what the traces expect of the memory of arguments.
