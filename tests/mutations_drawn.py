@@ -35,6 +35,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/ir",
     ),
     "transforms": (*_PASSES, *_PROOF[:1], "tests/transforms"),
+    "mends": ("tests/mends",),
     "runtime": (
         "tests/runtime/test_one_rank.py",
         "tests/runtime",
@@ -70,7 +71,7 @@ _SHARP: dict[str, tuple[str, ...]] = {
     "shard_prologue.py": ("tests/transforms/test_shard_prologue.py", "tests/capture/test_calls.py"),
     "fuse_downcast.py": ("tests/transforms/test_fusions.py", "tests/sharding/test_input_casts.py"),
     "keep_fusions_apart.py": ("tests/transforms/test_fusions.py",),
-    "regather_for_backward.py": ("tests/transforms/test_recompute_whole_regions.py",),
+    "regather_for_backward.py": ("tests/mends/test_recompute_whole_regions.py",),
     "assignment.py": ("tests/distributed/test_groups.py",),
     "process_groups.py": ("tests/distributed/test_groups.py",),
 }

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder
-from thunder_fsdp_sched import transforms
+from thunder_fsdp_sched import mends, transforms
 from thunder_fsdp_sched.extras import command_line
 from thunder_fsdp_sched.extras.commands import COMMANDS
 from thunder_fsdp_sched.extras.ranks_differ import follow_order
@@ -104,7 +104,8 @@ def test_the_table_of_passes_is_that_of_the_code_and_has_all_of_them() -> None:
     assert table_of(pipeline.PHASES, pipeline.OPTIONAL) in text_of("how-it-works.md")
     run = [row.pass_ for phase in pipeline.PHASES for row in rows_of(phase)]
     later = {pass_.__module__ for pass_ in run if ".extras." in pass_.__module__}
-    own = {info.name for info in iter_modules(transforms.__path__, f"{transforms.__name__}.")}
+    rooms = mends, transforms
+    own = {info.name for room in rooms for info in iter_modules(room.__path__, f"{room.__name__}.")}
     modules = [import_module(name) for name in later | own]
     functions = [getattr(module, name) for module in modules for name in functions_of(module)]
     found = {f.__name__ for f in functions if inspect.signature(f).return_annotation == "TraceCtx"}

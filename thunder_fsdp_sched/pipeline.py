@@ -26,6 +26,7 @@ from .extensions import load
 from .ir.gradients import WRONG_GRADIENTS
 from .ir.inspection import nested
 from .kernels.symbols import executor as kernels
+from .mends.reject_resampled_random_grads import reject_resampled_random_grads
 from .passes import Context, Run
 from .proof import verify
 from .transforms.assign_slots import assign_slots
@@ -36,7 +37,6 @@ from .transforms.end_backward import end_backward
 from .transforms.guard_outputs import detach_constants, guard_outputs
 from .transforms.insert_unshard import insert_unshard
 from .transforms.regather_for_backward import regather_for_backward
-from .transforms.reject_resampled_random_grads import reject_resampled_random_grads
 from .transforms.reuse_from_forward import reuse_from_forward, reuse_in_window
 from .transforms.shard_prologue import shard_prologue
 from .transforms.skip_unused_gradients import skip_unused_gradients
@@ -81,12 +81,12 @@ def prologue(trace: TraceCtx, c: Context) -> TraceCtx:
 def computation(trace: TraceCtx, c: Context) -> TraceCtx:
     run = Run(c)
     if _recomputes(trace):  # with values that are recomputed
-        from .transforms.draw_once import draw_once
+        from .mends.draw_once import draw_once
 
         # First, because only pure operators may stay in regions that are recomputed.
         trace = run(draw_once, trace)
     if any(IN_CHECKPOINT in b.tags for b in trace.bound_symbols):  # in regions of `torch.utils.checkpoint`
-        from .transforms.recompute_whole_regions import recompute_whole_regions
+        from .mends.recompute_whole_regions import recompute_whole_regions
 
         # Before autograd, which reads the tags of what is recomputed.
         trace = run(recompute_whole_regions, trace)
@@ -96,13 +96,13 @@ def computation(trace: TraceCtx, c: Context) -> TraceCtx:
         # Inputs of leaves that are views of parameters are cloned. Autograd asks the leaves' rule for what needs a gradient.
         trace = run(load("extras.leaf_modules.symbols:prepare_leaves"), trace)
     if _has_scalars(trace):  # with operands without dimensions
-        from .transforms.broadcast_scalars import broadcast_scalars
+        from .mends.broadcast_scalars import broadcast_scalars
 
         # Before `insert_unshard`, parameters without dimensions had the proxies of their shards. The derivative of a
         # broadcast is a sum, so autograd comes later.
         trace = run(broadcast_scalars, trace)
     if _has(trace, *WRONG_GRADIENTS):  # with an `index_put`, a `hstack` or the like
-        from .transforms.refuse_wrong_gradients import refuse_wrong_gradients
+        from .mends.refuse_wrong_gradients import refuse_wrong_gradients
 
         # It looks at operators that are not differentiated yet.
         trace = run(refuse_wrong_gradients, trace)
@@ -138,7 +138,7 @@ def bucketed(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
     run = Run(c, search=search)
     trace = run(regather_for_backward, trace, kept_buckets=c.settings.kept_buckets, recomputed=c.settings.recomputed)
     if c.fusions and not search:  # if an executor can fuse operators
-        from .transforms.draws_in_fusions import mark_draws
+        from .mends.draws_in_fusions import mark_draws
         from .transforms.keep_fusions_apart import keep_fusions_apart
 
         trace = run(keep_fusions_apart, trace, fusions=c.fusions)
@@ -150,7 +150,7 @@ def fused(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
     """Thunder's fusion executors fuse operators, and Thunder calls this package's second executor."""
     run, kept_buckets = Run(c, search=search), c.settings.kept_buckets
     if c.fusions and not search:  # if an executor can fuse operators
-        from .transforms.draws_in_fusions import refuse_merged_draws
+        from .mends.draws_in_fusions import refuse_merged_draws
         from .transforms.keep_fusions_apart import remove_cuts
 
         trace = run(refuse_merged_draws, trace, joint=c.traces.joint)

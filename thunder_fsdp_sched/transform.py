@@ -196,7 +196,7 @@ class FSDPTransform(ShardingTransform):
         )
         original, memory = self._without_alias_updates(computation_trace), MemoryOfInputs()
         if any(bsym.sym.id is PrimIDs.COPY_ for bsym in nested(original.bound_symbols)):
-            from .transforms.write_out_of_place import write_out_of_place  # here, because most programs write nothing
+            from .mends.write_out_of_place import write_out_of_place  # here, because most programs write nothing
 
             unpacked = unpacked_parameters(prologue_trace)
             computation_trace, memory = write_out_of_place(

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from thunder_fsdp_sched.ir.symbols import fsdp_detached
+from thunder_fsdp_sched.mends.write_out_of_place import fsdp_with_value
 from thunder_fsdp_sched.transforms.keep_fusions_apart import fsdp_fusion_barrier
-from thunder_fsdp_sched.transforms.write_out_of_place import fsdp_with_value
 
 import thunder.torch as ltorch
 import torch
