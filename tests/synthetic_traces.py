@@ -6,6 +6,7 @@ of equal blocks, :func:`make_buckets` buckets of chosen sizes. Nothing communica
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import BucketSpec, ParamSpec
@@ -37,12 +38,13 @@ def make_bucket(
     zero3: bool = True,
     arena: Arena | None = None,
     ranks: BucketRanks | None = None,
+    **more: Any,
 ) -> Bucket:
     cpu = torch.device("cpu")
     params = tuple(ParamSpec((f"{name}.p{i}",), shape, dtype, cpu, True) for i, shape in enumerate(shapes))
     layout, options = make_layout(shapes, world_size, dtype.itemsize), BucketOptions("zero3" if zero3 else "zero2")
     spec = BucketSpec(name, params, layout, options)
-    return Bucket(spec, ranks or _ranks(world_size), arena or Arena(cpu), f"bucket_{name}")
+    return Bucket(spec, ranks or _ranks(world_size), arena or Arena(cpu), f"bucket_{name}", **more)
 
 
 @functools.cache

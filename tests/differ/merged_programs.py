@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, follow_order, steps_of
+from thunder_fsdp_sched.extras.ranks_differ.gradients_of_others import AccumulationOfAll
 from thunder_fsdp_sched.extras.ranks_differ.merging import GATHER, REDUCE, Key, Step
 from thunder_fsdp_sched.extras.ranks_differ.symbols import ServingStart, key_of
 from thunder_fsdp_sched.ranks.messages import Action
@@ -77,8 +79,8 @@ class _Start:
 
 def make_blocks(names: Sequence[str], size: int = 2) -> dict[str, Bucket]:
     """Return a bucket for each block, in one arena."""
-    arena = Arena(torch.device("cpu"))
-    return {name: make_bucket(name, [SHAPE], world_size=size, arena=arena) for name in names}
+    common: Any = {"world_size": size, "arena": Arena(torch.device("cpu")), "accumulation": AccumulationOfAll}
+    return {name: make_bucket(name, [SHAPE], **common) for name in names}
 
 
 def step_of(buckets: Mapping[str, Bucket], blocks: Sequence[str], prefetch: int, seconds: float = 1.0) -> list[Small]:

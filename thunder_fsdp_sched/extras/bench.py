@@ -77,6 +77,7 @@ class System:
         gc.collect()
         base = torch.cuda.memory_allocated() if (on_gpu := self.setup.device.type == "cuda") else 0
         self._group = dist.new_group()
+        gather(None, self.control)  # a rank that fails at once would close connections that others are still making
         self.first_seconds = sum(self.run(self._first_step))
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
