@@ -111,6 +111,9 @@ def test_other_modules_keep_thunders_warning(fake_ranks: None) -> None:
 
 @on_ranks(2)
 def test_tlparse_shows_traces_and_compares_collectives(rank: int, tmp_path: Path) -> None:
+    alone = dist.new_group([0])
+    if rank == 0:  # has compiled more than rank 1
+        thunder.jit(Stack(1), transforms=[fsdp(ranks=alone)])(torch.randn(2, 4))
     handler = _internal.LazyTraceHandler(str(tmp_path))  # what TORCH_TRACE installs when torch is imported
     handler.setFormatter(_internal.TorchLogsFormatter(trace=True))
     logger = logging.getLogger(NAME)

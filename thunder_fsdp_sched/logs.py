@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -27,8 +26,8 @@ from .private_torch import log_artifact
 
 LOGGER = logging.getLogger("thunder_fsdp_sched")
 
-_compile_ids = itertools.count(10_000)
-"""Compilations have numbers in torch's structured log that torch.compile, which counts from 0, does not reach."""
+_FIRST_ID, _IDS = 10_000, 1 << 31
+"""The range of the numbers of modules in torch's structured log: torch.compile, which counts from 0, does not reach it."""
 
 _followers: list[Callable[[str], None]] = []
 
@@ -83,14 +82,19 @@ class Progress:
 
 
 class Artifacts:
-    """A compilation, as torch's structured log shows it."""
+    """A compilation, as torch's structured log shows it. tlparse compares those of all ranks, by their numbers.
 
-    def __init__(self) -> None:
-        self._compile_id = next(_compile_ids)
+    Args:
+        module: a number of the module, the same on all ranks.
+        compilation: of this module on this rank, from 0.
+    """
+
+    def __init__(self, module: int, compilation: int) -> None:
+        self._module, self._compilation = module % (_IDS - _FIRST_ID) + _FIRST_ID, compilation
 
     def log(self, name: str, half: str, payload: Callable[[], Any], *, encoding: str = "json") -> None:
         """Log ``payload()`` for ``"forward"`` or ``"backward"``; it is called only if torch writes that log."""
-        log_artifact(name, encoding, (self._compile_id, int(half == "backward")), payload)
+        log_artifact(name, encoding, (self._module, 2 * self._compilation + (half == "backward")), payload)
 
     def log_pass(self, name: str, half: str, trace: TraceCtx) -> None:
         """Log a trace after a pass, if the logger of this package shows DEBUG."""

@@ -35,6 +35,7 @@ class Context:
         traces: the results so far.
         settings: the chosen ones.
         no_sync: whether the trace is compiled for ``no_sync``.
+        artifacts: where traces are dumped.
         inputs: what the program has read from its inputs.
         memory_of_inputs: what the traces expect of the memory of arguments.
         executors: those that claim operators, in order of priority.
@@ -44,7 +45,6 @@ class Context:
         split: the latest trace as Thunder has split it.
         forward: the forward trace, once it is scheduled.
         start: of a trace on the control channel, if the ranks agree before each run.
-        artifacts: where traces are dumped.
         arena_of: returns the arena of a bucket; another one for candidates of the search.
     """
 
@@ -56,6 +56,7 @@ class Context:
     traces: CompiledTraces
     settings: StepSettings
     no_sync: bool
+    artifacts: Artifacts
     inputs: TracedInputs | None = None
     memory_of_inputs: MemoryOfInputs = field(default_factory=MemoryOfInputs)
     executors: Sequence[Executor] = ()
@@ -66,7 +67,6 @@ class Context:
     split: TraceCtx | None = None
     forward: TraceCtx | None = None
     start: TraceStart | None = None
-    artifacts: Artifacts = field(default_factory=Artifacts)
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena
 
     @property

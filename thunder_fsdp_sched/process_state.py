@@ -32,7 +32,7 @@ compares this table with the code:
 | `kernels.symbols` | `_cache`: what torch runs for functions | kept | |
 | `extras.checkpoint.storage` | `_numpy_is_safe`: torch's safe globals | the same | |
 | `extras.ranks_differ.programs` | `_differences`, `_stepped`: models, optimizers | kept | |
-| `logs` | `_compile_ids`, `_followers` | kept: numbers in logs, and open `with` blocks | |
+| `logs` | `_followers` | kept: open `with` blocks | |
 
 What the package changes in Python, torch and Thunder (docs/how-it-works.md says when):
 

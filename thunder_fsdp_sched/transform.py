@@ -56,6 +56,7 @@ from .ir.registry import executor as own_executor
 from .ir.registry import with_caches
 from .ir.schedule import Schedule, StepSchedule
 from .kernels.functions import with_kernels
+from .logs import Artifacts
 from .options import Options
 from .passes import Context, PassExecutor
 from .plan.plan import Plan
@@ -306,6 +307,7 @@ class Compilation:
                 kept_buckets=frozenset(self.sharded.kept_buckets),
             ),
             no_sync,
+            Artifacts(self.sharded.control.number, self.traces.number),
             transform._reads.take(),
             executors=executors,
             fusions=[e for e in executors if isinstance(e, FusionExecutor) and not isinstance(e, PassExecutor)],
