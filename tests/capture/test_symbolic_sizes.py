@@ -45,6 +45,8 @@ def _attention(self: Sized, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(batch, length, width)
 
 
+NUMBERS = list(range(9))
+
 # With the number of compilations for LENGTHS: 2 if only a length of 1 is compiled by itself, 4 if each length is.
 PROGRAMS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
     "greater": (lambda self, x, y: y * 2 if x.shape[1] > 3 else y, 4),
@@ -55,7 +57,17 @@ PROGRAMS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
     "factor": (lambda self, x, y: y * x.shape[1], 2),
     "view": (lambda self, x, y: y.view(x.shape[0], x.shape[1], 2, 2).sum(-1).flatten(0, 1), 2),
     "sliced buffer": (lambda self, x, y: y + self.mask[: x.shape[1]], 2),
+    "slice object": (lambda self, x, y: y + self.mask[slice(x.shape[1])], 2),
     "attention": (_attention, 2),
+    "sliced list": (lambda self, x, y: y + len(NUMBERS[: x.shape[1]]), 4),
+    "sliced range": (lambda self, x, y: y + len(range(9)[: x.shape[1] : 1]), 4),
+    "key": (lambda self, x, y: y + {1: 2, 2: 5, 3: 1, 5: 3}[x.shape[1]], 4),
+    "new key": (lambda self, x, y: y + len({2: x, x.shape[1]: y}), 4),
+    "key of a comprehension": (lambda self, x, y: y + len({size: x for size in x.shape}), 4),
+    "set": (lambda self, x, y: y + len({2, x.shape[1]}), 4),
+    "set comprehension": (lambda self, x, y: y + len({size for size in x.shape}), 4),
+    "set of sizes": (lambda self, x, y: y + len(set(x.shape)), 4),
+    "largest size": (lambda self, x, y: y + max(x.shape), 4),
 }
 
 

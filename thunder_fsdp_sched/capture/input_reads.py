@@ -249,9 +249,9 @@ class InputReads:
             return lambda _: wrap_const(known)
         found = self._unknown.look_aside(function, args) or look_aside(function, *args, **kwargs)
         self._containers.note_call(function, found is not None, (*args, *kwargs.values()))
+        if self._sizes is not None:
+            self._sizes.note_call(function, found is not None, args)
         if found is None:
-            if self._sizes is not None:
-                self._sizes.note_call(function, args)
             set_default(function, args)
             if isinstance(function, FunctionType) and function in READ_ENVIRONMENT:
                 name = environment_read(function, args)

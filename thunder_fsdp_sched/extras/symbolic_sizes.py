@@ -5,7 +5,7 @@ With ``cache="symbolic values"`` a size is a proxy, and a trace runs for other s
 by the value of a size, and the trace has the decision only. Thunder checks this for numbers among the arguments, and not for
 sizes. So here each size is checked by its value
 
-- whose value Python code gets: a condition, ``range``, ``int``, a comparison of tuples;
+- whose value Python code gets: a condition, ``range``, ``int``, a comparison of tuples, a slice of a list, a key;
 - on which such a value depends, through operators on numbers;
 - or which an operator reads that is not known to compute with proxies alone (``_COMPUTES_WITH_PROXIES``), such as ``chunk``;
 
@@ -27,10 +27,34 @@ from ..ir.inspection import defined_by, nested
 from ..private_thunder import shape_of
 from ..runtime.traced_inputs import EQUAL, NOT, Check
 
-_COMPARED = {"COMPARE_OP": (-1, -2), "CONTAINS_OP": (-1, -2), "IS_OP": (-1, -2)}
-"""Instructions that compare the items of containers, and where on the stack the operands are."""
+_COMPARED: dict[str, Callable[[int], Iterable[int]]] = {
+    **dict.fromkeys(("COMPARE_OP", "CONTAINS_OP", "IS_OP"), lambda _: (-1, -2)),
+    "BUILD_MAP": lambda number: range(-2 * number, 0, 2),
+    "BUILD_SET": lambda number: range(-number, 0),
+    "MAP_ADD": lambda _: (-2,),
+    "SET_ADD": lambda _: (-1,),
+}
+"""Instructions that compare values, or keys by their hashes, and where on the stack these are, by the argument."""
 
-_COMPARING = frozenset({"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__", "index", "count"})
+_GETS_NO_VALUES = frozenset({slice.__new__, object.__init__})
+"""Functions of C that create a slice, and keep its bounds as they are. Thunder calls them for ``x[:n]`` on Python 3.12."""
+
+_COMPARING = frozenset(
+    (
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__contains__",
+        "index",
+        "count",
+        "max",
+        "min",
+        "sorted",
+    )
+)
 
 
 class Sizes:
@@ -47,16 +71,27 @@ class Sizes:
                 paths = self._paths.setdefault(size.name, [])
                 paths.append(((*path, (ATTRIBUTE, "shape"), (ITEM, dim)), size.value))
 
-    def note_call(self, function: Any, args: Sequence[Any]) -> None:
-        """Note a call of a function that is not interpreted, and that gets the values of its arguments."""
-        if is_opaque(function):
-            inside = getattr(function, "__name__", "") in _COMPARING
-            for arg in args:
-                self._note(unwrap(arg), inside=inside)
+    def note_call(self, function: Any, is_interpreted: bool, args: Sequence[Any]) -> None:
+        """Note the arguments whose values a function of C gets.
+
+        Args:
+            is_interpreted: whether it has a lookaside. Those of containers get the values of slices and keys alone.
+        """
+        if not is_opaque(function) or function in _GETS_NO_VALUES:
+            return
+        owner = getattr(function, "__objclass__", getattr(function, "__self__", None))
+        inside = getattr(function, "__name__", "") in _COMPARING or owner is set or owner is frozenset
+        for position, value in enumerate(map(unwrap, args)):
+            if isinstance(value, slice):
+                self._note((value.start, value.stop, value.step), inside=True)
+            elif owner is dict and position == 1:
+                self._note(value, inside=True)
+            elif not is_interpreted:
+                self._note(value, inside=inside)
 
     def interpret(self, interpret: Callable[..., Any], inst: Any, /, **state: Any) -> Any:
         """Note what an instruction compares."""
-        for position in _COMPARED.get(inst.opname, ()):
+        for position in _COMPARED[inst.opname](inst.arg) if inst.opname in _COMPARED else ():
             operand = unwrap(state["stack"].getitem_wrapped(position))
             if not isinstance(operand, NumberProxy) or inst.opname != "COMPARE_OP":
                 self._note(operand, inside=True)
