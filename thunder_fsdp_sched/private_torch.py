@@ -85,7 +85,10 @@ def dtensor_base() -> Any:
         __slots__ = ("_local_tensor", "_spec")
         __new__: Any = DTensor.__new__
         __torch_function__: Any = torch._C._disabled_torch_function_impl
-        device_mesh, placements = DTensor.device_mesh, DTensor.placements
+        # With these two, conversions of modules swap parameters, as they swap DTensors, and assign no `data`.
+        __tensor_flatten__ = DTensor.__tensor_flatten__
+        __tensor_unflatten__ = staticmethod(DTensor.__tensor_unflatten__)
+        device_mesh, placements, redistribute = DTensor.device_mesh, DTensor.placements, DTensor.redistribute
 
     return TensorLikeDTensor
 
