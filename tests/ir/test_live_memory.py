@@ -52,10 +52,12 @@ def half_of(cases: Iterable[str]) -> list[Any]:
 Counted = dict[str, tuple[CompiledTraces, StepMemory, Tracker]]
 
 
-def counted(make: Callable[[], nn.Module], *, window: bool = False, **options: Any) -> Counted:
+def counted(
+    make: Callable[[], nn.Module], *, window: bool = False, dtype: torch.dtype = torch.float64, **options: Any
+) -> Counted:
     torch.manual_seed(0)
     size = 4 if "secondary_ranks" in str(options.get("sharding_strategy")) else 2
-    return count_on_fake_ranks(make().double(), lambda: fsdp(**options), world_size=size, window=window)
+    return count_on_fake_ranks(make().to(dtype), lambda: fsdp(**options), world_size=size, window=window)
 
 
 def check_positions(found: Counted) -> None:
@@ -147,10 +149,11 @@ def test_every_position_has_the_bytes_that_a_run_with_an_extension_allocates(str
 @pytest.mark.parametrize("release", [False, pytest.param(True, marks=LONG_ONLY)])
 def test_every_position_has_the_bytes_that_a_run_with_a_limit_allocates(release: bool) -> None:
     options = {"transport": "all_to_all", "sharding_strategy": Sharding(release=release), "cluster": "h100-sxm"}
-    make = partial(GPT, blocks=1, length=32)
-    [(_, free, _)] = counted(make, **options).values()
+    # In float64, older torch states a wrong dtype for the log-sum-exp of attention: see "Limits" in docs/models.md.
+    count = partial(counted, partial(GPT, blocks=1, length=32), dtype=torch.float32, **options)
+    [(_, free, _)] = count().values()
     limit = int(0.8 * free.peak.nbytes)
-    found = counted(make, max_memory=limit, **options)
+    found = count(max_memory=limit)
     check_positions(found)
     [(compiled, memory, _)] = found.values()
     assert memory.peak.nbytes <= limit
