@@ -40,7 +40,7 @@ from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
 from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena, InFlight, slot_bytes
-from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
+from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, RowDTensor, local_rows
 from thunder_fsdp_sched.runtime.rows import Rows
 from thunder_fsdp_sched.sharding import shard_module
 from thunder_fsdp_sched.transform import find_transform
