@@ -1,6 +1,5 @@
 """Train with Hugging Face's Trainer (needs accelerate): torchrun --nproc-per-node 2 examples/trainer.py"""
 
-import shutil
 from pathlib import Path
 
 import thunder_fsdp_sched as tfs  # before thunder
@@ -20,9 +19,9 @@ class ShardedTrainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir):
         if self.args.should_save:  # replace the checkpoint of a run that went further than the one resumed here
-            shutil.rmtree(shards_of(output_dir), ignore_errors=True)
+            Path(output_dir, ".metadata").unlink(missing_ok=True)
         extra = {"scheduler": self.lr_scheduler.state_dict()}
-        tfs.save_checkpoint(self.model, shards_of(output_dir), self.optimizer, extra=extra)
+        tfs.save_checkpoint(self.model, output_dir, self.optimizer, extra=extra)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         pass  # the model is loaded together with the optimizer
@@ -30,13 +29,8 @@ class ShardedTrainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         if checkpoint is not None:
             extra = {"scheduler": self.lr_scheduler.state_dict()}
-            extra = tfs.load_checkpoint(self.model, shards_of(checkpoint), self.optimizer, extra=extra)
+            extra = tfs.load_checkpoint(self.model, checkpoint, self.optimizer, extra=extra)
             self.lr_scheduler.load_state_dict(extra["scheduler"])
-
-
-def shards_of(checkpoint):
-    """Return the folder with the rows of model and optimizer, inside of a checkpoint of the Trainer. It appears complete."""
-    return Path(checkpoint, "shards")
 
 
 def loss_of(outputs, labels, num_items_in_batch):  # not compiled: Thunder's gradient of a summed cross entropy fails
@@ -46,8 +40,7 @@ def loss_of(outputs, labels, num_items_in_batch):  # not compiled: Thunder's gra
 
 def main(folder="trained", resume=None, **options):
     """Train; resume the checkpoint that was completed last, unless ``resume`` names another one."""
-    complete = sorted(Path(folder).glob("checkpoint-*/shards"), key=lambda path: path.stat().st_mtime)
-    resume = resume or (complete[-1].parent if complete else None)
+    resume = resume or tfs.latest_checkpoint(folder)
     arguments = transformers.TrainingArguments(
         output_dir=folder,
         use_cpu=not torch.cuda.is_available(),

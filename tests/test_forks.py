@@ -97,6 +97,41 @@ def test_a_save_needs_no_end_of_the_connection_that_forked_workers_of_a_data_loa
     assert result.returncode == 0, result.stderr
 
 
+_FAILS = """
+from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter
+
+def fail(*args):
+    raise OSError("No space left on device")
+
+def rank_main(case):
+    init(f"store-{case}", 0, 1)
+    model = make()
+    tfs.save_checkpoint_async(model, folder / f"first-{case}", writer=WRITER).result()
+    if case != "works":
+        RunWriter.write_data = fail
+    if case == "closed":
+        sys.stderr.close()
+    if case == "none":
+        sys.stderr = None
+    tfs.save_checkpoint_async(model, folder / f"last-{case}", writer=WRITER)
+    dist.destroy_process_group()
+
+for case in ("works", "fails", "closed", "none"):
+    process = mp.get_context("fork").Process(target=rank_main, args=(case,))
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def test_a_process_of_multiprocessing_whose_last_save_failed_has_another_exit_code(tmp_path: Path) -> None:
+    """Also if its standard error is closed or ``None``."""
+    (tmp_path / "script.py").write_text(_SCRIPT + _FAILS)
+    result = run_python("script.py", "thread", tmp_path, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert result.stdout.split() == ["0", "1", "1", "1"], (result.stdout, result.stderr)
+    assert result.stderr.count("Error: fsdp: the checkpoint") == 1, result.stderr
+
+
 def _in_fork(check: Callable[[], Any]) -> None:
     """Run a function in a process that is forked off this one."""
     if (pid := os.fork()) == 0:

@@ -9,6 +9,7 @@ compares this table with the code:
 |---|---|---|---|
 | `extras.checkpoint.beside` | `_latest`: save in flight | the parent's `Saving` raises | waited for; sets the exit code |
 | `extras.checkpoint.beside` | `_rounds`: gloo connections | kept: freeing them would wait for the parent's threads | |
+| `extras.checkpoint.beside` | `_finalizer`, `_has_failed` | none; the next save makes another | finishes the save |
 | `extras.checkpoint.staging` | `host_memory`: shared memory, a process | none; copies are closed | the writer ends itself |
 | `extras.checkpoint.folder` | each `SaveRun`: files of an unfinished save | the parent's: none is deleted | |
 | `ranks.process_groups` | each `ProcessGroupRef` | raises an error, but for fake groups | gloo groups end (hook) |

@@ -246,8 +246,8 @@ def test_invalid_saves_are_refused_on_every_rank(rank: int, tmp_path: Path) -> N
     with pytest.raises(TypeError, check=coded("module.expected-sharded-model")):
         save_checkpoint(nn.Linear(2, 2), second)
     # An error on one rank is raised on all ranks.
-    place = second if rank else tmp_path / "1"
-    refused(complete.naming("(on ranks [0])"), model, save_checkpoint, model, place)
+    place = second if rank == 0 else tmp_path / "1"
+    refused(complete.naming("(on ranks [1])"), model, save_checkpoint, model, place)
     assert tfs.latest_checkpoint(tmp_path) == tmp_path / "1" and not second.exists()
     assert tfs.latest_checkpoint(second) is None
 
@@ -275,7 +275,7 @@ def _save_while_a_rank_dies(rank: int, world_size: int, folder: Path) -> None:
 def test_a_rank_that_dies_while_saving_is_an_error_on_the_others(tmp_path: Path) -> None:
     with contextlib.closing(Ranks(2)) as workers, pytest.raises(RankError, match="was not saved: rank 1 is gone"):
         workers.run(_save_while_a_rank_dies, tmp_path / "0", timeout=60)
-    assert not any(tmp_path.iterdir())
+    assert not any((tmp_path / "0").iterdir())
 
 
 #
@@ -308,15 +308,14 @@ def test_whole_models_are_exported_and_imported(tmp_path: Path) -> None:
         tfs.load_safetensors(other, source)
         assert_equal(contents(other), gathered)
     fill(other, 1.0)
-    on_first(_cut("model-00002.safetensors"), folder)
+    on_first(_cut("model-00002-*.safetensors"), folder)
     for options, code in (
         ({}, "checkpoint.file-checksum-wrong"),
         ({"verify_checksums": False}, "checkpoint.file-not-readable"),
     ):
-        refused(coded(code, "model-00002"), other, tfs.load_safetensors, other, folder, **options)
+        refused(coded(code, "model-00002-"), other, tfs.load_safetensors, other, folder, **options)
     on_first(index.unlink)
-    on_first((folder / "model-00002.safetensors").unlink)
-    refused(coded("state-dict.does-not-fit-model", "is missing"), other, tfs.load_safetensors, other, folder)
+    refused(coded("checkpoint.export-did-not-end"), other, tfs.load_safetensors, other, folder)
     save_checkpoint(other, tmp_path / "rows")
     for wrong, why in (("none", "it does not exist"), ("rows", "it is a checkpoint, which load_checkpoint")):
         expected = coded("checkpoint.source-without-safetensors", wrong, why)

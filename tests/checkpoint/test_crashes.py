@@ -27,7 +27,7 @@ def _save(model: Any, run: Path, number: int, save: Any = tfs.save_checkpoint, *
 
 
 def _load(model: Any, run: Path) -> int:
-    for file in run.glob(f"step-*/{METADATA}"):
+    for file in run.glob(f"*/{METADATA}"):
         assert_intact(file.parent)
     return tfs.load_checkpoint(model, tfs.latest_checkpoint(run), extra={"number": 0})["number"]
 
@@ -59,11 +59,11 @@ class Row(NamedTuple):
 
 _folder, _file = (partial(_fabric, fabric.save, whole=whole, keep=None) for whole in (False, True))
 _find = partial(_fabric, fabric.load, strict=True, weights_only=None)
-_KILLED = (".step-2.aaaaaaaaaaaa.saving", None), (".step-2.aaaaaaaaaaaa.saving/__0_0.distcp", b"cut")
+_KILLED = ("step-2", None), ("step-2/.metadata.aaaaaaaaaaaa", None), ("step-2/__0_aaaaaaaaaaaa_0.distcp", b"cut")
 ROWS = {
     "save": Row(_save),
     "save beside, retention": Row(partial(_save, save=tfs.save_checkpoint_async, keep=1), partial(_save, keep=1)),
-    "save again what a killed run has not finished": Row(_save, before=_KILLED),
+    "save into the folder of a killed run": Row(_save, before=_KILLED),
     "export": Row(_export, _export, _import, 4),
     "fabric, folder over folder": Row(_folder, _folder, _find, 5, "", [("checkpoint/notes", b"a user's")]),
     "fabric, folder over file": Row(_folder, _file, _find, 1, ""),

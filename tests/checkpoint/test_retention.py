@@ -63,13 +63,14 @@ def test_links_neither_count_nor_lose_what_they_point_to(tmp_path: Path) -> None
 
 @on_ranks(1)
 def test_a_folder_is_the_same_under_another_name(tmp_path: Path) -> None:
+    """With ``"."``, only what is beside the working folder is removed, nothing in it."""
     model, optimizer = small()
     run = tmp_path / "run"
-    save_checkpoint(model, run / "step-1")
-    (run / "step-2").mkdir()
+    for name in ("step-1", "step-2/step-3", "step-2/step-4"):
+        save_checkpoint(model, run / name)
     with _chdir(run / "step-2"):
         save_checkpoint(model, ".", keep=1)
-    assert _complete(run) == ["step-2"]
+    assert _complete(run) == ["step-2"] and _complete(run / "step-2") == ["step-3", "step-4"]
     # A relative folder is that of the call, whatever the working folder is when the files are written.
     for step, writer in ((5, "thread"), (6, "process")):
         with _chdir(tmp_path):
@@ -115,14 +116,13 @@ def test_only_complete_checkpoints_of_this_package_are_removed(tmp_path: Path) -
         with pytest.raises(tfs.CheckpointError, check=expected):
             save_checkpoint(model, tmp_path / "new", keep=keep)
     # The new one is damaged before old ones are removed: then nothing is.
-    rename = Path.rename
+    complete = os.link
 
     def damage(source: Path, target: Path) -> None:
-        rename(source, target)
-        if target == tmp_path / "6":
-            next(target.glob("*.distcp")).write_bytes(b"")
+        complete(source, target)
+        next(target.parent.glob("*.distcp")).write_bytes(b"")
 
-    with mock.patch.object(Path, "rename", damage):
+    with mock.patch("os.link", damage):
         save_checkpoint(model, tmp_path / "6", keep=1)
     assert {path.parent.name for path in tmp_path.glob(f"*/{METADATA}")} == {"1", "2", "3", "5", "6"}
 

@@ -22,6 +22,7 @@ from thunder_fsdp_sched.extras.checkpoint import staging
 from thunder_fsdp_sched.extras.checkpoint.staging import Staging, host_memory
 from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter
 
+import profiles
 import pytest
 import thunder
 import torch
@@ -199,7 +200,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lo
             saving.result()
         assert tfs.latest_checkpoint(tmp_path) == tmp_path / "good"
         dist.barrier()
-        assert not folder.exists()
+        assert not any(folder.iterdir())
     load_checkpoint(model, tmp_path / "good", optimizer)  # it is raised once
     save_checkpoint_async(model, tmp_path / "0", optimizer, writer=writer).result()
     assert tfs.latest_checkpoint(tmp_path) == tmp_path / "0"
@@ -229,8 +230,7 @@ def test_what_cannot_succeed_is_refused_on_all_ranks_before_anything_is_copied(r
     on_first((tmp_path / "file").touch)
     with mock.patch.object(Staging, "copy", side_effect=AssertionError):
         for folder, options, expected in (
-            ("file", {}, coded("checkpoint.failed-on-ranks", "Not a directory", tmp_path / "file")),
-            ("file/inside", {}, coded("checkpoint.not-saved", "File exists", tmp_path / "file")),
+            ("file/inside", {}, coded("checkpoint.not-saved", "Not a directory")),
             (str(rank), {}, coded("checkpoint.not-saved", "the folder that the first rank saves into")),
             ("a", {"keep": 0}, coded("checkpoint.keep-below-one")),
             ("a", {"writer": "fiber"}, coded("checkpoint.unknown-writer", "'fiber'")),
@@ -419,6 +419,8 @@ def test_a_script_that_ends_completes_its_save_or_reports_the_error(tmp_path: Pa
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(_SCRIPT))
     codes = {"works": 0, "fails": 120, "fails silently": 120}
+    if not profiles.LONG:  # `test_forks` has it with a thread
+        del codes["fails silently"]
     command = [sys.executable, script, tmp_path, *codes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.stdout.splitlines() == [f"{case}: {code}" for case, code in codes.items() for _ in range(2)], done

@@ -1,10 +1,10 @@
 """Checkpoints on disk in the format of torch.distributed.checkpoint (DCP), saved and loaded completely or not at all.
 
 [Note: All or nothing]
-DCP writes a file for every rank, and last the list of their contents, ``.metadata``. Each checkpoint has its own folder,
-which gets its name when everything is in it (see [Note: Two runs, one folder] in ``folder``). Before reading data, loading
-compares the lists that the ranks see, and names and shapes with that list. It reads into separate memory, verifies the data,
-and changes model and optimizers only after every rank has read everything.
+DCP first writes a file for every rank, and last the list of their contents, ``.metadata``. So a folder is a checkpoint
+if that file exists. Each checkpoint has its own folder (see [Note: Two runs, one folder] in ``folder``). Before reading
+data, loading compares the lists that the ranks see, and names and shapes with that list. It reads into separate memory,
+verifies the data, and changes model and optimizers only after every rank has read everything.
 
 [Note: What is trusted]
 No code in a checkpoint is run. Its list is read by a restricted unpickler (see ``storage``). Tensors and all other values,
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -25,11 +26,11 @@ from thunder.core.module import ThunderModule
 from ...errors import coded_error
 from ...ranks.process_groups import ProcessGroupRef
 from ...sharding.sharded_module import find_jitted
+from ..state_dicts.jitted import rows_by_name
 from . import extra as extras
 from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds, write_checkpoint
 from .extra import EXTRA
-from .folder import METADATA, SaveRun, path_of
-from .loading import Loading
+from .folder import METADATA, SaveRun, path_of, refuse_complete
 from .on_all_ranks import (
     CheckpointError,
     digest_of,
@@ -41,11 +42,16 @@ from .on_all_ranks import (
 from .retention import check_keep, remove_old
 from .staging import Staging, host_memory
 from .state_dict import (
+    Cast,
+    blank_optimizer_state,
+    compare,
     describe_optimizers,
-    fit_optimizers,
     get_model_state_dict,
     get_optimizer_state_dict,
     listed,
+    optimizer_state_dicts,
+    tell_casts,
+    tell_lacking,
 )
 from .storage import CheckedReader, RunWriter, check_plain, paths_of, read_metadata
 
@@ -69,8 +75,8 @@ def save_checkpoint(
     with checks, checksums and ``extra``. FSDP2, and any other number of ranks, can load it.
 
     Args:
-        folder: a folder that does not exist or is empty, on a disk that all ranks see. It appears when everything is in it.
-            If another run saves into it, one of the two gets an error, and no file is overwritten.
+        folder: a folder without a checkpoint, on a disk that all ranks see. If another run saves into it, one of the two
+            gets an error, and no file is overwritten.
         optimizers: one or several; none saves only the model.
         extra: additional values by name, such as the number of the step and the state dicts of schedulers and data
             loaders: numbers, strings, bytes, tensors, NumPy arrays, ``None``, and lists, tuples and dictionaries of
@@ -88,13 +94,13 @@ def save_checkpoint(
         The folder, whose checkpoint is complete.
 
     Raises:
-        CheckpointError: on all ranks, if any rank failed: the folder is not empty, or cannot be written, or another
+        CheckpointError: on all ranks, if any rank failed: the folder has a checkpoint, or cannot be written, or another
             run saves into it; the disk is full; an optimizer has other parameters; optimizers, their options or ``extra``
             differ between ranks; ``extra`` has values that cannot be read without running code; or an earlier save beside
-            training failed. Then there is no such folder, and other checkpoints are unchanged.
+            training failed. The folder is then not a checkpoint, and other checkpoints are unchanged.
     """
-    group, run, state = collect(SaveRun, model, folder, optimizers, extra, keys, keep)
-    return save_in_rounds(group, run, state, _writing(keep))
+    group, path, state = _collect(model, folder, optimizers, extra, keys, keep)
+    return save_in_rounds(group, path, METADATA, state, _writing(path, keep))
 
 
 def save_checkpoint_async(
@@ -121,35 +127,32 @@ def save_checkpoint_async(
             raise coded_error(ValueError, "checkpoint.unknown-writer", writer=writer)
         return Staging(state)
 
-    group, run, staging = collect(SaveRun, model, folder, optimizers, extra, keys, keep, stage)
-    return save_beside(group, run, staging, _writing(keep, writer))
+    group, path, staging = _collect(model, folder, optimizers, extra, keys, keep, stage)
+    return save_beside(group, path, METADATA, staging, _writing(path, keep, writer))
 
 
-def collect(
-    kind: type[SaveRun],
+def _collect(
     model: ThunderModule,
     folder: str | os.PathLike[str],
     optimizers: Optimizers,
     extra: dict[str, Any] | None,
     keys: tuple[str, str],
-    keep: int | None = None,
+    keep: int | None,
     stage: Callable[[dict[str, Any]], Any] = lambda state: state,
-) -> tuple[ProcessGroupRef, SaveRun, Any]:
-    """Return the ranks, the run, and what ``stage`` makes of the values to save, which are the same on all ranks."""
+) -> tuple[ProcessGroupRef, Path, Any]:
+    """Return the ranks, the folder, and what ``stage`` makes of the values to save, which are the same on all ranks."""
     model, sharded = find_jitted(model)
     group = sharded.world_group
     collected: list[Any] = []
 
-    def prepare() -> str:
+    def collect() -> str:
         """Collect where and what is saved, and what must be equal on all ranks; return a digest of the latter."""
         sharded.check_initialized()
         finish_latest()
         path, chosen = path_of(folder, "folder"), listed(optimizers)
         _check_extra(extra)
         check_keep(path, keep)
-        run = kind(path, METADATA)
-        if group.rank == 0:
-            run.refuse_used()
+        refuse_complete(path, METADATA)
         state: dict[str, Any] = {keys[0]: get_model_state_dict(model)}
         if chosen:
             state[keys[1]] = get_optimizer_state_dict(model, chosen)
@@ -162,19 +165,19 @@ def collect(
         if extra:
             state[EXTRA] = extras.encode(extra)
             facts |= extras.facts_of(extra)
-        collected[:] = run, stage(state), facts
+        collected[:] = path, stage(state), facts
         return digest_of(facts)
 
-    digests = share_on_all_ranks(group, "save_checkpoint", prepare)
-    run, values, facts = collected
+    digests = share_on_all_ranks(group, "save_checkpoint", collect)
+    path, values, facts = collected
     if len(set(digests)) > 1:
         difference = find_difference(group, "save_checkpoint, what one rank saves for all", facts)
         raise coded_error(CheckpointError, "ranks.saved-values-differ", difference=difference)
 
-    return group, run, values
+    return group, path, values
 
 
-def _writing(keep: int | None, writer: str | None = None) -> Write:
+def _writing(path: Path, keep: int | None, writer: str | None = None) -> Write:
     """Return the function that writes a checkpoint; beside training if there is a ``writer``."""
 
     def write(rounds: Rounds, run: SaveRun, state: dict[str, Any]) -> None:
@@ -182,7 +185,7 @@ def _writing(keep: int | None, writer: str | None = None) -> Write:
         is_staged = writer is not None
         write_checkpoint(rounds, state, RunWriter(run, process=process, is_staged=is_staged))
         if keep is not None and rounds.rank == 0:
-            remove_old(run.path, keep)
+            remove_old(path, keep)
 
     return write
 
@@ -210,7 +213,7 @@ def load_checkpoint(
         optimizers: optimizers of the jitted module's parameters; none loads only the model.
         extra: names and structure of the additional values to load. Keys of dictionaries must be in the checkpoint;
             numbers and strings are placeholders. In place of a DTensor each rank loads its rows, in place of
-            ``None`` whole tensors. In dictionaries that ``dcp.save`` has saved, all keys are texts.
+            ``None`` whole tensors.
         keys: names under which model and optimizers were saved.
         strict: raise an error if the checkpoint has parameters that the model does not have, or lacks some that it has.
             ``False``, as in torch's ``load_state_dict``: the latter keep their values, and a warning names them.
@@ -237,29 +240,56 @@ def load_checkpoint(
     reader = CheckedReader(path, metadata, verify=verify_checksums)
     if verify_checksums and not reader.has_checksums and group.rank == 0:
         _log.warning("%s has no checksums of its own: those of its archives are verified", path)
-    paths, loading = paths_of(metadata), Loading(path, reader)
+    paths, casts, lacking = paths_of(metadata), list[Cast](), list[str]()
 
-    def prepare() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Provide memory for everything; return the argument of each optimizer's ``load_state_dict``, and ``extra``."""
+    def prepare() -> tuple[dict[str, Any], dict[str, str], list[dict[str, Any]], dict[str, Any]]:
+        """Return memory by DCP's names, these names of the model's entries, and what is made of the rest of the memory:
+        the argument of each optimizer's ``load_state_dict``, and the values of ``extra``."""
         _check_extra(extra)
-        saved = extras.decode(paths, reader)
+        own = extras.decode(paths.get(EXTRA, {}), reader)
+        names = [*(name for name in paths if not own or name != EXTRA), *own]
         for name in [keys[0], *([keys[1]] if chosen else []), *(extra or {})]:
-            if name not in saved:
-                raise coded_error(ValueError, "checkpoint.name-not-held", path=path, name=name, names=list(saved))
-        names = {".".join(map(str, below)): name for below, name in paths[keys[0]].items()}
-        loading.fit_model(model, names, get_model_state_dict(model).keys(), strict=strict)
-        states = fit_optimizers(loading, paths[keys[1]], model, chosen) if chosen else []
-        values = {name: extras.fit(loading, wanted, saved[name], name) for name, wanted in (extra or {}).items()}
-        return states, values
+            if name not in names:
+                raise coded_error(ValueError, "checkpoint.name-not-held", path=path, name=name, names=names)
+        entries = get_model_state_dict(model)
+        there = {".".join(map(str, below)): name for below, name in paths[keys[0]].items()}
+        unknown = [name for name in there if strict and name not in entries]
+        if not strict:
+            lacking.extend(n for n in entries if there.keys().isdisjoint(sharded.names_of(n)))
+            entries = {name: entry for name, entry in entries.items() if name in there}
+        casts.extend(
+            compare({n: reader.contents[d] for n, d in there.items()}, entries, "the checkpoint", unknown=unknown)
+        )
+        memory: dict[str, Any] = {there[name]: torch.empty_like(entry) for name, entry in entries.items()}
+        states: list[dict[str, Any]] = []
+        values: dict[str, Any] = {}
+        if chosen:
+            loaded, of_state, more = blank_optimizer_state(paths[keys[1]], reader, model, chosen)
+            states = optimizer_state_dicts(loaded, model, chosen)
+            memory |= of_state
+            casts.extend(more)
+        for name, wanted in (extra or {}).items():
+            values[name], more_memory = extras.fit(wanted, paths.get(name, {}), name, own, reader)
+            memory |= more_memory
+        return memory, there, states, values
 
-    states, values = run_on_all_ranks(group, "load_checkpoint", prepare)
+    memory, there, states, values = run_on_all_ranks(group, "load_checkpoint", prepare)
     facts = describe_optimizers(model, chosen, values=False)
     if difference := find_difference(group, "load_checkpoint, optimizers", facts):
         raise coded_error(CheckpointError, "ranks.optimizers-differ", difference=difference)
-    loading.finish(group, "load_checkpoint")
-    for bucket in sharded.buckets:
-        if "feedback" in vars(bucket):  # what rounding has lost of the gradients of other values
-            bucket.feedback.lost.zero_()
+    run_on_all_ranks(group, "load_checkpoint", lambda: reader.load(memory))
+    # Every rank has read everything, and nothing has been changed yet.
+    if casts and group.rank == 0:
+        warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
+    if lacking and group.rank == 0:
+        warnings.warn(tell_lacking(path, lacking), stacklevel=2)
+    with torch.no_grad():
+        for name, value in rows_by_name(model).items():
+            if found := next((there[n] for n in sharded.names_of(name) if n in there), None):
+                value.copy_(memory[found])
+        for bucket in sharded.buckets:
+            if "feedback" in vars(bucket):  # what rounding has lost of the gradients of other values
+                bucket.feedback.lost.zero_()
     for optimizer, state in zip(chosen, states, strict=True):
         optimizer.load_state_dict(state)
     return values

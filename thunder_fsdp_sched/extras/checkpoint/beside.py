@@ -16,7 +16,8 @@ Python decides on the exit code before it runs exit hooks, and ignores their err
 error cannot be flushed at the very end, the exit code is 120 (documented at ``sys.exit``). So after a failed save, flushing
 standard error fails then. All other exit hooks run as usual, which ``os._exit`` would prevent.
 
-A forked process of ``multiprocessing`` ends with ``os._exit``, and its exit code does not tell: there the logged error does.
+A forked process of ``multiprocessing`` ends with ``os._exit``. Before Python 3.13 it runs no exit hooks, but finalizers, in
+which ``SystemExit`` sets the exit code. Since then it runs both after the exit code is decided, finalizers last.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ import atexit
 import contextlib
 import io
 import logging
+import multiprocessing
 import os
 import pickle
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing.context import SpawnProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -45,7 +50,7 @@ from ...private_distributed import gloo_connections, timeout_of
 from ...process_state import reset_after_fork
 from ...ranks.control import Control, control_of
 from ...ranks.process_groups import ProcessGroupRef
-from .folder import SaveRun, saving_into
+from .folder import INDEX, SaveRun, saving_into
 from .on_all_ranks import CheckpointError
 from .staging import Staging
 from .storage import RunWriter
@@ -138,8 +143,7 @@ class Saving:
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(write,), name=f"saving {path}")
         self._thread.start()
-        atexit.unregister(_finish_at_exit)
-        atexit.register(_finish_at_exit)
+        _register_exit_hooks()
 
     def staged(self) -> None:
         """Wait until the values are copied. Training need not: see [Note: Staging] in ``staging``."""
@@ -216,13 +220,47 @@ reset_after_fork(_forget_latest)
 #
 
 
+_finalizer: Finalize | None = None
+"""That of this process, if ``multiprocessing`` started it. A fork ends it."""
+
+_has_failed = False
+"""Whether the last save of this process has failed, at exit."""
+
+_UNUSABLE_STREAM = contextlib.suppress(AttributeError, OSError, ValueError)
+"""Ignores that a standard stream is ``None``, cannot be written, or is closed."""
+
+
+def _register_exit_hooks() -> None:
+    global _finalizer
+    atexit.unregister(_finish_at_exit)
+    atexit.register(_finish_at_exit)
+    if multiprocessing.parent_process() is not None and not (_finalizer and _finalizer.still_active()):
+        _finalizer = Finalize(None, _finish_in_child, exitpriority=-100)  # after all others
+
+
 def _finish_at_exit() -> None:
     """Finish the save in flight; if it failed, print the error and let the exit code be 120."""
+    global _has_failed
     try:
         finish_latest()
     except BaseException:
-        sys.stderr = _FailsAtTheEnd(sys.stderr)
+        sys.stderr, _has_failed = _FailsAtTheEnd(sys.stderr), True
         raise
+
+
+def _finish_in_child() -> None:
+    """Do the same at the end of a process of ``multiprocessing``, with exit code 1."""
+    try:
+        finish_latest()
+    except BaseException as error:
+        with _UNUSABLE_STREAM:
+            sys.stderr.write(traceback.format_exc())
+        raise SystemExit(1) from error
+    if _has_failed and not isinstance(multiprocessing.current_process(), SpawnProcess):
+        for stream in (sys.stdout, sys.stderr):
+            with _UNUSABLE_STREAM:
+                stream.flush()
+        os._exit(1)  # in place of Python's own os._exit(0), which would come next
 
 
 class _FailsAtTheEnd:
@@ -250,22 +288,25 @@ Write: TypeAlias = Callable[[Rounds, SaveRun, dict[str, Any]], None]
 """A function that writes a state dict."""
 
 
-def save_in_rounds(group: ProcessGroupRef, run: SaveRun, state: dict[str, Any], write: Write) -> Path:
+def save_in_rounds(group: ProcessGroupRef, folder: Path, last: str, state: dict[str, Any], write: Write) -> Path:
     """Write a state dict into a folder; a collective.
+
+    Args:
+        last: name of the file that completes the folder.
 
     Raises:
         CheckpointError: on all ranks, if it fails.
     """
-    with _connected(group, run) as rounds:
+    with _connected(group, folder, last) as (rounds, run):
         write(rounds, run, state)
-    return run.path
+    return _path(folder, last)
 
 
-def save_beside(group: ProcessGroupRef, run: SaveRun, staging: Staging, write: Write) -> Saving:
+def save_beside(group: ProcessGroupRef, folder: Path, last: str, staging: Staging, write: Write) -> Saving:
     """Copy a state dict, and write the copy in a thread; otherwise as :func:`save_in_rounds`."""
     global _latest
     with contextlib.ExitStack() as stack:
-        rounds = stack.enter_context(_connected(group, run))
+        rounds, run = stack.enter_context(_connected(group, folder, last))
         copied, finish_staging = staging.copy()
         ending = stack.pop_all()
 
@@ -273,19 +314,23 @@ def save_beside(group: ProcessGroupRef, run: SaveRun, staging: Staging, write: W
         with ending:
             write(rounds, run, copied)
 
-    _latest = Saving(run.path, control_of(group), write_copy, finish_staging)
+    _latest = Saving(_path(folder, last), control_of(group), write_copy, finish_staging)
     return _latest
 
 
+def _path(folder: Path, last: str) -> Path:
+    return folder / INDEX if last == INDEX else folder
+
+
 @contextlib.contextmanager
-def _connected(group: ProcessGroupRef, run: SaveRun) -> Iterator[Rounds]:
+def _connected(group: ProcessGroupRef, folder: Path, last: str) -> Iterator[tuple[Rounds, SaveRun]]:
     """Begin a save into a folder, and end it, completely or with an error on all ranks."""
     known = _rounds.get(group.process_group)
     is_connected = known is not None and known.is_usable
-    with saving_into(group, run, is_connected) as are_connected:
+    with saving_into(group, folder, last, is_connected) as (run, are_connected):
         if known is None or not are_connected:
             known = _rounds[group.process_group] = Rounds(group, f"saving/{run.id}")
-        yield known
+        yield known, run
 
 
 def write_checkpoint(rounds: Rounds, state: dict[str, Any], writer: RunWriter) -> None:

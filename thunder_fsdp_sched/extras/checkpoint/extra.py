@@ -5,6 +5,7 @@ Additional values (``extra``): tensors, and plain values as ``torch.save`` write
 
 from __future__ import annotations
 
+import copy
 import itertools
 import zlib
 from collections.abc import Mapping
@@ -17,8 +18,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from ...errors import coded_error
 from ...runtime.row_dtensor import local_rows
-from .loading import Loading, Reader
-from .storage import Paths, check_plain, nested
+from .storage import CheckedReader, Paths, check_plain, nested
 
 EXTRA = "extra"
 """The name under which ``extra`` is saved: ``values``, with an empty tensor in place of each tensor, and ``tensors``, which
@@ -47,20 +47,19 @@ def encode(extra: dict[str, Any]) -> dict[str, Any]:
     return {"values": (values,), "tensors": {str(number): tensor for number, tensor in enumerate(tensors)}}
 
 
-def decode(paths: Mapping[str, Paths], reader: Reader) -> dict[str, Any]:
-    """Return all values of a checkpoint by name, with a :class:`Saved` in place of each tensor.
+def decode(paths: Paths, reader: CheckedReader) -> dict[str, Any]:
+    """Return the values that :func:`encode` received, with a :class:`Saved` in place of each tensor.
 
-    What :func:`encode` has not made is as DCP has taken it apart: keys of dictionaries are texts.
+    Args:
+        paths: those below :data:`EXTRA`. If :func:`encode` did not make them, there are no such values.
     """
-    made = {name: nested({path: Saved(leaf) for path, leaf in below.items()}) for name, below in paths.items()}
-    if EXTRA in paths and (stored := paths[EXTRA].get(("values",))) is not None:
-        [values] = reader.load({stored: None})[stored]
-        numbers = itertools.count()
-        tensors = made.pop(EXTRA).get("tensors", {})
-        values = tree_map_only(torch.Tensor, lambda _: tensors[str(next(numbers))], values)
-        if not isinstance(values, dict):
-            raise coded_error(ValueError, "checkpoint.stored-extra-not-dictionary", got=type(values).__name__)
-        made |= values
+    if (name := paths.get(("values",))) is None:
+        return {}
+    [values] = reader.load({name: None})[name]
+    numbers = itertools.count()
+    made = tree_map_only(torch.Tensor, lambda _: Saved(paths["tensors", str(next(numbers))]), values)
+    if not isinstance(made, dict):
+        raise coded_error(ValueError, "checkpoint.stored-extra-not-dictionary", got=type(made).__name__)
     return made
 
 
@@ -83,19 +82,24 @@ def _fact(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}, CRC-32 {zlib.crc32(data):08x}"
 
 
-def fit(loading: Loading, wanted: Any, saved: Any, name: str) -> Any:
-    """Return a saved value, with memory in place of its tensors.
+def fit(
+    wanted: Any, paths: Paths, name: str, own: Mapping[str, Any], reader: CheckedReader
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a saved value, with memory in place of its tensors, and that memory by the names of the tensors.
 
     Args:
-        wanted: the structure that the caller expects; memory for tensors is like its tensors.
-        saved: the value, with a :class:`Saved` in place of what DCP has saved.
+        wanted: the structure that the caller expects; memory for tensors is like its tensors. DCP converts all keys to text
+            and all dictionaries to one class, so for its values both are taken from ``wanted``.
+        paths: those of the value, if ``dcp.save`` saved it.
+        own: the values that :func:`save_checkpoint` saved.
 
     Raises:
         ValueError: a wanted value is missing, or has another structure.
     """
+    memory: dict[str, torch.Tensor] = {}
 
     def walk(wanted: Any, saved: Any, path: tuple[Any, ...]) -> Any:
-        found = loading.reader.contents[saved] if isinstance(saved, Saved) else None
+        found = reader.contents[saved] if isinstance(saved, Saved) else None
         is_tensor = isinstance(found, TensorStorageMetadata)
         is_other = isinstance(wanted, torch.Tensor) is not is_tensor
         is_other |= path == (name,) and isinstance(wanted, dict) and not isinstance(saved, dict)
@@ -105,11 +109,13 @@ def fit(loading: Loading, wanted: Any, saved: Any, name: str) -> Any:
                 ValueError, "checkpoint.extra-type-mismatch", entry=_text(path), saved=kind, got=type(wanted).__name__
             )
         if isinstance(found, TensorStorageMetadata):
-            return loading.memory.setdefault(saved, _memory_like(wanted, found, path))
+            return memory.setdefault(saved, _memory_like(wanted, found, path))
         if found is not None:
-            return loading.reader.load({saved: None})[saved]
+            return reader.load({saved: None})[saved]
         if isinstance(saved, dict):
             given = wanted if isinstance(wanted, dict) else {}
+            if name not in own:
+                saved = _like(wanted, saved, path)
             if missing := [key for key in given if key not in saved]:
                 raise coded_error(
                     ValueError, "checkpoint.extra-entry-not-saved", entry=_text(path), key=missing[0], found=list(saved)
@@ -122,7 +128,24 @@ def fit(loading: Loading, wanted: Any, saved: Any, name: str) -> Any:
             return type(saved)(walk(w, v, (*path, i)) for i, (w, v) in enumerate(zip(each, saved, strict=True)))
         return saved
 
-    return walk(wanted, saved, (name,))
+    saved = own[name] if name in own else nested({path: Saved(leaf) for path, leaf in paths.items()})
+    return walk(wanted, saved, (name,)), memory
+
+
+def _like(wanted: Any, saved: dict[str, Any], path: tuple[Any, ...]) -> Any:
+    """Return a dictionary that ``dcp.save`` saved with the class and the keys of the wanted one."""
+    if not isinstance(wanted, dict):
+        raise coded_error(
+            ValueError, "checkpoint.extra-dictionary-expected", entry=_text(path), got=type(wanted).__name__
+        )
+    keys = {str(key): key for key in wanted}
+    made = copy.copy(wanted)
+    made.clear()
+    for text, value in saved.items():
+        if text not in keys and not any(isinstance(key, str) for key in wanted):
+            raise coded_error(ValueError, "checkpoint.extra-entry-not-given", entry=_text((*path, text)))
+        made[keys.get(text, text)] = value
+    return made
 
 
 def _memory_like(wanted: torch.Tensor | None, found: TensorStorageMetadata, path: tuple[Any, ...]) -> torch.Tensor:

@@ -1,28 +1,31 @@
-"""Save a folder under another name and rename it, so that two runs never mix, and a killed run leaves no checkpoint.
+"""Save into a folder so that two runs never mix, and a killed run leaves no checkpoint.
 
 [Note: Two runs, one folder]
-A run writes into its draft, a hidden folder beside the wanted one with the run's id in its name. When everything is in it,
-the draft is renamed. The file system does that at once, and refuses if there is a folder of the wanted name that holds
-anything. So the first run to finish has saved, all others get an error, and a complete folder is never overwritten.
+Runs that save into the same folder at once know nothing of each other. Two mechanisms keep them apart:
 
-The run that has finished deletes the drafts of all others, also of those that were killed. A run that fails deletes its own.
+1. The names of a run's files contain its id, so no run overwrites or reads the files of another.
+2. The file that completes the folder is written elsewhere and then created as a hard link, which fails if the name
+   exists. So the first run to finish has saved, all others get an error, and a complete folder is never overwritten.
+
+The run that has completed the folder deletes the files of all others, also of those that were killed. A run that fails
+deletes its own.
 
 [Note: Order on disk]
 After a crash of the machine, any write, creation, rename or removal that was not synced may be lost, in whatever order they
-were made. An fsync of a file syncs its data, one of a folder the names in it. So everything in a draft is synced before the
-draft is renamed, and its new name before an older checkpoint is removed.
+were made. An fsync of a file syncs its data, one of a folder the names in it. So everything that a checkpoint consists of is
+synced before the file that completes it gets its name, and that name before an older checkpoint is removed.
 """
 
 from __future__ import annotations
 
 import errno
-import glob
+import logging
 import os
 import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,15 +36,20 @@ from ...ranks.process_groups import ProcessGroupRef
 from .on_all_ranks import CheckpointError, reason_of, run_on_all_ranks, share_on_all_ranks
 
 METADATA = ".metadata"
-"""The list of a checkpoint's contents."""
+"""The file that completes a checkpoint: the list of its contents."""
 
 OTHERS = "meta.pt"
 """The file of Fabric in the folder of a checkpoint: everything besides the module and its optimizers."""
 
 INDEX = "model.safetensors.index.json"
-"""The list of the files of a whole model."""
+"""The file that completes a whole model."""
 
 _KINDS = {METADATA: "checkpoint", INDEX: "model"}
+_FILES = {
+    METADATA: re.compile(r"__\d+_([0-9a-f]{12})_\d+\.distcp|\.metadata\.([0-9a-f]{12})"),
+    INDEX: re.compile(r"model-\w+-([0-9a-f]{12})\.safetensors|model\.safetensors\.index\.json\.([0-9a-f]{12})"),
+}
+"""The names of the files of a run, keyed by the name of the file that completes a folder."""
 
 _DATA = re.compile(r"__\d+_.*\.distcp|\.metadata\.")
 """The beginning of the names of files of a checkpoint, whoever saves it."""
@@ -51,6 +59,8 @@ _CANNOT_SYNC = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)
 
 _PIECE = 1 << 22
 """Bytes that are read at once for a checksum."""
+
+_log = logging.getLogger(__name__)
 
 
 def path_of(value: str | os.PathLike[str], option: str) -> Path:
@@ -95,113 +105,104 @@ def make_folder(folder: Path) -> None:
 
 
 class SaveRun:
-    """One save of a folder. See [Note: Two runs, one folder].
-
-    Args:
-        last: name of the list of the folder's contents.
+    """One save into a folder. See [Note: Two runs, one folder].
 
     Attributes:
-        path: what the functions that save return.
-        folder: the folder, without links.
-        id: part of the name of the draft; the first rank's.
+        id: part of the names of all files of the run.
+        last: name of the file that completes the folder.
+        draft: a folder in which the first rank prepares that file.
     """
 
-    def __init__(self, folder: Path, last: str) -> None:
-        self.path = folder / last if last == INDEX else folder
-        self.folder, self.last, self.id = folder.resolve(), last, new_id()
+    def __init__(self, folder: Path, last: str, id: str) -> None:
+        self.folder, self.last, self.id = folder, last, id
+        self.draft = folder / f"{last}.{id}"
+        self._has_completed = False
         self._process = os.getpid()
 
-    @property
-    def draft(self) -> Path:
-        """The folder that the ranks write into."""
-        return draft_of(self.folder, self.id)
-
-    def refuse_used(self) -> None:
-        """Raise an error if the folder is used.
-
-        Raises:
-            ValueError: it holds anything; the message names it.
-            NotADirectoryError: it is a file.
-        """
-        if is_complete(self.folder, self.last):
-            kind = _KINDS[self.last]
-            raise coded_error(ValueError, "checkpoint.folder-already-complete", folder=self.folder, content=kind)
-        if self.folder.exists() and (names := sorted(entry.name for entry in self.folder.iterdir())):
-            raise coded_error(ValueError, "checkpoint.folder-not-empty", folder=self.folder, names=_few(names))
-
-    def begin(self) -> None:
-        """Create the draft, on the first rank, after which all ranks look for it."""
-        make_folder(self.folder.parent)
+    def begin(self) -> str:
+        """Create the draft, on the first rank, after which all ranks look for it; return the run's id."""
+        refuse_complete(self.folder, self.last)
+        make_folder(self.folder)
         self.draft.mkdir()
+        if (self.folder / self.last).exists():
+            (self.folder / self.last).unlink()  # empty: see `is_complete`
+        return self.id
 
     def check(self) -> None:
         """Raise an error if this rank does not see the draft.
 
         Raises:
-            ValueError: the first rank's folder is not this one, or this rank cannot write into it.
+            ValueError: the first rank's folder is not this one, or another run has completed it meanwhile, or this rank
+                cannot write into it.
         """
+        refuse_complete(self.folder, self.last)
         if not self.draft.is_dir():
             raise coded_error(ValueError, "ranks.folders-differ", folder=self.folder)
-        if not os.access(self.draft, os.W_OK):
+        if not os.access(self.folder, os.W_OK):
             raise coded_error(ValueError, "checkpoint.folder-not-writable", folder=self.folder)
 
     def complete(self) -> None:
-        """Give the draft, whose files must have been synced, the name of the folder, and let it survive a crash.
+        """Create the file that completes the folder from the one in the draft, and let it survive a crash.
+
+        The data of the other files must have been synced.
 
         Raises:
-            ValueError: the folder is used now, or cannot be replaced.
+            ValueError: another run has completed it.
         """
-        sync(self.draft)
-        self._rename()
-        sync(self.folder.parent)
-        for other in drafts_of(self.folder):
-            remove(other)
-
-    def _rename(self) -> None:
-        own = self.draft.stat()
-        try:
-            self.draft.rename(self.folder)
-        except OSError as error:
-            # A network file system may have renamed it and lost the reply.
-            if not (self.folder.exists() and os.path.samestat(self.folder.stat(), own)):
-                raise coded_error(
-                    ValueError, "checkpoint.draft-not-renamed", folder=self.folder, error=error
-                ) from error
+        sync(self.draft / self.last)
+        sync(self.folder)  # the names of the other files
+        if not _link_exclusively(self.draft / self.last, self.folder / self.last):
+            raise coded_error(ValueError, "checkpoint.folder-completed-by-other-run", folder=self.folder)
+        self._has_completed = True
+        sync(self.folder)
 
     def clean_up(self) -> None:
-        """Delete the draft, unless it has been renamed. A process that was forked meanwhile deletes nothing."""
-        if self._process == os.getpid():
+        """Delete the draft, and the files of all other runs if this one has completed the folder, else its own.
+
+        It never raises: at worst, unused files remain. A process that was forked meanwhile deletes nothing.
+        """
+        if self._process != os.getpid():
+            return
+        try:
             shutil.rmtree(self.draft, ignore_errors=True)
+            for entry in self.folder.iterdir() if self.folder.is_dir() else ():
+                match = _FILES[self.last].fullmatch(entry.name)
+                if match is None or (self.id in match.groups()) is self._has_completed:
+                    continue
+                if entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("%s was not cleaned up: %s", self.folder, error)
 
 
 @contextmanager
-def saving_into(group: ProcessGroupRef, run: SaveRun, is_ready: bool) -> Iterator[bool]:
-    """Begin a run on all ranks, and clean up at the end; yield whether all ranks are ready. A collective.
+def saving_into(group: ProcessGroupRef, folder: Path, last: str, is_ready: bool) -> Iterator[tuple[SaveRun, bool]]:
+    """Begin a run on all ranks, and clean up at the end; yield it, and whether all ranks are ready. A collective.
 
     Args:
+        last: name of the file that completes the folder.
         is_ready: whether this rank is ready, for whatever the caller needs.
 
     Raises:
-        CheckpointError: on all ranks, if the folder is used, ranks passed other folders, or saving failed.
+        CheckpointError: on all ranks, if the folder is complete, ranks passed other folders, or saving failed.
     """
-
-    def begin() -> tuple[str, bool]:
-        if group.rank == 0:
-            run.begin()
-        return run.id, is_ready
-
+    what = "saving into a folder"
+    run = own = SaveRun(folder, last, uuid.uuid4().hex[:12])
     try:
-        everyones = share_on_all_ranks(group, "saving into a folder", begin)
-        run.id = everyones[0][0]
-        run_on_all_ranks(group, "saving into a folder", run.check)
-        yield all(theirs for _, theirs in everyones)
+        begin = lambda: (own.begin() if group.rank == 0 else "", is_ready)  # noqa: E731
+        everyones = share_on_all_ranks(group, what, begin)
+        run = SaveRun(folder, last, everyones[0][0])
+        run_on_all_ranks(group, what, run.check)
+        yield run, all(theirs for _, theirs in everyones)
     except Exception as error:
-        complete = "; it is complete nevertheless, by this run or another" if is_complete(run.folder, run.last) else ""
+        complete = "; it is complete nevertheless, by this run or another" if is_complete(folder, last) else ""
         raise coded_error(
             CheckpointError,
             "checkpoint.not-saved",
-            content=_KINDS[run.last],
-            folder=run.folder,
+            content=_KINDS[last],
+            folder=folder,
             reason=reason_of(error),
             remark=complete,
         ) from error
@@ -210,39 +211,28 @@ def saving_into(group: ProcessGroupRef, run: SaveRun, is_ready: bool) -> Iterato
             run.clean_up()
 
 
-def new_id() -> str:
-    """Return the id of a save."""
-    return uuid.uuid4().hex[:12]
-
-
-def draft_of(path: Path, id: str) -> Path:
-    """Return the name under which ``path`` is written until it is complete."""
-    return path.with_name(f".{path.name}.{id}.saving")
-
-
-def drafts_of(path: Path) -> Iterator[Path]:
-    """Return the drafts of ``path`` of all saves."""
-    return path.parent.glob(draft_of(Path(glob.escape(path.name)), "[0-9a-f]" * 12).name)
-
-
-def complete_in(folder: Path) -> Iterator[Path]:
-    """Yield the checkpoints in ``folder``, but not drafts."""
-    for file in folder.glob(f"*/{METADATA}"):
-        if not file.parent.match(".*.saving"):
-            yield file.parent
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder, if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def are_of_one_run(names: Iterable[str]) -> bool:
+    """Return whether these are names of data files of a single checkpoint that :class:`SaveRun` has saved."""
+    matches = [_FILES[METADATA].fullmatch(name) for name in names]
+    return all(matches) and len({match[1] for match in matches if match}) == 1
 
 
 def is_complete(folder: Path, last: str) -> bool:
-    """Return whether ``folder`` has its list of contents."""
-    return (folder / last).exists()
+    """Return whether the file that completes ``folder`` exists.
+
+    An empty file does not count: without hard links, a run that is killed may leave one.
+    """
+    return (folder / last).exists() and (folder / last).stat().st_size > 0
+
+
+def refuse_complete(folder: Path, last: str) -> None:
+    """Raise an error if ``folder`` is complete.
+
+    Raises:
+        ValueError: names the folder.
+    """
+    if is_complete(folder, last):
+        raise coded_error(ValueError, "checkpoint.folder-already-complete", folder=folder, content=_KINDS[last])
 
 
 def refuse_incomplete(folder: Path) -> None:
@@ -255,14 +245,12 @@ def refuse_incomplete(folder: Path) -> None:
         return
     if folder.is_file():
         raise coded_error(ValueError, "checkpoint.folder-is-file", folder=folder)
-    if any(drafts_of(folder)):
-        raise coded_error(ValueError, "checkpoint.save-did-not-end", folder=folder)
     if not folder.exists():
         raise coded_error(ValueError, "checkpoint.folder-does-not-exist", folder=folder)
     names = sorted(entry.name for entry in folder.iterdir())
     if not names:
         raise coded_error(ValueError, "checkpoint.folder-is-empty", folder=folder)
-    if any(_DATA.match(name) for name in names):
+    if METADATA in names or any(_DATA.match(name) for name in names):
         raise coded_error(ValueError, "checkpoint.save-did-not-end", folder=folder)
     if below := [name for name in names if is_complete(folder / name, METADATA)]:
         raise coded_error(
@@ -285,3 +273,21 @@ def checksum(path: Path, offset: int, length: int) -> int:
             crc = zlib.crc32(data, crc)
             length -= len(data)
     return crc
+
+
+def _link_exclusively(source: Path, target: Path) -> bool:
+    """Link ``source`` as ``target`` unless that file exists; return whether the link was created."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        # A network file system may have created the link and lost the reply.
+        return target.exists() and os.path.samefile(source, target)
+    except OSError:  # no hard links: an exclusive copy, which is not atomic
+        try:
+            with target.open("xb") as file:
+                file.write(source.read_bytes())
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            return False
+    return True

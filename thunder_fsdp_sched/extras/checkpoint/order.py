@@ -17,7 +17,7 @@ import re
 import time
 from pathlib import Path
 
-from .folder import METADATA, complete_in
+from .folder import METADATA
 
 _STAMP = re.compile(rb"\nthunder_fsdp_sched saved (\d{1,30})\nthunder_fsdp_sched crc32 [0-9a-f]{8}\n\Z")
 
@@ -29,7 +29,7 @@ _END = 128
 
 def stamped(data: bytes, folder: Path) -> bytes:
     """Append the stamp of a checkpoint that is about to be completed in ``folder`` to its list of contents."""
-    others = map(stamp_of, complete_in(folder.resolve().parent))
+    others = (stamp_of(file.parent) for file in folder.resolve().parent.glob(f"*/{METADATA}"))
     return data + b"\nthunder_fsdp_sched saved %d" % max(time.time_ns(), *((stamp or 0) + 1 for stamp in others), 0)
 
 
@@ -46,11 +46,11 @@ def newest_first(folder: Path) -> list[Path]:
     """Return the complete checkpoints in ``folder`` by the order of their saves, links to one after the folder itself."""
     found: list[Path] = []
     times: dict[str, int] = {}
-    for path in complete_in(folder):
+    for file in folder.glob(f"*/{METADATA}"):
         with contextlib.suppress(FileNotFoundError):  # the first rank removes old ones meanwhile
-            series = series_of(path)
-            times[series] = max(time_of(path), times.get(series, 0))
-            found.append(path)
+            series = series_of(file.parent)
+            times[series] = max(time_of(file.parent), times.get(series, 0))
+            found.append(file.parent)
 
     def order(path: Path) -> tuple[bool, int, str, list[int], bool, str]:
         stamp, series = stamp_of(path), series_of(path)

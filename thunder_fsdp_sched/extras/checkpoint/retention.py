@@ -6,7 +6,8 @@
 - a sibling folder whose name differs in digits alone from that of the new one (``step-100``, not ``best``). Links
   (``latest -> step-3``) are left alone, as is what they point to unless it is beside the new one. Folders are compared by
   device and inode, because one folder may have several names;
-- complete, with a stamp (see [Note: The order of saves] in ``order``), and not one of Fabric, which has more files;
+- complete, with a stamp (see [Note: The order of saves] in ``order``), with the file names of a single run, and not one of
+  Fabric, which has more files;
 - only when the new checkpoint has been found intact, and neither it nor the newest intact one of this kind.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 from ...errors import coded_error
 from .beside import wait_for_latest
-from .folder import METADATA, OTHERS, is_complete, sync
+from .folder import METADATA, OTHERS, are_of_one_run, is_complete, sync
 from .order import newest_first, series_of, stamp_of, time_of
 from .storage import check_lengths, read_metadata
 
@@ -104,7 +105,7 @@ def remove_old(path: Path, keep: int) -> None:
                 kept.add(identity)
                 continue
             names = {info.relative_path for info in chunks}
-            if stamp_of(old) is None:
+            if stamp_of(old) is None or not are_of_one_run(names):
                 raise coded_error(ValueError, "checkpoint.old-of-other-program")
             if (old / OTHERS).exists():
                 raise coded_error(ValueError, "checkpoint.old-of-fabric")

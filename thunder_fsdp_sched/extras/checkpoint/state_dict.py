@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from ...runtime.row_dtensor import DTENSORS, RowDTensor, replicated
 from ...sharding.sharded_module import find_jitted
 from ..state_dicts.entries import refuse_unshared
 from ..state_dicts.row_piece import RowPiece
-from .loading import Loading
-from .storage import Paths, nested
+from .storage import CheckedReader, Paths, nested
+
+Cast = tuple[str, torch.dtype, torch.dtype]
+"""The name of an entry, its dtype in the checkpoint, and its dtype in memory."""
 
 _ADDED = {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 """Keys of parameter groups that are not options of the optimizer, or that schedulers add."""
@@ -170,6 +173,51 @@ def _check_state(name: str, state: dict[str, Any]) -> None:
 #
 
 
+def compare(
+    saved: Mapping[str, Any], entries: Mapping[str, torch.Tensor], source: str, *, unknown: Iterable[str] = ()
+) -> list[Cast]:
+    """Return the entries whose dtype differs from the saved one.
+
+    Args:
+        saved: what DCP knows of each saved entry.
+        source: the subject of messages.
+        unknown: saved names that the model does not have, which are refused, too.
+
+    Raises:
+        ValueError: the saved model has other names or shapes.
+    """
+    faults = [f"{name!r} is unknown" for name in unknown]
+    casts = []
+    for name, entry in entries.items():
+        found = saved.get(name)
+        if found is None:
+            faults.append(f"{name!r} is missing")
+        elif not isinstance(found, TensorStorageMetadata):
+            faults.append(f"{name!r} is no tensor there")
+        elif found.size != entry.shape:
+            faults.append(f"{name!r} has shape {tuple(found.size)} there, {tuple(entry.shape)} in the model")
+        elif found.properties.dtype != entry.dtype:
+            casts.append((name, found.properties.dtype, entry.dtype))
+    if faults:
+        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise coded_error(
+            ValueError, "state-dict.does-not-fit-model", source=source, faults="; ".join(faults[:8]), more=more
+        )
+    return casts
+
+
+def tell_casts(casts: Sequence[Cast]) -> str:
+    """Return a text that lists the entries that are cast."""
+    lines = [f"{name} from {there} to {here}".replace(" torch.", " ") for name, there, here in casts[:8]]
+    return f"{'; '.join(lines)}{f'; and {len(casts) - 8} more' if len(casts) > 8 else ''}"
+
+
+def tell_lacking(source: Path, names: Sequence[str]) -> str:
+    """Return a text that lists the entries that are not loaded."""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{source} holds no {', '.join(map(repr, names[:8]))}{more}, which keep their values (strict=False)"
+
+
 def describe_optimizers(
     model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer], *, values: bool
 ) -> dict[str, str]:
@@ -194,71 +242,66 @@ def describe_optimizers(
     return facts
 
 
-def fit_optimizers(
-    loading: Loading, paths: Paths, model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
-) -> list[dict[str, Any]]:
-    """Provide memory for the state of optimizers, and return the argument for each optimizer's ``load_state_dict``.
+def blank_optimizer_state(
+    paths: Paths, reader: CheckedReader, model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[Cast]]:
+    """Return the state of all optimizers in a checkpoint, with memory in place of tensors, and that memory by DCP's names.
 
-    Entries that this will cast to the dtype of the parameter are among the casts.
-
-    Args:
-        paths: those of the state of all optimizers.
+    It also returns the entries that an optimizer's ``load_state_dict`` will cast to the dtype of the parameter.
     """
+    found: Mapping[str, Any] = reader.contents
     _, sharded = find_jitted(model)
     names = names_of_params(model, optimizers)
     owned = owned_names(names, optimizers)
     params = {alias: param for param, name in names.items() for alias in sharded.names_of(name)}
-    contents = loading.reader.contents
-    tensors = {path: found for path, n in paths.items() if isinstance(found := contents[n], TensorStorageMetadata)}
+    of_state = {path: saved for path, saved in paths.items() if path[0] == "state" and path[1] in params}
+    tensors = {path: found[saved] for path, saved in paths.items() if isinstance(found[saved], TensorStorageMetadata)}
     of_shape = {
         path[2:]
-        for path in tensors
-        if path[0] == "state" and path[1] in params
+        for path in of_state.keys() & tensors.keys()
         if params[path[1]].ndim and tensors[path].size == params[path[1]].shape
     }
-    # Options, which must fit, may be tensors, too. They are read now.
-    values = {path: None if path not in tensors else _blank(tensors[path]) for path in paths if path[0] != "state"}
-    for path in paths:
-        if path[0] != "state" or path[1] not in params or not owned.get(names[params[path[1]]], True):
-            continue
-        param, name, what = params[path[1]], names[params[path[1]]], ".".join(map(str, path[2:]))
-        value = values[path] = None if path not in tensors else _blank(tensors[path])
-        if value is None:
-            continue
-        if isinstance(param, RowDTensor) and name not in owned:
-            is_rows = path[2:] in of_shape
-            values[path] = value = _blank_state(param, value, is_rows=is_rows, what=f"{what!r} of {name!r}")
-        loading.memory[paths[path]] = value
-        if what != "step" and value.is_floating_point() and param.is_floating_point() and value.dtype != param.dtype:
-            loading.casts.append((f"{what} of {name}", value.dtype, param.dtype))
-    now = loading.reader.load(
-        {paths[path]: value for path, value in values.items() if paths[path] not in loading.memory}
-    )
-    loaded = nested({path: now.get(paths[path], value) for path, value in values.items()})
-    return optimizer_state_dicts(loaded, model, optimizers)
+    memory: dict[str, Any] = {}
+    casts: list[Cast] = []
+    for path, saved in paths.items():
+        value = torch.empty(tensors[path].size, dtype=tensors[path].properties.dtype) if path in tensors else None
+        if path[0] == "state":
+            if path not in of_state or not owned.get(names[params[path[1]]], True):
+                continue
+            param, name, what = params[path[1]], names[params[path[1]]], ".".join(map(str, path[2:]))
+            if value is not None and isinstance(param, RowDTensor) and name not in owned:
+                is_rows = path[2:] in of_shape
+                value = _blank_state(param, value, tensors[path], is_rows=is_rows, what=f"{what!r} of {name!r}")
+            if value is not None and what != "step" and value.is_floating_point() and param.is_floating_point():
+                if value.dtype != param.dtype:
+                    casts.append((f"{what} of {name}", value.dtype, param.dtype))
+        memory[saved] = value
+    # All but the tensors of the state is read now: options, which must fit, may be tensors, too.
+    later = {saved for path, saved in of_state.items() if path in tensors}
+    memory |= reader.load({saved: value for saved, value in memory.items() if saved not in later})
+    loaded = nested({path: memory[saved] for path, saved in paths.items() if saved in memory})
+    return loaded, {saved: value for saved, value in memory.items() if saved in later}, casts
 
 
-def _blank(found: TensorStorageMetadata) -> torch.Tensor:
-    return torch.empty(found.size, dtype=found.properties.dtype)
-
-
-def _blank_state(param: RowDTensor, whole: torch.Tensor, *, is_rows: bool, what: str) -> torch.Tensor:
+def _blank_state(
+    param: RowDTensor, whole: torch.Tensor, found: TensorStorageMetadata, *, is_rows: bool, what: str
+) -> torch.Tensor:
     """Return memory for the state of a sharded parameter: rows, a tensor that all ranks have, or a number.
 
     State of a 0-dim parameter is rows if that of other parameters is; older versions saved it with the shape ``(1,)``.
     """
     rows, local = param.rows, param.to_local()
-    is_vector = not param.ndim and whole.shape == (1,)
-    if is_rows and not is_vector and whole.shape != param.shape:
+    is_vector = not param.ndim and found.size == (1,)
+    if is_rows and not is_vector and found.size != param.shape:
         raise coded_error(
             ValueError,
             "checkpoint.optimizer-shape-mismatch",
             entry=what,
-            saved=tuple(whole.shape),
+            saved=tuple(found.size),
             shape=tuple(param.shape),
         )
     if is_rows or is_vector:
-        rows = rows.reshaped(whole.shape)
+        rows = rows.reshaped(found.size)
         return RowDTensor.wrap(local.new_empty(rows.local_shape, dtype=whole.dtype), rows)
     return replicated(whole.to(local.device), param.device_mesh) if whole.ndim else whole
 

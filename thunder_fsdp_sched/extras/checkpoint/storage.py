@@ -12,6 +12,7 @@ follow the pickle, where other readers ignore them. It contains the checksum of 
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import hashlib
 import io
@@ -37,7 +38,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from ...errors import coded_error
 from ...process_state import Reentrant
-from .folder import METADATA, SaveRun, checksum, refuse_incomplete, sync
+from .folder import METADATA, SaveRun, checksum, refuse_incomplete
 from .order import stamped
 from .writer_process import WriterProcess
 
@@ -252,7 +253,7 @@ class _PlainPlanner(DefaultLoadPlanner):
 
 
 class RunWriter(FileSystemWriter):
-    """The writer of a run's files, and of the list of their contents, which completes the run.
+    """The writer of files with the run's id in their names, and of the list of their contents unless another run was first.
 
     Args:
         process: writes this rank's data; ``None`` if this process does.
@@ -260,28 +261,30 @@ class RunWriter(FileSystemWriter):
     """
 
     def __init__(self, run: SaveRun, *, process: WriterProcess | None = None, is_staged: bool = False) -> None:
-        super().__init__(run.draft, overwrite=False, per_thread_copy_ahead=0 if is_staged else 10_000_000)
+        super().__init__(run.folder, overwrite=False, per_thread_copy_ahead=0 if is_staged else 10_000_000)
         self._run, self._process = run, process
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        prefix = f"{plan.storage_data.prefix}{self._run.id}_"
+        plan = dataclasses.replace(plan, storage_data=dataclasses.replace(plan.storage_data, prefix=prefix))
         if self._process is None:
             written = super().write_data(plan, planner)
         else:
             written = Future()
-            written.set_result(self._process.write(self._run.draft, plan, planner))
+            written.set_result(self._process.write(self._run.folder, plan, planner))
         for result in written.value():
             info = result.storage_data
             # It is pickled with the rest, and other readers ignore it.
-            info.crc32 = checksum(self._run.draft / info.relative_path, info.offset, info.length)
+            info.crc32 = checksum(self._run.folder / info.relative_path, info.offset, info.length)
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.path = self._run.draft
         super().finish(metadata, results)
-        check_lengths(self._run.draft, (written.storage_data for of_rank in results for written in of_rank))
+        check_lengths(self._run.folder, (written.storage_data for of_rank in results for written in of_rank))
         with (self._run.draft / METADATA).open("r+b") as file:
             data = file.read()
             file.write(seal(stamped(data, self._run.folder))[len(data) :])
-        sync(self._run.draft / METADATA)
         self._run.complete()
 
 

@@ -1,8 +1,8 @@
 """Whole models in safetensors files, written bucket by bucket and read by rows, so no rank holds the whole model.
 
-The folder has the format of Hugging Face: one file per bucket, and ``model.safetensors.index.json``, which maps parameters
-to files. As usual in that format, only the first name of tied parameters is written. The index also contains the checksum of
-each file (``metadata``, ``crc32``), which other tools ignore.
+The folder has the format of Hugging Face: one file per bucket, and ``model.safetensors.index.json``, written last,
+which maps parameters to files. As usual in that format, only the first name of tied parameters is written. The index
+also contains the checksum of each file (``metadata``, ``crc32``), which other tools ignore.
 
 [Note: Verifying whole files]
 A rank reads rows, but a checksum is that of a whole file. So ranks verify whole files before anything is changed. If
@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,10 +38,10 @@ from ...sharding.sharded_module import find_jitted
 from ..state_dicts.entries import refuse_unshared
 from ..state_dicts.jitted import rows_by_name
 from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds
-from .folder import INDEX, METADATA, SaveRun, checksum, is_complete, path_of, sync
-from .loading import Loading
+from .folder import INDEX, METADATA, SaveRun, checksum, is_complete, path_of, refuse_complete, sync
 from .on_all_ranks import refuse_different, run_on_all_ranks
 from .staging import Staging
+from .state_dict import Cast, compare, tell_casts, tell_lacking
 
 _log = logging.getLogger(__name__)
 
@@ -55,17 +56,17 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str]) -> Pa
     it answers. So the first rank receives the model once.
 
     Args:
-        folder: a folder that does not exist or is empty, on a disk that all ranks see.
+        folder: a folder that holds no whole model yet, on a disk that all ranks see.
 
     Returns:
         The folder's index file, ``model.safetensors.index.json``.
 
     Raises:
-        CheckpointError: on all ranks, if the folder is not empty, or another run saves into it, or if it cannot
+        CheckpointError: on all ranks, if the folder has an index already, or another run saves into it, or if it cannot
             be written, or an earlier save beside training failed, or safetensors is not installed.
     """
-    group, run, state, write = _prepare(model, folder)
-    return save_in_rounds(group, run, state, write)
+    group, path, state, write = _prepare(model, folder)
+    return save_in_rounds(group, path, INDEX, state, write)
 
 
 def save_safetensors_async(model: ThunderModule, folder: str | os.PathLike[str]) -> Saving:
@@ -74,44 +75,42 @@ def save_safetensors_async(model: ThunderModule, folder: str | os.PathLike[str])
     See [saving beside training](checkpoints.md#saving-beside-training). Other arguments, errors and cost are those of
     :func:`save_safetensors`.
     """
-    group, run, staging, write = _prepare(model, folder, Staging)
-    return save_beside(group, run, staging, write)
+    group, path, staging, write = _prepare(model, folder, Staging)
+    return save_beside(group, path, INDEX, staging, write)
 
 
 def _prepare(
     model: ThunderModule,
     folder: str | os.PathLike[str],
     stage: Callable[[dict[str, Any]], Any] = lambda state: state,
-) -> tuple[ProcessGroupRef, SaveRun, Any, Write]:
-    """Return the ranks, the run, what ``stage`` makes of the entries, and the function that writes them."""
+) -> tuple[ProcessGroupRef, Path, Any, Write]:
+    """Return the ranks, the folder, what ``stage`` makes of the entries, and the function that writes them."""
     model, sharded = find_jitted(model)
     group = sharded.world_group
 
-    def check() -> tuple[SaveRun, dict[str, torch.Tensor], Any]:
+    def check() -> tuple[Path, dict[str, torch.Tensor], Any]:
         sharded.check_initialized()  # a collective
         sharded.take_attributes()
         _import("safetensors.torch")
         for bucket in sharded.buckets:
             refuse_unshared(bucket)
         finish_latest()
-        run, entries = SaveRun(path_of(folder, "folder"), INDEX), rows_by_name(model)
-        if group.rank == 0:
-            run.refuse_used()
-        return run, entries, stage(entries)
+        path, entries = path_of(folder, "folder"), rows_by_name(model)
+        refuse_complete(path, INDEX)
+        return path, entries, stage(entries)
 
-    run, entries, values = run_on_all_ranks(group, "save_safetensors", check)
+    path, entries, values = run_on_all_ranks(group, "save_safetensors", check)
     parts = {f"{n:05d}": [state_name(p.name) for p in b.spec.params] for n, b in enumerate(sharded.buckets, 1)}
     parts["rest"] = [name for name in entries if name not in sharded.locations]
 
     def write(rounds: Rounds, run: SaveRun, state: dict[str, Any]) -> None:
-        index: dict[str, Any] = {"metadata": {"total_size": 0, "crc32": {}}, "weight_map": {}}
+        files = _WholeFiles(run)
         for label, names in parts.items():
             rows = {name: state[name] for name in names}
-            file = run.draft / f"model-{label}.safetensors"
-            rounds.run(partial(_rows_to_send, rows, rounds.rank), partial(_write_file, file, rows, index))
-        rounds.run(lambda: None, lambda _: _complete(run, index))
+            rounds.run(partial(_rows_to_send, rows, rounds.rank), partial(files.write, label, rows))
+        rounds.run(lambda: None, files.complete)
 
-    return group, run, values, write
+    return group, path, values, write
 
 
 def _rows_to_send(entries: Mapping[str, torch.Tensor], rank: int) -> dict[str, tuple[int, Any]]:
@@ -127,29 +126,38 @@ def _rows_to_send(entries: Mapping[str, torch.Tensor], rank: int) -> dict[str, t
     return sent
 
 
-def _write_file(
-    file: Path,
-    entries: Mapping[str, torch.Tensor],
-    index: dict[str, Any],
-    everyones: Sequence[dict[str, tuple[int, Any]]],
-) -> None:
-    """Write a file of entries, whose rows the ranks have sent, and add it to the index."""
-    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
-    for name, (start, data) in itertools.chain.from_iterable(theirs.items() for theirs in everyones):
-        rows = torch.from_numpy(data).view(tensors[name].dtype)
-        tensors[name].view(-1)[start : start + rows.numel()] = rows
-    if tensors:
-        _import("safetensors.torch").save_file(tensors, file, metadata={"format": "pt"})
-        sync(file)
-        index["weight_map"] |= dict.fromkeys(tensors, file.name)
-        index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
-        index["metadata"]["crc32"][file.name] = _checksum(file)
+class _WholeFiles:
+    """The files of a whole model, which the first rank writes in a run."""
 
+    def __init__(self, run: SaveRun) -> None:
+        self._run = run
+        self._weight_map: dict[str, str] = {}
+        self._crcs: dict[str, str] = {}
+        self._nbytes = 0
 
-def _complete(run: SaveRun, index: dict[str, Any]) -> None:
-    (run.draft / INDEX).write_text(json.dumps(index, indent=2))
-    sync(run.draft / INDEX)
-    run.complete()
+    def write(self, label: str, entries: Mapping[str, Any], everyones: Sequence[dict[str, tuple[int, Any]]]) -> None:
+        """Write a file of entries, whose rows the ranks have sent."""
+        tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+        for name, (start, data) in itertools.chain.from_iterable(theirs.items() for theirs in everyones):
+            rows = torch.from_numpy(data).view(tensors[name].dtype)
+            tensors[name].view(-1)[start : start + rows.numel()] = rows
+        if tensors:
+            file = f"model-{label}-{self._run.id}.safetensors"
+            _import("safetensors.torch").save_file(tensors, self._run.folder / file, metadata={"format": "pt"})
+            sync(self._run.folder / file)
+            self._weight_map.update(dict.fromkeys(tensors, file))
+            self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
+            self._crcs[file] = _checksum(self._run.folder / file)
+
+    def complete(self, everyones: Sequence[None]) -> None:
+        """Write the index."""
+        folder = self._run.folder
+        if missing := [file for file in sorted(set(self._weight_map.values())) if not (folder / file).exists()]:
+            raise coded_error(ValueError, "checkpoint.file-deleted-meanwhile", file=folder / missing[0])
+        metadata = {"total_size": self._nbytes, "crc32": self._crcs}
+        index = json.dumps({"metadata": metadata, "weight_map": self._weight_map}, indent=2)
+        (self._run.draft / INDEX).write_text(index)
+        self._run.complete()
 
 
 def load_safetensors(
@@ -157,8 +165,7 @@ def load_safetensors(
 ) -> None:
     """Load a whole model; a collective. Each rank reads the rows that it holds, and verifies its share of the files.
 
-    Tensors of another dtype are cast, with a warning on the first rank. While reading, it needs as much additional memory as
-    the model's shards.
+    Tensors of another dtype are cast, with a warning on the first rank.
 
     Cost, on any number of ranks: seven exchanges, nine if ranks see files of their own. Values are read, not sent.
 
@@ -171,7 +178,8 @@ def load_safetensors(
 
     Raises:
         CheckpointError: on all ranks, if safetensors is not installed, names or shapes do not fit, a file is damaged, or
-            ranks were given different files. Nothing is changed then.
+            ranks were given different files. Nothing is changed then. Also if a file that was opened cannot be read to its
+            end; then the message says that some values are loaded.
     """
     model, sharded = find_jitted(model)
     group = sharded.world_group
@@ -184,55 +192,73 @@ def load_safetensors(
 
     path, files, crcs = run_on_all_ranks(group, "load_safetensors", find)
     _verify(group, path, files, crcs, verify=verify_checksums)
+    casts, lacking = list[Cast](), list[str]()
 
-    def prepare() -> Loading:
-        reader = _RowReader(files)
-        loading = Loading(path, reader)
-        known = {alias for name in rows_by_name(model) for alias in sharded.names_of(name)}
-        loading.fit_model(model, {name: name for name in reader.contents}, known, strict=strict)
-        return loading
+    def prepare() -> dict[Path, dict[str, torch.Tensor]]:
+        """Return the entries to read from each file."""
+        contents, rows = _contents_of(files), rows_by_name(model)
+        there = {name: next((n for n in sharded.names_of(name) if n in contents), name) for name in rows}
+        entries = {there[name]: value for name, value in rows.items()}
+        if not strict:
+            lacking.extend(name for name in entries if name not in contents)
+            entries = {name: value for name, value in entries.items() if name in contents}
+        known = {alias for name in rows for alias in sharded.names_of(name)}
+        unknown = [name for name in contents if strict and name not in known]
+        found = {name: content for name, (_, content) in contents.items()}
+        casts.extend(compare(found, entries, str(source), unknown=unknown))
+        return {file: {n: value for n, value in entries.items() if contents[n][0] == file} for file in files}
 
-    run_on_all_ranks(group, "load_safetensors", prepare).finish(group, "load_safetensors")
+    entries_of = run_on_all_ranks(group, "load_safetensors", prepare)
+    if casts and group.rank == 0:
+        warnings.warn(f"load_safetensors casts what {source} holds: {tell_casts(casts)}", stacklevel=2)
+    if lacking and group.rank == 0:
+        warnings.warn(tell_lacking(path, lacking), stacklevel=2)
+
+    def read() -> None:
+        try:
+            for file, entries in entries_of.items():
+                _read(file, entries)
+        except Exception as error:
+            raise coded_error(ValueError, "checkpoint.partly-loaded", source=source, error=error) from error
+
+    run_on_all_ranks(group, "load_safetensors", read)
+    for bucket in sharded.buckets:
+        torch.autograd.graph.increment_version(bucket.params)
 
 
-class _RowReader:
-    """The reader of rows of the tensors in files; of a tensor that is in several, the last file's.
+def _contents_of(files: Sequence[Path]) -> dict[str, tuple[Path, TensorStorageMetadata]]:
+    """Return the file, shape and dtype of each tensor; the last file for a name that is in several.
 
     Raises:
         ValueError: a file cannot be read, or holds a part of a tensor.
     """
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.contents: dict[str, TensorStorageMetadata] = {}
-        self._files: dict[str, Path] = {}
-        for file in files:
-            try:
-                with _import("safetensors").safe_open(file, "pt") as opened:
-                    parts = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
-                    for name in opened.keys():  # noqa: SIM118
-                        shape = torch.Size(opened.get_slice(name).get_shape())
-                        dtype = (opened.get_slice(name)[:1] if shape else opened.get_tensor(name)).dtype
-                        found = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks=[])
-                        self.contents[name], self._files[name] = found, file
-            except Exception as error:
-                raise coded_error(ValueError, "checkpoint.file-not-readable", file=file, error=error) from error
-            for name, part in parts.items():
-                if any(part["saved_offsets"]):
-                    raise coded_error(ValueError, "checkpoint.file-of-partial-tensor", file=file, name=name)
-
-    def load(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Read tensors in place, or this rank's rows of them, by their names."""
-        for file in dict.fromkeys(self._files[name] for name in values):
+    contents: dict[str, tuple[Path, TensorStorageMetadata]] = {}
+    for file in files:
+        try:
             with _import("safetensors").safe_open(file, "pt") as opened:
-                for name, value in values.items():
-                    if self._files[name] != file:
-                        continue
-                    local = local_rows(value)
-                    if not isinstance(value, RowDTensor) or not value.ndim:
-                        local.copy_(opened.get_tensor(name))
-                    elif local.numel():
-                        local.copy_(opened.get_slice(name)[value.rows.start : value.rows.end])
-        return values
+                parts = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+                for name in opened.keys():  # noqa: SIM118
+                    shape = torch.Size(opened.get_slice(name).get_shape())
+                    dtype = (opened.get_slice(name)[:1] if shape else opened.get_tensor(name)).dtype
+                    contents[name] = file, TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks=[])
+        except Exception as error:
+            raise coded_error(ValueError, "checkpoint.file-not-readable", file=file, error=error) from error
+        for name, part in parts.items():
+            if any(part["saved_offsets"]):
+                raise coded_error(ValueError, "checkpoint.file-of-partial-tensor", file=file, name=name)
+    return contents
+
+
+def _read(file: Path, entries: Mapping[str, torch.Tensor]) -> None:
+    """Read this rank's rows of tensors in a file into entries of a state dict, in place."""
+    with _import("safetensors").safe_open(file, "pt") as opened:
+        for name, entry in entries.items():
+            local = local_rows(entry).detach()
+            if isinstance(entry, RowDTensor) and entry.ndim:
+                if local.numel():
+                    local.copy_(opened.get_slice(name)[entry.rows.start : entry.rows.end])
+            else:
+                local.copy_(opened.get_tensor(name))
 
 
 def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
@@ -262,6 +288,8 @@ def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
         elif below := next(source.glob("*/*.safetensors"), None):
             hint = f": {below.parent} has some"
         raise coded_error(ValueError, "checkpoint.source-without-safetensors", source=source, hint=hint)
+    if any(source.glob("model-[0-9]*.safetensors")):
+        raise coded_error(ValueError, "checkpoint.export-did-not-end", source=source, index=INDEX)
     return files, {}
 
 

@@ -6,16 +6,30 @@ state of the module and of the optimizers as ``torch.distributed.checkpoint`` wr
 ``meta.pt`` with everything else, as the first rank has it. A file has everything under the keys of ``state``; the state of
 optimizers is keyed by parameters' names.
 
-A new checkpoint takes the place of an old one: see [Note: Replacing a checkpoint] in ``replacing``.
+A folder that has no checkpoint yet is written in place. Otherwise the new checkpoint is completed beside the old one and
+then takes its place: see below.
 
-Fabric's own functions for these formats write in place, communicate for each tensor, and leave the other ranks waiting if
-one of them fails, so they are not used.
+[Note: Replacing a checkpoint]
+The new folder is completed beside the old one. Its data files are moved first, because their names contain the id of the
+save and are those of no other one. Then its list of contents takes the place of the old list, in one operation of the file
+system: the old checkpoint is complete before it, and the new one after it. ``meta.pt``, which belongs to a list, carries
+the list's digest in its name until it can take the place of the old one.
+
+A new file is written under another name. If the process is killed, the next save removes that file. A new checkpoint is on
+disk before anything of the old one is removed: see [Note: Order on disk] in ``folder``.
+
+A file and a folder cannot replace each other in one operation. There, the old checkpoint is renamed before the new one
+gets its name. A process that is killed in between leaves the old one under the other name, where it is found.
 """
 
 from __future__ import annotations
 
+import glob
 import io
+import os
 import pickle
+import shutil
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +42,8 @@ from torch.utils.data import DataLoader
 from ...errors import coded_error
 from ...runtime.row_dtensor import RowDTensor
 from ...sharding.sharded_module import ShardedModule, find_jitted
-from ..checkpoint.api import collect, load_checkpoint
-from ..checkpoint.beside import Rounds, save_in_rounds, write_checkpoint
-from ..checkpoint.folder import OTHERS, SaveRun, draft_of, make_folder, new_id, sync
+from ..checkpoint import load_checkpoint, save_checkpoint
+from ..checkpoint.folder import METADATA, OTHERS, make_folder, sync
 from ..checkpoint.on_all_ranks import run_on_all_ranks, share_on_all_ranks
 from ..checkpoint.state_dict import (
     get_model_state_dict,
@@ -38,10 +51,9 @@ from ..checkpoint.state_dict import (
     names_of_params,
     optimizer_state_dicts,
 )
-from ..checkpoint.storage import RunWriter
+from ..checkpoint.storage import read_metadata
 from ..state_dicts.entries import rows_from
 from ..state_dicts.jitted import gather_entries
-from .replacing import ReplacingRun, find, is_checkpoint, recover, replace
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
@@ -109,18 +121,19 @@ def save(path: Path, state: Mapping[str, Any], *, whole: bool, keep: Filter | No
 def _save_folder(path: Path, parts: _Objects, others: dict[str, Any]) -> None:
     group = parts.sharded.world_group
 
-    def begin() -> Path:
-        recover(own := path.resolve())
-        return own
+    def begin() -> tuple[Path, Path]:
+        """Return the folder of the checkpoint, and that to save into."""
+        own = path.resolve()
+        clean_up(own)
+        new = new_beside(own) if is_checkpoint(own) else own
+        make_folder(new)
+        _write(others, new / OTHERS)
+        return own, new
 
-    own = share_on_all_ranks(group, "fabric.save", lambda: path if group.rank else begin())[0]
-    group, run, state = collect(ReplacingRun, parts.model, own, parts.optimizers.values(), None, parts.keys)
-
-    def write(rounds: Rounds, run: SaveRun, state: dict[str, Any]) -> None:
-        rounds.run(lambda: None if rounds.rank else _write(others, run.draft / OTHERS), lambda _: None)
-        write_checkpoint(rounds, state, RunWriter(run))
-
-    save_in_rounds(group, run, state, write)
+    own, new = share_on_all_ranks(group, "fabric.save", lambda: (path, path) if group.rank else begin())[0]
+    save_checkpoint(parts.model, new, parts.optimizers.values(), keys=parts.keys)
+    if new != own:
+        run_on_all_ranks(group, "fabric.save", lambda: replace(own, new) if group.rank == 0 else None)
 
 
 def _save_file(path: Path, parts: _Objects, others: dict[str, Any], keep: Filter) -> None:
@@ -150,13 +163,13 @@ def _save_file(path: Path, parts: _Objects, others: dict[str, Any], keep: Filter
     def write() -> None:
         if writes:
             make_folder(path.parent)
-            recover(path)
-            draft = draft_of(path, new_id())
+            clean_up(path)
+            partial = path.with_name(f"{_partly_written(path.name)}{uuid.uuid4().hex}")
             try:
-                _write(content, draft)
-                replace(path, draft)
+                _write(content, partial)
+                replace(path, partial)
             finally:
-                draft.unlink(missing_ok=True)
+                partial.unlink(missing_ok=True)
 
     run_on_all_ranks(group, "fabric.save", write)
 
@@ -190,7 +203,7 @@ def load(path: Path, state: dict[str, Any], *, strict: bool, weights_only: bool 
     if path.is_dir():
         load_checkpoint(parts.model, path, parts.optimizers.values(), keys=parts.keys, strict=strict)
         others = run_on_all_ranks(
-            group, "fabric.load", lambda: _read(file, weights_only) if (file := path / OTHERS).exists() else {}
+            group, "fabric.load", lambda: _read(file, weights_only) if (file := others_in(path)).exists() else {}
         )
     else:
         others = _load_file(path, parts, strict=strict, weights_only=weights_only)
@@ -284,3 +297,87 @@ def _read(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
 def _has_state(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether ``path`` is a file, or a folder with a checkpoint."""
+    return path.is_file() or (path / METADATA).is_file()
+
+
+def new_beside(path: Path) -> Path:
+    """Return the folder in which the checkpoint is completed that will replace ``path``."""
+    return path.with_name(f".{path.name}.fsdp_sched_new")
+
+
+def replace(path: Path, new: Path) -> None:
+    """Let ``new``, a complete folder or file, take the place of ``path``, if there is one; see the note above."""
+    if path.is_dir() and new.is_dir():
+        _replace_contents(path, new)
+    elif path.exists() and path.is_dir() != new.is_dir():
+        os.rename(path, old := _old_beside(path))
+        os.rename(new, path)
+        sync(path.parent)
+        _remove(old)
+    else:
+        os.replace(new, path)
+        sync(path.parent)
+
+
+def _replace_contents(path: Path, new: Path) -> None:
+    for file in new.iterdir():
+        if file.name not in (METADATA, OTHERS):
+            file.replace(path / file.name)
+    contents, digest = read_metadata(new)
+    others = _named_after(path, digest)
+    (new / OTHERS).replace(others)
+    sync(path)
+    (new / METADATA).replace(path / METADATA)  # from here on, the new checkpoint is complete
+    sync(path)
+    others.replace(path / OTHERS)
+    used = {info.relative_path for info in contents.storage_data.values()}
+    for file in (*path.glob("*.distcp"), *path.glob(f"{OTHERS}.*")):
+        if file.name not in used:
+            file.unlink(missing_ok=True)
+    new.rmdir()
+
+
+def find(path: Path) -> Path:
+    """Return where the checkpoint ``path`` is: elsewhere if a process was killed while replacing it."""
+    old = _old_beside(path)
+    return old if old.exists() and not path.exists() else path
+
+
+def others_in(folder: Path) -> Path:
+    """Return the file of a folder that has everything besides the module and its optimizers."""
+    others = _named_after(folder, read_metadata(folder)[1])
+    return others if others.exists() else folder / OTHERS
+
+
+def clean_up(path: Path) -> None:
+    """Undo or finish what a process that was killed has begun, before ``path`` is saved again."""
+    if (old := find(path)) != path:
+        os.rename(old, path)
+    _remove(_old_beside(path))
+    _remove(new_beside(path))
+    for partial in path.parent.glob(f"{_partly_written(glob.escape(path.name))}*"):
+        _remove(partial)
+
+
+def _named_after(folder: Path, digest: str) -> Path:
+    return folder / f"{OTHERS}.{digest[:16]}"
+
+
+def _old_beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.fsdp_sched_old")
+
+
+def _partly_written(name: str) -> str:
+    """Return the beginning of the names of files that are being written and will take the place of the file ``name``."""
+    return f".{name}.fsdp_sched_partial_"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
