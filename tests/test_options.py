@@ -316,3 +316,17 @@ def test_former_names_are_spelled_with_options_that_exist() -> None:
     known = {name for each in (fsdp, Sharding, Ranks, Init) for name in inspect.signature(each).parameters}
     named = {name for text in FORMER.values() for name in re.findall(r"(\w+)=", text)}
     assert named <= known and {"ranks", "prefetch"} <= named and not {*FORMER} & {*inspect.signature(fsdp).parameters}
+
+
+class _Quiet(Debug):
+    """A user's class of options."""
+
+
+def test_derived_option_classes_have_the_same_options() -> None:
+    options = fsdp(debug=_Quiet(differentiate_once=False)).options
+    assert "Options(debug=_Quiet(differentiate_once=False))" in list(options.lines("Options"))
+
+
+def test_an_empty_list_of_schedules_is_refused() -> None:
+    with pytest.raises(TypeError, check=coded("option.wrong-type", "schedule")):
+        fsdp(schedule=())  # type: ignore[arg-type]

@@ -96,7 +96,8 @@ class OptionFields:
 
     @classmethod
     def declared(cls) -> dict[str, Option[Any, Any]]:
-        return {name: each for name, each in vars(cls).items() if isinstance(each, Option)}
+        bases = reversed(cls.__mro__)
+        return {name: each for base in bases for name, each in vars(base).items() if isinstance(each, Option)}
 
     def lines(self, name: str) -> Iterator[str]:
         """Yield one line, which starts with ``name``, for each option that must be the same on all ranks."""

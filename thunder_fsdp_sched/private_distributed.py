@@ -50,6 +50,10 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def _all_real(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(map(torch.view_as_real, tensors)) if tensors[0].is_complex() else tensors
+
+
 @functools.cache
 def _all_gather_options() -> AllgatherOptions:
     options = AllgatherOptions()
@@ -77,13 +81,13 @@ def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> A
     It is the call at the end of ``_coalescing_manager``, without collecting and checking the arguments one by one.
     """
     issue = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
-    return issue(outputs, inputs, _all_gather_options())
+    return issue(*map(_all_real, (outputs, inputs)), _all_gather_options())
 
 
 def reduce_scatter_coalesced(outputs: list[Any], inputs: list[Any], op: Any, group: Any) -> Any:
     """Issue one launch of a reduce-scatter for each pair of tensors; return its work."""
     issue = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
-    return issue(outputs, inputs, _reduce_scatter_options(op))
+    return issue(*map(_all_real, (outputs, inputs)), _reduce_scatter_options(op))
 
 
 def gloo_connections(group: Any, key: str, timeout: timedelta) -> Any:

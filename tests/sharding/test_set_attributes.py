@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ class _Module(nn.Module):
         self.linear, self.scale, self.kind = nn.Linear(4, 4), 1.0, "plain"
         self.function: Any = torch.relu
         self.register_buffer("offset", torch.ones(4))
+        self.later = nn.ModuleList()
+        self.register_module("missing", None)
 
     def helper(self, y: torch.Tensor) -> torch.Tensor:
         return y
@@ -40,6 +43,8 @@ class _Module(nn.Module):
         y = self.helper(self.function(self.linear(x)) * self.scale + self.offset)
         if getattr(self, "extra", None) is not None:
             y = y * self.extra
+        for part in self.later:
+            y = part(y)
         return y.neg() if self.kind == "other" else y
 
 
@@ -153,3 +158,67 @@ def test_a_replaced_buffer_stays_when_a_transform_is_added() -> None:
     again = add_transform(jitted, transform=Transform())
     torch.testing.assert_close(again(X), expected(X), rtol=0, atol=0)
     torch.testing.assert_close(again(X), expected(X), rtol=0, atol=0)
+
+
+def _add_hooked(module: nn.Module) -> None:
+    module.later.append(nn.Tanh())
+    module.later[-1].register_forward_hook(lambda part, args, output: output * 2)
+
+
+@pytest.mark.parametrize("add", [lambda module: module.later.append(nn.Tanh()), _add_hooked], ids=["plain", "hooked"])
+def test_submodules_that_are_added_are_traced(add: Callable[[nn.Module], None]) -> None:
+    jitted, module, expected = _make()
+    jitted(X)
+    for _ in range(2):
+        add(module)
+        add(expected)
+        for _ in range(2):
+            torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
+
+
+ADDED: dict[str, tuple[Callable[[Any], object], coded]] = {
+    "parameters": (
+        lambda module: module.later.append(nn.Linear(4, 4)),
+        coded("parameter.added-after-jit", "later.0.weight"),
+    ),
+    "a submodule in place of None": (
+        lambda module: setattr(module, "missing", nn.Tanh()),
+        coded("module.part-replaced-after-jit", "submodule", "missing"),
+    ),
+    "a parameter in place of None": (
+        lambda module: setattr(module.linear, "bias", nn.Parameter(torch.ones(4))),
+        coded("module.part-replaced-after-jit", "parameter", "linear.bias"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_added_and_would_not_be_trained_is_refused(name: str) -> None:
+    module = _Module()
+    module.linear = nn.Linear(4, 4, bias=name == "parameters")
+    jitted = thunder.jit(module, transforms=[fsdp()])
+    jitted(X)
+    add, refusal = ADDED[name]
+    add(module)
+    with pytest.raises((RuntimeError, ValueError), check=refusal):
+        jitted(X)
+
+
+def test_a_buffer_that_forward_has_assigned_can_be_put_back() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return self.linear(x) + self.calls
+
+    module = Counts()
+    expected = copy.deepcopy(module)
+    jitted = thunder.jit(module, transforms=[fsdp()])
+    for _ in range(2):
+        kept = [each.calls for each in (module, expected)]
+        torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
+        module.calls, expected.calls = kept

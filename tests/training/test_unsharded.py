@@ -279,3 +279,12 @@ def test_parameters_of_several_groups_are_changed_by_their_ranks(rank: int) -> N
             module.first.bias.fill_(rank // 2)  # replicas differ
     whole = tfs.full_state_dict(replicated)
     assert whole["first.weight"].eq(3).all() and torch.equal(whole["first.bias"], plain.first.bias)
+
+
+def test_whole_parameters_that_shared_a_storage_take_no_more_memory_than_they_need(one_rank: None) -> None:
+    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    for part, own in zip(module, torch.randn(3, 4, 4), strict=True):
+        part.weight.data = own
+    model = thunder.jit(module, transforms=[fsdp()])
+    with tfs.unsharded(model):
+        assert [p.untyped_storage().nbytes() for p in module.parameters()] == [64, 64, 64]

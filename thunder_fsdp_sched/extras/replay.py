@@ -184,7 +184,7 @@ def check_schedule(name: str, schedule: object) -> tuple[StepSchedule, ...]:
         ValueError: there is no such file, or it has no schedules.
     """
     given = (schedule,) if isinstance(schedule, StepSchedule) else schedule
-    if isinstance(given, tuple) and all(isinstance(each, StepSchedule) for each in given):
+    if isinstance(given, tuple) and given and all(isinstance(each, StepSchedule) for each in given):
         return given
     path = Path(is_a((str, Path), "a path to a saved schedule, a StepSchedule or None")(name, schedule))
     if not path.is_file():

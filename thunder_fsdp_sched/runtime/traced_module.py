@@ -17,7 +17,7 @@ from ..private_torch import find_hooks, states_of
 from .traced_inputs import is_same
 
 _MODULES = "_fsdp_modules"
-"""The attribute in which the jitted module keeps the list of the user's module and its submodules."""
+"""The attribute in which the jitted module keeps the user's module and its submodules, and what is registered in them."""
 
 
 class UntracedHook:
@@ -27,7 +27,8 @@ class UntracedHook:
 class TracedModule:
     """What traces expect of a module in each call.
 
-    Whether ``no_sync`` is on; the numbers and strings among attributes that the program has read; the hooks of all modules;
+    Whether ``no_sync`` is on; the numbers and strings among attributes that the program has read; how many submodules,
+    parameters and buffers each module has (those that were there are compared elsewhere); the hooks of all modules;
     and the sharded parameters, with what may change of them: the dtype, and whether they have a gradient. (Gathers notice a
     parameter that is on another device or whose rows are in other memory.) What changes most often is compared first. It
     keeps the hooks alive, so that no later hook gets the identity of one of them.
@@ -52,6 +53,7 @@ class TracedModule:
             weakref.ref[Any]
         ] = []  # of attributes. No other check accepts others; traces keep none alive
         self._values = [value for _, _, value in reads]  # or the latest that are equal
+        self._sizes = list(map(len, _registered(module.modules())))
         self._hooks = _traced(find_hooks(module.modules()))
         self._all_hooks: list[
             Any
@@ -71,7 +73,11 @@ class TracedModule:
         values = [getattr(owner(), name) for owner, name in zip(self._owners, self._attributes, strict=True)]
         if not _are(values, self._values):
             self._accept_values(values)
-        modules = vars(model).get(_MODULES) or vars(model).setdefault(_MODULES, list(model._model.modules()))
+        modules, registered = vars(model).get(_MODULES) or _find_modules(model)
+        if list(map(len, registered)) != self._sizes:
+            modules, registered = _find_modules(model)
+            if list(map(len, registered)) != self._sizes:
+                raise coded_error(RuntimeError, "module.parts-changed-since-tracing")
         hooks = find_hooks(modules)
         if not _are(numbered := list(chain.from_iterable(hooks)), self._all_hooks):
             self._accept_hooks(_traced(hooks))
@@ -104,6 +110,17 @@ class TracedModule:
         if all(is_same):
             is_same = list(map(operator.eq, states_of(parameters), self._states))
         raise coded_error(RuntimeError, "parameter.changed-since-tracing", name=self._names[is_same.index(False)])
+
+
+def _find_modules(model: ThunderModule) -> tuple[list[torch.nn.Module], list[dict[str, Any]]]:
+    """Return the modules that the user's module has now, and what is registered in them."""
+    modules = list(model._model.modules())
+    found = vars(model)[_MODULES] = modules, _registered(modules)
+    return found
+
+
+def _registered(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
+    return [found for module in modules for found in (module._modules, module._parameters, module._buffers)]
 
 
 def _are(found: Sequence[Any], known: Sequence[Any]) -> bool:

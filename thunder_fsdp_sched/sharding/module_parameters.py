@@ -116,10 +116,11 @@ class ModuleParameters:
         """
         if self.has_whole:
             raise coded_error(RuntimeError, "step.parameters-whole-inside-unsharded")
-        for name, former in () if self.has_placeholders else self.objects.replaced():
-            what, how = ("parameter", "copy into it: `with torch.no_grad(): p.copy_(new)`, or load_state_dict")
-            if isinstance(former, nn.Module):
-                what, how = "submodule", "change the module before thunder.jit, and make another sharded module"
+        for name, former, present in () if self.has_placeholders else self.objects.replaced():
+            what, how = "parameter", "copy into it: `with torch.no_grad(): p.copy_(new)`, or load_state_dict"
+            if isinstance(former, nn.Module) or former is None:
+                how = "change the module before thunder.jit, and make another sharded module"
+                what = "submodule" if isinstance(former or present, nn.Module) else what
             raise coded_error(RuntimeError, "module.part-replaced-after-jit", role=what, name=name, fix=how)
 
     def check_shards(self) -> None:
@@ -208,6 +209,8 @@ class ModuleParameters:
 class RegisteredObjects:
     """The parameters, submodules and buffers in the dicts of their modules, one list that is compared in one pass.
 
+    Parameters and submodules that are ``None`` are among them. Further ones are noticed by ``TracedModule``.
+
     Args:
         parameters: the dict of each, its key there, and its name in messages.
 
@@ -218,18 +221,19 @@ class RegisteredObjects:
     def __init__(self, module: nn.Module, parameters: Iterable[tuple[dict[str, Any], str, str]]) -> None:
         self.copies: Sequence[dict[str, Any]] = ()
         owners = list(module.named_modules(remove_duplicate=False))
-        modules = [
-            (m._modules, k, f"{path}.{k}") for path, m in owners for k in m._modules if m._modules[k] is not None
+        modules = [(m._modules, k, f"{path}.{k}") for path, m in owners for k in m._modules]
+        missing = [
+            (m._parameters, k, f"{path}.{k}") for path, m in owners for k, p in m._parameters.items() if p is None
         ]
         buffers = [(m._buffers, k, f"{path}.{k}") for path, m in owners for k in m._buffers]
-        links = [*parameters, *modules, *buffers]
+        links = [*parameters, *missing, *modules, *buffers]
         self._buffers = len(links) - len(buffers)  # where they begin
         self._dicts, self._keys = [objects for objects, _, _ in links], [key for _, key, _ in links]
         self._names = [name.lstrip(".") for _, _, name in links]
         self._known = list(map(dict.get, self._dicts, self._keys))
 
-    def replaced(self) -> list[tuple[str, Any]]:
-        """Return the names of replaced parameters and submodules, with the former ones, and update copies of buffers.
+    def replaced(self) -> list[tuple[str, Any, Any]]:
+        """Return names of replaced parameters and submodules, with those before and now, and update copies of buffers.
 
         It is cheap enough for every call.
         """
@@ -240,7 +244,7 @@ class RegisteredObjects:
             if present is self._known[at]:
                 continue
             if at < self._buffers:
-                replaced.append((self._names[at], self._known[at]))
+                replaced.append((self._names[at], self._known[at], present))
                 continue
             self._known[at] = present
             for copies in self.copies:

@@ -20,10 +20,10 @@ from ..errors import coded_error
 from ..extensions import load
 from ..private_torch import (
     READ_BY_DDP,
-    MemoryOwners,
     find_backward_hooks,
     has_old_backward_hooks,
     is_under_dynamo,
+    memory_of,
     refuse_composable,
 )
 from ..runtime.row_dtensor import RowDTensor
@@ -110,10 +110,10 @@ def refuse_views(
     model: ThunderModule, named: dict[str, nn.Parameter], ignored: set[str], device: torch.device | None
 ) -> None:
     """Raise an error for tensors that share memory with a parameter, because sharding moves the parameter away."""
-    leaves = MemoryOwners()
-    for name, param in named.items():
-        if name not in ignored or device not in (None, param.device):
-            leaves.add(name, param)
+    # By storage, not by bytes: the audit of the first call sees aliases as storages.
+    leaves = {
+        memory_of(p): n for n, p in named.items() if p.numel() and (n not in ignored or device not in (None, p.device))
+    }
     module_param_ids = {id(param) for param in model._model.parameters()}
     others = [
         *(("ignored parameter", n, named[n]) for n in ignored),
@@ -122,7 +122,7 @@ def refuse_views(
         *(("attribute", n, t) for n, t in tensors_in_containers(model._model) if id(t) not in module_param_ids),
     ]
     for kind, name, tensor in others:
-        shared = leaves.owner_of(tensor) if tensor.layout is torch.strided else None
+        shared = leaves.get(memory_of(tensor)) if tensor.layout is torch.strided else None
         if shared is not None and tensor is not named[shared]:
             raise coded_error(
                 ValueError, "parameter.memory-shared-with-other-tensor", role=kind, name=name, parameter=shared

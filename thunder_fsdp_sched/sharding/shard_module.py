@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import weakref
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..options import Options
 from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, StridedView
-from ..private_torch import MemoryOwners, hooks_of, replace_data
+from ..private_torch import MemoryOwners, hooks_of, memory_of, replace_data
 from ..proof.audit import PreShardStorages
 from ..ranks.assignment import GroupAssignment, find_world_group
 from ..ranks.control import Control
@@ -193,6 +194,7 @@ class ShardingSteps:
             tied.setdefault(param, []).append(name)
         specs = []
         owners = MemoryOwners()
+        alone = Counter(memory_of(param) for param in tied if param.numel())
         for param, names in tied.items():
             if (other := owners.owner_of(param)) is not None:
                 raise coded_error(
@@ -206,7 +208,8 @@ class ShardingSteps:
             owners.add(names[0], param)
             own = getattr(param, "_thunder_device", self.source.device_of(names[0], param))
             device = self.options.init.device or resolve_device(torch.device(own))
-            is_plain = param.is_contiguous() and param.storage_offset() == 0
+            # In a storage of several parameters, an offset says where the others are.
+            is_plain = param.is_contiguous() and (param.storage_offset() == 0 or alone[memory_of(param)] > 1)
             strided = None if is_plain else StridedView(param.stride(), int(param.storage_offset()))
             spec = ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad, strided)
             specs.append((spec, param))

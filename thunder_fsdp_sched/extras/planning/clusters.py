@@ -29,6 +29,7 @@ from ...errors import coded_error
 
 Whole: TypeAlias = int
 Rate: TypeAlias = float
+Factor: TypeAlias = float
 Amount: TypeAlias = float
 Fraction: TypeAlias = float
 Share: TypeAlias = float
@@ -45,13 +46,17 @@ _is_peak = _number(lambda value: 0 < value < math.inf)
 RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {  # NaN breaks all of them
     "Whole": ("a positive whole number", _number(lambda value: 0 < value < 2**63 and value == int(value))),
     "Rate": ("positive", _number(lambda value: value > 0)),
+    "Factor": ("positive, and finite", _is_peak),
     "Amount": ("zero or positive, and finite", _number(lambda value: 0 <= value < math.inf)),
     "Fraction": ("in [0, 1)", _number(lambda value: 0 <= value < 1)),
     "Share": ("more than 0 and at most 1", _number(lambda value: 0 < value <= 1)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "str": ("text", lambda value: isinstance(value, str)),
     "Backend": ("'nccl' or 'gloo'", lambda value: value in ("nccl", "gloo")),
-    "tuple[Protocol, ...]": ("at least one protocol", lambda value: isinstance(value, tuple) and len(value) > 0),
+    "tuple[Protocol, ...]": (
+        "a tuple of at least one protocol",
+        lambda value: isinstance(value, tuple) and len(value) > 0,
+    ),
     "Peaks": (
         "positive and finite for each of at least one dtype of torch",
         lambda value: (
@@ -154,7 +159,7 @@ class ClusterSpec(_Checked):
     kernel_overhead: Amount = 0.0
     synchronous: bool = False
     contention: Fraction = 0.0
-    reduce_scatter_factor: Rate = 1.0
+    reduce_scatter_factor: Factor = 1.0
     efficiency: Efficiency = Efficiency()
     host_bandwidth: Amount = 0.0
 

@@ -153,6 +153,7 @@ class JittedState:
         ThunderModule.set_buffer(self._model, name, value)
         path, _, leaf = name.rpartition(".")
         self._sharded.module.get_submodule(path)._buffers[leaf] = value
+        self._sharded.module_params.objects.replaced()  # so that putting back the former buffer counts as a change
 
     def before_load(self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Rename entries to the names that torch expects in a module that contains the jitted one."""
