@@ -245,6 +245,17 @@ def test_what_cannot_succeed_is_refused_on_all_ranks_before_anything_is_copied(r
 
 
 @on_ranks(2)
+def test_a_copy_that_fails_on_one_rank_is_an_error_on_all_ranks(rank: int, tmp_path: Path) -> None:
+    model, optimizer = small()
+    fails = mock.patch.object(Staging, "copy", side_effect=MemoryError("no room"))
+    with fails if rank else contextlib.nullcontext():
+        saving = save_checkpoint_async(model, tmp_path / "0", optimizer)
+    with pytest.raises(tfs.CheckpointError, check=coded("checkpoint.not-saved", "rank 1", "no room")):
+        saving.result()
+    save_checkpoint(model, tmp_path / "1", optimizer)
+
+
+@on_ranks(2)
 def test_one_save_is_in_flight_and_a_second_waits(rank: int, tmp_path: Path) -> None:
     model, optimizer = small()
     go = threading.Event()

@@ -38,7 +38,7 @@ from datetime import timedelta
 from multiprocessing.context import SpawnProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -307,15 +307,30 @@ def save_beside(group: ProcessGroupRef, folder: Path, last: str, staging: Stagin
     global _latest
     with contextlib.ExitStack() as stack:
         rounds, run = stack.enter_context(_connected(group, folder, last))
-        copied, finish_staging = staging.copy()
+        failure: Exception | None = None
+        try:
+            copied, finish_staging = staging.copy()
+        except Exception as error:  # such as a lack of memory: the others, which write, learn of it in the next round
+            failure, copied, finish_staging = error, {}, _nothing
         ending = stack.pop_all()
+
+    def fail() -> NoReturn:
+        assert failure is not None
+        raise failure
 
     def write_copy() -> None:
         with ending:
-            write(rounds, run, copied)
+            if failure is None:
+                write(rounds, run, copied)
+            else:
+                rounds.run(fail, lambda values: None)
 
     _latest = Saving(_path(folder, last), control_of(group), write_copy, finish_staging)
     return _latest
+
+
+def _nothing() -> None:
+    pass
 
 
 def _path(folder: Path, last: str) -> Path:
