@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 
-from thunder_fsdp_sched.planning import CLUSTERS, as_json, read_cluster
+from thunder_fsdp_sched.planning import CLUSTERS, ClusterSpec, as_json, read_cluster
 
 import pytest
 import torch
@@ -37,6 +37,13 @@ def test_a_file_changes_a_preset_and_values_change_the_file(tmp_path):
     assert spec.efficiency == dataclasses.replace(like.efficiency, flops=0.5)
     assert (spec.devices_per_node, spec.launch_overhead, spec.memory) == (4, 2e-6, 40 * 2**30) and spec.synchronous
     assert spec.protocols == like.protocols
+
+
+def test_each_number_may_be_given_on_the_command_line():
+    for field in dataclasses.fields(ClusterSpec):
+        value = getattr(CLUSTERS["cpu-2core"], field.name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            assert getattr(read_cluster("cpu-2core", [f"{field.name}={value}"]), field.name) == value
 
 
 @pytest.mark.parametrize(

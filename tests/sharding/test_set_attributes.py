@@ -185,6 +185,10 @@ ADDED: dict[str, tuple[Callable[[Any], object], coded]] = {
         lambda module: setattr(module, "missing", nn.Tanh()),
         coded("module.part-replaced-after-jit", "submodule", "missing"),
     ),
+    "None in place of an empty submodule": (
+        lambda module: setattr(module, "later", None),
+        coded("module.part-replaced-after-jit", "submodule", "later"),
+    ),
     "a parameter in place of None": (
         lambda module: setattr(module.linear, "bias", nn.Parameter(torch.ones(4))),
         coded("module.part-replaced-after-jit", "parameter", "linear.bias"),

@@ -120,7 +120,7 @@ class ModuleParameters:
             what, how = "parameter", "copy into it: `with torch.no_grad(): p.copy_(new)`, or load_state_dict"
             if isinstance(former, nn.Module) or former is None:
                 how = "change the module before thunder.jit, and make another sharded module"
-                what = "submodule" if isinstance(former or present, nn.Module) else what
+                what = "submodule" if isinstance(present if former is None else former, nn.Module) else what
             raise coded_error(RuntimeError, "module.part-replaced-after-jit", role=what, name=name, fix=how)
 
     def check_shards(self) -> None:

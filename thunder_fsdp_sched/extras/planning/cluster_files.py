@@ -12,7 +12,7 @@ import torch
 
 from ...errors import coded_error
 from ...sizes import parse_bytes
-from .clusters import ClusterSpec, Efficiency, Protocol, cluster
+from .clusters import NUMBERS, ClusterSpec, Efficiency, Protocol, cluster
 
 
 def read_cluster(name: str, changes: Sequence[str] = ()) -> ClusterSpec:
@@ -81,7 +81,7 @@ def _read(of: str, value: Any, base: Any) -> Any:
         return tuple(Protocol(**protocol) for protocol in value)
     if of == "bool":
         return {"true": True, "false": False}.get(value, value)
-    if not isinstance(value, str) or of not in ("Whole", "Rate", "Amount", "Fraction", "Share"):
+    if not isinstance(value, str) or of not in NUMBERS:
         return value
     number = float(parse_bytes("value", value) if value[-1:].isalpha() else value)
     return int(number) if number.is_integer() else number

@@ -43,13 +43,16 @@ def _number(holds: Callable[[float], bool]) -> Callable[[Any], bool]:
 
 _is_peak = _number(lambda value: 0 < value < math.inf)
 
-RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {  # NaN breaks all of them
+NUMBERS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {  # NaN breaks all of them
     "Whole": ("a positive whole number", _number(lambda value: 0 < value < 2**63 and value == int(value))),
     "Rate": ("positive", _number(lambda value: value > 0)),
     "Factor": ("positive, and finite", _is_peak),
     "Amount": ("zero or positive, and finite", _number(lambda value: 0 <= value < math.inf)),
     "Fraction": ("in [0, 1)", _number(lambda value: 0 <= value < 1)),
     "Share": ("more than 0 and at most 1", _number(lambda value: 0 < value <= 1)),
+}
+RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    **NUMBERS,
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "str": ("text", lambda value: isinstance(value, str)),
     "Backend": ("'nccl' or 'gloo'", lambda value: value in ("nccl", "gloo")),
@@ -64,7 +67,7 @@ RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {  # NaN breaks all of 
         ),
     ),
 }
-"""What attributes must be, by their types, and whether a value is that."""
+"""For each type of attributes its rule as a text, and a function that tells whether a value keeps it."""
 
 
 class _Checked:
