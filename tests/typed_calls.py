@@ -1,4 +1,4 @@
-"""What type checkers see of options; no test, but a file that ``make types`` checks.
+"""Calls of ``fsdp`` and its options, which ``make types`` checks: users' type checkers see the same. No test.
 
 A comment that ignores an error is itself an error if there is none.
 """

@@ -26,8 +26,8 @@ from .private_torch import log_artifact
 
 LOGGER = logging.getLogger("thunder_fsdp_sched")
 
-_FIRST_ID, _IDS = 10_000, 1 << 31
-"""The range of the numbers of modules in torch's structured log: torch.compile, which counts from 0, does not reach it."""
+_IDS = range(10_000, 1 << 31)
+"""The numbers of modules in torch's structured log: torch.compile, which counts from 0, does not reach them."""
 
 _followers: list[Callable[[str], None]] = []
 
@@ -90,7 +90,7 @@ class Artifacts:
     """
 
     def __init__(self, module: int, compilation: int) -> None:
-        self._module, self._compilation = module % (_IDS - _FIRST_ID) + _FIRST_ID, compilation
+        self._module, self._compilation = _IDS[module % len(_IDS)], compilation
 
     def log(self, name: str, half: str, payload: Callable[[], Any], *, encoding: str = "json") -> None:
         """Log ``payload()`` for ``"forward"`` or ``"backward"``; it is called only if torch writes that log."""

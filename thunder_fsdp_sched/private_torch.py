@@ -103,36 +103,6 @@ def memory_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
     return tensor.device, storage._cdata if is_meta else storage.data_ptr()
 
 
-class MemoryOwners:
-    """The names of strided tensors by the bytes that they cover, from the first to the last element.
-
-    Tensors may lie side by side in one storage, as the weights of an LSTM do for cuDNN.
-    """
-
-    def __init__(self) -> None:
-        self._spans: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Let ``name`` own the bytes of the tensor."""
-        if tensor.numel():
-            self._spans.setdefault(memory_of(tensor), []).append((*_span_of(tensor), name))
-
-    def owner_of(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of a tensor that covers some of the same bytes."""
-        if not tensor.numel():
-            return None
-        start, end = _span_of(tensor)
-        spans = self._spans.get(memory_of(tensor), ())
-        return next((name for first, last, name in spans if first < end and start < last), None)
-
-
-def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes from the first to behind the last element, counted from the start of the storage."""
-    start = int(tensor.storage_offset())
-    last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * tensor.itemsize, (last + 1) * tensor.itemsize
-
-
 def register_foreach_type(tensor_class: type[torch.Tensor]) -> None:
     """Let torch's optimizers and functions of gradients use ``_foreach`` operators on tensors of this class.
 

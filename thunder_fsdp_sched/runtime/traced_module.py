@@ -25,13 +25,13 @@ class UntracedHook:
 
 
 class TracedModule:
-    """What traces expect of a module in each call.
+    """A module as it was traced, with which each call compares it.
 
-    Whether ``no_sync`` is on; the numbers and strings among attributes that the program has read; how many submodules,
-    parameters and buffers each module has (those that were there are compared elsewhere); the hooks of all modules;
-    and the sharded parameters, with what may change of them: the dtype, and whether they have a gradient. (Gathers notice a
-    parameter that is on another device or whose rows are in other memory.) What changes most often is compared first. It
-    keeps the hooks alive, so that no later hook gets the identity of one of them.
+    Compared are whether ``no_sync`` is on; the numbers and strings among attributes that the program has read; how many
+    submodules, parameters and buffers each module has (those that were there are compared elsewhere); the hooks of all
+    modules; and the sharded parameters, with what may change of them: the dtype, and whether they have a gradient. (Gathers
+    notice a parameter that is on another device or whose rows are in other memory.) What changes most often is compared
+    first. The hooks are kept alive, so that no later hook gets the identity of one of them.
 
     Args:
         module: the user's module.
@@ -49,15 +49,14 @@ class TracedModule:
     ) -> None:
         self._no_sync, self._reads = no_sync, reads
         self._attributes = [name for _, name, _ in reads]
-        self._owners: list[
-            weakref.ref[Any]
-        ] = []  # of attributes. No other check accepts others; traces keep none alive
+        # Of attributes. No other check accepts others; traces keep none alive.
+        self._owners: list[weakref.ref[Any]] = []
         self._values = [value for _, _, value in reads]  # or the latest that are equal
-        self._sizes = list(map(len, _registered(module.modules())))
-        self._hooks = _traced(find_hooks(module.modules()))
-        self._all_hooks: list[
-            Any
-        ] = []  # numbers and hooks with untraced ones, the latest with which the traced are the same
+        modules = list(module.modules())
+        self._sizes = list(map(len, _registered(modules)))
+        self._hooks = _traced(find_hooks(modules))
+        # Numbers and hooks with untraced ones, the latest with which the traced are the same.
+        self._all_hooks: list[Any] = []
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._states = states_of(self._parameters)
 

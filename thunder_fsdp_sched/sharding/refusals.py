@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -104,6 +105,32 @@ def refuse_grad_dtypes(named: dict[str, nn.Parameter]) -> None:
     for name, param in named.items():
         if (dtype := getattr(param, "grad_dtype", param.dtype)) != param.dtype:
             raise coded_error(ValueError, "parameter.grad-dtype-set", name=name, grad_dtype=dtype, dtype=param.dtype)
+
+
+def refuse_overlaps(params: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise an error for parameters of one storage that share bytes, because their shards would drift apart.
+
+    They may lie side by side, as the weights of an LSTM do for cuDNN.
+    """
+    spans = sorted((*_span_of(param), at) for at, (_, param) in enumerate(params))
+    for (_, end, one), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            (first, first_param), (second, second_param) = params[min(one, other)], params[max(one, other)]
+            raise coded_error(
+                ValueError,
+                "parameter.objects-share-memory",
+                first=first,
+                first_dtype=first_param.dtype,
+                second=second,
+                second_dtype=second_param.dtype,
+            )
+
+
+def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where the first element begins and the last one ends, in bytes from the start of the storage."""
+    first = int(tensor.storage_offset())
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def refuse_views(

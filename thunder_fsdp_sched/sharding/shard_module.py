@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import weakref
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..options import Options
 from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, StridedView
-from ..private_torch import MemoryOwners, hooks_of, memory_of, replace_data
+from ..private_torch import hooks_of, memory_of, replace_data
 from ..proof.audit import PreShardStorages
 from ..ranks.assignment import GroupAssignment, find_world_group
 from ..ranks.control import Control
@@ -44,6 +44,7 @@ from .optimizer_steps import prepare_step
 from .refusals import (
     refuse_compiled,
     refuse_grad_dtypes,
+    refuse_overlaps,
     refuse_renamed,
     refuse_shards_and_grads,
     refuse_views,
@@ -193,23 +194,17 @@ class ShardingSteps:
                 )
             tied.setdefault(param, []).append(name)
         specs = []
-        owners = MemoryOwners()
-        alone = Counter(memory_of(param) for param in tied if param.numel())
+        in_storage: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
         for param, names in tied.items():
-            if (other := owners.owner_of(param)) is not None:
-                raise coded_error(
-                    ValueError,
-                    "parameter.objects-share-memory",
-                    first=other,
-                    first_dtype=named[other].dtype,
-                    second=names[0],
-                    second_dtype=param.dtype,
-                )
-            owners.add(names[0], param)
+            if param.numel():
+                in_storage[memory_of(param)].append((names[0], param))
+        for neighbours in in_storage.values():
+            refuse_overlaps(neighbours)
+        for param, names in tied.items():
             own = getattr(param, "_thunder_device", self.source.device_of(names[0], param))
             device = self.options.init.device or resolve_device(torch.device(own))
             # In a storage of several parameters, an offset says where the others are.
-            is_plain = param.is_contiguous() and (param.storage_offset() == 0 or alone[memory_of(param)] > 1)
+            is_plain = param.is_contiguous() and (param.storage_offset() == 0 or len(in_storage[memory_of(param)]) > 1)
             strided = None if is_plain else StridedView(param.stride(), int(param.storage_offset()))
             spec = ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad, strided)
             specs.append((spec, param))
@@ -300,11 +295,11 @@ class ShardingSteps:
         if self.options.ranks_may_differ:
             accumulation = load("extras.ranks_differ.gradients_of_others:AccumulationOfAll")
         read_by_peers = [spec for spec in self.plan if find_transport(spec.comm.transport).peers_read_shards]
-        memory_of: Any = load("extras.symmetric_memory:PeerMemory") if read_by_peers else None
+        make_memory: Any = load("extras.symmetric_memory:PeerMemory") if read_by_peers else None
         for spec in read_by_peers:
             key = spec.comm.transport, spec.device, assignment.ranks_of(spec)
             if key not in shared:
-                shared[key] = memory_of(find_transport(key[0]), *key[1:])
+                shared[key] = make_memory(find_transport(key[0]), *key[1:])
             peer_memory[spec.name] = memory = shared[key]
             memory.announce(spec.name, *spec.sent_shard, workspace=transport_of(spec).reduce_workspace(spec))
         for spec in self.plan:

@@ -311,7 +311,7 @@ def save_beside(group: ProcessGroupRef, folder: Path, last: str, staging: Stagin
         try:
             copied, finish_staging = staging.copy()
         except Exception as error:  # such as a lack of memory: the others, which write, learn of it in the next round
-            failure, copied, finish_staging = error, {}, _nothing
+            failure, copied, finish_staging = error, {}, lambda: None
         ending = stack.pop_all()
 
     def fail() -> NoReturn:
@@ -327,10 +327,6 @@ def save_beside(group: ProcessGroupRef, folder: Path, last: str, staging: Stagin
 
     _latest = Saving(_path(folder, last), control_of(group), write_copy, finish_staging)
     return _latest
-
-
-def _nothing() -> None:
-    pass
 
 
 def _path(folder: Path, last: str) -> Path:
