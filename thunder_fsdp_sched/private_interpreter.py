@@ -210,34 +210,40 @@ def _is_new(provenance: ProvenanceRecord) -> bool:
     return provenance.inst is PseudoInst.NEW or getattr(makes, "__name__", None) == "__new__"
 
 
-class UniqueChecks:
-    """The checks that Thunder's tracing adds to the prologue for the values that it wraps, each once.
+@contextmanager
+def unique_checks(context: Any) -> Iterator[None]:
+    """Within it, Thunder's tracing adds each check to the prologue once, by its hash.
 
-    Thunder compares each with all that there are, so that the checks of all tensors of a model take quadratic time.
+    Thunder compares each check with all that there are, which takes quadratic time.
     """
+    context._constraints = checks = _UniqueChecks(context._constraints)
+    try:
+        yield
+    finally:
+        context._constraints = checks[:]
 
-    def __init__(self, context: Any) -> None:
-        self._context = context
-        self._known: set[Any] = set()
 
-    def added_by(self, wrap: Callable[[WrappedValue], object], value: WrappedValue) -> None:
-        """Call ``wrap(value)``, and add each check that it adds, unless it is known."""
-        context, earlier = self._context, self._context._constraints
-        context._constraints = []
-        try:
-            wrap(value)
-        finally:
-            added, context._constraints = context._constraints, earlier
-            for check in added:
-                key = tuple(variableify(part) if isinstance(part, Proxy) else part for part in check)
-                try:
-                    is_new = key not in self._known
-                except TypeError:  # a slice has no hash
-                    context.add_constraint(check)
-                    continue
-                if is_new:
-                    self._known.add(key)
-                    earlier.append(check)
+class _UniqueChecks(list[Any]):
+    """A list of checks that is empty for Thunder's search for an equal one, and drops those that it has."""
+
+    def __init__(self, checks: list[Any]) -> None:
+        super().__init__(checks)
+        self._known = {_key_of_check(check) for check in checks}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def append(self, check: Any) -> None:
+        if (key := _key_of_check(check)) not in self._known:
+            self._known.add(key)
+            super().append(check)
+
+
+def _key_of_check(check: Any) -> Any:
+    parts = tuple(
+        part.__reduce__() if isinstance(part, slice) else part for part in check
+    )  # unhashable before Python 3.12
+    return tuple(variableify(part) if isinstance(part, Proxy) else part for part in parts)
 
 
 def has_been_modified(context: Any) -> bool:

@@ -56,13 +56,13 @@ from thunder.core.proxies import NumberProxy, Proxy, StringProxy, TensorProxy
 
 from ..extensions import load
 from ..private_interpreter import (
-    UniqueChecks,
     find_attributes,
     forget_new_modules,
     observed_by,
     replace_key,
     save_attributes_of_root,
     take_constants,
+    unique_checks,
     unique_name,
 )
 from ..private_lookups import direct
@@ -133,7 +133,7 @@ class InputReads:
         self._names: dict[str, torch.Tensor] = {}
         if self.leaves is not None:
             self.leaves.written.clear()
-        self._shapes, self._unique = torch_types.Shapes(), UniqueChecks(context)
+        self._shapes = torch_types.Shapes()
         self._unknown, self._iterators, self._containers = UnknownNumbers(), ForeignIterators(), Containers(self._paths)
         self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
         self._module = unwrap(module)
@@ -142,7 +142,8 @@ class InputReads:
         self._sizes = load("extras.symbolic_sizes:Sizes")() if is_symbolic else None
         for value in (*args, *kwargs.values()):
             self._note(value)
-        with interpretercompilectx(observed_by(get_interpretercompilectx(), self)), collect_refusals() as refused:
+        observed = interpretercompilectx(observed_by(get_interpretercompilectx(), self))
+        with observed, unique_checks(context), collect_refusals() as refused:
             try:
                 result = call(module, *args, **kwargs)
             except Exception:
@@ -206,7 +207,7 @@ class InputReads:
         if isinstance(value.value, torch.Tensor):
             is_fixed = self._sizes is not None and isinstance(value.value, torch.nn.Parameter)
             with fixed_shapes() if is_fixed else nullcontext(), unique_name(value, self._names):
-                self._unique.added_by(wrap, value)
+                wrap(value)
         else:
             wrap(value)
         self._note(value)

@@ -5,7 +5,7 @@
 computes. Yet Thunder differentiates a program and claims its operators anew in each mode, which takes most of the time
 of compiling. So the joint trace of an earlier compilation, as our passes have first seen it, is used again:
 
-1. Thunder traces the program in the new mode, too. That is cheap, because module calls are repeated from records.
+1. Thunder traces the program in the new mode, too.
 2. ``fingerprint`` computes the structural key of the trace, with proxies numbered in order of appearance. It covers all
    that differentiation and claiming read: symbols with their subsymbols, arguments, metadata and tags of proxies, which
    argument is which parameter, executors, compile options, and the state of torch that Thunder's cache is keyed by.
