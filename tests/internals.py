@@ -10,13 +10,12 @@ from thunder_fsdp_sched import passes, pipeline, private_torch
 from thunder_fsdp_sched.capture.leaves import pattern_of
 from thunder_fsdp_sched.capture.module_calls import trace_module_calls
 from thunder_fsdp_sched.ir.analysis import BEFORE_TRACE, Analysis
-from thunder_fsdp_sched.ir.effects import Issue, effects, is_declared
+from thunder_fsdp_sched.ir.effects import effects, is_declared
 from thunder_fsdp_sched.ir.inspection import (
     AGREEMENT,
     args_of,
     names,
     outs_of,
-    statements,
 )
 from thunder_fsdp_sched.ir.operator_facts import Aliases, facts_of
 from thunder_fsdp_sched.ir.read_program import read_program
@@ -40,10 +39,9 @@ from thunder_fsdp_sched.ranks.process_groups import BucketRanks, ProcessGroupRef
 from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena, InFlight, slot_bytes
-from thunder_fsdp_sched.runtime.row_dtensor import DTENSORS, RowDTensor, local_rows
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor
 from thunder_fsdp_sched.runtime.rows import Rows
 from thunder_fsdp_sched.sharding import shard_module
-from thunder_fsdp_sched.transform import find_transform
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 from thunder_fsdp_sched.transforms.write_grads_in_place import write_grads_in_place

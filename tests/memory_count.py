@@ -18,10 +18,11 @@ from unittest import mock
 from thunder_fsdp_sched import CompiledTraces, FSDPTransform, StepMemory
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 from thunder_fsdp_sched.runtime import autograd
+from thunder_fsdp_sched.testing import statements
 
 import thunder
 import torch
-from internals import AGREEMENT, Arena, Bucket, local_rows, statements
+from internals import AGREEMENT, Arena, Bucket
 from thunder import ThunderModule
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.symbol import BoundSymbol
@@ -33,6 +34,10 @@ from torch.utils._pytree import tree_leaves
 
 FREES = ("fsdp_release", "fsdp_backward_done", "fsdp_finish_served", "fsdp_serve_left")
 """Symbols that free memory of arenas."""
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
 class Tracker(TorchDispatchMode):
@@ -62,12 +67,12 @@ class Tracker(TorchDispatchMode):
         return "tracker"
 
     def skip(self, tensor: torch.Tensor) -> None:
-        storage = local_rows(tensor).untyped_storage()
+        storage = _storage(tensor)
         if storage._cdata not in self.known:
             self.known[storage._cdata] = StorageWeakRef(storage)
 
     def add(self, tensor: torch.Tensor) -> None:
-        storage = local_rows(tensor).untyped_storage()
+        storage = _storage(tensor)
         if storage._cdata not in self.known:
             self.skip(tensor)
             self.forget_freed()
@@ -162,7 +167,7 @@ def count_step(
     inputs = [value for value in flat if isinstance(value, torch.Tensor)]
     lasting = [t for t in _lasting(transform.sharded.buckets) if t is not None]
     own = {t.untyped_storage()._cdata for t in lasting}
-    tracker = Tracker(lasting, [t for t in inputs if local_rows(t).untyped_storage()._cdata not in own])
+    tracker = Tracker(lasting, [t for t in inputs if _storage(t)._cdata not in own])
     del lasting  # the step may free a part of it
     assert compiled.forward is not None
     with torch.no_grad():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pkgutil
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-
-from thunder_fsdp_sched.extensions import load
 
 
 class Row(NamedTuple):
@@ -34,7 +33,7 @@ def rows_of(phase: Callable[..., Any]) -> list[Row]:
     names: dict[str, Any] = dict(inspect.getmodule(phase).__dict__)
     for node in ast.walk(function):
         if isinstance(node, ast.ImportFrom):
-            names.update((alias.name, load(f"{node.module}:{alias.name}")) for alias in node.names)
+            names.update((alias.name, _load(f"{node.module}:{alias.name}")) for alias in node.names)
     has_search = "search" in inspect.signature(phase).parameters
     return list(_rows(function.body, source.splitlines(), names, "", has_search))
 
@@ -56,9 +55,13 @@ def _rows(
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "run":
                 pass_ = node.args[0]
                 if isinstance(pass_, ast.Call):  # load("path:name")
-                    yield Row(load(ast.literal_eval(pass_.args[0])), when, searched)
+                    yield Row(_load(ast.literal_eval(pass_.args[0])), when, searched)
                 else:
                     yield Row(names[ast.unparse(pass_)], when, searched)
+
+
+def _load(path: str) -> Any:
+    return pkgutil.resolve_name(f"thunder_fsdp_sched.{path}")
 
 
 def _comment(lines: Sequence[str], number: int) -> str:

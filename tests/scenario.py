@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from device import DEVICE, IS_CUDA, RANKS, USES_KERNELS
 from device_thread import Thread, backward_on
-from internals import RowDTensor, local_rows
+from internals import RowDTensor
 from profiles import with_long
 from ranks import on_ranks
 from torch import nn
@@ -539,7 +539,7 @@ def saved_for_backward() -> Iterator[list[torch.Tensor]]:
     connect = thunder.connect_to_autograd
 
     def spy(*args: Any, saved_tensors: Sequence[torch.Tensor], **kwargs: Any) -> Any:
-        saved.extend(map(local_rows, saved_tensors))
+        saved.extend(getattr(t, "_local_tensor", t) for t in saved_tensors)
         return connect(*args, saved_tensors=saved_tensors, **kwargs)
 
     with mock.patch.object(thunder, "connect_to_autograd", spy):

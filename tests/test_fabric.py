@@ -88,7 +88,7 @@ def launched(
     rank: int, world_size: int, *, strategy: Any = None, fabric_options: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[Any]:
     """Yield a ``Fabric`` in processes that have a process group, as under torchrun; ``options`` are those of ours."""
-    strategy = strategy or importlib.import_module("thunder_fsdp_sched.extras.fabric").FSDPSchedStrategy(**options)
+    strategy = strategy or importlib.import_module("thunder_fsdp_sched.fabric").FSDPSchedStrategy(**options)
     with ranks.launched(rank, world_size):
         fabric = importlib.import_module(PACKAGE).Fabric(
             accelerator="cpu", devices=world_size, strategy=strategy, **(fabric_options or {})
@@ -440,7 +440,7 @@ def _train_in(rank: int, world_size: int, precision: str, stored: torch.dtype, c
 
 
 def test_invalid_options_raise_errors_before_the_launch() -> None:
-    from thunder_fsdp_sched.extras.fabric import FSDPSchedStrategy
+    from thunder_fsdp_sched.fabric import FSDPSchedStrategy
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

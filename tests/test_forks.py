@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import process_state
 from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter
 
 import pytest
@@ -213,7 +212,9 @@ _CHANGES = re.compile(
 
 
 def test_the_table_of_process_wide_state_is_complete() -> None:
-    table = re.findall(r"(?m)^\| (`.*?`) \| (.*?) \|", process_state.__doc__ or "")
+    table = re.findall(
+        r"(?m)^\| (`.*?`) \| (.*?) \|", ast.get_docstring(ast.parse((PACKAGE / "process_state.py").read_text())) or ""
+    )
     rows = [(module, names) for modules, names in table for module in re.findall(r"`(.*?)`", modules)]
     listed = {(module, name) for module, names in rows for name in re.findall(r"`(\w+)`", names) if name != "foreach"}
     changing = {

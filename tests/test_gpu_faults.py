@@ -14,7 +14,6 @@ import thunder
 import torch
 import torch.distributed as dist
 from coded import coded
-from internals import local_rows, timeout_of
 from models import Stack
 from profiles import LONG_ONLY
 from torch import nn
@@ -73,13 +72,13 @@ def _check_entries_of_offloaded_shards(rank: Rank) -> None:
     pieces = {name: entry.to_local() for name, entry in state.items()}
     for name, param in model.named_parameters():
         assert pieces[name].device.type == "cpu", name
-        addresses = [local_rows(tensor).untyped_storage().data_ptr() for tensor in (pieces[name], param)]
-        assert addresses[0] == addresses[1] or not local_rows(param).numel(), name
+        addresses = [tensor.untyped_storage().data_ptr() for tensor in (pieces[name], param.to_local())]
+        assert addresses[0] == addresses[1] or not param.to_local().numel(), name
     for name, param in model.named_parameters():
         entry = saved[name]["exp_avg"].to_local()
-        own = optimizer.state[param]["exp_avg"]
-        addresses = [local_rows(tensor).untyped_storage().data_ptr() for tensor in (entry, own)]
-        assert addresses[0] == addresses[1] or not local_rows(own).numel(), name
+        own = optimizer.state[param]["exp_avg"].to_local()
+        addresses = [tensor.untyped_storage().data_ptr() for tensor in (entry, own)]
+        assert addresses[0] == addresses[1] or not own.numel(), name
     assert all(bucket.comm.pin_memory for bucket in ours.plan)
 
 
@@ -171,7 +170,7 @@ def _check_options_of_twin_group(rank: Rank) -> None:
     pair, twin = _train_with_twin_group(rank)
     assert twin is not pair
     assert twin.options.is_high_priority_stream
-    assert timeout_of(twin) == timedelta(seconds=77)
+    assert twin.options._timeout == timedelta(seconds=77)
     assert pair.options.group_name == pair.group_name != twin.options.group_name, (
         "the groups must not share an options object"
     )

@@ -9,7 +9,6 @@ from thunder_fsdp_sched import FSDPSched
 import pytest
 import thunder
 import torch
-from internals import find_transform
 from models import Model
 from ranks import on_ranks
 from scenario import Run
@@ -45,7 +44,7 @@ def test_compile_with_a_recipe_trains_like_the_unsharded_model() -> None:
     run.model = ours
     run.use(run.make_optimizer)
     assert set(thunder.get_default_executors()) <= set(thunder.compile_data(ours).executors_list)
-    assert len(find_transform(ours).plan) > 1
+    assert len(ours._lc_transforms[-1].plan) > 1
     run.train(2)
 
     # Recipes remove the checks of a module's mode.
@@ -70,7 +69,7 @@ def test_compile_with_a_recipe_trains_like_the_unsharded_model() -> None:
     recipe = BaseRecipe(fuser="torch.compile")
     fused = thunder.compile(_Model(), recipe=recipe, plugins=FSDPSched(sharding_strategy="zero2"))
     assert get_executor("torchcompile") in thunder.compile_data(fused).executors_list
-    assert all(bucket.options.sharding_strategy == "zero2" for bucket in find_transform(fused).plan)
+    assert all(bucket.options.sharding_strategy == "zero2" for bucket in fused._lc_transforms[-1].plan)
 
 
 def test_a_recipe_for_thunder_fx_is_refused() -> None:

@@ -15,7 +15,6 @@ import thunder
 import torch
 import torch.distributed as dist
 from device import DEVICE
-from internals import local_rows
 from models import (
     CASES,
     GPT,
@@ -425,7 +424,7 @@ def test_a_step_copies_no_parameters_and_allocates_no_unsharded_ones(strategy: s
     for bucket in buckets:
         params = [run.model.get_parameter(param.name) for param in bucket.spec.params]
         for tensors in ([param.grad for param in params], [*params, bucket.shard]):
-            storages = {local_rows(tensor).untyped_storage().data_ptr() for tensor in tensors}
+            storages = {tensor.to_local().untyped_storage().data_ptr() for tensor in tensors}
             assert len(storages) == 1, "sharded parameters and gradients must each be views of one buffer"
 
 

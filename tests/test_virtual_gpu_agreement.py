@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from internals import find_transform
 from profiles import with_long
 from ranks import Ranks as Workers
 from virtual_gpu import guard
@@ -41,7 +40,7 @@ STEPS = {"usual": (), "rank 0": (0,), "rank 1": (1,), "both": (0, 1), "late": ()
 def take_steps(rank: Rank, strategy: str) -> None:
     """Take steps of two micro-batches, in which ranks lose buckets, or rank 1 announces its backwards late."""
     model = make_model(rank, sharding_strategy=strategy)
-    sharded = find_transform(model).sharded
+    sharded = model._lc_transforms[-1].sharded
     buckets, control = sharded.buckets, sharded.control
     before_backward, before_forward = LOSSES[strategy]
     for step, losers in STEPS.items():

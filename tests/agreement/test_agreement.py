@@ -16,6 +16,7 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
+from thunder_fsdp_sched.testing import statements
 from thunder_fsdp_sched.transforms.insert_agreement import insert_agreement
 
 import pipeline_patches
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from coded import coded
-from internals import AGREEMENT, channel, effects, shard_module, statements
+from internals import AGREEMENT, channel, effects, shard_module
 from models import Stack
 from profiles import mostly_zero3, with_long
 from ranks import on_ranks

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.capture.garbage_collection import THRESHOLD
-from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
+from thunder_fsdp_sched.planning import compile_as_rank
 
 import pytest
 import thunder
@@ -21,6 +20,7 @@ from torch import nn
 
 X = torch.ones(2, 4)
 SEEN: list[tuple[int, int, int]] = []
+RARELY = 1_000_000
 
 
 @make_opaque  # a traced program may change no global
@@ -68,18 +68,18 @@ def test_thresholds_are_raised_while_a_model_compiles(calls: bool, fails: bool, 
             thunder.jit(Noting(fails), transforms=[fsdp()])(X)
         else:
             compile_without_a_call(Noting(fails))
-    assert gc.get_threshold() == (500, 7, 8) and SEEN[0] == (THRESHOLD, 7, 8)
+    assert gc.get_threshold() == (500, 7, 8) and SEEN[0][0] > 10_000 and SEEN[0][1:] == (7, 8)
 
 
 def test_a_collector_that_runs_less_often_or_not_at_all_is_left_alone() -> None:
-    for thresholds in ((2 * THRESHOLD, 7, 8), (0, 7, 8)):
+    for thresholds in ((RARELY, 7, 8), (0, 7, 8)):
         gc.set_threshold(*thresholds)
         compile_without_a_call(Noting())
         assert gc.get_threshold() == thresholds
     gc.set_threshold(500, 7, 8)
     gc.disable()
     compile_without_a_call(Noting())
-    assert SEEN == [(2 * THRESHOLD, 7, 8), (0, 7, 8), (500, 7, 8)]
+    assert SEEN == [(RARELY, 7, 8), (0, 7, 8), (500, 7, 8)]
 
 
 def test_thresholds_that_the_model_sets_stay() -> None:

@@ -15,7 +15,7 @@ import thunder
 import torch
 import torch.distributed.checkpoint as dcp
 from coded import coded, says
-from internals import RowDTensor, local_rows
+from internals import RowDTensor
 from ranks import on_ranks
 from saving import Everything, Holder, assert_equal, contents, fill
 from scenario import Run, everywhere, loss_of
@@ -28,7 +28,7 @@ def _run(seed: int = 0, **options: Any) -> Run:
 
 
 def _addresses(module: nn.Module) -> dict[str, int]:
-    return {name: local_rows(param).data_ptr() for name, param in module.named_parameters()}
+    return {name: param.to_local().data_ptr() for name, param in module.named_parameters()}
 
 
 @pytest.mark.parametrize("by_dcp", [False, True])
@@ -171,8 +171,8 @@ def test_state_dict_entries_of_a_sharded_model_look_like_unsharded_parameters(tm
         assert {name: entry.shape for name, entry in entries.items()} == {name: expected[name] for name in names}
         for name in entries.keys() & locations.keys():
             assert type(entries[name]) is RowDTensor
-            rows = local_rows(entries[name])
-            assert rows.numel() == 0 or rows.data_ptr() == local_rows(jitted.get_parameter(name)).data_ptr(), name
+            rows = entries[name].to_local()
+            assert rows.numel() == 0 or rows.data_ptr() == jitted.get_parameter(name).to_local().data_ptr(), name
 
         # Save with code that knows nothing of this package: DCP, and pickle on each rank.
         dcp.save({"model": owner.state_dict()}, checkpoint_id=tmp_path / prefix)

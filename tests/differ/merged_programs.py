@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, follow_order, steps_of
 from thunder_fsdp_sched.extras.ranks_differ.gradients_of_others import AccumulationOfAll
 from thunder_fsdp_sched.extras.ranks_differ.merging import GATHER, REDUCE, Key, Step
 from thunder_fsdp_sched.extras.ranks_differ.symbols import ServingStart, key_of
 from thunder_fsdp_sched.ranks.messages import Action
-from thunder_fsdp_sched.runtime.memory import Slot
+from thunder_fsdp_sched.testing import statements
 
 import torch
 from executor import Program
@@ -28,7 +27,6 @@ from internals import (
     fsdp_wait_grads,
     fsdp_wait_params,
     sort_communication,
-    statements,
 )
 from synthetic_traces import SHAPE, make_bucket, tensor
 from thunder.core import prims
@@ -127,7 +125,7 @@ def _program_of_merged(
     trace: TraceCtx, active: Collection[Key], ranks: tuple[int, ...], seconds: float
 ) -> Iterator[Action | float]:
     flights: dict[str, Action] = {}
-    slots: dict[str, Slot] = {}
+    slots: dict[str, Any] = {}
     served: list[str] = []  # futures of served collectives whose slots may be used again
     occurrences: Counter[object] = Counter()
     for bsym in statements(trace):
@@ -156,5 +154,5 @@ def _program_of_merged(
     yield from (flights[future]._replace(waits=True) for future in served)
 
 
-def overlap(one: Slot, other: Slot) -> bool:
+def overlap(one: Any, other: Any) -> bool:
     return one.arena is other.arena and one.offset < other.end and other.offset < one.end

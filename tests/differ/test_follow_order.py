@@ -14,17 +14,17 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as fs
-from thunder_fsdp_sched import VerificationError
+from thunder_fsdp_sched import StepMemory, VerificationError
 from thunder_fsdp_sched.extras.no_sync.ops import add_grads, add_reduced, reduce_unreduced
 from thunder_fsdp_sched.extras.ranks_differ.build import MachineInAnyOrder, build
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, follow_order, steps_of
 from thunder_fsdp_sched.extras.ranks_differ.merging import Key, merge
 from thunder_fsdp_sched.extras.ranks_differ.symbols import key_of, serve_left, wait_served_grads
-from thunder_fsdp_sched.extras.step_memory.step_memory import StepMemory
 from thunder_fsdp_sched.ir.inspection import with_bound_symbols
 from thunder_fsdp_sched.ir.schedule import GATHERS, ISSUES, WAITS
 from thunder_fsdp_sched.passes import Context
 from thunder_fsdp_sched.runtime import accumulation
+from thunder_fsdp_sched.testing import statements
 from thunder_fsdp_sched.transform import Compilation
 
 import pytest
@@ -35,12 +35,10 @@ from internals import (
     Bucket,
     assign_slots,
     effects,
-    find_transform,
     is_declared,
     ops,
     outs_of,
     read_schedule,
-    statements,
     verify,
 )
 from models import ChosenBlocks
@@ -112,13 +110,13 @@ def buckets_of(transform: Any) -> dict[Any, Bucket]:
 
 def compile_ways(ways: Sequence[str], context: Callable[[], Any] = nullcontext, **options: Any) -> tuple[Any, Any]:
     """Return the transform, and for each way its scheduled forward and backward."""
-    model = thunder.jit(ChosenBlocks(6, 8, 4), transforms=[fs.fsdp(**options)])
+    model = thunder.jit(ChosenBlocks(6, 8, 4), transforms=[transform := fs.fsdp(**options)])
     found = []
     for way in ways:
         with recorded() as traces, context():
             model(torch.ones(2, 6), way)
         found.append(traces)
-    return find_transform(model), found
+    return transform, found
 
 
 def with_mesh(options: dict[str, Any]) -> dict[str, Any]:
@@ -254,10 +252,8 @@ def test_numbers_of_merged_traces(rank: int, options: dict[str, Any], ways: Sequ
     """A window of two micro-batches: all ranks get the mean of all gradients, and ``None`` for the same parameters."""
     torch.manual_seed(0)
     reference = ChosenBlocks(6, 8, 4).double()
-    model = thunder.jit(
-        copy.deepcopy(reference), transforms=[fs.fsdp(**with_mesh(options), debug=fs.Debug(audit=False))]
-    )
-    transform, given = find_transform(model), defaultdict(set)
+    transform, given = fs.fsdp(**with_mesh(options), debug=fs.Debug(audit=False)), defaultdict(set)
+    model = thunder.jit(copy.deepcopy(reference), transforms=[transform])
     cache = thunder.compile_stats(model).interpreter_cache
     xs = [torch.randn(2, 6, generator=torch.Generator().manual_seed(number)).double() for number in range(2)]
     for no_sync, of_ranks in (True, ways), (False, (ways[0], "2")):

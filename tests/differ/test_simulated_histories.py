@@ -13,11 +13,12 @@ from thunder_fsdp_sched.extras.ranks_differ import programs
 from thunder_fsdp_sched.extras.ranks_differ.follow_order import steps_of
 from thunder_fsdp_sched.extras.ranks_differ.programs import differences_of, program_of
 from thunder_fsdp_sched.extras.ranks_differ.start import DifferingStart
+from thunder_fsdp_sched.testing import statements
 from thunder_fsdp_sched.transforms.insert_agreement import describe
 
 import pytest
 from executor import GLOO, NCCL, Program, execute, issued
-from internals import effects, statements
+from internals import effects
 from merged_programs import Small, make_blocks, program_of_merged, step_of
 from simulated_ranks import World
 

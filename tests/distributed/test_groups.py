@@ -19,7 +19,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from coded import coded
-from internals import args_of, find_transform, process_groups, verify
+from internals import args_of, process_groups, verify
 from models import Layer, Model, Stack
 from profiles import LONG_ONLY, mostly_zero3
 from ranks import on_ranks
@@ -365,7 +365,7 @@ def test_models_of_the_same_ranks_continue_when_the_group_of_the_first_is_collec
 def test_models_that_are_given_one_ranks_object_have_a_control_each(one_rank: None) -> None:
     for ranks in (Ranks(process_group=dist.group.WORLD), Ranks(mesh=init_device_mesh("cpu", (1,)))):
         models = [thunder.jit(nn.Linear(2, 2), transforms=[fsdp(ranks=ranks)]) for _ in range(2)]
-        one, other = (find_transform(model).sharded.control for model in models)
+        one, other = (model._lc_transforms[-1].sharded.control for model in models)
         assert one is not other
         control = weakref.ref(one)
         del models, one, other

@@ -12,7 +12,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 from coded import coded
-from internals import facts_of, local_rows
+from internals import facts_of
 from profiles import LONG_ONLY
 from ranks import on_ranks
 from torch import nn
@@ -120,7 +120,7 @@ def test_backward_has_the_sample_of_forward(checkpoints: bool, window: bool, sha
     for name, (key, param) in zip(
         names, ((k, p) for k, p in jitted.named_parameters() if k.endswith("bias")), strict=True
     ):
-        rows, differences = local_rows(param.detach()), []
+        rows, differences = param.detach().to_local(), []
         for sign in (1, -1):
             rows += sign * 1e-6
             differences.append(sign * loss().item())

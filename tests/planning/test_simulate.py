@@ -8,11 +8,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
-from thunder_fsdp_sched.extras.planning.cost import Seconds
-from thunder_fsdp_sched.extras.planning.simulate import simulate
-from thunder_fsdp_sched.extras.planning.timeline import COMPUTE, Timeline
-from thunder_fsdp_sched.ir.inspection import runs_nothing
+from thunder_fsdp_sched.planning import Timeline, simulate
 from thunder_fsdp_sched.ranks.messages import Action
 
 import pytest
@@ -21,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import (
     BucketRanks,
-    Issue,
     ProcessGroupRef,
     assign_slots,
     effects,
@@ -50,13 +48,15 @@ class ConstantCost:
     contention: float = 0.0
     synchronous: bool = True
 
-    def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
+    def seconds(self, trace: TraceCtx) -> Sequence[Any]:
         return [
-            Seconds(0.0, 0.0) if runs_nothing(b) else Seconds(self.host, self.compute.get(b.sym.name, 0.0))
+            SimpleNamespace(
+                host=self.host * (b.sym is not prims.python_return), device=self.compute.get(b.sym.name, 0.0)
+            )
             for b in trace.bound_symbols
         ]
 
-    def collective_seconds(self, issue: Issue) -> float:
+    def collective_seconds(self, issue: Any) -> float:
         return self.gather if issue.gathers else self.reduction
 
 
@@ -124,8 +124,8 @@ PREFETCHED = ("gather 0", "gather 1", "wait 0", "compute 0", "wait 1", "compute 
 def test_compute_hides_a_prefetched_gather_but_not_the_first():
     timeline = run(*PREFETCHED, compute={"matmul": 3.0}, gather=2.0)
     assert spans(timeline, "none") == [(0.0, 2.0), (2.0, 4.0)]
-    assert spans(timeline, COMPUTE, "wait") == [(0.0, 2.0)]
-    assert spans(timeline, COMPUTE, "compute") == [(2.0, 5.0), (5.0, 8.0)]
+    assert spans(timeline, "compute", "wait") == [(0.0, 2.0)]
+    assert spans(timeline, "compute", "compute") == [(2.0, 5.0), (5.0, 8.0)]
     assert timeline.step_seconds == 8.0
     assert timeline.compute_seconds == 6.0
     assert timeline.communication_seconds == {"none": 4.0}
@@ -160,15 +160,15 @@ def test_running_collectives_slow_compute_down():
     steps = ("gather 0", "compute", "compute", "wait 0", "compute 0")
     timeline = run(*steps, compute={"neg": 1.5}, gather=2.0, contention=0.25)
     # In the first 2 s compute does 1.5 s of work; afterwards it runs at full speed.
-    assert spans(timeline, COMPUTE, "compute") == [(0.0, 2.0), (2.0, 3.5)]
+    assert spans(timeline, "compute", "compute") == [(0.0, 2.0), (2.0, 3.5)]
     assert (timeline.compute_seconds, timeline.contention_seconds, timeline.exposed_seconds) == (3.0, 0.5, 0.0)
     middle = run("gather 0", "compute", "wait 0", compute={"neg": 4.0}, gather=2.0, contention=0.5)
-    assert spans(middle, COMPUTE, "compute") == [(0.0, 5.0)] and middle.contention_seconds == 1.0
+    assert spans(middle, "compute", "compute") == [(0.0, 5.0)] and middle.contention_seconds == 1.0
 
 
 def test_the_device_idles_while_it_waits_for_a_slower_host():
     timeline = run("compute", "compute", "compute", compute={"neg": 1.0}, host=2.0, synchronous=False)
-    assert spans(timeline, COMPUTE) == [(2.0, 3.0), (4.0, 5.0), (6.0, 7.0)]
+    assert spans(timeline, "compute") == [(2.0, 3.0), (4.0, 5.0), (6.0, 7.0)]
     assert (timeline.step_seconds, timeline.idle_seconds) == (7.0, 4.0)
 
 
@@ -241,7 +241,7 @@ def test_times_and_memory_of_any_step_are_consistent(traces, cost, factor):
     shown = sum(float(term.split()[0]) for term in terms.split(" + "))
     assert float(total) == pytest.approx(shown, abs=0.03)
     assert timeline.step_seconds >= timeline.lower_bound - 1e-9
-    for stream in (COMPUTE, *timeline.communication_seconds):
+    for stream in ("compute", *timeline.communication_seconds):
         in_order = spans(timeline, stream)
         assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(in_order)), "intervals of a stream overlap"
     assert all(nbytes >= 0 for _, nbytes in timeline.memory)

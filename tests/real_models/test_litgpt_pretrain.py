@@ -52,7 +52,7 @@ def test_litgpts_pretraining_with_thunder_trains_like_a_plain_loop(rank: int, wo
 
 
 def _pretrain(rank: int, world_size: int, out_dir: Path) -> None:
-    from thunder_fsdp_sched.extras.fabric import FSDPSchedStrategy
+    from thunder_fsdp_sched.fabric import FSDPSchedStrategy
 
     import lightning as L
     from litgpt import GPT

@@ -13,7 +13,6 @@ import thunder
 import torch
 import torch.distributed as dist
 from coded import coded
-from internals import local_rows
 from models import FrozenParameters, Stack
 from profiles import mostly_zero3
 from ranks import on_ranks
@@ -84,7 +83,7 @@ def test_the_norm_counts_parameters_of_several_groups_once(rank: int, world_size
     total = torch.zeros((), dtype=torch.float64)
     sharded = run.transform.sharded
     for name, param in run.model.named_parameters():
-        squares = local_rows(param.grad).pow(2).sum()
+        squares = getattr(param.grad, "_local_tensor", param.grad).pow(2).sum()
         total += squares / (1 if name in sharded.locations else world_size)
     dist.all_reduce(total)
     torch.testing.assert_close(clip_grad_norm_(run.model, 1e9), total.sqrt(), rtol=1e-12, atol=0)
@@ -137,7 +136,7 @@ def test_overflow_on_one_rank_makes_every_rank_skip_the_step(rank: int) -> None:
             scaler.step(optimizer)
             scaler.update()
             assert scaler.get_scale() == 2.0
-            assert all(torch.equal(local_rows(p), local_rows(b)) for p, b in zip(params, before, strict=True))
+            assert all(torch.equal(p.to_local(), b.to_local()) for p, b in zip(params, before, strict=True))
 
 
 @on_ranks(2)

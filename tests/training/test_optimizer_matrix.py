@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from coded import coded
-from internals import DTENSORS, RowDTensor
+from internals import RowDTensor
 from models import Model
 from ranks import on_ranks
 from scenario import Run
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 Make = Callable[[Any], Optimizer]
 
@@ -198,7 +198,7 @@ def _check_states(run: Run, expected: Optimizer | None = None) -> None:
     ours, theirs = (optimizer.state_dict() for optimizer in (run.optimizers[0], expected or run.optimizers[1]))
     assert ours["state"].keys() == theirs["state"].keys()
     assert repr(ours["param_groups"]) == repr(theirs["param_groups"])
-    whole = tree_map_only(DTENSORS, lambda t: t.full_tensor(), ours["state"])
+    whole = tree_map(lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t, ours["state"])
     for number, state in theirs["state"].items():
         assert state.keys() == whole[number].keys()
         for mine, other in zip(tree_leaves(whole[number]), tree_leaves(state), strict=True):

@@ -13,7 +13,7 @@ from unittest import mock
 from thunder_fsdp_sched import ScheduleDisagreement, Sharding, discard_unreduced, fsdp, unsharded
 from thunder_fsdp_sched.extras.no_sync import ops as no_sync
 from thunder_fsdp_sched.extras.planning import choosing
-from thunder_fsdp_sched.extras.planning.search import MemoryLimitError
+from thunder_fsdp_sched.planning import MemoryLimitError
 
 import pytest
 import thunder

@@ -3,11 +3,7 @@
 ``tests/test_training.py`` runs compiled traces on real ranks.
 """
 
-import ast
-import inspect
-
 from thunder_fsdp_sched import StepMemory, VerificationError, testing
-from thunder_fsdp_sched.extensions import load
 from thunder_fsdp_sched.transforms.sort_communication import issue_points
 from thunder_fsdp_sched.transforms.unsharded_budget import filling_bytes
 
@@ -25,7 +21,6 @@ from internals import (
     fsdp_wait_grads,
     fsdp_wait_params,
     outs_of,
-    pipeline,
     read_schedule,
     sort_communication,
     verify,
@@ -228,13 +223,3 @@ def test_a_gather_delayed_by_a_byte_budget_names_the_bucket_freed_before_it():
     assert reasons["b2"] == "byte budget: fits only after the last read of b0"
     assert reasons["b3"] == "byte budget: fits only after the last read of b1"
     testing.assert_gathered_buckets_at_most(sorted_trace, 2)
-
-
-def test_passes_of_extras_take_the_arguments_that_they_are_given() -> None:
-    # A checker of types sees those of all other passes.
-    calls = [node for node in ast.walk(ast.parse(inspect.getsource(pipeline))) if isinstance(node, ast.Call)]
-    found = [call for call in calls if getattr(call.func, "id", None) == "run" and isinstance(call.args[0], ast.Call)]
-    assert len(found) > 3
-    for call in found:
-        pass_ = load(ast.literal_eval(call.args[0].args[0]))
-        inspect.signature(pass_).bind(*call.args[1:], **{keyword.arg: keyword for keyword in call.keywords})

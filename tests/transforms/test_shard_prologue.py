@@ -11,7 +11,6 @@ import thunder_fsdp_sched as tfs
 import pytest
 import thunder
 import torch
-from internals import find_transform
 from torch import nn
 
 
@@ -61,8 +60,8 @@ def test_what_forward_has_read_is_compared_in_each_call() -> None:
     torch.manual_seed(0)
     module, x = _Model(), torch.randn(2, 3)
     reference = copy.deepcopy(module)
-    model = thunder.jit(module, transforms=[tfs.fsdp()])
-    compiled = find_transform(model).compiled
+    model = thunder.jit(module, transforms=[transform := tfs.fsdp()])
+    compiled = transform.compiled
 
     def check(number: int) -> None:
         for _ in range(2):
