@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,16 +11,14 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched.extras.initial_values import blank, source
 from thunder_fsdp_sched.extras.low_precision import formats
-from thunder_fsdp_sched.extras.training import unsharded
 from thunder_fsdp_sched.ranks import control
 from thunder_fsdp_sched.transports import base
 
 import torch
 import torch.distributed as dist
 from device_thread import backward_on
-from internals import private_torch, process_groups, shard_module
+from internals import process_groups, shard_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -215,7 +212,11 @@ def _replacements(recording: Recording, open_channel: Callable[[Any, str], Any])
         if is_fake(tensor) and is_fake(new):  # a fake tensor stores its device in an attribute
             tensor.fake_device = new.fake_device
 
-    own_data, own_export = torch._C.TensorBase.data, torch.Tensor.__dlpack__
+    def as_subclass(tensor: torch.Tensor, kind: Any) -> Any:
+        return tensor if is_fake(tensor) else own_subclass(tensor, kind)  # a fake tensor has no second class
+
+    own_data, own_export, own_subclass = torch._C.TensorBase.data, torch.Tensor.__dlpack__, torch.Tensor.as_subclass
+    yield torch.Tensor, "as_subclass", as_subclass
     yield torch.Tensor, "data", property(own_data.__get__, set_data)
     yield torch.Tensor, "data_ptr", data_ptr
     yield torch.UntypedStorage, "data_ptr", storage_data_ptr
@@ -229,11 +230,6 @@ def _replacements(recording: Recording, open_channel: Callable[[Any, str], Any])
     yield base.Transport, "refuses_encoded", lambda transport, device: ""  # there is no triton
     yield formats, "_compiled", lambda function, *_: function  # operators in turn, on the same stream
     yield shard_module, "type", _type_of
-    for module in (shard_module, source):
-        yield module, "replace_data", _replace_data
-    for module in (shard_module, unsharded):
-        yield module, "retire", lambda param, label: weakref.ref(param)  # a fake tensor has no second class
-    yield blank, "is_blank", lambda tensor: False  # fake tensors have no values
     yield control, "open_channel", open_channel
     yield process_groups, "_level_group_counts", lambda *ranks: []
 
@@ -241,13 +237,6 @@ def _replacements(recording: Recording, open_channel: Callable[[Any, str], Any])
 def _type_of(value: Any) -> type:
     """Return ``nn.Parameter`` for a fake parameter, whose class is ``FakeTensor``, and otherwise the type."""
     return torch.nn.Parameter if is_fake(value) and getattr(value, "_is_param", False) else type(value)
-
-
-def _replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """Replace a parameter's memory, and the device that a fake tensor stores in an attribute."""
-    private_torch.replace_data(param, data)
-    if is_fake(param):
-        param.fake_device = data.device  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
