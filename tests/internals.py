@@ -7,17 +7,15 @@ Tests of one room import it themselves, and nothing here is of ``extras``.
 from __future__ import annotations
 
 from thunder_fsdp_sched import passes, pipeline, private_torch
-from thunder_fsdp_sched.capture.leaves import pattern_of
 from thunder_fsdp_sched.capture.module_calls import trace_module_calls
 from thunder_fsdp_sched.ir.analysis import BEFORE_TRACE, Analysis
 from thunder_fsdp_sched.ir.effects import effects, is_declared
 from thunder_fsdp_sched.ir.inspection import (
     AGREEMENT,
     args_of,
-    names,
     outs_of,
 )
-from thunder_fsdp_sched.ir.operator_facts import Aliases, facts_of
+from thunder_fsdp_sched.ir.operator_facts import facts_of
 from thunder_fsdp_sched.ir.read_program import read_program
 from thunder_fsdp_sched.ir.read_schedule import read_schedule
 from thunder_fsdp_sched.ir.registry import caching
@@ -30,7 +28,6 @@ from thunder_fsdp_sched.ir.symbols import (
 )
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketOptions
-from thunder_fsdp_sched.private_distributed import timeout_of
 from thunder_fsdp_sched.proof import verify
 from thunder_fsdp_sched.proof.verify_again import verify_again
 from thunder_fsdp_sched.ranks import channel, process_groups

@@ -36,9 +36,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from device import BACKEND, IS_CUDA, use_device
 from device_thread import backward_on
-from internals import channel, timeout_of
+from internals import channel
 
 _GRACE = 5.0  # seconds that the other ranks have to report after one has failed
+_TIMEOUT_OF_WORLD = timedelta(minutes=5)
 _TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", "240"))  # seconds for one function; on an idle machine it takes a few
 
 
@@ -236,7 +237,7 @@ def _destroy_groups() -> None:
 
     A thread of each gloo group wakes up a hundred times a second. Without this, idle workers take a quarter of a core.
     """
-    of_world = tuple(range(dist.get_world_size())), timeout_of(dist.group.WORLD)
+    of_world = tuple(range(dist.get_world_size())), _TIMEOUT_OF_WORLD
     control = channel._channels.get(of_world)
     usable = control is not None and control.is_open and control.pending is None
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -254,7 +255,7 @@ def _work(rank: int, world_size: int, store: Path | None, stacks: Path, connecti
         use_device(rank)
         if store is not None:
             dist.init_process_group(
-                BACKEND, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(minutes=5)
+                BACKEND, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=_TIMEOUT_OF_WORLD
             )
         while True:
             try:

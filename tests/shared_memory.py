@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
-from thunder_fsdp_sched.extras.symmetric_memory import SymmetricMemory
-from thunder_fsdp_sched.transports import register_transport
+from thunder_fsdp_sched.transports import find_transport, register_transport
 
 import torch
 import torch.distributed as dist
@@ -67,11 +67,12 @@ def _reduce_scatter(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
     return own
 
 
-def register() -> SymmetricMemory:
+def register() -> Any:
     """Make ``transport="shared_files"`` available in this process."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("symm_mem::_low_contention_reduce_scatter", "CPU"):
         _library.impl("_low_contention_reduce_scatter", _reduce_scatter, "CPU")
-    transport = SymmetricMemory(SharedFiles(), devices=("cpu",))
+    kind: Any = type(find_transport("symmetric_memory"))
+    transport = kind(SharedFiles(), devices=("cpu",))
     transport.name = "shared_files"
     register_transport(transport)
     return transport

@@ -12,7 +12,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from internals import Bucket, names
+from internals import Bucket
 from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -57,7 +57,7 @@ class SlotExecutor:
         return self.values[arg.name] if isinstance(arg, Proxy) else arg
 
     def _define(self, bsym: BoundSymbol, *results: torch.Tensor) -> None:
-        for name, result in zip(names(bsym.flat_proxy_outs), results, strict=True):
+        for name, result in zip((p.name for p in bsym.flat_proxy_outs), results, strict=True):
             self.values[name], self.computed[name] = result, result.clone()
 
     def _views(self, bucket: Bucket, slot: Any) -> list[torch.Tensor]:

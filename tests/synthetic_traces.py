@@ -63,9 +63,9 @@ def tensor(*shape: int, dtype: dtypes.dtype = dtypes.float32) -> TensorProxy:
     return TensorProxy(shape=shape or SHAPE, device=devices.cpu, dtype=dtype)
 
 
-def chain(blocks: int, *, zero3: bool = True) -> TraceCtx:
-    """Return the forward trace of ``blocks`` equal blocks, each gathered right before its use."""
-    buckets = make_buckets([1] * blocks, zero3=zero3)
+def chain(blocks: int, *, sizes: Sequence[int] = (), zero3: bool = True) -> TraceCtx:
+    """Return the forward trace of blocks of one parameter or of ``sizes``, each gathered right before its use."""
+    buckets = make_buckets(list(sizes) or [1] * blocks, zero3=zero3)
     trace = TraceCtx()
     with tracectx(trace):
         x = tensor()
@@ -74,7 +74,7 @@ def chain(blocks: int, *, zero3: bool = True) -> TraceCtx:
         for arg in trace.args:
             prims.unpack_trivial(arg, name=arg.name)
         for bucket, shard in zip(buckets, shards, strict=True):
-            (weight,) = fsdp_wait_params(bucket, fsdp_all_gather(bucket, None, shard))
+            weight, *_ = fsdp_wait_params(bucket, fsdp_all_gather(bucket, None, shard))
             x = prims.neg(prims.matmul(x, weight))
         prims.python_return({"output": x, "flat_args": list(trace.args)}, ())
     return trace

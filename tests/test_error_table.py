@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import thunder_fsdp_sched
-from thunder_fsdp_sched.errors import coded_error, texts
+from thunder_fsdp_sched.errors import texts
+
+import pytest
+from coded import coded
 
 PACKAGE = Path(thunder_fsdp_sched.__file__).parent
 
@@ -49,10 +52,11 @@ def test_each_error_fits_its_text() -> None:
 
 
 def test_an_error_of_the_table_has_a_code_also_in_another_process() -> None:
-    code, text = next((code, text) for code, text in texts().items() if not _placeholders(text))
-    error = pickle.loads(pickle.dumps(coded_error(ValueError, code)))
+    with pytest.raises(ValueError, check=coded("option.too-small")) as raised:
+        thunder_fsdp_sched.fsdp(prefetch=-1)
+    error = pickle.loads(pickle.dumps(raised.value))
 
-    assert (error.code, str(error), type(error)) == (code, text, ValueError)
+    assert (error.code, str(error), type(error)) == ("option.too-small", str(raised.value), ValueError)
 
 
 def test_the_page_of_errors_shows_the_code_that_its_example_raises() -> None:

@@ -17,7 +17,6 @@ from thunder_fsdp_sched import ScheduleDisagreement
 from thunder_fsdp_sched.ranks.compare_programs import Computation, check_program
 from thunder_fsdp_sched.runtime import trace_start
 from thunder_fsdp_sched.runtime.bucket import WINDOW_OPEN
-from thunder_fsdp_sched.runtime.trace_start import TraceStart
 from thunder_fsdp_sched.transforms.check_params_unchanged import fsdp_params_unchanged
 from thunder_fsdp_sched.transforms.insert_agreement import insert_agreement
 
@@ -67,7 +66,7 @@ class SimulatedRank:
         trace, control = self._trace(kind), world.control()
         program, guards = read_program(trace), any(effects(b).ensures for b in trace.bound_symbols)
         agreed = check_program(control, "a trace", program, Computation(), guards=guards)
-        self.start = TraceStart(control, "backward_0", agreed, "trace", Computation(), 0)
+        self.start = trace_start.TraceStart(control, "backward_0", agreed, "trace", Computation(), 0)
         self.trace = insert_agreement(trace, start=self.start, before_issue=backend is GLOO)
 
     def _trace(self, kind: str) -> TraceCtx:

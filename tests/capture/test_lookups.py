@@ -15,7 +15,6 @@ from unittest import mock
 from thunder_fsdp_sched import private_lookups
 from thunder_fsdp_sched.capture import input_reads
 from thunder_fsdp_sched.capture.input_reads import InputReads
-from thunder_fsdp_sched.private_lookups import direct
 
 import thunder
 import torch
@@ -280,7 +279,7 @@ def test_each_row_finds_what_python_finds() -> None:
     used = Counter[str]()
 
     def counted(function: Any, args: Any, kwargs: Any) -> Any:
-        found = direct(function, args, kwargs)
+        found = private_lookups.direct(function, args, kwargs)
         used[getattr(function, "__qualname__", "")] += found is not None
         return found
 
@@ -336,7 +335,7 @@ def test_programs_that_are_not_sharded_look_up_nothing_directly() -> None:
             (thread := threading.Thread(target=compile_other)).start()
             thread.join()
             assert calls == 1
-        return direct(*args)
+        return private_lookups.direct(*args)
 
     with mock.patch.object(input_reads, "direct", counted):
         compile_other()

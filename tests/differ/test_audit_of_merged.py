@@ -8,7 +8,7 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import ScheduleDisagreement, VerificationError, fsdp
-from thunder_fsdp_sched.proof.audit import Auditor
+from thunder_fsdp_sched.proof import audit
 
 import pytest
 import thunder
@@ -82,9 +82,9 @@ def test_the_first_run_of_a_merged_trace_is_audited_and_an_error_is_raised_on_al
     for left in (True, False):  # the own traces are right
         model(x, left).backward()
     model.zero_grad()
-    real_after = Auditor.after
+    real_after = audit.Auditor.after
 
-    def after(auditor: Auditor, position: int, *outputs: torch.Tensor | None) -> None:
+    def after(auditor: audit.Auditor, position: int, *outputs: torch.Tensor | None) -> None:
         real_after(auditor, position, *outputs)
         if rank and auditor.name == "audit_backward":
             auditor._fail(position, "lies")
@@ -96,7 +96,7 @@ def test_the_first_run_of_a_merged_trace_is_audited_and_an_error_is_raised_on_al
     finally:
         change = None
     loss = model(x, rank == 0)
-    with mock.patch.object(Auditor, "after", after):
+    with mock.patch.object(audit.Auditor, "after", after):
         raises_on_all(rank, loss.backward, "audit_backward", "lies")
     assert all(p.grad is None for p in model.parameters())
     model(x, rank == 0).backward()

@@ -21,8 +21,6 @@ from thunder_fsdp_sched.extras.ranks_differ.follow_order import empty_trace, fol
 from thunder_fsdp_sched.extras.ranks_differ.merging import Key, merge
 from thunder_fsdp_sched.extras.ranks_differ.symbols import key_of, serve_left, wait_served_grads
 from thunder_fsdp_sched.ir.inspection import with_bound_symbols
-from thunder_fsdp_sched.ir.schedule import GATHERS, ISSUES, WAITS
-from thunder_fsdp_sched.passes import Context
 from thunder_fsdp_sched.runtime import accumulation
 from thunder_fsdp_sched.testing import statements
 from thunder_fsdp_sched.transform import Compilation
@@ -75,7 +73,7 @@ class Compiled:
     """A scheduled trace, before ranks compare it, and the context of its compilation."""
 
     trace: TraceCtx
-    context: Context
+    context: Any
     half: str
     merged: Any = None
 
@@ -133,12 +131,9 @@ def compute(trace: TraceCtx) -> list[tuple[str, tuple[str, ...]]]:
 
 def issued(trace: TraceCtx) -> list[tuple[str, Any]]:
     """Return the kinds and buckets of what a trace issues, in order."""
-    kinds = {name: "gather" for name in GATHERS} | {
-        "fsdp_all_reduce": "all_reduce",
-        "fsdp_serve_all_reduce": "all_reduce",
-    }
     issues = [e.issues for e in map(effects, trace.bound_symbols) if e.issues is not None]
-    return [(kinds.get(issue.kind, "reduce"), key_of(issue.bucket)) for issue in issues]
+    kinds = ["all_reduce" if "all_reduce" in i.kind else "gather" if i.gathers else "reduce" for i in issues]
+    return [(kind, key_of(issue.bucket)) for kind, issue in zip(kinds, issues, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -179,9 +174,8 @@ def test_a_merged_trace_is_the_own_one_in_the_merged_order(options: dict[str, An
             assert all(op.reason.startswith("for others: rank 0 reads it at model.py:17; ") for op in served)
             of_own = {b.header for b in own.trace.bound_symbols}
             assert {op.reason for op in schedule if "_serve" not in op.kind} <= of_own
-            assert sum(op.kind in WAITS for op in schedule) == sum(op.kind in ISSUES for op in schedule) - sum(
-                "all_reduce" in op.kind for op in schedule
-            )
+            waits = sum("_wait_" in op.kind for op in schedule)
+            assert waits == sum(op.issues and "all_reduce" not in op.kind for op in schedule)
             assert merged.python_callable() is not None
             step.append(merged)
         nothing = Compiled.nothing(ways[0][half]).build(order, buckets, Start("start"))

@@ -14,7 +14,7 @@ from thunder_fsdp_sched.transforms.keep_fusions_apart import fsdp_fusion_barrier
 
 import thunder.torch as ltorch
 import torch
-from internals import Aliases, caching, effects, facts_of
+from internals import caching, effects, facts_of
 from operator_calls import Call, calls
 from thunder.core.devices import to_device
 from thunder.core.dtypes import to_dtype
@@ -127,16 +127,20 @@ def _proxies(value: Any) -> list[TensorProxy]:
 
 def reported(bsyms: Iterable[BoundSymbol], given: list[str], outs: list[TensorProxy]) -> tuple[Outcome, bool]:
     """Return the combined facts about several bound symbols, and whether all of them are known."""
-    aliases = Aliases()
+    roots_of: dict[str, frozenset[str]] = {}
     pure = known = True
     writes: set[str] = set()
+
+    def roots(*names: str) -> frozenset[str]:
+        return frozenset().union(*(roots_of.get(name, {name}) for name in names))
+
     for bsym in bsyms:
         facts = facts_of(bsym)
         pure, known = pure and facts.pure, known and facts.known
-        writes |= aliases.roots(*facts.writes)
-        aliases.add(bsym)
-    roots = [{i for i, name in enumerate(given) if name in aliases.roots(o.name)} for o in outs]
-    return Outcome(roots, pure, {i for i, name in enumerate(given) if name in writes}), known
+        writes |= roots(*facts.writes)
+        roots_of.update({out: roots(*inputs) for out, inputs in facts.aliases.items()})
+    shared = [{i for i, name in enumerate(given) if name in roots(o.name)} for o in outs]
+    return Outcome(shared, pure, {i for i, name in enumerate(given) if name in writes}), known
 
 
 def contradictions(said: Outcome, known: bool, actual: Outcome) -> list[str]:

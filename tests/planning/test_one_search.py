@@ -11,7 +11,6 @@ from unittest import mock
 
 from thunder_fsdp_sched import CompiledTraces, ScheduleDisagreement, Sharding, fsdp, testing
 from thunder_fsdp_sched.extras.planning import choosing
-from thunder_fsdp_sched.extras.planning.choosing import Chooser
 from thunder_fsdp_sched.planning import Choice, ClusterSpec, MemoryLimitError, Protocol, cluster
 
 import pytest
@@ -53,17 +52,12 @@ def _batch(rank: int, rows: int) -> torch.Tensor:
 def _searching(rank: int) -> Iterator[list[str]]:
     """Give the ranks different machines, and record the machine for which this rank searches."""
     searched: list[str] = []
-    found = MACHINES[rank]
-    real = Chooser._search_all
 
-    def search_all(chooser: Chooser) -> Any:
-        searched.append(found.name)
-        return real(chooser)
+    def machine() -> ClusterSpec:
+        searched.append(MACHINES[rank].name)
+        return MACHINES[rank]
 
-    with (
-        mock.patch.object(choosing, "cluster_of_this_process", lambda: found),
-        mock.patch.object(Chooser, "_search_all", search_all),
-    ):
+    with mock.patch.object(choosing, "cluster_of_this_process", machine):
         yield searched
 
 
@@ -170,7 +164,7 @@ def test_a_batch_that_never_fits_is_an_error_on_both_ranks(rank: int) -> None:
 @on_ranks()
 def test_an_error_of_the_rank_that_searches_is_raised_on_all(rank: int) -> None:
     model = _jit(prefetch="auto")
-    with mock.patch.object(Chooser, "_search_all", side_effect=ArithmeticError("on purpose")):
+    with mock.patch.object(choosing, "cluster_of_this_process", side_effect=ArithmeticError("on purpose")):
         expected = ArithmeticError if rank == 0 else ScheduleDisagreement
         with pytest.raises(expected, match="on purpose"):
             model(_batch(rank, 64))

@@ -10,8 +10,6 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import Ranks, fsdp, transform, without_batch
-from thunder_fsdp_sched.private_distributed import process_groups
-from thunder_fsdp_sched.transform import RECENT
 
 import pytest
 import shared_memory
@@ -32,7 +30,7 @@ def _resources() -> dict[str, Any]:
     return {
         "threads": len(os.listdir("/proc/self/task")),
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "groups": [group.group_name for group in process_groups()],
+        "groups": [group.group_name for group in dist.distributed_c10d._world.pg_names],
         "bytes": sum(o.untyped_storage().nbytes() for o in gc.get_objects() if isinstance(o, torch.Tensor)),
     }
 
@@ -95,13 +93,13 @@ def test_dropped_models_whose_ranks_differ_release_their_memory(rank: int) -> No
 
 @on_ranks(2)
 def test_groups_created_to_level_group_counts_are_destroyed(rank: int) -> None:
-    known = len(process_groups())
+    known = len(dist.distributed_c10d._world.pg_names)
     if rank == 0:
         mine = [dist.new_group([0], use_local_synchronization=True) for _ in range(2)]
     model = thunder.jit(Stack(1), transforms=[fsdp(ranks=Ranks(separate_reduce_scatter_group=True))])
     del model
     # Only the default group's companion and control channel, and none of the groups created to level the counts.
-    made = [g.group_desc for g in process_groups()][known:]
+    made = [g.group_desc for g in dist.distributed_c10d._world.pg_names][known:]
     assert len(made) <= 2 + (2 if rank == 0 else 0), made
     if rank == 0:
         for group in mine:
@@ -151,16 +149,16 @@ def test_a_further_shape_keeps_its_program_and_no_traces() -> None:
         gc.collect()
         return sum(isinstance(each, BoundSymbol) for each in gc.get_objects())
 
-    compile_for(range(1, RECENT + 1))
+    compile_for(range(1, transform.RECENT + 1))
     first, *_, last = ours.compiled
     memory = last.predict_memory(others=[first])
-    counts = [compile_for(range(batch, batch + 1)) for batch in range(RECENT + 1, RECENT + 4)]
+    counts = [compile_for(range(batch, batch + 1)) for batch in range(transform.RECENT + 1, transform.RECENT + 4)]
     assert counts[2] - counts[1] < 10, counts  # of about 800 that a compilation makes
     with pytest.raises(AttributeError, check=coded("trace.compiled-traces-dropped", "inputs float32[1, 4]")):
         _ = first.forward
     assert (forgotten := last.predict_memory(others=[first])).fixed == memory.fixed
     assert forgotten.tensors == memory.tensors
-    assert len(ours.schedules) == len(ours.compiled) == RECENT + 3 and all(s.backward for s in ours.schedules)
+    assert len(ours.schedules) == len(ours.compiled) == transform.RECENT + 3 and all(s.backward for s in ours.schedules)
     misses = thunder.compile_stats(model).cache_misses
     model(torch.ones(1, 4)).sum().backward()
     assert thunder.compile_stats(model).cache_misses == misses
@@ -172,7 +170,7 @@ def test_a_search_finds_what_a_window_has_accumulated_whose_traces_were_forgotte
     model = thunder.jit(Stack(1), transforms=[ours])
     with model.no_sync():
         model(torch.ones(1, 4)).sum().backward()
-    for batch in range(2, RECENT + 3):
+    for batch in range(2, transform.RECENT + 3):
         model(torch.ones(batch, 4)).sum().backward()
     assert all(compiled.choice for compiled in ours.compiled)
 

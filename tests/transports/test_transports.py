@@ -11,8 +11,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.extras.symmetric_memory import SymmetricMemory
-from thunder_fsdp_sched.transports import choose_transport
+from thunder_fsdp_sched.transports import choose_transport, find_transport
 
 import pytest
 import shared_memory
@@ -128,7 +127,7 @@ def test_training_works_in_a_group_of_one_rank(rank: int, transport: str) -> Non
 @on_ranks(2)
 def test_symmetric_memory_compares_gpus_by_their_ids(rank: int) -> None:
     """Each process sees one GPU, as ``cuda:0``."""
-    transport, device = SymmetricMemory(), torch.device("cuda", 0)
+    transport, device = find_transport("symmetric_memory"), torch.device("cuda", 0)
 
     def check(uuid: str, host: str = "one") -> None:
         ranks = BucketRanks(ProcessGroupRef.of(dist.new_group([0, 1])))
