@@ -25,6 +25,7 @@ forward every rank makes a call of its own, or none, because it has no batch. ``
 - *Batch norm in bfloat16*: plain Thunder fails. *Layer norm in bfloat16*: cancellation leaves no useful tolerance.
 - *Local actions on some ranks only* (a step, ``zero_grad``, in-place changes): there is no expected result. Some of them
   end a history, to see that the ranks notice; see ``world_draws.DISAGREEMENTS``.
+- *Ranks that do not agree in steps* (``agree``) *but do different things*, or use other outputs: see ``fsdp(agree=...)``.
 - *Whole values of experts*, which each half of the ranks shards on its own: no rank has them.
 """
 
@@ -172,6 +173,11 @@ class World(_Brief):
     @property
     def case(self) -> Case:
         return Case(self.model, self.options, self.groups, secondary=self.secondary)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether ranks agree in each step."""
+        return "agree" not in self.options
 
     @property
     def tolerance(self) -> float:

@@ -113,6 +113,8 @@ def worlds(draw: Any, world_size: int, histories: int, alike: bool) -> World:
         options["sharding_strategy"] = replace(options["sharding_strategy"], reshard_after_backward=True)
     if kind != "experts" and draw(st.integers(0, 4)) == 0:
         options["gradient_divide_factor"] = draw(st.sampled_from([1.0, 3.0]))
+    if alike and draw(st.integers(0, 3)) == 0:
+        options["agree"] = draw(st.sampled_from(["compile", "never"]))
     if draw(st.integers(0, 3)):
         del options["debug"]  # without repeated tracing, compiling takes several times as long
     if draw(st.integers(0, 3)) == 0:
@@ -124,7 +126,8 @@ def worlds(draw: Any, world_size: int, histories: int, alike: bool) -> World:
         way=st.integers(0, len(ways) - 1),
         batch=st.sampled_from([3, 3, 3, 2]),
         autocast=st.booleans() if kind == "autocast" else st.just(False),
-        outputs=st.sampled_from([(0, 1), (0, 1), (0,), (1,)]),
+        # Without agreement, parameters that no output uses would get zeros.
+        outputs=st.just((0, 1)) if "agree" in options else st.sampled_from([(0, 1), (0, 1), (0,), (1,)]),
     )
     calls = draw(st.lists(call, min_size=1 + (not alike), max_size=3, unique_by=lambda call: call.program))
     calls[0] = replace(calls[0], autocast=kind == "autocast")  # otherwise the values of float32 would be exact
@@ -174,7 +177,8 @@ class _Histories:
         """Return the world with histories, the last of which may end with a disagreement."""
         drawn = [self.history() for _ in range(histories)]
         last = self.one_of(None, *DISAGREEMENTS)
-        if last and not (self.world.alike and last in _WITH_OPTION) and (last != "other_model" or self.world.second):
+        is_noticed = self.world.agrees and not (self.world.alike and last in _WITH_OPTION)
+        if last and is_noticed and (last != "other_model" or self.world.second):
             forward = self.forward(500, Mode(), everywhere=last not in _WITHOUT_BATCH)
             disagree = replace(forward, kind="disagree", what=last, value=self.number(0, self.world_size - 1))
             drawn[-1] = (*drawn[-1], disagree)
@@ -195,6 +199,8 @@ class _Histories:
             without |= {"save", "load"}
         if self.world.experts is not None:
             without |= _WHOLE
+        if not self.world.agrees:
+            without |= {"lose"}  # the others would not gather it again
         if not self.has_windows:
             without |= {"micro_batch", "forward_of_window"}
         if IS_CUDA:
@@ -262,6 +268,8 @@ class _Histories:
     def beside(self, number: int) -> list[int]:
         """Return what ranks may call beside this call: in alike worlds, what runs the same blocks."""
         calls = self.world.calls
+        if not self.world.agrees:  # one that compiles would wait for the others
+            return [number]
         return [n for n, call in enumerate(calls) if not self.world.alike or call.program == calls[number].program]
 
     def loop(self, seed: int) -> Action:

@@ -40,6 +40,7 @@ class PendingLoss:
     scale: float
     statistics: int
     backwards: int
+    forwards: int = 0
     inputs: tuple[torch.Tensor, ...] = ()
     output: tuple[torch.Tensor, ...] = ()
     loss: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -79,6 +80,7 @@ class WorldRun(Run):
         scale: product of the factors by which ``.data`` was multiplied.
         statistics: number of forwards that have updated running statistics.
         backwards: number of backwards, each of which frees the memory of unsharded parameters if ``release`` says so.
+        forwards: number of forwards of the sharded model, each of which may overwrite what an earlier one has gathered.
         hooked: how often each hook of a parameter has run; ``expected_hooks``: how often it should have.
         have_parted: whether ranks have stepped other parameters, so that there is no expected value.
         taken_over: the version at which the unsharded model has last taken over parameters.
@@ -126,7 +128,7 @@ class WorldRun(Run):
         self.forget_losses()
         self.mismatch: str | None = None
         self.largest_gradient = 0.0
-        self.version, self.scale, self.statistics, self.backwards, self.taken_over = 0, 1.0, 0, 0, -1
+        self.version, self.scale, self.statistics, self.backwards, self.forwards, self.taken_over = 0, 1.0, 0, 0, 0, -1
         self.saved: Any = None
         self.have_parted = False
         self.forget_hooks()
@@ -207,6 +209,8 @@ class WorldRun(Run):
 
     def _call_sharded(self, pending: PendingLoss) -> None:
         self.model.train(pending.mode.training)
+        self.forwards += 1
+        pending.forwards = self.forwards
         with self.model.no_sync() if pending.mode.no_sync else contextlib.nullcontext(), pending.entered():
             if pending.call is None:
                 pending.loss = tfs.without_batch(self.model)

@@ -101,12 +101,16 @@ class WorldRunner(WorldRun):
         reads_old_statistics = self.world.norm and not pending.mode.training and pending.statistics != self.statistics
         if pending.scale != self.scale or reads_old_statistics:
             return None
-        may_raise = pending.version != self.version or self._is_freed(pending)
+        may_raise = pending.version != self.version or self._refusals(pending)
         return None if may_raise and (self.takes_over or not pending.is_alike) else position
 
-    def _is_freed(self, pending: PendingLoss) -> bool:
-        """Return whether another backward may have freed the memory of a loss."""
-        return self.world.options["sharding_strategy"].release and pending.backwards != self.backwards
+    def _refusals(self, pending: PendingLoss) -> set[str]:
+        """Return the codes of errors with which backward may refuse a loss: others have freed its memory or overwritten buckets."""
+        is_last = pending.backwards == self.backwards
+        is_alone = is_last and pending.forwards == self.forwards
+        released = () if is_last or not self.world.options["sharding_strategy"].release else ("memory-released",)
+        lost = () if is_alone or self.world.agrees else ("bucket-lost",)
+        return {f"step.{what}-before-backward" for what in (*released, *lost)}
 
     def _backward(self, action: Action) -> None:
         if (position := self._pick(action)) is None:
@@ -116,8 +120,8 @@ class WorldRunner(WorldRun):
         try:
             actual.loss.backward(retain_graph=retain)
         except RuntimeError as error:
-            is_freed = self._is_freed(actual) and code_of(error) == "step.memory-released-before-backward"
-            if not is_freed and (actual.version == self.version or "modified" not in str(error)):
+            is_refused = code_of(error) in self._refusals(actual)
+            if not is_refused and (actual.version == self.version or "modified" not in str(error)):
                 raise
             done = False
         self.backwards += 1
@@ -189,7 +193,7 @@ class WorldRunner(WorldRun):
         if position is None:
             return
         actual = self.pending_losses[position]
-        if not actual.is_alike or actual.version != self.version or self._is_freed(actual):
+        if not actual.is_alike or actual.version != self.version or self._refusals(actual):
             return  # another error
         if inside and (actual.mode.no_sync or any(self.unsharded.unreduced.values()) or 0 not in actual.call.outputs):
             return
