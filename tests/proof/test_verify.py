@@ -539,5 +539,5 @@ def test_a_bucket_that_backward_has_gathered_itself_is_not_one_that_forward_has_
     wait = next(i for i in step.all(PARAMS) if step.bsyms[i].args[0] is gather.args[0])
     future = step.insert(wait + 1, fsdp_all_gather, *gather.args, resident=True)
     step.insert(wait + 2, fsdp_wait_params, gather.args[0], future)
-    with pytest.raises(VerificationError, match="where forward did not leave it"):
+    with pytest.raises(VerificationError, check=coded("proof.invalid-bound-symbol", "where forward did not leave it")):
         verify(step.trace, forward=step.forward)

@@ -270,9 +270,7 @@ def test_a_step_without_reduced_gradients_warns() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with model.no_sync():
         loss_of(model(_batch(0))).backward()
-    with pytest.warns(
-        UserWarning, match=r"AdamW.step: no sharded parameter has a gradient, those of 'weight'"
-    ) as caught:
+    with pytest.warns(UserWarning, match="AdamW.step: .*'weight'") as caught:
         optimizer.step()
     assert len(caught) == 1 and caught[0].filename == __file__
 

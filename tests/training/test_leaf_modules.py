@@ -360,7 +360,7 @@ AUTOMATIC = {
 
 @on_ranks()
 def test_what_cannot_be_traced_runs_as_it_is() -> None:
-    with pytest.warns(UserWarning, match="is not traced, but runs as it is") as caught:
+    with pytest.warns(UserWarning, match="runs as it is") as caught:
         run = _scenario(*AUTOMATIC, leaf_modules="auto").run()
     texts = [str(w.message).partition(",")[0] for w in caught if "runs as it is" in str(w.message)]
     weight = ".linear.parametrizations.weight"
