@@ -105,7 +105,7 @@ class WorldRunner(WorldRun):
         return None if may_raise and (self.takes_over or not pending.is_alike) else position
 
     def _refusals(self, pending: PendingLoss) -> set[str]:
-        """Return the codes of errors with which backward may refuse a loss: others have freed its memory or overwritten buckets."""
+        """Return the codes with which backward may refuse a loss whose memory others have freed or overwritten."""
         is_last = pending.backwards == self.backwards
         is_alone = is_last and pending.forwards == self.forwards
         released = () if is_last or not self.world.options["sharding_strategy"].release else ("memory-released",)

@@ -1,11 +1,11 @@
-"""Ranks that decide differently: each on virtual GPUs in a process of its own, with agreement through a store of files."""
+"""Ranks that decide differently: each on virtual GPUs in a process of its own, with real rounds over gloo."""
 
 from __future__ import annotations
 
 import contextlib
 import linecache
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -17,51 +17,12 @@ from ranks import Ranks
 from .log import Entry, Log
 from .world import Rank, Result, virtual_rank
 
-
-class _Gather:
-    """An all-gather of bytes through a store."""
-
-    def __init__(self, store: dist.Store, group: Any) -> None:
-        self._store, self._rank, self._size = store, group.rank, group.size
-        self._name = f"virtual/{group.global_ranks}"
-
-    def start(self, own: bytes, backend: Any, tag: int) -> None:
-        self._tag = tag
-        self._store.set(f"{self._name}/{tag}/{self._rank}", own)
-
-    def finish(self, timeout: timedelta) -> None:
-        keys = [f"{self._name}/{self._tag}/{rank}" for rank in range(self._size)]
-        self._store.wait(keys, timeout)
-        self._gathered = [self._store.get(key) for key in keys]
-
-    def gathered(self) -> list[bytes]:
-        return self._gathered
-
-    def close(self) -> None: ...
-
-
-class _Channel(channel.Channel):
-    """A channel of the ranks of a virtual process group."""
-
-    def __init__(self, group: Any, store: dist.Store) -> None:
-        with mock.patch.object(channel, "new_group", lambda *args, **options: group):
-            super().__init__(group, timedelta(minutes=2))
-        self.store = store
-        self._tokens = _Gather(store, group)  # type: ignore[assignment]
-
-    def _all_gather(self, own: bytes, sizes: Sequence[int]) -> list[bytes]:
-        gather = _Gather(self.store, self.group)
-        gather.start(own, None, self._next_tag())
-        gather.finish(self._timeout)
-        return gather.gathered()
-
-
 _PATIENCE = timedelta(minutes=1)
 """How long a late rank waits for the first one; only if that waits for it, too, it takes so long."""
 
 
 @contextlib.contextmanager
-def late_round(rank: Rank, channel: _Channel, name: str) -> Iterator[None]:
+def late_round(rank: Rank, channel: Any, name: str) -> Iterator[None]:
     """Within the context, let all ranks but the first announce traces only after the first has run an operator of one.
 
     So the context ends with an error if the first rank waits for the others before its first operator.
@@ -108,16 +69,21 @@ def _run(
     rank: int, world_size: int, file: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Log, Any, dict[str, list[str]]]:
     store = dist.FileStore(file, world_size)
-    channels: dict[tuple[int, ...], _Channel] = {}
+    channels: dict[tuple[int, ...], Any] = {}
+    backends: dict[Any, dist.ProcessGroupGloo] = {}
 
-    def open_channel(group: Any, name: str) -> _Channel | None:
-        members = tuple(group.global_ranks)
+    def open_channel(group: Any, name: str) -> Any:
+        members, patience = tuple(group.global_ranks), 2 * _PATIENCE
         if len(members) > 1 and members not in channels:
-            channels[members] = _Channel(group, store)
+            of_group = dist.PrefixStore(f"{members}", store)
+            backends[group.process_group] = dist.ProcessGroupGloo(of_group, group.rank, group.size, patience)
+            with mock.patch.object(channel, "new_group", lambda *args, **options: group):
+                channels[members] = channel.Channel(group, patience)
+            channels[members].store = store
         return channels.get(members)
 
     with (
-        mock.patch.object(channel, "host_backend", lambda group: None),
+        mock.patch.object(channel, "host_backend", backends.__getitem__),
         virtual_rank(rank, world_size, open_channel=open_channel) as as_rank,
     ):
         value = function(as_rank, *args, **kwargs)
