@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
-from thunder_fsdp_sched import FSDPSched
+from thunder_fsdp_sched import FSDPSched, FSDPTransform, Plan
 
 import pytest
 import thunder
@@ -36,6 +37,10 @@ class _Model(Model):
         return 2 * x if self.training else x
 
 
+def _plan(model: Any) -> Plan:
+    return next(transform.plan for transform in model._lc_transforms if isinstance(transform, FSDPTransform))
+
+
 @on_ranks(2)
 def test_compile_with_a_recipe_trains_like_the_unsharded_model() -> None:
     compiled = partial(thunder.compile, recipe=_DefaultExecutors(), plugins="fsdp-sched")
@@ -44,7 +49,7 @@ def test_compile_with_a_recipe_trains_like_the_unsharded_model() -> None:
     run.model = ours
     run.use(run.make_optimizer)
     assert set(thunder.get_default_executors()) <= set(thunder.compile_data(ours).executors_list)
-    assert len(ours._lc_transforms[-1].plan) > 1
+    assert len(_plan(ours)) > 1
     run.train(2)
 
     # Recipes remove the checks of a module's mode.
@@ -69,7 +74,7 @@ def test_compile_with_a_recipe_trains_like_the_unsharded_model() -> None:
     recipe = BaseRecipe(fuser="torch.compile")
     fused = thunder.compile(_Model(), recipe=recipe, plugins=FSDPSched(sharding_strategy="zero2"))
     assert get_executor("torchcompile") in thunder.compile_data(fused).executors_list
-    assert all(bucket.options.sharding_strategy == "zero2" for bucket in fused._lc_transforms[-1].plan)
+    assert all(bucket.options.sharding_strategy == "zero2" for bucket in _plan(fused))
 
 
 def test_a_recipe_for_thunder_fx_is_refused() -> None:

@@ -132,7 +132,7 @@ def compute(trace: TraceCtx) -> list[tuple[str, tuple[str, ...]]]:
 def issued(trace: TraceCtx) -> list[tuple[str, Any]]:
     """Return the kinds and buckets of what a trace issues, in order."""
     issues = [e.issues for e in map(effects, trace.bound_symbols) if e.issues is not None]
-    kinds = ["all_reduce" if "all_reduce" in i.kind else "gather" if i.gathers else "reduce" for i in issues]
+    kinds = ["all_reduce" if "all_reduce" in i.kind else "gather" if "gather" in i.kind else "reduce" for i in issues]
     return [(kind, key_of(issue.bucket)) for kind, issue in zip(kinds, issues, strict=True)]
 
 
