@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +25,11 @@ from thunder.core.module import ThunderModule
 from ...errors import coded_error
 from ...ranks.process_groups import ProcessGroupRef
 from ...sharding.sharded_module import find_jitted
-from ..state_dicts.jitted import rows_by_name
 from . import extra as extras
 from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds, write_checkpoint
 from .extra import EXTRA
 from .folder import METADATA, SaveRun, path_of, refuse_complete
+from .loading import Loading
 from .on_all_ranks import (
     CheckpointError,
     digest_of,
@@ -42,16 +41,11 @@ from .on_all_ranks import (
 from .retention import check_keep, remove_old
 from .staging import Staging, host_memory
 from .state_dict import (
-    Cast,
-    blank_optimizer_state,
-    compare,
     describe_optimizers,
+    fit_optimizers,
     get_model_state_dict,
     get_optimizer_state_dict,
     listed,
-    optimizer_state_dicts,
-    tell_casts,
-    tell_lacking,
 )
 from .storage import CheckedReader, RunWriter, check_plain, paths_of, read_metadata
 
@@ -240,56 +234,31 @@ def load_checkpoint(
     reader = CheckedReader(path, metadata, verify=verify_checksums)
     if verify_checksums and not reader.has_checksums and group.rank == 0:
         _log.warning("%s has no checksums of its own: those of its archives are verified", path)
-    paths, casts, lacking = paths_of(metadata), list[Cast](), list[str]()
+    paths, loading = paths_of(metadata), Loading(path, reader)
 
-    def prepare() -> tuple[dict[str, Any], dict[str, str], list[dict[str, Any]], dict[str, Any]]:
-        """Return memory by DCP's names, these names of the model's entries, and what is made of the rest of the memory:
-        the argument of each optimizer's ``load_state_dict``, and the values of ``extra``."""
+    def prepare() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Provide memory for everything; return the argument of each optimizer's ``load_state_dict``, and ``extra``."""
         _check_extra(extra)
         own = extras.decode(paths.get(EXTRA, {}), reader)
         names = [*(name for name in paths if not own or name != EXTRA), *own]
         for name in [keys[0], *([keys[1]] if chosen else []), *(extra or {})]:
             if name not in names:
                 raise coded_error(ValueError, "checkpoint.name-not-held", path=path, name=name, names=names)
-        entries = get_model_state_dict(model)
-        there = {".".join(map(str, below)): name for below, name in paths[keys[0]].items()}
-        unknown = [name for name in there if strict and name not in entries]
-        if not strict:
-            lacking.extend(n for n in entries if there.keys().isdisjoint(sharded.names_of(n)))
-            entries = {name: entry for name, entry in entries.items() if name in there}
-        casts.extend(
-            compare({n: reader.contents[d] for n, d in there.items()}, entries, "the checkpoint", unknown=unknown)
-        )
-        memory: dict[str, Any] = {there[name]: torch.empty_like(entry) for name, entry in entries.items()}
-        states: list[dict[str, Any]] = []
-        values: dict[str, Any] = {}
-        if chosen:
-            loaded, of_state, more = blank_optimizer_state(paths[keys[1]], reader, model, chosen)
-            states = optimizer_state_dicts(loaded, model, chosen)
-            memory |= of_state
-            casts.extend(more)
-        for name, wanted in (extra or {}).items():
-            values[name], more_memory = extras.fit(wanted, paths.get(name, {}), name, own, reader)
-            memory |= more_memory
-        return memory, there, states, values
+        get_model_state_dict(model)  # refuses a model of which a checkpoint would keep only a part
+        of_model = {".".join(map(str, below)): name for below, name in paths[keys[0]].items()}
+        loading.fit_model(model, of_model, strict=strict)
+        states = fit_optimizers(loading, paths[keys[1]], model, chosen) if chosen else []
+        values = {n: extras.fit(loading, wanted, n, own, paths.get(n, {})) for n, wanted in (extra or {}).items()}
+        return states, values
 
-    memory, there, states, values = run_on_all_ranks(group, "load_checkpoint", prepare)
+    states, values = run_on_all_ranks(group, "load_checkpoint", prepare)
     facts = describe_optimizers(model, chosen, values=False)
     if difference := find_difference(group, "load_checkpoint, optimizers", facts):
         raise coded_error(CheckpointError, "ranks.optimizers-differ", difference=difference)
-    run_on_all_ranks(group, "load_checkpoint", lambda: reader.load(memory))
-    # Every rank has read everything, and nothing has been changed yet.
-    if casts and group.rank == 0:
-        warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
-    if lacking and group.rank == 0:
-        warnings.warn(tell_lacking(path, lacking), stacklevel=2)
-    with torch.no_grad():
-        for name, value in rows_by_name(model).items():
-            if found := next((there[n] for n in sharded.names_of(name) if n in there), None):
-                value.copy_(memory[found])
-        for bucket in sharded.buckets:
-            if "feedback" in vars(bucket):  # what rounding has lost of the gradients of other values
-                bucket.feedback.lost.zero_()
+    loading.finish(group, "load_checkpoint")
+    for bucket in sharded.buckets:
+        if "feedback" in vars(bucket):  # what rounding has lost of the gradients of other values
+            bucket.feedback.lost.zero_()
     for optimizer, state in zip(chosen, states, strict=True):
         optimizer.load_state_dict(state)
     return values

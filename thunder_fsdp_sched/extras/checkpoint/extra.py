@@ -18,7 +18,8 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from ...errors import coded_error
 from ...runtime.row_dtensor import local_rows
-from .storage import CheckedReader, Paths, check_plain, nested
+from .loading import Loading, Reader
+from .storage import Paths, check_plain, nested
 
 EXTRA = "extra"
 """The name under which ``extra`` is saved: ``values``, with an empty tensor in place of each tensor, and ``tensors``, which
@@ -47,7 +48,7 @@ def encode(extra: dict[str, Any]) -> dict[str, Any]:
     return {"values": (values,), "tensors": {str(number): tensor for number, tensor in enumerate(tensors)}}
 
 
-def decode(paths: Paths, reader: CheckedReader) -> dict[str, Any]:
+def decode(paths: Paths, reader: Reader) -> dict[str, Any]:
     """Return the values that :func:`encode` received, with a :class:`Saved` in place of each tensor.
 
     Args:
@@ -82,24 +83,21 @@ def _fact(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}, CRC-32 {zlib.crc32(data):08x}"
 
 
-def fit(
-    wanted: Any, paths: Paths, name: str, own: Mapping[str, Any], reader: CheckedReader
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a saved value, with memory in place of its tensors, and that memory by the names of the tensors.
+def fit(loading: Loading, wanted: Any, name: str, own: Mapping[str, Any], paths: Paths) -> Any:
+    """Return a saved value, with memory in place of its tensors.
 
     Args:
         wanted: the structure that the caller expects; memory for tensors is like its tensors. DCP converts all keys to text
             and all dictionaries to one class, so for its values both are taken from ``wanted``.
-        paths: those of the value, if ``dcp.save`` saved it.
         own: the values that :func:`save_checkpoint` saved.
+        paths: those of the value, if ``dcp.save`` saved it.
 
     Raises:
         ValueError: a wanted value is missing, or has another structure.
     """
-    memory: dict[str, torch.Tensor] = {}
 
     def walk(wanted: Any, saved: Any, path: tuple[Any, ...]) -> Any:
-        found = reader.contents[saved] if isinstance(saved, Saved) else None
+        found = loading.reader.contents[saved] if isinstance(saved, Saved) else None
         is_tensor = isinstance(found, TensorStorageMetadata)
         is_other = isinstance(wanted, torch.Tensor) is not is_tensor
         is_other |= path == (name,) and isinstance(wanted, dict) and not isinstance(saved, dict)
@@ -109,9 +107,9 @@ def fit(
                 ValueError, "checkpoint.extra-type-mismatch", entry=_text(path), saved=kind, got=type(wanted).__name__
             )
         if isinstance(found, TensorStorageMetadata):
-            return memory.setdefault(saved, _memory_like(wanted, found, path))
+            return loading.memory.setdefault(saved, _memory_like(wanted, found, path))
         if found is not None:
-            return reader.load({saved: None})[saved]
+            return loading.reader.load({saved: None})[saved]
         if isinstance(saved, dict):
             given = wanted if isinstance(wanted, dict) else {}
             if name not in own:
@@ -129,7 +127,7 @@ def fit(
         return saved
 
     saved = own[name] if name in own else nested({path: Saved(leaf) for path, leaf in paths.items()})
-    return walk(wanted, saved, (name,)), memory
+    return walk(wanted, saved, (name,))
 
 
 def _like(wanted: Any, saved: dict[str, Any], path: tuple[Any, ...]) -> Any:

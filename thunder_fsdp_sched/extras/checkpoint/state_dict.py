@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +21,8 @@ from ...runtime.row_dtensor import DTENSORS, RowDTensor, replicated
 from ...sharding.sharded_module import find_jitted
 from ..state_dicts.entries import refuse_unshared
 from ..state_dicts.row_piece import RowPiece
-from .storage import CheckedReader, Paths, nested
-
-Cast = tuple[str, torch.dtype, torch.dtype]
-"""The name of an entry, its dtype in the checkpoint, and its dtype in memory."""
+from .loading import Loading
+from .storage import Paths, nested
 
 _ADDED = {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 """Keys of parameter groups that are not options of the optimizer, or that schedulers add."""
@@ -173,51 +170,6 @@ def _check_state(name: str, state: dict[str, Any]) -> None:
 #
 
 
-def compare(
-    saved: Mapping[str, Any], entries: Mapping[str, torch.Tensor], source: str, *, unknown: Iterable[str] = ()
-) -> list[Cast]:
-    """Return the entries whose dtype differs from the saved one.
-
-    Args:
-        saved: what DCP knows of each saved entry.
-        source: the subject of messages.
-        unknown: saved names that the model does not have, which are refused, too.
-
-    Raises:
-        ValueError: the saved model has other names or shapes.
-    """
-    faults = [f"{name!r} is unknown" for name in unknown]
-    casts = []
-    for name, entry in entries.items():
-        found = saved.get(name)
-        if found is None:
-            faults.append(f"{name!r} is missing")
-        elif not isinstance(found, TensorStorageMetadata):
-            faults.append(f"{name!r} is no tensor there")
-        elif found.size != entry.shape:
-            faults.append(f"{name!r} has shape {tuple(found.size)} there, {tuple(entry.shape)} in the model")
-        elif found.properties.dtype != entry.dtype:
-            casts.append((name, found.properties.dtype, entry.dtype))
-    if faults:
-        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise coded_error(
-            ValueError, "state-dict.does-not-fit-model", source=source, faults="; ".join(faults[:8]), more=more
-        )
-    return casts
-
-
-def tell_casts(casts: Sequence[Cast]) -> str:
-    """Return a text that lists the entries that are cast."""
-    lines = [f"{name} from {there} to {here}".replace(" torch.", " ") for name, there, here in casts[:8]]
-    return f"{'; '.join(lines)}{f'; and {len(casts) - 8} more' if len(casts) > 8 else ''}"
-
-
-def tell_lacking(source: Path, names: Sequence[str]) -> str:
-    """Return a text that lists the entries that are not loaded."""
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"{source} holds no {', '.join(map(repr, names[:8]))}{more}, which keep their values (strict=False)"
-
-
 def describe_optimizers(
     model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer], *, values: bool
 ) -> dict[str, str]:
@@ -242,66 +194,73 @@ def describe_optimizers(
     return facts
 
 
-def blank_optimizer_state(
-    paths: Paths, reader: CheckedReader, model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
-) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[Cast]]:
-    """Return the state of all optimizers in a checkpoint, with memory in place of tensors, and that memory by DCP's names.
+def fit_optimizers(
+    loading: Loading, paths: Paths, model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[dict[str, Any]]:
+    """Provide memory for the state of optimizers, and return the argument for each optimizer's ``load_state_dict``.
 
-    It also returns the entries that an optimizer's ``load_state_dict`` will cast to the dtype of the parameter.
+    Entries that this will cast to the dtype of the parameter are among the casts.
+
+    Args:
+        paths: those of the state of all optimizers.
     """
-    found: Mapping[str, Any] = reader.contents
     _, sharded = find_jitted(model)
     names = names_of_params(model, optimizers)
     owned = owned_names(names, optimizers)
     params = {alias: param for param, name in names.items() for alias in sharded.names_of(name)}
-    of_state = {path: saved for path, saved in paths.items() if path[0] == "state" and path[1] in params}
-    tensors = {path: found[saved] for path, saved in paths.items() if isinstance(found[saved], TensorStorageMetadata)}
-    of_shape = {
+    contents = loading.reader.contents
+    of_state = {path for path in paths if path[0] == "state"}
+    of_rows = {
         path[2:]
-        for path in of_state.keys() & tensors.keys()
-        if params[path[1]].ndim and tensors[path].size == params[path[1]].shape
+        for path in of_state
+        if path[1] in params and params[path[1]].ndim and _size(contents[paths[path]]) == params[path[1]].shape
     }
-    memory: dict[str, Any] = {}
-    casts: list[Cast] = []
+    values: dict[tuple[Any, ...], Any] = {}
     for path, saved in paths.items():
-        value = torch.empty(tensors[path].size, dtype=tensors[path].properties.dtype) if path in tensors else None
-        if path[0] == "state":
-            if path not in of_state or not owned.get(names[params[path[1]]], True):
+        found = contents[saved]
+        value = torch.empty(size, dtype=found.properties.dtype) if (size := _size(found)) is not None else None
+        if path in of_state:
+            if path[1] not in params or not owned.get(names[params[path[1]]], True):
                 continue
             param, name, what = params[path[1]], names[params[path[1]]], ".".join(map(str, path[2:]))
-            if value is not None and isinstance(param, RowDTensor) and name not in owned:
-                is_rows = path[2:] in of_shape
-                value = _blank_state(param, value, tensors[path], is_rows=is_rows, what=f"{what!r} of {name!r}")
-            if value is not None and what != "step" and value.is_floating_point() and param.is_floating_point():
-                if value.dtype != param.dtype:
-                    casts.append((f"{what} of {name}", value.dtype, param.dtype))
-        memory[saved] = value
+            if value is not None:
+                if isinstance(param, RowDTensor) and name not in owned:
+                    value = _blank_state(param, value, is_rows=path[2:] in of_rows, what=f"{what!r} of {name!r}")
+                if what != "step" and value.is_floating_point() and param.is_floating_point():
+                    if value.dtype != param.dtype:
+                        loading.casts.append((f"{what} of {name}", value.dtype, param.dtype))
+                loading.memory[saved] = value
+        values[path] = value
     # All but the tensors of the state is read now: options, which must fit, may be tensors, too.
-    later = {saved for path, saved in of_state.items() if path in tensors}
-    memory |= reader.load({saved: value for saved, value in memory.items() if saved not in later})
-    loaded = nested({path: memory[saved] for path, saved in paths.items() if saved in memory})
-    return loaded, {saved: value for saved, value in memory.items() if saved in later}, casts
+    now = loading.reader.load(
+        {paths[path]: value for path, value in values.items() if paths[path] not in loading.memory}
+    )
+    loaded = nested({path: now.get(paths[path], value) for path, value in values.items()})
+    return optimizer_state_dicts(loaded, model, optimizers)
 
 
-def _blank_state(
-    param: RowDTensor, whole: torch.Tensor, found: TensorStorageMetadata, *, is_rows: bool, what: str
-) -> torch.Tensor:
+def _size(found: Any) -> torch.Size | None:
+    """Return the shape of a saved tensor; ``None`` if it is another value."""
+    return found.size if isinstance(found, TensorStorageMetadata) else None
+
+
+def _blank_state(param: RowDTensor, whole: torch.Tensor, *, is_rows: bool, what: str) -> torch.Tensor:
     """Return memory for the state of a sharded parameter: rows, a tensor that all ranks have, or a number.
 
     State of a 0-dim parameter is rows if that of other parameters is; older versions saved it with the shape ``(1,)``.
     """
     rows, local = param.rows, param.to_local()
-    is_vector = not param.ndim and found.size == (1,)
-    if is_rows and not is_vector and found.size != param.shape:
+    is_vector = not param.ndim and whole.shape == (1,)
+    if is_rows and not is_vector and whole.shape != param.shape:
         raise coded_error(
             ValueError,
             "checkpoint.optimizer-shape-mismatch",
             entry=what,
-            saved=tuple(found.size),
+            saved=tuple(whole.shape),
             shape=tuple(param.shape),
         )
     if is_rows or is_vector:
-        rows = rows.reshaped(found.size)
+        rows = rows.reshaped(whole.shape)
         return RowDTensor.wrap(local.new_empty(rows.local_shape, dtype=whole.dtype), rows)
     return replicated(whole.to(local.device), param.device_mesh) if whole.ndim else whole
 

@@ -191,7 +191,7 @@ class CheckedReader(FileSystemReader):
     def __init__(self, folder: Path, metadata: Metadata, *, verify: bool) -> None:
         super().__init__(folder)
         self.set_up_storage_reader(metadata, is_coordinator=False)
-        self.contents = metadata.state_dict_metadata
+        self.contents: Mapping[str, Any] = metadata.state_dict_metadata
         self._folder, self._metadata, self._verify = folder, metadata, verify
         self._reads = 0
         self.has_checksums = all(hasattr(info, "crc32") for info in metadata.storage_data.values())

@@ -13,14 +13,14 @@ that are not the same are compared by content.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import json
 import logging
 import math
 import os
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,9 @@ from ..state_dicts.entries import refuse_unshared
 from ..state_dicts.jitted import rows_by_name
 from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds
 from .folder import INDEX, METADATA, SaveRun, checksum, is_complete, path_of, refuse_complete, sync
+from .loading import Loading
 from .on_all_ranks import refuse_different, run_on_all_ranks
 from .staging import Staging
-from .state_dict import Cast, compare, tell_casts, tell_lacking
 
 _log = logging.getLogger(__name__)
 
@@ -165,7 +165,8 @@ def load_safetensors(
 ) -> None:
     """Load a whole model; a collective. Each rank reads the rows that it holds, and verifies its share of the files.
 
-    Tensors of another dtype are cast, with a warning on the first rank.
+    Tensors of another dtype are cast, with a warning on the first rank. While reading, it needs as much additional memory as
+    the model's shards.
 
     Cost, on any number of ranks: seven exchanges, nine if ranks see files of their own. Values are read, not sent.
 
@@ -178,8 +179,7 @@ def load_safetensors(
 
     Raises:
         CheckpointError: on all ranks, if safetensors is not installed, names or shapes do not fit, a file is damaged, or
-            ranks were given different files. Nothing is changed then. Also if a file that was opened cannot be read to its
-            end; then the message says that some values are loaded.
+            ranks were given different files. Nothing is changed then.
     """
     model, sharded = find_jitted(model)
     group = sharded.world_group
@@ -192,73 +192,60 @@ def load_safetensors(
 
     path, files, crcs = run_on_all_ranks(group, "load_safetensors", find)
     _verify(group, path, files, crcs, verify=verify_checksums)
-    casts, lacking = list[Cast](), list[str]()
 
-    def prepare() -> dict[Path, dict[str, torch.Tensor]]:
-        """Return the entries to read from each file."""
-        contents, rows = _contents_of(files), rows_by_name(model)
-        there = {name: next((n for n in sharded.names_of(name) if n in contents), name) for name in rows}
-        entries = {there[name]: value for name, value in rows.items()}
-        if not strict:
-            lacking.extend(name for name in entries if name not in contents)
-            entries = {name: value for name, value in entries.items() if name in contents}
-        known = {alias for name in rows for alias in sharded.names_of(name)}
-        unknown = [name for name in contents if strict and name not in known]
-        found = {name: content for name, (_, content) in contents.items()}
-        casts.extend(compare(found, entries, str(source), unknown=unknown))
-        return {file: {n: value for n, value in entries.items() if contents[n][0] == file} for file in files}
+    def prepare() -> Loading:
+        reader = _RowReader(files)
+        loading = Loading(path, reader)
+        loading.fit_model(model, {name: name for name in reader.contents}, strict=strict)
+        return loading
 
-    entries_of = run_on_all_ranks(group, "load_safetensors", prepare)
-    if casts and group.rank == 0:
-        warnings.warn(f"load_safetensors casts what {source} holds: {tell_casts(casts)}", stacklevel=2)
-    if lacking and group.rank == 0:
-        warnings.warn(tell_lacking(path, lacking), stacklevel=2)
-
-    def read() -> None:
-        try:
-            for file, entries in entries_of.items():
-                _read(file, entries)
-        except Exception as error:
-            raise coded_error(ValueError, "checkpoint.partly-loaded", source=source, error=error) from error
-
-    run_on_all_ranks(group, "load_safetensors", read)
-    for bucket in sharded.buckets:
-        torch.autograd.graph.increment_version(bucket.params)
+    run_on_all_ranks(group, "load_safetensors", prepare).finish(group, "load_safetensors")
 
 
-def _contents_of(files: Sequence[Path]) -> dict[str, tuple[Path, TensorStorageMetadata]]:
-    """Return the file, shape and dtype of each tensor; the last file for a name that is in several.
+class _RowReader:
+    """The reader of rows of the tensors in files; of a tensor that is in several, the last file's.
 
     Raises:
         ValueError: a file cannot be read, or holds a part of a tensor.
     """
-    contents: dict[str, tuple[Path, TensorStorageMetadata]] = {}
-    for file in files:
-        try:
-            with _import("safetensors").safe_open(file, "pt") as opened:
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        contents: dict[str, Any] = {}
+        self.contents: Mapping[str, Any] = contents
+        self._files: dict[str, Path] = {}
+        for file in files:
+            with _opened(file) as opened:
                 parts = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
                 for name in opened.keys():  # noqa: SIM118
                     shape = torch.Size(opened.get_slice(name).get_shape())
                     dtype = (opened.get_slice(name)[:1] if shape else opened.get_tensor(name)).dtype
-                    contents[name] = file, TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks=[])
-        except Exception as error:
-            raise coded_error(ValueError, "checkpoint.file-not-readable", file=file, error=error) from error
-        for name, part in parts.items():
-            if any(part["saved_offsets"]):
-                raise coded_error(ValueError, "checkpoint.file-of-partial-tensor", file=file, name=name)
-    return contents
+                    contents[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks=[])
+                    self._files[name] = file
+            for name, part in parts.items():
+                if any(part["saved_offsets"]):
+                    raise coded_error(ValueError, "checkpoint.file-of-partial-tensor", file=file, name=name)
+
+    def load(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Read this rank's rows of tensors, or whole tensors, in place, by their names."""
+        for file in dict.fromkeys(self._files[name] for name in values):
+            with _opened(file) as opened:
+                for name in (name for name in values if self._files[name] == file):
+                    entry, local = values[name], local_rows(values[name])
+                    if isinstance(entry, RowDTensor) and entry.ndim:
+                        if local.numel():
+                            local.copy_(opened.get_slice(name)[entry.rows.start : entry.rows.end])
+                    else:
+                        local.copy_(opened.get_tensor(name))
+        return values
 
 
-def _read(file: Path, entries: Mapping[str, torch.Tensor]) -> None:
-    """Read this rank's rows of tensors in a file into entries of a state dict, in place."""
-    with _import("safetensors").safe_open(file, "pt") as opened:
-        for name, entry in entries.items():
-            local = local_rows(entry).detach()
-            if isinstance(entry, RowDTensor) and entry.ndim:
-                if local.numel():
-                    local.copy_(opened.get_slice(name)[entry.rows.start : entry.rows.end])
-            else:
-                local.copy_(opened.get_tensor(name))
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with _import("safetensors").safe_open(file, "pt") as opened:
+            yield opened
+    except Exception as error:
+        raise coded_error(ValueError, "checkpoint.file-not-readable", file=file, error=error) from error
 
 
 def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
