@@ -54,14 +54,15 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A model with the traits of LitGPT's: a cache of positions in a buffer that is not saved, and tied embeddings."""
+    """A model with the traits of LitGPT's (an unsaved buffer of positions, tied embeddings), and a 0-dim parameter."""
 
-    def __init__(self, width: int = 8, vocab: int = 13, length: int = 6) -> None:
+    def __init__(self, width: int = 8, vocab: int = 13, length: int = 6, scale: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.wte = nn.Embedding(vocab, width)
         self.h = nn.ModuleList(Block(width) for _ in range(2))
         self.lm_head = nn.Linear(width, vocab, bias=False)
         self.lm_head.weight = self.wte.weight
+        self.scale = nn.Parameter(torch.ones(scale))
         self.shape = (length, width)
         self.register_buffer("cos", self.positions(), persistent=False)
 
@@ -72,9 +73,10 @@ class GPT(nn.Module):
 
     def reset_parameters(self) -> None:
         self.cos = self.positions(self.cos.device)
+        nn.init.ones_(self.scale)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.wte.forward(tokens)
+        x = self.wte.forward(tokens) * self.scale
         for block in self.h:
             x = block(x, self.cos)
         return self.lm_head.forward(x)
@@ -192,7 +194,8 @@ def assert_same_state(model: Any, optimizer: Any, reference: nn.Module, theirs: 
     for name, param in params.items():
         assert ours["state"][name]["step"] == theirs.state[param]["step"]
         for what in ("exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(ours["state"][name][what].full_tensor(), theirs.state[param][what])
+            whole = ours["state"][name][what].full_tensor()
+            torch.testing.assert_close(whole.view_as(param), theirs.state[param][what])
     assert ours["param_groups"][0]["lr"] == theirs.param_groups[0]["lr"]
 
 
@@ -209,11 +212,11 @@ class Counter:
         self.value = state["value"]
 
 
-def _fresh(fabric: Any) -> tuple[Any, Any]:
+def _fresh(fabric: Any, scale: tuple[int, ...] = ()) -> tuple[Any, Any]:
     """Return a model created on the meta device, and its optimizer; all differ from those of the test."""
     torch.manual_seed(1)
     with fabric.init_module(empty_init=True):
-        model = GPT()
+        model = GPT(scale=scale)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     module = fabric.setup_module(model.double())
     return module, fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=0.5))
@@ -324,7 +327,7 @@ def _files_are_those_of_unsharded_runs(
 def test_fsdp2_under_fabric_reads_our_folders_and_we_read_its_own(rank: int, world_size: int, tmp_path: Path) -> None:
     strategies = importlib.import_module(f"{PACKAGE}.strategies")
     torch.manual_seed(0)
-    reference = GPT().double()
+    reference = GPT(scale=(1,)).double()  # FSDP2 refuses 0-dim parameters
     theirs = torch.optim.AdamW(reference.parameters(), lr=0.05)
     with launched(rank, world_size) as fabric:
         model = copy.deepcopy(reference)
@@ -339,7 +342,7 @@ def test_fsdp2_under_fabric_reads_our_folders_and_we_read_its_own(rank: int, wor
         tensor_parallel_size=1,
     )
     with launched(rank, world_size, strategy=strategy) as fabric:
-        peer = fabric.setup_module(GPT().double())
+        peer = fabric.setup_module(GPT(scale=(1,)).double())
         peer_optimizer = fabric.setup_optimizers(torch.optim.AdamW(peer.parameters(), lr=0.5))
         state = {"model": peer, "optimizer": peer_optimizer, "iteration": 0}
         fabric.load(tmp_path / "ours", state)
@@ -350,7 +353,7 @@ def test_fsdp2_under_fabric_reads_our_folders_and_we_read_its_own(rank: int, wor
         step_without_loss(reference, theirs)
         fabric.save(tmp_path / "theirs", state)
     with launched(rank, world_size) as fabric:
-        new, new_optimizer = _fresh(fabric)
+        new, new_optimizer = _fresh(fabric, scale=(1,))
         fabric.load(tmp_path / "theirs", {"model": new, "optimizer": new_optimizer})
         assert_same_state(new, new_optimizer, reference, theirs)
 

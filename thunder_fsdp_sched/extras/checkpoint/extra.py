@@ -18,16 +18,12 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from ...errors import coded_error
 from ...runtime.row_dtensor import local_rows
-from .loading import Loading, Reader
+from .loading import Loading, Reader, Saved
 from .storage import Paths, check_plain, nested
 
 EXTRA = "extra"
 """The name under which ``extra`` is saved: ``values``, with an empty tensor in place of each tensor, and ``tensors``, which
 are numbered."""
-
-
-class Saved(str):
-    """The name under which DCP has saved a value, as its placeholder."""
 
 
 def encode(extra: dict[str, Any]) -> dict[str, Any]:

@@ -9,13 +9,22 @@ from typing import Any, Protocol
 
 import torch
 from thunder.core.module import ThunderModule
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from ...errors import coded_error
 from ...ranks.process_groups import ProcessGroupRef
 from ...sharding.sharded_module import find_jitted
 from ..state_dicts.jitted import rows_by_name
 from .on_all_ranks import run_on_all_ranks
+
+
+class Saved(str):
+    """The name of a value in a source, as its placeholder."""
+
+
+def tensor_metadata(tensor: torch.Tensor) -> TensorStorageMetadata:
+    """Return the metadata of a tensor."""
+    return TensorStorageMetadata(TensorProperties.create_from_tensor(tensor), tensor.size(), chunks=[])
 
 
 class Reader(Protocol):
@@ -47,6 +56,16 @@ class Loading:
         self._lacking: list[str] = []
         self._targets: list[tuple[torch.Tensor, str]] = []
 
+    def size_of(self, name: str) -> torch.Size | None:
+        """Return the shape of a tensor; ``None`` for any other value."""
+        found = self.reader.contents[name]
+        return found.size if isinstance(found, TensorStorageMetadata) else None
+
+    def blank(self, name: str) -> Any:
+        """Return memory for a whole tensor; ``None`` for any other value."""
+        size = self.size_of(name)
+        return None if size is None else torch.empty(size, dtype=self.reader.contents[name].properties.dtype)
+
     def fit_model(self, model: ThunderModule, names: Mapping[str, str], *, strict: bool) -> None:
         """Provide memory for the model's values.
 
@@ -66,13 +85,13 @@ class Loading:
             if source is None:
                 self._lacking.append(name)
                 continue
-            found = self.reader.contents[source]
-            if not isinstance(found, TensorStorageMetadata):
+            size = self.size_of(source)
+            if size is None:
                 faults.append(f"{name!r} is no tensor there")
-            elif found.size != value.shape:
-                faults.append(f"{name!r} has shape {tuple(found.size)} there, {tuple(value.shape)} in the model")
-            elif found.properties.dtype != value.dtype:
-                self.casts.append((name, found.properties.dtype, value.dtype))
+            elif size != value.shape:
+                faults.append(f"{name!r} has shape {tuple(size)} there, {tuple(value.shape)} in the model")
+            elif (dtype := self.reader.contents[source].properties.dtype) != value.dtype:
+                self.casts.append((name, dtype, value.dtype))
             self.memory[source] = torch.empty_like(value)
             self._targets.append((value, source))
         if strict:

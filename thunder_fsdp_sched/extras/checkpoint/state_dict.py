@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
 from ...errors import coded_error
@@ -21,7 +21,7 @@ from ...runtime.row_dtensor import DTENSORS, RowDTensor, replicated
 from ...sharding.sharded_module import find_jitted
 from ..state_dicts.entries import refuse_unshared
 from ..state_dicts.row_piece import RowPiece
-from .loading import Loading
+from .loading import Loading, Saved
 from .storage import Paths, nested
 
 _ADDED = {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
@@ -67,7 +67,6 @@ def get_optimizer_state_dict(
         refuse_unshared(bucket)
     chosen = listed(optimizers)
     names = names_of_params(model, chosen)
-    owned = owned_names(names, chosen)
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for optimizer in chosen:
@@ -77,7 +76,7 @@ def get_optimizer_state_dict(
                 if param in optimizer.state:
                     name = names[param]
                     state[name] = tree_map_only(RowDTensor, _as_vector, optimizer.state[param])
-                    if name in sharded.locations and name not in owned:
+                    if name in sharded.locations and _owns(optimizer) is None:
                         _check_state(name, state[name])
     return {"state": state, "param_groups": groups}
 
@@ -140,15 +139,9 @@ def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optim
     return names
 
 
-def owned_names(names: dict[torch.Tensor, str], optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, bool]:
-    """Return, for each parameter whose state one rank has whole, whether it is this rank."""
-    return {
-        names[param]: owns(param)
-        for optimizer in optimizers
-        if (owns := getattr(optimizer, "owns", None)) is not None  # WholeParameters
-        for group in optimizer.param_groups
-        for param in group["params"]
-    }
+def _owns(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], bool] | None:
+    """Return what tells whether this rank has a parameter's state, all of it; ``None`` if ranks have rows of it."""
+    return getattr(optimizer, "owns", None)  # of WholeParameters
 
 
 def _as_vector(state: RowDTensor) -> RowDTensor:
@@ -179,7 +172,6 @@ def describe_optimizers(
         values: describe what one rank saves for all, too: options, and names and numbers of the state.
     """
     names = names_of_params(model, optimizers)
-    owned = owned_names(names, optimizers)
     facts = {"optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"}
     for optimizer in optimizers:
         for label, group in labelled_groups(optimizer):
@@ -187,10 +179,9 @@ def describe_optimizers(
             if not values:
                 continue
             facts |= {f"{key!r} of {label}": _text(value) for key, value in group.items() if key != "params"}
-            for param in group["params"]:
-                if names[param] not in owned:
-                    for path, value in tree_leaves_with_path(optimizer.state.get(param, {})):
-                        facts[f"{keystr(path)} of {names[param]!r}"] = _text(value)
+            for param in group["params"] if _owns(optimizer) is None else ():
+                for path, value in tree_leaves_with_path(optimizer.state.get(param, {})):
+                    facts[f"{keystr(path)} of {names[param]!r}"] = _text(value)
     return facts
 
 
@@ -199,49 +190,58 @@ def fit_optimizers(
 ) -> list[dict[str, Any]]:
     """Provide memory for the state of optimizers, and return the argument for each optimizer's ``load_state_dict``.
 
-    Entries that this will cast to the dtype of the parameter are among the casts.
+    It has parameters by number, and groups in the optimizer's own order. Values that ``load_state_dict`` will cast to the
+    dtype of the parameter are among the casts.
 
     Args:
-        paths: those of the state of all optimizers.
+        paths: those of the state of all optimizers, as :func:`get_optimizer_state_dict` returns it.
+
+    Raises:
+        ValueError: the source has other parameter groups, or the state of another kind of optimizer.
     """
     _, sharded = find_jitted(model)
     names = names_of_params(model, optimizers)
-    owned = owned_names(names, optimizers)
-    params = {alias: param for param, name in names.items() for alias in sharded.names_of(name)}
-    contents = loading.reader.contents
-    of_state = {path for path in paths if path[0] == "state"}
-    of_rows = {
-        path[2:]
-        for path in of_state
-        if path[1] in params and params[path[1]].ndim and _size(contents[paths[path]]) == params[path[1]].shape
-    }
-    values: dict[tuple[Any, ...], Any] = {}
-    for path, saved in paths.items():
-        found = contents[saved]
-        value = torch.empty(size, dtype=found.properties.dtype) if (size := _size(found)) is not None else None
-        if path in of_state:
-            if path[1] not in params or not owned.get(names[params[path[1]]], True):
-                continue
-            param, name, what = params[path[1]], names[params[path[1]]], ".".join(map(str, path[2:]))
-            if value is not None:
-                if isinstance(param, RowDTensor) and name not in owned:
-                    value = _blank_state(param, value, is_rows=path[2:] in of_rows, what=f"{what!r} of {name!r}")
-                if what != "step" and value.is_floating_point() and param.is_floating_point():
-                    if value.dtype != param.dtype:
-                        loading.casts.append((f"{what} of {name}", value.dtype, param.dtype))
-                loading.memory[saved] = value
-        values[path] = value
+    path_of = {name: path for path, name in paths.items()}
+    shapes = {alias: p.shape for p, name in names.items() if p.ndim for alias in sharded.names_of(name)}
+    sizes = {path: loading.size_of(name) for path, name in paths.items() if path[0] == "state"}
+    later = {path for path, size in sizes.items() if size is not None}
+    of_rows = {path[2:] for path in later if shapes.get(path[1]) == sizes[path]}
     # All but the tensors of the state is read now: options, which must fit, may be tensors, too.
-    now = loading.reader.load(
-        {paths[path]: value for path, value in values.items() if paths[path] not in loading.memory}
-    )
-    loaded = nested({path: now.get(paths[path], value) for path, value in values.items()})
-    return optimizer_state_dicts(loaded, model, optimizers)
+    now = loading.reader.load({name: loading.blank(name) for path, name in paths.items() if path not in later})
+    saved = nested({path: now.get(name, Saved(name)) for path, name in paths.items()})
+    states = {sharded.names_of(name)[0]: state for name, state in saved.get("state", {}).items()}
+    groups = {frozenset(sharded.names_of(n)[0] for n in g["params"]): g for g in saved.get("param_groups", ())}
 
+    def memory_for(param: torch.Tensor, is_whole: bool, name: Saved) -> torch.Tensor:
+        value, path = loading.blank(name), path_of[name][2:]
+        what = ".".join(map(str, path))
+        if isinstance(param, RowDTensor) and not is_whole:
+            value = _blank_state(param, value, is_rows=path in of_rows, what=f"{what!r} of {names[param]!r}")
+        if what != "step" and value.is_floating_point() and param.is_floating_point() and value.dtype != param.dtype:
+            loading.casts.append((f"{what} of {names[param]}", value.dtype, param.dtype))
+        loading.memory[name] = value
+        is_vector = isinstance(value, RowDTensor) and not param.ndim
+        return RowDTensor.wrap(value.to_local(), value.rows.reshaped(())) if is_vector else value
 
-def _size(found: Any) -> torch.Size | None:
-    """Return the shape of a saved tensor; ``None`` if it is another value."""
-    return found.size if isinstance(found, TensorStorageMetadata) else None
+    result: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        result.append({"state": {}, "param_groups": []})
+        owns, numbers = _owns(optimizer), itertools.count()
+        for label, group in labelled_groups(optimizer):
+            mine = [names[param] for param in group["params"]]
+            if (options := groups.get(frozenset(mine))) is None:
+                raise coded_error(
+                    ValueError, "checkpoint.optimizer-group-missing", label=label, name=mine[0], more=len(mine) - 1
+                )
+            if why := _misfit(label, group, options):
+                raise coded_error(ValueError, "checkpoint.optimizers-do-not-fit", reason=why)
+            numbered = dict(zip(group["params"], numbers, strict=False))
+            result[-1]["param_groups"].append({**group, **options, "params": list(numbered.values())})
+            for param, number in numbered.items():
+                if names[param] in states and (owns is None or owns(param)):
+                    fit = partial(memory_for, param, owns is not None)
+                    result[-1]["state"][number] = tree_map_only(Saved, fit, states[names[param]])
+    return result
 
 
 def _blank_state(param: RowDTensor, whole: torch.Tensor, *, is_rows: bool, what: str) -> torch.Tensor:
@@ -249,57 +249,15 @@ def _blank_state(param: RowDTensor, whole: torch.Tensor, *, is_rows: bool, what:
 
     State of a 0-dim parameter is rows if that of other parameters is; older versions saved it with the shape ``(1,)``.
     """
-    rows, local = param.rows, param.to_local()
     is_vector = not param.ndim and whole.shape == (1,)
     if is_rows and not is_vector and whole.shape != param.shape:
-        raise coded_error(
-            ValueError,
-            "checkpoint.optimizer-shape-mismatch",
-            entry=what,
-            saved=tuple(whole.shape),
-            shape=tuple(param.shape),
-        )
+        saved, shape = tuple(whole.shape), tuple(param.shape)
+        raise coded_error(ValueError, "checkpoint.optimizer-shape-mismatch", entry=what, saved=saved, shape=shape)
+    local = param.to_local()
     if is_rows or is_vector:
-        rows = rows.reshaped(whole.shape)
+        rows = param.rows.reshaped(whole.shape)
         return RowDTensor.wrap(local.new_empty(rows.local_shape, dtype=whole.dtype), rows)
     return replicated(whole.to(local.device), param.device_mesh) if whole.ndim else whole
-
-
-def optimizer_state_dicts(
-    loaded: Mapping[str, Any], model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
-) -> list[dict[str, Any]]:
-    """Return the argument for each optimizer's ``load_state_dict``: parameters by number, groups in its own order.
-
-    Args:
-        loaded: the state of all optimizers by parameters' names, as :func:`get_optimizer_state_dict` returns it.
-
-    Raises:
-        ValueError: the checkpoint has other parameter groups, or the state of another kind of optimizer.
-    """
-    _, sharded = find_jitted(model)
-    names = names_of_params(model, optimizers)
-    states = {sharded.names_of(name)[0]: state for name, state in loaded.get("state", {}).items()}
-    groups = {
-        frozenset(sharded.names_of(n)[0] for n in group["params"]): group for group in loaded.get("param_groups", ())
-    }
-    result: list[dict[str, Any]] = []
-    for optimizer in optimizers:
-        result.append({"state": {}, "param_groups": []})
-        numbers = itertools.count()
-        for label, group in labelled_groups(optimizer):
-            mine = [names[param] for param in group["params"]]
-            if frozenset(mine) not in groups:
-                raise coded_error(
-                    ValueError, "checkpoint.optimizer-group-missing", label=label, name=mine[0], more=len(mine) - 1
-                )
-            values = {key: value for key, value in groups[frozenset(mine)].items() if key != "params"}
-            if why := _misfit(label, group, values):
-                raise coded_error(ValueError, "checkpoint.optimizers-do-not-fit", reason=why)
-            numbered = dict(zip(mine, numbers, strict=False))
-            result[-1]["param_groups"].append({**group, **values, "params": list(numbered.values())})
-            for name in numbered.keys() & states.keys():
-                result[-1]["state"][numbered[name]] = tree_map_only(RowDTensor, _of_shape, states[name])
-    return result
 
 
 def _misfit(label: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
@@ -315,13 +273,6 @@ def _misfit(label: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> str
         if bool(saved[key]) != bool(own[key]):
             return f"it was saved with {key}={saved[key]!r} where {label} has {own[key]!r}, and makes other state"
     return ""
-
-
-def _of_shape(state: RowDTensor) -> RowDTensor:
-    """Return the state of a 0-dim parameter that was saved as a vector as a 0-dim tensor."""
-    rows = state.rows
-    is_scalar = rows.in_bucket is not None and not rows.in_bucket[0].rows[rows.in_bucket[1]].shape
-    return RowDTensor.wrap(state.to_local(), rows.reshaped(())) if is_scalar else state
 
 
 def _text(value: Any) -> str:

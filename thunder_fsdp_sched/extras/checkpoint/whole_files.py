@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from ...errors import coded_error
 from ...private_torch import state_name
@@ -39,7 +38,7 @@ from ..state_dicts.entries import refuse_unshared
 from ..state_dicts.jitted import rows_by_name
 from .beside import Rounds, Saving, Write, finish_latest, save_beside, save_in_rounds
 from .folder import INDEX, METADATA, SaveRun, checksum, is_complete, path_of, refuse_complete, sync
-from .loading import Loading
+from .loading import Loading, tensor_metadata
 from .on_all_ranks import refuse_different, run_on_all_ranks
 from .staging import Staging
 
@@ -217,9 +216,9 @@ class _RowReader:
             with _opened(file) as opened:
                 parts = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
                 for name in opened.keys():  # noqa: SIM118
-                    shape = torch.Size(opened.get_slice(name).get_shape())
-                    dtype = (opened.get_slice(name)[:1] if shape else opened.get_tensor(name)).dtype
-                    contents[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks=[])
+                    shape = opened.get_slice(name).get_shape()
+                    first = opened.get_slice(name)[:1] if shape else opened.get_tensor(name)
+                    contents[name] = tensor_metadata(first.new_empty(shape, device="meta"))
                     self._files[name] = file
             for name, part in parts.items():
                 if any(part["saved_offsets"]):

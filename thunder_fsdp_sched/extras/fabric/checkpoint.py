@@ -40,19 +40,19 @@ from thunder.core.module import ThunderModule
 from torch.utils.data import DataLoader
 
 from ...errors import coded_error
-from ...runtime.row_dtensor import RowDTensor
+from ...runtime.row_dtensor import RowDTensor, local_rows
 from ...sharding.sharded_module import ShardedModule, find_jitted
 from ..checkpoint import load_checkpoint, save_checkpoint
 from ..checkpoint.folder import METADATA, OTHERS, make_folder, sync
+from ..checkpoint.loading import Loading, tensor_metadata
 from ..checkpoint.on_all_ranks import run_on_all_ranks, share_on_all_ranks
 from ..checkpoint.state_dict import (
+    fit_optimizers,
     get_model_state_dict,
     get_optimizer_state_dict,
     names_of_params,
-    optimizer_state_dicts,
 )
 from ..checkpoint.storage import read_metadata
-from ..state_dicts.entries import rows_from
 from ..state_dicts.jitted import gather_entries
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
@@ -226,7 +226,7 @@ def _load_file(path: Path, parts: _Objects, *, strict: bool, weights_only: bool 
         for key in (parts.module_key, *parts.optimizers):
             if key not in content:
                 raise coded_error(ValueError, "fabric.entry-missing", path=path, key=key, found=sorted(content))
-        states = [_rows_of(content.pop(key), parts, optimizer) for key, optimizer in parts.optimizers.items()]
+        states = [_fit_whole(content.pop(key), parts, path, optimizer) for key, optimizer in parts.optimizers.items()]
         return content, states
 
     content, states = run_on_all_ranks(group, "fabric.load", read)
@@ -237,7 +237,9 @@ def _load_file(path: Path, parts: _Objects, *, strict: bool, weights_only: bool 
     return content
 
 
-def _rows_of(whole: Mapping[str, Any], parts: _Objects, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _fit_whole(
+    whole: Mapping[str, Any], parts: _Objects, path: Path, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
     """Return the argument of an optimizer's ``load_state_dict`` with this rank's rows of whole state.
 
     Parameters may be keyed by name or, as an unsharded optimizer saves them, by number.
@@ -252,23 +254,35 @@ def _rows_of(whole: Mapping[str, Any], parts: _Objects, optimizer: torch.optim.O
             raise coded_error(ValueError, "fabric.too-many-parameters-saved", saved=key + 1, expected=len(numbered))
         return numbered[key] if isinstance(key, int) else key
 
-    def rows_of(name: str, what: str, value: Any) -> Any:
-        bucket, index = parts.sharded.locations.get(name, (None, 0))
-        if bucket is None or not isinstance(value, torch.Tensor) or not value.ndim:
-            return value
-        rows = bucket.rows[index].reshaped(bucket.rows[index].shape or (1,))
-        try:
-            return RowDTensor.wrap(rows_from(rows, value).clone(), rows)  # a view would keep the whole file mapped
-        except ValueError as error:
-            raise coded_error(
-                ValueError, "fabric.optimizer-state-does-not-fit", key=what, name=name, error=error
-            ) from None
-
-    named = {name_of(key): values for key, values in whole["state"].items()}
-    state = {n: {what: rows_of(n, what, value) for what, value in values.items()} for n, values in named.items()}
-    groups = [{**group, "params": list(map(name_of, group["params"]))} for group in whole["param_groups"]]
-    [loaded] = optimizer_state_dicts({"state": state, "param_groups": groups}, parts.model, [optimizer])
+    values: dict[tuple[Any, ...], Any] = {}
+    for key, state in whole["state"].items():
+        values |= {("state", name_of(key), what): value for what, value in state.items()}
+    for number, group in enumerate(whole["param_groups"]):
+        options = {**group, "params": list(map(name_of, group["params"]))}
+        values |= {("param_groups", number, key): value for key, value in options.items()}
+    names = {below: ".".join(map(str, below)) for below in values}
+    loading = Loading(path, _WholeValues({name: values[below] for below, name in names.items()}))
+    [loaded] = fit_optimizers(loading, names, parts.model, [optimizer])
+    loading.reader.load(loading.memory)
     return loaded
+
+
+class _WholeValues:
+    """The reader of values in memory, of which it copies this rank's rows."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        contents = {n: tensor_metadata(v) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+        self.contents: Mapping[str, Any] = contents
+
+    def load(self, values: dict[str, Any]) -> dict[str, Any]:
+        for name, value in values.items():
+            whole = self._values[name]
+            if value is None:
+                values[name] = whole
+            else:
+                local_rows(value).copy_(value.rows.of(whole) if isinstance(value, RowDTensor) else whole)
+        return values
 
 
 def _write(content: Mapping[str, Any], path: Path) -> None:
