@@ -103,11 +103,11 @@ def _prepare(
     parts["rest"] = [name for name in entries if name not in sharded.locations]
 
     def write(rounds: Rounds, run: SaveRun, state: dict[str, Any]) -> None:
-        files = _WholeFiles(run)
+        index: dict[str, Any] = {"metadata": {"total_size": 0, "crc32": {}}, "weight_map": {}}
         for label, names in parts.items():
-            rows = {name: state[name] for name in names}
-            rounds.run(partial(_rows_to_send, rows, rounds.rank), partial(files.write, label, rows))
-        rounds.run(lambda: None, files.complete)
+            rows, file = {name: state[name] for name in names}, run.folder / f"model-{label}-{run.id}.safetensors"
+            rounds.run(partial(_rows_to_send, rows, rounds.rank), partial(_write_file, file, rows, index))
+        rounds.run(lambda: None, lambda _: _complete(run, index))
 
     return group, path, values, write
 
@@ -125,38 +125,31 @@ def _rows_to_send(entries: Mapping[str, torch.Tensor], rank: int) -> dict[str, t
     return sent
 
 
-class _WholeFiles:
-    """The files of a whole model, which the first rank writes in a run."""
+def _write_file(
+    file: Path,
+    entries: Mapping[str, torch.Tensor],
+    index: dict[str, Any],
+    everyones: Sequence[dict[str, tuple[int, Any]]],
+) -> None:
+    """Write a file of entries, whose rows the ranks have sent, and add it to the index."""
+    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+    for name, (start, data) in itertools.chain.from_iterable(theirs.items() for theirs in everyones):
+        rows = torch.from_numpy(data).view(tensors[name].dtype)
+        tensors[name].view(-1)[start : start + rows.numel()] = rows
+    if tensors:
+        _import("safetensors.torch").save_file(tensors, file, metadata={"format": "pt"})
+        sync(file)
+        index["weight_map"] |= dict.fromkeys(tensors, file.name)
+        index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
+        index["metadata"]["crc32"][file.name] = _checksum(file)
 
-    def __init__(self, run: SaveRun) -> None:
-        self._run = run
-        self._weight_map: dict[str, str] = {}
-        self._crcs: dict[str, str] = {}
-        self._nbytes = 0
 
-    def write(self, label: str, entries: Mapping[str, Any], everyones: Sequence[dict[str, tuple[int, Any]]]) -> None:
-        """Write a file of entries, whose rows the ranks have sent."""
-        tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
-        for name, (start, data) in itertools.chain.from_iterable(theirs.items() for theirs in everyones):
-            rows = torch.from_numpy(data).view(tensors[name].dtype)
-            tensors[name].view(-1)[start : start + rows.numel()] = rows
-        if tensors:
-            file = f"model-{label}-{self._run.id}.safetensors"
-            _import("safetensors.torch").save_file(tensors, self._run.folder / file, metadata={"format": "pt"})
-            sync(self._run.folder / file)
-            self._weight_map.update(dict.fromkeys(tensors, file))
-            self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
-            self._crcs[file] = _checksum(self._run.folder / file)
-
-    def complete(self, everyones: Sequence[None]) -> None:
-        """Write the index."""
-        folder = self._run.folder
-        if missing := [file for file in sorted(set(self._weight_map.values())) if not (folder / file).exists()]:
-            raise coded_error(ValueError, "checkpoint.file-deleted-meanwhile", file=folder / missing[0])
-        metadata = {"total_size": self._nbytes, "crc32": self._crcs}
-        index = json.dumps({"metadata": metadata, "weight_map": self._weight_map}, indent=2)
-        (self._run.draft / INDEX).write_text(index)
-        self._run.complete()
+def _complete(run: SaveRun, index: dict[str, Any]) -> None:
+    for name in index["metadata"]["crc32"]:
+        if not (run.folder / name).exists():
+            raise coded_error(ValueError, "checkpoint.file-deleted-meanwhile", file=run.folder / name)
+    (run.draft / INDEX).write_text(json.dumps(index, indent=2))
+    run.complete()
 
 
 def load_safetensors(

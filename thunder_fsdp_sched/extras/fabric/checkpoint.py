@@ -153,7 +153,7 @@ def _save_file(path: Path, parts: _Objects, others: dict[str, Any], keep: Filter
         if hasattr(optimizer, "owns"):
             raise coded_error(NotImplementedError, "fabric.state-needs-sharded", key=key)
         state = get_optimizer_state_dict(parts.model, optimizer)
-        entries = {name: gather_entries(values, None, keeps=writes) for name, values in state["state"].items()}
+        entries = {name: gather_entries(values, parts.sharded, keeps=writes) for name, values in state["state"].items()}
         content[key] = {"state": entries, "param_groups": state["param_groups"]}
     content |= others
     for key, is_kept in keep.items():

@@ -38,12 +38,10 @@ def shard_of(entry: StateEntry, index: MetadataIndex) -> torch.Tensor:
 
 
 def chunks_of(entry: RowDTensor) -> list[tuple[int, torch.Tensor]]:
-    """Return the rows that this rank saves, as one or several runs, each with the number of its first row."""
+    """Return the rows that this rank saves, if any, with the number of the first row."""
     local, rows = entry._local_tensor, entry.rows
-    if not local.numel():
-        saves_empty = not entry.numel() and rows.rank == 0  # one rank saves a tensor without elements
-        return [(rows.start, local)] if saves_empty else []
-    return [(rows.start, local)]
+    is_saved = local.numel() or (not entry.numel() and rows.rank == 0)  # one rank saves a tensor without elements
+    return [(rows.start, local)] if is_saved else []
 
 
 def reduce_rows(entry: RowDTensor, protocol: Any) -> Any:

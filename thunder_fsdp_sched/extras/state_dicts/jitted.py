@@ -37,7 +37,7 @@ def rows_by_name(model: ThunderModule) -> dict[str, torch.Tensor]:
 
 
 def gather_entries(
-    entries: Mapping[str, Any], sharded: ShardedModule | None, *, keeps: bool = True, to_cpu: bool = True
+    entries: Mapping[str, Any], sharded: ShardedModule, *, keeps: bool = True, to_cpu: bool = True
 ) -> dict[str, Any]:
     """Gather the DTensors of a state dict; a collective.
 
@@ -46,7 +46,7 @@ def gather_entries(
     at a time in memory.
 
     Args:
-        sharded: tells which names are those of one parameter, which is gathered once.
+        sharded: knows which names are those of one parameter, which is gathered once.
         keeps: if not, return ``None`` in place of each tensor on this rank.
         to_cpu: move each tensor to host memory as soon as it is gathered.
     """
@@ -54,14 +54,13 @@ def gather_entries(
     def kept(value: torch.Tensor) -> torch.Tensor | None:
         return None if not keeps else value.detach().cpu() if to_cpu else value.detach()
 
-    leading = {name: name if sharded is None else sharded.names_of(name)[0] for name in entries}
+    leading = {name: sharded.names_of(name)[0] for name in entries}
     whole: dict[str, Any] = {}  # by leading name
     of_bucket: dict[Bucket, dict[str, int]] = {}
     for name, value in entries.items():
-        if sharded is not None and (found := _location(value)) is not None:
+        if (found := _location(value)) is not None:
             of_bucket.setdefault(found[0], {}).setdefault(leading[name], found[1])
-    if sharded is not None and of_bucket:
-        wanted = [(bucket, bucket.spec.dtype) for bucket in sharded.buckets if bucket in of_bucket]
+    if wanted := [(bucket, bucket.spec.dtype) for bucket in sharded.buckets if bucket in of_bucket]:
         for bucket, tensors in gather_ahead(sharded, "the whole state dict", wanted, own_memory=True):
             for name, index in of_bucket[bucket].items():
                 value = tensors[index].to(bucket.spec.shard_device)

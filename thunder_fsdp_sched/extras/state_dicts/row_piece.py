@@ -59,10 +59,9 @@ class RowPiece(StateEntry, torch.Tensor):
             args = (piece, piece._local.shape)
         elif func not in _ON_LOCAL_ROWS:
             raise coded_error(NotImplementedError, "state-dict.row-piece-unsupported-operator", operator=func)
-        if func is aten.copy_.default and not _same_rows(*args[:2]):
-            raise coded_error(
-                ValueError, "state-dict.row-piece-copies-other-rows", source=_describe(args[1]), target=_describe(piece)
-            )
+        if func is aten.copy_.default and _rows_of(args[0]) != _rows_of(args[1]):
+            target, source = map(_describe, args[:2])
+            raise coded_error(ValueError, "state-dict.row-piece-copies-other-rows", source=source, target=target)
         args, kwargs = tree_map_only(RowPiece, RowPiece.to_local, (args, kwargs))
         local = func(*args, **kwargs)
         return piece if func is aten.copy_.default else RowPiece(local, piece._start, tuple(piece.shape))
@@ -81,12 +80,8 @@ _ON_LOCAL_ROWS = {
 }
 
 
-def _same_rows(target: torch.Tensor, source: torch.Tensor) -> bool:
-    return (
-        isinstance(target, RowPiece)
-        and isinstance(source, RowPiece)
-        and (target.shape, target._start, target._local.shape) == (source.shape, source._start, source._local.shape)
-    )
+def _rows_of(tensor: torch.Tensor) -> Any:
+    return isinstance(tensor, RowPiece) and (tensor.shape, tensor.start, tensor.to_local().shape)
 
 
 def _describe(tensor: torch.Tensor) -> str:
