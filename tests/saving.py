@@ -72,9 +72,13 @@ def make(
     if isinstance(options.get("ranks"), tuple):
         options["ranks"] = init_device_mesh("cpu", options["ranks"], mesh_dim_names=("replicate", "shard"))
     model = thunder.jit(module, transforms=[tfs.fsdp(**options)])
+    return model, optimizer_of(model)
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [[p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]]
-    return model, torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=0.01)
+    return torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=0.01)
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:

@@ -17,63 +17,13 @@ from thunder_fsdp_sched import load_checkpoint, save_checkpoint
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from coded import coded
 from ranks import RankError, Ranks, on_ranks
-from saving import Everything, assert_equal, contents, fill, make, on_first, refused, small, train, update
+from saving import Everything, assert_equal, contents, fill, make, on_first, refused, small, update
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, Optimizer, RMSprop
-
-
-@pytest.mark.parametrize(
-    "saved_with, loaded_with, sizes",
-    [
-        pytest.param({}, {}, (2, 1, 3), id="flat"),
-        pytest.param(
-            {"ranks": (2, 2), "sharding_strategy": "zero2"},
-            {"transport": "coalesced"},
-            (3,),
-            id="hybrid",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            {"transport": "coalesced", "sharding_strategy": "zero2"},
-            {"bucketing_strategy": "none"},
-            (2,),
-            id="coalesced",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-@on_ranks(4)
-def test_other_numbers_of_ranks_load_the_same_bits(
-    rank: int, tmp_path: Path, saved_with: dict[str, Any], loaded_with: dict[str, Any], sizes: tuple[int, ...]
-) -> None:
-    model, optimizer = make(**saved_with)
-    train(model, optimizer, 2)
-    for group in optimizer.param_groups:
-        group["lr"] /= 2
-    ema = {name: param.detach() * 2 for name, param in model.named_parameters()}  # DTensors
-    save_checkpoint(model, tmp_path / "rows", optimizer, extra={"step": 2, "rng": torch.arange(3), "ema": ema})
-    tfs.save_safetensors(model, tmp_path / "whole")
-    expected = contents(model, optimizer)
-    for size in sizes:
-        group = dist.new_group(list(range(size)))
-        if rank < size:
-            other, second = make(7, ranks=group, **loaded_with)
-            average = {name: torch.empty_like(param) for name, param in other.named_parameters()}
-            wanted = {"step": 0, "rng": None, "ema": average}
-            rest = load_checkpoint(other, tmp_path / "rows", second, extra=wanted)
-            assert rest["step"] == 2 and rest["rng"].tolist() == [0, 1, 2]
-            assert_equal(rest["ema"], {name: 2 * expected[name] for name in average})
-            assert_equal(contents(other, second), expected, size)
-            assert all(param.grad is None for param in other.parameters())
-            other, _ = make(8, ranks=group, **loaded_with)
-            tfs.load_safetensors(other, tmp_path / "whole")
-            assert_equal(contents(other), {name: expected[name] for name in contents(other)}, size)
-        dist.barrier()
 
 
 @on_ranks(2)
@@ -94,21 +44,6 @@ def test_pickled_entries_are_dtensors_or_pieces_that_refuse_operators() -> None:
     assert isinstance(piece.to(torch.float32), row_piece) and isinstance(piece.clone(), row_piece)
     with pytest.raises(NotImplementedError, check=coded("state-dict.row-piece-unsupported-operator")):
         piece + 1
-
-
-@pytest.mark.long  # `test_saving_beside` has it with each step
-@on_ranks(2)
-def test_an_asynchronous_save_holds_the_values_at_its_start(tmp_path: Path) -> None:
-    model, optimizer = make()
-    train(model, optimizer)
-    expected = contents(model, optimizer)
-    state = {"model": tfs.get_model_state_dict(model), "optim": tfs.get_optimizer_state_dict(model, optimizer)}
-    saving = dcp.async_save(state, checkpoint_id=tmp_path)
-    fill(model, 0.0)
-    saving.result()
-    other, second = make(5)
-    load_checkpoint(other, tmp_path, second)
-    assert_equal(contents(other, second), expected)
 
 
 #

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched as tfs
@@ -12,7 +11,6 @@ from thunder_fsdp_sched import eager, fsdp, full_state_dict
 import pytest
 import thunder
 import torch
-import torch.distributed.checkpoint as dcp
 from coded import coded
 from models import Layer, Model
 from ranks import on_ranks
@@ -24,15 +22,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 WRAPPED = "_checkpoint_wrapped_module"
 
@@ -128,7 +120,7 @@ def test_missing_and_unexpected_keys_are_those_of_the_unsharded_module() -> None
 
 
 @on_ranks(2)
-def test_names_leave_out_wrappers_for_activation_checkpointing(tmp_path: Path) -> None:
+def test_names_leave_out_wrappers_for_activation_checkpointing() -> None:
     plain = _make(wrap=False)
     expected = plain.state_dict()
     trained = {name for name, _ in plain.named_parameters()}
@@ -148,82 +140,6 @@ def test_names_leave_out_wrappers_for_activation_checkpointing(tmp_path: Path) -
     ):
         assert_equal(state, values)
     assert {name for name, _ in tfs.stream_full_parameters(model)} == trained
-    tfs.save_safetensors(model, tmp_path / "whole")
-    tfs.save_checkpoint(model, tmp_path / "rows", optimizer)
-
-    # Any of them is loaded into a model with wrappers and into one without.
-    for wrap in (True, False):
-        other = thunder.jit(_make(5, wrap=wrap), transforms=[fsdp(transport="coalesced")])
-        second = torch.optim.AdamW(other.parameters(), lr=0.1)
-        for load in (
-            lambda: tfs.load_safetensors(other, tmp_path / "whole"),  # noqa: B023
-            lambda: tfs.load_checkpoint(other, tmp_path / "rows", second),  # noqa: B023
-            lambda: other.load_original_state_dict(values),  # noqa: B023
-            lambda: other.load_state_dict(values),  # noqa: B023
-            lambda: set_model_state_dict(other, dict(values), options=StateDictOptions(full_state_dict=True)),  # noqa: B023
-        ):
-            fill(other, 0.0)
-            load()
-            assert_equal(full_state_dict(other), values)
-        states = [tfs.get_optimizer_state_dict(*pair)["state"] for pair in ((model, optimizer), (other, second))]
-        for name in trained:
-            assert_equal(*(state[name] for state in states))
-
-
-@on_ranks(2)
-def test_checkpoints_of_wrapped_models_are_exchanged_with_fsdp2(world_size: int, tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-
-    def make_theirs(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        net = _make(seed)
-        for block in net.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(net, mesh=mesh)
-        return net, torch.optim.AdamW(net.parameters(), lr=0.1)
-
-    def make_ours(seed: int) -> tuple[Any, torch.optim.Optimizer]:
-        model = thunder.jit(_make(seed), transforms=[fsdp(ranks=mesh)])
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    def check(first: Any, second: Any) -> None:
-        """Compare models and optimizers now, and after another step."""
-        for _ in range(2):
-            [(model, state), (other, other_state)] = [get_state_dict(*pair) for pair in (first, second)]
-            assert_equal(model, other)
-            assert state["state"].keys() == other_state["state"].keys()
-            for name, values in state["state"].items():
-                assert_equal(values, other_state["state"][name])
-            for pair in (first, second):
-                update(*pair)
-
-    def save(model: Any, folder: Path, optimizer: Any) -> None:
-        pair = model, optimizer
-        model_state, optimizer_state = get_state_dict(*pair)
-        assert not any(WRAPPED in name for name in (*model_state, *optimizer_state["state"]))
-        dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
-
-    def load(model: Any, folder: Path, optimizer: Any) -> None:
-        pair = model, optimizer
-        state = dict(zip(("model", "optim"), get_state_dict(*pair), strict=True))
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(*pair, model_state_dict=state["model"], optim_state_dict=state["optim"])
-
-    for number, (make_saved, save_it, make_loaded, load_it) in enumerate(
-        [
-            (make_theirs, save, make_ours, load),
-            (make_theirs, save, make_ours, tfs.load_checkpoint),
-            (make_ours, save, make_theirs, load),
-            (make_ours, tfs.save_checkpoint, make_theirs, load),
-            (make_ours, save, make_ours, tfs.load_checkpoint),
-        ]
-    ):
-        saved, loaded = make_saved(1), make_loaded(2)
-        update(*saved)
-        save_it(saved[0], tmp_path / str(number), saved[1])
-        update(*loaded)  # creates optimizer state, which loading replaces
-        loaded[1].param_groups[0]["lr"] = 0.5
-        load_it(loaded[0], tmp_path / str(number), loaded[1])
-        check(saved, loaded)
 
 
 @on_ranks(2)
