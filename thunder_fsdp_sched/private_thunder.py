@@ -354,9 +354,24 @@ def saved_objects(node: Any) -> Sequence[Any]:
     return tuple(node.saved_other)
 
 
-def repeat_failed_compilations(model: ThunderModule, is_worthwhile: Callable[[], bool]) -> None:
-    """Let calls of a jitted module that raise an exception run again as long as ``is_worthwhile()`` says so."""
-    model._forward_fn = functools.wraps(model._forward_fn)(repeated(model._forward_fn, is_worthwhile))
+def extend_calls(
+    model: ThunderModule, before_call: Callable[[], object], is_worthwhile: Callable[[], bool]
+) -> None:
+    """Call a function before each call of a jitted module, and repeat calls that fail as long as another one says so.
+
+    The function is called after all forward pre-hooks of ``model``, which may change the module.
+
+    Args:
+        is_worthwhile: see :func:`repeated`.
+    """
+    call = repeated(model._forward_fn, is_worthwhile)
+
+    @functools.wraps(model._forward_fn)
+    def extended(*args: Any, **kwargs: Any) -> Any:
+        before_call()
+        return call(*args, **kwargs)
+
+    model._forward_fn = extended
 
 
 def repeated(call: Callable[..., T], is_worthwhile: Callable[[], bool]) -> Callable[..., T]:

@@ -150,14 +150,48 @@ def test_methods_of_the_jitted_module_and_notes_of_libraries_stay_its_own() -> N
     assert len(calls) == 1 and "forward" not in vars(module) and not hasattr(module, "_note")
 
 
-def test_a_replaced_buffer_stays_when_a_transform_is_added() -> None:
-    jitted, module, expected = _make()
-    jitted(X)
+def test_former_and_new_jitted_modules_follow_buffers_and_attributes_when_a_transform_is_added() -> None:
+    former, module, expected = _make()
+    former(X)
     module.offset = expected.offset = torch.full((4,), 3.0)
-    torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
-    again = add_transform(jitted, transform=Transform())
-    torch.testing.assert_close(again(X), expected(X), rtol=0, atol=0)
-    torch.testing.assert_close(again(X), expected(X), rtol=0, atol=0)
+    torch.testing.assert_close(former(X), expected(X), rtol=0, atol=0)
+    new = add_transform(former, transform=Transform())
+    for number, each in enumerate((new, former, module, former)):
+        for jitted in (new, former, new):
+            torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
+        each.offset = expected.offset = torch.full((4,), 4.0 + number)
+        each.scale = expected.scale = 2.0 + number
+
+
+class _SetsOffset:
+    """A forward pre-hook that gives a module another buffer in each call."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.offset = how, torch.zeros(4)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.how == "set":
+            module.offset = self.offset
+        else:
+            module._buffers["offset"] = self.offset
+
+
+@pytest.mark.parametrize("how", ["set", "assigned"])
+@pytest.mark.parametrize("on", ["jitted", "original", "containing"])
+def test_buffers_that_a_pre_hook_sets_hold_in_the_same_call(on: str, how: str) -> None:
+    jitted, module, expected = _make()
+    hook = _SetsOffset(how)
+    if on == "containing":
+        parent = nn.Sequential(jitted)
+        parent.register_forward_pre_hook(lambda _, args: hook(module, args))
+    elif on == "jitted" and how == "assigned":
+        jitted.register_forward_pre_hook(lambda _, args: hook(module, args))
+    else:
+        (jitted if on == "jitted" else module).register_forward_pre_hook(hook)
+    expected.register_forward_pre_hook(hook)
+    for value in range(3):
+        hook.offset = torch.full((4,), float(value))
+        torch.testing.assert_close((parent if on == "containing" else jitted)(X), expected(X), rtol=0, atol=0)
 
 
 def _add_hooked(module: nn.Module) -> None:

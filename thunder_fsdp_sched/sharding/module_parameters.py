@@ -219,7 +219,7 @@ class RegisteredObjects:
     """
 
     def __init__(self, module: nn.Module, parameters: Iterable[tuple[dict[str, Any], str, str]]) -> None:
-        self.copies: Sequence[dict[str, Any]] = ()
+        self.copies: list[dict[str, Any]] = []
         owners = list(module.named_modules(remove_duplicate=False))
         modules = [(m._modules, k, f"{path}.{k}") for path, m in owners for k in m._modules]
         missing = [

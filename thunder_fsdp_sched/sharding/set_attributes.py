@@ -10,6 +10,7 @@ the original module does not have: libraries store things under them, and delete
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -19,28 +20,37 @@ from ..errors import coded_error
 
 
 class SetAttributes:
-    """The attributes of a jitted module, as the latest call has found them."""
+    """The attributes of the jitted modules of one module: adding a transform makes another one."""
 
-    def __init__(self, model: ThunderModule) -> None:
-        self._own = vars(model).keys() | set()
+    def __init__(self) -> None:
+        self._own: weakref.WeakKeyDictionary[ThunderModule, set[str]] = weakref.WeakKeyDictionary()
 
-    def move(self, model: ThunderModule) -> None:
+    def add(self, model: ThunderModule) -> None:
+        """Take the attributes that ``model`` has now for its own, which stay there."""
+        self._own[model] = vars(model).keys() | set()
+
+    def move(self) -> None:
         """Let forward read what was set since the latest call; cheap enough for every call.
 
         Raises:
             RuntimeError: names a parameter, buffer or submodule, for which the module would have to be sharded again.
         """
-        module = model._model
-        for kind, name in _registered(model) if len(model._modules) > 1 or model._parameters or model._buffers else ():
-            raise coded_error(RuntimeError, "module.registered-on-jitted-module", role=kind, name=name)
-        for name in () if vars(model).keys() <= self._own else vars(model).keys() - self._own:
-            if hasattr(type(model), name) or (name.startswith("_") and not hasattr(module, name)):
-                continue
-            value = vars(model)[name]
-            if name == "training" and value != module.training:
-                raise coded_error(RuntimeError, "module.training-flags-differ", jitted=value, original=module.training)
-            setattr(module, name, value)
-            delattr(model, name)
+        for model, own in self._own.items():
+            _move(model, own)
+
+
+def _move(model: ThunderModule, own: set[str]) -> None:
+    module = model._model
+    for kind, name in _registered(model) if len(model._modules) > 1 or model._parameters or model._buffers else ():
+        raise coded_error(RuntimeError, "module.registered-on-jitted-module", role=kind, name=name)
+    for name in () if vars(model).keys() <= own else vars(model).keys() - own:
+        if hasattr(type(model), name) or (name.startswith("_") and not hasattr(module, name)):
+            continue
+        value = vars(model)[name]
+        if name == "training" and value != module.training:
+            raise coded_error(RuntimeError, "module.training-flags-differ", jitted=value, original=module.training)
+        setattr(module, name, value)
+        delattr(model, name)
 
 
 def _registered(model: torch.nn.Module) -> Iterator[tuple[str, str]]:

@@ -22,7 +22,7 @@ from ..extensions import load
 from ..logs import Progress
 from ..plan.plan import Plan
 from ..plan.specs import BucketSpec
-from ..private_thunder import repeat_failed_compilations, repeated, watch_compilations
+from ..private_thunder import extend_calls, repeated, watch_compilations
 from ..private_torch import state_name, unwrap_fabric
 from ..proof.audit import PreShardStorages
 from ..ranks.control import Control
@@ -84,6 +84,8 @@ class ShardedModule:
         for bucket in self.buckets:
             bucket.control, bucket.issue_counts = self.control, self.control.issue_counts
         self.module_params = ModuleParameters(self.module, self.buckets, self.leaves)
+        self.module_params.objects.copies.append(self.replaced)
+        self._attributes = SetAttributes()
         self._collects_less = CollectsLess()
         self._model: Callable[[], ThunderModule | None] = lambda: None
         self._is_starting = False  # whether a call runs whose trace does not run yet
@@ -118,8 +120,8 @@ class ShardedModule:
         for name, tensor in self.replaced.items():
             is_param = isinstance(tensor, torch.nn.Parameter)
             (model._overrides_parameters if is_param else model._overrides_buffers)[name] = tensor
-        self._attributes = SetAttributes(model)
-        self.module_params.objects.copies = self.replaced, model._overrides_buffers
+        self._attributes.add(model)
+        self.module_params.objects.copies.append(model._overrides_buffers)
         reference = weakref.ref(model)
 
         def before_trace() -> None:
@@ -133,22 +135,22 @@ class ShardedModule:
 
         install_placeholders_on_miss = watch_compilations(model, before_trace, after_trace)
 
-        def before_call(jitted: torch.nn.Module, *_: Any) -> None:
+        def before_call() -> None:
             begin_work()
             refuse_nested()
             refuse_compilation("a jitted module", "thunder.jit compiles it already, so leave torch.compile out")
+            if self.running_eagerly:
+                raise coded_error(RuntimeError, "step.compiled-call-inside-eager")
             self._is_starting = self.control.agrees_in_steps
             self._collects_less.end()  # compiling without a call may have failed
-            self._attributes.move(self._jitted)
-            if self.running_eagerly:
-                self.module_params.objects.replaced()
-            else:
+            self._attributes.move()
+            if (jitted := reference()) is not None:
                 refuse_old_backward_hooks(jitted)
-                # Compiling without a call may have failed and left placeholders in the module.
-                self.module_params.replace_placeholders()
-                self.module_params.check()
-                self.former_params = check_gradients(self.former_params)
-                install_placeholders_on_miss()
+            # Compiling without a call may have failed and left placeholders in the module.
+            self.module_params.replace_placeholders()
+            self.module_params.check()
+            self.former_params = check_gradients(self.former_params)
+            install_placeholders_on_miss()
             self._is_starting = False
 
         offloads = any(bucket.spec.comm.offload for bucket in self.buckets)
@@ -173,8 +175,7 @@ class ShardedModule:
                 self._is_starting = False
                 self.control.announce("starting a call", error)
 
-        repeat_failed_compilations(model, self._adds_leaf)
-        model.register_forward_pre_hook(before_call)
+        extend_calls(model, before_call, self._adds_leaf)
         model.register_forward_hook(after_call, always_call=True)
 
     def before_trace(self, model: weakref.ref[ThunderModule]) -> None:
@@ -230,7 +231,7 @@ class ShardedModule:
 
         See [Note: Set attributes] in ``set_attributes``.
         """
-        self._attributes.move(self._jitted)
+        self._attributes.move()
         self.module_params.objects.replaced()
 
     def check_ready(self) -> None:

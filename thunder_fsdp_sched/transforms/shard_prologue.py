@@ -138,6 +138,7 @@ def shard_prologue(
     if len(modules) > 1 and not all(bsym.args[0].name in roots for bsym in modules):
         raise coded_error(NotImplementedError, "module.several-modules-in-function")
     reads, folded = _reads_of_attributes(prologue, modules[0].output.name) if modules else ([], set())
+    jitted = {bsym.output.name: bsym.args[0] for bsym in modules if bsym.args[0].name in roots}
     bsyms: list[BoundSymbol] = []
     checked: dict[str, torch.nn.Parameter] = {}
     for number, bsym in enumerate(prologue.bound_symbols):
@@ -151,6 +152,8 @@ def shard_prologue(
             continue
         elif bsym.sym is prims.check_number_type_and_value and isinstance(bsym.args[1], (float, complex)):
             bsym = fsdp_check_number.bind(*bsym.args, output=None)  # Thunder's takes -0.0 for 0.0
+        elif bsym.sym is prims.unpack_attr and bsym.args[0].name in jitted:  # the jitted module has other hooks
+            bsym = bsym.from_bsym(args=(jitted[bsym.args[0].name], *bsym.args[1:]))
         bsyms.append(bsym)
     arguments = {bsym.output.name: bsym.output for bsym in bsyms if bsym.sym is prims.unpack_trivial}
     if inputs is not None and len(inputs):  # first: errors of unpacking name nothing

@@ -85,11 +85,10 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
         undo.callback(setattr, sharded, "running_eagerly", False)
         params.replace_shards(params.placeholders)
         undo.callback(params.replace_placeholders)
-        undo.callback(_keep_buffers, model, dict(module.named_buffers(remove_duplicate=False)))
+        undo.callback(params.objects.replaced)  # the jitted model has the buffers that forward replaces: a cache
         undo.callback(_reshard, unsharded, finally_=True)
         _unshard(stay)
         hooks = attach_casts(module, sharded.mp_policy)
-        hooks.append(model.register_forward_pre_hook(_refuse_compiled, prepend=True))
         hooks.append(module.register_forward_pre_hook(_refuse_gradients, prepend=True))
         for innermost, members in inside.items():
             hooks.append(innermost.register_forward_pre_hook(partial(_unshard, members), prepend=True))
@@ -195,17 +194,6 @@ def _reshard(members: Sequence[_Unsharded], *_: Any, finally_: bool = False) -> 
         one.users = 0 if finally_ else max(one.users - 1, 0)
         if not one.users:
             one.free()
-
-
-def _keep_buffers(model: ThunderModule, before: dict[str, torch.Tensor]) -> None:
-    """Give the jitted model those buffers that forward has replaced in the original module: a cache, a counter."""
-    for name, buffer in model._model.named_buffers(remove_duplicate=False):
-        if buffer is not before.get(name):
-            model.set_buffer(name, buffer)
-
-
-def _refuse_compiled(*_: Any) -> None:
-    raise coded_error(RuntimeError, "step.compiled-call-inside-eager")
 
 
 def _refuse_gradients(*_: Any) -> None:
