@@ -23,7 +23,7 @@ from thunder.executors.passes import del_last_used
 from .capture.bound_symbols import IN_CHECKPOINT
 from .errors import coded_error
 from .extensions import load
-from .ir.gradients import WRONG_GRADIENTS
+from .ir.gradients import PIECEWISE_CONSTANT, WRONG_GRADIENTS
 from .ir.inspection import nested
 from .kernels.symbols import executor as kernels
 from .mends.reject_resampled_random_grads import reject_resampled_random_grads
@@ -95,6 +95,11 @@ def computation(trace: TraceCtx, c: Context) -> TraceCtx:
     if _has(trace, "fsdp_leaf"):  # with leaf modules
         # Inputs of leaves that are views of parameters are cloned. Autograd asks the leaves' rule for what needs a gradient.
         trace = run(load("extras.leaf_modules.symbols:prepare_leaves"), trace)
+    if _has(trace, *PIECEWISE_CONSTANT):  # with a `floor`, a `dropout` or the like
+        from .mends.connect_constants import connect_constants
+
+        # After a trace was written out of place: `floor_` is a `floor` then.
+        trace = run(connect_constants, trace)
     if _has_scalars(trace):  # with operands without dimensions
         from .mends.broadcast_scalars import broadcast_scalars
 

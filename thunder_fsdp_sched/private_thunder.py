@@ -354,9 +354,7 @@ def saved_objects(node: Any) -> Sequence[Any]:
     return tuple(node.saved_other)
 
 
-def extend_calls(
-    model: ThunderModule, before_call: Callable[[], object], is_worthwhile: Callable[[], bool]
-) -> None:
+def extend_calls(model: ThunderModule, before_call: Callable[[], object], is_worthwhile: Callable[[], bool]) -> None:
     """Call a function before each call of a jitted module, and repeat calls that fail as long as another one says so.
 
     The function is called after all forward pre-hooks of ``model``, which may change the module.

@@ -211,7 +211,8 @@ class FSDPTransform(ShardingTransform):
             )
         compilation = self.begin_compilation(call, no_sync=no_sync)
         compilation.context.memory_of_inputs = memory
-        compilation.context.computation = computation_trace = mark_constants(computation_trace)
+        mark_constants(computation_trace.bound_symbols)
+        compilation.context.computation = computation_trace
         if epilogue_trace is not None:
             epilogue_trace = pipeline.epilogue(epilogue_trace, compilation.context)
         return *compilation.shard(prologue_trace, computation_trace), epilogue_trace

@@ -27,9 +27,6 @@ LEAVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "lerp": lambda y: torch.lerp(y, y * y, 0.3),
     "minimum": lambda y: torch.minimum(y, y * y),
     "remainder": lambda y: y % 2.0 + torch.remainder(y, 0.7),
-    "round, straight through": lambda y: y + (y.round() - y).detach() * y,
-    "floor": lambda y: torch.floor(y) + y.ceil(),
-    "trunc": lambda y: y.trunc() * y,
     "pad": lambda y: F.pad(y[None], (1, 1), mode="reflect"),
     "tile": lambda y: y.tile(2, 2) * 2,
     "unfold": lambda y: y.unfold(0, 2, 1) ** 2,
@@ -43,7 +40,18 @@ TRACED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "an unused result without dimensions": lambda y: torch.var_mean(y)[0] + torch.std_mean(y)[1],
     "what needs no gradient": lambda y: y * y.detach().floor() * torch.hstack([y.detach()[:, :2], y.detach()[:, 2:]]),
     "another one": lambda y: torch.linalg.slogdet(y)[1],
+    "round, straight through": lambda y: y + (y.round() - y).detach() * y,
+    "floor": lambda y: torch.floor(y) + y.ceil(),
+    "round": lambda y: y.round(),
+    "trunc": lambda y: y.trunc() * y,
+    "quotients": lambda y: torch.div(y, y[0] + 3, rounding_mode="trunc") + torch.div(y[0], y, rounding_mode="floor"),
+    "bernoulli": lambda y: (y > 0).to(y.dtype).mul(y.sigmoid().ceil()).bernoulli(),
+    "dropout of all": lambda y: F.dropout(y, 1.0),
+    "floor in place": lambda y: (y * 2).floor_(),
+    "zeros in place": lambda y: (y * 2).zero_(),
+    "a constant in place": lambda y: (y * 2).t().copy_(torch.ones(4, 4)),
 }
+"""Functions that are traced. Those that are constant have gradients of zeros."""
 
 
 class _Model(nn.Module):

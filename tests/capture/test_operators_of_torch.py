@@ -21,13 +21,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.long]
 
 OTHER = {
-    "zero_": "a write of zeros to an input has gradients of zeros, which are None here",
     "repeat": "results without elements have gradients of zeros, which are None here",
 }
 """Operators with other gradients: zeros and None differ for optimizers with weight decay."""
-
-OTHER_IF_TRACED = {"ceil", "floor"}
-"""Operators whose gradients of zeros are None unless they run as they are."""
 
 
 class Applied(nn.Module):
@@ -71,7 +67,7 @@ def _run(model: Any, first: Any, args: Any) -> list[Any]:
 def test_values_and_gradients_are_those_of_eager_mode(strict: bool) -> None:
     right, wrong = 0, []
     for info in op_db:
-        if info.name in OTHER or (strict and info.name in OTHER_IF_TRACED):
+        if info.name in OTHER:
             continue
         for first, args, kwargs in _samples(info):
             module = Applied(info.op, kwargs)

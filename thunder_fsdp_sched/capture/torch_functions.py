@@ -117,7 +117,7 @@ def call_or_run_as_it_is(
 
     name = function.name if isinstance(function, Symbol) else getattr(function, "__name__", "")
     wrong = wrong_result(function, args, kwargs)
-    if wrong or name in _WITHOUT_RULE or (name in _WRONG_IF_NEEDED and _needs_gradient(args, kwargs)):
+    if wrong or name in _WITHOUT_RULE or (name in WRONG_GRADIENTS and _needs_gradient(args, kwargs)):
         if (result := load(run_as_it_is)(leaves, function, None, *args, **kwargs)) is not None:
             return result
         undo()
@@ -136,11 +136,8 @@ def call_or_run_as_it_is(
 
 
 _MAPPED = frozenset({*map(id, _torch_to_thunder_function_map), id(torch.as_tensor)})
-_WITHOUT_RULE = frozenset({"flip", "index_add", "lerp", "minimum", "remainder", "round", "trunc"})
+_WITHOUT_RULE = frozenset({"flip", "index_add", "lerp", "minimum", "remainder"})
 """Names of functions with which Thunder fails as soon as it differentiates a trace, or whose results are wrong."""
-
-_WRONG_IF_NEEDED = WRONG_GRADIENTS | {"ceil", "floor"}
-"""Names of functions of which Thunder computes a wrong gradient, or none where torch's is zero."""
 
 _NAMED = {
     name: collections.namedtuple(name, ("values", "indices"))

@@ -9,6 +9,8 @@ autograd takes the operator for a constant. Later passes go by tags and dtypes a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from thunder.core import dtypes
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -28,14 +30,16 @@ LOST_IN_SEQUENCES = frozenset({"column_stack", "dstack", "hstack", "lstm_cell", 
 WRONG_GRADIENTS = LOST_IN_SEQUENCES | {"index_put", "prod"}
 """Names of operators of which Thunder computes a wrong gradient, or silently none."""
 
+PIECEWISE_CONSTANT = frozenset({"bernoulli", "ceil", "div", "dropout", "floor", "round", "trunc"})
+"""Names of operators that may be constant in what they read, to which Thunder then passes no gradient."""
 
-def mark_constants(trace: TraceCtx) -> TraceCtx:
+
+def mark_constants(bsyms: Iterable[BoundSymbol]) -> None:
     """Tag what operators such as ``detach`` return as constants. Adds nothing but tags; see [Note: Constants]."""
-    for bsym in trace.bound_symbols:
+    for bsym in bsyms:
         if bsym.sym.name in _RETURNING_CONSTANTS:
             for out in defined_by(bsym):
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
-    return trace
 
 
 def with_gradient(bsym: BoundSymbol) -> list[str]:

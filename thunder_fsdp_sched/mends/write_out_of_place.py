@@ -39,7 +39,7 @@ from thunder.extend import TemporaryExecutor
 
 from ..errors import coded_error
 from ..ir.effects import Effects, LocalWork
-from ..ir.gradients import with_gradient
+from ..ir.gradients import mark_constants, with_gradient
 from ..ir.inspection import (
     args_of,
     defined_by,
@@ -55,6 +55,7 @@ from ..ir.inspection import (
 from ..ir.operator_facts import facts_of, observed_call, tensors_read, tensors_returned
 from ..ir.registry import executor, register
 from ..runtime.traced_inputs import MemoryOfInputs
+from .connect_constants import fsdp_zero_gradient
 
 
 def _with_value_effects(bsym: BoundSymbol) -> Effects:
@@ -172,8 +173,8 @@ class _Rewriting:
         if bsym.sym.id is PrimIDs.COPY_:
             self._emit(bsym, lambda: self._write(bsym))
         elif bsym.sym.id is PrimIDs.UPDATE_ALIASES:
-            pairs = zip(bsym.flat_proxy_outs, bsym.flat_proxy_args, strict=True)
-            self._views.update({new.name: _View(old.name, None) for new, old in pairs})
+            for new, old in zip(bsym.flat_proxy_outs, bsym.flat_proxy_args, strict=True):
+                self._note_same(new.name, old.name)
         elif any(b.sym.id is PrimIDs.COPY_ for b in nested(bsym.subsymbols)):
             if bsym.sym.id == ltorch.checkpoint.id or isinstance(bsym.sym.executor, TemporaryExecutor):
                 _refuse(bsym, "module.in-place-change-in-region")
@@ -183,6 +184,7 @@ class _Rewriting:
             read = self._emit(bsym, lambda: {name: self._value(name) for name in tensors_read(bsym)})
             current = swap_args(bsym, {name: value for name, value in read.items() if value.name != name})
             self._new.bound_symbols.append(current)
+            mark_constants([bsym])
             if not self._needing.isdisjoint(args_of(bsym)):
                 self._needing.update(with_gradient(bsym))
             if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
@@ -236,23 +238,32 @@ class _Rewriting:
                 _refuse(
                     copy, "module.in-place-change-of-unknown-view", operator=unknown.sym.name, place=source_of(unknown)
                 )
-        value, name, values = self._value(source), target, dict[str, TensorProxy]()
+        value, name, values, is_part = self._value(source), target, dict[str, TensorProxy](), False
         while (view := self._views.get(name)) is not None:
             values[name] = value
             is_seen = is_seen and not view.is_detached
+            is_part = is_part or (view.prim is not None and view.prim.sym.id is PrimIDs.SLICE)
             value = value if view.prim is None else _undo(view.prim, self._value(view.parent), value, copy)
             name = view.parent
         if not is_seen and not self._needing.isdisjoint((base, source)):
             value, values = fsdp_with_value(self._value(base), value), {}
         elif source in self._needing:
             self._needing.update(n for n in self._proxies if self._base(n) == base)
+        elif base in self._needing and not is_part:
+            value, values = fsdp_zero_gradient(self._value(base), value), {}
         self._versions[base] = version = self._versions.get(base, 0) + 1
         self._values.update({each: (version, v) for each, v in {**values, base: value}.items()})
-        self._views[copy.output.name] = _View(target, None)
+        self._note_same(copy.output.name, target)
         self.depends_on_strides |= base in self._ambiguous
         if base in self._arguments:
             self.written |= {base}
             self._grad_enabled[base] = bool(copy.kwargs["grad_enabled"])
+
+    def _note_same(self, name: str, known: str) -> None:
+        """Note another name of a tensor."""
+        self._views[name] = _View(known, None)
+        if known in self._needing:
+            self._needing.add(name)
 
     def _note_views(self, bsym: BoundSymbol) -> None:
         read, returned = tensors_read(bsym), tensors_returned(bsym)
