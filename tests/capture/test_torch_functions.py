@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from thunder_fsdp_sched import fsdp
 
@@ -12,6 +12,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from coded import coded
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -101,3 +102,29 @@ def test_forward_returns_results_as_tuples() -> None:
     output = thunder.jit(_Results(), transforms=[fsdp(leaf_modules=())])(x)
     torch.testing.assert_close(output["largest"], tuple(x.max(-1)))
     torch.testing.assert_close(output["both"], [tuple(torch.topk(x, 2))])
+
+
+class _Pair(NamedTuple):
+    first: torch.Tensor
+    second: Any
+
+
+class _Returns(nn.Module):
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.part, self.make = nn.Linear(4, 4), make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(self.part(x))
+
+
+@pytest.mark.parametrize("leaves", [(), ("0",)], ids=["traced", "leaf"])
+def test_named_tuples_of_forward_are_refused_but_for_those_of_torch(leaves: tuple[str, ...]) -> None:
+    x, jitted = torch.randn(3, 4), []
+    for make in (lambda y: y.max(-1), lambda y: {"pairs": [_Pair(y, None)]}):
+        module = nn.Sequential(_Returns(make))
+        jitted.append((module, thunder.jit(copy.deepcopy(module), transforms=[fsdp(leaf_modules=leaves)])))
+    (module, model), (_, refused) = jitted
+    torch.testing.assert_close(model(x), tuple(module(x)))
+    with pytest.raises(NotImplementedError, check=coded("module.not-reproduced-by-trace", "named tuple (_Pair)")):
+        refused(x)

@@ -156,6 +156,8 @@ class InputReads:
                     self.leaves.arguments.clear()
             if refused:
                 result = do_raise(refused[0])
+        if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            result = torch_functions.with_plain_tuples(result)
         has_failed = result is INTERPRETER_SIGNALS.EXCEPTION_RAISED
         is_automatic = self.leaves is not None and self.leaves.automatic
         if is_automatic and not has_failed and (changed := self._containers.changed()) is not None:
@@ -166,7 +168,6 @@ class InputReads:
         if self._sizes is not None:
             self._checks.update(self._sizes.checks(context.computation_trace.bound_symbols))
         if not has_failed:
-            result = torch_functions.with_plain_tuples(result)
             forget_new_modules(context)
             self._assigned = take_constants(context, self._object_at)
             save_attributes_of_root(context)

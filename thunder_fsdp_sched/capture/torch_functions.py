@@ -149,14 +149,23 @@ types: Thunder's programs do not print them."""
 _BUILTIN = {id(getattr(torch, name)): name for name in (*_NAMED, "norm", "repeat_interleave", "reshape")}
 
 
-def with_plain_tuples(output: WrappedValue) -> WrappedValue:
-    """Return what the outermost forward returns, wrapped, with tuples in place of the named ones."""
-    kinds = set(_NAMED.values())
-    is_named = lambda value: type(value) in kinds  # noqa: E731
-    if not any(map(is_named, tree_leaves(unwrap(output), is_leaf=is_named))):
+def with_plain_tuples(output: WrappedValue) -> Any:
+    """Return what the outermost forward returns, wrapped, with plain tuples in place of torch's named ones.
+
+    Other named tuples are refused: a trace cannot make them.
+    """
+    found = [type(value) for value in tree_leaves(unwrap(output), is_leaf=_is_named) if _is_named(value)]
+    if foreign := [kind for kind in found if kind not in _NAMED.values() and kind.__module__ != "torch.return_types"]:
+        what = f"forward returns a named tuple ({foreign[0].__name__}), which a trace cannot make"
+        return do_raise(refusal(what, "Return a dataclass, a dictionary or a plain tuple"))
+    if not found:
         return output
-    plain = lambda value: tree_map(lambda v: tuple(v) if is_named(v) else v, value, is_leaf=is_named)  # noqa: E731
+    plain = lambda value: tree_map(lambda v: tuple(v) if _is_named(v) else v, value, is_leaf=_is_named)  # noqa: E731
     return interpreter_needs_wrap(plain)(output)
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, tuple) and type(value) is not tuple and type(value) is not torch.Size
 
 
 def _named(kind: Any, function: Any, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
