@@ -4,8 +4,11 @@ import dataclasses
 import functools
 import json
 import operator
+import pickle
+import subprocess
+import sys
 
-from thunder_fsdp_sched import ScheduleMismatch, fsdp
+from thunder_fsdp_sched import CommOp, Schedule, ScheduleMismatch, fsdp
 from thunder_fsdp_sched.extras.replay import replay_schedule
 from thunder_fsdp_sched.planning import compile_as_rank
 
@@ -134,3 +137,15 @@ def test_a_wrong_schedule_is_caught_by_verify():
     moved = replay_schedule(trace, schedule=dataclasses.replace(schedule, ops=tuple(ops)))
     with pytest.raises(AssertionError, check=coded("proof.invalid-bound-symbol", "which nothing before it defines")):
         verify(assign_slots(moved))
+
+
+def test_a_schedule_counts_alike_in_a_process_without_the_extras() -> None:
+    kinds = "fsdp_all_reduce", "fsdp_serve_gather", "fsdp_accumulate_reduced", "fsdp_wait_served"
+    ops = tuple(CommOp(i, kind, "block", 8, "float32", "ranks", "flat", "", None, "") for i, kind in enumerate(kinds))
+    schedule = Schedule(ops, 9, "digest")
+    count = "[op.issues for op in schedule], schedule.gathers_in_flight, len(schedule.collectives())"
+    program = f"import pickle, sys; schedule = pickle.load(sys.stdin.buffer); print(({count}))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], input=pickle.dumps(schedule), capture_output=True, check=True
+    )
+    assert result.stdout.decode().strip() == "([True, True, False, False], 1, 2)"

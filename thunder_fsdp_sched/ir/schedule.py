@@ -5,7 +5,10 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..extensions import load
 
 # Names of symbols, as schedules have them. An extra adds its own when it registers them (``registry.register``).
 
@@ -26,6 +29,9 @@ MAX_REDUCTIONS_IN_FLIGHT = 2
 third one would not improve overlap, because the reductions of one process group run one after the other. Meanwhile the
 next bucket's slot may fill with gradients that are written in place; copied gradients would need as much memory of
 their own."""
+
+_REGISTERING = ("extras.replicas", "extras.no_sync.symbols", "extras.ranks_differ.symbols")
+"""The extras that add names."""
 
 THEN_HOOK = "; then all_reduce_hook "
 """The prefix of a hook's name in the reason of a wait that calls the hook."""
@@ -61,6 +67,14 @@ class CommOp:
     first_consumer: int | None
     reason: str
     travels: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in ISSUES | WAITS:  # it comes from a file or from another process
+            for module in _REGISTERING:
+                load(module)
+
+    def __reduce__(self) -> Any:
+        return CommOp, tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def issues(self) -> bool:
