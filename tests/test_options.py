@@ -265,8 +265,9 @@ def test_what_is_given_is_shown_and_a_limit_on_memory_chooses_the_distance() -> 
 
 def test_a_bucket_of_a_few_bytes_is_warned_of_where_it_is_asked_for() -> None:
     with pytest.warns(UserWarning, match="bucketing_strategy=25 .*'25MB'") as warned:
-        fsdp(bucketing_strategy=25)
+        options = fsdp(bucketing_strategy=25).options
         fsdp(bucketing_strategy="25B")  # which says what it is
+        assert options.with_kept(schedule=None) == options
     assert [each.filename for each in warned] == [__file__]
 
 

@@ -11,6 +11,7 @@ with its default and its check. If what is kept differs from what users give, th
 from __future__ import annotations
 
 import ast
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, fields
@@ -98,6 +99,12 @@ class OptionFields:
     def declared(cls) -> dict[str, Option[Any, Any]]:
         bases = reversed(cls.__mro__)
         return {name: each for base in bases for name, each in vars(base).items() if isinstance(each, Option)}
+
+    def with_kept(self, **kept: Any) -> Self:
+        """Return a copy with other values, which have been checked: a check may warn of what a user has given."""
+        new = copy.copy(self)
+        vars(new).update(kept)
+        return new
 
     def lines(self, name: str) -> Iterator[str]:
         """Yield one line, which starts with ``name``, for each option that must be the same on all ranks."""

@@ -167,8 +167,8 @@ class Chooser:
     ) -> None:
         self.joint, self.sharded, self.compiled = joint, sharded, compiled
         self.traces, self.options = traces, options = context.traces, context.options
-        kept_allocated = replace(options.sharding_strategy, release=False)
-        searched = replace(options, schedule=None, sharding_strategy=kept_allocated)
+        kept_allocated = options.sharding_strategy.with_kept(release=False)
+        searched = options.with_kept(schedule=None, sharding_strategy=kept_allocated)
         self.context = replace(context, fusions=(), options=searched)
         self.limits = Limits(
             options.sharding_strategy.max_unsharded_bytes,
