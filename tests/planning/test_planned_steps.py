@@ -12,6 +12,7 @@ from thunder_fsdp_sched.planning import (
     AnalyticCost,
     DryRun,
     cluster,
+    compile_as_rank,
     dry_run_step,
     optimizer_state_bytes,
     simulate,
@@ -130,9 +131,33 @@ def test_zero2_communicates_once_in_a_planned_window(zero2: DryRun) -> None:
     assert longer.seconds == pytest.approx(zero2.seconds + 2 * further.step_seconds)
 
 
-def test_a_window_needs_a_micro_batch() -> None:
-    with pytest.raises(ValueError, check=coded("plan.micro-batches-below-one", "0")):
-        dry_run_step(make_on_meta, micro_batches=0, **SLOW_LINKS)
+@pytest.mark.parametrize(
+    ("numbers", "error", "refusal"),
+    [
+        ({"micro_batches": 0}, ValueError, coded("option.too-small", "micro_batches", "0")),
+        ({"micro_batches": 1.5}, TypeError, coded("option.wrong-type", "micro_batches", "1.5")),
+        ({"world_size": 0}, ValueError, coded("option.too-small", "world_size", "0")),
+        ({"world_size": "2"}, TypeError, coded("option.wrong-type", "world_size", "'2'")),
+        ({"replicas": 0}, ValueError, coded("option.too-small", "replicas", "0")),
+        ({"replicas": 1.0}, TypeError, coded("option.wrong-type", "replicas", "1.0")),
+    ],
+)
+def test_numbers_of_a_step_are_whole_and_at_least_one(numbers: Any, error: type[Exception], refusal: coded) -> None:
+    with pytest.raises(error, check=refusal):
+        dry_run_step(make_on_meta, **{**SLOW_LINKS, **numbers})
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "refusal"),
+    [
+        (2, 2, coded("plan.rank-beyond-world-size", "2")),
+        (-1, 2, coded("option.too-small", "rank", "-1")),
+        (0, 0, coded("option.too-small", "world_size", "0")),
+    ],
+)
+def test_only_a_rank_that_exists_compiles(rank: int, world_size: int, refusal: coded) -> None:
+    with pytest.raises(ValueError, check=refusal):
+        compile_as_rank(make_on_meta, fsdp(), rank=rank, world_size=world_size)
 
 
 #

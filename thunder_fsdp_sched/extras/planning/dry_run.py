@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from ...api import fsdp
 from ...compiled_traces import CompiledTraces
 from ...errors import coded_error
+from ...option_checks import at_least, is_a
 from ...option_groups import Ranks
 from ...ranks.process_groups import PlannedRanks, plan_for
 from ...transform import FSDPTransform
@@ -30,6 +31,8 @@ from .clusters import ClusterSpec, cluster
 from .cost import AnalyticCost
 from .simulate import simulate
 from .timeline import Timeline
+
+_ranks = is_a(int, "an int", at_least(1, "ranks"))
 
 Made = tuple[torch.nn.Module, tuple[Any, ...]]
 """A module and the positional arguments of a call."""
@@ -139,14 +142,15 @@ def dry_run_step(
 
     Raises:
         RuntimeError: this process already has a default process group.
-        ValueError: the cluster is unknown, options are invalid, or ``make`` returns something else.
+        TypeError, ValueError: the cluster is unknown, options or numbers are invalid, or ``make`` returns something else.
     """
     spec = cluster(on)
     if isinstance(options.get("offload_policy"), CPUOffloadPolicy):
         _ = spec.host_bytes_per_second  # raises ValueError if it is not known
-    if micro_batches < 1:
-        raise coded_error(ValueError, "plan.micro-batches-below-one", micro_batches=micro_batches)
-    if replicas < 1 or world_size % replicas:
+    _ranks("world_size", world_size)
+    is_a(int, "an int", at_least(1, "micro-batches"))("micro_batches", micro_batches)
+    is_a(int, "an int", at_least(1, "copies"))("replicas", replicas)
+    if world_size % replicas:
         raise coded_error(ValueError, "plan.replicas-do-not-divide-ranks", world_size=world_size, replicas=replicas)
 
     def transform() -> FSDPTransform:  # over the process group of the ranks
@@ -179,9 +183,13 @@ def fake_rank(rank: int, world_size: int, *, on: ClusterSpec | None = None) -> I
 
     Raises:
         RuntimeError: this process already has a default process group.
+        TypeError, ValueError: there is no such rank.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    is_a(int, "an int", at_least(0, ""))("rank", rank)
+    if rank >= _ranks("world_size", world_size):
+        raise coded_error(ValueError, "plan.rank-beyond-world-size", rank=rank, world_size=world_size)
     if dist.is_initialized():
         raise coded_error(RuntimeError, "plan.process-group-already-initialized")
     hook = sys.excepthook  # torch replaces it with one that prints "[rank0]: " in front of each line, and leaves it
