@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from internals import local_rows
 from models import Layer
 from ranks import on_ranks
 from saving import Everything, assert_equal, contents, fill, make, optimizer_of, train, update
@@ -176,12 +175,12 @@ def test_each_way_restores_values_and_training(
     again, second = make(7, **options)
     again.get_buffer("unsaved").copy_(model.get_buffer("unsaved"))
     train(again, second)
-    addresses = [local_rows(param).data_ptr() for param in again.parameters()]
+    addresses = [param.to_local().data_ptr() for param in again.parameters()]
     for name, way in WAYS.items():
         fill(again, 0.0)
         way.load(again, second, tmp_path / name, saved[name])
         _compare(again, None, expected, name)
-        assert [local_rows(param).data_ptr() for param in again.parameters()] == addresses, name
+        assert [param.to_local().data_ptr() for param in again.parameters()] == addresses, name
         assert all(param.grad is None for param in again.parameters()), name
         if way.holds_optimizer:
             train(again, second)
