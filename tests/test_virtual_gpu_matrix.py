@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import thunder_fsdp_sched
-from thunder_fsdp_sched import CommPolicy, Ranks, Sharding, fsdp
+from thunder_fsdp_sched import CommPolicy, Ranks, Sharding
 
 import pytest
-import thunder
 import torch
-from torch import nn
+from random_models import BlockSpec, ModelSpec
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_gpu import guard
 from virtual_gpu.histories import TRANSPORTS, make_model, take_three_steps
 from virtual_gpu.world import Rank, Result, run
+from world import EVALUATION, WINDOW, Action, World
+from world_draws import drawn
+from world_virtual import run_histories
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 
@@ -76,26 +79,22 @@ def step(model: Any, rank: Rank) -> None:
 
 train = partial(take_three_steps, precision="fp32")
 
+FORWARD, BACKWARD, STEP = Action("forward"), Action("backward"), (Action("step"), Action("zero_grad", value=1))
+EVALUATION_ALONE, MICRO_BATCH = Action("forward", EVALUATION), (Action("forward", WINDOW), BACKWARD)
 
-def accumulate(rank: Rank, **options: Any) -> None:
-    model = make_model(rank, **options)
-    for _ in range(2):
-        with model.no_sync():
-            model(batch(rank)).sum().backward()
-            model(batch(rank)).sum().backward()
-        step(model, rank)
+HISTORIES: dict[str, tuple[Action, ...]] = {
+    "accumulate": (*MICRO_BATCH, *MICRO_BATCH, FORWARD, BACKWARD, *STEP) * 2,
+    "interleave": (FORWARD, FORWARD, EVALUATION_ALONE, BACKWARD, BACKWARD, *STEP) * 2,
+    "eager": (FORWARD, BACKWARD, *STEP, Action("eager"), Action("eager")) * 2,
+    "whole values": (FORWARD, BACKWARD, *STEP, Action("full_state", value=1)) * 2,
+}
 
 
-def interleave(rank: Rank, **options: Any) -> None:
-    """Run two forwards before their backwards, and an evaluation in between."""
-    model = make_model(rank, **options)
-    for _ in range(2):
-        first, second = model(batch(rank)).sum(), model(batch(rank)).sum()
-        with torch.no_grad():
-            model(batch(rank))
-        first.backward()
-        second.backward()
-        update(model)
+def run_history(rank: Rank, name: str, **options: Any) -> None:
+    """Run a history twice, the second time with the initial values, which are loaded."""
+    linear, options = BlockSpec("linear", 1, False, True), {"sharding_strategy": Sharding(), **options}
+    model = ModelSpec(8, (linear,) * 3, (), (), False)
+    run_histories(rank, World(model, options, ways=((0, 1, 2),), alike=True, histories=(HISTORIES[name],) * 2))
 
 
 def raise_exceptions(rank: Rank, **options: Any) -> None:
@@ -132,25 +131,6 @@ class _FailAfter(TorchDispatchMode):
             if self.products < 0:
                 raise _Error
         return func(*args, **(kwargs or {}))
-
-
-def run_eagerly(rank: Rank, **options: Any) -> None:
-    with torch.device(rank.device):
-        module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    model = thunder.jit(module, transforms=[fsdp(**options)])
-    for _ in range(2):
-        step(model, rank)
-        with thunder_fsdp_sched.eager(model) as inside:
-            inside(batch(rank))
-            inside(batch(rank))
-
-
-def save_and_load(rank: Rank, **options: Any) -> None:
-    model = make_model(rank, **options)
-    for _ in range(2):
-        step(model, rank)
-        unsharded = thunder_fsdp_sched.full_state_dict(model)
-        model.load_original_state_dict(unsharded)
 
 
 def stream_weights(rank: Rank, **options: Any) -> None:
@@ -208,12 +188,11 @@ RUNS = [
     pytest.param(train, "all_to_all", "zero2, released", marks=pytest.mark.long),
     (raise_exceptions, "all_to_all", "zero3, released"),
     pytest.param(raise_exceptions, "all_to_all", "zero3, extended", marks=pytest.mark.long),
-    pytest.param(accumulate, "all_to_all", "zero3, released", marks=pytest.mark.long),
-    (accumulate, "all_to_all", "zero2, extended"),
-    (interleave, "all_to_all", "bf16 reduced in fp32, released"),
+    (partial(run_history, name="accumulate"), "all_to_all", "zero3, released"),
+    (partial(run_history, name="interleave"), "all_to_all", "bf16 reduced in fp32, released"),
     (use_another_stream, "all_to_all", "zero3"),
-    (run_eagerly, "all_to_all", "zero3"),
-    (save_and_load, "all_to_all", "offload"),
+    (partial(run_history, name="eager"), "all_to_all", "zero3"),
+    (partial(run_history, name="whole values"), "all_to_all", "offload"),
     (stream_weights, "all_to_all", "offload"),
 ]
 
@@ -233,7 +212,11 @@ def test_hybrid_sharding_has_no_fault(transport: str) -> None:
 
 @pytest.mark.parametrize(
     ("use", "transport"),
-    [(train, "all_to_all"), pytest.param(train, "symmetric_memory", marks=pytest.mark.long), (save_and_load, "flat")],
+    [
+        (train, "all_to_all"),
+        pytest.param(train, "symmetric_memory", marks=pytest.mark.long),
+        (partial(run_history, name="whole values"), "flat"),
+    ],
 )
 def test_uses_while_another_device_is_current_have_no_fault(use: Callable[..., None], transport: str) -> None:
     ranks = None if transport == "symmetric_memory" else [1]  # rank 0 has the current device
@@ -247,3 +230,9 @@ def test_gathering_from_secondary_shards_has_no_fault() -> None:
     result.assert_clean()
     whole = run(train, transport="flat", world_size=4, ranks=[0])
     assert result.count()["collective"] == whole.count()["collective"], "as many collectives, within subgroups"
+
+
+@pytest.mark.parametrize("seed", [None, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(16))])
+def test_a_drawn_world_has_no_fault(seed: int | None) -> None:
+    number = int(os.environ["WORLD_SEED"]) if seed is None else seed
+    run(run_histories, drawn(number, ranks=2, histories=1, alike=True), ranks=[0]).assert_clean()
