@@ -20,84 +20,68 @@ import thunder
 import torch
 from models import ChosenBlocks
 from profiles import LONG_ONLY
+from random_models import BlockSpec, ModelSpec
 from ranks import Ranks as Workers
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from virtual_gpu import guard
 from virtual_gpu.clocks import check
 from virtual_gpu.log import Entry
+from virtual_gpu.mutations import is_ours
 from virtual_gpu.together import run_together
 from virtual_gpu.world import Rank
+from world import EVALUATION, WINDOW, Action, Call, Mode, World
+from world_draws import drawn
+from world_virtual import run_histories
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 
 
-Way = str | None
-"""The blocks that a rank runs, in order; ``None`` without a batch."""
+WAYS = ((0, 1), (1, 2), (), (1, 0))
+"""The blocks that a call runs, in order."""
 
-WAYS: tuple[tuple[Way, Way], ...] = (("01", "12"), ("", None), (None, "10"), ("01", "12"), ("01", "01"))
-"""The blocks of even ranks in each step, and those of odd ranks."""
+CALLS: tuple[tuple[int | None, int | None], ...] = ((0, 1), (2, None), (None, 3), (0, 1), (0, 0))
+"""The calls of even ranks in each step, and those of odd ranks; ``None`` without a batch."""
 
-
-def make(rank: Rank, *, mesh: bool = False, **options: Any) -> Any:
-    if mesh:
-        with rank.outside():
-            options["ranks"] = Ranks(mesh=init_device_mesh("cuda", (2, 2)))
-    with torch.device(rank.device):
-        module = ChosenBlocks(8, 8, 3)
-    return thunder.jit(module, transforms=[tfs.fsdp(ranks_may_differ=True, **options)])
+STEP, WINDOW_OF = (Action("backward"), Action("step"), Action("zero_grad", value=1)), (CALLS[0], CALLS[2])
 
 
-def loss_of(model: Any, rank: Rank, way: Way) -> torch.Tensor:
-    if way is None:
-        return tfs.without_batch(model)
-    return model(torch.randn(4, 8, device=rank.device), way)
+def world_of(size: int = 2, *, windows: bool = True, replicas: bool = False, **options: Any) -> World:
+    """Return a world whose ranks train, also in windows, and evaluate."""
+
+    def forward(calls: tuple[int | None, ...], mode: Mode = Mode()) -> Action:  # noqa: B008
+        return Action("forward", mode, calls * (size // 2))
+
+    history = [action for calls in CALLS for action in (forward(calls), *STEP)]
+    for calls in WINDOW_OF if windows else ():
+        history += [forward(calls, WINDOW), Action("backward")]
+    history += [forward(CALLS[1]), *STEP, forward(CALLS[0], EVALUATION)]
+    linear, calls = BlockSpec("linear", 1, False, True), tuple(Call(way, 4) for way in range(len(WAYS)))
+    model, options = ModelSpec(8, (linear,) * 3, (), (), False), {"sharding_strategy": Sharding(), **options}
+    return World(model, options, ways=WAYS, calls=calls, replicas=replicas, histories=(tuple(history),))
 
 
-def update(model: Any, rank: Rank) -> None:
-    with rank.phase("optimizer"), torch.no_grad():
-        for param in model.parameters():
-            if param.grad is not None:
-                param.sub_(param.grad)
-                param.grad = None
-
-
-def train(rank: Rank, windows: bool = True, **options: Any) -> int:
-    """Train, also in windows, and evaluate; return how many merged traces ran."""
-    model = make(rank, **options)
+def train(rank: Rank, world: World) -> int:
+    """Run the history of a world; return how many merged traces ran."""
     begin = DifferingStart._begin_merged
     with mock.patch.object(DifferingStart, "_begin_merged", autospec=True, side_effect=begin) as merged:
-        for step, ways in enumerate(WAYS):
-            with rank.phase(f"forward {step}"):
-                loss = loss_of(model, rank, ways[rank.rank % 2])
-            with rank.phase(f"backward {step}"):
-                loss.backward()
-            update(model, rank)
-        for ways in (WAYS[0], WAYS[2]) if windows else ():
-            with model.no_sync(), rank.phase("accumulation"):
-                loss_of(model, rank, ways[rank.rank % 2]).backward()
-        with rank.phase("end of a window"):
-            loss_of(model, rank, WAYS[1][rank.rank % 2]).backward()
-        update(model, rank)
-        with torch.no_grad(), rank.phase("evaluation"):
-            loss_of(model, rank, WAYS[0][rank.rank % 2])
+        run_histories(rank, world)
     return merged.call_count
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "zero3": {"sharding_strategy": "zero3"},
+    "zero3": {},
     "zero2, bf16 reduced in fp32": {
-        "sharding_strategy": "zero2",
+        "sharding_strategy": Sharding("zero2"),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     },
     "zero3, released": {"sharding_strategy": Sharding("zero3", release=True), "transport": "all_to_all"},
     "zero2, released": {"sharding_strategy": Sharding("zero2", release=True)},
     "offload": {"offload_policy": CPUOffloadPolicy()},
-    "offload, zero2": {"offload_policy": CPUOffloadPolicy(), "sharding_strategy": "zero2"},
+    "offload, zero2": {"offload_policy": CPUOffloadPolicy(), "sharding_strategy": Sharding("zero2")},
     "two groups": {"ranks": Ranks(separate_reduce_scatter_group=True), "prefetch": 3},
     "encoded": {"comm_policy": CommPolicy("int8", "int8", block=4, error_feedback=True), "transport": "all_to_all"},
     "reduced in each micro-batch": {"accumulate": "sharded"},
-    "hybrid": {"mesh": True},
+    "hybrid": {"replicas": True},
 }
 _ORDINARY = ("zero2, bf16 reduced in fp32",)
 
@@ -107,21 +91,22 @@ def test_ranks_that_differ_have_no_race_and_no_synchronization(
     lone_workers: Callable[[int], Workers], option: str
 ) -> None:
     size = 4 if option == "hybrid" else 2
-    result = run_together(lone_workers(size), train, **OPTIONS[option])
+    result = run_together(lone_workers(size), train, world_of(size, **OPTIONS[option]))
     result.assert_clean()
     # Ranks differ in all steps but the last, in the window and in the evaluation. But no rank communicates in a backward of
     # the window if all buckets are kept.
-    assert result.values == tuple([2 * (len(WAYS) - 1) + 7 - 2 * ("zero2" in option)] * size)
+    assert result.values == tuple([2 * (len(CALLS) - 1) + 7 - 2 * ("zero2" in option)] * size)
     for log in result.logs:
         for entry in log.entries:
             # As in step 0. With offload, the host waits for copies of shards.
-            if entry.phase in ("forward 3", "backward 3") and "offload" not in option:
+            if entry.phase in ("12: forward", "13: backward") and is_ours(entry) and "offload" not in option:
                 assert not entry.blocks and entry.kind != "sync_event", str(entry)
 
 
 def use_another_stream(rank: Rank) -> list[tuple[bool, Any]]:
     """Run forward on a side stream; return the thread and the stream of each backward without a batch."""
-    model, found = make(rank), []
+    with torch.device(rank.device):
+        model, found = thunder.jit(ChosenBlocks(8, 8, 3), transforms=[tfs.fsdp(ranks_may_differ=True)]), []
     main, side = torch.cuda.current_stream(rank.device), torch.cuda.Stream(rank.device)
     post = DifferingStart.post
 
@@ -132,13 +117,13 @@ def use_another_stream(rank: Rank) -> list[tuple[bool, Any]]:
         post(start)
 
     with mock.patch.object(DifferingStart, "post", recorded):
-        for ways in WAYS[1:3]:
+        for way in (("", None), (None, "10")):
             side.wait_stream(main)
             with torch.cuda.stream(side):
-                loss = loss_of(model, rank, ways[rank.rank])
+                given = torch.randn(4, 8, device=rank.device), way[rank.rank]
+                loss = tfs.without_batch(model) if way[rank.rank] is None else model(*given)
             main.wait_stream(side)
             loss.backward()
-            update(model, rank)
     return found
 
 
@@ -149,6 +134,12 @@ def test_backward_without_a_batch_runs_on_the_stream_of_its_forward_in_autograds
     result.assert_clean()
     without_batch = [result.values[1][0], result.values[0][-1]]
     assert without_batch == [(False, True)] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(16))
+def test_a_drawn_world_has_no_fault(lone_workers: Callable[[int], Workers], seed: int) -> None:
+    run_together(lone_workers(2), run_histories, drawn(seed, ranks=2, histories=1)).assert_clean()
 
 
 #
@@ -165,7 +156,7 @@ def waits_in(entry: Entry, statement: str) -> bool:
 @pytest.mark.long  # as the mutations of `test_virtual_gpu`
 def test_waits_for_served_collectives_are_needed(lone_workers: Callable[[int], Workers]) -> None:
     """At the end of a trace, because the rows are read then; and before a reduction in the slot of another one."""
-    logs = run_together(lone_workers(2), train, windows=False).logs
+    logs = run_together(lone_workers(2), train, world_of(windows=False)).logs
     assert check(logs) == []
     for statement in ("fsdp_finish_served", "fsdp_serve_reduce"):
         without = [replace(log, entries=[e for e in log.entries if not waits_in(e, statement)]) for log in logs]
@@ -186,7 +177,7 @@ def served_into_the_first_slot() -> Iterator[None]:
 
 def train_with_a_wrong_slot(rank: Rank) -> None:
     with served_into_the_first_slot():
-        train(rank, windows=False)
+        train(rank, world_of(windows=False))
 
 
 @pytest.mark.long  # `test_virtual_gpu` has mutations of gathers

@@ -197,7 +197,11 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("use", "transport", "option"), RUNS)
+def _name_of(value: Any) -> str | None:
+    return value.keywords.get("name") if isinstance(value, partial) else None
+
+
+@pytest.mark.parametrize(("use", "transport", "option"), RUNS, ids=_name_of)
 def test_every_use_with_options_has_no_fault(use: Callable[..., None], transport: str, option: str) -> None:
     run_on_virtual_gpus(use, transport, OPTIONS[option]).assert_clean()
 

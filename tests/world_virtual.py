@@ -16,6 +16,7 @@ from thunder_fsdp_sched import Init
 import torch.distributed as dist
 import world_run
 from random_models import options_of
+from torch.distributed.device_mesh import init_device_mesh
 from virtual_gpu.world import Rank
 from world import Action, World, WorldModel
 from world_runner import WorldRunner
@@ -47,6 +48,9 @@ def run_histories(rank: Rank, world: World) -> None:
         options = options_of(world.case, dist.new_group, rank.world_size)
         if not world.alike:
             options["ranks_may_differ"] = True
+        if world.replicas:
+            with rank.outside():
+                options["ranks"] = replace(options["ranks"], mesh=init_device_mesh("cuda", (2, rank.world_size // 2)))
         runner = _VirtualRunner(world, folder=Path(), init=Init(device=rank.device), **options)
         assert runner.unsharded is not None
         with mock.patch.object(runner.unsharded, "backward"):
