@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import CommPolicy, Ranks, Sharding
+from thunder_fsdp_sched import Sharding
 from thunder_fsdp_sched.extras.ranks_differ import symbols
 from thunder_fsdp_sched.extras.ranks_differ.start import DifferingStart
 
@@ -19,10 +19,10 @@ import pytest
 import thunder
 import torch
 from models import ChosenBlocks
-from profiles import LONG_ONLY
+from profiles import with_long
 from random_models import BlockSpec, ModelSpec
 from ranks import Ranks as Workers
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from virtual_gpu import guard
 from virtual_gpu.clocks import check
 from virtual_gpu.log import Entry
@@ -69,24 +69,16 @@ def train(rank: Rank, world: World) -> int:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "zero3": {},
     "zero2, bf16 reduced in fp32": {
         "sharding_strategy": Sharding("zero2"),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     },
     "zero3, released": {"sharding_strategy": Sharding("zero3", release=True), "transport": "all_to_all"},
-    "zero2, released": {"sharding_strategy": Sharding("zero2", release=True)},
-    "offload": {"offload_policy": CPUOffloadPolicy()},
-    "offload, zero2": {"offload_policy": CPUOffloadPolicy(), "sharding_strategy": Sharding("zero2")},
-    "two groups": {"ranks": Ranks(separate_reduce_scatter_group=True), "prefetch": 3},
-    "encoded": {"comm_policy": CommPolicy("int8", "int8", block=4, error_feedback=True), "transport": "all_to_all"},
-    "reduced in each micro-batch": {"accumulate": "sharded"},
     "hybrid": {"replicas": True},
 }
-_ORDINARY = ("zero2, bf16 reduced in fp32",)
 
 
-@pytest.mark.parametrize("option", [pytest.param(o, marks=[] if o in _ORDINARY else [LONG_ONLY]) for o in OPTIONS])
+@pytest.mark.parametrize("option", with_long(OPTIONS, "zero3, released", "hybrid"))
 def test_ranks_that_differ_have_no_race_and_no_synchronization(
     lone_workers: Callable[[int], Workers], option: str
 ) -> None:
@@ -98,8 +90,7 @@ def test_ranks_that_differ_have_no_race_and_no_synchronization(
     assert result.values == tuple([2 * (len(CALLS) - 1) + 7 - 2 * ("zero2" in option)] * size)
     for log in result.logs:
         for entry in log.entries:
-            # As in step 0. With offload, the host waits for copies of shards.
-            if entry.phase in ("12: forward", "13: backward") and is_ours(entry) and "offload" not in option:
+            if entry.phase in ("12: forward", "13: backward") and is_ours(entry):  # as in step 0
                 assert not entry.blocks and entry.kind != "sync_event", str(entry)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import thunder_fsdp_sched
-from thunder_fsdp_sched import CommPolicy, Ranks, Sharding
+from thunder_fsdp_sched import CommPolicy, Sharding
 
 import pytest
 import torch
@@ -32,15 +32,8 @@ def _double(bucket: str, gradients: torch.Tensor) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "zero3": {},
-    "zero2": {"sharding_strategy": "zero2"},
     "bf16 reduced in fp32": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-    "prefetch 3": {"prefetch": 3},
-    "two groups": {"ranks": Ranks(separate_reduce_scatter_group=True)},
     "offload": {"offload_policy": CPUOffloadPolicy()},
-    "offload bf16": {
-        "offload_policy": CPUOffloadPolicy(),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-    },
     "encoded": {"comm_policy": CommPolicy("int8", "int8", block=4)},
     "by module": {
         "sharding_strategy": lambda name, module: "zero2" if name == "blocks.0" else None,
@@ -50,14 +43,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "all_reduce_hook": _double,
     },
 }
-OPTIONS |= {
-    f"{name}, released": {
-        **OPTIONS[name],
-        "sharding_strategy": Sharding(OPTIONS[name].get("sharding_strategy", "zero3"), release=True),
-    }
-    for name in ("zero3", "zero2", "bf16 reduced in fp32")
-}
-OPTIONS |= {f"{name}, extended": {**OPTIONS[name], "extends": True} for name in ("zero2", "zero3")}
+for _name in ("zero3", "bf16 reduced in fp32"):
+    OPTIONS[f"{_name}, released"] = {**OPTIONS[_name], "sharding_strategy": Sharding(release=True)}
+OPTIONS["zero3, extended"] = {"extends": True}
 
 
 def batch(rank: Rank) -> torch.Tensor:
@@ -178,14 +166,8 @@ def run_on_virtual_gpus(function: Callable[..., None], transport: str, options: 
 
 
 RUNS = [
-    pytest.param(train, "flat", "zero2", marks=pytest.mark.long),
     (train, "coalesced", "encoded"),
-    # Prefetching further is in "by module", and what an extension makes backward wait for is in the next use.
-    pytest.param(train, "all_to_all", "prefetch 3", marks=pytest.mark.long),
-    pytest.param(train, "all_to_all", "two groups", marks=pytest.mark.long),
-    pytest.param(train, "all_to_all", "offload bf16", marks=pytest.mark.long),
     (train, "coalesced", "by module"),
-    pytest.param(train, "all_to_all", "zero2, released", marks=pytest.mark.long),
     (raise_exceptions, "all_to_all", "zero3, released"),
     pytest.param(raise_exceptions, "all_to_all", "zero3, extended", marks=pytest.mark.long),
     (partial(run_history, name="accumulate"), "all_to_all", "zero3, released"),
