@@ -307,26 +307,25 @@ def save_beside(group: ProcessGroupRef, folder: Path, last: str, staging: Stagin
     global _latest
     with contextlib.ExitStack() as stack:
         rounds, run = stack.enter_context(_connected(group, folder, last))
-        failure: Exception | None = None
         try:
             copied, finish_staging = staging.copy()
         except Exception as error:  # such as a lack of memory: the others, which write, learn of it in the next round
-            failure, copied, finish_staging = error, {}, lambda: None
+            write, copied, finish_staging = _failing(error), {}, lambda: None
         ending = stack.pop_all()
-
-    def fail() -> NoReturn:
-        assert failure is not None
-        raise failure
 
     def write_copy() -> None:
         with ending:
-            if failure is None:
-                write(rounds, run, copied)
-            else:
-                rounds.run(fail, lambda values: None)
+            write(rounds, run, copied)
 
     _latest = Saving(_path(folder, last), control_of(group), write_copy, finish_staging)
     return _latest
+
+
+def _failing(error: Exception) -> Write:
+    def fail() -> NoReturn:
+        raise error
+
+    return lambda rounds, run, state: rounds.run(fail, lambda values: None)
 
 
 def _path(folder: Path, last: str) -> Path:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map_only
 
 from ...errors import coded_error
@@ -93,18 +92,18 @@ def fit(loading: Loading, wanted: Any, name: str, own: Mapping[str, Any], paths:
     """
 
     def walk(wanted: Any, saved: Any, path: tuple[Any, ...]) -> Any:
-        found = loading.reader.contents[saved] if isinstance(saved, Saved) else None
-        is_tensor = isinstance(found, TensorStorageMetadata)
-        is_other = isinstance(wanted, torch.Tensor) is not is_tensor
+        is_value = isinstance(saved, Saved)
+        blank = loading.blank(saved) if is_value else None
+        is_other = isinstance(wanted, torch.Tensor) is (blank is None)
         is_other |= path == (name,) and isinstance(wanted, dict) and not isinstance(saved, dict)
         if wanted is not None and is_other:
-            kind = "tensor" if is_tensor else "value" if found is not None else type(saved).__name__
+            kind = "tensor" if blank is not None else "value" if is_value else type(saved).__name__
             raise coded_error(
                 ValueError, "checkpoint.extra-type-mismatch", entry=_text(path), saved=kind, got=type(wanted).__name__
             )
-        if isinstance(found, TensorStorageMetadata):
-            return loading.memory.setdefault(saved, _memory_like(wanted, found, path))
-        if found is not None:
+        if blank is not None:
+            return loading.memory.setdefault(saved, _memory_like(wanted, blank, path))
+        if is_value:
             return loading.reader.load({saved: None})[saved]
         if isinstance(saved, dict):
             given = wanted if isinstance(wanted, dict) else {}
@@ -142,18 +141,14 @@ def _like(wanted: Any, saved: dict[str, Any], path: tuple[Any, ...]) -> Any:
     return made
 
 
-def _memory_like(wanted: torch.Tensor | None, found: TensorStorageMetadata, path: tuple[Any, ...]) -> torch.Tensor:
-    if wanted is not None and wanted.shape != found.size:
-        raise coded_error(
-            ValueError,
-            "checkpoint.extra-shape-mismatch",
-            entry=_text(path),
-            saved=tuple(found.size),
-            got=tuple(wanted.shape),
-        )
-    if wanted is not None and local_rows(wanted) is not wanted:
-        return torch.empty_like(wanted.detach())
-    return torch.empty(found.size, dtype=found.properties.dtype, device=None if wanted is None else wanted.device)
+def _memory_like(wanted: torch.Tensor | None, blank: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
+    if wanted is None:
+        return blank
+    if wanted.shape != blank.shape:
+        saved, got = tuple(blank.shape), tuple(wanted.shape)
+        raise coded_error(ValueError, "checkpoint.extra-shape-mismatch", entry=_text(path), saved=saved, got=got)
+    are_rows = local_rows(wanted) is not wanted
+    return torch.empty_like(wanted.detach()) if are_rows else torch.empty_like(blank, device=wanted.device)
 
 
 def _text(path: tuple[Any, ...]) -> str:
