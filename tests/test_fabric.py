@@ -316,11 +316,25 @@ def _files_are_those_of_unsharded_runs(
     new, optimizer = _fresh(fabric)
     fabric.load(folder / "unsharded", {"model": new, "optimizer": optimizer})
     assert_same_state(new, optimizer, reference, theirs)
-    new, _ = _fresh(fabric)
+    new, optimizer = _fresh(fabric)
     fabric.load_raw(folder / "raw", new)
     assert_same(new, reference)
-    fabric.save(folder / "some", {"model": new}, filter={"model": lambda name, value: name.startswith("h.1")})
-    assert all(name.startswith("h.1") for name in torch.load(folder / "some")["model"])
+    fabric.save(folder / "some", {"model": new}, filter={"model": lambda name, value: value.ndim == 2})
+    matrices = ["wte.weight", "h.0.proj.weight", "h.1.proj.weight", "lm_head.weight"]
+    assert list(torch.load(folder / "some")["model"]) == matrices
+    numbered = {"state": {99: {"step": 1}}, "param_groups": []}
+    for content, code in (
+        ([1], "fabric.file-not-dictionary"),
+        ({"model": {}}, "fabric.entry-missing"),
+        ({"model": {}, "optimizer": numbered}, "fabric.too-many-parameters-saved"),
+    ):
+        if fabric.global_rank == 0:
+            torch.save(content, folder / code)
+        fabric.barrier()
+        with pytest.raises(tfs.CheckpointError, check=coded(code)):
+            fabric.load(folder / code, {"model": new, "optimizer": optimizer})
+    with pytest.raises(tfs.CheckpointError, check=coded("fabric.path-is-folder", folder)):
+        fabric.save(folder, {"model": new})
 
 
 @on_ranks()

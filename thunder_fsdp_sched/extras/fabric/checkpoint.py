@@ -140,36 +140,37 @@ def _save_file(path: Path, parts: _Objects, others: dict[str, Any], keep: Filter
     group = parts.sharded.world_group
     writes = group.rank == 0
 
-    def check() -> None:
+    if owned := [key for key, optimizer in parts.optimizers.items() if hasattr(optimizer, "owns")]:
+        raise coded_error(NotImplementedError, "fabric.state-needs-sharded", key=owned[0])
+
+    def collect() -> tuple[dict[str, Any], dict[str, Any]]:
         parts.sharded.check_initialized()
         if writes and path.is_dir() and not is_checkpoint(path):
             raise coded_error(ValueError, "fabric.path-is-folder", path=path)
+        states = {key: get_optimizer_state_dict(parts.model, each) for key, each in parts.optimizers.items()}
+        return get_model_state_dict(parts.model), states
 
-    run_on_all_ranks(group, "fabric.save", check)
-    content: dict[str, Any] = {
-        parts.module_key: gather_entries(get_model_state_dict(parts.model), parts.sharded, keeps=writes)
-    }
-    for key, optimizer in parts.optimizers.items():
-        if hasattr(optimizer, "owns"):
-            raise coded_error(NotImplementedError, "fabric.state-needs-sharded", key=key)
-        state = get_optimizer_state_dict(parts.model, optimizer)
+    model, states = run_on_all_ranks(group, "fabric.save", collect)
+    content: dict[str, Any] = {parts.module_key: gather_entries(model, parts.sharded, keeps=writes)}
+    for key, state in states.items():
         entries = {name: gather_entries(values, parts.sharded, keeps=writes) for name, values in state["state"].items()}
         content[key] = {"state": entries, "param_groups": state["param_groups"]}
     content |= others
-    for key, is_kept in keep.items():
-        if isinstance(content[key], dict):
-            content[key] = {name: value for name, value in content[key].items() if is_kept(name, value)}
 
     def write() -> None:
-        if writes:
-            make_folder(path.parent)
-            clean_up(path)
-            partial = path.with_name(f"{_partly_written(path.name)}{uuid.uuid4().hex}")
-            try:
-                _write(content, partial)
-                replace(path, partial)
-            finally:
-                partial.unlink(missing_ok=True)
+        if not writes:
+            return
+        for key, is_kept in keep.items():
+            if isinstance(content[key], dict):
+                content[key] = {name: value for name, value in content[key].items() if is_kept(name, value)}
+        make_folder(path.parent)
+        clean_up(path)
+        partial = path.with_name(f"{_partly_written(path.name)}{uuid.uuid4().hex}")
+        try:
+            _write(content, partial)
+            replace(path, partial)
+        finally:
+            partial.unlink(missing_ok=True)
 
     run_on_all_ranks(group, "fabric.save", write)
 
