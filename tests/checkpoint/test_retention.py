@@ -13,6 +13,7 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import save_checkpoint, save_checkpoint_async
+from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter
 
 import pytest
 import thunder
@@ -102,12 +103,17 @@ def test_only_complete_checkpoints_of_this_package_are_removed(tmp_path: Path) -
     for step in (2, 3, 4):
         save_checkpoint(model, tmp_path / f"{step}")
     (tmp_path / "2" / "meta.pt").touch()  # as Fabric's checkpoints have
+    (tmp_path / "4" / "notes").touch()
     earlier = (tmp_path / "3" / METADATA).read_bytes()
     (tmp_path / "3" / METADATA).write_bytes(_without_stamp(earlier))
     with mock.patch.object(logging.Logger, "warning") as warned:
         save_checkpoint(model, tmp_path / "5", keep=1)
     assert _complete(tmp_path) == ["1", "2", "3", "5"]
     assert [call.args[1].name for call in warned.call_args_list] == ["2", "3", "1"]
+    assert [file.name for file in (tmp_path / "4").iterdir()] == ["notes"]
+    with mock.patch.object(RunWriter, "finish", side_effect=OSError("full")), pytest.raises(tfs.CheckpointError):
+        save_checkpoint_async(model, tmp_path / "6", keep=1).result()
+    assert _complete(tmp_path) == ["1", "2", "3", "5"]
     for keep, expected in (
         *((wrong, coded("checkpoint.keep-not-a-number")) for wrong in (True, 1.5, "2")),
         (0, coded("checkpoint.keep-below-one")),
@@ -125,6 +131,8 @@ def test_only_complete_checkpoints_of_this_package_are_removed(tmp_path: Path) -
     with mock.patch("os.link", damage):
         save_checkpoint(model, tmp_path / "6", keep=1)
     assert {path.parent.name for path in tmp_path.glob(f"*/{METADATA}")} == {"1", "2", "3", "5", "6"}
+    save_checkpoint(model, tmp_path / "7", keep=1)  # the damaged one is not removed
+    assert {path.parent.name for path in tmp_path.glob(f"*/{METADATA}")} == {"1", "2", "3", "6", "7"}
 
 
 def _without_stamp(contents: bytes) -> bytes:

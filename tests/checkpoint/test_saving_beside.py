@@ -256,26 +256,6 @@ def test_one_save_is_in_flight_and_a_second_waits(rank: int, tmp_path: Path) -> 
     second.result()
 
 
-@on_ranks(2)
-def test_old_checkpoints_are_removed_when_the_new_one_is_complete(rank: int, tmp_path: Path) -> None:
-    model, optimizer = small()
-    for name in ("1", "2", "3"):
-        save_checkpoint(model, tmp_path / name, optimizer)
-    on_first(min((tmp_path / "1").glob("*.distcp")).write_bytes, b"")
-    on_first((tmp_path / "2" / "notes").touch)
-    with mock.patch.object(RunWriter, "finish", side_effect=OSError("full")), pytest.raises(tfs.CheckpointError):
-        save_checkpoint_async(model, tmp_path / "4", optimizer, keep=1).result()
-    assert (tmp_path / "2" / METADATA).exists()
-    save_checkpoint_async(model, tmp_path / "4", optimizer, keep=2).result()
-    dist.barrier()
-    assert {f.name for f in (tmp_path / "2").iterdir()} == {"notes"}
-    assert {f.name for f in tmp_path.iterdir()} == {"1", "2", "3", "4"}
-    save_checkpoint(model, tmp_path / "5", optimizer, keep=1)
-    dist.barrier()
-    assert {f.name for f in tmp_path.iterdir()} == {"1", "2", "5"}
-    load_checkpoint(model, tmp_path / "5", optimizer)
-
-
 #
 # Killed processes
 #

@@ -27,10 +27,6 @@ def _run(seed: int = 0, **options: Any) -> Run:
     return Run(Everything().double(), **options)
 
 
-def _addresses(module: nn.Module) -> dict[str, int]:
-    return {name: param.to_local().data_ptr() for name, param in module.named_parameters()}
-
-
 @on_ranks(2)
 def test_full_state_dict_loads_into_the_unsharded_module() -> None:
     run = _run()
