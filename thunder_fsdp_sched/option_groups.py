@@ -305,7 +305,8 @@ class Debug(OptionGroup):
 
     Args:
         audit: check during the first run of each compiled trace that no operator returns memory of a slot or modifies
-            an unsharded parameter, unless the plan expects it. Later runs cost nothing.
+            an unsharded parameter, unless the plan expects it. Later runs cost nothing. With Thunder's
+            ``cache="no caching"`` nothing is audited.
         differentiate_once: differentiate one of several modules whose forwards have the same operators, and copy its joint
             trace for the others. The result is the same up to names. Likewise, modes that compute the same, such as
             ``no_sync``, share a joint trace. ``False`` lets Thunder differentiate each module, in each mode.

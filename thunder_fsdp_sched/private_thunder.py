@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import functools
 import inspect
 import linecache
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, NoneType
 from typing import Any, TypeVar
@@ -19,7 +20,6 @@ from typing import Any, TypeVar
 import thunder
 import torch
 from thunder.core import transforms
-from thunder.core.baseutils import build_callable
 from thunder.core.codeutils import SigInfo
 from thunder.core.compile_data import get_compile_data
 from thunder.core.module import ThunderModule
@@ -39,23 +39,29 @@ def claim(trace: Any, executors: Any) -> Any:
     return _transform_for_operator_executor_execution(trace, executors)
 
 
-def without_calls(
-    program: Callable[..., Any], names: Collection[str], arguments: Collection[str]
-) -> Callable[..., Any]:
-    """Return a program that Thunder has made of a trace, without its calls of functions that return nothing.
+def definition_of(program: Callable[..., Any]) -> ast.FunctionDef:
+    """Return the definition of a program that Thunder has made of a trace."""
+    text = "".join(linecache.getlines(inspect.unwrap(program).__code__.co_filename))
+    return next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
 
-    The text is compiled again; to make it from the trace once more takes many times as long.
+
+def take_over(program: Callable[..., Any], name: str, run: Callable[..., Any]) -> Callable[[], None]:
+    """Let a program that Thunder has made of a trace call ``run`` instead, until the returned function is called.
+
+    The program stays the same object, because Thunder already holds it, and what its decorators set holds for ``run``.
 
     Args:
-        names: of the functions.
-        arguments: names of objects that only they take; the new program does not keep them alive.
+        name: the global name under which the program finds ``run``.
     """
     inner = inspect.unwrap(program)
-    calls = tuple(f"{name}(" for name in names)
-    lines = linecache.getlines(inner.__code__.co_filename)
-    text = "".join(line for line in lines if not line.lstrip().startswith(calls))
-    context = {name: value for name, value in inner.__globals__.items() if name not in {*names, *arguments}}
-    return build_callable(inner.__name__, text, f"thunder.{inner.__name__}", context)
+    own, known = inner.__code__, inner.__globals__
+    known[name], inner.__code__ = run, eval(f"lambda *args: {name}(*args)").__code__
+
+    def give_back() -> None:
+        inner.__code__ = own
+        known.pop(name, None)
+
+    return give_back
 
 
 def new_trace(like: Any, name: str, args: Sequence[Any]) -> Any:

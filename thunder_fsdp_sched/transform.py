@@ -19,7 +19,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,7 +61,7 @@ from .options import Options
 from .passes import Context, PassExecutor
 from .plan.plan import Plan
 from .private_thunder import quiet_no_sync
-from .proof.audit import audited
+from .proof.audit import Auditor
 from .proof.verify import is_unchanged
 from .runtime.traced_inputs import MemoryOfInputs
 from .sharding.refusals import explain_foreign_use
@@ -240,9 +240,13 @@ class FSDPTransform(ShardingTransform):
         return self._current.schedule(computation_trace)
 
     def _verify_entry(self, entry: Any) -> None:
-        """Prove the traces that run, which other transforms may have changed since."""
-        backward = entry.backward_traces[-1:] if entry.backward_fn is not None else ()
-        self._current.verify_again([entry.computation_traces[-1], *backward])
+        """Prove the traces that run, which other transforms may have changed since, and audit their first runs."""
+        programs = [(entry.computation_fn, entry.computation_traces[-1])]
+        if entry.backward_fn is not None:
+            programs.append((entry.backward_fn, entry.backward_traces[-1]))
+        self._current.verify_again([trace for _, trace in programs])
+        if self.options.debug.audit:
+            self._current.audit(programs)
 
     def finish(self, compiled: CompiledTraces) -> None:
         """Take the traces of a compilation that has finished."""
@@ -315,6 +319,7 @@ class Compilation:
         )
         self._artifacts = self.context.artifacts
         self._returned: list[TraceCtx] = []  # to Thunder: forward, and backward if there is one
+        self._starts: list[Any] = []  # of these traces on the control channel
         self._later = transforms_after(transform) or ()
         changing = [t for t in self._later if type(t).transform_trace_post_optimization is not _UNCHANGED]
         if changing and get_cache_option() is CACHE_OPTIONS.NO_CACHING:
@@ -380,7 +385,7 @@ class Compilation:
 
     def schedule(self, unscheduled: TraceCtx) -> TraceCtx:
         """Return the forward or backward trace that runs: sorted, with slots, verified, and agreed on by all ranks."""
-        traces, options = self.traces, self.options
+        traces = self.traces
         half = "backward" if is_backward_trace(unscheduled) else "forward"
         size = len(unscheduled.bound_symbols)
         self.sharded.progress.log_phase(f"scheduling {half}, %d bound symbols", size, stage=f"scheduling {half}")
@@ -389,7 +394,7 @@ class Compilation:
         schedule = read_schedule(sorted_trace)
         self._artifacts.log_schedule(half, unscheduled, schedule)
         self._agree(sorted_trace, schedule, half)
-        forward, trace = self.context.forward, pipeline.finished(sorted_trace, self.context)
+        trace = pipeline.finished(sorted_trace, self.context)
         self._artifacts.log(f"fsdp_{half}_after", half, lambda: str(trace), encoding="string")
         if half == "backward":
             traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
@@ -399,10 +404,7 @@ class Compilation:
         if half == "backward" or not self.context.trains:
             self._finish()
             self._artifacts.log("fsdp_memory", half, lambda: str(traces.memory), encoding="string")
-        if options.debug.audit:
-            memory, stats = self.sharded.pre_shard_storage, self.transform._stats
-            control, start = self.sharded.control, self.context.start
-            trace = audited(trace, forward=forward, pre_shard_storage=memory, stats=stats, control=control, start=start)
+        self._starts.append(self.context.start)
         self._returned.append(with_caches(trace))
         return self._returned[-1]
 
@@ -418,6 +420,21 @@ class Compilation:
                 load("extras.ranks_differ.conflicts:refuse_changes")(after)
             most = self.options.max_gathers_in_flight
             verify_again(self._returned, final, max_gathers_in_flight=most, after=after)
+
+    def audit(self, programs: Sequence[tuple[Callable[..., Any], TraceCtx]]) -> None:
+        """Audit the first runs of the programs that Thunder has made of the forward and the backward trace."""
+        forward: TraceCtx | None = None
+        for (program, trace), start in zip(programs, self._starts, strict=True):
+            Auditor(
+                program,
+                trace,
+                forward=forward,
+                pre_shard_storage=self.sharded.pre_shard_storage,
+                control=self.sharded.control,
+                start=start,
+                pending=set() if start is None else start.auditing,
+            )
+            forward = trace
 
     def _finish(self) -> None:
         traces, limit, compiled = self.traces, self.options.max_memory, self.transform.compiled

@@ -11,12 +11,14 @@ from unittest import mock
 from thunder_fsdp_sched import Debug, ScheduleDisagreement, VerificationError, fsdp
 from thunder_fsdp_sched.ir import operator_facts
 from thunder_fsdp_sched.proof import audit
+from thunder_fsdp_sched.proof.stepwise import RETURN, stepwise
 
 import pytest
 import thunder
 import torch
 import torch.distributed as dist
 from coded import coded
+from internals import outs_of
 from ranks import on_ranks
 from thunder.core.symbol import BoundSymbol
 from torch import nn
@@ -33,28 +35,27 @@ class Model(nn.Module):
         return x.square().sum()
 
 
-def _jit(**options: Any) -> tuple[nn.Module, Any]:
+def _jit(**options: Any) -> nn.Module:
     torch.manual_seed(0)
-    transform = fsdp(**options)
-    return thunder.jit(Model(), transforms=[transform]), transform
+    return thunder.jit(Model(), transforms=[fsdp(**options)])
 
 
-def _audits(model: nn.Module) -> tuple[bool, bool]:
-    """Return whether the cached forward and backward still contain the audit.
+def _audits(model: nn.Module) -> tuple[bool, ...]:
+    """Return whether the next run of the cached forward and backward is audited.
 
-    Checks that the functions that run agree with the traces that Thunder shows.
+    Checks that a program whose audit is over is the one that Thunder shows.
     """
-    found = []
     [entry] = thunder.compile_stats(model).interpreter_cache
-    shown = (thunder.last_traces(model), thunder.last_backward_traces(model))
-    for function, listed in zip((entry.computation_fn, entry.backward_fn), shown, strict=True):
-        while hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        in_function = "fsdp_audit" in function.__globals__
-        assert in_function == any(b.sym.name == "fsdp_audit" for trace in listed for b in trace.bound_symbols)
-        assert _statements("".join(inspect.getsourcelines(function)[0])) == _statements(listed[-1].python())
-        found.append(in_function)
-    return found[0], found[1]
+    found = []
+    for program, traces in (
+        (entry.computation_fn, entry.computation_traces),
+        (entry.backward_fn, entry.backward_traces),
+    ):
+        function = inspect.unwrap(program)
+        found.append("fsdp_audit" in function.__globals__)
+        if not found[-1]:
+            assert _statements("".join(inspect.getsourcelines(function)[0])) == _statements(traces[-1].python())
+    return tuple(found)
 
 
 def _statements(text: str) -> list[str]:
@@ -66,7 +67,7 @@ def _statements(text: str) -> list[str]:
 @on_ranks()
 def test_the_audit_is_removed_from_each_trace_after_its_first_run() -> None:
     for strategy in ("zero3", "zero2"):
-        model, transform = _jit(sharding_strategy=strategy)
+        model = _jit(sharding_strategy=strategy)
         x = torch.randn(3, 4)
         loss = model(x)
         assert _audits(model) == (False, True)  # each trace is audited in its own first run
@@ -77,10 +78,7 @@ def test_the_audit_is_removed_from_each_trace_after_its_first_run() -> None:
         first = [p.grad.clone() for p in used]
         again.backward()  # when its forward ran, the backward was not audited yet
         torch.testing.assert_close([p.grad for p in used], [2 * g for g in first])
-        [compiled] = transform.compiled
-        for trace in (compiled.forward, compiled.backward):
-            assert not any(b.sym.name == "fsdp_audit" for b in trace.bound_symbols)
-    model, _ = _jit(debug=Debug(audit=False))
+    model = _jit(debug=Debug(audit=False))
     model(x).backward()
     assert _audits(model) == (False, False)
 
@@ -99,17 +97,13 @@ def _hide_views(backward: bool) -> Iterator[None]:
         yield
 
 
-def _audits_forward(model: nn.Module) -> bool:
-    return any(b.sym.name == "fsdp_audit" for trace in thunder.last_traces(model) for b in trace.bound_symbols)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks(lambda ranks: ranks)
 def test_a_view_missing_from_the_facts_is_an_error_on_all_ranks(ranks: int) -> None:
     memory = "the shard" if ranks == 1 else "slot_"  # one rank's parameters are views of its shards
     wrong = coded("proof.wrong-operator-facts", f"lies in {memory}", "bucket 'b'", "permute")
     for backward in (False, True):
-        model, _ = _jit()
+        model = _jit()
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         x = torch.randn(3, 4)
         with _hide_views(backward):
@@ -117,7 +111,7 @@ def test_a_view_missing_from_the_facts_is_an_error_on_all_ranks(ranks: int) -> N
                 for _ in range(2):  # a failed run does not count as audited
                     with pytest.raises(VerificationError, check=wrong.naming("audit_forward")):
                         model(x)
-                assert _audits_forward(model)
+                assert _audits(model) == (True, True)
                 continue
             loss = model(x)
         with pytest.raises(VerificationError, check=wrong.naming("audit_backward")):
@@ -200,7 +194,7 @@ def test_operators_that_change_parameters_are_an_error_and_failed_runs_are_audit
         for _ in range(2):
             with pytest.raises(ArithmeticError):
                 model(x)
-        assert _audits_forward(model)  # no run has finished yet
+        assert _audits(model) == (True, True)  # no run has finished yet
         change_argument = None
         model(x).backward()
         assert _audits(model) == (False, False)
@@ -217,12 +211,12 @@ def test_an_error_that_the_audit_of_one_rank_finds_is_raised_on_all(rank: int) -
     model(x).backward()
     used = [p for p in model.parameters() if p.grad is not None]
     grads = [p.grad.clone() for p in used]
-    real_after = audit.Auditor.after
+    real_compare = audit.Auditor._compare
 
-    def after(auditor: audit.Auditor, position: int, *outputs: torch.Tensor | None) -> None:
-        real_after(auditor, position, *outputs)
+    def compare(auditor: audit.Auditor, expected: Any, *found: Any) -> None:
+        real_compare(auditor, expected, *found)
         if auditor.name == "audit_backward":
-            auditor._fail(position, "fails on purpose")
+            auditor._fail(expected, "fails on purpose")
 
     def check_raised(run: Callable[[], Any], *names: str) -> None:
         own, theirs = coded("proof.wrong-operator-facts"), coded("ranks.actions-differ", "rank 1: the audit of a trace")
@@ -234,7 +228,7 @@ def test_an_error_that_the_audit_of_one_rank_finds_is_raised_on_all(rank: int) -
         change_argument = (lambda w: w.data.add_(1)) if rank else None
         check_raised(lambda: model(alone), "audit_forward", "parameter 'b.weight'")
         change_argument = None
-        with mock.patch.object(audit.Auditor, "after", after):
+        with mock.patch.object(audit.Auditor, "_compare", compare):
             loss = model(alone)
             check_raised(loss.backward, "audit_backward", "on purpose")
     finally:
@@ -251,8 +245,41 @@ def test_an_error_that_the_audit_of_one_rank_finds_is_raised_on_all(rank: int) -
     with model.no_sync():
         model(x).backward()
         loss = model(alone)
-        with mock.patch.object(audit.Auditor, "after", after):
+        with mock.patch.object(audit.Auditor, "_compare", compare):
             check_raised(loss.backward if rank else lambda: (loss.backward(), model(x)), "on purpose")
+
+
+def test_a_program_stops_around_the_statement_of_each_operator_also_of_one_that_returns_nothing() -> None:
+    noted: list[torch.Tensor] = []
+    executor = thunder.extend.OperatorExecutor("noting")
+    note = executor.register_operator(
+        "note", meta=lambda x: None, fn=noted.append, tags=[thunder.core.prims.OpTags.DONT_DCE]
+    )
+    executor.register_implementation(note, note)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        note(x)
+        y = x + 1
+        note(y)
+        note(x)
+        return y * 2
+
+    x = torch.zeros(2)
+    jitted = thunder.jit(function, executors=[executor, *thunder.get_default_executors()])
+    jitted(x)
+    trace = thunder.last_traces(jitted)[-1]
+    operators = {at: b for at, b in enumerate(trace.bound_symbols) if b.sym.name in ("note", "add", "mul")}
+    steps = stepwise(trace.python_callable(), trace, {at: outs_of(bsym) for at, bsym in operators.items()})(x)
+    noted.clear()
+    for position, bsym in operators.items():
+        assert next(steps) == position
+        before = len(noted)
+        assert len(next(steps)) == len(outs_of(bsym))
+        assert len(noted) - before == (bsym.sym.name == "note")
+    assert next(steps) == RETURN and [float(value[0]) for value in noted] == [0, 1, 0]
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert torch.equal(*end.value.value, torch.full((2,), 2.0))
 
 
 def pair(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,6 @@ from ..errors import coded_error
 from ..ir.effects import is_declared
 from ..ir.inspection import is_backward_trace, statement
 from ..ir.registry import handles_of
-from .audit import without_audit
 from .machine import Machine, VerificationError
 from .same_values import check_values
 
@@ -33,7 +32,6 @@ def verify_again(
         VerificationError: a transform has removed, added or reordered statements of this plugin, which the ranks have
             agreed on, or the trace breaks a promise.
     """
-    verified, final = (list(map(without_audit, traces)) for traces in (verified, final))
     try:
         for old, new in zip(verified, final, strict=True):
             half = "backward" if is_backward_trace(old) else "forward"

@@ -11,10 +11,8 @@ from thunder.core.trace import TraceCtx
 from ...capture.garbage_collection import CollectsLess
 from ...compiled_traces import CompiledTraces
 from ...ir.analysis import NO_PENDING_GRADS
-from ...ir.registry import with_caches
 from ...passes import Context
-from ...private_thunder import without_calls
-from ...proof.audit import Auditor, audited, fsdp_audit
+from ...proof.audit import Auditor
 from ...ranks.channel import TOKEN, RoundAction
 from ...ranks.compare_programs import AgreedProgram, Computation
 from ...ranks.control import hash64
@@ -50,12 +48,12 @@ class Merged(NamedTuple):
 
     Attributes:
         version: that of the registry.
-        auditor: audits its first run.
+        auditing: the auditor, until it has seen a complete run.
     """
 
     version: int
     run: Callable[..., Any]
-    auditor: Auditor | None
+    auditing: set[object]
 
 
 class DifferingStart(TraceStart):
@@ -80,7 +78,7 @@ class DifferingStart(TraceStart):
         text: str,
         program: Program,
         groups: Sequence[tuple[str, tuple[int, ...]]],
-        make: Callable[[DifferingStart], tuple[Callable[..., Any], Auditor | None]],
+        make: Callable[[DifferingStart], tuple[Callable[..., Any], set[object]]],
     ) -> None:
         lines = [f"{'wait for ' * step.waits}{step.key}" for step in program.steps]
         computation = Computation(trace_lines=lines)
@@ -113,7 +111,7 @@ class DifferingStart(TraceStart):
         missing &= ~KEPT_BITS
         if self._merged is None or self._merged.version != self.registry.version:
             missing |= _READY | _AUDITED
-        elif self._merged.auditor is not None and not self._merged.auditor.done:
+        elif self._merged.auditing:
             missing |= _AUDITED
         return missing, waits
 
@@ -232,11 +230,7 @@ class DifferingStart(TraceStart):
         if not self._outcome.merges:
             return None
         assert self._merged is not None
-        _, run, auditor = self._merged
-        if auditor is not None and auditor.done:
-            run = without_calls(run, [fsdp_audit.name], [str(auditor)])
-            self._merged = self._merged._replace(run=run, auditor=None)
-        return run
+        return self._merged.run
 
     def serves(self, kind: str, bucket: Bucket, occurrence: int) -> bool:
         """Return whether another rank runs this collective in this round, so that this rank takes part."""
@@ -279,7 +273,7 @@ class Maker:
         self._transform, self._trace = transform, trace
         self._context = replace(context, computation=None, inputs=None)
 
-    def __call__(self, start: DifferingStart) -> tuple[Callable[..., Any], Auditor | None]:
+    def __call__(self, start: DifferingStart) -> tuple[Callable[..., Any], set[object]]:
         collects_less = CollectsLess()
         collects_less.begin()
         try:
@@ -287,7 +281,7 @@ class Maker:
         finally:
             collects_less.end()
 
-    def _make(self, start: DifferingStart) -> tuple[Callable[..., Any], Auditor | None]:
+    def _make(self, start: DifferingStart) -> tuple[Callable[..., Any], set[object]]:
         context, transform, order = self._context, self._transform, start.registry.order
         bases = {bucket.spec.name: bucket for bucket in start.buckets}
         keys: dict[BucketKey, None] = dict.fromkeys(key_of(bucket) for bucket in start.buckets)
@@ -311,10 +305,15 @@ class Maker:
                 pending_grads=NO_PENDING_GRADS if start.no_sync else pending,
                 compiled=[one for one in transform.compiled if one is not traces],
             )
-        if not options.debug.audit:
-            return merged.python_callable(), None
-        memory, control, forward = transform.sharded.pre_shard_storage, start.control, context.forward
-        checked = audited(merged, forward=forward, pre_shard_storage=memory, stats=(), control=control, start=start)
-        auditor = next(bsym.args[0] for bsym in checked.bound_symbols if bsym.sym is fsdp_audit)
-        start.auditing.discard(auditor)  # that set is for the own trace
-        return with_caches(checked).python_callable(), auditor
+        program, auditing = merged.python_callable(), set[object]()
+        if options.debug.audit:
+            Auditor(
+                program,
+                merged,
+                forward=context.forward,
+                pre_shard_storage=transform.sharded.pre_shard_storage,
+                control=start.control,
+                start=start,
+                pending=auditing,
+            )
+        return program, auditing
