@@ -6,6 +6,8 @@ Tests of one room import it themselves, and nothing here is of ``extras``.
 
 from __future__ import annotations
 
+from typing import Any
+
 from thunder_fsdp_sched import passes, pipeline, private_torch
 from thunder_fsdp_sched.capture.module_calls import trace_module_calls
 from thunder_fsdp_sched.ir.analysis import BEFORE_TRACE, Analysis
@@ -16,9 +18,10 @@ from thunder_fsdp_sched.ir.inspection import (
     outs_of,
 )
 from thunder_fsdp_sched.ir.operator_facts import facts_of
-from thunder_fsdp_sched.ir.read_program import read_program
-from thunder_fsdp_sched.ir.read_schedule import read_schedule
+from thunder_fsdp_sched.ir.read_program import actions_of
+from thunder_fsdp_sched.ir.read_schedule import schedule_of
 from thunder_fsdp_sched.ir.registry import caching
+from thunder_fsdp_sched.ir.statements import read_statements
 from thunder_fsdp_sched.ir.symbols import (
     fsdp_all_gather,
     fsdp_matmul_into,
@@ -42,3 +45,11 @@ from thunder_fsdp_sched.sharding import shard_module
 from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 from thunder_fsdp_sched.transforms.write_grads_in_place import write_grads_in_place
+
+
+def read_schedule(trace: Any) -> Any:
+    return schedule_of(read_statements(trace))
+
+
+def read_program(trace: Any) -> Any:
+    return actions_of(read_statements(trace))

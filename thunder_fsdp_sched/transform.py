@@ -48,13 +48,14 @@ from .errors import coded_error
 from .extensions import Answer, load
 from .ir.analysis import NO_PENDING_GRADS
 from .ir.calls import CallSignature, read_call
-from .ir.effects import effects, is_declared
+from .ir.effects import is_declared
 from .ir.gradients import mark_constants
 from .ir.inspection import is_backward_trace, nested, runs_nothing, snapshot, split_joint
-from .ir.read_schedule import read_schedule
+from .ir.read_schedule import schedule_of
 from .ir.registry import executor as own_executor
 from .ir.registry import with_caches
-from .ir.schedule import Schedule, StepSchedule
+from .ir.schedule import StepSchedule
+from .ir.statements import Statement, read_statements
 from .kernels.functions import with_kernels
 from .logs import Artifacts
 from .options import Options
@@ -391,9 +392,10 @@ class Compilation:
         self.sharded.progress.log_phase(f"scheduling {half}, %d bound symbols", size, stage=f"scheduling {half}")
         self.context.split = unscheduled
         sorted_trace = pipeline.scheduled(pipeline.split(unscheduled, self.context), self.context)
-        schedule = read_schedule(sorted_trace)
+        statements = read_statements(sorted_trace)
+        schedule = schedule_of(statements)
         self._artifacts.log_schedule(half, unscheduled, schedule)
-        self._agree(sorted_trace, schedule, half)
+        self._agree(sorted_trace, statements, half)
         trace = pipeline.finished(sorted_trace, self.context)
         self._artifacts.log(f"fsdp_{half}_after", half, lambda: str(trace), encoding="string")
         if half == "backward":
@@ -463,7 +465,7 @@ class Compilation:
         bucketed: TraceCtx = found.bucketed
         return bucketed
 
-    def _agree(self, trace: TraceCtx, schedule: Schedule, half: str) -> None:
+    def _agree(self, trace: TraceCtx, statements: Sequence[Statement], half: str) -> None:
         """Compare what the ranks have compiled, and settle how they agree at run time, if they have to."""
         traces, control = self.traces, self.sharded.control
         self.context.start = None
@@ -473,18 +475,18 @@ class Compilation:
             self.context.start = load("extras.ranks_differ.start:start_of")(self.transform, self.context, trace, half)
             return
         from .ir.computation import computation_of  # here, because one rank compares nothing
-        from .ir.read_program import read_program
+        from .ir.read_program import actions_of
         from .ranks.compare_programs import check_program
 
-        computation = computation_of(trace, traces.call.inputs)
+        computation = computation_of(statements, trace.args, traces.call.inputs)
         what = f"{half} of a {'no_sync ' if traces.no_sync else ''}trace"
-        guards = any(effects(bsym).ensures is not None for bsym in trace.bound_symbols)
-        agreed = check_program(control, what, read_program(trace), computation, guards=guards)
+        guards = any(statement.effects.ensures is not None for statement in statements)
+        agreed = check_program(control, what, actions_of(statements), computation, guards=guards)
         if agreed.communicates and control.agrees_in_steps:
             from .runtime.trace_start import TraceStart  # here, because one rank agrees with nobody
 
             name, text = f"{half}_{traces.number}", f"{half} for {traces.call}"
-            issues = sum(op.issues for op in schedule)
+            issues = sum(statement.issue is not None for statement in statements)
             self.context.start = TraceStart(control, name, agreed, text, computation, issues)
 
 

@@ -18,7 +18,7 @@ from thunder_fsdp_sched.transforms.insert_agreement import describe
 
 import pytest
 from executor import GLOO, NCCL, Program, execute, issued
-from internals import effects
+from internals import effects, read_statements
 from merged_programs import Small, make_blocks, program_of_merged, step_of
 from simulated_ranks import World
 
@@ -46,7 +46,7 @@ class DifferingRank:
             merged = small.follow(start.registry.order, self.buckets, start)
             return lambda: merged, None
 
-        program, groups = program_of(small.trace)
+        program, groups = program_of(read_statements(small.trace))
         start = DifferingStart(self.sharded, half, (half, False, True), f"{half} of a trace", program, groups, make)
         describe(start, list(map(effects, statements(small.trace))))
         return start

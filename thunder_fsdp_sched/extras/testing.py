@@ -24,8 +24,9 @@ from ..errors import coded_error
 from ..ir.analysis import Analysis
 from ..ir.effects import effects
 from ..ir.inspection import args_of, outs_of, statement, statements
-from ..ir.read_schedule import read_schedule
+from ..ir.read_schedule import schedule_of
 from ..ir.schedule import StepSchedule
+from ..ir.statements import read_statements
 from ..sizes import parse_bytes
 from ..transform import FSDPTransform, find_transform
 from ..transforms.sort_communication import issue_points
@@ -368,7 +369,7 @@ def assert_same_schedule_on_all_ranks(subject: Subject | Sequence[CompiledTraces
 
 
 def _collectives(subject: Subject) -> list[str]:
-    return [line for trace in _traces(subject) for line in read_schedule(trace).collectives()]
+    return [line for trace in _traces(subject) for line in schedule_of(read_statements(trace)).collectives()]
 
 
 def _first(gather: Gather) -> float:

@@ -21,7 +21,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
 from numbers import Number
@@ -32,12 +32,10 @@ import torch
 from thunder.core import devices, dtypes
 from thunder.core.proxies import NumberProxy, Proxy
 from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx
 
 from ..ranks.compare_programs import Computation
 from ..runtime.bucket import Bucket
-from .effects import effects
-from .inspection import statements
+from .statements import Statement
 
 _DIMENSION = re.compile("dim|axis|axes|permutation")
 """Matches the names of operator parameters that are dimensions."""
@@ -46,17 +44,22 @@ _MAX_SIZE = 2.0**40
 """The largest float that is checked; every larger one counts as an integer."""
 
 
-def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
-    """Return the computation of ``trace`` on ``inputs``."""
+def computation_of(statements: Sequence[Statement], args: Iterable[Any], inputs: Sequence[str]) -> Computation:
+    """Return the computation of a trace with these arguments on ``inputs``."""
     lines: list[str] = []
     comparable: list[str] = []
     trace_lines: list[str] = []
     numbers = itertools.count()
     known: dict[str, str] = defaultdict(lambda: f"%{next(numbers)}")  # names in lines, by names of proxies
-    known.update({p.name: f"input_{i}" for i, p in enumerate(trace.args or ()) if isinstance(p, Proxy)})
-    for bsym in statements(trace):
-        e = effects(bsym)
-        if e.waits is not None and e.issues is None and e.bucket is not None and bsym.output is not None:
+    known.update({p.name: f"input_{i}" for i, p in enumerate(args) if isinstance(p, Proxy)})
+    for statement in statements:
+        bsym, e = statement.bsym, statement.effects
+        if (
+            statement.waits_for is not None
+            and statement.issue is None
+            and e.bucket is not None
+            and bsym.output is not None
+        ):
             kind = "" if e.unshards else "gradient of "
             # The order of parameters in a bucket is the same on all ranks.
             known.update({p.name: f"{kind}{q.name}" for p, q in zip(bsym.output, e.bucket.spec.params, strict=True)})

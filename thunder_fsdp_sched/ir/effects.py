@@ -13,7 +13,7 @@ A bound symbol keeps its effects, as it keeps its facts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast
 
@@ -344,29 +344,6 @@ def sends(bsym: BoundSymbol) -> Issue | None:
     """Return the collective of a bucket that ``bsym`` issues, if something is sent; ``None`` otherwise."""
     issue = effects(bsym).issues
     return issue if issue is not None and issue.bucket is not None and not issue.resident else None
-
-
-def operations(bsyms: Iterable[BoundSymbol]) -> tuple[list[BoundSymbol], list[list[BoundSymbol]]]:
-    """Separate the collectives of buckets from all other bound symbols.
-
-    Returns:
-        The others, and for each operation what issues it, goes on with it (an all-reduce after a reduce-scatter) and waits
-        for it. Operations are in the order of their waits.
-    """
-    others: list[BoundSymbol] = []
-    found: list[list[BoundSymbol]] = []
-    of_future: dict[str, list[BoundSymbol]] = {}
-    for bsym in bsyms:
-        e = effects(bsym)
-        if e.bucket is None or (e.issues is None and e.waits is None):
-            others.append(bsym)
-            continue
-        operation = [*of_future[e.waits.future], bsym] if e.waits is not None else [bsym]
-        if e.issues is not None:
-            of_future[e.issues.future] = operation
-        else:
-            found.append(operation)
-    return others, found
 
 
 def is_declared(symbol: Symbol) -> bool:

@@ -3,49 +3,43 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
 
-from .analysis import Analysis
-from .effects import Issue, effects
-from .inspection import outs_of, statements
+from .effects import effects
 from .schedule import THEN_HOOK, CommOp, Schedule
+from .statements import Statement
 from .symbols import reduction_of
 
 
-def read_schedule(trace: TraceCtx) -> Schedule:
+def schedule_of(statements: Sequence[Statement]) -> Schedule:
     """Return the schedule of a trace with slots."""
-    bsyms = statements(trace)
-    live = Analysis(bsyms)
     ops = []
-    issued: dict[str, Issue] = {}
-    for position, (bsym, e) in enumerate(zip(bsyms, live.effects, strict=True)):
+    for statement in statements:
+        e, issues = statement.effects, statement.issue is not None
         if not e.in_schedule or e.bucket is None:
             continue
         # What it issues, else what it waits for; gradients that are accumulated count as what would reduce them.
-        issue = e.issues or (issued[e.waits.future] if e.waits is not None else reduction_of(e.bucket))
-        if e.issues is not None:
-            issued[issue.future] = issue
+        issue = statement.issue or (statement.waits_for and statement.waits_for.issue) or reduction_of(e.bucket)
         assert issue.group is not None
         hook = "" if e.hook is None else f"{THEN_HOOK}{e.hook}"
         ops.append(
             CommOp(
-                position,
-                bsym.sym.name,
+                statement.position,
+                statement.bsym.sym.name,
                 e.bucket.spec.name,
                 issue.nbytes,
                 str(issue.dtype).removeprefix("torch."),
                 issue.group.description,
                 issue.sent_by,
                 str((issue.region.slot if issue.region is not None else None) or ""),
-                live.first_read(outs_of(bsym)) if e.issues is None and e.waits is not None else None,
-                str(bsym.header) + hook,
-                not issue.resident or e.issues is None,
+                statement.first_read if statement.waits_for is not None and not issues else None,
+                str(statement.bsym.header) + hook,
+                not (issues and issue.resident),
             )
         )
-    return Schedule(tuple(ops), len(bsyms), compute_digest(bsyms))
+    return Schedule(tuple(ops), len(statements), compute_digest(statement.bsym for statement in statements))
 
 
 def is_communication(bsym: BoundSymbol) -> bool:

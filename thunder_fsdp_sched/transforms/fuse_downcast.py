@@ -11,8 +11,9 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.effects import bucket_of, effects, operations
+from ..ir.effects import bucket_of, effects
 from ..ir.inspection import args_of, like, nested, swap_args, with_bound_symbols
+from ..ir.statements import operations, read_statements
 from ..ir.symbols import fsdp_wait_params, gather_and_wait
 from ..plan.specs import BucketSpec
 
@@ -49,7 +50,7 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
 
     DeepSpeed's pull request 7588 does the same by configuration.
     """
-    _, found = operations(trace.bound_symbols)
+    _, found = operations(read_statements(trace))
     gathers = [(issue, wait) for issue, *_, wait in found if effects(wait).unshards and _is_long(bucket_of(wait).spec)]
     params = {p.name for _, wait in gathers for p in wait.output}
     casts: dict[str, list[_Downcast]] = defaultdict(list)

@@ -25,7 +25,7 @@ from thunder.core.proxies import NumberProxy, Proxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.effects import bucket_of, effects, operations
+from ..ir.effects import bucket_of, effects
 from ..ir.inspection import (
     args_of,
     defined_by,
@@ -38,6 +38,7 @@ from ..ir.inspection import (
     with_bound_symbols,
 )
 from ..ir.operator_facts import is_pure
+from ..ir.statements import operations, read_statements
 from ..ir.symbols import gather_and_wait
 from ..runtime.bucket import Bucket
 
@@ -145,7 +146,7 @@ class _Regather(BackwardCopies):
 
     def run(self, trace: TraceCtx, forward: Sequence[bool]) -> None:
         is_forward = dict(zip(map(id, trace.bound_symbols), forward, strict=True))
-        for operation in operations(trace.bound_symbols)[1]:
+        for operation in operations(read_statements(trace))[1]:
             if effects(wait := operation[-1]).unshards:
                 (self.in_forward if is_forward[id(wait)] else self.in_backward)[bucket_of(wait)] = operation
         for bucket, (_, wait) in self.in_backward.items():

@@ -12,10 +12,11 @@ from thunder.core.trace import TraceCtx
 
 from ..extensions import load
 from ..ir.analysis import Analysis
-from ..ir.effects import effects, operations
-from ..ir.inspection import args_of, outs_of, short_form, statements, with_bound_symbols
+from ..ir.effects import effects
+from ..ir.inspection import args_of, outs_of, short_form, with_bound_symbols
 from ..ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
 from ..ir.slots import bytes_in_flight
+from ..ir.statements import operations, read_statements
 from ..ir.symbols import without_token
 from ..runtime.bucket import Bucket
 
@@ -186,7 +187,7 @@ class _Sorter:
     max_reductions: int
 
     def __post_init__(self) -> None:
-        self.compute, found = operations(statements(self.trace))
+        self.compute, found = operations(read_statements(self.trace))
         self.live = Analysis(self.compute)
         collectives = [self._collective(bsyms) for bsyms in found]
         self.reductions = [each for each in collectives if not each.is_gather]

@@ -42,6 +42,7 @@ from ...ir.analysis import NO_PENDING_GRADS, PendingGrads
 from ...ir.computation import computation_of
 from ...ir.effects import effects
 from ...ir.inspection import names, nbytes_of, split_joint
+from ...ir.statements import read_statements
 from ...logs import LOGGER
 from ...passes import Context
 from ...ranks.control import Control, hash64
@@ -192,7 +193,7 @@ class Chooser:
         if control.is_single_rank or self.options.ranks_may_differ:  # they may compile alone
             with control.announcing_failure(_SEARCH):
                 return self._search_all()
-        computation = computation_of(self.joint, ()).comparable
+        computation = computation_of(read_statements(self.joint), self.joint.args, ()).comparable
         kind = hash64(self.traces.no_sync, *computation)
         if kind not in found or not self._allows(found[kind]):
             outputs = (p for bsym in self.joint.bound_symbols for p in bsym.flat_proxy_outs)

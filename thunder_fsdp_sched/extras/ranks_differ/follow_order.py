@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
@@ -12,6 +12,7 @@ from thunder.core.trace import TraceCtx, TraceTag, tracectx
 
 from ...ir.effects import effects
 from ...ir.inspection import UNPACKING, args_of, outs_of, statements, with_bound_symbols
+from ...ir.statements import Statement, read_statements
 from ...runtime.bucket import Bucket
 from .merging import ALL_REDUCE, GATHER, REDUCE, SERVED_IN_FLIGHT, BucketKey, Key, Own, Step, place
 from .symbols import (
@@ -75,7 +76,8 @@ def follow_order(
         no_sync: whether gradients accumulate.
     """
     bsyms = [bsym for bsym in statements(trace) if _stays(bsym)]
-    at: dict[tuple[Key, bool], int] = {(step.key, step.waits): position for position, step in steps_at(bsyms)}
+    steps = steps_at(read_statements(bsyms))
+    at: dict[tuple[Key, bool], int] = {(step.key, step.waits): statement.position for statement, step in steps}
     issued = [key for key, waits in at if not waits]
     defined = {out: position for position, bsym in enumerate(bsyms) for out in outs_of(bsym)}
     own, last_gradient = [], 0
@@ -129,25 +131,22 @@ def empty_trace(name: str, *, backward: bool = False) -> TraceCtx:
 
 def steps_of(trace: TraceCtx) -> list[Step]:
     """Return the program of a scheduled trace: the issues and waits of its collectives, in order."""
-    return [step for _, step in steps_at(statements(trace))]
+    return [step for _, step in steps_at(read_statements(trace))]
 
 
-def steps_at(bsyms: Sequence[BoundSymbol]) -> Iterator[tuple[int, Step]]:
-    """Yield the issues and waits of collectives with their positions."""
-    of_future: dict[str, Key] = {}
+def steps_at(statements: Iterable[Statement]) -> Iterator[tuple[Statement, Step]]:
+    """Yield the issues and waits of collectives with their statements."""
+    issued: list[Key] = []
     earlier: Counter[tuple[str, BucketKey]] = Counter()
-    for position, bsym in enumerate(bsyms):
-        e = effects(bsym)
-        if e.bucket is None:
-            continue
-        if e.waits is not None:
-            yield position, Step(of_future[e.waits.future], True)
-        if e.issues is not None:
-            kind = GATHER if e.issues.gathers else ALL_REDUCE if e.waits is not None else REDUCE
-            name = kind, key_of(e.bucket)
-            key = of_future[e.issues.future] = (*name, earlier[name])
+    for statement in statements:
+        if statement.waits_for is not None:
+            yield statement, Step(issued[statement.waits_for.number], True)
+        if statement.issue is not None and statement.effects.bucket is not None:
+            kind = GATHER if statement.issue.gathers else REDUCE if statement.waits_for is None else ALL_REDUCE
+            name = kind, key_of(statement.effects.bucket)
+            issued.append((*name, earlier[name]))
             earlier[name] += 1
-            yield position, Step(key, False)
+            yield statement, Step(issued[-1], False)
 
 
 def _stays(bsym: BoundSymbol) -> bool:

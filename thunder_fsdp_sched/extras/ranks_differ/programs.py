@@ -41,11 +41,10 @@ from typing import Any, NamedTuple
 
 import torch
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ...ir.analysis import Analysis
-from ...ir.inspection import is_library, outs_of, source_of, statements
+from ...ir.inspection import is_library, source_of
+from ...ir.statements import Statement
 from ...ranks.compare_programs import do_groups_match
 from ...ranks.control import Control, hash64
 from ...ranks.deadlock import find_fault
@@ -103,26 +102,26 @@ class Program(NamedTuple):
         return [Action(str(step.key), *groups[self.marks[n][0]], step.waits, n) for step, n in at]
 
 
-def program_of(trace: TraceCtx) -> tuple[Program, tuple[tuple[str, tuple[int, ...]], ...]]:
+def program_of(statements: Sequence[Statement]) -> tuple[Program, tuple[tuple[str, tuple[int, ...]], ...]]:
     """Return the program of a scheduled trace, and the name and members of each process group that it uses."""
-    bsyms = statements(trace)
-    live = Analysis(bsyms)
     steps, marks, given, sources = [], [], [], []
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
-    for position, step in steps_at(bsyms):
-        e, key = live.effects[position], step.key
+    for statement, step in steps_at(statements):
+        e, key = statement.effects, step.key
         steps.append(step)
         if step.waits:
-            if (reader := live.first_read(outs_of(bsyms[position]))) is not None and e.unshards:
-                sources.append((key, _place_of(bsyms[reader])))
+            if statement.first_read is not None and e.unshards:
+                sources.append((key, _place_of(statements[statement.first_read].bsym)))
             continue
-        assert e.issues is not None and e.issues.group is not None and e.bucket is not None
-        group = e.issues.group.name or e.issues.group.description, tuple(e.issues.group.global_ranks)
-        marks.append((groups.setdefault(group, len(groups)), str(e.issues.marks)))
+        issue = statement.issue
+        assert issue is not None and issue.group is not None and e.bucket is not None
+        group = issue.group.name or issue.group.description, tuple(issue.group.global_ranks)
+        marks.append((groups.setdefault(group, len(groups)), str(issue.marks)))
         if key[0] == REDUCE:
             given.append((key, tuple(i for i in range(len(e.bucket.params)) if i not in e.missing_gradients)))
-    idle = tuple(sorted(e.bucket.spec.name for e in live.effects if e.runs is not None and e.bucket is not None))
-    communicates = any(e.communicates for e in live.effects)
+    of_all = [statement.effects for statement in statements]
+    idle = tuple(sorted(e.bucket.spec.name for e in of_all if e.runs is not None and e.bucket is not None))
+    communicates = any(e.communicates for e in of_all)
     program = Program(tuple(steps), tuple(marks), tuple(given), idle, communicates, tuple(sources))
     return program, tuple(groups)
 

@@ -11,6 +11,7 @@ from thunder.core.trace import TraceCtx
 from ...capture.garbage_collection import CollectsLess
 from ...compiled_traces import CompiledTraces
 from ...ir.analysis import NO_PENDING_GRADS
+from ...ir.statements import read_statements
 from ...passes import Context
 from ...proof.audit import Auditor
 from ...ranks.channel import TOKEN, RoundAction
@@ -254,7 +255,7 @@ def with_merged(traces: CompiledTraces) -> CompiledTraces:
 
 def start_of(transform: ShardingTransform, context: Context, trace: TraceCtx, half: str) -> DifferingStart:
     """Return the start of a trace that is scheduled."""
-    program, groups = program_of(trace)
+    program, groups = program_of(read_statements(trace))
     traces, sharded = context.traces, transform.sharded
     kind = half, traces.no_sync, context.trains
     maker = Maker(transform, context, trace)

@@ -21,8 +21,9 @@ from thunder.core.trace import TraceCtx
 from ...compiled_traces import CompiledTraces
 from ...ir.effects import effects
 from ...ir.inspection import statement, statements
-from ...ir.read_schedule import is_communication, read_schedule
+from ...ir.read_schedule import is_communication, schedule_of
 from ...ir.schedule import GATHERS, ISSUES, WAITS
+from ...ir.statements import read_statements
 from ...sizes import human_bytes
 from ..planning.dry_run import DryRun
 from ..planning.fit import block_of
@@ -161,7 +162,7 @@ def dry_run_table(step: DryRun) -> Table:
         if trace is not None:
             used, least = shared_slots(trace)
             parts.append(f"{name} {human_bytes(used)} ({human_bytes(least)} live at once)")
-            in_flight.append(f"{name} {read_schedule(trace).gathers_in_flight}")
+            in_flight.append(f"{name} {schedule_of(read_statements(trace)).gathers_in_flight}")
     table.caption = f"scheduled: {step.after.breakdown}\nmemory of shared slots: {', '.join(parts)}\n"
     table.caption += f"gathers in flight, at most: {', '.join(in_flight)}"
     if compiled.backward is not None:
