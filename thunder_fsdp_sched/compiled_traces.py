@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .capture.traced_computation import TracedComputation
@@ -15,7 +16,7 @@ from .errors import coded_error
 from .extensions import load
 from .ir.analysis import NO_PENDING_GRADS, PendingGrads
 from .ir.calls import NO_CALL, CallSignature
-from .ir.effects import NOTHING, Effects, effects
+from .ir.effects import is_declared
 from .ir.schedule import MAX_REDUCTIONS_IN_FLIGHT, Schedule, StepSchedule
 from .runtime.accumulation import AccumulationMode
 from .runtime.bucket import Bucket
@@ -108,7 +109,7 @@ class CompiledTraces:
     pass_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     buckets: Sequence[Bucket] = ()
     attached: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    _effects: list[Effects] | None = field(default=None, repr=False)  # of traces that were forgotten
+    _bsyms: list[BoundSymbol | None] | None = field(default=None, repr=False)  # of traces that were forgotten
 
     @cached_property
     def memory(self) -> Any:
@@ -146,7 +147,7 @@ class CompiledTraces:
             self.buckets,
             device=device,
             accumulated=NO_PENDING_GRADS.union(*(that_run[id(one)].pending_grads for one in earlier)),
-            others=[that_run[id(other)].effects for other in others if other is not self],
+            others=[that_run[id(other)].bsyms for other in others if other is not self],
         )
 
     @property
@@ -155,16 +156,16 @@ class CompiledTraces:
         return tuple(trace for trace in (self.forward, self.backward) if trace is not None)
 
     @property
-    def effects(self) -> list[Effects]:
-        """The effects of the traces that run, by position."""
-        return self._effects or [effects(bsym) for trace in self.traces for bsym in trace.bound_symbols]
+    def bsyms(self) -> Sequence[BoundSymbol | None]:
+        """The bound symbols of the traces that run; of traces that were forgotten only those of this package."""
+        return self._bsyms or [bsym for trace in self.traces for bsym in trace.bound_symbols]
 
     def forget_traces(self) -> None:
         """Free the traces, which take most of the memory of a compilation, except for what other steps ask for."""
-        if self._effects is None:
+        if self._bsyms is None:
             if self.choice is not None and self.no_sync:
                 _ = self.pending_grads  # which later searches ask for
-            self._effects = [NOTHING if e.bucket is None and not (e.allocates or e.frees) else e for e in self.effects]
+            self._bsyms = [bsym if bsym is not None and is_declared(bsym.sym) else None for bsym in self.bsyms]
             self.traced, self.attached = None, {}
             for name in _TRACES:
                 delattr(self, name)

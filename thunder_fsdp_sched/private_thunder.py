@@ -159,7 +159,7 @@ def _is_library_function(function: Any) -> bool:
 FACTS = ("_fsdp_facts", "_fsdp_like")
 """Attributes of a bound symbol for what this package knows about its operator."""
 
-EFFECTS, OBSERVED_EFFECTS = "_fsdp_effects", "_fsdp_observed_effects"
+EFFECTS, COSTS, OBSERVED_COSTS = "_fsdp_effects", "_fsdp_costs", "_fsdp_observed_costs"
 """Attributes of a bound symbol for its effects, in general and on inputs of certain strides."""
 
 NAMES_OF_ARGS, DEFINED = "_fsdp_args", "_fsdp_defined"
@@ -221,7 +221,7 @@ class CachingBoundSymbol(BoundSymbol):
         if keeps_args and keeps_output and is_same_symbol:
             copied = (*copied, "_is_plain", DEFINED)
             if self._is_same_operator(new):
-                copied = (*copied, *FACTS, EFFECTS, OBSERVED_EFFECTS)
+                copied = (*copied, *FACTS, EFFECTS, COSTS, OBSERVED_COSTS)
         state.update({name: known[name] for name in copied if name in known})
         if new.sym._bind_postprocess:
             new.sym._bind_postprocess(new)

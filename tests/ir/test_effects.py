@@ -6,11 +6,14 @@ The tests declare a broadcast of a bucket, which the package does not have.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import StepMemory, VerificationError
 from thunder_fsdp_sched.extras.planning.cost import ring_seconds
+from thunder_fsdp_sched.extras.step_memory.symbol_costs import COSTS_OF
+from thunder_fsdp_sched.ir.effects import DECLARED
 from thunder_fsdp_sched.ir.registry import register
 from thunder_fsdp_sched.planning import AnalyticCost, simulate
 from thunder_fsdp_sched.transports import Traffic
@@ -107,3 +110,21 @@ def test_a_new_symbol_is_proved_by_its_declaration() -> None:
         VerificationError, check=coded("proof.invalid-bound-symbol", "broadcast_bucket is never waited for")
     ):
         verify(changed(lose))
+
+
+ONLY_CALLS = """agree agreed agreed_or_merged audit_agreed release params_unchanged guard_backward detached with_value zero_gradient
+    after run check_memory check_module check_inputs check_number assign_attributes"""
+"""The symbols that cost no more than the call of a function."""
+
+
+def test_every_symbol_that_does_more_than_a_call_has_costs() -> None:
+    for module in (
+        "transforms.keep_fusions_apart",
+        "extras.no_sync.symbols",
+        "extras.ranks_differ.insert_choice",
+        "extras.secondary_shards",
+    ):
+        importlib.import_module(f"thunder_fsdp_sched.{module}")
+    declared = {symbol.name for symbol in DECLARED if symbol.name.startswith("fsdp_")}
+    assert COSTS_OF.keys() <= declared
+    assert declared - COSTS_OF.keys() <= {f"fsdp_{name}" for name in ONLY_CALLS.split()}

@@ -29,7 +29,7 @@ from ..private_distributed import leave
 from ..sizes import human_bytes
 from .bench_systems import SYSTEMS, Setup, bytes_of, loss_of
 from .reports.exposed import exposed_communication
-from .reports.report import milliseconds, plain_table
+from .reports.texts import milliseconds, plain_table
 
 PROFILED = 3
 """How many steps of each system are profiled after the rounds on GPUs, for their exposed communication."""

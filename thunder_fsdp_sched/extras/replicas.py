@@ -6,10 +6,10 @@ import torch.distributed as dist
 from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 
-from ..ir.effects import Effects, Issue, LocalWork, Wait, bucket_of, reduced_gradients
+from ..ir.effects import Effects, Issue, Wait, bucket_of
 from ..ir.registry import register
 from ..ir.schedule import ISSUES
-from ..ir.symbols import call_memory, fsdp_reduce_scatter, reduction_meta, shard_bytes_in
+from ..ir.symbols import fsdp_reduce_scatter, reduction_meta, shard_bytes_in
 from ..runtime.bucket import Bucket
 from ..runtime.memory import InFlight
 from ..runtime.ops import issue
@@ -31,16 +31,13 @@ def all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
 def all_reduce_effects(bsym: BoundSymbol, *, of: str = fsdp_reduce_scatter.name) -> Effects:
     """Return the effects of an all-reduce that waits for a reduction by the symbol of this name."""
     bucket, (_, future), result = bucket_of(bsym), bsym.args, bsym.output.name
-    spec, dtype = bucket.spec, bucket.spec.reduce_dtype
-    nbytes, added = shard_bytes_in(bucket, dtype), spec.accumulated_bytes if spec.accumulate_dtype != dtype else 0
+    dtype = bucket.spec.reduce_dtype
+    nbytes = shard_bytes_in(bucket, dtype)
     traffic, group = Traffic((nbytes,), 1, passes=2.0), bucket.ranks.replicas
     return Effects(
         waits=Wait(future.name, (of,)),
         issues=Issue(bsym.sym.name, result, bucket, group, nbytes, dtype, transport="all_reduce", traffic=traffic),
-        work=LocalWork(),
         bucket=bucket,
-        views={result: (future.name,)},
-        allocates=call_memory(bucket, "sum of sharded gradients", added, reduced_gradients(bucket).owner),
     )
 
 

@@ -33,8 +33,8 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..ir.effects import Allocation, Effects, LocalWork, bucket_of, effects
-from ..ir.inspection import first_tensor, forward_part, nbytes_of, with_bound_symbols
+from ..ir.effects import Effects, bucket_of, effects
+from ..ir.inspection import first_tensor, forward_part, with_bound_symbols
 from ..ir.registry import register
 from ..ir.symbols import fsdp_all_gather, tensor_proxy
 from ..plan.layout import Layout, make_placement
@@ -129,11 +129,9 @@ def _copy_secondary_shard_effects(bsym: BoundSymbol) -> Effects:
     read += [(param.name, ("params", bucket.primary, index)) for index, param in enumerate(params)]
     return Effects(
         bucket=bucket,
-        work=LocalWork(0, 2 * nbytes_of(copy), 2 * nbytes_of(copy)),
         requires=tuple(read),
         gives={copy.name: ("secondary", bucket)},
         copies_slot=True,
-        allocates=(Allocation(copy.name, nbytes_of(copy), bucket.spec.device.type, kind="values"),),
     )
 
 

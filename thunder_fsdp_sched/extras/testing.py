@@ -31,6 +31,7 @@ from ..sizes import parse_bytes
 from ..transform import FSDPTransform, find_transform
 from ..transforms.sort_communication import issue_points
 from .planning.dry_run import Made, compile_as_rank
+from .step_memory.symbol_costs import costs
 
 Subject = Any
 """A jitted module, an fsdp transform, compiled traces, or one trace."""
@@ -306,7 +307,7 @@ def assert_no_parameter_copies(trace: TraceCtx) -> None:
     for (position, part), e, args, outs in zip(parts, live.effects, live.args, live.outs, strict=True):
         if e.bucket is not None:
             unsharded = [out.name for out in outs] if e.unshards else []
-            of_bucket.update(dict.fromkeys([*e.shards, *unsharded], e.bucket.spec.name))
+            of_bucket.update(dict.fromkeys([*costs(part).shards, *unsharded], e.bucket.spec.name))
         sources = {root.name for arg in args for root in arg.roots} & of_bucket.keys()
         name = part.sym.name.removeprefix("torch_").removesuffix("_prim_impl")
         if name in _COPIES and sources:

@@ -31,7 +31,7 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
-from .effects import Allocation, Effects, SlotRegion, effects
+from .effects import Effects, SlotRegion, effects
 from .inspection import UNPACKING, defined_by
 
 BEFORE_TRACE = -1
@@ -94,8 +94,9 @@ class Lifetime:
         return self.region.slot
 
 
-PendingGrads = frozenset[Allocation]
-"""The memory of the gradients that backwards under ``no_sync`` have left, unsharded or reduced."""
+PendingGrads = frozenset[Any]
+"""The memory of the gradients that backwards under ``no_sync`` have left, unsharded or reduced: each an ``Allocation`` of
+``extras.step_memory.costs``."""
 
 NO_PENDING_GRADS: PendingGrads = frozenset()
 

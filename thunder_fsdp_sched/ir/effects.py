@@ -2,8 +2,9 @@
 
 [Note: Effects]
 Each symbol of this package declares its effects next to its definition, in ``symbols``. Everything that
-sorts, allocates, predicts, simulates, prints or proves reads them through :func:`effects`, and knows no symbol by name. So a
-new kind of communication is one declaration and one function that runs.
+sorts, assigns slots, prints or proves reads them through :func:`effects`, and knows no symbol by name. So a new kind of
+communication is one declaration and one function that runs. What it costs if that is more than a call, in bytes and in
+time, is read by predictions alone: see [Note: Costs] in ``extras.step_memory.costs``.
 
 The effects of all other operators follow from the facts about them (``operator_facts``): they read and write values, some
 results are views, and the others are new memory.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from thunder.core.prims import PrimIDs
@@ -137,69 +138,14 @@ class UnbucketedParam(NamedTuple):
     reduces: bool
 
 
-class LocalWork(NamedTuple):
-    """Work of a symbol on the host and on the compute stream, besides communication.
-
-    Attributes:
-        launches: calls of the communication library.
-        moved: bytes that it reads and writes on the compute stream of a GPU.
-        moved_at_once: the same where the host computes: also what a GPU does on the communication stream.
-        touches: how often each tensor that it reads, and that is not in place already, is read or written.
-        to_host: bytes that it copies to the host's memory.
-    """
-
-    launches: int = 1
-    moved: int = 0
-    moved_at_once: int = 0
-    touches: int = 0
-    to_host: int = 0
+def left_unsharded(bucket: Bucket) -> Hashable:
+    """Return the key of the gradients of a bucket that ``no_sync`` leaves unsharded."""
+    return "unsharded gradients", bucket
 
 
-class Allocation(NamedTuple):
-    """Memory that a symbol allocates.
-
-    Attributes:
-        owner: the name of the result that it belongs to, or a key. Idle memory of a pool is used again by an equal key.
-        nbytes: its bytes, without rounding.
-        device: the type of its device.
-        scope: until when it exists. ``"value"``: the last use of the result or a view of it; ``"call"``: only while the
-            symbol runs; ``"wait"``: only while the symbol runs that waits for what it issues; ``"pool"``: it is taken from
-            idle memory, and given back by the wait; ``"steps"``: in all steps; ``"persistent"``: until a symbol ``forgets``
-            the key; ``"persistent later"``: the same, but until then it is the memory of the operation that the symbol
-            waits for.
-        kind: what it counts as in reports: ``"communication"``, ``"gradients"``, ``"temporaries"``, or ``"values"`` for what
-            depends on its lifetime.
-        label: what it is, for reports; a result has a name.
-        only_with: it is allocated only if this key has memory.
-        on_host: whether it is in host memory, also in a plan on a CPU for a GPU.
-    """
-
-    owner: Hashable
-    nbytes: int
-    device: str
-    scope: Literal["value", "call", "wait", "pool", "steps", "persistent", "persistent later"] = "value"
-    kind: str = "communication"
-    label: str = ""
-    only_with: Hashable = None
-    on_host: bool = False
-
-
-PERSISTENT = ("persistent", "persistent later")
-"""The scopes of memory that is left for a later micro-batch."""
-
-
-def unsharded_gradients(bucket: Bucket) -> Allocation:
-    """Return the memory of the gradients that ``no_sync`` leaves unsharded."""
-    spec = bucket.spec
-    label, key = f"unreduced gradients of {spec.name}", ("unsharded gradients", bucket)
-    return Allocation(key, spec.grad_bytes, spec.device.type, "persistent", "gradients", label)
-
-
-def reduced_gradients(bucket: Bucket) -> Allocation:
-    """Return the memory of this rank's rows of the gradients that ``no_sync`` reduces and leaves."""
-    spec = bucket.spec
-    label, key = f"reduced gradients of {spec.name}", ("reduced gradients", bucket)
-    return Allocation(key, spec.accumulated_bytes, spec.device.type, "persistent", "gradients", label)
+def left_reduced(bucket: Bucket) -> Hashable:
+    """Return the key of this rank's rows of the gradients that ``no_sync`` reduces and leaves."""
+    return "reduced gradients", bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +156,7 @@ class Effects:
         issues: the operation that it issues.
         waits: the operation that it waits for.
         runs: an operation that it issues and waits for, if earlier micro-batches have left gradients to reduce.
-        shards: the shards that it sends.
-        work: what it costs besides communication; ``None`` for computation.
+        leaves: the keys of the gradients that it leaves for a later micro-batch: :func:`left_unsharded` and the like.
         bucket: the bucket of a symbol of this package.
         hook: the user's function that it calls, which may communicate.
         communicates: whether it communicates with other ranks and is not ours, so nothing may be moved across it.
@@ -224,15 +169,8 @@ class Effects:
         requires: contents that values must have: the token that earlier effects ``give`` them.
         gives: contents of results, for ``requires``.
         aliases: results that may share memory with others, by the safe facts. Slots are not among them: see ``in_place``.
-        views: results that keep the memory of others and own none, by exact facts.
-        strides: strides of results that are not contiguous.
-        layouts: results with the strides of another value.
-        operators: names of the base operators of torch that it calls; ``None`` if they cannot be observed.
-        flops: their additions and multiplications by dtype; ``None`` if they cannot be observed.
         writes: values that it writes in place.
         copies_slot: whether it copies what is in a slot only until another collective uses the slot.
-        allocates: memory that it allocates.
-        forgets: keys whose memory it frees.
         faults: contradictions to the settings of the bucket.
         single: the one parameter that it handles, before communication is bucketed.
         is_fusion_barrier: whether it only gives its arguments other names, to keep fusions apart.
@@ -241,8 +179,7 @@ class Effects:
     issues: Issue | None = None
     waits: Wait | None = None
     runs: Issue | None = None
-    shards: tuple[str, ...] = ()
-    work: LocalWork | None = None
+    leaves: tuple[Hashable, ...] = ()
     bucket: Bucket | None = None
     hook: str | None = None
     communicates: bool = False
@@ -255,23 +192,11 @@ class Effects:
     requires: tuple[tuple[str | None, Hashable], ...] = ()
     gives: Mapping[str, Hashable] = field(default_factory=dict)
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    views: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    layouts: Mapping[str, str] = field(default_factory=dict)
-    operators: frozenset[str] | None = None
-    flops: Mapping[torch.dtype, int] | None = None
     writes: frozenset[str] = frozenset()
     copies_slot: bool = False
-    allocates: tuple[Allocation, ...] = ()
-    forgets: tuple[Hashable, ...] = ()
     faults: tuple[str, ...] = ()
     single: UnbucketedParam | None = None
     is_fusion_barrier: bool = False
-
-    @property
-    def leaves(self) -> tuple[Hashable, ...]:
-        """The keys of the gradients that it leaves for a later micro-batch."""
-        return tuple(m.owner for m in self.allocates if m.scope in PERSISTENT and m.only_with is None)
 
     @property
     def missing_gradients(self) -> tuple[int, ...]:
@@ -320,11 +245,7 @@ def declared(bsym: BoundSymbol) -> Effects:
 
 
 def effects(bsym: BoundSymbol) -> Effects:
-    """Return the effects of a bound symbol; see [Note: Effects].
-
-    It is not observed which results of operators that are not ours are views, so their ``views``, ``strides`` and
-    ``allocates`` are empty: see ``observed_effects``.
-    """
+    """Return the effects of a bound symbol; see [Note: Effects]."""
     known = vars(bsym)
     known_effects: Effects | None = known.get(EFFECTS)
     if (declaration := DECLARED.get(bsym.sym)) is not None:

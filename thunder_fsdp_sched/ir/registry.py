@@ -13,7 +13,7 @@ from thunder.core.trace import TraceCtx
 from thunder.extend import OperatorExecutor, register_executor
 
 from ..private_thunder import CachingBoundSymbol
-from .effects import DECLARED, Effects, LocalWork, effects
+from .effects import DECLARED, NOTHING, Effects, effects
 from .operator_facts import DECLARED_FACTS, Facts
 
 executor = OperatorExecutor("fsdp_sched", version="0.1")
@@ -27,7 +27,7 @@ def _returns_nothing(*args: Any, **kwargs: Any) -> None:
 def register(
     name: str,
     function: Callable[..., Any],
-    declared: Callable[[BoundSymbol], Effects] = lambda bsym: Effects(work=LocalWork()),
+    declared: Callable[[BoundSymbol], Effects] = lambda bsym: NOTHING,
     meta: Callable[..., Any] = _returns_nothing,
     printer: Callable[..., Any] | None = None,
     tags: Sequence[prims.OpTags] = (),

@@ -44,8 +44,8 @@ token, exist only around the fusion executors: see [Note: Cuts] in ``transforms.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from thunder.core import devices, dtypes
@@ -53,27 +53,21 @@ from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.transforms import get_grad, put_grad
 
-from ..plan.specs import BucketSpec
 from ..runtime import ops
 from ..runtime.autograd import guard_backward
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
 from ..runtime.traced_inputs import assign_attributes, check_inputs, check_number
 from ..runtime.traced_module import check_module
-from ..transports.base import Buffer
 from .effects import (
-    Allocation,
     Effects,
     Issue,
-    LocalWork,
     SlotRegion,
     UnbucketedParam,
     Wait,
     bucket_of,
-    reduced_gradients,
-    unsharded_gradients,
 )
-from .inspection import names, nbytes_of
+from .inspection import names
 from .registry import executor, register
 
 #
@@ -98,7 +92,7 @@ def shard_bytes_in(bucket: Bucket, dtype: torch.dtype) -> int:
     return bucket.spec.layout.shard_numel * dtype.itemsize
 
 
-def _loaded_bytes(bucket: Bucket) -> int:
+def loaded_bytes(bucket: Bucket) -> int:
     """Return the bytes of an offloaded shard that are copied to the device."""
     spec = bucket.spec
     return shard_bytes_in(bucket, spec.param_dtype if spec.gather_wire is None else spec.dtype)
@@ -134,48 +128,20 @@ def gather_of(bucket: Bucket, slot: Slot | None = None, future: str = "", **mark
         resident=bool(marks.get("resident")),
         window=marks.get("window"),
         traffic=bucket.transport.gather_traffic(spec),
-        from_host=_loaded_bytes(bucket) if spec.comm.offload else 0,
+        from_host=loaded_bytes(bucket) if spec.comm.offload else 0,
     )
 
 
-def gather_costs(bucket: Bucket, issue: Issue, *, reuse_cast: bool) -> tuple[tuple[Allocation, ...], LocalWork]:
-    """Return the memory and the work of a gather."""
-    spec = bucket.spec
-    offload, casts, nbytes = spec.comm.offload, spec.sends_copy, spec.sent_bytes
-    memory, work = [], LocalWork()
-    if offload and not issue.resident:
-        memory.append(Allocation(issue.future, nbytes, spec.device.type))
-        if spec.gather_wire is not None:
-            memory += call_memory(bucket, "copy of the shard on the device", _loaded_bytes(bucket))
-    if casts and not offload:
-        memory.append(Allocation(("cast", bucket), nbytes, spec.device.type, "steps", label=f"cast of {spec.name}"))
-    if not issue.resident:
-        memory += _pooled(bucket, bucket.transport.gather_buffers(spec))
-        memory += _afterwards(bucket, "decoding", bucket.transport.gather_temporary(spec))
-    if spec.gather_wire is not None and not issue.resident and (offload or not reuse_cast):
-        memory += call_memory(bucket, "encoding", spec.gather_wire.temporary_bytes(1, spec.dtype))
-    if not issue.resident and issue.traffic is not None:
-        copied, casts_now = issue.traffic.copied_before, casts and not reuse_cast
-        at_once = copied + (spec.shard_bytes + nbytes if casts_now or offload else 0)
-        work = LocalWork(issue.traffic.launches, copied if offload else at_once, at_once)
-    return tuple(memory), work
-
-
 def _all_gather_effects(bsym: BoundSymbol) -> Effects:
-    bucket, (_, slot, *shards), marks = bucket_of(bsym), bsym.args, bsym.kwargs
+    bucket, slot, marks = bucket_of(bsym), bsym.args[1], bsym.kwargs
     issue = gather_of(bucket, slot, bsym.output.name, **marks)
     secondary = next(names([marks.get("secondary")]), None)
-    memory, work = gather_costs(bucket, issue, reuse_cast=bool(marks.get("reuse_cast")))
     return Effects(
         issues=issue,
-        work=work,
-        shards=tuple(names(shards)),
         bucket=bucket,
         uses=slot,
         in_place=(issue.future,),
         requires=((secondary, None if bucket is bucket.primary else ("secondary", bucket)),),
-        views={issue.future: () if secondary is None or issue.resident else (secondary,)},
-        allocates=memory,
     )
 
 
@@ -194,8 +160,7 @@ def _wait_params_meta(
 def _wait_params_effects(bsym: BoundSymbol) -> Effects:
     params = tuple(p.name for p in bsym.output)
     bucket, wait = bucket_of(bsym), Wait(bsym.args[1].name, (fsdp_all_gather.name,))
-    work = LocalWork(moved_at_once=bucket.transport.gather_traffic(bucket.spec).copied_after)
-    return Effects(waits=wait, work=work, bucket=bucket, in_place=params)
+    return Effects(waits=wait, bucket=bucket, in_place=params)
 
 
 fsdp_wait_params = register("fsdp_wait_params", ops.wait_params, _wait_params_effects, _wait_params_meta)
@@ -215,54 +180,6 @@ def without_token(bsym: BoundSymbol) -> BoundSymbol:
 #
 # Reductions
 #
-
-
-def call_memory(bucket: Bucket, label: str, nbytes: int, only_with: Hashable = None) -> tuple[Allocation, ...]:
-    """Return memory that exists only during a call."""
-    memory = Allocation(
-        None, nbytes, bucket.spec.device.type, "call", label=f"{label} ({bucket.spec.name})", only_with=only_with
-    )
-    return (memory,) if nbytes else ()
-
-
-def memory_of_sums(bucket: Bucket, grads: Sequence[TensorProxy | None]) -> tuple[Allocation, ...]:
-    """Return the memory of the sums of gradients that do not have the shape of their parameters."""
-    pairs = zip(bucket.spec.params, grads, strict=False)
-    sums = (
-        param.numel * grad.dtype.bytes
-        for param, grad in pairs
-        if grad is not None and tuple(map(int, grad.shape)) != param.shape and nbytes_of(grad)
-    )
-    return call_memory(bucket, "sum of broadcast gradients", sum(sums))
-
-
-def _afterwards(bucket: Bucket, what: str, nbytes: int) -> tuple[Allocation, ...]:
-    """Return memory that a transport needs after its collective: on a GPU in the issue, elsewhere in the wait."""
-    spec = bucket.spec
-    scope: Literal["call", "wait"] = "call" if spec.comm.computes_on == "cuda" else "wait"
-    return (Allocation(None, nbytes, spec.device.type, scope, label=f"{what} ({spec.name})"),) if nbytes else ()
-
-
-def _pooled(bucket: Bucket, buffers: Sequence[Buffer], only_with: Hashable = None) -> list[Allocation]:
-    device = bucket.spec.device.type
-    return [
-        Allocation(b, b.nbytes, device, "pool", label="buffer of a transport", only_with=only_with) for b in buffers
-    ]
-
-
-def transport_memory(bucket: Bucket, only_with: Hashable = None) -> tuple[Allocation, ...]:
-    """Return the receive buffers and the workspace of a reduction."""
-    spec, transport = bucket.spec, bucket.transport
-    device, key = spec.device.type, ("workspace", spec.comm.transport, bucket.ranks.reductions.description)
-    buffers = _pooled(bucket, transport.reduce_buffers(spec), only_with)
-    if spec.has_error_feedback:
-        label = f"error feedback of {spec.name}"
-        buffers.append(Allocation(("feedback", bucket), spec.grad_bytes, device, "steps", "gradients", label))
-    workspace = transport.reduce_workspace(spec)
-    if workspace and spec.requires_grad:
-        label = f"workspace of {spec.comm.transport}"
-        return (*buffers, Allocation(key, workspace, device, "steps", label=label))
-    return tuple(buffers)
 
 
 def reduction_meta(bucket: Bucket, *operands: Any) -> FutureTensorProxy:
@@ -287,29 +204,14 @@ def reduction_of(bucket: Bucket, slot: Slot | None = None, future: str = "") -> 
     )
 
 
-def reduction_costs(bucket: Bucket, future: str) -> tuple[tuple[Allocation, ...], LocalWork]:
-    """Return the memory and the work of a reduction, without those of its gradients."""
-    spec, nbytes = bucket.spec, shard_bytes_in(bucket, bucket.spec.reduce_dtype)
-    traffic, temporary = bucket.transport.reduce_traffic(spec), bucket.transport.reduce_temporary(spec)
-    memory = (
-        Allocation(future, nbytes, spec.device.type, kind="gradients"),
-        *_afterwards(bucket, f"temporary memory of {spec.comm.transport}", temporary),
-        *call_memory(bucket, "encoding", bucket.transport.sending_temporary(spec)),
-        *transport_memory(bucket),
-    )
-    return memory, LocalWork(traffic.launches, traffic.copied_before, traffic.copied_before, touches=2)
-
-
 def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
     bucket, (_, slot, *grads), future = bucket_of(bsym), bsym.args, bsym.output.name
-    dtype, (memory, work) = bucket.spec.reduce_dtype, reduction_costs(bucket, future)
+    dtype = bucket.spec.reduce_dtype
     return Effects(
         issues=reduction_of(bucket, slot, future),
-        work=work,
         bucket=bucket,
         uses=slot,
         collects={grad.name: SlotRegion(bucket, slot, dtype, i) for i, grad in enumerate(grads) if grad is not None},
-        allocates=(*memory_of_sums(bucket, grads), *memory),
     )
 
 
@@ -323,10 +225,7 @@ def _grad_meta(bucket: Bucket, slot: Slot | None, index: int, *args: Any) -> Ten
 def _grad_effects(bsym: BoundSymbol) -> Effects:
     bucket, (_, slot, index, *_) = bucket_of(bsym), bsym.args
     region = SlotRegion(bucket, slot, bucket.spec.reduce_dtype, index)
-    operator = "mm" if bsym.sym.name == "fsdp_matmul_into" else "sum"
-    return Effects(
-        bucket=bucket, uses=slot, fills=region, in_place=(bsym.output.name,), operators=frozenset({operator})
-    )
+    return Effects(bucket=bucket, uses=slot, fills=region, in_place=(bsym.output.name,))
 
 
 fsdp_matmul_into = register("fsdp_matmul_into", ops.matmul_into, _grad_effects, _grad_meta)
@@ -340,49 +239,13 @@ def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy, *, hook: str | N
     )
 
 
-def copies_gradients(spec: BucketSpec) -> bool:
-    """Return whether reduced gradients get other memory than what the reduction has put them into."""
-    return spec.reduce_dtype != spec.dtype or spec.comm.offload
-
-
-def wait_costs(bucket: Bucket) -> tuple[tuple[Allocation, ...], LocalWork]:
-    """Return the memory and the work of a wait for reduced gradients, without those that it returns."""
-    spec = bucket.spec
-    casts, offload, flat = spec.reduce_dtype != spec.dtype, spec.comm.offload, spec.shard_bytes
-    memory: list[Allocation] = []
-    if bucket.ranks.replicas is None and spec.accumulate_dtype not in (spec.reduce_dtype, spec.dtype):
-        memory += call_memory(
-            bucket, "sum of sharded gradients", spec.accumulated_bytes, reduced_gradients(bucket).owner
-        )
-    if casts and offload:
-        memory += call_memory(bucket, "cast of sharded gradients", flat)
-    own = shard_bytes_in(bucket, spec.reduce_dtype)
-    divides = spec.options.gradient_divide_factor not in (None, spec.layout.world_size * spec.replicas)
-    moved = (2 * own if divides else 0) + (own + flat if casts else 0)
-    work = LocalWork(
-        moved=moved,
-        moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after,
-        to_host=flat if offload else 0,
-    )
-    return tuple(memory), work
-
-
 def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
     bucket, (_, future), hook = bucket_of(bsym), bsym.args, bsym.kwargs.get("hook")
-    spec, (first, *rest) = bucket.spec, [p.name for p in bsym.output]
-    memory, work = wait_costs(bucket)
-    views: dict[str, tuple[str, ...]] = dict.fromkeys((first, *rest), (future.name,))
-    if copies_gradients(spec):
-        own = Allocation(first, spec.shard_bytes, spec.shard_device.type, kind="gradients", on_host=spec.comm.offload)
-        memory, views = (own, *memory), {first: (), **dict.fromkeys(rest, (first,))}
     expected = bucket.hook_name
     return Effects(
         waits=Wait(future.name, ("fsdp_reduce_scatter" if bucket.ranks.replicas is None else "fsdp_all_reduce",)),
-        work=work,
         bucket=bucket,
         hook=hook,
-        views=views,
-        allocates=memory,
         faults=() if hook == expected else (f"calls the all_reduce_hook {hook}, expected {expected}",),
     )
 
@@ -390,13 +253,7 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
 fsdp_wait_grads = register("fsdp_wait_grads", ops.wait_grads, _wait_grads_effects, _wait_grads_meta)
 
 
-def _backward_done_effects(bsym: BoundSymbol) -> Effects:
-    no_sync, *buckets = bsym.args
-    left = [kept(bucket).owner for bucket in buckets for kept in (unsharded_gradients, reduced_gradients)]
-    return Effects(work=LocalWork(), forgets=() if no_sync else tuple(left))
-
-
-fsdp_backward_done = register("fsdp_backward_done", ops.backward_done, _backward_done_effects)
+fsdp_backward_done = register("fsdp_backward_done", ops.backward_done)
 
 #
 # Others
@@ -417,7 +274,7 @@ LEAF = "fsdp_leaf"
 def effects_of_alias(bsym: BoundSymbol) -> Effects:
     """Return the effects of a symbol that returns its first argument."""
     aliases = {bsym.output.name: (bsym.args[0].name,)}
-    return Effects(work=LocalWork(), aliases=aliases, views=aliases)
+    return Effects(aliases=aliases)
 
 
 fsdp_detached = register(
@@ -441,9 +298,8 @@ def _reduce_meta(bucket: Bucket, index: int, grad: TensorProxy) -> TensorProxy:
 
 
 def _single_effects(bsym: BoundSymbol) -> Effects:
-    (bucket, index, _), out = bsym.args, bsym.output
-    single = UnbucketedParam(bucket, index, reduces=bsym.sym.name == "fsdp_reduce")
-    return Effects(allocates=(Allocation(out.name, nbytes_of(out), out.device.type, kind="values"),), single=single)
+    bucket, index, _ = bsym.args
+    return Effects(single=UnbucketedParam(bucket, index, reduces=bsym.sym.name == "fsdp_reduce"))
 
 
 fsdp_unshard = register("fsdp_unshard", only_in_between, _single_effects, _unshard_meta)

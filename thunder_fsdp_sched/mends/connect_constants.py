@@ -17,7 +17,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transforms import get_grad, put_grad
 
-from ..ir.effects import Effects, LocalWork
+from ..ir.effects import Effects
 from ..ir.gradients import PIECEWISE_CONSTANT, requiring_gradient, with_gradient
 from ..ir.inspection import args_of, defined_by, like, nested, outs_of, swap_args, with_bound_symbols
 from ..ir.registry import executor, register
@@ -27,7 +27,7 @@ _CONSTANT = frozenset({PrimIDs.CEIL, PrimIDs.FLOOR, PrimIDs.ROUND, PrimIDs.TRUNC
 
 def _effects(bsym: BoundSymbol) -> Effects:
     aliases = {bsym.output.name: (bsym.args[1].name,)}
-    return Effects(work=LocalWork(), aliases=aliases, views=aliases)
+    return Effects(aliases=aliases)
 
 
 fsdp_zero_gradient = register(

@@ -38,7 +38,7 @@ from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import TemporaryExecutor
 
 from ..errors import coded_error
-from ..ir.effects import Effects, LocalWork
+from ..ir.effects import Effects
 from ..ir.gradients import mark_constants, with_gradient
 from ..ir.inspection import (
     args_of,
@@ -60,7 +60,7 @@ from .connect_constants import fsdp_zero_gradient
 
 def _with_value_effects(bsym: BoundSymbol) -> Effects:
     aliases = {bsym.output.name: (bsym.args[1].name,)}
-    return Effects(work=LocalWork(), aliases=aliases, views=aliases)
+    return Effects(aliases=aliases)
 
 
 fsdp_with_value = register(

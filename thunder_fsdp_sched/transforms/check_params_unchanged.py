@@ -6,7 +6,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..errors import coded_error
-from ..ir.effects import Effects, LocalWork, SlotRegion, bucket_of, effects
+from ..ir.effects import Effects, SlotRegion, bucket_of, effects
 from ..ir.inspection import args_of, forward_part, outs_of, with_bound_symbols
 from ..ir.registry import register
 from ..runtime.bucket import Bucket
@@ -34,9 +34,7 @@ def _params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
 
 def _params_unchanged_effects(bsym: BoundSymbol) -> Effects:
     bucket = bucket_of(bsym)
-    return Effects(
-        work=LocalWork(), bucket=bucket, ensures=SlotRegion(bucket, bucket.private_slot, bucket.spec.param_dtype)
-    )
+    return Effects(bucket=bucket, ensures=SlotRegion(bucket, bucket.private_slot, bucket.spec.param_dtype))
 
 
 fsdp_params_unchanged = register("fsdp_params_unchanged", _params_unchanged, _params_unchanged_effects)

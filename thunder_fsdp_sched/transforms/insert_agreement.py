@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from thunder.core.prims import PrimIDs
 from thunder.core.trace import TraceCtx
 
-from ..ir.effects import NOTHING, Effects, effects
+from ..ir.effects import Effects, effects
 from ..ir.inspection import AGREEMENT, with_bound_symbols
 from ..ir.registry import register
 from ..runtime.trace_start import SlotOfBucket, TraceStart
@@ -80,6 +80,6 @@ def describe(start: TraceStart, of_all: Sequence[Effects]) -> None:
     ]
 
 
-fsdp_agree = register("fsdp_agree", TraceStart.post, lambda bsym: NOTHING, kinds=[AGREEMENT])
-fsdp_agreed = register("fsdp_agreed", TraceStart.settle, lambda bsym: NOTHING, kinds=[AGREEMENT])
-fsdp_audit_agreed = register("fsdp_audit_agreed", TraceStart.end_audit, lambda bsym: NOTHING, kinds=[AGREEMENT])
+fsdp_agree = register("fsdp_agree", TraceStart.post, kinds=[AGREEMENT])
+fsdp_agreed = register("fsdp_agreed", TraceStart.settle, kinds=[AGREEMENT])
+fsdp_audit_agreed = register("fsdp_audit_agreed", TraceStart.end_audit, kinds=[AGREEMENT])

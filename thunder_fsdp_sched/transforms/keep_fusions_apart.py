@@ -45,7 +45,7 @@ def _cut_meta(*tensors: TensorProxy) -> tuple[TensorProxy, ...]:
 
 def _cut_effects(bsym: BoundSymbol) -> Effects:
     aliases = {out.name: (arg.name,) for out, arg in zip(bsym.output, bsym.args, strict=True)}
-    return Effects(aliases=aliases, views=aliases, is_fusion_barrier=True)
+    return Effects(aliases=aliases, is_fusion_barrier=True)
 
 
 fsdp_fusion_barrier = register("fsdp_fusion_barrier", only_in_between, _cut_effects, _cut_meta)

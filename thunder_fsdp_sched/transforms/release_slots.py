@@ -35,7 +35,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Analysis
-from ..ir.effects import Effects, LocalWork
+from ..ir.effects import Effects
 from ..ir.inspection import has_backward, with_bound_symbols
 from ..ir.registry import register
 from ..runtime.bucket import Bucket
@@ -48,7 +48,7 @@ def _release(*slots: Slot) -> None:
 
 
 def _release_effects(bsym: BoundSymbol) -> Effects:
-    return Effects(work=LocalWork(), frees=tuple(dict.fromkeys(slot.arena for slot in bsym.args)))
+    return Effects(frees=tuple(dict.fromkeys(slot.arena for slot in bsym.args)))
 
 
 fsdp_release = register("fsdp_release", _release, _release_effects)

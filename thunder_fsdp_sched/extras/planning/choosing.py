@@ -126,7 +126,7 @@ def check_memory(
     Raises:
         MemoryLimitError: names the position at which most memory is needed.
     """
-    others = [other.effects for other in compiled]
+    others = [other.bsyms for other in compiled]
     peak = StepMemory.of(traces.traces, traces.buckets, accumulated=pending_grads, others=others).peak
     if peak.nbytes <= limit:
         return

@@ -32,10 +32,11 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ...ir.effects import Effects, Issue, is_declared
+from ...ir.effects import Issue, effects, is_declared
 from ...ir.inspection import defined_by, nbytes_of, runs_nothing
 from ...ir.observation import observe_call
-from ..step_memory.value_memory import observed, observed_effects
+from ..step_memory.costs import Costs
+from ..step_memory.value_memory import observed, observed_costs
 from .clusters import ClusterSpec, cluster
 
 Strides = Mapping[str, tuple[int, ...]]
@@ -78,8 +79,8 @@ class AnalyticCost:
         """
         in_place: set[str] = set()  # gradients in the slot of their reduction
         return [
-            self._bound_symbol(bsym, e, strides, in_place)
-            for bsym, (e, strides) in zip(trace.bound_symbols, observed(trace.bound_symbols), strict=True)
+            self._bound_symbol(bsym, costs, strides, in_place)
+            for bsym, (costs, strides) in zip(trace.bound_symbols, observed(trace.bound_symbols), strict=True)
         ]
 
     def collective_seconds(self, issue: Issue) -> float:
@@ -101,11 +102,11 @@ class AnalyticCost:
             return 2 * nbytes / self.spec.bytes_per_second
         return nbytes / self.spec.host_bytes_per_second
 
-    def _bound_symbol(self, bsym: BoundSymbol, e: Effects, strides: Strides, in_place: set[str]) -> Seconds:
+    def _bound_symbol(self, bsym: BoundSymbol, costs: Costs, strides: Strides, in_place: set[str]) -> Seconds:
         spec = self.spec
         if runs_nothing(bsym):
             return Seconds(0.0, 0.0)
-        if (work := e.work) is not None:
+        if (work := costs.work) is not None:
             # Gradients that were not written in place are copied into the slot; accumulating also reads the earlier sum.
             read = [p for p in bsym.flat_proxy_args if type(p) is TensorProxy and p.name not in in_place]
             copied = read if work.touches else []
@@ -116,12 +117,13 @@ class AnalyticCost:
             if work.to_host:
                 device += self.host_copy_seconds(work.to_host)
             return Seconds((work.launches + kernels) * spec.launch_overhead, device)
+        e = effects(bsym)
         if e.fills is not None:
             in_place.update(e.in_place)
-        makes_views = not is_declared(bsym.sym) and not e.writes and not any(m.nbytes for m in e.allocates)
+        makes_views = not is_declared(bsym.sym) and not e.writes and not any(m.nbytes for m in costs.allocates)
         if makes_views:
             return Seconds(spec.launch_overhead, 0.0)
-        computing = sum(flops / spec.flops_per_second(dtype) for dtype, flops in flops_of(bsym, e).items())
+        computing = sum(flops / spec.flops_per_second(dtype) for dtype, flops in flops_of(bsym, costs).items())
         moving = bytes_of(bsym, strides) / spec.bytes_per_second
         return Seconds(spec.launch_overhead, spec.kernel_overhead + max(computing, moving))
 
@@ -161,7 +163,7 @@ def bytes_of(bsym: BoundSymbol, strides: Strides | None = None) -> int:
     tensors = [p for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
     inputs = {p.name: _occupied(p, strides.get(p.name)) for p in tensors}
     written = sum(nbytes_of(p) for p in defined_by(bsym) if isinstance(p, TensorProxy))
-    if not _SELECTING.isdisjoint(observed_effects(bsym, strides).operators or ()):
+    if not _SELECTING.isdisjoint(observed_costs(bsym, strides).operators or ()):
         return sum(min(size, written) for size in inputs.values()) + written
     return sum(inputs.values()) + written
 
@@ -205,15 +207,15 @@ if there are as many queries as keys.
 """
 
 
-def flops_of(bsym: BoundSymbol, known: Effects | None = None) -> Mapping[torch.dtype, int]:
+def flops_of(bsym: BoundSymbol, known: Costs | None = None) -> Mapping[torch.dtype, int]:
     """Return the FLOPs of a bound symbol by dtype; those of its subsymbols if it cannot be observed.
 
     Args:
-        known: its observed effects; by default those for contiguous inputs.
+        known: its observed costs; by default those for contiguous inputs.
     """
     if bsym.sym.name in _ATTENTION:
         return _of_attention(bsym)
-    observed = (known or observed_effects(bsym, {})).flops
+    observed = (known or observed_costs(bsym, {})).flops
     if observed is not None:
         return observed
     if bsym.sym.id in _FUNCTIONS and (calls := observe_call(bsym, _FUNCTIONS[bsym.sym.id], {})):

@@ -9,7 +9,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ...ir.effects import NOTHING, effects
+from ...ir.effects import effects
 from ...ir.inspection import AGREEMENT, with_bound_symbols
 from ...ir.registry import register
 from ...transforms.insert_agreement import describe, fsdp_agree, fsdp_audit_agreed
@@ -52,7 +52,6 @@ def _print(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: Mapping[str
 fsdp_agreed_or_merged = register(
     "fsdp_agreed_or_merged",
     DifferingStart.settled_or_merged,
-    lambda bsym: NOTHING,
     printer=_print,
     kinds=[AGREEMENT],
 )

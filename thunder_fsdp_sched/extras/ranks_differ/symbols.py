@@ -34,26 +34,20 @@ import torch
 from thunder.core.proxies import FutureTensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from ...ir.effects import Allocation, Effects, LocalWork, Wait
+from ...ir.effects import Effects, Wait, left_reduced
 from ...ir.registry import register
 from ...ir.schedule import GATHER_WAITS, GATHERS, ISSUES, WAITS
 from ...ir.symbols import (
-    copies_gradients,
     fsdp_all_gather,
-    gather_costs,
     gather_of,
-    reduction_costs,
     reduction_meta,
     reduction_of,
-    shard_bytes_in,
-    wait_costs,
 )
 from ...runtime import ops
 from ...runtime.bucket import Bucket
 from ...runtime.bucket_aliases import alias_in_dtype, alias_of_params
 from ...runtime.memory import InFlight, Slot
 from ..no_sync.ops import accumulate_reduced
-from ..no_sync.symbols import accumulate_costs, sharded_gradients, unreduced_memory
 from ..replicas import all_reduce, all_reduce_effects
 from .merging import GATHER, REDUCE, BucketKey
 
@@ -104,8 +98,7 @@ def serve_gather(bucket: Bucket, slot: Slot, start: ServingStart, occurrence: in
 def _serve_gather_effects(bsym: BoundSymbol) -> Effects:
     bucket, slot, *_ = bsym.args
     issue = gather_of(bucket, slot, bsym.output.name)._replace(kind=bsym.sym.name, gathers=False)
-    memory, work = gather_costs(bucket, issue, reuse_cast=False)
-    return Effects(issues=issue, work=work, bucket=bucket, uses=slot, allocates=memory)
+    return Effects(issues=issue, bucket=bucket, uses=slot)
 
 
 def _serve_gather_meta(bucket: Bucket, *arguments: Any) -> FutureTensorProxy:
@@ -131,8 +124,7 @@ def _finish_gather(bucket: Bucket, slot: Slot) -> None:
 
 def _wait_served_effects(bsym: BoundSymbol) -> Effects:
     bucket, future, _ = bsym.args
-    work = LocalWork(moved_at_once=bucket.transport.gather_traffic(bucket.spec).copied_after)
-    return Effects(waits=Wait(future.name, (fsdp_serve_gather.name,)), work=work, bucket=bucket)
+    return Effects(waits=Wait(future.name, (fsdp_serve_gather.name,)), bucket=bucket)
 
 
 fsdp_wait_served = register("fsdp_wait_served", wait_served, _wait_served_effects, kinds=[GATHER_WAITS, WAITS])
@@ -147,9 +139,8 @@ def serve_reduce(bucket: Bucket, slot: Slot, start: ServingStart, occurrence: in
 
 def _serve_reduce_effects(bsym: BoundSymbol) -> Effects:
     bucket, slot, *_ = bsym.args
-    memory, work = reduction_costs(bucket, bsym.output.name)
     issue = reduction_of(bucket, slot, bsym.output.name)._replace(kind=bsym.sym.name)
-    return Effects(issues=issue, work=work, bucket=bucket, uses=slot, allocates=memory)
+    return Effects(issues=issue, bucket=bucket, uses=slot)
 
 
 fsdp_serve_reduce = register("fsdp_serve_reduce", serve_reduce, _serve_reduce_effects, reduction_meta, kinds=[ISSUES])
@@ -179,18 +170,8 @@ def wait_served_grads(bucket: Bucket, flight: InFlight | None, start: ServingSta
 def _wait_served_grads_effects(bsym: BoundSymbol) -> Effects:
     bucket, future, _, no_sync = bsym.args
     issued_by = fsdp_serve_reduce if no_sync or bucket.ranks.replicas is None else fsdp_serve_all_reduce
-    wait = Wait(future.name, (issued_by.name,))
-    memory, work = accumulate_costs(bucket) if no_sync else ((_reduced(bucket),), wait_costs(bucket)[1])
-    return Effects(waits=wait, work=work, bucket=bucket, allocates=memory)
-
-
-def _reduced(bucket: Bucket) -> Allocation:
-    """Return the memory that a served reduction leaves until the end of the trace; then it may be cast or copied."""
-    left = sharded_gradients(bucket)._replace(scope="persistent later")
-    if copies_gradients(bucket.spec):
-        nbytes, device = shard_bytes_in(bucket, bucket.spec.reduce_dtype), bucket.spec.device.type
-        left = left._replace(owner=("served gradients", bucket), nbytes=nbytes, device=device, on_host=False)
-    return left
+    left = left_reduced(bucket) if no_sync else ("served gradients", bucket)
+    return Effects(waits=Wait(future.name, (issued_by.name,)), bucket=bucket, leaves=(left,))
 
 
 fsdp_wait_served_grads = register(
@@ -203,16 +184,7 @@ def finish_served(start: ServingStart, *buckets: Bucket) -> None:
         start.waiting.pop(0)()
 
 
-def _finish_served_effects(bsym: BoundSymbol) -> Effects:
-    """Return the memory with that of all casts and copies at once, although each takes the place of one reduction."""
-    _, *buckets = bsym.args
-    memory = tuple(m for bucket in buckets for m in (sharded_gradients(bucket), *wait_costs(bucket)[0]))
-    return Effects(
-        work=LocalWork(), allocates=memory, forgets=tuple(("served gradients", bucket) for bucket in buckets)
-    )
-
-
-fsdp_finish_served = register("fsdp_finish_served", finish_served, _finish_served_effects)
+fsdp_finish_served = register("fsdp_finish_served", finish_served)
 
 
 def serve_left(start: ServingStart, *buckets: Bucket) -> None:
@@ -221,9 +193,4 @@ def serve_left(start: ServingStart, *buckets: Bucket) -> None:
     start.serve_left()
 
 
-def _serve_left_effects(bsym: BoundSymbol) -> Effects:
-    _, *buckets = bsym.args
-    return Effects(work=LocalWork(), allocates=tuple(m for bucket in buckets for m in unreduced_memory(bucket)))
-
-
-fsdp_serve_left = register("fsdp_serve_left", serve_left, _serve_left_effects)
+fsdp_serve_left = register("fsdp_serve_left", serve_left)

@@ -22,8 +22,7 @@ from ..planning.recorded import RecordedStep, read_recorded
 from ..planning.simulate import simulate
 from ..planning.timeline import Timeline, length, union
 from .plot import plot_timelines
-from .report import milliseconds, plain_table
-from .texts import as_text
+from .texts import as_text, milliseconds, plain_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

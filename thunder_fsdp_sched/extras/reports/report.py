@@ -6,11 +6,10 @@ import os
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -30,6 +29,7 @@ from ..planning.fit import block_of
 from ..planning.timeline import Timeline
 from ..step_memory.step_memory import StepMemory
 from ..step_memory.value_memory import shared_slots
+from .texts import milliseconds, plain_table
 
 _SIDE_BY_SIDE = 128
 """Columns of a terminal that two traces next to each other need."""
@@ -87,21 +87,6 @@ def before_and_after(before: TraceCtx, after: TraceCtx, *, title: str, width: in
     for left, right in zip_longest(_rendered(before, half), _rendered(after, half), fillvalue=Text()):
         table.add_row(left, right)
     return table
-
-
-def plain_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1) -> Table:
-    """Return a table whose columns after the first ``texts`` hold figures."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < texts else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def milliseconds(*seconds: float) -> list[str]:
-    """Return times as cells of a table in milliseconds."""
-    return [f"{1e3 * s:,.2f}" for s in seconds]
 
 
 def answer(step: DryRun, model: str, verdict: str, memory: StepMemory) -> str:

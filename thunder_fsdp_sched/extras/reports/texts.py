@@ -1,4 +1,4 @@
-"""The table of buckets that ``print(plan)`` shows, and what a pass changed, for logs."""
+"""The table of buckets that ``print(plan)`` shows, what a pass changed, for logs, and tables of figures."""
 
 from __future__ import annotations
 
@@ -116,3 +116,18 @@ def describe_change(before: TraceCtx, after: TraceCtx) -> str:
     changed = sum(id(bsym) not in known for bsym in new)
     parts = [f"{len(old):,} -> {len(new):,} bound symbols ({changed:,} new or rewritten)"]
     return ", ".join([*parts, *(f"{number:+} {name}" for name, number in sorted(own.items()) if number)])
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1) -> Table:
+    """Return a table whose columns after the first ``texts`` hold figures."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < texts else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def milliseconds(*seconds: float) -> list[str]:
+    """Return times as cells of a table in milliseconds."""
+    return [f"{1e3 * s:,.2f}" for s in seconds]

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ...ir.analysis import BEFORE_TRACE, NO_PENDING_GRADS, Lifetime, PendingGrads, bytes_at
-from ...ir.effects import Effects
 from ...ir.inspection import is_statement, source_of, statement, statements
 from ...runtime.bucket import Bucket
 from ...sizes import round_up
-from .value_memory import MemoryAnalysis, arena_allocations, slots_in_use
+from .value_memory import MemoryAnalysis, arena_allocations, effects_of, slots_in_use
 
 KINDS = (
     "shards",
@@ -115,7 +115,7 @@ class StepMemory:
         *,
         device: str | None = None,
         accumulated: PendingGrads = NO_PENDING_GRADS,
-        others: Iterable[Sequence[Effects]] = (),
+        others: Iterable[Iterable[BoundSymbol | None]] = (),
     ) -> StepMemory:
         """Return the memory of a forward trace, or of a forward and a backward trace, over all buckets of a module.
 
@@ -123,7 +123,8 @@ class StepMemory:
             device: the type of device (``"cuda"``, ``"cpu"``) whose allocator and kernels the step uses; by default that
                 of the buckets. A plan on the meta device or on a CPU gives that of the cluster.
             accumulated: the gradients that backwards under ``no_sync`` have left.
-            others: the effects of the traces of other steps that have run; what they keep allocated counts.
+            others: the bound symbols of other steps that have run, at least those of this package; what they keep
+                allocated counts.
         """
         buckets = tuple(buckets)
         types = {bucket.spec.device.type for bucket in buckets}
@@ -139,13 +140,13 @@ class StepMemory:
             begin = numbers[first] if first >= 0 else -1
             return TensorMemory(kind, name, round_up(nbytes, unit), begin, numbers[last], source)
 
-        of_others = list(others)
+        of_others = list(map(effects_of, others))
         allocations = {
             arena: [(0, end)]
             for step in of_others
             for arena, spans in arena_allocations(step).items()
             if spans == [(0, len(step) - 1)]
-        } | arena_allocations(analysis.effects)
+        } | arena_allocations(analysis.step_effects)
         issues = [e for e in analysis.effects if e.issues is not None]
         names = {e.uses.arena: str(e.uses) for e in reversed(issues) if e.uses is not None}
         found = [
@@ -158,7 +159,7 @@ class StepMemory:
             for bucket in buckets
             if bucket.spec.shard_device.type in types and not (bucket.spec.comm.offload and plans_device)
         ]
-        shards = {name for e in analysis.effects for name in e.shards}
+        shards = {name for _, c in analysis.step_effects for name in c.shards}
         memory = [m for m in analysis.memory if m.name not in shards]
         memory += analysis.allocated(accumulated, of_others)
         for m in memory:

@@ -9,7 +9,7 @@ counts, too: the most bytes of what its base operators return. What a base opera
 not counted.
 
 [Note: Memory of communication]
-What this package's symbols allocate is declared in their effects. Casts of shards and workspaces of transports stay
+What this package's symbols allocate is in ``symbol_costs``. Casts of shards and workspaces of transports stay
 allocated for all steps. A reduction takes an idle buffer to receive into, or allocates one, and its wait gives it back; a
 release frees the idle ones, and those in use when they have been waited for. Without a release they stay for all steps.
 
@@ -40,60 +40,61 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ...ir.analysis import BEFORE_TRACE, NO_PENDING_GRADS, Analysis, Lifetime, PendingGrads, bytes_at
-from ...ir.effects import (
-    PERSISTENT,
-    Allocation,
-    Effects,
-    effects,
-    is_declared,
-    reduced_gradients,
-    unsharded_gradients,
-)
+from ...ir.effects import NOTHING, Effects, effects, is_declared
 from ...ir.inspection import UNPACKING, args_of, defined_by, is_statement, names, nbytes_of
 from ...ir.operator_facts import facts_of, observed_call, tensors_read, tensors_returned
 from ...ir.slots import peak_live_bytes, spans_of
 from ...ir.symbols import LEAF
-from ...private_thunder import OBSERVED_EFFECTS
+from ...private_thunder import OBSERVED_COSTS
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena
+from .costs import FREE, PERSISTENT, Allocation, Costs, reduced_gradients, unsharded_gradients
+from .symbol_costs import costs
+
+StepEffects = Sequence[tuple[Effects, Costs]]
+"""The effects and the costs of the traces of a step, without observation, by position."""
 
 
-def observed_effects(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> Effects:
-    """Return the effects of a bound symbol with the views that it returns and the memory that it allocates.
+def effects_of(bsyms: Iterable[BoundSymbol | None]) -> StepEffects:
+    """Return a step; ``None`` stands for a bound symbol that is not of this package."""
+    return [(NOTHING, FREE) if bsym is None else (effects(bsym), costs(bsym)) for bsym in bsyms]
+
+
+def observed_costs(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> Costs:
+    """Return the costs of a bound symbol, with the views that it returns and the memory that it allocates.
 
     Args:
-        strides: strides by name, of inputs that are not contiguous. They change the effects of operators that are not ours
+        strides: strides by name, of inputs that are not contiguous. They change the costs of operators that are not ours
             only.
     """
-    kept = effects(bsym)
     if is_declared(bsym.sym) or bsym.sym.id in UNPACKING or bsym.sym.id in (PrimIDs.DEL, PrimIDs.RETURN):
-        return kept
-    observed: dict[Any, Effects] = vars(bsym).setdefault(OBSERVED_EFFECTS, {})
+        return costs(bsym)
+    observed: dict[Any, Costs] = vars(bsym).setdefault(OBSERVED_COSTS, {})
     key = tuple([strides.get(name) for name in args_of(bsym)])
     if key not in observed:
-        observed[key] = _observed(bsym, kept, strides)
+        observed[key] = _observed(bsym, strides)
     return observed[key]
 
 
-def observed(bsyms: Iterable[BoundSymbol]) -> Iterator[tuple[Effects, dict[str, tuple[int, ...]]]]:
-    """Yield the effects of each bound symbol on inputs with the strides that they have, and the strides of these inputs.
+def observed(bsyms: Iterable[BoundSymbol]) -> Iterator[tuple[Costs, dict[str, tuple[int, ...]]]]:
+    """Yield the costs of each bound symbol on inputs with the strides that they have, and the strides of these inputs.
 
     Strides are those that the bound symbols before it have returned, by name. Values without are contiguous.
     """
     strides: dict[str, tuple[int, ...]] = {}
     for bsym in bsyms:
-        e = observed_effects(bsym, strides)
-        yield e, strides
+        found = observed_costs(bsym, strides)
+        yield found, strides
         for out in () if bsym.sym.id in UNPACKING else defined_by(bsym):  # perhaps saved by an earlier trace
-            known = e.strides.get(out.name) or strides.get(e.layouts.get(out.name, ""))
+            known = found.strides.get(out.name) or strides.get(found.layouts.get(out.name, ""))
             if known is None:
                 strides.pop(out.name, None)
             else:
                 strides[out.name] = known
 
 
-def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int, ...]]) -> Effects:
-    """Return the effects of an operator that is not ours, on inputs with these strides."""
+def _observed(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> Costs:
+    """Return the costs of an operator that is not ours, on inputs with these strides."""
     facts, call = facts_of(bsym), observed_call(bsym, strides)
     inputs, outs, by_name = tensors_read(bsym), tensors_returned(bsym), {p.name: p for p in bsym.flat_proxy_args}
     views: dict[str, tuple[str, ...]] = {}
@@ -131,7 +132,7 @@ def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int
         memory.append(
             Allocation(None, max(temporary, 0), leaf.outputs[0].device.type, "call", "temporaries", bsym.sym.name)
         )
-    return replace(known, views=views, strides=found, operators=operators, flops=flops, allocates=tuple(memory))
+    return Costs(views=views, strides=found, operators=operators, flops=flops, allocates=tuple(memory))
 
 
 def device_of(proxy: object) -> str:
@@ -184,9 +185,14 @@ class MemoryAnalysis(Analysis):
         return list(itertools.accumulate(map(is_statement, self.bsyms[:-1]), initial=0))
 
     @cached_property
-    def observed(self) -> list[Effects]:
-        """The effects of each bound symbol on inputs with the strides that they have."""
-        return [e for e, _ in observed(self.bsyms)]
+    def observed(self) -> list[Costs]:
+        """The costs of each bound symbol on inputs with the strides that they have."""
+        return [found for found, _ in observed(self.bsyms)]
+
+    @cached_property
+    def step_effects(self) -> StepEffects:
+        """The effects and the costs of each bound symbol."""
+        return effects_of(self.bsyms)
 
     @cached_property
     def memory(self) -> list[Lifetime]:
@@ -195,20 +201,20 @@ class MemoryAnalysis(Analysis):
         It also sets the owners and the bytes of values.
         """
         temporary = []
-        for position, (bsym, e) in enumerate(zip(self.bsyms, self.observed, strict=True)):
+        for position, (bsym, c) in enumerate(zip(self.bsyms, self.observed, strict=True)):
             by_name = {value.name: value for value in (*self.args[position], *self.outs[position])}
             for value in self.args[position]:
                 if not value.owners:
                     _own(value, _memory_of(value, counted=True))
-            own = {m.owner: m for m in e.allocates if m.scope == "value"}
+            own = {m.owner: m for m in c.allocates if m.scope == "value"}
             for value in self.outs[position]:
-                shared = dict.fromkeys(o for name in e.views.get(value.name, ()) for o in by_name[name].owners)
+                shared = dict.fromkeys(o for name in c.views.get(value.name, ()) for o in by_name[name].owners)
                 if value.name in own or not shared:
                     _own(value, own.get(value.name) or _memory_of(value, counted=bsym.sym.id in UNPACKING))
                     shared = {value: None, **shared}
                 value.owners = tuple(shared)
             temporary += [
-                _lifetime(m, position, position) for m in e.allocates if m.scope == "call" and m.kind == "temporaries"
+                _lifetime(m, position, position) for m in c.allocates if m.scope == "call" and m.kind == "temporaries"
             ]
         return [*self._memory_of_values(), *temporary]
 
@@ -237,7 +243,7 @@ class MemoryAnalysis(Analysis):
                 yield replace(owner, first=first, kind=kind)
 
     def allocated(
-        self, pending_grads: PendingGrads = NO_PENDING_GRADS, others: Sequence[Sequence[Effects]] = ()
+        self, pending_grads: PendingGrads = NO_PENDING_GRADS, others: Sequence[StepEffects] = ()
     ) -> Iterator[Lifetime]:
         """Return the memory outside the slots (casts, workspaces, receive buffers) that is alive in this step.
 
@@ -246,51 +252,51 @@ class MemoryAnalysis(Analysis):
 
         Args:
             pending_grads: the gradients that earlier backwards under ``no_sync`` have left.
-            others: the effects of other steps that have run.
+            others: other steps that have run.
         """
         end = len(self.bsyms) - 1
-        everything = [*self.effects, *itertools.chain(*others)]
+        everything = [*self.step_effects, *itertools.chain(*others)]
         lasting: dict[Hashable, Allocation] = {}
-        for m in (m for e in everything for m in e.allocates if m.scope == "steps"):
+        for m in (m for _, c in everything for m in c.allocates if m.scope == "steps"):
             lasting[m.owner] = max(m, lasting.get(m.owner, m), key=lambda m: m.nbytes)
         yield from (_lifetime(m, BEFORE_TRACE, end) for m in lasting.values() if m.nbytes)
         kept = {m.owner: _lifetime(m, BEFORE_TRACE, end) for m in sorted(pending_grads, key=lambda m: m.label)}
         before = frozenset(kept)
         found = list(kept.values())
         waits = {e.waits.future: position for position, e in enumerate(self.effects) if e.waits is not None}
-        for position, e in enumerate(self.effects):
-            for m in e.allocates:
+        for position, (e, c) in enumerate(self.step_effects):
+            for m in c.allocates:
                 if m.only_with is not None and m.only_with not in before:
                     continue
                 if m.scope == "call":
                     found.append(_lifetime(m, position, position))
                 elif m.scope == "wait" and e.issues is not None:
                     at = waits[e.issues.future]
-                    later = sum(a.nbytes for a in self.effects[at].allocates if _is_new(a, before, kept))
+                    later = sum(a.nbytes for a in self.step_effects[at][1].allocates if _is_new(a, before, kept))
                     if m.nbytes > later:  # it is freed before the wait allocates anything
                         found.append(_lifetime(m._replace(nbytes=m.nbytes - later), at, at))
                 elif m.scope in PERSISTENT and m.owner not in kept:
                     following = (i for i in range(position + 1, end + 1) if is_statement(self.bsyms[i]))
                     kept[m.owner] = _lifetime(m, position if m.scope == "persistent" else next(following), end)
                     found.append(kept[m.owner])
-            for key in e.forgets:
+            for key in c.forgets:
                 if key in kept:
                     kept[key].last = position
         yield from found
-        if releases(self.effects):
-            yield from _receive_buffers(self.effects, before)
-        leaving = [e for step in (self.effects, *others) if not releases(step) for e in step]
+        if releases(self.step_effects):
+            yield from _receive_buffers(self.step_effects, before)
+        leaving = [each for step in (self.step_effects, *others) if not releases(step) for each in step]
         released = next((position for position, e in enumerate(self.effects) if e.frees), end)
-        for buffer in _receive_buffers(leaving, before.union(*(e.leaves for e in everything))):
+        for buffer in _receive_buffers(leaving, before.union(*(e.leaves for e, _ in everything))):
             yield replace(buffer, first=BEFORE_TRACE, last=released)
 
 
-def releases(step: Sequence[Effects]) -> bool:
+def releases(step: StepEffects) -> bool:
     """Return whether a step frees memory of arenas."""
-    return any(e.frees for e in step)
+    return any(e.frees for e, _ in step)
 
 
-def _receive_buffers(step: Sequence[Effects], kept: Collection[Hashable]) -> list[Lifetime]:
+def _receive_buffers(step: StepEffects, kept: Collection[Hashable]) -> list[Lifetime]:
     """Return the buffers into which reductions receive, each from its first use until it is freed.
 
     A reduction uses an idle buffer again. A release frees the idle ones, and those in use when they have been waited for.
@@ -302,9 +308,9 @@ def _receive_buffers(step: Sequence[Effects], kept: Collection[Hashable]) -> lis
     idle: dict[Hashable, list[Lifetime]] = defaultdict(list)
     taken: dict[str, list[tuple[Hashable, Lifetime]]] = {}  # by the future of the reduction
     leaving: set[Lifetime] = set()
-    for position, e in enumerate(step):
+    for position, (e, c) in enumerate(step):
         used = []
-        for m in e.allocates:
+        for m in c.allocates:
             if m.scope == "pool" and (m.only_with is None or m.only_with in kept):
                 if not idle[m.owner]:
                     found.append(_lifetime(m, position, len(step) - 1))
@@ -375,17 +381,17 @@ def shared_slots(trace: TraceCtx) -> tuple[int, int]:
     return sum(ends.values()), peak_live_bytes(trace)
 
 
-def arena_allocations(step: Sequence[Effects]) -> dict[Arena, list[tuple[int, int]]]:
+def arena_allocations(step: StepEffects) -> dict[Arena, list[tuple[int, int]]]:
     """Return for each arena the positions, first and last included, between which its memory is allocated.
 
     An arena that is freed is allocated from its next use on; one that nothing frees, all the time.
 
     Args:
-        step: the effects of the traces of a step, with slots.
+        step: with slots.
     """
     begins: dict[Arena, int] = {}
     found: dict[Arena, list[tuple[int, int]]] = defaultdict(list)
-    for position, e in enumerate(step):
+    for position, (e, _) in enumerate(step):
         for arena in e.frees:
             if arena in begins:
                 found[arena].append((begins.pop(arena), position))
