@@ -112,8 +112,8 @@ def test_a_new_symbol_is_proved_by_its_declaration() -> None:
         verify(changed(lose))
 
 
-ONLY_CALLS = """agree agreed agreed_or_merged audit_agreed release params_unchanged guard_backward detached with_value zero_gradient
-    after run check_memory check_module check_inputs check_number assign_attributes"""
+ONLY_CALLS = """agree agreed agreed_or_merged audit_agreed release params_unchanged guard_backward detached with_value
+    zero_gradient after run check_memory check_module check_inputs check_number assign_attributes"""
 """The symbols that cost no more than the call of a function."""
 
 

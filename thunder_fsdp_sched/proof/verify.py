@@ -8,7 +8,7 @@ from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import with_bound_symbols
 from .machine import Machine
-from .same_values import check_operands, returned_by
+from .same_operands import check_operands, returned_by
 
 
 def verify(
