@@ -184,6 +184,19 @@ def running(forward: Callable[..., Any]) -> type[LinearBlock]:
     return type("Running", (LinearBlock,), {"forward": forward})
 
 
+class Calling(nn.Module):
+    """Members, and a forward that is a function of the module and its arguments."""
+
+    def __init__(self, function: Callable[..., Any], **members: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
 class UnevenRows(Model):
     """Parameters of 1 to 4 dimensions, with first dimensions that are not divisible by the number of ranks."""
 

@@ -67,6 +67,19 @@ class Slots:
         self.filled = 2.0
 
 
+class SlotsWithFallback(Slots):
+    def __getattr__(self, name: str) -> float:
+        return 5.0
+
+
+class OwnSequence(Sequence):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any) -> Any:
+        return [2.0, 3.0, 4.0][index]
+
+
 class Fallback:
     def __getattr__(self, name: str) -> float:
         if name == "missing":
@@ -166,6 +179,24 @@ def unpacked(item: Any) -> float:
     return total(first, *rest, scale=last)
 
 
+def in_order(found: float, **factors: float) -> float:
+    for number, factor in enumerate(factors.values(), 1):
+        found = found * factor + number
+    return found
+
+
+def weighted(values: Any) -> float:
+    found = 0.0
+    for value in values:
+        found = found * 10 + value
+    return found
+
+
+def took_by_partial(item: Any) -> float:
+    take = functools.partial(next, iter(item))
+    return take() * 10 + take()
+
+
 def took(item: Any) -> float:
     iterator = iter(item)
     return next(iterator) + next(iterator, 5.0) + next(iterator, 7.0)
@@ -190,6 +221,7 @@ ROWS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "cached property shadowed": (Shadowed, lambda item: item.cached),
     "super": (Shadowed, lambda item: super(Shadowed, item).method(2.0)),
     "slot": (Slots, lambda item: item.filled),
+    "empty slot with a fallback": (SlotsWithFallback, lambda item: item.empty),
     "empty slot": (Slots, raises(lambda item: item.empty, "AttributeError")),
     "__getattr__": (Fallback, lambda item: item.anything),
     "__getattr__ raises": (Fallback, raises(lambda item: item.missing, "AttributeError")),
@@ -225,10 +257,21 @@ ROWS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda: functools.partial(functools.partial(total, 1.0, a=2.0), a=3.0),
         lambda item: item.func(4.0) + item(),
     ),
+    "keywords in their order": (lambda: {"a": 2.0, "b": 3.0}, lambda item: in_order(item["b"], **item)),
+    "keywords of a partial": (
+        lambda: functools.partial(in_order, a=2.0, b=3.0),
+        lambda item: item(item.keywords["b"]),
+    ),
     "unpacked": (lambda: ([1.0, 2.0], 3.0), unpacked),
     "too few": (lambda: (1.0,), raises(lambda item: [a + b for a, b in [item]], "ValueError")),
     "too many": (lambda: (1.0, 2.0, 3.0), raises(lambda item: [a + b for a, b in [item]], "ValueError")),
     "reversed": (lambda: [1.0, 2.0], lambda item: next(reversed(item))),
+    "reversed sequence of Python": (OwnSequence, lambda item: weighted(reversed(item))),
+    "an iterator that only zip holds": (
+        lambda: [2.0, 3.0, 4.0, 5.0],
+        lambda item: weighted([one * 5 + other for one, other in zip(*[iter(item)] * 2, strict=False)]),
+    ),
+    "an iterator that only a partial holds": (lambda: [2.0, 3.0], took_by_partial),
     "next": (lambda: [1.0], took),
     "appended while iterating": (Plain, appended),
     "in place": (lambda: [1.0], lambda item: [item + [2.0] for _ in range(2)][1][1]),
@@ -237,7 +280,10 @@ ROWS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 """By name: an object, and what forward reads from it."""
 
-SOME = ("own", "method", "super", "slot", "data descriptor", "metaclass", "assigned", "dictionary")
+SOME = (
+    *("own", "method", "super", "slot", "data descriptor", "metaclass", "assigned", "dictionary"),
+    *("keywords in their order", "reversed sequence of Python"),
+)
 
 
 class Reading(nn.Module):

@@ -12,6 +12,7 @@ from thunder_fsdp_sched import fsdp
 import pytest
 import thunder
 import torch
+from models import Calling
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -26,18 +27,15 @@ OTHER = {
 """Operators with other gradients: zeros and None differ for optimizers with weight decay."""
 
 
-class Applied(nn.Module):
-    """Scales the first operand of an operator, one or several tensors, and calls it."""
+def applied(operator: Callable[..., Any], kwargs: dict[str, Any]) -> nn.Module:
+    """Return a module that scales the first operand of an operator, one or several tensors, and calls it."""
 
-    def __init__(self, operator: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.operator, self.kwargs = operator, kwargs
-
-    def forward(self, first: Any, args: Any) -> Any:
+    def forward(self: Any, first: Any, args: Any) -> Any:
         is_tensor = isinstance(first, torch.Tensor)
         scaled = first * self.scale if is_tensor else [t * self.scale if t.is_floating_point() else t for t in first]
-        return self.operator(scaled, *args, **self.kwargs)
+        return operator(scaled, *args, **kwargs)
+
+    return Calling(forward, scale=nn.Parameter(torch.ones((), dtype=torch.float64)))
 
 
 def _samples(info: Any) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
@@ -70,7 +68,7 @@ def test_values_and_gradients_are_those_of_eager_mode(strict: bool) -> None:
         if info.name in OTHER:
             continue
         for first, args, kwargs in _samples(info):
-            module = Applied(info.op, kwargs)
+            module = applied(info.op, kwargs)
             try:
                 torch.manual_seed(0)
                 expected = _run(copy.deepcopy(module), first, args)

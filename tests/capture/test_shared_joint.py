@@ -9,6 +9,7 @@ from thunder_fsdp_sched import CompiledTraces, Debug, fsdp
 
 import thunder
 import torch
+from beside import Beside
 from models import Stack
 from torch import nn
 from trace_text import with_numbered_names
@@ -119,3 +120,16 @@ def test_modes_after_autocast_share_a_joint_trace(one_rank: None) -> None:
     with model.no_sync():
         model(x)
     assert [compiled.shares for compiled in transform.compiled] == [None, None, 1]
+
+
+def test_calls_after_autocast_compute_in_full_precision(one_rank: None) -> None:
+    both, x = Beside(Stack(1)), torch.randn(6, 4)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert both.model(x).dtype is torch.bfloat16
+        both.check(x, rtol=1e-5, atol=1e-5)
+        both.check(x[:3], rtol=1e-5, atol=1e-5)
+        with torch.no_grad():
+            both.check(x, rtol=1e-5, atol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+            both.check(x[:2], rtol=1e-5, atol=1e-5)

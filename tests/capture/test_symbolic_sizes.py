@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from profiles import with_long
+from beside import Beside
+from models import Calling
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -49,7 +49,6 @@ NUMBERS = list(range(9))
 
 # With the number of compilations for LENGTHS: 2 if only a length of 1 is compiled by itself, 4 if each length is.
 PROGRAMS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
-    "greater": (lambda self, x, y: y * 2 if x.shape[1] > 3 else y, 4),
     "tuple": (lambda self, x, y: y * 2 if x.shape == (2, 2, 4) else y, 4),
     "loop": (_loop, 4),
     "chunk": (lambda self, x, y: y.chunk(2, 1)[0].sum(1), 4),
@@ -71,22 +70,14 @@ PROGRAMS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", with_long(PROGRAMS, "greater"))
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_traces_with_symbolic_values_are_right_for_all_sizes(name: str) -> None:
     function, compiled = PROGRAMS[name]
     torch.manual_seed(0)
-    module = Sized(function)
-    jitted = thunder.jit(copy.deepcopy(module), transforms=[fsdp()], cache="symbolic values")
+    both = Beside(Sized(function), jit={"cache": "symbolic values"})
     for length in LENGTHS:
-        x, grads = torch.linspace(-1, 1, 8 * length).view(2, length, 4), []
-        for model in (jitted, module):
-            output = model(x)
-            output.sum().backward()
-            grad = model.get_parameter("linear.weight").grad
-            grads.append((output.detach(), grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()))
-            model.zero_grad()
-        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
-    assert thunder.cache_misses(jitted) == compiled
+        both.check(torch.linspace(-1, 1, 8 * length).view(2, length, 4), rtol=1e-4, atol=1e-4)
+    assert thunder.cache_misses(both.model) == compiled
 
 
 # With arguments of calls one after the other, and the number of compilations for them.
@@ -102,12 +93,8 @@ ARGUMENTS: dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...], int]] =
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_traces_with_symbolic_values_are_right_for_all_arguments(name: str) -> None:
     function, values, compiled = ARGUMENTS[name]
-
-    class Called(nn.Module):
-        def forward(self, x: torch.Tensor, value: Any) -> torch.Tensor:
-            return function(x, value)
-
-    model, x = thunder.jit(Called(), transforms=[fsdp()], cache="symbolic values"), torch.arange(3.0)
+    called = Calling(lambda self, x, value: function(x, value))
+    model, x = thunder.jit(called, transforms=[fsdp()], cache="symbolic values"), torch.arange(3.0)
     for value in values:
         torch.testing.assert_close(model(x, value), function(x, value))
     assert thunder.cache_misses(model) == compiled

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-from thunder_fsdp_sched import Debug, fsdp
+from thunder_fsdp_sched import Debug
 
 import pytest
-import thunder
 import torch
+from beside import Beside
+from models import Calling
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -46,33 +46,21 @@ def test_modules_whose_paths_differ_in_separators_keep_their_parameters(leaf_mod
     module, x = nn.Sequential(Alike(), Alike()).double(), torch.full((2, 2), 1e-7, dtype=torch.float64)
     with torch.no_grad():
         module[1].a.b.weight.mul_(1.5)
-    expected = copy.deepcopy(module)
-    model = thunder.jit(module, transforms=[fsdp(leaf_modules=leaf_modules, debug=Debug(differentiate_once=once))])
-    for each in (expected, model):
-        each(x).sum().backward()
-    torch.testing.assert_close(model(x), expected(x))
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    Beside(module, leaf_modules=leaf_modules, debug=Debug(differentiate_once=once)).check(x)
 
 
-class Sums(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, inputs: Any) -> torch.Tensor:
-        return self.linear(inputs["a_b"] + 10 * inputs["a"]["b"] + 100 * inputs["c"][0] + 1000 * inputs["c_0"])
+def _sum(self: Any, inputs: Any) -> torch.Tensor:
+    return self.linear(inputs["a_b"] + 10 * inputs["a"]["b"] + 100 * inputs["c"][0] + 1000 * inputs["c_0"])
 
 
 def test_inputs_whose_paths_differ_in_separators_keep_their_values() -> None:
-    module = Sums()
     inputs = {
         "a_b": torch.ones(2),
         "a": {"b": torch.full((2,), 2.0)},
         "c": [torch.full((2,), 3.0)],
         "c_0": torch.ones(2),
     }
-    model = thunder.jit(copy.deepcopy(module), transforms=[fsdp(leaf_modules=())])
+    both = Beside(Calling(_sum, linear=nn.Linear(2, 2)), leaf_modules=())
     for _ in range(2):
-        torch.testing.assert_close(model(inputs), module(inputs))
+        both.check(inputs)
         inputs["a"]["b"] = torch.full((2,), 5.0)

@@ -1,8 +1,8 @@
-"""Functions of torch that Thunder does not know, or not with these arguments, are traced by others that it knows."""
+"""Functions of torch that Thunder does not know, or not with these arguments, are traced by others or run as they are."""
 
 from __future__ import annotations
 
-import copy
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,10 +12,14 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from beside import Applied, AppliedEach, Beside
 from coded import coded
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+
+Functions = dict[str, Callable[..., torch.Tensor]]
 
 
 def _attend(y: torch.Tensor) -> torch.Tensor:
@@ -23,9 +27,11 @@ def _attend(y: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(heads.repeat(1, 2, 1, 1), heads, heads, None, 0.0, True, enable_gqa=True)
 
 
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+TRACED: Functions = {
     "eye": lambda y: (
-        y @ torch.eye(4) + torch.eye(4, 5, dtype=torch.int64, device=y.device)[:, 1:] * y + torch.eye(4, m=4)
+        y @ torch.eye(4, dtype=y.dtype)
+        + torch.eye(4, 5, dtype=torch.int64, device=y.device)[:, 1:] * y
+        + torch.eye(4, m=4)
     ),
     "norm": lambda y: y / y.norm(p=2, dim=-1, keepdim=True) + y.norm(p=1, dim=0) * torch.norm(y, p="fro", dim=(0, 1)),
     "norm of a matrix": lambda y: (
@@ -42,40 +48,96 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "unpacked results": lambda y: torch.stack([value.double() for value in y.max(-1)]).sum(0) * len(y.max(-1)),
     "a slice of results": lambda y: y.max(-1)[:1][0] * y.min(-1)[0],
     "without a dimension": lambda y: y * y.max() + torch.max(y, -y) + torch.median(y),
+    "an unused result without dimensions": lambda y: torch.var_mean(y)[0] + torch.std_mean(y)[1],
+    "what needs no gradient": lambda y: y * y.detach().floor() * torch.hstack([y.detach()[:, :2], y.detach()[:, 2:]]),
+    "another result": lambda y: torch.linalg.slogdet(y)[1],
+    "round, straight through": lambda y: y + (y.round() - y).detach() * y,
+    "floor": lambda y: torch.floor(y) + y.ceil(),
+    "round": lambda y: y.round(),
+    "trunc": lambda y: y.trunc() * y,
+    "quotients": lambda y: torch.div(y, y[0] + 3, rounding_mode="trunc") + torch.div(y[0], y, rounding_mode="floor"),
+    "bernoulli": lambda y: (y > 0).to(y.dtype).mul(y.sigmoid().ceil()).bernoulli(),
+    "dropout of all": lambda y: F.dropout(y, 1.0),
+    "floor in place": lambda y: (y * 2).floor_(),
+    "zeros in place": lambda y: (y * 2).zero_(),
+    "a constant in place": lambda y: (y * 2).t().copy_(torch.ones(4, 4)),
 }
+"""Functions that are traced. Those that are constant have gradients of zeros."""
+
+ROW = torch.tensor([0])
+LEAVES: Functions = {
+    "flip": lambda y: y.flip(0) + torch.flip(y, (0, 1)) * y,
+    "hstack": lambda y: torch.hstack([y, y * 2]),
+    "lstm_cell": lambda y: torch.lstm_cell(y, (y, y), y.new_ones(16, 4), y.new_ones(16, 4))[0],
+    "index_put": lambda y: y.index_put((ROW,), y[1] * y[2]),
+    "index_add": lambda y: y.index_add(0, ROW, y[:1] * 2),
+    "lerp": lambda y: torch.lerp(y, y * y, 0.3),
+    "minimum": lambda y: torch.minimum(y, y * y),
+    "__mod__": lambda y: y % 2.0,
+    "remainder": lambda y: torch.remainder(y, 0.7),
+    "pad": lambda y: F.pad(y[None], (1, 1), mode="reflect"),
+    "tile": lambda y: y.tile(2, 2) * 2,
+    "unfold": lambda y: y.unfold(0, 2, 1) ** 2,
+    "meshgrid": lambda y: torch.meshgrid([y[0], y[1]], indexing="ij")[0] * 2,
+    "prod": lambda y: (y * torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=y.dtype)).prod(-1),
+    "positive": lambda y: +y * y,
+}
+"""Functions that run as they are, under the names that a warning has."""
+
+TARGETS, WEIGHT = torch.tensor([0, -100, 2, 1]), torch.tensor([0.5, 1.0, 3.0, 2.0], dtype=torch.float64)
+SMOOTHED: Functions = {
+    "ignored": lambda y, t, w: F.cross_entropy(y, t, label_smoothing=0.1),
+    "ignore_index": lambda y, t, w: F.cross_entropy(y, t.clamp(0, 2), ignore_index=2, label_smoothing=0.1),
+    "weighted": lambda y, t, w: F.cross_entropy(y, t, w, label_smoothing=0.1),
+    "positions": lambda y, t, w: F.cross_entropy(y.view(2, 2, 4).mT, t.view(2, 2), w, label_smoothing=0.1),
+    "region": lambda y, t, w: checkpoint(lambda y: F.cross_entropy(y, t, label_smoothing=0.2), y, use_reentrant=False),
+    "probabilities": lambda y, t, w: F.cross_entropy(y, torch.ones_like(y) / 4, label_smoothing=0.1),
+}
+"""Cross entropies of which Thunder's own are wrong."""
 
 
-class _Block(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.linear, self.function = nn.Linear(4, 4), function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.function(self.linear(x)).sum()
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_values_and_gradients_are_those_of_eager_mode(name: str) -> None:
+@pytest.mark.parametrize(
+    ("functions", "args", "leaves", "named"),
+    [
+        (TRACED, (), (), ()),
+        (LEAVES, (), ("auto",), tuple(LEAVES)),
+        (SMOOTHED, (TARGETS, WEIGHT), ("auto",), ("cross_entropy",)),
+    ],
+    ids=["traced", "leaves", "smoothed"],
+)
+def test_values_and_gradients_are_those_of_eager_mode(functions: Functions, args: Any, leaves: Any, named: Any) -> None:
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    try:
-        module = nn.Sequential(*(_Block(FUNCTIONS[name]) for _ in range(2)))
-        model = thunder.jit(copy.deepcopy(module), transforms=[fsdp(leaf_modules=())])
-        x = torch.randn(4, 4)
-        ours, theirs = model(x), module(x)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    torch.testing.assert_close(ours, theirs)
-    for output in (ours, theirs):
-        output.sum().backward()
-    for found, expected in zip(model.parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+    both = Beside(AppliedEach(functions.values()).double(), leaf_modules=leaves)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        both.check_each(functions, torch.randn(4, 4, dtype=torch.float64), *args)
+    texts = [str(each.message) for each in shown if "is not traced, but runs as it is" in str(each.message)]
+    count = {name: sum(f"torch's {name} is" in text for text in texts) for name in named}
+    expected = {**dict.fromkeys(named, 1), **({"flip": 2} if "flip" in named else {})}  # the function and the method
+    assert count == expected and len(texts) == sum(expected.values()), texts
 
 
-class _Results(nn.Module):
-    def forward(self, x: torch.Tensor) -> dict[str, Any]:
-        assert x.max(-1)._fields == ("values", "indices")
-        return {"largest": x.max(-1), "both": [torch.topk(x, 2)], "sum": x.sum()}
+@pytest.mark.parametrize("name", ["flip", "hstack", "pad", "meshgrid", "prod", "unfold", "weighted"])
+def test_the_strict_mode_refuses_them(name: str) -> None:
+    model = Beside(Applied({**LEAVES, **SMOOTHED}[name], 4).double(), leaf_modules=()).model
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        model(torch.ones(4, 4, dtype=torch.float64), *((TARGETS, WEIGHT) if name in SMOOTHED else ())).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda y: y.masked_select(y > 0),
+        lambda y: y[(y > 0).nonzero()],
+        lambda y: y @ y[:3],
+        lambda y: torch.flip(y, (7,)),
+    ],
+    ids=["masked_select", "nonzero", "a mistake", "a mistake in a leaf"],
+)
+def test_errors_stay_if_a_function_cannot_run_so(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with warnings.catch_warnings(), pytest.raises((NotImplementedError, RuntimeError, IndexError)):
+        warnings.filterwarnings("error", message="fsdp: .*runs as it is")
+        Beside(Applied(call, 4)).model(torch.ones(4, 4))
 
 
 @pytest.mark.parametrize("leaves", [(), ("1",)])
@@ -85,16 +147,20 @@ def test_scalars_have_the_default_dtype(default: torch.dtype, leaves: tuple[str,
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return torch.tensor(0.1), torch.tensor(1), x * torch.tensor(0.1)
 
-    module = nn.Sequential(nn.Linear(2, 2), Scalars())
-    model = thunder.jit(copy.deepcopy(module), transforms=[fsdp(leaf_modules=leaves)])
-    x = torch.ones(2, 2)
+    both, x = Beside(nn.Sequential(nn.Linear(2, 2), Scalars()), leaf_modules=leaves), torch.ones(2, 2)
     for dtype in (torch.float32, default):
         torch.set_default_dtype(dtype)
         try:
-            expected, actual = module(x), model(x)
+            actual, expected = (net(x) for net in both.both)
         finally:
             torch.set_default_dtype(torch.float32)
         assert [(each.dtype, each.tolist()) for each in actual] == [(each.dtype, each.tolist()) for each in expected]
+
+
+class _Results(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        assert x.max(-1)._fields == ("values", "indices")
+        return {"largest": x.max(-1), "both": [torch.topk(x, 2)], "sum": x.sum()}
 
 
 def test_forward_returns_results_as_tuples() -> None:
@@ -109,22 +175,11 @@ class _Pair(NamedTuple):
     second: Any
 
 
-class _Returns(nn.Module):
-    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.part, self.make = nn.Linear(4, 4), make
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.make(self.part(x))
-
-
 @pytest.mark.parametrize("leaves", [(), ("0",)], ids=["traced", "leaf"])
 def test_named_tuples_of_forward_are_refused_but_for_those_of_torch(leaves: tuple[str, ...]) -> None:
-    x, jitted = torch.randn(3, 4), []
-    for make in (lambda y: y.max(-1), lambda y: {"pairs": [_Pair(y, None)]}):
-        module = nn.Sequential(_Returns(make))
-        jitted.append((module, thunder.jit(copy.deepcopy(module), transforms=[fsdp(leaf_modules=leaves)])))
-    (module, model), (_, refused) = jitted
-    torch.testing.assert_close(model(x), tuple(module(x)))
+    makes = (lambda y: y.max(-1), lambda y: {"pairs": [_Pair(y, None)]})
+    given, refused = (Beside(nn.Sequential(Applied(make, 4)), leaf_modules=leaves) for make in makes)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(given.model(x), tuple(given.module(x)))
     with pytest.raises(NotImplementedError, check=coded("module.not-reproduced-by-trace", "named tuple (_Pair)")):
-        refused(x)
+        refused.model(x)

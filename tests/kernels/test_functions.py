@@ -12,7 +12,6 @@ from thunder_fsdp_sched.kernels.functions import with_kernels
 import pytest
 import thunder
 import torch
-from profiles import with_long
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,14 +27,9 @@ FLASH = "scaled_dot_product_flash_attention_for_cpu"
 causal = partial(F.scaled_dot_product_attention, is_causal=True, scale=0.3)
 CASES: dict[str, tuple[str | None, Callable[..., Any], tuple[Any, ...]]] = {
     "layer norm": ("native_layer_norm", F.layer_norm, (tensor(6, 3, 8), (8,), tensor(8), tensor(8, seed=1))),
-    "layer norm of two dimensions": ("native_layer_norm", F.layer_norm, (tensor(6, 3, 8), (3, 8), tensor(3, 8))),
-    "layer norm without weight": ("native_layer_norm", partial(F.layer_norm, eps=1e-3), (tensor(6, 8), (8,))),
-    "layer norm of nothing": ("native_layer_norm", F.layer_norm, (tensor(0, 8), (8,), tensor(8), tensor(8, seed=1))),
     "group norm": ("native_group_norm", F.group_norm, (tensor(2, 6, 5), 3, tensor(6), tensor(6, seed=1))),
-    "group norm without weight": ("native_group_norm", F.group_norm, (tensor(2, 6, 4, 4), 2)),
     "gelu": ("gelu", F.gelu, (tensor(6, 8),)),
     "gelu by tanh": ("gelu", partial(F.gelu, approximate="tanh"), (tensor(6, 8),)),
-    "gelu of nothing": ("gelu", F.gelu, (tensor(0, 8),)),
     "silu": ("silu", F.silu, (tensor(6, 8),)),
     "mish": ("mish", F.mish, (tensor(6, 8),)),
     "elu": ("elu", partial(F.elu, alpha=1.3), (tensor(6, 8),)),
@@ -45,26 +39,17 @@ CASES: dict[str, tuple[str | None, Callable[..., Any], tuple[Any, ...]]] = {
     "logsigmoid": ("log_sigmoid_forward", F.logsigmoid, (tensor(6, 8),)),
     "glu": ("glu", partial(F.glu, dim=0), (tensor(6, 8),)),
     "hardtanh": ("hardtanh", F.hardtanh, (tensor(6, 8),)),
-    "relu6": ("hardtanh", F.relu6, (tensor(6, 8),)),
     "sigmoid": ("sigmoid", torch.sigmoid, (tensor(6, 8),)),
     "softmax": ("softmax", partial(F.softmax, dim=-1), (tensor(6, 8),)),
-    "softmax of columns": ("softmax", partial(torch.softmax, dim=0), (tensor(6, 8),)),
     "softmax in another dtype": ("softmax", partial(torch.softmax, dim=-1, dtype=F64), (tensor(6, 8),)),
     "mean squared error": ("mse_loss", F.mse_loss, (tensor(6, 5), tensor(6, 5, seed=1))),
     "logsumexp": ("logsumexp", partial(torch.logsumexp, dim=(0,)), (tensor(6, 5),)),
-    "average of 1 dimension": ("avg_pool2d", partial(F.avg_pool1d, kernel_size=2), (tensor(2, 4, 6),)),
     "average of 2 dimensions": ("avg_pool2d", partial(F.avg_pool2d, kernel_size=(2, 3)), (tensor(2, 4, 6, 6),)),
     "nearest": ("upsample_nearest2d", partial(F.interpolate, scale_factor=2.0), (tensor(2, 4, 6, 6),)),
     "bilinear": ("upsample_bilinear2d", partial(F.interpolate, size=(5, 9), mode="bilinear"), (tensor(2, 4, 6, 6),)),
     "attention": (FLASH, F.scaled_dot_product_attention, HEADS),
     "causal attention": (FLASH, causal, HEADS),
-    "attention to itself": (FLASH, lambda x: F.scaled_dot_product_attention(x, x, x), HEADS[:1]),
     "masked attention": (FLASH, F.scaled_dot_product_attention, (*HEADS, tensor(5, 5) > 0)),
-    "masked attention to itself": (
-        FLASH,
-        lambda x, m: F.scaled_dot_product_attention(x, x, x, m),
-        (HEADS[0], tensor(5, 5) > 0),
-    ),
     "attention with a learned mask": (None, F.scaled_dot_product_attention, (*HEADS, tensor(5, 5))),
 }
 
@@ -95,20 +80,7 @@ def kernels_of(jitted: Any) -> list[str]:
     return [name.removeprefix("torch_") for name in names if name.startswith("torch_")]
 
 
-VARIANTS = (
-    *(
-        "layer norm of two dimensions",
-        "layer norm without weight",
-        "layer norm of nothing",
-        "group norm without weight",
-    ),
-    *("gelu of nothing", "relu6", "softmax of columns", "average of 1 dimension"),
-    *("attention to itself", "masked attention to itself"),
-)
-"""Other arguments of the same kernel."""
-
-
-@pytest.mark.parametrize("name", with_long(CASES, *VARIANTS))
+@pytest.mark.parametrize("name", CASES)
 def test_a_function_that_is_kept_whole_returns_torchs_numbers(name: str) -> None:
     kernel, function, args = CASES[name]
     jitted = thunder.jit(lambda *a: function(*a), executors=with_kernels(thunder.get_default_executors(), {"cpu"}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,9 @@ from thunder_fsdp_sched import eager, fsdp
 import pytest
 import thunder
 import torch
+from beside import Beside
 from coded import coded
+from models import Calling
 from thunder.core.transform_common import Transform
 from thunder.core.transforms import add_transform
 from torch import nn
@@ -64,97 +65,88 @@ SET: dict[str, Any] = {
 }
 
 
-def _make() -> tuple[Any, nn.Module, nn.Module]:
+def _make() -> Beside:
     torch.manual_seed(0)
-    module, expected = _Module(), _Module()
-    expected.load_state_dict(module.state_dict())
-    return thunder.jit(module, transforms=[fsdp()]), module, expected
+    return Beside(_Module())
 
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
-@pytest.mark.parametrize("on", ["jitted", pytest.param("original", marks=pytest.mark.long)])
-def test_attributes_have_the_effect_of_eager_mode(on: str) -> None:
-    jitted, module, expected = _make()
+def test_attributes_have_the_effect_of_eager_mode() -> None:
+    both = _make()
+    jitted, module, expected = both.model, both.own, both.module
     jitted(X)
     for name, value in SET.items():
-        for each in (jitted if on == "jitted" else module, expected):
+        for each in (jitted, expected):
             setattr(each.linear if "submodule" in name else each, name.split()[0], value)
-        torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0, msg=name)
+        both.check(X)
         if "submodule" not in name:
             assert getattr(jitted, name) is getattr(module, name) is value
-    if on == "jitted":
-        jitted.offset, jitted.scale = torch.full((4,), 3.0), 7.0
-        expected.offset, expected.scale = jitted.offset, 7.0
-        assert torch.equal(jitted.state_dict()["offset"], expected.offset)
-        jitted.scale = expected.scale = 8.0
-        with eager(jitted) as original:
-            torch.testing.assert_close(original(X), expected(X), rtol=0, atol=0)
+    jitted.offset, jitted.scale = torch.full((4,), 3.0), 7.0
+    expected.offset, expected.scale = jitted.offset, 7.0
+    assert torch.equal(jitted.state_dict()["offset"], expected.offset)
+    jitted.scale = expected.scale = 8.0
+    with eager(jitted) as original:
+        torch.testing.assert_close(original(X), expected(X), rtol=0, atol=0)
     for each in (jitted, expected):  # also with modes, and the other one last
         each.train()
         each.eval()
     module.kind = expected.kind = "plain"
-    torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
+    both.check(X)
 
 
 def test_before_the_first_call_attributes_reach_the_trace() -> None:
-    jitted, _, expected = _make()
-    for each in (jitted, expected):
+    both = _make()
+    for each in both.both:
         each.extra, each.function = 3.0, torch.tanh
-    torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
+    both.check(X)
 
 
-def _set_submodule(jitted: Any) -> None:
-    jitted.linear = nn.Linear(4, 4)
-
-
-def _set_parameter(jitted: Any) -> None:
-    jitted.late = nn.Parameter(torch.ones(4))
-
-
-def _set_buffer(jitted: Any) -> None:
-    jitted.register_buffer("late", torch.ones(4))
-
-
-def _set_mode(jitted: Any) -> None:
-    jitted.training = False
-
-
-REFUSED: dict[Callable[[Any], None], coded] = {
-    _set_submodule: coded("module.registered-on-jitted-module", "submodule", "linear"),
-    _set_parameter: coded("module.registered-on-jitted-module", "parameter", "late"),
-    _set_buffer: coded("module.registered-on-jitted-module", "buffer", "late"),
-    _set_mode: coded("module.training-flags-differ"),
+REFUSED: dict[str, tuple[Callable[[Any], object], coded]] = {
+    "submodule": (
+        lambda jitted: setattr(jitted, "linear", nn.Linear(4, 4)),
+        coded("module.registered-on-jitted-module", "submodule", "linear"),
+    ),
+    "parameter": (
+        lambda jitted: setattr(jitted, "late", nn.Parameter(torch.ones(4))),
+        coded("module.registered-on-jitted-module", "parameter", "late"),
+    ),
+    "buffer": (
+        lambda jitted: jitted.register_buffer("late", torch.ones(4)),
+        coded("module.registered-on-jitted-module", "buffer", "late"),
+    ),
+    "mode": (lambda jitted: setattr(jitted, "training", False), coded("module.training-flags-differ")),
 }
 
 
-@pytest.mark.parametrize("change", REFUSED)
-def test_what_cannot_reach_the_module_is_refused_by_name(change: Callable[[Any], None]) -> None:
-    jitted, _, _ = _make()
-    change(jitted)
-    with pytest.raises(RuntimeError, check=REFUSED[change]):
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_reach_the_module_is_refused_by_name(name: str) -> None:
+    change, expected = REFUSED[name]
+    change(jitted := _make().model)
+    with pytest.raises(RuntimeError, check=expected):
         jitted(X)
 
 
 def test_methods_of_the_jitted_module_and_notes_of_libraries_stay_its_own() -> None:
-    jitted, module, expected = _make()
-    forward, calls = jitted.forward, []
+    both = _make()
+    jitted, forward, calls = both.model, both.model.forward, []
 
     def counted(*args: Any) -> Any:
         calls.append(args)
         return forward(*args)
 
     jitted.forward, jitted._note = counted, "of a library"
-    torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
-    assert len(calls) == 1 and "forward" not in vars(module) and not hasattr(module, "_note")
+    both.check(X)
+    assert len(calls) == 1 and "forward" not in vars(both.own) and not hasattr(both.own, "_note")
 
 
 def test_former_and_new_jitted_modules_follow_buffers_and_attributes_when_a_transform_is_added() -> None:
-    former, module, expected = _make()
-    former(X)
+    both = _make()
+    former, module, expected = both.model, both.own, both.module
+    both.check(X)
     module.offset = expected.offset = torch.full((4,), 3.0)
-    torch.testing.assert_close(former(X), expected(X), rtol=0, atol=0)
+    both.check(X)
     new = add_transform(former, transform=Transform())
     for number, each in enumerate((new, former, module, former)):
         for jitted in (new, former, new):
@@ -179,7 +171,8 @@ class _SetsOffset:
 @pytest.mark.parametrize("how", ["set", "assigned"])
 @pytest.mark.parametrize("on", ["jitted", "original", "containing"])
 def test_buffers_that_a_pre_hook_sets_hold_in_the_same_call(on: str, how: str) -> None:
-    jitted, module, expected = _make()
+    both = _make()
+    jitted, module, expected = both.model, both.own, both.module
     hook = _SetsOffset(how)
     if on == "containing":
         parent = nn.Sequential(jitted)
@@ -201,13 +194,13 @@ def _add_hooked(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("add", [lambda module: module.later.append(nn.Tanh()), _add_hooked], ids=["plain", "hooked"])
 def test_submodules_that_are_added_are_traced(add: Callable[[nn.Module], None]) -> None:
-    jitted, module, expected = _make()
-    jitted(X)
+    both = _make()
+    both.check(X)
     for _ in range(2):
-        add(module)
-        add(expected)
+        add(both.own)
+        add(both.module)
         for _ in range(2):
-            torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
+            both.check(X)
 
 
 ADDED: dict[str, tuple[Callable[[Any], object], coded]] = {
@@ -243,20 +236,12 @@ def test_what_is_added_and_would_not_be_trained_is_refused(name: str) -> None:
 
 
 def test_a_buffer_that_forward_has_assigned_can_be_put_back() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.register_buffer("calls", torch.zeros(4))
+    def count(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return self.linear(x) + self.calls
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls = self.calls + 1
-            return self.linear(x) + self.calls
-
-    module = Counts()
-    expected = copy.deepcopy(module)
-    jitted = thunder.jit(module, transforms=[fsdp()])
+    both = Beside(Calling(count, linear=nn.Linear(4, 4), calls=nn.Buffer(torch.zeros(4))))
     for _ in range(2):
-        kept = [each.calls for each in (module, expected)]
-        torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0)
-        module.calls, expected.calls = kept
+        kept = both.own.calls, both.module.calls
+        both.check(X)
+        both.own.calls, both.module.calls = kept

@@ -19,7 +19,7 @@ import thunder
 import torch
 from coded import coded
 from internals import slot_bytes
-from models import GPT, Block, Buffers, Layer
+from models import GPT, Block, Buffers, Calling, Layer
 from ranks import on_ranks
 from scenario import Run
 from torch import nn
@@ -27,26 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-class CallingBlock(nn.Module):
-    """A block that calls its layers instead of their ``forward``, so that their hooks run."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Positions(nn.Module):
-    """A module that returns a view of its parameter."""
-
-    def __init__(self, length: int, width: int) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(length, width))
-
-    def forward(self, length: int) -> torch.Tensor:
-        return self.table[:length]
+def calling_block(width: int) -> nn.Module:
+    """Return a block that calls its layers instead of their ``forward``, so that their hooks run."""
+    layers = {"norm": nn.LayerNorm(width), "up": nn.Linear(width, 2 * width), "down": nn.Linear(2 * width, width)}
+    return Calling(lambda self, x: x + self.down(torch.tanh(self.up(self.norm(x)))), **layers)
 
 
 class LM(nn.Module):
@@ -55,9 +39,10 @@ class LM(nn.Module):
     def __init__(self, tied: bool = False, width: int = 16, vocab: int = 23) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, width)
-        self.positions = Positions(16, width)
-        first = CallingBlock(width)
-        self.blocks = nn.ModuleList([first, CallingBlock(width), first])
+        # A module that returns a view of its parameter.
+        self.positions = Calling(lambda self, end: self.table[:end], table=nn.Parameter(torch.randn(16, width)))
+        first = calling_block(width)
+        self.blocks = nn.ModuleList([first, calling_block(width), first])
         self.norm = nn.BatchNorm1d(width)
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
         self.head = nn.Linear(width, vocab, bias=False)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from collections.abc import Callable
 
 from thunder_fsdp_sched import fsdp
 
 import pytest
 import thunder
 import torch
+from beside import Applied, Beside
 from coded import coded
+from models import Calling
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -30,15 +31,6 @@ class Merge(nn.Module):
         if places.sum() != features.shape[0]:
             raise ValueError(f"{places.sum()} tokens for {features.shape[0]} features")
         return self.table(tokens).masked_scatter(places[:, None], self.project(features))
-
-
-class Multimodal(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.merge, self.head = Merge(), nn.Linear(SIZE, 2)
-
-    def forward(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        return self.head(self.merge(tokens, features))
 
 
 class Hooked(nn.Module):
@@ -72,51 +64,36 @@ class Checks(nn.Module):
         return y[labels]
 
 
-def _alike(model: Any, module: nn.Module, *args: Any) -> None:
-    """Compare the output and all gradients."""
-    for each in (model, module):
-        each.zero_grad()
-        each(*args).square().sum().backward()
-    torch.testing.assert_close(model(*args), module(*args))
-    for name, param in module.named_parameters():
-        actual = model.get_parameter(name).grad
-        assert (actual is None) == (param.grad is None), name
-        if param.grad is not None:
-            torch.testing.assert_close(actual.to_local(), param.grad, msg=name)
-
-
 def test_a_leaf_is_observed_on_the_arguments_of_the_model() -> None:
-    module = Multimodal().double()
-    model = thunder.jit(copy.deepcopy(module), transforms=[fsdp()])
+    both = Beside(
+        Calling(lambda self, *args: self.head(self.merge(*args)), merge=Merge(), head=nn.Linear(SIZE, 2)).double()
+    )
     tokens, features = torch.tensor([1, 7, 2, 7]), torch.randn(2, SIZE, dtype=torch.float64)
-    _alike(model, module, tokens, features)
+    both.check(tokens, features)
     with pytest.raises(ValueError, match="2 tokens for 3 features"):
-        model(tokens, torch.randn(3, SIZE, dtype=torch.float64))
-    _alike(model, module, tokens.flip(0), features)
+        both.model(tokens, torch.randn(3, SIZE, dtype=torch.float64))
+    both.check(tokens.flip(0), features)
 
 
 def test_a_trace_that_fails_leaves_no_hooks() -> None:
-    module = nn.Sequential(Hooked(), nn.Linear(SIZE, SIZE)).double()
-    model = thunder.jit(copy.deepcopy(module), transforms=[fsdp()])
+    both = Beside(nn.Sequential(Hooked(), nn.Linear(SIZE, SIZE)).double())
     for seed in range(3):
-        _alike(model, module, torch.randn(2, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
-    assert len(model._model[0].linear._forward_hooks) == 1
+        both.check(torch.randn(2, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+    assert len(both.own[0].linear._forward_hooks) == 1
 
 
 def test_the_outermost_module_branches_on_its_arguments() -> None:
     torch.manual_seed(0)
-    module = Checks().double()
-    transform = fsdp()
-    model = thunder.jit(copy.deepcopy(module), transforms=[transform])
+    both = Beside(Checks().double())
     x, mask = torch.randn(4, SIZE, dtype=torch.float64), torch.ones(SIZE, dtype=torch.float64)
     for labels in ([0, 1], [2, 0], [0, 3], [1, 1]):
         for options in ({"mask": mask}, {"mask": mask * 0}):
-            _alike(model, module, x, torch.tensor(labels), options)
-    assert not transform.sharded.leaves
-    assert thunder.cache_misses(model) == 3, "one for each way through forward"
+            both.check(x, torch.tensor(labels), options)
+    assert not both.transform.sharded.leaves
+    assert thunder.cache_misses(both.model) == 3, "one for each way through forward"
     with pytest.raises(ValueError, match="labels must be below 4"):
-        model(x, torch.tensor([0, 4]), {"mask": mask})
-    _alike(model, module, x, torch.tensor([0, 1]), {"mask": mask})
+        both.model(x, torch.tensor([0, 4]), {"mask": mask})
+    both.check(x, torch.tensor([0, 1]), {"mask": mask})
 
 
 def test_under_autocast_only_what_it_does_not_change_is_a_branch() -> None:
@@ -134,35 +111,23 @@ def test_under_autocast_only_what_it_does_not_change_is_a_branch() -> None:
 
 
 def test_a_branch_is_of_the_shapes_that_it_was_traced_for() -> None:
-    module = Checks().double()
-    model = thunder.jit(copy.deepcopy(module), transforms=[fsdp()])
+    both = Beside(Checks().double())
     options = {"mask": torch.ones(SIZE, dtype=torch.float64)}
     for rows in (2, 3, 2):
-        _alike(model, module, torch.randn(4, SIZE, dtype=torch.float64), torch.arange(rows), options)
+        both.check(torch.randn(4, SIZE, dtype=torch.float64), torch.arange(rows), options)
 
 
-class OnWeights(Checks):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        return self.other(y) if y.sum() > 0 else y
+BRANCHES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "on weights": lambda y, x: y if y.sum() > 0 else -y,
+    "on what is drawn": lambda y, x: y if torch.rand_like(x).sum() > x.sum() else -y,
+    "on what was changed": lambda y, x: y if (x * 1).add_(1).sum() > 0 else -y,
+}
 
 
-class OnDrawn(Checks):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.other(x) if torch.rand_like(x).sum() > x.sum() else x
-
-
-class OnChanged(Checks):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x * 1
-        y.add_(1)
-        return self.other(x) if y.sum() > 0 else x
-
-
-@pytest.mark.parametrize("kind", [OnWeights, OnDrawn, OnChanged])
-def test_other_branches_of_the_outermost_module_are_errors(kind: type[Checks]) -> None:
-    model = thunder.jit(kind(), transforms=[fsdp()])
+@pytest.mark.parametrize("name", BRANCHES)
+def test_other_branches_of_the_outermost_module_are_errors(name: str) -> None:
+    model, x = thunder.jit(Applied(BRANCHES[name]), transforms=[fsdp()]), torch.ones(2, 2)
     with pytest.raises(
         (NotImplementedError, RuntimeError), match=r"known only when the trace runs|would depend on a tensor"
     ):
-        model(torch.ones(2, SIZE))
+        model(x, x)

@@ -8,15 +8,16 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import CommPolicy, Sharding
+from thunder_fsdp_sched import CommPolicy
 from thunder_fsdp_sched.extras.leaf_modules import capture
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 
 import pytest
 import thunder
 import torch
-from coded import coded, says
+from coded import coded
 from memory_count import compare, count_on_fake_ranks
+from models import Calling
 from ranks import on_ranks
 from scenario import Scenario, do, each, fsdp2
 from torch import nn
@@ -75,22 +76,12 @@ class _Scaled(torch.autograd.Function):
         return grad * weight, (grad * x).sum((0, 1))
 
 
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(SIZE))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Scaled.apply(x, self.weight)
+def custom() -> nn.Module:
+    return Calling(lambda self, x: _Scaled.apply(x, self.weight), weight=nn.Parameter(torch.rand(SIZE)))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(SIZE, SIZE, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lstm(x)[0]
+def recurrent() -> nn.Module:
+    return Calling(lambda self, x: self.lstm(x)[0], lstm=nn.LSTM(SIZE, SIZE, batch_first=True))
 
 
 class Counting(nn.Module):
@@ -108,13 +99,8 @@ class Counting(nn.Module):
         return self.linear(self.norm(x.flatten(0, 1))).view_as(x)
 
 
-class Checkpointed(Mlp):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+def checkpointed(reentrant: bool) -> nn.Module:
+    return Calling(lambda self, x: checkpoint(self.mlp, x, use_reentrant=reentrant), mlp=Mlp())
 
 
 class Structured(Mlp):
@@ -124,14 +110,9 @@ class Structured(Mlp):
         return {"out": super().forward(x) * scale + more["bias"], "same": x, "bias": self.down.bias, "kind": "mlp"}
 
 
-class CallsStructured(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Structured()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        got = self.mlp(x, more={"bias": x.mean(-1, keepdim=True), "none": None}, scale=0.5)
-        return got["out"] + got["same"] * got["bias"]
+def _call_structured(self: Any, x: torch.Tensor) -> torch.Tensor:
+    got = self.mlp(x, more={"bias": x.mean(-1, keepdim=True), "none": None}, scale=0.5)
+    return got["out"] + got["same"] * got["bias"]
 
 
 class Block(nn.Module):
@@ -160,60 +141,35 @@ class Model(nn.Module):
         return (torch.randn(rows, 3, SIZE, generator=generator, dtype=torch.float64),)
 
 
-class Mixture(nn.Module):
-    """A block whose experts are its own children, so that each would be a block, and a bucket, of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Mlp() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(expert(x) for expert in self.experts)
+def mixture() -> nn.Module:
+    """Return a block whose experts are its own children, so that each would be a block, and a bucket, of its own."""
+    experts = nn.ModuleList(Mlp() for _ in range(3))
+    return Calling(lambda self, x: sum(expert(x) for expert in self.experts), experts=experts)
 
 
-class Twice(nn.Module):
-    """Calls one module twice, and its weight once more outside of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.mlp(x)) + nn.functional.linear(torch.tanh(self.mlp.up(x)), self.mlp.down.weight)
+def _call_twice(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Call one module twice, and its weight once more outside of it."""
+    return self.mlp(self.mlp(x)) + nn.functional.linear(torch.tanh(self.mlp.up(x)), self.mlp.down.weight)
 
 
-class InCheckpoint(nn.Module):
-    def __init__(self, kind: type[nn.Module] | None = None) -> None:
-        super().__init__()
-        self.mlp = (kind or Branch)()
+def in_checkpoint(kind: type[nn.Module]) -> nn.Module:
+    def region(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: torch.tanh(self.mlp(torch.sin(x))), x, use_reentrant=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self._inner, x, use_reentrant=False)
-
-    def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.mlp(torch.sin(x)))
+    return Calling(region, mlp=kind())
 
 
-class Nested(nn.Module):
-    """Only the inner module cannot be traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Mlp(), Experts()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x)) if self.training else x
+def nested() -> nn.Module:
+    """Return a module of which only the inner one cannot be traced."""
+    return Calling(lambda self, x: self.second(self.first(x)), first=Mlp(), second=Experts())
 
 
-class RandomScale(nn.Module):
+class RandomScale(Calling):
     """The innermost module that can be a leaf is the one around that which returns a Python number."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.largest = nn.Parameter(torch.ones(SIZE)), Largest()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight * self.largest(x)
+        members = {"weight": nn.Parameter(torch.ones(SIZE)), "largest": Largest()}
+        super().__init__(lambda self, x: x * self.weight * self.largest(x), **members)
 
 
 class Largest(nn.Module):
@@ -225,7 +181,6 @@ def _scenario(
     *parts: Callable[[], nn.Module],
     actions: Sequence[Any] = (do.train(),),
     world: int = 2,
-    long: bool = False,
     others: Sequence[Any] = (),
     **options: Any,
 ) -> Scenario:
@@ -233,14 +188,18 @@ def _scenario(
     options = {"leaf_modules": ("blocks.*.part",), **options}
     oracle = None if others else "unsharded"
     make = lambda: Model(*parts).double()  # noqa: E731
-    return Scenario(make, actions, options, others, oracle, others_tolerance=1e-6, ranks=world, long=long)
+    return Scenario(make, actions, options, others, oracle, others_tolerance=1e-6, ranks=world)
 
 
 PARTS = (
-    *(Mlp, Experts, Branch, Custom, Recurrent, Counting, Mixture),
-    *(lambda: Checkpointed(reentrant=False), lambda: Checkpointed(reentrant=True)),
+    *(Mlp, Experts, Branch, custom, recurrent, Counting, mixture),
+    *(partial(checkpointed, reentrant=False), partial(checkpointed, reentrant=True)),
 )
-WITHIN = (CallsStructured, Twice, InCheckpoint)
+WITHIN = (
+    lambda: Calling(_call_structured, mlp=Structured()),
+    lambda: Calling(_call_twice, mlp=Mlp()),
+    lambda: in_checkpoint(Branch),
+)
 """Modules that have a leaf, each of which the pattern ``blocks.*.part.mlp`` finds."""
 EVALUATE = (
     do.train(1),
@@ -275,23 +234,12 @@ SCENARIOS = {
         others=[{"leaf_modules": ()}],
         sharding_strategy="zero2",
     ),
-    "replicas differ": _scenario(Experts, Branch, ranks=(2, 2), ranks_may_differ=True, world=4, long=True),
-    "released": _scenario(Experts, sharding_strategy=Sharding("zero2", release=True), agree="compile", long=True),
-    "all kinds, zero2": _scenario(*PARTS, sharding_strategy="zero2", long=True),
 }
 
 
 @each(SCENARIOS)
 def test_trains_like_the_unsharded_model(name: str) -> None:
     SCENARIOS[name].run()
-
-
-class Puts(Mlp):
-    """Thunder computes no gradient of the values, so that ``index_put`` runs as it is."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out, indices = torch.zeros_like(x), torch.arange(x.shape[0]).flip(0)
-        return out.index_put((indices,), super().forward(x))
 
 
 @torch.library.custom_op("leaf_tests::doubled", mutates_args=())
@@ -324,35 +272,19 @@ class Tables(Mlp):
         return super().forward(x + self.tables[x.shape[1]])
 
 
-class Normed(nn.Module):
-    """Thunder's interpreter itself fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = weight_norm(nn.Linear(SIZE, SIZE))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-
-class Looks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(3, SIZE, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table((x[..., 0] > 0).long())
+def normed() -> nn.Module:
+    """Return a module on which Thunder's interpreter itself fails."""
+    return Calling(lambda self, x: self.linear(x), linear=weight_norm(nn.Linear(SIZE, SIZE)))
 
 
 AUTOMATIC = {
     Experts: "part",
     Branch: "part",
-    Recurrent: "part.lstm",
-    Nested: "part.second",
+    recurrent: "part.lstm",
+    nested: "part.second",
     RandomScale: "part",
-    Puts: None,
     Tables: "part",
-    Normed: "part.linear.parametrizations.weight",
+    normed: "part.linear.parametrizations.weight",
     Operators: None,
 }
 """Modules that cannot be traced, each with the part of it that becomes a leaf."""
@@ -371,9 +303,9 @@ def test_what_cannot_be_traced_runs_as_it_is() -> None:
         "Branch": "",
         "LSTM": ".lstm",
         "RandomScale": "",
-    }  # Nested has Experts, too
+    }  # nested() has Experts, too
     expected = {f"fsdp: blocks.*.part{path} ({kind}" for kind, path in kinds.items()}
-    functions = ("leaf_tests.doubled", "leaf_tests.doubled.default", "_Scaled", "torch's index_put")
+    functions = ("leaf_tests.doubled", "leaf_tests.doubled.default", "_Scaled")
     assert set(texts) == expected | {f"fsdp: {name} is not traced" for name in functions}, texts
     leaves = sorted(run.transform.sharded.leaves.values())
     assert leaves == [f"blocks.{number}.{path}" for number, path in enumerate(AUTOMATIC.values()) if path]
@@ -392,83 +324,6 @@ COMPILED = Scenario(lambda: Model(_compiled, lambda: torch.compile(Mlp(), backen
 def test_compiled_submodules_run_as_they_are_compiled() -> None:
     run = COMPILED.run()
     assert sorted(run.transform.sharded.leaves.values()) == ["blocks.0.part", "blocks.1.part"]
-
-
-class Keeps(Mlp):
-    """Keeps a parameter beyond its forward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = [self.up.weight]
-        return super().forward(x)
-
-
-class Writes(Mlp):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.up.weight.mul_(0.5)
-        return super().forward(x)
-
-
-class WritesInput(Mlp):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.mul_(2))
-
-
-class Sums(Mlp):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        torch.distributed.all_reduce(out)
-        return out
-
-
-class TakesObject(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Mlp()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(_Box(x))
-
-
-class _Box:
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], coded | says]] = {
-    "keeps a parameter": (
-        Keeps,
-        "*.part",
-        RuntimeError,
-        coded("leaf.parameter-kept", "'blocks.0.part' (Keeps)", "'up.weight'"),
-    ),
-    "writes a parameter": (Writes, "*.part", RuntimeError, coded("leaf.parameter-changed-in-place", "up.weight")),
-    "writes its input": (WritesInput, "*.part", NotImplementedError, coded("leaf.changes-input-in-place", "input 0")),
-    "communicates": (
-        Sums,
-        "*.part",
-        NotImplementedError,
-        says(r"'blocks.0.part' \(Sums\) communicates \(c10d::allreduce_\)"),
-    ),
-    "matches nothing": (Mlp, "*.mlps", ValueError, coded("leaf.pattern-matches-nothing", "*.mlps", "Model")),
-    "the model": (Mlp, Model, ValueError, coded("leaf.model-itself-as-leaf")),
-    "sparse": (Looks, "*.part", RuntimeError, coded("leaf.sparse-gradient", "'blocks.0.part' (Looks)")),
-    "an object": (TakesObject, "*.mlp", TypeError, coded("leaf.argument-of-other-type", "_Box")),
-    "another shape": (
-        Mlp,
-        ("*.part", lambda x: x[:1]),
-        RuntimeError,
-        coded("leaf.returns-another-shape", "(4, 3, 8)", "(1, 3, 8)"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_leaf_must_not_do_is_an_error(name: str, one_rank: None) -> None:
-    part, pattern, error, expected = REFUSED[name]
-    x = torch.ones(4, 3, SIZE)
-    with pytest.raises(error, check=expected):
-        thunder.jit(Model(part), transforms=[tfs.fsdp(leaf_modules=[pattern])])(x).sum().backward()
 
 
 def test_without_leaves_what_cannot_be_traced_is_an_error_that_names_the_option(one_rank: None) -> None:
@@ -508,7 +363,7 @@ def test_the_errors_of_the_program_stay_its_own(rows: int, error: str, one_rank:
 
 
 @pytest.mark.parametrize(
-    ("part", "pattern"), [(Mlp, "blocks.*.part"), (lambda: InCheckpoint(Mlp), "blocks.*.part.mlp")]
+    ("part", "pattern"), [(Mlp, "blocks.*.part"), (lambda: in_checkpoint(Mlp), "blocks.*.part.mlp")]
 )
 def test_predicted_memory_contains_what_a_leaf_saves_and_takes(part: Callable[[], nn.Module], pattern: str) -> None:
     """What a leaf takes in backward is an upper bound; everything else is exact."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-from thunder_fsdp_sched import fsdp
+import thunder_fsdp_sched  # before thunder  # noqa: F401
 
 import pytest
-import thunder
 import torch
 import torch.nn.functional as F
+from beside import Beside
 from coded import coded, says
+from models import Calling
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -22,17 +23,12 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 SIZE = 4
 
 
-class Part(nn.Module):
+class Part(Calling):
     """Applies a function of itself and its input."""
 
-    def __init__(self, function: Callable[[Any, torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.linear, self.other = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function, linear=nn.Linear(SIZE, SIZE), other=nn.Linear(SIZE, SIZE), scale=1.0, aux=None)
         self.register_buffer("calls", torch.zeros(()))
-        self.scale, self.aux, self.function = 1.0, None, function
-
-    def forward(self, x: torch.Tensor, *args: Any) -> Any:
-        return self.function(self, x, *args)
 
 
 class Model(nn.Module):
@@ -48,10 +44,12 @@ class Model(nn.Module):
 Case = tuple[Callable[..., Any], Callable[[Any, torch.Tensor], Any]]
 
 
-def _jitted(case: Case, **options: Any) -> tuple[Any, Model]:
+def _beside(case: Case, **options: Any) -> Beside:
     torch.manual_seed(0)
-    module = Model(*case).double()
-    return thunder.jit(copy.deepcopy(module), transforms=[fsdp(leaf_modules=(Part,), **options)]), module
+    return Beside(Model(*case).double(), leaf_modules=(Part,), **options)
+
+
+X = torch.ones(2, SIZE, dtype=torch.float64)
 
 
 def _two(part: Any, x: torch.Tensor) -> Any:
@@ -94,28 +92,25 @@ RIGHT: dict[str, Case] = {
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_trains_like_the_unsharded_model(name: str, strategy: str) -> None:
-    model, reference = _jitted(RIGHT[name], sharding_strategy=strategy)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, reference)]
-    model(torch.ones(2, SIZE, dtype=torch.float64))  # compiles, so that random numbers are alike afterwards
-    reference(torch.ones(2, SIZE, dtype=torch.float64))
+    both = _beside(RIGHT[name], sharding_strategy=strategy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in both.both]
+    for m in both.both:
+        m(X)  # compiles, so that random numbers are alike afterwards
     for step in range(3):
         losses = []
-        for m in (model, reference):
+        for m in both.both:
             torch.manual_seed(step)
             output = m(torch.randn(2, SIZE, dtype=torch.float64))
             losses.append((output[0] if isinstance(output, tuple) else output).pow(2).sum())
             losses[-1].backward()
         torch.testing.assert_close(*losses)
-        for (key, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None), key
-            if theirs.grad is not None:
-                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        both.compare_gradients()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for (key, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+    for (key, ours), theirs in zip(both.model.named_parameters(), both.module.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs, msg=key)
-    torch.testing.assert_close(model.state_dict()["part.calls"], reference.part.calls)
+    torch.testing.assert_close(both.model.state_dict()["part.calls"], both.module.part.calls)
 
 
 def _set(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -131,6 +126,26 @@ def _count(model: Any, x: torch.Tensor) -> torch.Tensor:
 def _assign_aux(part: Any, x: torch.Tensor) -> torch.Tensor:
     part.aux = x.sum()
     return part.linear(x)
+
+
+def _through(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.part(x)
+
+
+def _keep(part: Any, x: torch.Tensor) -> torch.Tensor:
+    part.kept = [part.linear.weight]
+    return part.linear(x)
+
+
+def _write(part: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        part.linear.weight.mul_(0.5)
+    return part.linear(x)
+
+
+def _communicate(part: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.distributed.all_reduce(y := part.linear(x))
+    return y
 
 
 def _raise(part: Any, x: torch.Tensor) -> torch.Tensor:
@@ -179,37 +194,82 @@ ERRORS: dict[str, tuple[Case, type[Exception], coded | says]] = {
         RuntimeError,
         coded("leaf.hook-of-parameter-in-forward", "linear.weight"),
     ),
-    "an exception of the program": ((_raise, lambda model, x: model.part(x)), KeyError, says("mine")),
+    "an exception of the program": ((_raise, _through), KeyError, says("mine")),
+    "keeps a parameter": (
+        (_keep, _through),
+        RuntimeError,
+        coded("leaf.parameter-kept", "'part' (Part)", "'linear.weight'"),
+    ),
+    "writes a parameter": (
+        (_write, _through),
+        RuntimeError,
+        coded("leaf.parameter-changed-in-place", "linear.weight"),
+    ),
+    "writes its input": (
+        (lambda part, x: part.linear(x.mul_(2)), _through),
+        NotImplementedError,
+        coded("leaf.changes-input-in-place", "input 0"),
+    ),
+    "communicates": (
+        (_communicate, _through),
+        NotImplementedError,
+        says(r"'part' \(Part\) communicates \(c10d::allreduce_\)"),
+    ),
+    "a sparse gradient": (
+        (lambda part, x: F.embedding((x > 0).long(), part.linear.weight, sparse=True), _through),
+        RuntimeError,
+        coded("leaf.sparse-gradient", "'part' (Part)"),
+    ),
+    "an object": (
+        (lambda part, box: part.linear(box.x), lambda model, x: model.part(SimpleNamespace(x=x))),
+        TypeError,
+        coded("leaf.argument-of-other-type", "SimpleNamespace"),
+    ),
+}
+
+PATTERNS: dict[str, tuple[Any, type[Exception], coded]] = {
+    "matches nothing": ("*.mlps", ValueError, coded("leaf.pattern-matches-nothing", "*.mlps", "Model")),
+    "the model": (Model, ValueError, coded("leaf.model-itself-as-leaf")),
+    "another shape": (
+        ("part", lambda x: x[:1]),
+        RuntimeError,
+        coded("leaf.returns-another-shape", "(2, 4)", "(1, 4)"),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_would_be_wrong_is_an_error(name: str) -> None:
     case, error, expected = ERRORS[name]
-    model, _ = _jitted(case)
     with pytest.raises(error, check=expected):
-        model(torch.ones(2, SIZE, dtype=torch.float64))
+        _beside(case).model(X).sum().backward()
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_that_is_not_that_of_a_leaf_is_an_error(name: str) -> None:
+    pattern, error, expected = PATTERNS[name]
+    with pytest.raises(error, check=expected):
+        Beside(Model(lambda part, x: part.linear(x), _through), leaf_modules=[pattern]).model(torch.ones(2, SIZE))
 
 
 def test_a_gradient_that_was_not_there_when_a_leaf_was_observed_is_an_error() -> None:
-    model, _ = _jitted((_depends, lambda model, x: model.last(model.part(x))))
-    model(torch.ones(2, SIZE, dtype=torch.float64))
+    model = _beside((_depends, lambda model, x: model.last(model.part(x)))).model
+    model(X)
     with pytest.raises(RuntimeError, check=coded("leaf.returns-unexpected-gradient", "'part'", "output 0")):
         model(torch.full((2, SIZE), 1e6, dtype=torch.float64))
 
 
 def test_gradients_of_a_tensor_that_a_leaf_has_kept_are_not_lost_silently() -> None:
-    model, _ = _jitted((_assign_aux, lambda model, x: model.last(model.part(x))))
-    x = torch.ones(2, SIZE, dtype=torch.float64)
+    model = _beside((_assign_aux, lambda model, x: model.last(model.part(x)))).model
     for _ in range(2):
         with pytest.raises(RuntimeError, check=coded("leaf.gradients-outside-backward")):
-            (model(x).sum() + model._model.part.aux).backward()
-            model(x)
-        model(x).sum().backward()  # training goes on
+            (model(X).sum() + model._model.part.aux).backward()
+            model(X)
+        model(X).sum().backward()  # training goes on
 
 
 def test_a_loss_of_a_tensor_that_a_leaf_has_kept_is_an_error_at_once() -> None:
-    model, _ = _jitted((_assign_aux, lambda model, x: model.last(model.part(x))))
+    model = _beside((_assign_aux, lambda model, x: model.last(model.part(x)))).model
     y = model(torch.ones(2, SIZE, dtype=torch.float64, requires_grad=True))
     y.sum().backward(retain_graph=True)
     before = [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
@@ -232,14 +292,7 @@ def _scaled_by_a_gradient(part: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("part", [_forces, _scaled_by_a_gradient])
 def test_a_leaf_may_differentiate(part: Callable[..., Any]) -> None:
-    model, module = _jitted((part, lambda model, x: model.last(model.part(x))))
-    x = torch.ones(2, SIZE, dtype=torch.float64)
-    for net in (model, module):
-        net(x).square().sum().backward()
-    for (name, param), ours in zip(module.named_parameters(), model.parameters(), strict=True):
-        assert (param.grad is None) == (ours.grad is None), name
-        if param.grad is not None:
-            torch.testing.assert_close(ours.grad.to_local(), param.grad, msg=name)
+    _beside((part, lambda model, x: model.last(model.part(x)))).check(X)
 
 
 def test_buffers_are_those_that_the_latest_call_has_assigned() -> None:
@@ -247,9 +300,9 @@ def test_buffers_are_those_that_the_latest_call_has_assigned() -> None:
         part.calls = part.calls + 1
         return part.linear(x)
 
-    model, _ = _jitted((part, lambda model, x: model.part(x)))
+    model = _beside((part, lambda model, x: model.part(x))).model
     for calls in (1, 2, 3):
-        model(torch.ones(2, SIZE, dtype=torch.float64))
+        model(X)
         assert dict(model.named_buffers())["part.calls"] == model.get_buffer("part.calls") == calls
 
 
@@ -261,8 +314,8 @@ def test_what_autograd_has_saved_is_freed_without_a_backward() -> None:
         saved.append(StorageWeakRef(y.untyped_storage()))
         return part.other(y)
 
-    model, _ = _jitted((part, lambda model, x: model.last(model.part(x))))
+    model = _beside((part, lambda model, x: model.last(model.part(x)))).model
     for _ in range(3):
-        model(torch.ones(2, SIZE, dtype=torch.float64))
+        model(X)
     gc.collect()
     assert [each.expired() for each in saved] == [True] * len(saved)

@@ -14,14 +14,14 @@ from thunder_fsdp_sched.ranks.control import Control
 import pytest
 import thunder
 import torch
-from profiles import LONG_ONLY
+from beside import Beside, compare_gradients
+from models import Calling
 from ranks import on_ranks
 from scenario import whole_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 WAYS = [("zero2", "unsharded"), ("zero3", "sharded")]
-MORE_WAYS = [pytest.param(*way, marks=LONG_ONLY) for way in (("zero2", "sharded"), ("zero3", "unsharded"))]
 
 
 class Heads(nn.Module):
@@ -66,7 +66,7 @@ def _models(**options: Any) -> tuple[nn.Module, Any]:
     return copy.deepcopy(module), thunder.jit(module, transforms=[fsdp(**options)])
 
 
-@pytest.mark.parametrize(("strategy", "accumulate"), [*WAYS, *MORE_WAYS])
+@pytest.mark.parametrize(("strategy", "accumulate"), WAYS)
 @on_ranks(2)
 def test_what_no_rank_has_used_has_no_gradient(rank: int, world_size: int, strategy: str, accumulate: str) -> None:
     reference, model = _models(sharding_strategy=strategy, accumulate=accumulate)
@@ -89,10 +89,7 @@ def test_what_no_rank_has_used_has_no_gradient(rank: int, world_size: int, strat
         # Ranks exchange names only if they have used different parameters.
         of_ranks = [set("".join(used[other] for used in window)) for other in range(world_size)]
         assert exchanged.call_count == (of_ranks[0] != of_ranks[1])
-        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert (ours.grad is None) is (theirs.grad is None), (number, name)
-            if theirs.grad is not None:
-                torch.testing.assert_close(whole_of(ours.grad), theirs.grad, rtol=1e-11, atol=1e-11)
+        compare_gradients(model, reference, f"window {number},", rtol=1e-11, atol=1e-11)
         assert sorted(calls) == sorted(name for name, param in reference.named_parameters() if param.grad is not None)
         for optimizer in optimizers:
             optimizer.step()
@@ -144,17 +141,12 @@ class InDataclasses(Heads):
 
 @pytest.mark.parametrize("used", ["a", "b"])
 def test_outputs_in_dataclasses(used: str, one_rank: None) -> None:
-    torch.manual_seed(0)
-    module = InDataclasses().double()
-    model = thunder.jit(copy.deepcopy(module), transforms=[fsdp()])
-    for net in (module, model):
+    both = Beside(InDataclasses().double())
+    for net in both.both:
         outputs = net(*_inputs(0))
         (outputs.a if used == "a" else outputs.others.others[0]).sum().backward()
         assert not outputs.others.others[1].requires_grad
-    for (name, ours), theirs in zip(model.named_parameters(), module.parameters(), strict=True):
-        assert (ours.grad is None) is (theirs.grad is None), name
-        if theirs.grad is not None:
-            torch.testing.assert_close(whole_of(ours.grad), theirs.grad)
+    both.compare_gradients()
 
 
 class Target(nn.Module):
@@ -172,12 +164,11 @@ class Target(nn.Module):
         return (online - target.detach()).square().mean()
 
 
-@pytest.mark.parametrize("bucketing", [pytest.param("none", marks=LONG_ONLY), "layer"])
 @on_ranks(2)
-def test_what_reaches_no_output_has_no_gradient(rank: int, world_size: int, bucketing: str) -> None:
+def test_what_reaches_no_output_has_no_gradient(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     reference = Target().double()
-    model = thunder.jit(copy.deepcopy(reference), transforms=[fsdp(bucketing_strategy=bucketing)])
+    model = thunder.jit(copy.deepcopy(reference), transforms=[fsdp(bucketing_strategy="layer")])
     inputs = torch.linspace(-1, 1, 2 * world_size * 3, dtype=torch.float64).view(world_size, 2, 3)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.5) for m in (reference, model)]
     for micro_batches in (1, 2):
@@ -235,24 +226,12 @@ def test_a_tied_parameter_has_a_gradient_if_an_output_that_reads_it_has_one(igno
         for net, each in zip((reference, model), outputs, strict=True):
             net.zero_grad()
             _loss(each, used).backward()
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert (ours.grad is None) is (theirs.grad is None)
-            if theirs.grad is not None:
-                torch.testing.assert_close(whole_of(ours.grad), theirs.grad)
-
-
-class Dead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.weight * 2  # whose result nothing reads
-        return x.square().sum()
+        compare_gradients(model, reference)
 
 
 def test_a_backward_that_reduces_nothing_returns_gradients_of_inputs(fake_ranks: None) -> None:
-    model, x = thunder.jit(Dead(), transforms=[fsdp()]), torch.randn(4, requires_grad=True)
+    dead = Calling(lambda self, x: (self.weight * 2, x.square().sum())[1], weight=nn.Parameter(torch.ones(4)))
+    model, x = thunder.jit(dead, transforms=[fsdp()]), torch.randn(4, requires_grad=True)
     model(x).backward()
     torch.testing.assert_close(x.grad, 2 * x.detach())
     assert all(p.grad is None for p in model.parameters())

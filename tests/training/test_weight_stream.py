@@ -20,7 +20,7 @@ import torch.distributed as dist
 from coded import coded
 from internals import slot_bytes
 from memory_count import Tracker
-from models import Experts, Stack
+from models import Calling, Experts, Stack
 from ranks import on_ranks
 from saving import Everything
 from scenario import Run
@@ -105,20 +105,15 @@ TOKENS = 512
 """At least the bytes by which ranks agree on their next gather, in host memory."""
 
 
-class Growing(nn.Module):
-    """Blocks of different sizes, so that the largest bucket is not next to the second largest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, width) for width in (8, 128, 16, 96, 100))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(block.forward(x).sum() for block in self.blocks)
+def growing() -> nn.Module:
+    """Return blocks of different sizes, so that the largest bucket is not next to the second largest."""
+    blocks = nn.ModuleList(nn.Linear(64, width) for width in (8, 128, 16, 96, 100))
+    return Calling(lambda self, x: sum(block.forward(x).sum() for block in self.blocks), blocks=blocks)
 
 
 @on_ranks(2)
 def test_peak_memory_is_two_successive_buckets_or_that_of_the_training_step(world_size: int) -> None:
-    model = thunder.jit(Growing(), transforms=[transform := fsdp(transport="flat")])
+    model = thunder.jit(growing(), transforms=[transform := fsdp(transport="flat")])
     arena = transform.sharded.buckets[0].arena
     for dtype in (torch.float32, torch.bfloat16):
         sizes = [slot_bytes(bucket, dtype) for bucket in transform.plan]
@@ -130,7 +125,7 @@ def test_peak_memory_is_two_successive_buckets_or_that_of_the_training_step(worl
         gc.collect()
         with Tracker() as tracker:
             numel = sum(tensor.numel() for _, tensor in tfs.stream_full_parameters(model, dtype))
-        assert numel == sum(p.numel() for p in Growing().parameters())
+        assert numel == sum(p.numel() for p in growing().parameters())
         assert limit <= tracker.peak <= limit + casts + TOKENS, (dtype, limit, tracker.peak)
         assert arena._memory is None
         deadline = time.monotonic() + 10

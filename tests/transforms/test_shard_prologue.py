@@ -50,6 +50,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "another hook with the same number": lambda part: part._forward_hooks.update(
         {number: lambda *args: args[-1] * 3 for number in part._forward_hooks}
     ),
+    "a hook before": lambda part: part.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
     "no gradient": lambda part: part.linear.bias.requires_grad_(False),
 }
 """Each is made on top of those before it."""
@@ -75,12 +76,14 @@ def test_what_forward_has_read_is_compared_in_each_call() -> None:
         check(number)
         prologue = str(thunder.last_prologue_traces(model)[-1])
         assert "fsdp_check_module(module, traced_module)" in prologue and ".kind" not in prologue, what
-    for net in (model, reference):
-        net.eval()
-    check(number + 1)
-    for net in (model, reference):
-        net.train()
-    check(number + 1)
+    for training in (False, True, False):
+        for net in (model, reference):
+            net.train(training)
+        check(number + 1)
+    of_all = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    check(number + 2)
+    of_all.remove()
+    check(number + 2)
     model.scale = reference.scale = float("nan")
     assert model(x).isnan().all() and model(x).isnan().all()
-    assert len(compiled) == number + 2
+    assert len(compiled) == number + 3
