@@ -9,12 +9,11 @@ import thunder_fsdp_sched as tfs
 import pytest
 import torch
 from internals import RowDTensor
-from models import Stack, TinyParameters
+from models import Stack
 from ranks import on_ranks
+from recorded import Recorded
 from scenario import Run
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 VIEWS: dict[str, dict[str, Any]] = {
     "zero3": {},
@@ -30,45 +29,31 @@ COPIES: dict[str, dict[str, Any]] = {
 }
 
 
-class _Reads(TorchDispatchMode):
-    """Records the gathers that are issued, and the addresses that operators read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gathers: list[str] = []
-        self.addresses: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and "gather" in func.__name__:
-            self.gathers.append(func.__name__)
-        elif func.namespace != "c10d":
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor]
-            self.addresses.update(tensor.data_ptr() for tensor in tensors)
-        return func(*args, **(kwargs or {}))
-
-
-def _step(run: Run, seed: int) -> _Reads:
-    with _Reads() as reads:
+def _step(run: Run, seed: int) -> Recorded:
+    with Recorded() as reads:
         run.forward(seed)
         run.backward()
     run.step()
     return reads
 
 
+def _gathers(reads: Recorded) -> list[str]:
+    return [name for name in reads.collectives if "gather" in name]
+
+
 def _clear(block: Any, args: Any) -> None:
     block.up.weight.zero_()
 
 
-@pytest.mark.parametrize("model", [Stack, pytest.param(TinyParameters, marks=pytest.mark.long)])
 @on_ranks(1)
-def test_unsharded_parameters_are_views_of_shards(model: type[torch.nn.Module]) -> None:
+def test_unsharded_parameters_are_views_of_shards() -> None:
     for name, options in VIEWS.items():
         torch.manual_seed(0)
-        run = Run(model().double(), others=[{"transport": "coalesced"}], **options)
+        run = Run(Stack().double(), others=[{"transport": "coalesced"}], **options)
         used = {p.to_local().data_ptr() for p in run.model.parameters() if isinstance(p, RowDTensor) and p.numel()}
         for seed in range(3):
             reads = _step(run, seed)
-            assert all("coalesced" in gather for gather in reads.gathers), (name, reads.gathers)
+            assert all("coalesced" in name for name in _gathers(reads)), (name, reads.collectives)
             assert used <= reads.addresses, name
         run.compare_parameters()
 
@@ -77,14 +62,14 @@ def test_unsharded_parameters_are_views_of_shards(model: type[torch.nn.Module]) 
 def test_replicas_of_whole_shards_train_like_the_unsharded_model() -> None:
     run = Run(Stack().double(), ranks=(2, 1))
     for seed in range(2):
-        assert not _step(run, seed).gathers
+        assert not _gathers(_step(run, seed))
     run.compare_parameters()
 
 
 @on_ranks(1)
 def test_what_is_sent_otherwise_is_copied() -> None:
     for name, options in COPIES.items():
-        assert _step(Run(Stack().double(), oracle=None, **options), 0).gathers, name
+        assert _gathers(_step(Run(Stack().double(), oracle=None, **options), 0)), name
 
 
 @on_ranks(1)

@@ -13,12 +13,13 @@ import torch
 from coded import coded
 from ranks import on_ranks
 from saving import assert_equal, fill
+from scenario import whole_of
 from thunder.core.transforms import add_transform
 from thunder.distributed import checkpoint as thunder_checkpoint
 from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
-from torch.optim.swa_utils import update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 
 @on_ranks()
@@ -98,3 +99,21 @@ def test_update_bn_runs_on_the_module_that_is_not_compiled() -> None:
         torch.testing.assert_close(jitted.get_buffer(name), buffer)
         assert buffer.any()
     jitted(batches[0]).sum().backward()
+
+
+@on_ranks()
+def test_averaged_models_average_shards_and_buffers() -> None:
+    """A copy from before sharding is sharded like the model."""
+    whole = make()
+    averaging = {"multi_avg_fn": get_ema_multi_avg_fn(0.5), "use_buffers": True}
+    averages = [AveragedModel(copy.deepcopy(whole), **averaging) for _ in range(2)]
+    averages[0].module = thunder.jit(averages[0].module, transforms=[fsdp()])
+    model = thunder.jit(copy.deepcopy(whole), transforms=[fsdp()])
+    for step in range(3):
+        for average, net in zip(averages, (model, whole), strict=True):
+            with torch.no_grad():
+                for tensor in (*net.parameters(), *net.buffers()):
+                    tensor.copy_(tensor.mul(0.7).add(step + 1.0) if tensor.is_floating_point() else tensor + 1)
+            average.update_parameters(net)
+    ours, theirs = ({n: whole_of(v) for n, v in average.state_dict().items()} for average in averages)
+    torch.testing.assert_close(ours, theirs)

@@ -14,45 +14,44 @@ import torch
 import torch.distributed as dist
 from coded import coded
 from models import FrozenParameters, Stack
-from profiles import mostly_zero3
 from ranks import on_ranks
+from recorded import Recorded
 from saving import Everything
-from scenario import Run, Scenario, each, everywhere, loss_of
+from scenario import Run, Scenario, each, everywhere, loss_of, whole_of
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 NORMS = [(2.0, 0.1), (1.0, 0.1), (math.inf, 0.01), (2.0, 1e6)]
 
 
+def _clip_by_torch(run: Run) -> None:
+    models = run.model, run.reference
+    for step, norm_type in enumerate((1.0, 2.0, math.inf)):
+        run.gradients(step)
+        norms = [whole_of(nn.utils.clip_grad_norm_(model.parameters(), 0.3, norm_type)) for model in models]
+        run.close(*norms, f"norm of order {norm_type}")
+        run.step()
+    run.gradients(9)
+    for model in models:
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    run.step()
+
+
 def _clip(run: Run) -> None:
     for step, (norm_type, max_norm) in enumerate(NORMS):
         run.gradients(step)  # without tracing
         theirs = nn.utils.clip_grad_norm_(run.reference.parameters(), max_norm, norm_type)
-        with _RecordCollectives() as issued:
+        with Recorded() as recorded:
             ours = clip_grad_norm_(run.model, max_norm, norm_type)
-        assert issued == ["allreduce_"], issued
+        assert recorded.collectives == ["allreduce_"], recorded.collectives
         assert ours.dtype == torch.float64 and not ours.ndim
         run.close(ours, theirs, "norm")
         assert len(set(everywhere(ours.item()))) == 1
         run.step()
 
 
-class _RecordCollectives(torch.utils._python_dispatch.TorchDispatchMode):
-    """Record the names of the collectives that are issued."""
-
-    def __enter__(self) -> list[str]:  # type: ignore[override]
-        super().__enter__()
-        self.issued: list[str] = []
-        return self.issued
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.issued.append(func.__name__.partition(".")[0])
-        return func(*args, **(kwargs or {}))
-
-
 SCENARIOS = {
-    "everything": Scenario(lambda: Everything().double(), [_clip], ranks=2),
+    "everything": Scenario(lambda: Everything().double(), [_clip, _clip_by_torch], ranks=2),
     "frozen": Scenario(lambda: FrozenParameters().double(), [_clip], ranks=2),
     "ranks without rows": Scenario(lambda: Everything().double(), [_clip], ranks=4),
     "replicas": Scenario(lambda: Everything().double(), [_clip], {"ranks": (2, 2)}, ranks=4),
@@ -192,9 +191,9 @@ def test_gradients_on_a_device_that_the_process_group_lacks_are_clipped_through_
             model = thunder.jit(Stack(1).double(), transforms=[ours := fsdp(init=Init(ignored_params=names))])
             model(torch.full((2, 4), 1.0 + rank, dtype=torch.float64)).sum().backward()
             ours.sharded.world_group = dataclasses.replace(ours.sharded.world_group, backends=backends)
-            with _RecordCollectives() as issued:
+            with Recorded() as recorded:
                 norms.append(clip_grad_norm_(model, 1.0, norm_type))
-            assert len(issued) == 1
+            assert len(recorded.collectives) == 1
         assert norms[0] == norms[1] > 0
 
 
@@ -220,10 +219,9 @@ class BroadcastGradients(nn.Module):
         return (torch.randn(3, 5, generator=generator, dtype=torch.float64),)
 
 
-@mostly_zero3
 @on_ranks(2)
-def test_broadcast_gradients_of_scalars_are_summed_as_by_autograd(strategy: str) -> None:
-    run = Run(BroadcastGradients().double(), sharding_strategy=strategy)
+def test_broadcast_gradients_of_scalars_are_summed_as_by_autograd() -> None:
+    run = Run(BroadcastGradients().double())
     run.train(2)
     run.micro_batch(2)
     run.micro_batch(3, no_sync=False)

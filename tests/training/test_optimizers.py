@@ -19,11 +19,11 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from coded import coded
+from coded import coded, says
 from models import Model
 from ranks import on_ranks
+from recorded import Recorded
 from scenario import Run, everywhere
-from test_gradients import _RecordCollectives
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon
 
@@ -165,13 +165,14 @@ def test_each_parameter_has_one_owner_and_a_step_issues_two_collectives(world_si
     run = run_of_matrices()
     muon = add_optimizer(run, _is_matrix, Muon)
     run.gradients(0)
-    with _RecordCollectives() as issued:
+    with Recorded() as recorded:
         muon.step()
-    assert issued == ["alltoall_base_", "alltoall_base_"], issued
+    assert recorded.collectives == ["alltoall_base_", "alltoall_base_"], recorded.collectives
     muon.zero_grad()
-    with _RecordCollectives() as issued:
+    with Recorded() as recorded:
         muon.step()  # no rank has gradients
-    assert not issued
+    assert not recorded.collectives
+
     name_of = {param: name for name, param in run.model.named_parameters()}
     owners = {
         name_of[param]: [rank for rank, owns in enumerate(everywhere(param in muon.state)) if owns]
@@ -294,23 +295,23 @@ def test_training_on_another_number_of_ranks_continues_bit_equal(rank: int, tmp_
 def test_errors_name_the_invalid_argument(rank: int) -> None:
     run = run_of_matrices(init=tfs.Init(ignored_params=["row"]))
     matrices = [p for p in run.model.parameters() if p.ndim == 2 and p is not run.model.get_parameter("row")]
-    with pytest.raises(TypeError, check=coded("optimizer.class-not-of-torch", "AdamW")):
-        WholeParameters(AdamW(matrices), run.model, matrices)
-    with pytest.raises(TypeError, check=coded("optimizer.class-requires-closure", "LBFGS")):
-        WholeParameters(torch.optim.LBFGS, run.model, matrices)
-    with pytest.raises(TypeError, check=coded("module.expected-sharded-model")):
-        WholeParameters(Muon, run.reference, matrices)
-    with pytest.raises(ValueError, check=coded("optimizer.tensor-not-model-parameter", "(13, 7)")):
-        WholeParameters(Muon, run.model, [run.reference.blocks[1].weight])
-    with pytest.raises(ValueError, check=coded("optimizer.parameter-not-sharded", "row", "Muon")):
-        WholeParameters(Muon, run.model, [run.model.get_parameter("row")])
-    # Errors of the optimizer class are raised on all ranks, with its own message about the whole parameters.
-    with pytest.raises(ValueError, match=r"Muon only supports 2D parameters .* torch\.Size\(\[3\]\)"):
-        WholeParameters(Muon, run.model, [run.model.get_parameter("blocks.2.bias")])
+    unsharded, ignored = run.reference.blocks[1].weight, run.model.get_parameter("row")
+    bias = run.model.get_parameter("blocks.2.bias")
+    refused: list[tuple[Any, Any, Any, type[Exception], coded | says]] = [
+        (AdamW(matrices), run.model, matrices, TypeError, coded("optimizer.class-not-of-torch", "AdamW")),
+        (torch.optim.LBFGS, run.model, matrices, TypeError, coded("optimizer.class-requires-closure", "LBFGS")),
+        (Muon, run.reference, matrices, TypeError, coded("module.expected-sharded-model")),
+        (Muon, run.model, [unsharded], ValueError, coded("optimizer.tensor-not-model-parameter", "(13, 7)")),
+        (Muon, run.model, [ignored], ValueError, coded("optimizer.parameter-not-sharded", "row", "Muon")),
+        # Errors of the optimizer class are raised on all ranks, with its own message about the whole parameters.
+        (Muon, run.model, [bias], ValueError, says(r"Muon only supports 2D parameters .* torch\.Size\(\[3\]\)")),
+        (Muon, run.model, [], ValueError, says("empty parameter list")),
+    ]
+    for cls, model, params, error, expected in refused:
+        with pytest.raises(error, check=expected):
+            WholeParameters(cls, model, params)
     with pytest.raises(TypeError, match="unexpected keyword argument 'beta'"):
         WholeParameters(Muon, run.model, matrices, beta=1)
-    with pytest.raises(ValueError, match="empty parameter list"):
-        WholeParameters(Muon, run.model, [])
     # Different parameters on each rank.
     with pytest.raises(
         tfs.ScheduleDisagreement, check=coded("ranks.ranks-disagree", "what WholeParameters was given for Muon, line")
