@@ -35,21 +35,25 @@ GROUPS = (
     ),
 )
 
+KINDS = ("product", "product", "product of a parameter", "value", "parameter")
+"""Kinds of gradients."""
+
 foreign = Symbol("all_reduce", lambda x, group: TensorProxy(like=x))
 """Communication of others."""
 
 
 @st.composite
-def traces(draw: Any) -> tuple[TraceCtx, list[Bucket]]:
+def traces(draw: Any, *, is_plain: bool = False) -> tuple[TraceCtx, list[Bucket]]:
     """Draw the trace of a backward, in which each gather is at its first use and each reduction at its last gradient.
 
-    Gradients are products that can be written in place, other values, parameters, or views of parameters.
+    Gradients are products that can be written in place, other values, parameters, or views of parameters. A plain trace has
+    one arena, one group, no communication of others, and no gradients that read parameters.
     """
-    arenas = [Arena(torch.device("cpu")) for _ in range(draw(st.integers(1, 2)))]
+    arenas = [Arena(torch.device("cpu")) for _ in range(draw(st.integers(1, 1 if is_plain else 2)))]
     buckets = []
     for number in range(draw(st.integers(1, 5))):
-        shapes = [SHAPE] * draw(st.sampled_from([1, 1, 2, 3, 11]))
-        arena, ranks = draw(st.sampled_from(arenas)), draw(st.sampled_from(GROUPS))
+        shapes = [SHAPE] * draw(st.sampled_from([1, 2, 3] if is_plain else [1, 1, 2, 3, 11]))
+        arena, ranks = draw(st.sampled_from(arenas)), draw(st.sampled_from(GROUPS[:1] if is_plain else GROUPS))
         bucket = make_bucket(f"b{number}", shapes, arena=arena, ranks=ranks)
         buckets.append(bucket)
     trace = TraceCtx()
@@ -69,7 +73,7 @@ def traces(draw: Any) -> tuple[TraceCtx, list[Bucket]]:
             return prims.transpose(read, (1, 0)) if draw(st.integers(0, 3)) == 0 else read
 
         def gradient(bucket: Bucket) -> TensorProxy:
-            kind = draw(st.sampled_from(["product", "product", "product of a parameter", "value", "parameter"]))
+            kind = draw(st.sampled_from(["product", "value"] if is_plain else KINDS))
             if kind == "parameter":
                 return param(draw(st.sampled_from(buckets)))
             if kind == "value":
@@ -86,7 +90,7 @@ def traces(draw: Any) -> tuple[TraceCtx, list[Bucket]]:
                 if draw(st.integers(0, 5)) == 0:  # reads two buckets, as a fusion may
                     other = prims.where(condition, other, param(draw(st.sampled_from(buckets))))
                 values.append(prims.matmul(values[-1], other))
-            if draw(st.integers(0, 5)) == 0:
+            if not is_plain and draw(st.integers(0, 5)) == 0:
                 trace.bound_symbols.append(foreign.bind(values[-1], FakeProcessGroup(), output=tensor()))
             if draw(st.integers(0, 4)):
                 waiting.append((bucket, [gradient(bucket) for _ in bucket.spec.params]))

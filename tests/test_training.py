@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,11 +23,12 @@ from models import (
     Layer,
     Model,
     Stack,
+    TiedWeights,
     TinyParameters,
     UnusedParameters,
 )
 from ranks import on_ranks
-from scenario import Run, Scenario, do, each, fsdp2, loss_of, train_and_check_what_is_saved
+from scenario import Run, Scenario, do, each, loss_of, train_and_check_what_is_saved
 from step_counter import StepCounter
 from thunder.transforms.materialization import MaterializationTransform
 from torch import nn
@@ -88,51 +88,8 @@ def _check_evaluation(run: Run) -> None:
     assert len(evaluation.forward_schedule.of("fsdp_all_gather")) == len(run.transform.plan)
 
 
-def _check_two_shapes(run: Run) -> None:
-    assert len(run.transform.compiled) == 2
-
-
 def _check_no_gradients(run: Run) -> None:
     assert all(p.grad is None for p in run.model.parameters()), "unreduced gradients must not be in .grad"
-
-
-def _check_reductions(run: Run) -> None:
-    assert {c.no_sync for c in run.transform.compiled} == {False, True}
-    for compiled in run.transform.compiled:
-        count = {
-            name: len(compiled.backward_schedule.of(f"fsdp_{name}")) for name in ("reduce_scatter", "accumulate_grads")
-        }
-        every = len(run.transform.plan)
-        assert tuple(count.values()) == ((0, every) if compiled.no_sync else (every, 0))
-
-
-def _check_reduced_gradients_stay(run: Run) -> None:
-    """Under no_sync, gradients that are already in ``.grad`` stay there and count."""
-    before = [p.grad.clone() for p in run.model.parameters()]
-    run.micro_batch(4)
-    run.close([p.grad for p in run.model.parameters()], before, "gradients after no_sync", tolerance=0)
-
-
-def _backward_of_a_sum(run: Run) -> None:
-    run.forward(2)
-    run.forward(3)
-    first, second = run.pending
-    first.losses = [first.losses[0] + 2 * second.losses[0]]
-    first.expected = {rank: loss + 2 * second.expected[rank] for rank, loss in first.expected.items()}
-    run.backward(0)
-    run.pending.clear()
-
-
-def _differentiate_twice(run: Run) -> None:
-    run.forward(0)
-    run.forward(1)  # its gathers overwrite those of the first forward
-    pending = run.pending[0]
-    run.backward(0, retain=True)
-    run.backward(0)
-    run.step()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        pending.losses[0].backward()
-    run.pending.clear()
 
 
 def _keep_what_is_returned(run: Run) -> None:
@@ -147,16 +104,6 @@ def _keep_what_is_returned(run: Run) -> None:
         run.close(ours, before, "returned earlier", tolerance=0)
 
 
-def _differentiate_with_autograd_grad(run: Run) -> None:
-    run.forward()
-    params, pending = list(run.model.parameters()), run.pending.pop()
-    for param, grad in zip(params, torch.autograd.grad(pending.losses[0], params), strict=True):
-        param.grad = grad
-    run.unsharded.backward(pending.expected)
-    run.unsharded.reduce()
-    run.step()
-
-
 def _differentiate_inputs(run: Run) -> None:
     (x,) = run.inputs()
     leaves = [x.clone().requires_grad_() for _ in range(2)]
@@ -168,9 +115,8 @@ def _differentiate_inputs(run: Run) -> None:
 
 def _check_gathers_of_a_frozen_model(run: Run) -> None:
     """Gradients flow through it to the inputs."""
-    kept = {bucket.options.sharding_strategy for bucket in run.transform.plan} == {"zero2"}
     assert not run.buckets("fsdp_reduce_scatter", backward=True)
-    assert len(run.buckets("fsdp_all_gather", backward=True)) == (0 if kept else len(run.transform.plan))
+    assert len(run.buckets("fsdp_all_gather", backward=True)) == len(run.transform.plan)
 
 
 #
@@ -225,19 +171,15 @@ TRAINED_OTHERWISE = (
 
 SCENARIOS = {
     **{
-        f"{case} on 2 ranks": Scenario(
-            _double(CASES[case]), [train_and_check_what_is_saved], long=case in TRAINED_OTHERWISE
-        )
-        for case in CASES
+        f"{case} on 2 ranks": Scenario(_double(make), [train_and_check_what_is_saved])
+        for case, make in CASES.items()
+        if case not in TRAINED_OTHERWISE
     },
     "parameters in one buffer": Scenario(_in_one_buffer, [train_and_check_what_is_saved]),
-    "ranks without rows": Scenario(_double(TinyParameters), [train_and_check_what_is_saved], ranks=4),
     "frozen buckets are gathered but not reduced": Scenario(
         _double(FrozenParameters), [do.train(2), _check_frozen_buckets]
     ),
     "unused blocks do not communicate": Scenario(_double(UnusedParameters), [do.train(1), _check_unused_blocks]),
-    # Adam divides by the root of the squared gradient, which amplifies rounding where gradients are nearly zero.
-    "tied GPT": Scenario(_double(GPT, blocks=1, tied=True, block=Layer), optimizer=ADAMW, tolerance=1e-8, long=True),
     "evaluation between steps": Scenario(
         _double(Buffers),
         [
@@ -247,13 +189,6 @@ SCENARIOS = {
             do.train(1),  # with gradients, in evaluation mode
             *(do.mode(training=True), do.train(2), do.forward(2, grad=False), do.train(1)),
         ],
-    ),
-    "batches of different shapes on the ranks": Scenario(  # one rank compiles while the other runs cached traces
-        _stack,
-        [do.train(1, batch=(3, 3)), do.train(1, batch=(3, 2)), do.train(1, batch=(5, 3)), do.train(1, batch=(5, 2))],
-    ),
-    "gradients of inputs, and by autograd.grad": Scenario(
-        _stack, [_differentiate_inputs, _differentiate_with_autograd_grad]
     ),
     "copied gradients in the place of kept parameters": Scenario(
         _double(_Norms),
@@ -272,80 +207,17 @@ SCENARIOS = {
     "bits of the unsharded compiled model under autocast": Scenario(
         partial(Stack, 2), [_train_under_autocast], {"dtype": torch.float32}, oracle="compiled", tolerance=0
     ),
-    "any prefetch and bucketing": Scenario(
-        _stack,
-        others=[
-            {"prefetch": 9, "bucketing_strategy": "none"},
-            {"prefetch": 0, "bucketing_strategy": 300},
-        ],
-        long=True,  # as random models do
-    ),
-}
-"""Scenarios for ZeRO-3, unless they say otherwise. ZeRO-2 differs in what is kept for backward."""
-
-WITH_BOTH_STRATEGIES = {
-    "bits of FSDP2 in float32": Scenario(
-        partial(Stack, 2, width=8, activation=torch.relu),
-        [do.train(batch=4)],
-        {"dtype": torch.float32},
-        others=[fsdp2],
-        oracle=None,
-        optimizer=ADAMW,
-    ),
-    "accumulation": Scenario(
-        _stack,
-        [
-            *(do.micro_batch(0), _check_no_gradients, do.micro_batch(1), do.micro_batch(2, no_sync=False), do.step()),
-            *(do.micro_batch(10), do.micro_batch(11), do.micro_batch(12, no_sync=False), do.step()),
-            do.micro_batch(3, no_sync=False),
-            *(_check_reduced_gradients_stay, do.micro_batch(5, no_sync=False), do.step(), _check_reductions),
-        ],
-    ),
-    "several shapes": Scenario(
-        _stack,
-        [
-            *(
-                do.train(1, batch=3),
-                do.train(1, batch=7),
-                do.train(2, batch=3),
-                do.train(2, batch=7),
-                _check_two_shapes,
-            ),
-            # An unfinished forward of each shape, and two of one, at the same time.
-            *(do.forward(0, batch=3), do.forward(1, batch=7), do.forward(2, batch=3)),
-            *(do.backward(1), do.backward(1), do.backward(0), do.step()),
-        ],
-    ),
     "a fully frozen model": Scenario(
         lambda: Stack(2).double().requires_grad_(False),
         [_differentiate_inputs, _check_gathers_of_a_frozen_model],
         optimizer=lambda params: None,
     ),
     "returned parameters": Scenario(_double(_ReturnsParameters), [_keep_what_is_returned]),
-    "two forwards": Scenario(
-        _stack,
-        [_backward_of_a_sum, do.step(), _differentiate_twice, do.train(1)],
+    "tied weights, zero2": Scenario(  # which keeps more than each parameter once
+        _double(TiedWeights), [train_and_check_what_is_saved], {"sharding_strategy": "zero2"}
     ),
 }
-KEEP_MORE_THAN_EACH_PARAMETER_ONCE = {
-    case: Scenario(
-        _double(CASES[case]),
-        [train_and_check_what_is_saved],
-        {"sharding_strategy": "zero2"},
-        long=case != "tied_weights",
-    )
-    for case in ("tied_weights", "frozen_parameters", "shared_blocks", "derived_parameters", "buffers")
-}
-for _strategy in ("zero2", "zero3"):
-    SCENARIOS |= {
-        f"{name}, {_strategy}": replace(
-            scenario,
-            options={**scenario.options, "sharding_strategy": _strategy},
-            long=_strategy == "zero2" and name not in ("accumulation", "two forwards"),
-        )
-        for name, scenario in WITH_BOTH_STRATEGIES.items()
-    }
-SCENARIOS |= {f"{name}, zero2": scenario for name, scenario in KEEP_MORE_THAN_EACH_PARAMETER_ONCE.items()}
+"""Scenarios for ZeRO-3, unless they say otherwise. ZeRO-2 differs in what is kept for backward."""
 
 
 @each(SCENARIOS)

@@ -71,11 +71,20 @@ HISTORIES = {
         *(forward(calls=(0, 0)), backward, forward(calls=(1, 1)), backward, step, Action("zero_grad")),
         *(forward(calls=(0, 0)), backward, forward(calls=(0, 0)), backward, step, zero_grad),
     ],
+    "a window after a reduction": [
+        *(forward(calls=(0, 0)), backward, in_window(calls=(0, 0)), backward, forward(calls=(1, 0)), backward, step),
+        zero_grad,
+    ],
     "changed in a window": [
         *(in_window(calls=(0, 0)), backward, Action("add"), in_window(calls=(0, 0)), backward, Action("add", value=1)),
         *(in_window(calls=(1, 0)), backward, forward(calls=(0, 0)), backward, step, zero_grad),
         *(in_window(calls=(0, 0)), backward, Action("scale"), in_window(calls=(0, 0)), backward, Action("scale")),
         *(forward(calls=(1, 0)), backward, step),
+    ],
+    "other parameters for a forward between another one and its backward": [
+        *(forward(calls=(0, 0)), Action("scale"), evaluate(calls=(0, 0)), Action("scale"), backward, step, zero_grad),
+        *(forward(calls=(1, 1)), Action("scale"), forward(calls=(1, 1)), Action("fail_forward", calls=(0, 0))),
+        *(Action("scale"), Action("backward", loss_index=0), Action("drop"), step, zero_grad),
     ],
     "saved, loaded and changed in place": [
         *(forward(calls=(0, 1)), backward, step, Action("save"), forward(calls=(1, 0)), backward, step, Action("load")),

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from coded import coded
 from internals import args_of, process_groups, verify
 from models import Layer, Model, Stack
-from profiles import LONG_ONLY, mostly_zero3
 from ranks import on_ranks
 from scenario import Run, loss_of, sgd
 from thunder.core.trace import from_trace
@@ -38,14 +37,13 @@ def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-@mostly_zero3
 @on_ranks(4)
-def test_hybrid_sharding_trains_like_the_unsharded_model(rank: int, strategy: str) -> None:
+def test_hybrid_sharding_trains_like_the_unsharded_model(rank: int) -> None:
     torch.manual_seed(rank)  # all ranks take rank 3's parameters
     model = Stack(2).double()
     state = [model.state_dict()]
     dist.broadcast_object_list(state, src=3)
-    run = Run(model, sharding_strategy=strategy, ranks=_mesh(), init=Init(broadcast_from=3))
+    run = Run(model, ranks=_mesh(), init=Init(broadcast_from=3))
     run.reference.load_state_dict(state[0])
     run.compare_parameters()
     run.train(2)
@@ -131,23 +129,14 @@ def _expert_group(rank: int) -> dist.ProcessGroup:
     return groups[rank % 2]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "separate"),
-    [
-        ("zero2", True),
-        pytest.param("zero3", False, marks=LONG_ONLY),
-        pytest.param("zero2", False, marks=LONG_ONLY),
-        pytest.param("zero3", True, marks=LONG_ONLY),
-    ],
-)
 @on_ranks(4)
-def test_experts_are_sharded_over_the_ranks_that_share_them(rank: int, strategy: str, separate: bool) -> None:
+def test_experts_are_sharded_over_the_ranks_that_share_them(rank: int) -> None:
     expert_group, reference = _expert_group(rank), Experts(rank).double()
     transform = fsdp(
-        sharding_strategy=strategy,
+        sharding_strategy="zero2",
         ranks=Ranks(
             process_group_for=lambda name, param: expert_group if _is_expert(name) else None,
-            separate_reduce_scatter_group=separate,
+            separate_reduce_scatter_group=True,
         ),
     )
     sharded = thunder.jit(copy.deepcopy(reference), transforms=[transform])
@@ -173,8 +162,7 @@ def test_experts_are_sharded_over_the_ranks_that_share_them(rank: int, strategy:
         for name, value in full_state_dict(sharded).items():
             torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-11, atol=1e-11, msg=name)
     groups = {op.group for op in transform.compiled[-1].schedule.backward}
-    expected = {"default_pg", "experts"} if strategy == "zero3" or not separate else set()
-    assert groups == expected | ({"default_pg_reductions", "experts_reductions"} if separate else set())
+    assert groups == {"default_pg_reductions", "experts_reductions"}
     testing.assert_waits_right_before_first_consumer(sharded)
     testing.assert_gathers_in_consumer_order(sharded)
 
@@ -298,40 +286,6 @@ def test_verify_refuses_a_reduction_that_skips_the_replicas():
         check=coded("proof.invalid-bound-symbol", "fsdp_reduce_scatter of bucket 'last', but expects fsdp_all_reduce"),
     ):
         verify(trace)
-
-
-class SmallNorm(nn.Module):
-    """A model with two norms between large layers, whose communication and compute take almost no time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
-        self.head = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        for norm in self.norms:
-            x = norm(x)
-        return self.head.forward(x)
-
-
-def test_an_all_reduce_is_not_issued_after_a_reduce_scatter_too_small_to_hide_its_input():
-    schedule = _on_fake_mesh(lambda: (SmallNorm(), (torch.randn(3, 64),)), (2, 2)).schedule.backward
-    kinds = [(op.kind.removeprefix("fsdp_"), op.bucket) for op in schedule if "reduce" in op.kind]
-    assert kinds == [
-        ("reduce_scatter", "head"),
-        ("reduce_scatter", "norms.1"),
-        ("reduce_scatter", "norms.0"),
-        ("all_reduce", "norms.1"),
-        ("all_reduce", "head"),  # frees the memory of one reduction for another
-        ("reduce_scatter", "blocks.1"),
-        ("all_reduce", "norms.0"),
-        ("reduce_scatter", "blocks.0"),
-        ("all_reduce", "blocks.1"),
-        ("all_reduce", "blocks.0"),
-    ]
 
 
 #

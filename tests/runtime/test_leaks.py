@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from coded import coded
 from device import BACKEND
-from models import Stack
+from models import Halves, Stack
 from pipeline_patches import replacing
 from ranks import on_ranks
 from thunder.core.symbol import BoundSymbol
@@ -66,24 +66,14 @@ def test_dropped_models_release_all_resources() -> None:
         assert after["threads"] <= before["threads"] - 3 * len(ended), (before, after)
 
 
-class _Branches(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.left, self.right = (torch.nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        x = self.first(x)
-        return (self.left(x) if left else self.right(x)).sum()
-
-
 @on_ranks(2)
 def test_dropped_models_whose_ranks_differ_release_their_memory(rank: int) -> None:
     x = torch.ones(2, 4)
     for use in ("alike", "branches", "without a batch"):
         ours = fsdp(ranks_may_differ=True)
-        model = thunder.jit(_Branches(), transforms=[ours])
+        model = thunder.jit(Halves(4), transforms=[ours])
         loss = without_batch(model) if rank == 1 and use == "without a batch" else model(x, rank == 0 or use == "alike")
-        loss.backward()
+        loss.sum().backward()
         bucket = ours.sharded.buckets[0]
         refs = [weakref.ref(o) for o in (ours, model, bucket, bucket.arena, bucket.shard)]
         del ours, model, bucket, loss

@@ -17,7 +17,7 @@ from device import DEVICE
 from models import Stack
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each, fsdp2
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 
 def _model() -> Stack:
@@ -43,7 +43,6 @@ def _check_offloaded(run: Run) -> None:
     assert "shards on the CPU" in run.transform.plan["blocks.0"].comm.reason
 
 
-LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 OFFLOADED = {"offload_policy": CPUOffloadPolicy(), "init": Init(device=DEVICE), "dtype": torch.float32}
 # A GPU and the CPU, where the optimizer of offloaded shards runs, round differently.
 _with_adamw = partial(
@@ -54,16 +53,10 @@ _with_adamw = partial(
     optimizer=partial(torch.optim.AdamW, lr=1e-2),
 )
 SCENARIOS = {
-    "resident, zero3": _with_adamw(
+    "resident": _with_adamw(
         [_check_loads, _check_offloaded, do.save_and_load(), _check_loads],
         OFFLOADED,
         [{"offload_policy": OffloadPolicy()}],
-    ),
-    "resident, zero2, bfloat16": _with_adamw(
-        [_check_loads, _check_offloaded, _check_loads],
-        {"sharding_strategy": "zero2", "mp_policy": LOW, **OFFLOADED},
-        [{"offload_policy": OffloadPolicy()}],
-        long=True,
     ),
     "FSDP2": _with_adamw([do.train()], OFFLOADED, [partial(fsdp2, offload_policy=CPUOffloadPolicy(pin_memory=False))]),
 }

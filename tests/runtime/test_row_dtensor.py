@@ -160,13 +160,9 @@ def _check_operator(
     return True
 
 
-@pytest.mark.parametrize(
-    ("size", "even"),
-    [(2, False), *(pytest.param(*row, marks=pytest.mark.long) for row in ((2, True), (4, False)))],
-)
-@on_ranks(lambda size, even: size)
-def test_operators_give_what_they_give_on_whole_tensors_or_are_refused(size: int, even: bool) -> None:
-    pairs, missing = list(zip(_pairs(even=even), _pairs(even=even, seed=1), strict=True)), set()
+@on_ranks()
+def test_operators_give_what_they_give_on_whole_tensors_or_are_refused() -> None:
+    pairs, missing = list(zip(_pairs(even=False), _pairs(even=False, seed=1), strict=True)), set()
     for kind, functions in {"rows": ROWS, "reduced": REDUCED, "numbers": NUMBERS, "refused": REFUSED}.items():
         for name, function in functions.items():
             results = []

@@ -3,7 +3,10 @@
 ``tests/test_training.py`` runs compiled traces on real ranks.
 """
 
-from thunder_fsdp_sched import StepMemory, VerificationError, testing
+import os
+from typing import Any
+
+from thunder_fsdp_sched import Debug, Sharding, StepMemory, VerificationError, fsdp, testing
 from thunder_fsdp_sched.transforms.unsharded_budget import filling_bytes
 
 import pytest
@@ -12,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import (
     Analysis,
-    Bucket,
     args_of,
     assign_slots,
     fsdp_all_gather,
@@ -20,71 +22,22 @@ from internals import (
     fsdp_wait_grads,
     fsdp_wait_params,
     outs_of,
+    pipeline,
     read_schedule,
     sort_communication,
     verify,
     write_grads_in_place,
 )
-from synthetic_traces import SHAPE, FakeProcessGroup, chain, make_buckets, tensor
+from models import CASES, Stack, compile_model
+from passes_table import rows_of
+from pipeline_patches import replacing
+from random_traces import traces
+from scenario import Scenario, do, each
+from synthetic_traces import SHAPE, FakeProcessGroup, chain, make_buckets
 from thunder.core import devices, dtypes, prims
-from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
-from thunder.executors import torchex
 
-
-@st.composite
-def traces(draw):
-    """Draw an execution trace like those that reach post-optimization.
-
-    Each gather is at its first use and each reduction at its last gradient or later. Compute reads parameters in any order,
-    directly or through views. Some gradients can be written in place.
-    """
-    buckets = make_buckets(draw(st.lists(st.integers(1, 3), min_size=1, max_size=6)))
-    uses = draw(st.lists(st.tuples(st.integers(0, len(buckets) - 1), st.integers(0, 2)), min_size=1, max_size=14))
-    reduced = draw(st.lists(st.integers(0, len(buckets) - 1), unique=True, max_size=len(buckets)))
-    trace = TraceCtx()
-    with tracectx(trace):
-        shards = {b: [tensor() for _ in b.spec.params] for b in buckets}
-        x = tensor()
-        condition = tensor(dtype=dtypes.bool8)
-        trace.args = (x, condition, *(s for b in buckets for s in shards[b]))
-        for arg in trace.args:
-            prims.unpack_trivial(arg, name=arg.name)
-        params: dict[Bucket, tuple] = {}
-        last: dict[Bucket, TensorProxy] = {}
-        values = [x]
-        for number, param in uses:
-            bucket = buckets[number]
-            both = [bucket, buckets[number - 1]] if draw(st.integers(0, 3)) == 0 else [bucket]
-            for read in both:
-                if read not in params:
-                    params[read] = fsdp_wait_params(read, fsdp_all_gather(read, None, *shards[read]))
-            weight = params[bucket][param % len(bucket.spec.params)]
-            if draw(st.booleans()):
-                weight = prims.transpose(weight, (1, 0))
-            if len(both) == 2:  # reads two buckets, as a fusion may
-                weight = prims.where(condition, weight, params[both[1]][0])
-            values.append(prims.matmul(values[draw(st.integers(max(0, len(values) - 2), len(values) - 1))], weight))
-            last[bucket] = values[-1]
-
-        def make_grads(bucket: Bucket) -> list[TensorProxy]:
-            value = last.get(bucket, x)
-            in_place = draw(st.lists(st.booleans(), min_size=3, max_size=3))
-            return [
-                torchex.matmul(value, value) if i else prims.neg(value)
-                for _, i in zip(bucket.spec.params, in_place, strict=False)
-            ]
-
-        grads_before_reductions = {
-            bucket: make_grads(bucket) for bucket in (buckets[r] for r in reduced) if draw(st.booleans())
-        }
-        for bucket in (buckets[r] for r in reduced):
-            grads = grads_before_reductions.get(bucket) or make_grads(bucket)
-            values += fsdp_wait_grads(bucket, fsdp_reduce_scatter(bucket, None, *grads))[:1]
-            if draw(st.booleans()):
-                values.append(prims.add(x, x))
-        prims.python_return(tuple(values[1:]))
-    return trace
+PLAIN_TRACES = traces(is_plain=True).map(lambda drawn: drawn[0])
 
 
 def compute(trace: TraceCtx) -> list:
@@ -93,7 +46,7 @@ def compute(trace: TraceCtx) -> list:
 
 
 @settings(deadline=None)
-@given(traces(), st.integers(0, 4))
+@given(PLAIN_TRACES, st.integers(0, 4))
 def test_a_sorted_trace_keeps_compute_and_shares_no_slot_in_use(trace, prefetch):
     trace = write_grads_in_place(trace)
     once = sort_communication(trace, prefetch=prefetch)
@@ -119,7 +72,7 @@ def test_a_sorted_trace_keeps_compute_and_shares_no_slot_in_use(trace, prefetch)
 
 
 @settings(deadline=None)
-@given(traces(), st.integers(0, 4), st.integers(1, 3))
+@given(PLAIN_TRACES, st.integers(0, 4), st.integers(1, 3))
 def test_no_more_gathers_are_in_flight_than_allowed(trace, prefetch, most):
     free = assign_slots(sort_communication(trace, prefetch=prefetch))
     limited = assign_slots(sort_communication(trace, prefetch=prefetch, max_gathers_in_flight=most))
@@ -160,7 +113,7 @@ def test_reductions_in_flight_are_counted_in_bytes(sizes, in_flight):
 
 
 @settings(max_examples=settings().max_examples // 2, deadline=None)
-@given(traces(), st.integers(0, 3), st.integers(0, 2))
+@given(PLAIN_TRACES, st.integers(0, 3), st.integers(0, 2))
 def test_slots_being_filled_with_gradients_stay_within_filling_bytes(trace, prefetch, most):
     unsorted = write_grads_in_place(trace)
     sorted_trace = assign_slots(sort_communication(unsorted, prefetch=prefetch, reductions_in_flight=most))
@@ -225,3 +178,65 @@ def test_a_gather_delayed_by_a_byte_budget_names_the_bucket_freed_before_it():
     assert reasons["b2"] == "byte budget: fits only after the last read of b0"
     assert reasons["b3"] == "byte budget: fits only after the last read of b1"
     testing.assert_gathered_buckets_at_most(sorted_trace, 2)
+
+
+#
+# Passes can be left out by name, unless numbers depend on them, and each can be checked
+#
+
+
+def _stack() -> Stack:
+    return Stack(3, width=16).double()
+
+
+def _without(*names: str, **options: Any) -> Scenario:
+    sharding = Sharding(**options)
+    return Scenario(
+        lambda: CASES["checkpointed"]().double(),
+        [do.train(1), do.micro_batch(0), do.micro_batch(1, no_sync=False), do.step()],
+        {"sharding_strategy": sharding, "debug": Debug(skip_passes=names)},
+        others=[{"sharding_strategy": sharding}],
+    )
+
+
+SCENARIOS = {
+    "ZeRO-3": _without(*pipeline.OPTIONAL, secondary_ranks=2),
+    "reuse": _without("reuse_from_forward"),
+}
+
+
+@each(SCENARIOS)
+def test_a_step_without_passes_that_are_not_required_gives_the_same_bits(name: str) -> None:
+    SCENARIOS[name].run()
+
+
+def test_passes_that_are_left_out_leave_no_trace() -> None:
+    whole, without = (compile_model(_stack, debug=Debug(skip_passes=names)) for names in ((), pipeline.OPTIONAL))
+    assert "fsdp_matmul_into" in str(whole.backward) and "fsdp_matmul_into" not in str(without.backward)
+    assert set(whole.pass_seconds) - set(without.pass_seconds) == set(whole.pass_seconds) & set(pipeline.OPTIONAL)
+    assert set(pipeline.OPTIONAL) <= {row.pass_.__name__ for phase in pipeline.PHASES for row in rows_of(phase)}
+
+
+@pytest.mark.parametrize("name", ["verify", "sort_comunication"])
+def test_a_required_or_unknown_pass_cannot_be_left_out(name: str) -> None:
+    with pytest.raises(ValueError, check=coded("option.pass-cannot-be-skipped", name)):
+        fsdp(debug=Debug(skip_passes=(name,)))
+
+
+def _faulty(trace: Any, context: Any) -> Any:
+    """Return the trace with its third statement in the first place, which then reads what is not defined."""
+    third = next(b for b in trace.bound_symbols if b.sym.name == "fsdp_wait_params")
+    trace.bound_symbols = [third, *(b for b in trace.bound_symbols if b is not third)]
+    return trace
+
+
+def test_the_check_names_the_pass_after_which_a_trace_is_wrong() -> None:
+    assert os.environ["THUNDER_FSDP_SCHED_CHECK_PASSES"] == "1" and Debug().check_passes
+    with replacing("write_grads_in_place", _faulty):
+        with pytest.raises(
+            VerificationError,
+            check=coded("proof.ill-formed-trace", "write_grads_in_place", "bound symbol 0", "which is not defined"),
+        ):
+            compile_model(_stack)
+        with pytest.raises(Exception, match=r"^(?!after write_grads_in_place)"):
+            compile_model(_stack, debug=Debug(check_passes=False))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from internals import assign_slots, read_schedule, sort_communication, verify
 from models import Stack
 from synthetic_traces import chain
-from test_passes import traces
+from test_passes import PLAIN_TRACES
 
 
 def scheduled(trace, prefetch: int = 1):
@@ -106,7 +106,7 @@ def test_a_diff_shows_what_moved():
 
 
 @settings(deadline=None)
-@given(traces(), st.integers(0, 3))
+@given(PLAIN_TRACES, st.integers(0, 3))
 def test_a_replayed_schedule_gives_the_same_trace(trace, prefetch):
     pinned = scheduled(trace, prefetch)
     again = verify(assign_slots(replay_schedule(trace, schedule=read_schedule(pinned))))
