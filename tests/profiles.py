@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from models import CASES
 
 LONG = False
 """Whether tests marked ``long`` run; ``conftest`` sets it. A test has more random examples then, or more repetitions."""
@@ -16,19 +15,9 @@ LONG_ONLY = pytest.mark.long
 mostly_zero3 = pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
 """Test with ZeRO-3, and in long runs with ZeRO-2 as well."""
 
-_ORDINARY_CASES = ("buffers",)
-
 
 def with_long(names: Iterable[str], *long: str) -> list[Any]:
     """Return all names of a table, those that are ``long`` for long runs only."""
     names = list(names)
     assert set(long) <= set(names), set(long) - set(names)
     return [pytest.param(name, marks=[LONG_ONLY] if name in long else []) for name in names]
-
-
-def each_case(*more: Any) -> list[Any]:
-    """Return the names of ``models.CASES``, some of them for long runs only, and ``more``.
-
-    It is for tests that compare two ways to compile a model. ``test_training`` trains all models in ordinary runs.
-    """
-    return [*with_long(CASES, *(CASES.keys() - _ORDINARY_CASES)), *more]

@@ -355,20 +355,3 @@ def options_of(case: Case, new_group: Callable[[], Any], world_size: int) -> dic
             ranks = replace(ranks, process_group_for=lambda name, param: group if name.startswith(prefixes) else None)
     leaves = tuple(f"blocks.{number}.block" for number, block in enumerate(case.model.blocks) if block.leaf)
     return {**options, "sharding_strategy": sharding, "ranks": ranks, "leaf_modules": leaves}
-
-
-class CallingModel(RandomModel):
-    """A random model that calls its blocks, because only calls of modules are differentiated once."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in self.order:
-            x = self.blocks[index](x)
-        return self.end(x)
-
-
-@st.composite
-def periodic_models(draw: Any, periods: int = 3) -> ModelSpec:
-    """Draw a model whose blocks repeat in the same order, with parameters of their own each time."""
-    spec = draw(models())
-    order = [index + period * len(spec.blocks) for period in range(periods) for index in spec.order]
-    return replace(spec, blocks=spec.blocks * periods, order=tuple(order))

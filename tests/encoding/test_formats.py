@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import LONG_ONLY
 from random_models import quiet
 
 EXACT = FORMATS["bfloat16"]._replace(dtype=torch.float64)
@@ -187,7 +186,6 @@ def compiled(function: Any, form: Any, *tensors: torch.Tensor) -> None:
     [
         *((name, all_at_once, 300) for name in SCALED),
         ("int8", compiled, 320),  # whole blocks, which are compiled once
-        pytest.param("float8_e4m3fn", compiled, 320, marks=LONG_ONLY),
     ],
 )
 def test_all_blocks_at_once_as_on_a_gpu_have_the_bits_of_chunks(name: str, gpu: Any, numel: int) -> None:

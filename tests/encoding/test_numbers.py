@@ -36,30 +36,19 @@ def check(twins: Twins, rank: int, world_size: int, steps: int = 2) -> float:
 
 # Formats of gathers and reductions, transport, strategy, elements of a block, the fewest dimensions that are encoded.
 ROWS: dict[str, tuple[str | None, str | None, str, str, int, int]] = {
-    "int8": ("int8", None, "flat", "zero3", 4, 2),
     "float8, int8": ("float8_e4m3fn", "int8", "all_to_all", "zero2", 6, 0),
-    "float8, float8": ("float8_e4m3fn", "float8_e4m3fn", "coalesced", "zero3", 128, 2),
-    "bfloat16, float8": ("bfloat16", "float8_e4m3fn", "coalesced", "zero3", 2, 1),
     "bfloat16 reductions": (None, "bfloat16", SHARED_MEMORY, "zero2", 128, 0),
-    "float8, all": ("float8_e4m3fn", None, "coalesced", "zero2", 32, 0),
-    "int8, shared": ("int8", "int8", SHARED_MEMORY, "zero3", 10, 0),
 }
 
 
-_LONG = ("int8", "float8, float8", "bfloat16, float8", "int8, shared", "float8, all")
-_NAMES = [*ROWS, *(f"{name}, 3 ranks" for name in ROWS)]
-
-
 @pytest.mark.device
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.long] * ("3 ranks" in n or n in _LONG)) for n in _NAMES]
-)
-@on_ranks(lambda name: 3 if name in ("float8, int8", "float8, all") or "3 ranks" in name else 2)
+@pytest.mark.parametrize("name", ROWS)
+@on_ranks(lambda name: 3 if name == "float8, int8" else 2)
 def test_every_kind_of_parameter_has_decoded_values_and_gradients_within_bounds(
     rank: int, world_size: int, name: str
 ) -> None:
     shared_memory.register()
-    gather, reduce, transport, strategy, block, min_ndim = ROWS[name.removesuffix(", 3 ranks")]
+    gather, reduce, transport, strategy, block, min_ndim = ROWS[name]
     policy = P(gather=gather, reduce=reduce, block=block, min_ndim=min_ndim)
     bucketing = "block" if min_ndim else "none"  # the empty parameter alone in a bucket
     twins = Twins(AllKinds, policy, sharding_strategy=strategy, transport=transport, bucketing_strategy=bucketing)

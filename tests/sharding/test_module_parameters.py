@@ -17,7 +17,6 @@ import thunder
 import torch
 from coded import coded
 from models import Halves, Model, Stack
-from profiles import mostly_zero3
 from ranks import on_ranks
 from saving import Holder, assert_equal
 from scenario import Run, loss_of, sgd
@@ -26,15 +25,14 @@ from torch import nn
 X = torch.ones(2, 4)
 
 
-@mostly_zero3
 @on_ranks()
-def test_optimizers_and_hooks_work_on_the_module(strategy: str) -> None:
+def test_optimizers_and_hooks_work_on_the_module() -> None:
     model = Stack(1).double()
     shapes = {name: param.shape for name, param in model.named_parameters()}
     hook_calls: list[tuple[str, tuple[int, ...]]] = []
     model.first.weight.register_hook(lambda grad: hook_calls.append(("early", tuple(grad.shape))))
     loss_of(model(torch.ones(2, 4, dtype=torch.float64)))  # autograd has seen the unsharded shapes
-    run = Run(model, sharding_strategy=strategy)
+    run = Run(model)
     for name, shape in shapes.items():
         shard = model.get_parameter(name)
         assert shard is run.model.get_parameter(name) and hasattr(shard, "to_local") and shard.shape == shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,7 @@ from coded import coded
 from device_thread import backward_on
 from extending import extended
 from internals import ops
-from models import GPT, Layer, Stack, compile_model
+from models import Stack, compile_model
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each
 
@@ -88,17 +87,13 @@ def _fail_in_backward(run: Run) -> None:
     run.model.zero_grad()
 
 
-def _extend(run: Run, *, no_sync: bool) -> None:
-    extended(run.transform, no_sync=no_sync)
-
-
 def _check_no_extension_is_allocated(run: Run) -> None:
     assert not any(slot.startswith("more_") for slot in allocated(run))
 
 
 def _check_extension(run: Run) -> None:
     used = {str(s) for c in run.transform.compiled for b in c.backward.bound_symbols for s in b.args[1:2]}
-    assert any(slot.startswith("more_slot_") for slot in used) is _gathers_again(run)
+    assert any(slot.startswith("more_slot_") for slot in used)
 
 
 def _stack() -> torch.nn.Module:
@@ -110,7 +105,6 @@ FREED = [
     *(_evaluate_between_forward_and_backward, _run_two_forwards, _fail_in_backward),
     *(do.train(2), _check_nothing_is_allocated),
 ]
-BITS = [a for n in range(3) for a in (do.micro_batch(n, no_sync=False), _check_nothing_is_allocated, do.step())]
 EXTENDED = [
     *(do.micro_batch(0, no_sync=False), _check_no_extension_is_allocated, do.step()),
     *(do.micro_batch(10), do.micro_batch(1, no_sync=False), _check_no_extension_is_allocated, do.step()),
@@ -120,28 +114,17 @@ EXTENDED = [
 ]
 
 
-def _extended(strategy: str, no_sync: bool, *, long: bool = False) -> Scenario:
-    """Return a scenario whose first model is extended and whose second has the same options and no extension."""
-    options = {"sharding_strategy": strategy, "transport": "all_to_all"}
-    return Scenario(_stack, [partial(_extend, no_sync=no_sync), *EXTENDED], options, others=[{}], long=long)
-
-
 SCENARIOS = {
     **{
         f"step, {strategy}": Scenario(_stack, FREED, {"sharding_strategy": Sharding(strategy, release=True)})
         for strategy in ("zero2", "zero3")
     },
-    "bits": Scenario(
-        partial(GPT, blocks=1, block=Layer),
-        BITS,
-        {"sharding_strategy": Sharding(release=True)},
-        oracle="compiled",
-        tolerance=0,
-        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+    "extension": Scenario(
+        _stack,
+        [lambda run: extended(run.transform, no_sync=False), *EXTENDED],
+        {"transport": "all_to_all"},
+        others=[{}],  # without an extension
     ),
-    "extension, zero2": _extended("zero2", True, long=True),
-    "extension, zero3": _extended("zero3", False),
-    "extension, zero3, no_sync": _extended("zero3", True, long=True),
 }
 
 

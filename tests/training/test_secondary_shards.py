@@ -15,13 +15,12 @@ from coded import coded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import Bucket, effects, fsdp_all_gather, make_layout
-from models import GPT, Layer, Stack
-from scenario import Run, Scenario, do, each, fsdp2
+from models import Stack
+from scenario import Run, Scenario, do, each
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 
 def _small() -> nn.Module:
@@ -75,15 +74,11 @@ AMONG_ALL = [{"sharding_strategy": "zero3"}]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "layers": {"bucketing_strategy": "layer", "prefetch": 2, "transport": "flat"},
-    "coalesced": {"transport": "coalesced"},
     "all_reduce": {"transport": "all_reduce"},
-    "bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-    "offload": {"offload_policy": CPUOffloadPolicy()},
     "release": {"sharding_strategy": Sharding(secondary_ranks=2, release=True)},
     "sharded": {"accumulate": "sharded"},
 }
-CASES = [("layers", "sharded"), ("coalesced", "offload"), ("all_reduce", "release")]
-LOW = ("coalesced", "bfloat16")
+CASES = [("layers", "sharded"), ("all_reduce", "release")]
 
 STEPS = [
     *(do.micro_batch(1, no_sync=False), do.step()),
@@ -109,38 +104,16 @@ def _of_one_block(name: str, module: nn.Module) -> int | None:
     return 2 if name == "blocks.1" else None
 
 
-def _tied() -> nn.Module:
-    return GPT(blocks=2, tied=True, block=Layer)
-
-
 SCENARIOS = {
-    "-".join(LOW): _scenario(_small, STEPS, _options(*LOW)),
     **{
-        "-".join(names): Scenario(
-            lambda: _small().double(), STEPS, _options(*names) | {"dtype": None}, ranks=4, long="offload" in names
-        )
+        "-".join(names): Scenario(lambda: _small().double(), STEPS, _options(*names) | {"dtype": None}, ranks=4)
         for names in CASES
     },
-    "tied weights": _scenario(_tied, STEPS, _options(), long=True),
     "history": _scenario(_small, HISTORY, _options() | {"bucketing_strategy": "layer"}),
-    "unsharded": Scenario(
-        lambda: _tied().double(), [do.train(2)], {"sharding_strategy": Sharding(secondary_ranks=2)}, ranks=4, long=True
-    ),
     "one module": Scenario(
         lambda: _small().double(),
         [do.train(2), _check_one_module],
         {"sharding_strategy": Sharding(secondary_ranks=_of_one_block)},
-        ranks=4,
-    ),
-    "FSDP2": Scenario(
-        partial(Stack, 2, width=8, activation=torch.relu),
-        [do.train(batch=4)],
-        _options(),
-        others=[partial(fsdp2, reshard_after_forward=2)],
-        others_tolerance=1e-5,
-        oracle=None,
-        long=True,
-        optimizer=ADAMW,
         ranks=4,
     ),
 }

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, testing
@@ -21,8 +19,7 @@ import thunder
 import torch
 from coded import coded
 from internals import args_of, facts_of, fsdp_wait_params, outs_of
-from models import CASES, GPT, Chain, FeedForward, Stack
-from profiles import LONG_ONLY
+from models import CASES, GPT, Calling, Chain, FeedForward, Stack
 from ranks import Ranks, on_ranks, worker_pool
 from scenario import Run, train_and_check_what_is_saved
 from thunder.core.prims import PrimIDs
@@ -42,7 +39,7 @@ def workers() -> Iterator[Callable[[int], Ranks]]:
 def jit_options(fuser: str, fusion_type: str = "consecutive") -> dict[str, Any]:
     """Return options of ``thunder.jit`` and install what they need in this process.
 
-    "nvfuser_matmul" fuses matmuls as well. "aot_eager" is torch.compile without a C++ compiler, "inductor" with one.
+    "nvfuser_matmul" fuses matmuls as well. "aot_eager" is torch.compile without a C++ compiler.
     """
     options: dict[str, Any] = {"fusion_type": fusion_type, "executors": [torch_compile_ex]}
     if fuser.startswith("nvfuser"):
@@ -149,7 +146,6 @@ class FeedForwards(GPT):
     [
         (FeedForwards, "zero3", "nvfuser", "dataflow"),
         (FeedForwards, "zero2", "nvfuser_matmul", "consecutive"),
-        pytest.param(GPT, "zero3", "nvfuser", "consecutive", marks=LONG_ONLY),
     ],
 )
 @on_ranks(timeout=300)
@@ -169,19 +165,6 @@ def test_each_block_has_its_own_fusion_regions(model: type[GPT], strategy: str, 
     elif one_region_per_block:
         regions = [b.sym.is_fusion for b in testing.statements(compiled.backward) if not b.sym.name.startswith("fsdp_")]
         assert sum(regions) <= len(forward)
-
-
-@pytest.mark.long  # rows with aot_eager use the same executor, without a C++ compiler
-@on_ranks(1, timeout=600)  # more ranks would each compile the same with a C++ compiler
-def test_inductor_compiles_fusion_regions(tmp_path: Path) -> None:
-    from torch._inductor import cpu_vec_isa
-
-    cpu_vec_isa.valid_vec_isa_list = list  # it would compile a C++ program to find out if there are vector instructions
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # other caches hold kernels with vector instructions
-    options = {**jit_options("inductor"), "executors": ["torchcompile"]}
-    compiled = train(Stack(1), "zero3", jit_options=options).transform.compiled[-1]
-    assert check_regions(compiled.forward, fused_blocks=True) == ["first", "blocks.0", "last"]
-    assert check_regions(compiled.backward, fused_blocks=True) == ["last", "blocks.0"]
 
 
 #
@@ -214,15 +197,6 @@ TRAINED = [
     *(("nvfuser", "zero3", "consecutive", name) for name in (*DERIVED, "views_of_parameters")),
     ("aot_eager", "zero3", "consecutive", "Transposes"),
     ("nvfuser", "zero3", "dataflow", "shared_blocks"),
-    *(
-        pytest.param("nvfuser", *row, marks=LONG_ONLY)
-        for row in (
-            ("zero2", "dataflow", "Sines"),
-            *(("zero3", "dataflow", name) for name in ("tied_weights", "mixed_dtypes")),
-            ("zero3", "consecutive", "frozen_parameters"),
-            ("zero2", "consecutive", "buffers"),
-        )
-    ),
 ]
 
 
@@ -238,7 +212,7 @@ def test_fused_models_train_and_save_no_values_that_derive_only_from_parameters(
 
 @pytest.mark.parametrize(
     ("bucketing", "prefetch", "strategy"),
-    [("none", 2, "zero2"), pytest.param("layer", 2, "zero3", marks=LONG_ONLY), (300, 0, "zero3")],
+    [("none", 2, "zero2"), (300, 0, "zero3")],
 )
 @on_ranks()
 def test_fused_models_train_correctly_with_any_bucketing_and_prefetch(
@@ -264,25 +238,17 @@ def test_fused_models_accumulate_and_evaluate_correctly() -> None:
 
 
 #
-# Cuts between fusion regions
-#
-
-
-#
 # Random operators
 #
 
 
-class Draws(nn.Module):
-    def __init__(self, first: tuple[int, ...], second: tuple[int, ...]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.shapes = first, second
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for shape in self.shapes:
+def draws(*shapes: tuple[int, ...]) -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for shape in shapes:
             x = torch.sin(torch.tanh(self.linear(x)) * torch.randn(shape))
         return x
+
+    return Calling(forward, linear=nn.Linear(4, 4))
 
 
 def parts_of(trace: TraceCtx) -> list[BoundSymbol]:
@@ -295,13 +261,13 @@ def test_fusion_executors_neither_repeat_nor_merge_draws(fuser: str) -> None:
     options = jit_options(fuser)
     x = torch.linspace(-1, 1, 8).view(2, 4)
     transform = fsdp()
-    jitted = thunder.jit(Draws((2, 4), (1, 4)), transforms=[transform], **options)
+    jitted = thunder.jit(draws((2, 4), (1, 4)), transforms=[transform], **options)
     torch.manual_seed(3)
     jitted(x).sum().backward()
     compiled = transform.compiled[-1]
     drawn = [sum(facts_of(part).draws for part in parts_of(trace)) for trace in (compiled.forward, compiled.backward)]
     assert drawn == [2, 0], drawn
     if fuser.startswith("nvfuser"):
-        jitted = thunder.jit(Draws((2, 4), (2, 4)), transforms=[fsdp()], **options)
+        jitted = thunder.jit(draws((2, 4), (2, 4)), transforms=[fsdp()], **options)
         with pytest.raises(NotImplementedError, check=coded("trace.random-operators-fused", "randn")):
             jitted(x)

@@ -13,9 +13,8 @@ from thunder_fsdp_sched import CompiledTraces, full_state_dict, testing
 import pytest
 import torch
 from internals import effects, fsdp_all_gather, fsdp_reduce_scatter
-from models import GPT, FeedForward, Layer, Model, SharedBlocks, Stack, TiedWeights, UnevenRows, compile_model
+from models import GPT, FeedForward, Layer, Model, SharedBlocks, Stack, compile_model
 from pipeline_patches import without
-from profiles import LONG_ONLY
 from ranks import on_ranks
 from scenario import Run
 from thunder.core.trace import TraceCtx
@@ -41,9 +40,7 @@ class BatchedExperts(Model):
 CASES: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: GPT(blocks=1, block=FeedForward),
     "gpt_with_tied_weights": lambda: GPT(blocks=1, tied=True, block=Layer),
-    "tied_weights": TiedWeights,
     "shared_blocks": SharedBlocks,
-    "uneven_rows": UnevenRows,
     "batched_experts": BatchedExperts,
     "stack": lambda: Stack(1, width=16),
 }
@@ -134,19 +131,14 @@ def _train_and_accumulate(case: str, dtype: torch.dtype, **options: Any) -> dict
     return full_state_dict(run.model)
 
 
-def _in_lower_precision(reduce_dtype: torch.dtype) -> dict[str, Any]:
-    return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype), "dtype": torch.float32, "oracle": None}
-
-
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        pytest.param("gpt_with_tied_weights", {}, marks=LONG_ONLY),
         ("batched_experts", {"sharding_strategy": "zero2"}),
-        ("stack", _in_lower_precision(torch.float32)),
-        pytest.param("stack", _in_lower_precision(torch.bfloat16), marks=LONG_ONLY),
-        pytest.param("uneven_rows", {"sharding_strategy": "zero2"}, marks=LONG_ONLY),
-        pytest.param("shared_blocks", {}, marks=LONG_ONLY),
+        (
+            "stack",
+            {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), "dtype": torch.float32, "oracle": None},
+        ),
     ],
 )
 @on_ranks(2)
