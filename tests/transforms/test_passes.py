@@ -91,6 +91,14 @@ def test_no_more_gathers_are_in_flight_than_allowed(trace, prefetch, most):
             verify(free, max_gathers_in_flight=most)
 
 
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_a_gather_beyond_the_limit_is_issued_right_after_the_wait_that_makes_room(prefetch):
+    limited = sort_communication(chain(3), prefetch=prefetch, max_gathers_in_flight=1)
+    of_block = ["fsdp_wait_params", "fsdp_all_gather", "matmul", "neg"]
+    names = [bsym.sym.name for bsym in limited.bound_symbols if bsym.sym.name in of_block]
+    assert names == ["fsdp_all_gather", *of_block, *of_block, "fsdp_wait_params", "matmul", "neg"]
+
+
 @pytest.mark.parametrize(
     ("sizes", "in_flight"), [([3, 3, 3, 3], [1, 2, 2, 2]), ([3, 1, 1, 3, 3], [1, 2, 3, 3, 2]), ([1, 1, 1], [1, 2, 2])]
 )
