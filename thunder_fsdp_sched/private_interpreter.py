@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -58,13 +58,14 @@ def look_aside_checkpoints(lookaside: Callable[..., Any]) -> None:
     register_general_jit_lookaside(checkpoint)(partial(lookaside, _general_jit_lookaside_map[checkpoint]))
 
 
-def observed_by(context: Any, observer: Any) -> Any:
+def observed_by(context: Any, observer: Any, uncached: Sequence[type]) -> Any:
     """Return an interpreter context that passes what happens in ``context`` through ``observer``.
 
     Args:
         context: Thunder's ``InterpreterCompileCtx``.
         observer: has ``interpret(interpret, inst, **state)``, ``look_aside(look_aside, function, *args, **kwargs)`` and
             ``wrap(wrap, value)``, which call their first argument to do what ``context`` does.
+        uncached: types of values that are wrapped each time they are read, also by a second path.
     """
     wrap = context._callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
 
@@ -73,7 +74,7 @@ def observed_by(context: Any, observer: Any) -> Any:
         fn_lookaside=partial(observer.look_aside, context._fn_lookaside),
         callbacks={**context._callbacks, INTERPRETER_CALLBACKS.WRAP_CALLBACK: partial(observer.wrap, wrap)},
         with_provenance_tracking=True,
-        uncacheable_classes=context._uncacheable_classes,
+        uncacheable_classes=(*context._uncacheable_classes, *uncached),
     )
 
 

@@ -373,6 +373,31 @@ def test_contents_of_global_containers_that_native_code_reads_are_compared() -> 
     torch.testing.assert_close(jitted(torch.ones(2, 2)), first)
 
 
+def _halve(y: torch.Tensor) -> torch.Tensor:
+    return y / 2
+
+
+SCALES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"halve": _halve}
+
+REPLACED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any], str]] = {
+    "a function": (lambda y: _halve(y), globals(), "_halve"),
+    "a builtin": (lambda y: abs(y), globals(), "abs"),
+    "a function in a dictionary": (lambda y: SCALES["halve"](y), SCALES, "halve"),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_global_functions_that_are_replaced_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, variables, key = REPLACED[name]
+    module = Applied(function)
+    jitted, x = thunder.jit(copy.deepcopy(module), transforms=[fsdp(leaf_modules=())]), torch.ones(2, 2)
+    torch.testing.assert_close(jitted(x), module(x))
+    monkeypatch.setitem(variables, key, lambda y: y * 3)
+    torch.testing.assert_close(jitted(x), module(x))
+    monkeypatch.undo()
+    torch.testing.assert_close(jitted(x), module(x))
+
+
 class Scaled(nn.Module):
     """Reads attributes that a program gives to a parameter and a buffer."""
 
@@ -430,4 +455,4 @@ def test_observed_contexts_cache_no_values_that_the_observed_one_does_not_cache(
         uncacheable_classes=[Uncacheable],
     )
     observer = SimpleNamespace(interpret=nothing, look_aside=nothing, wrap=nothing)
-    assert Uncacheable in observed_by(context, observer)._uncacheable_classes
+    assert {Uncacheable, enum.Enum} <= {*observed_by(context, observer, (enum.Enum,))._uncacheable_classes}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -233,6 +235,61 @@ def test_what_is_added_and_would_not_be_trained_is_refused(name: str) -> None:
     add(module)
     with pytest.raises((RuntimeError, ValueError), check=refusal):
         jitted(X)
+
+
+class _Settings:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class _Kind(enum.Enum):
+    PLAIN, OTHER = "plain", "other"
+
+
+class _Layer(nn.Module):
+    def __init__(self, settings: Any, scales: list[float], table: dict[str, float]) -> None:
+        super().__init__()
+        self.linear, self.function, self.functions, self.kind = nn.Linear(4, 4), torch.relu, [torch.relu], _Kind.PLAIN
+        self.settings, self.scales, self.table = settings, scales, table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.functions[0](
+            self.function(self.linear(x) * self.settings.scale * self.scales[0] * self.table["scale"])
+        )
+        return y if self.kind is _Kind.PLAIN else y * 3
+
+
+class _Sharing(nn.Module):
+    """Its layers have the same function, settings, list and dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = _Settings(1.0), [1.0], {"scale": 1.0}
+        self.first, self.second = _Layer(*shared), _Layer(*shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("layer", ["first", "second"])
+def test_what_layers_share_may_be_replaced_in_one_of_them(layer: str) -> None:
+    torch.manual_seed(0)
+    module = _Sharing()
+    expected = copy.deepcopy(module)
+    jitted = thunder.jit(module, transforms=[fsdp()])
+    jitted(X)
+    changed: dict[str, Any] = {
+        "function": torch.tanh,
+        "functions": [torch.tanh],
+        "kind": _Kind.OTHER,
+        "settings": _Settings(2.0),
+        "scales": [3.0],
+        "table": {"scale": 4.0},
+    }
+    for name, value in changed.items():
+        for each in (module, expected):
+            setattr(each.get_submodule(layer), name, value)
+        torch.testing.assert_close(jitted(X), expected(X), rtol=0, atol=0, msg=name)
 
 
 def test_a_buffer_that_forward_has_assigned_can_be_put_back() -> None:

@@ -80,6 +80,7 @@ from ..runtime.traced_inputs import (
     Check,
     Condition,
     Environment,
+    Links,
     TracedInputs,
 )
 from . import callbacks, module_members, torch_functions, torch_types
@@ -113,6 +114,7 @@ class InputReads:
         self._depth = 0  # of the module that is being traced in the outermost one
         self._checks: dict[Path, Check] = {}
         self._module: torch.nn.Module | None = None
+        self._links = Links()
         self._sizes: Any = None  # the `Sizes`, with symbolic values
         self.leaves: Leaves | None = None
 
@@ -129,7 +131,10 @@ class InputReads:
                 self._depth -= 1
         self._trace, self._checks, self._paths = context.computation_trace, {}, _ConcretePaths()
         self._assigned: list[tuple[Path, str, Any]] = []
-        self._conditions, self._depth = list[Condition](), 0
+        self._conditions, self._depth, self._links = list[Condition](), 0, Links()
+        self._holders: dict[
+            int, tuple[ProvenanceRecord, dict[str, Any], str]
+        ] = {}  # by the identity of their provenance
         self._names: dict[str, torch.Tensor] = {}
         if self.leaves is not None:
             self.leaves.written.clear()
@@ -142,7 +147,7 @@ class InputReads:
         self._sizes = load("extras.symbolic_sizes:Sizes")() if is_symbolic else None
         for value in (*args, *kwargs.values()):
             self._note(value)
-        observed = interpretercompilectx(observed_by(get_interpretercompilectx(), self))
+        observed = interpretercompilectx(observed_by(get_interpretercompilectx(), self, _CONSTANTS))
         with observed, unique_checks(context), collect_refusals() as refused:
             try:
                 result = call(module, *args, **kwargs)
@@ -190,10 +195,10 @@ class InputReads:
         module, checks = self._module, self._checks
         if module is not None:
             checks.update(self._containers.checks())
-        self._trace, self._checks, self._module, self._names = None, {}, None, {}
+        self._trace, self._checks, self._module, self._names, self._holders = None, {}, None, {}, {}
         if module is None:
             return None
-        return TracedInputs(module if self._is_root else None, checks, self._assigned, self._conditions)
+        return TracedInputs(module if self._is_root else None, checks, self._links, self._assigned, self._conditions)
 
     def wrap(self, wrap: Callable[[WrappedValue], object], value: WrappedValue) -> None:
         """Note a value that the interpreter wraps.
@@ -219,6 +224,8 @@ class InputReads:
         if inst.opname in OUTER_STORES and (error := outer_assignment(inst, state["frame"], self._paths)) is not None:
             return do_raise(error)
         self._containers.note_instruction(inst, stack)
+        if inst.opname == "LOAD_GLOBAL":
+            self._note_global(unwrap(state["frame"].globals), inst.argval, state["frame"].code.co_filename)
         if inst.opname == "IS_OP":
             torch_types.error_of_identity(stack.getitem_wrapped(-1), stack.getitem_wrapped(-2))  # which is collected
         if self._sizes is not None:
@@ -238,6 +245,8 @@ class InputReads:
         ):
             return do_raise(error)
         if (found := direct(function, args, kwargs)) is not None:
+            if function is getattr:
+                self._note_shared(args[0], args[1], found(*args))
             return found
         if (error := unsupported_call(function, args, kwargs)) is not None:
             return do_raise(error)
@@ -349,10 +358,24 @@ class InputReads:
             return
         self._add(path, plain)
 
+    def _note_global(self, variables: dict[str, Any], name: str, filename: str) -> None:
+        """Note a function or class that the program reads from its globals, or a builtin, which a global may shadow."""
+        if (name not in variables or isinstance(variables[name], _CODE)) and is_of_program(filename):
+            self._links.add(variables, name)
+
+    def _note_shared(self, source: WrappedValue, name: WrappedValue, value: WrappedValue) -> None:
+        """Note an object that several modules have. The interpreter wraps it once, where the program reads it first."""
+        owner, key, provenance = source.value, name.value, value.provenance
+        if isinstance(owner, torch.nn.Module) and value.value is vars(owner).get(key):
+            _, first, first_key = self._holders.setdefault(id(provenance), (provenance, vars(owner), key))
+            if first is not vars(owner) or first_key != key:
+                self._links.add_same(vars(owner), key, first, first_key)
+
     def _add(self, path: Path, value: Any) -> None:
         owner = getattr(value, "__self__", None) if path[-1][0] == ATTRIBUTE else None
         is_method = owner is not None and not isinstance(owner, torch.nn.Module)
-        if not (is_method or isinstance(value, _IGNORED)) and (_may_differ(path) or _is_state_of_program(path, value)):
+        is_state = _is_state_of_program(path, value) or (isinstance(value, _CODE) and path[:-1] in self._checks)
+        if not (is_method or isinstance(value, _IGNORED)) and (is_state or _may_differ(path)):
             self._checks.setdefault(path, _check_of(value))
             self._containers.note(path, value)
 
@@ -384,6 +407,8 @@ _CHECKED_BY_THUNDER = (bool, int, float, complex, str, slice, torch.device)
 _IGNORED = (Proxy, torch.Tensor, torch.nn.Module, ModuleType)
 _STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
 _KEYS = (int, str, NoneType, enum.Enum)
+_CODE = (FunctionType, BuiltinFunctionType, type)
+_CONSTANTS = (FunctionType, BuiltinFunctionType, enum.Enum)
 _ROOTS = (FUNCTION, *INPUTS)
 _BY_EQUALITY: tuple[type, ...] = (
     *(bool, int, float, complex, str, bytes, range, set, frozenset, slice, MethodType),
