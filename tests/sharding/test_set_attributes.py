@@ -12,6 +12,7 @@ from thunder_fsdp_sched import eager, fsdp
 import pytest
 import thunder
 import torch
+import torch.nn.functional as F
 from beside import Beside
 from coded import coded
 from models import Calling
@@ -58,7 +59,7 @@ def _double(y: torch.Tensor) -> torch.Tensor:
 SET: dict[str, Any] = {
     "kind": "other",
     "scale": 2.0,
-    "function": torch.tanh,
+    "function": F.gelu,
     "offset": torch.zeros(4),
     "helper": _double,
     "temperature": 3.0,
@@ -249,7 +250,7 @@ class _Kind(enum.Enum):
 class _Layer(nn.Module):
     def __init__(self, settings: Any, scales: list[float], table: dict[str, float]) -> None:
         super().__init__()
-        self.linear, self.function, self.functions, self.kind = nn.Linear(4, 4), torch.relu, [torch.relu], _Kind.PLAIN
+        self.linear, self.function, self.functions, self.kind = nn.Linear(4, 4), F.gelu, [torch.relu], _Kind.PLAIN
         self.settings, self.scales, self.table = settings, scales, table
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -279,7 +280,7 @@ def test_what_layers_share_may_be_replaced_in_one_of_them(layer: str) -> None:
     jitted = thunder.jit(module, transforms=[fsdp()])
     jitted(X)
     changed: dict[str, Any] = {
-        "function": torch.tanh,
+        "function": F.silu,
         "functions": [torch.tanh],
         "kind": _Kind.OTHER,
         "settings": _Settings(2.0),

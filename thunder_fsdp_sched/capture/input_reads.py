@@ -373,8 +373,9 @@ class InputReads:
 
     def _add(self, path: Path, value: Any) -> None:
         owner = getattr(value, "__self__", None) if path[-1][0] == ATTRIBUTE else None
-        is_method = owner is not None and not isinstance(owner, torch.nn.Module)
-        is_state = _is_state_of_program(path, value) or (isinstance(value, _CODE) and path[:-1] in self._checks)
+        is_method = owner is not None and not isinstance(owner, (torch.nn.Module, ModuleType))  # of which builtins are
+        is_item = path[-1][0] == ITEM and path[:-1] in self._checks
+        is_state = _is_state_of_program(path, value) or (isinstance(value, _CODE) and is_item)
         if not (is_method or isinstance(value, _IGNORED)) and (is_state or _may_differ(path)):
             self._checks.setdefault(path, _check_of(value))
             self._containers.note(path, value)
