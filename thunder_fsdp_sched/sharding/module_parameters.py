@@ -249,6 +249,8 @@ class RegisteredObjects:
             self._known[at] = present
             for copies in self.copies:
                 copies[self._names[at]] = present
+                if present is None:
+                    del copies[self._names[at]]
         return replaced
 
 
