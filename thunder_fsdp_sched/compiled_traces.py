@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from thunder.core.symbol import BoundSymbol
@@ -16,7 +17,7 @@ from .errors import coded_error
 from .extensions import load
 from .ir.analysis import NO_PENDING_GRADS, PendingGrads
 from .ir.calls import NO_CALL, CallSignature
-from .ir.effects import is_declared
+from .ir.effects import NOTHING, declared
 from .ir.schedule import MAX_REDUCTIONS_IN_FLIGHT, Schedule, StepSchedule
 from .runtime.accumulation import AccumulationMode
 from .runtime.bucket import Bucket
@@ -61,6 +62,11 @@ _TRACES = ("differentiated", "joint", "forward_before", "forward", "backward_bef
 
 def _none() -> None:
     """Return the value of a trace that there is not; the class has no attribute for it, so that deleting it is noticed."""
+
+
+def _operands_of(bsym: BoundSymbol) -> SimpleNamespace:
+    """Return the symbol of a bound symbol with its operands and results, in a fraction of its memory."""
+    return SimpleNamespace(sym=bsym.sym, args=bsym.args, kwargs=bsym.kwargs, output=bsym.output)
 
 
 @dataclass
@@ -109,7 +115,7 @@ class CompiledTraces:
     pass_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     buckets: Sequence[Bucket] = ()
     attached: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    _bsyms: list[BoundSymbol | None] | None = field(default=None, repr=False)  # of traces that were forgotten
+    _bsyms: list[Any] | None = field(default=None, repr=False)  # what is left of those of traces that were forgotten
 
     @cached_property
     def memory(self) -> Any:
@@ -156,8 +162,10 @@ class CompiledTraces:
         return tuple(trace for trace in (self.forward, self.backward) if trace is not None)
 
     @property
-    def bsyms(self) -> Sequence[BoundSymbol | None]:
-        """The bound symbols of the traces that run; of traces that were forgotten only those of this package."""
+    def bsyms(self) -> Sequence[Any]:
+        """The bound symbols of the traces that run. Of traces that were forgotten, what effects and costs of this package's
+        are made of, and ``None`` for the others.
+        """
         return self._bsyms or [bsym for trace in self.traces for bsym in trace.bound_symbols]
 
     def forget_traces(self) -> None:
@@ -165,7 +173,7 @@ class CompiledTraces:
         if self._bsyms is None:
             if self.choice is not None and self.no_sync:
                 _ = self.pending_grads  # which later searches ask for
-            self._bsyms = [bsym if bsym is not None and is_declared(bsym.sym) else None for bsym in self.bsyms]
+            self._bsyms = [_operands_of(bsym) if declared(bsym) is not NOTHING else None for bsym in self.bsyms]
             self.traced, self.attached = None, {}
             for name in _TRACES:
                 delattr(self, name)
