@@ -77,7 +77,7 @@ nightly: $(ON_NIGHTLY)
 
 # Each test already keeps two processes busy, so one at a time.
 models: $(MODELS) $(LIBRARIES)
-	$(PY) -m pytest -q -rP tests/real_models --ignore tests/real_models/test_architectures.py $(PYTEST_ARGS)
+	$(PY) -m pytest -q -rP tests/real_models -k "not architectures or litgpt" $(PYTEST_ARGS)
 	$(LIBRARIES_VENV)/bin/python -m pytest -q -rP tests/real_models/test_architectures.py $(PYTEST_ARGS)
 
 lint: $(DEV)

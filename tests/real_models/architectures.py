@@ -1,25 +1,26 @@
-"""Tiny configurations of architectures of transformers, timm and diffusers, with random weights.
+"""Tiny configurations of architectures of transformers, LitGPT, timm and diffusers, with random weights.
 
 They are made as a user makes them, but for their sizes, dropout and caches of keys and values.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .models import LENGTH, VOCAB
-
 Batch = dict[str, Any]
+
+VOCAB, LENGTH = 64, 8
 
 _GROUPED = "transformers.grouped_mm_fallback"
 _NO_SCALARS = "refuses parameters without dimensions"
@@ -70,93 +71,65 @@ def loss_of(output: Any) -> torch.Tensor:
 #
 
 
-def _tokens(generator: torch.Generator, *shape: int, labels: bool = True) -> Batch:
-    tokens = torch.randint(3, VOCAB, shape or (2, LENGTH), generator=generator)
-    return {"input_ids": tokens, "labels": tokens} if labels else {"input_ids": tokens}
+class _Ints(NamedTuple):
+    """Integers from ``least`` up to ``most``, which is not among them."""
+
+    least: int
+    most: int
+    shape: tuple[int, ...] = (2, LENGTH)
 
 
-def _sequence_to_sequence(generator: torch.Generator) -> Batch:
-    return {"input_ids": _tokens(generator)["input_ids"], "labels": _tokens(generator)["labels"]}
+_TOKENS, _CLASSES, _STEPS, _IMAGE = _Ints(3, VOCAB), _Ints(0, 5, (2,)), _Ints(0, 1000, (2,)), (2, 3, 8, 8)
 
 
-def _images(name: str, size: int, classes: int | None = 5, channels: int = 3) -> Callable[[torch.Generator], Batch]:
+def _random(mark: Any = (), **made: Any) -> Callable[[torch.Generator], Batch]:
+    """Return what makes a batch of integers, of normal numbers by their shape, and of other values.
+
+    Args:
+        mark: where sequences have the last token of the vocabulary.
+    """
+
+    def value(spec: Any, generator: torch.Generator) -> Any:
+        if isinstance(spec, _Ints):
+            return torch.randint(spec.least, spec.most, spec.shape, generator=generator)
+        return torch.randn(spec, generator=generator) if isinstance(spec, tuple) else spec
+
     def batch(generator: torch.Generator) -> Batch:
-        images = {name: torch.randn(2, channels, size, size, generator=generator)}
-        if classes is None:
-            return images
-        return images | {"labels": torch.randint(classes, (2,), generator=generator)}
+        values = {name: value(spec, generator) for name, spec in made.items()}
+        if mark != ():
+            values["input_ids"][:, mark] = VOCAB - 1
+        return values
 
     return batch
 
 
-def _speech(generator: torch.Generator) -> Batch:
-    return {
-        "input_features": torch.randn(2, 8, 32, generator=generator),
-        "labels": torch.randint(3, VOCAB, (2, LENGTH), generator=generator),
-    }
+def _pixels(size: int) -> Callable[[torch.Generator], Batch]:
+    return _random(pixel_values=(2, 3, size, size), labels=_CLASSES)
 
 
-def _waves(generator: torch.Generator) -> Batch:
-    return {
-        "input_values": torch.randn(2, 400, generator=generator),
-        "labels": torch.randint(3, VOCAB, (2, 4), generator=generator),
-    }
-
-
-def _pairs(generator: torch.Generator) -> Batch:
-    tokens = torch.randint(3, VOCAB - 1, (2, LENGTH), generator=generator)
-    tokens[:, -1] = VOCAB - 1  # the end of a text, at which CLIP pools
-    return {"input_ids": tokens, "pixel_values": torch.randn(2, 3, 8, 8, generator=generator)}
-
-
-def _clip_pairs(generator: torch.Generator) -> Batch:
-    return _pairs(generator) | {"return_loss": True}
-
-
-def _llava(generator: torch.Generator) -> Batch:
-    tokens = torch.randint(3, VOCAB - 1, (2, LENGTH), generator=generator)
-    tokens[:, :4] = VOCAB - 1  # the tokens that stand for 4 patches of an image
-    return {"input_ids": tokens, "labels": tokens, "pixel_values": torch.randn(2, 3, 8, 8, generator=generator)}
-
-
-def _noise(generator: torch.Generator) -> Batch:
-    return {
-        "sample": torch.randn(2, 3, 8, 8, generator=generator),
-        "timestep": torch.randint(1000, (2,), generator=generator),
-    }
-
-
-def _conditioned(generator: torch.Generator) -> Batch:
-    return _noise(generator) | {"encoder_hidden_states": torch.randn(2, 4, 16, generator=generator)}
-
-
-def _dit(generator: torch.Generator) -> Batch:
-    return {
-        "hidden_states": torch.randn(2, 3, 8, 8, generator=generator),
-        "timestep": torch.randint(1000, (2,), generator=generator),
-        "class_labels": torch.randint(5, (2,), generator=generator),
-    }
-
-
-def _flux(generator: torch.Generator) -> Batch:
-    positions = torch.zeros(4, 3)
-    return {
-        "hidden_states": torch.randn(1, 4, 4, generator=generator),
-        "encoder_hidden_states": torch.randn(1, 3, 16, generator=generator),
-        "pooled_projections": torch.randn(1, 16, generator=generator),
-        "timestep": torch.rand(1, generator=generator),
-        "img_ids": torch.randn(4, 3, generator=generator),
-        "txt_ids": positions[:3],
-    }
-
-
-def _sd3(generator: torch.Generator) -> Batch:
-    return {
-        "hidden_states": torch.randn(2, 4, 8, 8, generator=generator),
-        "encoder_hidden_states": torch.randn(2, 3, 16, generator=generator),
-        "pooled_projections": torch.randn(2, 16, generator=generator),
-        "timestep": torch.randint(1000, (2,), generator=generator),
-    }
+_tokens = _random(input_ids=_TOKENS, labels=_TOKENS)
+_speech = _random(input_features=(2, 8, 32), labels=_TOKENS)
+_waves = _random(input_values=(2, 400), labels=_Ints(3, VOCAB, (2, 4)))
+_UNMARKED = _Ints(3, VOCAB - 1)
+# The last token is the end of a text, at which CLIP pools.
+_clip_pairs = _random(mark=-1, input_ids=_UNMARKED, pixel_values=_IMAGE, return_loss=True)
+# The first tokens stand for 4 patches of an image.
+_llava = _random(mark=slice(4), input_ids=_UNMARKED, labels=_TOKENS, pixel_values=_IMAGE)
+_noise = _random(sample=_IMAGE, timestep=_STEPS)
+_conditioned = _random(sample=_IMAGE, timestep=_STEPS, encoder_hidden_states=(2, 4, 16))
+_dit = _random(hidden_states=_IMAGE, timestep=_STEPS, class_labels=_CLASSES)
+_flux = _random(
+    hidden_states=(1, 4, 4),
+    encoder_hidden_states=(1, 3, 16),
+    pooled_projections=(1, 16),
+    timestep=(1,),
+    img_ids=(4, 3),
+    txt_ids=(3, 3),
+)
+_sd3 = _random(
+    hidden_states=(2, 4, 8, 8), encoder_hidden_states=(2, 3, 16), pooled_projections=(2, 16), timestep=_STEPS
+)
+_clicks = _random(dense=(4, 5), indices=_Ints(0, 17, (4, 3, 3)))
 
 
 #
@@ -199,12 +172,17 @@ def _architecture(library: str, make: Callable[..., nn.Module], batch: Any, opti
     return Architecture(library, lambda: make(_import(library), **options), batch, **own)
 
 
+def _known(function: Callable[..., Any], sizes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return options, and those of some sizes of which a function takes arguments."""
+    return {name: sizes[name] for name in sizes.keys() & inspect.signature(function).parameters.keys()} | options
+
+
 def _transformers(model: str, batch: Callable[..., Batch] = _tokens, **options: Any) -> Architecture:
     """Return a model of transformers; options that are dictionaries are configurations of parts."""
 
     def make(library: Any, **options: Any) -> nn.Module:
         cls = getattr(library, model)
-        return cls(_without_dropout(cls.config_class(**options)))
+        return cls(_without_dropout(cls.config_class(**_known(cls.config_class, _SIZES, options))))
 
     return _architecture("transformers", make, batch, options)
 
@@ -214,83 +192,127 @@ def _timm(name: str, batch: Callable[..., Batch], **options: Any) -> Architectur
 
 
 def _diffusers(model: str, batch: Callable[..., Batch], **options: Any) -> Architecture:
-    return _architecture("diffusers", lambda library, **options: getattr(library, model)(**options), batch, options)
+    def make(library: Any, **options: Any) -> nn.Module:
+        cls = getattr(library, model)
+        return cls(**_known(cls.__init__, _DIFFUSION, options))
+
+    return _architecture("diffusers", make, batch, options)
 
 
-_SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-_ENCODER = {**_SIZES, "intermediate_size": 64, "max_position_embeddings": 32}
-_DECODER = {**_ENCODER, "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_LLAMA = {**_DECODER, "num_key_value_heads": 2}
-_GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "use_cache": False}
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 8,
-    "patch_size": 4,
+def _litgpt(name: str, **options: Any) -> Architecture:
+    """Return a model that LitGPT knows by name."""
+
+    def make(library: Any, **options: Any) -> nn.Module:
+        small = {"block_size": 16, "n_layer": 2, "n_embd": 32, "n_head": 4, "padded_vocab_size": VOCAB}
+        return library.GPT(library.Config.from_name(name, **small, intermediate_size=64, **options))
+
+    return _architecture("litgpt", make, _random(idx=_TOKENS), {"tolerance": 1e-11, **options})
+
+
+class DLRM(nn.Module):
+    """A recommender: embedding tables of different sizes, two MLPs, and dot products of all pairs of features.
+
+    Each categorical feature is a bag of indices whose rows are summed.
+    """
+
+    def __init__(self, rows: tuple[int, ...] = (3001, 500, 17), width: int = 8, dense: int = 5) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(size, width, mode="sum") for size in rows)
+        self.bottom = nn.Sequential(nn.Linear(dense, 16), nn.ReLU(), nn.Linear(16, width), nn.ReLU())
+        features = len(rows) + 1
+        self.top = nn.Sequential(
+            nn.Linear(width + features * (features - 1) // 2, 16), nn.ReLU(), nn.Linear(16, 1), nn.Sigmoid()
+        )
+        pairs = torch.tril_indices(features, features, offset=-1)
+        self.register_buffer("pairs", pairs[0] * features + pairs[1], persistent=False)
+
+    def forward(self, dense: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        x = self.bottom(dense)
+        stacked = torch.stack([x, *(table(indices[:, i]) for i, table in enumerate(self.tables))], 1)
+        dots = torch.bmm(stacked, stacked.transpose(1, 2)).flatten(1)
+        return self.top(torch.cat([x, torch.index_select(dots, 1, self.pairs)], 1)).squeeze(1)
+
+
+_BY_SIZE = {
+    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_key_value_heads num_stages",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads mamba_chunk_size "
+    "chunk_size mamba_n_heads",
+    8: "head_dim d_kv num_mel_bins image_size mamba_d_state",
+    16: "projection_dim max_source_positions max_target_positions mamba_d_head moe_intermediate_size embedding_size "
+    "shared_expert_intermediate_size",
+    32: "hidden_size n_embd d_model dim word_embed_proj_dim attention_hidden_size max_position_embeddings n_positions",
+    64: "intermediate_size ffn_dim d_ff hidden_dim encoder_ffn_dim decoder_ffn_dim mamba_d_ssm vocab_size",
 }
-_STATE_SPACE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "use_cache": False, "pad_token_id": 0}
-_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 4}
-_EXPERTS = {**_LLAMA, "num_experts_per_tok": 2}
-_BART = {
-    "vocab_size": VOCAB,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 32,
+_SIZES = {name: size for size, names in _BY_SIZE.items() for name in names.split()} | {
     "use_cache": False,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
+    "patch_size": 4,
+    "mamba_n_groups": 1,
 }
-_TEXT = {**_ENCODER, "bos_token_id": 1, "eos_token_id": VOCAB - 1, "pad_token_id": 0}
+"""Those that a configuration of transformers takes are its sizes."""
+
+_DIFFUSION = {
+    "sample_size": 8,
+    "patch_size": 2,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "joint_attention_dim": 16,
+    "pooled_projection_dim": 16,
+    "caption_projection_dim": 16,
+    "block_out_channels": (8, 16),
+    "layers_per_block": 1,
+}
+
+_TEXT = {name: _SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+_TEXT |= {"num_attention_heads": 4, "max_position_embeddings": 32}
+_VISION = {name: _SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "image_size")}
+_VISION |= {"num_attention_heads": 4, "patch_size": 4}
+_CLIP = {"text_config": {**_TEXT, "bos_token_id": 1, "eos_token_id": VOCAB - 1, "pad_token_id": 0}}
+_CLIP |= {"vision_config": _VISION, "fsdp2": _NO_SCALARS}
+_LLAVA = {"text_config": {"model_type": "llama", **_TEXT, "num_key_value_heads": 2, "use_cache": False}}
+_LLAVA |= {"vision_config": {"model_type": "clip_vision_model", **_VISION, "projection_dim": 16}}
+_EXPERTS = {"num_experts_per_tok": 2, **FLOAT32}
+_WINDOW = {"sliding_window": 4}
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "dlrm": Architecture("torch", DLRM, _clicks, tolerance=1e-11),
+    "litgpt_gpt_neox": _litgpt("pythia-14m"),
+    "litgpt_llama_3": _litgpt("Llama-3-8B", n_query_groups=2),
+    "litgpt_gemma": _litgpt("Gemma-2b", head_size=16, n_query_groups=1),
+    "litgpt_gemma_2": _litgpt("Gemma-2-2b", head_size=16, n_query_groups=2),
     # Decoders.
-    "bloom": _transformers("BloomForCausalLM", vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, use_cache=False),
-    "cohere": _transformers("CohereForCausalLM", **_LLAMA),
-    "falcon": _transformers("FalconForCausalLM", **_DECODER),
-    "gemma": _transformers("GemmaForCausalLM", **_LLAMA, head_dim=8),
-    "gemma2": _transformers("Gemma2ForCausalLM", **_LLAMA, head_dim=8, sliding_window=4),
-    "gemma3": _transformers("Gemma3ForCausalLM", **_LLAMA, head_dim=8, sliding_window=4),
-    "gpt2": _transformers("GPT2LMHeadModel", **_GPT),
-    "gpt_bigcode": _transformers("GPTBigCodeForCausalLM", **_GPT),
-    "gpt_neo": _transformers(
-        "GPTNeoForCausalLM",
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        attention_types=[[["global", "local"], 1]],
-        window_size=4,
-        max_position_embeddings=16,
-        use_cache=False,
-    ),
-    "gpt_neox": _transformers("GPTNeoXForCausalLM", **_DECODER),
-    "gptj": _transformers("GPTJForCausalLM", **_GPT, rotary_dim=4),
-    "granite": _transformers("GraniteForCausalLM", **_LLAMA),
-    "llama": _transformers("LlamaForCausalLM", **_LLAMA),
-    "mistral": _transformers("MistralForCausalLM", **_LLAMA, sliding_window=4),
-    "olmo2": _transformers("Olmo2ForCausalLM", **_LLAMA),
-    "opt": _transformers("OPTForCausalLM", **{**_DECODER, "ffn_dim": 64, "word_embed_proj_dim": 32}),
-    "phi": _transformers("PhiForCausalLM", **_DECODER),
-    "phi3": _transformers("Phi3ForCausalLM", **_LLAMA),
-    "qwen2": _transformers("Qwen2ForCausalLM", **_LLAMA),
-    "qwen3": _transformers("Qwen3ForCausalLM", **_LLAMA, head_dim=8),
-    "smollm3": _transformers("SmolLM3ForCausalLM", **_LLAMA),
-    "stablelm": _transformers("StableLmForCausalLM", **_LLAMA),
-    "starcoder2": _transformers("Starcoder2ForCausalLM", **_LLAMA),
+    "bloom": _transformers("BloomForCausalLM"),
+    "cohere": _transformers("CohereForCausalLM"),
+    "falcon": _transformers("FalconForCausalLM"),
+    "gemma": _transformers("GemmaForCausalLM"),
+    "gemma2": _transformers("Gemma2ForCausalLM", **_WINDOW),
+    "gemma3": _transformers("Gemma3ForCausalLM", **_WINDOW),
+    "gpt2": _transformers("GPT2LMHeadModel"),
+    "gpt_bigcode": _transformers("GPTBigCodeForCausalLM"),
+    "gpt_neo": _transformers("GPTNeoForCausalLM", attention_types=[[["global", "local"], 1]], window_size=4),
+    "gpt_neox": _transformers("GPTNeoXForCausalLM"),
+    "gptj": _transformers("GPTJForCausalLM", rotary_dim=4),
+    "granite": _transformers("GraniteForCausalLM"),
+    "llama": _transformers("LlamaForCausalLM"),
+    "mistral": _transformers("MistralForCausalLM", **_WINDOW),
+    "olmo2": _transformers("Olmo2ForCausalLM"),
+    "opt": _transformers("OPTForCausalLM"),
+    "phi": _transformers("PhiForCausalLM", num_key_value_heads=4),
+    "phi3": _transformers("Phi3ForCausalLM"),
+    "qwen2": _transformers("Qwen2ForCausalLM"),
+    "qwen3": _transformers("Qwen3ForCausalLM"),
+    "smollm3": _transformers("SmolLM3ForCausalLM"),
+    "stablelm": _transformers("StableLmForCausalLM"),
+    "starcoder2": _transformers("Starcoder2ForCausalLM"),
     # Mixtures of experts.
     "deepseek_v3": _transformers(
         "DeepseekV3ForCausalLM",
-        **_EXPERTS | {"num_key_value_heads": 4},
-        moe_intermediate_size=16,
+        **_EXPERTS,
+        num_key_value_heads=4,
         n_routed_experts=4,
         n_shared_experts=1,
         n_group=2,
@@ -301,46 +323,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         qk_rope_head_dim=4,
         qk_nope_head_dim=4,
         v_head_dim=8,
-        **FLOAT32,
         leaves=(_GROUPED,),
     ),
-    "gpt_oss": _transformers(
-        "GptOssForCausalLM",
-        **_EXPERTS,
-        num_local_experts=4,
-        head_dim=8,
-        sliding_window=4,
-        **FLOAT32,
-        leaves=(_GROUPED,),
-    ),
-    "mixtral": _transformers("MixtralForCausalLM", **_EXPERTS, num_local_experts=4, **FLOAT32, leaves=(_GROUPED,)),
-    "qwen3_moe": _transformers(
-        "Qwen3MoeForCausalLM",
-        **_EXPERTS,
-        num_experts=4,
-        moe_intermediate_size=16,
-        head_dim=8,
-        **FLOAT32,
-        leaves=(_GROUPED,),
-    ),
+    "gpt_oss": _transformers("GptOssForCausalLM", **_EXPERTS, **_WINDOW, num_local_experts=4, leaves=(_GROUPED,)),
+    "mixtral": _transformers("MixtralForCausalLM", **_EXPERTS, num_local_experts=4, leaves=(_GROUPED,)),
+    "qwen3_moe": _transformers("Qwen3MoeForCausalLM", **_EXPERTS, num_experts=4, leaves=(_GROUPED,)),
     # State spaces, and mixtures of them with attention.
     "bamba": _transformers(
-        "BambaForCausalLM",
-        **_LLAMA,
-        **_MAMBA2,
-        attn_layer_indices=[1],
-        **FLOAT32,
-        leaves=("model.layers.*.mamba (BambaMixer)",),
+        "BambaForCausalLM", attn_layer_indices=[1], **FLOAT32, leaves=("model.layers.*.mamba (BambaMixer)",)
     ),
-    "falcon_h1": _transformers(
-        "FalconH1ForCausalLM",
-        **_LLAMA,
-        **_MAMBA2,
-        mamba_d_ssm=64,
-        head_dim=8,
-        **FLOAT32,
-        leaves=("model.layers.*.mamba (FalconH1Mixer)",),
-    ),
+    "falcon_h1": _transformers("FalconH1ForCausalLM", **FLOAT32, leaves=("model.layers.*.mamba (FalconH1Mixer)",)),
     "jamba": _transformers(
         "JambaForCausalLM",
         **_EXPERTS,
@@ -352,135 +344,68 @@ ARCHITECTURES: dict[str, Architecture] = {
         mamba_d_state=4,
         mamba_dt_rank=4,
         use_mamba_kernels=False,
-        **FLOAT32,
-        leaves=(
-            "model.layers.*.mamba (JambaMambaMixer)",
-            _GROUPED,
-        ),
+        leaves=("model.layers.*.mamba (JambaMambaMixer)", _GROUPED),
     ),
     "mamba": _transformers(
-        "MambaForCausalLM",
-        **_STATE_SPACE,
-        state_size=4,
-        **FLOAT32,
-        leaves=("backbone.layers.*.mixer (MambaMixer)",),
+        "MambaForCausalLM", state_size=4, **FLOAT32, leaves=("backbone.layers.*.mixer (MambaMixer)",)
     ),
     "mamba2": _transformers(
         "Mamba2ForCausalLM",
-        **_STATE_SPACE,
-        num_heads=4,
         head_dim=16,
         n_groups=1,
         state_size=8,
-        chunk_size=4,
         **FLOAT32,
         leaves=("backbone.layers.*.mixer (Mamba2Mixer)",),
     ),
     "qwen3_next": _transformers(
         "Qwen3NextForCausalLM",
         **_EXPERTS,
-        head_dim=8,
         num_experts=4,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=8,
         linear_value_head_dim=8,
         layer_types=["linear_attention", "full_attention"],
-        **FLOAT32,
-        leaves=(
-            "model.layers.*.linear_attn (Qwen3NextGatedDeltaNet)",
-            _GROUPED,
-        ),
+        leaves=("model.layers.*.linear_attn (Qwen3NextGatedDeltaNet)", _GROUPED),
     ),
-    "rwkv": _transformers("RwkvForCausalLM", **_STATE_SPACE, attention_hidden_size=32, **FLOAT32),
+    "rwkv": _transformers("RwkvForCausalLM", **FLOAT32),
     # Encoders.
-    "albert": _transformers("AlbertForMaskedLM", **_ENCODER, embedding_size=16),
-    "bert": _transformers("BertForMaskedLM", **_ENCODER),
+    "albert": _transformers("AlbertForMaskedLM"),
+    "bert": _transformers("BertForMaskedLM"),
     "deberta_v2": _transformers(
         "DebertaV2ForMaskedLM",
-        **_ENCODER,
         relative_attention=True,
         pos_att_type=["p2c", "c2p"],
         position_biased_input=False,
         **FLOAT32,
     ),
-    "distilbert": _transformers(
-        "DistilBertForMaskedLM",
-        vocab_size=VOCAB,
-        dim=32,
-        hidden_dim=64,
-        n_layers=2,
-        n_heads=4,
-        max_position_embeddings=32,
-    ),
-    "electra": _transformers("ElectraForMaskedLM", **_ENCODER, embedding_size=16),
-    "modernbert": _transformers(
-        "ModernBertForMaskedLM",
-        **_DECODER | {"cls_token_id": 1, "sep_token_id": 2},
-        local_attention=4,
-    ),
-    "roberta": _transformers("RobertaForMaskedLM", **_ENCODER, pad_token_id=1),
+    "distilbert": _transformers("DistilBertForMaskedLM"),
+    "electra": _transformers("ElectraForMaskedLM"),
+    "modernbert": _transformers("ModernBertForMaskedLM", cls_token_id=1, sep_token_id=2, local_attention=4),
+    "roberta": _transformers("RobertaForMaskedLM", pad_token_id=1),
     # From one sequence to another.
-    "bart": _transformers("BartForConditionalGeneration", _sequence_to_sequence, **_BART),
-    "t5": _transformers(
-        "T5ForConditionalGeneration",
-        _sequence_to_sequence,
-        vocab_size=VOCAB,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        use_cache=False,
-        decoder_start_token_id=0,
-    ),
-    "whisper": _transformers(
-        "WhisperForConditionalGeneration",
-        _speech,
-        **{name: value for name, value in _BART.items() if name != "max_position_embeddings"},
-        num_mel_bins=8,
-        max_source_positions=16,
-        max_target_positions=16,
-    ),
+    "bart": _transformers("BartForConditionalGeneration"),
+    "t5": _transformers("T5ForConditionalGeneration", decoder_start_token_id=0),
+    "whisper": _transformers("WhisperForConditionalGeneration", _speech),
     # Images, sounds, and texts with them.
-    "clip": _transformers(
-        "CLIPModel",
-        _clip_pairs,
-        text_config=_TEXT,
-        vision_config=_VISION,
-        projection_dim=16,
-        fsdp2=_NO_SCALARS,
-    ),
+    "clip": _transformers("CLIPModel", _clip_pairs, **_CLIP),
     "convnext": _transformers(
-        "ConvNextForImageClassification",
-        _images("pixel_values", 32),
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
-        num_stages=2,
-        num_labels=5,
+        "ConvNextForImageClassification", _pixels(32), hidden_sizes=[8, 16], depths=[1, 1], num_labels=5
     ),
-    "dinov2": _transformers(
-        "Dinov2ForImageClassification",
-        _images("pixel_values", 8),
-        **{name: value for name, value in _VISION.items() if name != "intermediate_size"},
-        num_labels=5,
-    ),
+    "dinov2": _transformers("Dinov2ForImageClassification", _pixels(8), num_labels=5),
     "llava": _transformers(
         "LlavaForConditionalGeneration",
         _llava,
-        text_config={"model_type": "llama", **_LLAMA},
-        vision_config={"model_type": "clip_vision_model", **_VISION, "projection_dim": 16},
+        **_LLAVA,
         image_token_index=VOCAB - 1,
         image_seq_length=4,
         vision_feature_layer=-2,
         leaves=("model (LlavaModel)",),
     ),
-    "siglip": _transformers("SiglipModel", _clip_pairs, text_config=_TEXT, vision_config=_VISION, fsdp2=_NO_SCALARS),
+    "siglip": _transformers("SiglipModel", _clip_pairs, **_CLIP),
     "swin": _transformers(
         "SwinForImageClassification",
-        _images("pixel_values", 16),
+        _pixels(16),
         image_size=16,
         patch_size=2,
         embed_dim=16,
@@ -489,11 +414,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         window_size=4,
         num_labels=5,
     ),
-    "vit": _transformers("ViTForImageClassification", _images("pixel_values", 8), **_VISION, num_labels=5),
+    "vit": _transformers("ViTForImageClassification", _pixels(8), num_labels=5),
     "wav2vec2": _transformers(
         "Wav2Vec2ForCTC",
         _waves,
-        **_ENCODER,
         conv_dim=(16, 16),
         conv_stride=(4, 2),
         conv_kernel=(8, 4),
@@ -504,10 +428,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         mask_time_length=2,
         fails="masked_select",
     ),
-    "timm_resnet18": _timm("resnet18", _images("x", 32, None), num_classes=5),
+    "timm_resnet18": _timm("resnet18", _random(x=(2, 3, 32, 32)), num_classes=5),
     "timm_vit": _timm(
         "vit_tiny_patch16_224",
-        _images("x", 8, None),
+        _random(x=_IMAGE),
         img_size=8,
         patch_size=4,
         embed_dim=32,
@@ -516,21 +440,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         num_classes=5,
     ),
     "timm_convnext": _timm(
-        "convnext_atto", _images("x", 32, None), depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=5
+        "convnext_atto", _random(x=(2, 3, 32, 32)), depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=5
     ),
     # Diffusion.
     "dit": _diffusers(
-        "DiTTransformer2DModel",
-        _dit,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=3,
-        num_layers=2,
-        sample_size=8,
-        patch_size=2,
-        num_embeds_ada_norm=5,
-        norm_num_groups=8,
-        fsdp2=_OUTSIDE,
+        "DiTTransformer2DModel", _dit, in_channels=3, num_embeds_ada_norm=5, norm_num_groups=8, fsdp2=_OUTSIDE
     ),
     "flux": _diffusers(
         "FluxTransformer2DModel",
@@ -539,33 +453,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         in_channels=4,
         num_layers=1,
         num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        pooled_projection_dim=16,
         axes_dims_rope=(2, 2, 4),
     ),
-    "sd3": _diffusers(
-        "SD3Transformer2DModel",
-        _sd3,
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        caption_projection_dim=16,
-        pooled_projection_dim=16,
-        out_channels=4,
-        pos_embed_max_size=8,
-    ),
+    "sd3": _diffusers("SD3Transformer2DModel", _sd3, in_channels=4, out_channels=4, pos_embed_max_size=8),
     "unet": _diffusers(
         "UNet2DModel",
         _noise,
-        sample_size=8,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
         norm_num_groups=4,
         attention_head_dim=4,
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
@@ -574,13 +467,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "unet_conditioned": _diffusers(
         "UNet2DConditionModel",
         _conditioned,
-        sample_size=8,
         in_channels=3,
         out_channels=3,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
         norm_num_groups=4,
         attention_head_dim=4,
+        num_attention_heads=None,
         cross_attention_dim=16,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),

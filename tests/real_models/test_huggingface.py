@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from coded import coded
 from forked import run_python
 from internals import Rows
-from ranks import Ranks, on_ranks
+from ranks import Ranks, launched, on_ranks
 from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed (make models)")
@@ -205,8 +204,7 @@ def _launched(rank: int, world_size: int) -> Iterator[None]:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
 
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in launched.items()}):
+    with launched(rank, world_size):
         forget()
         yield
         forget()

@@ -46,7 +46,7 @@ def _forward_and_loss(model: nn.Module, input_ids: torch.Tensor, targets: torch.
 
 @on_ranks(timeout=500)
 def test_litgpts_pretraining_with_thunder_trains_like_a_plain_loop(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Train, save, resume and validate as LitGPT's script does, and compare with a plain loop."""
+    """Train, save and validate as LitGPT's script does, and compare with a plain loop."""
     with launched(rank, world_size):
         _pretrain(rank, world_size, tmp_path)
 
@@ -113,12 +113,7 @@ def _pretrain(rank: int, world_size: int, out_dir: Path) -> None:
 
     train(STEPS)
     fabric.save(out_dir / "lit_model.pth", state)
-    saved = torch.load(out_dir / "lit_model.pth")
-    GPT(config).load_state_dict(saved["model"])
-    state.update(iter_num=0, step_count=0)
-    fabric.load(out_dir / "lit_model.pth", state)
-    assert state["iter_num"] == STEPS * MICRO_BATCHES
-    train(STEPS + 1)
+    GPT(config).load_state_dict(torch.load(out_dir / "lit_model.pth")["model"])
     model.eval()
     with torch.no_grad():
         data = _batch(rank, 0)
