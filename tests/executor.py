@@ -225,45 +225,15 @@ class _Execution:
 
     def fault(self) -> str:
         """Return why no further event is possible, empty if all programs have finished."""
-        stuck = [rank for rank in self.ranks if self._blocked_on(rank) is not None]
-        if not stuck:
-            return ""
-        for _, group in (actor for actor in self.actors if actor[0] is _Execution.run_collective):
-            heads = self._heads(str(group))
-            if _differ(heads):
-                return "mismatch:" + "".join(
-                    f"\n    rank {r} runs {a.line} with ranks {a.ranks}" for r, a in heads.items()
-                )
-        waits_for = {rank: self._waits_for(rank) for rank in stuck}
-        cycle = _cycle(waits_for)
-        lines = [f"\n    {self._describe(rank)}, and needs rank {waits_for[rank]}" for rank in cycle or stuck]
-        return ("deadlock:" if cycle else "a rank is missing:") + "".join(lines)
-
-    def _blocked_on(self, rank: int) -> Action | None:
-        """Return the collective that has to run next on a rank that is stuck; ``None`` if it has finished."""
-        state, program = self.ranks[rank], self.programs[rank]
-        if state.device < len(program):
-            waited = program[state.device]
-            assert isinstance(waited, Action) and waited.waits, (rank, waited)
-            for action in state.unfinished:
-                is_behind = self.backend.is_serial and ROUNDS not in (action.group, waited.group)
-                if action.group == waited.group or is_behind:
-                    return action
-        return state.unfinished[0] if state.unfinished else None
-
-    def _waits_for(self, rank: int) -> int:
-        """Return a member of the collective that a stuck rank runs next, which does something else."""
-        action = self._blocked_on(rank)
-        assert action is not None
-        heads = self._heads(action.group)
-        return next(member for member in action.ranks if member not in heads)
-
-    def _describe(self, rank: int) -> str:
-        state, program, action = self.ranks[rank], self.programs[rank], self._blocked_on(rank)
-        assert action is not None
-        at = program[state.device] if state.device < len(program) else None
-        where = f"its wait for {at.line}" if isinstance(at, Action) else "its end"
-        return f"rank {rank} runs {action.line} at {where}"
+        found = []
+        for rank, state in self.ranks.items():
+            program = self.programs[rank]
+            at = program[state.device] if state.device < len(program) else None
+            if at is not None or state.unfinished:
+                where = f"its wait for {at.line}" if isinstance(at, Action) else "its end"
+                runs = ", ".join(f"{action.line} with ranks {action.ranks}" for action in state.unfinished)
+                found.append(f"\n    rank {rank} is at {where}, and has issued {runs}")
+        return "stuck:" + "".join(found) if found else ""
 
 
 def _finished(
@@ -291,14 +261,3 @@ def _is_round(statement: Action | float) -> bool:
 
 def _differ(heads: Mapping[int, Action]) -> bool:
     return len({(action.line, action.ranks) for action in heads.values()}) > 1
-
-
-def _cycle(waits_for: Mapping[int, int]) -> list[int]:
-    """Return ranks that wait for each other in a circle, empty if there is none."""
-    for first in waits_for:
-        path = [first]
-        while (after := waits_for.get(path[-1])) is not None:
-            if after in path:
-                return path[path.index(after) :]
-            path.append(after)
-    return []

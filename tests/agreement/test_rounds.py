@@ -24,7 +24,7 @@ import torch.distributed as dist
 from coded import coded
 from internals import channel
 from ranks import on_ranks
-from simulated_ranks import NEVER, Backend, Stuck, World
+from simulated_ranks import NEVER, Backend, World
 from torch import nn
 
 DIFFERING = ("line 2:", "\n    rank 0: 0", "\n    rank 1: 1")
@@ -118,12 +118,6 @@ def test_messages_of_simulated_ranks_fail_as_those_of_gloo(workers: Any) -> None
     world = World(2)
     simulated = world.run(lambda rank: _is_left_alone(rank, Backend(world), lambda: world.sleep(1)))
     assert workers(2).run(_is_left_alone_on_gloo) == simulated == ["closed", "timed out"]
-
-
-def test_simulated_ranks_that_wait_for_each_other_are_an_error() -> None:
-    world = World(2)
-    with pytest.raises(Stuck, match=r"ranks \[0, 1\] wait for each other"):
-        world.run(lambda rank: world.wait_until(lambda: False))
 
 
 def _is_left_alone_on_gloo(rank: int, world_size: int) -> str:
