@@ -48,17 +48,10 @@ class Small:
         return steps_of(self.trace)
 
     def merged(
-        self,
-        order: Sequence[Key],
-        active: Collection[Key],
-        buckets: Mapping[str, Bucket],
-        size: int = 2,
-        *,
-        has_compute: bool = True,
+        self, order: Sequence[Key], active: Collection[Key], buckets: Mapping[str, Bucket], size: int
     ) -> Program:
         """Return the program of its merged trace in a run in which some rank needs the collectives ``active``."""
-        merged = self.follow(order, buckets, _Start())
-        return program_of_merged(merged, active, size, self.seconds * has_compute)
+        return program_of_merged(self.follow(order, buckets, _Start()), active, size, self.seconds)
 
     def follow(self, order: Sequence[Key], buckets: Mapping[str, Bucket], start: ServingStart) -> TraceCtx:
         """Return its merged trace, with slots."""

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import ScheduleDisagreement, VerificationError, fsdp
-from thunder_fsdp_sched.proof import audit
+from thunder_fsdp_sched import fsdp
 
-import pytest
 import thunder
 import torch
-from coded import coded
 from ranks import on_ranks
+from spoiled import changing, executors, fails_in_backward, raises_on_all, total
 from torch import nn
-
-change: Callable[[torch.Tensor], object] | None = None  # called by the operator below on its argument
-
-
-def total(w: torch.Tensor) -> torch.Tensor:
-    return w.sum()
-
-
-def _total(w: torch.Tensor) -> torch.Tensor:
-    assert w.data_ptr()  # which fake tensors do not have, so it cannot be observed
-    if change is not None:
-        change(w)
-    return w.sum()
 
 
 class Branches(nn.Module):
@@ -42,17 +25,8 @@ class Branches(nn.Module):
         return (self.left(x) if left else self.right(x)).square().sum() + total(self.first.weight.detach())
 
 
-def jit_with_operator() -> Any:
-    executor = thunder.extend.OperatorExecutor("liar")
-    thunder.extend.register_executor(executor)
-    like = thunder.core.proxies.TensorProxy
-    operator = executor.register_operator(
-        "liar_total", meta=lambda w: like(like=w, shape=()), fn=_total, replaces=total
-    )
-    executor.register_implementation(operator, operator, grad_transform=lambda w: operator(w))  # no gradient
-    torch.manual_seed(0)
-    transforms, executors = [fsdp(ranks_may_differ=True)], [executor, *thunder.get_default_executors()]
-    return thunder.jit(Branches(), transforms=transforms, executors=executors)
+def _jit(**options: Any) -> Any:
+    return thunder.jit(Branches(), transforms=[fsdp(ranks_may_differ=True)], **options)
 
 
 def starts(model: Any) -> list[Any]:
@@ -73,36 +47,19 @@ def grads_of(model: Any) -> list[torch.Tensor]:
     return [p.grad.to_local().clone() for p in model.parameters()]
 
 
-def raises_on_all(rank: int, run: Callable[[], object], *names: str) -> None:
-    own, theirs = coded("proof.wrong-operator-facts"), coded("ranks.actions-differ", "rank 1: the audit of a trace")
-    expected = (own if rank else theirs).naming(*names)
-    with pytest.raises(VerificationError if rank else ScheduleDisagreement, check=expected):
-        run()
-
-
 @on_ranks()
 def test_the_first_run_of_a_merged_trace_is_audited_and_an_error_is_raised_on_all_ranks(rank: int) -> None:
-    global change
-    model, x = jit_with_operator(), torch.randn(3, 4)
+    torch.manual_seed(0)
+    model, x = _jit(executors=executors()), torch.randn(3, 4)
     for left in (True, False):  # the own traces are right
         model(x, left).backward()
     model.zero_grad()
-    real_compare = audit.Auditor._compare
-
-    def compare(auditor: audit.Auditor, expected: Any, *found: Any) -> None:
-        real_compare(auditor, expected, *found)
-        if rank and auditor.name == "audit_backward":
-            auditor._fail(expected, "lies")
-
-    try:
-        change = (lambda w: w.data.add_(1)) if rank else None
+    with changing((lambda w: w.data.add_(1)) if rank else None):
         for _ in range(2):  # no run has been right
             raises_on_all(rank, lambda: model(x, rank == 0), "audit_forward", "parameter 'first.weight'")
-    finally:
-        change = None
     loss = model(x, rank == 0)
-    with mock.patch.object(audit.Auditor, "_compare", compare):
-        raises_on_all(rank, loss.backward, "audit_backward", "lies")
+    with fails_in_backward(lies=rank == 1):
+        raises_on_all(rank, loss.backward, "audit_backward", "on purpose")
     assert all(p.grad is None for p in model.parameters())
     model(x, rank == 0).backward()
     grads = grads_of(model)
@@ -119,7 +76,7 @@ def test_the_first_run_of_a_merged_trace_is_audited_and_an_error_is_raised_on_al
 @on_ranks()
 def test_ranks_that_always_differ_meet_once_for_each_trace(rank: int) -> None:
     """Although their own traces, which never run, are never audited."""
-    model, x = thunder.jit(Branches(), transforms=[fsdp(ranks_may_differ=True)]), torch.ones(3, 4)
+    model, x = _jit(), torch.ones(3, 4)
     channel = model._lc_transforms[-1].sharded.control.channel
     for step in range(4):
         rounds = channel.rounds

@@ -13,8 +13,9 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import CommPolicy, Ranks, Sharding
+from thunder_fsdp_sched import CommPolicy, Ranks, Sharding, transform
 from thunder_fsdp_sched.extras import symmetric_memory
+from thunder_fsdp_sched.extras.ranks_differ import programs
 from thunder_fsdp_sched.transports.base import Work, issue_then
 
 import pytest
@@ -24,19 +25,15 @@ import torch
 import torch.distributed as dist
 from differing import Blocks, DifferingRun, Ways, adamw
 from models import Layer
-from profiles import LONG_ONLY, with_long
 from ranks import on_ranks
-from scenario import loss_of
+from scenario import everywhere, loss_of, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-mostly_zero2 = pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=LONG_ONLY)])
 
-
-@mostly_zero2
 @on_ranks()
-def test_only_programs_that_differ_are_merged_and_each_trace_exchanges_one_round(strategy: str) -> None:
-    run = DifferingRun(sharding_strategy=strategy)
+def test_only_programs_that_differ_are_merged_and_each_trace_exchanges_one_round() -> None:
+    run = DifferingRun(sharding_strategy="zero2")
     for step, ways in enumerate([("0", "1"), ("01", "10"), (None, "10")]):
         run.train(1, ways, first=step)
     assert all(run.merges)
@@ -67,10 +64,9 @@ def test_memory_that_peers_read() -> None:
         assert all(run.merges)
 
 
-@pytest.mark.parametrize("accumulate", ["sharded", pytest.param("unsharded", marks=LONG_ONLY)])
 @on_ranks(4)
-def test_buckets_that_only_one_replica_uses(accumulate: str) -> None:
-    run = DifferingRun(ranks=(2, 2), accumulate=accumulate)
+def test_buckets_that_only_one_replica_uses() -> None:
+    run = DifferingRun(ranks=(2, 2), accumulate="sharded")
     run.train(1, ("0", "0", "1", "1"))
     assert run.merges == [False]  # only backward communicates across replicas
     run.train(1, ("0", "", "", None), first=1)
@@ -158,9 +154,9 @@ class TopExpert(Blocks):
         return self.last(mixed)
 
 
-@mostly_zero2
+@pytest.mark.parametrize("strategy", ["zero2", Sharding(release=True)], ids=["kept", "released"])
 @on_ranks()
-def test_experts_that_tokens_choose(rank: int, strategy: str) -> None:
+def test_experts_that_tokens_choose(rank: int, strategy: Any) -> None:
     run = DifferingRun(TopExpert().double(), sharding_strategy=strategy)
     for step in range(3):
         with torch.no_grad():
@@ -222,10 +218,9 @@ class Mixed(Blocks):
         return self.last(x)
 
 
-@mostly_zero2
 @on_ranks()
-def test_kinds_of_parameters(strategy: str) -> None:
-    run = DifferingRun(Mixed().double(), sharding_strategy=strategy, init=tfs.Init(ignored_params=["ignored"]))
+def test_kinds_of_parameters() -> None:
+    run = DifferingRun(Mixed().double(), sharding_strategy="zero2", init=tfs.Init(ignored_params=["ignored"]))
     run.train(1, ("0", "1"))
     run.train(1, ("2", "1"), first=1)
     run.train(1, (None, "2"), first=2)
@@ -253,31 +248,33 @@ def test_the_scaler_and_the_clipping_of_torch() -> None:
 
 @on_ranks()
 def test_optimizers_that_step_in_hooks() -> None:
-    run = DifferingRun(oracle=None)
-    reference = Blocks().double()
-    reference.load_state_dict(run.initial)
-    own = [adamw([param]) for param in run.model.parameters()]
-    for optimizer in own:
+    run = DifferingRun()
+    for optimizer in [adamw([param]) for param in run.model.parameters()]:
 
         def step(param: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
         optimizer.param_groups[0]["params"][0].register_post_accumulate_grad_hook(step)
-    expected = adamw(reference.parameters())
     for number, ways in enumerate([("0", "1"), ("01", None), (None, ""), ("0", "0")]):
-        if (way := ways[run.rank]) is None:
-            tfs.without_batch(run.model).backward()
-        else:
-            loss_of(run.model(*run.inputs(number), way)).backward()
-        for rank, way in enumerate(ways):
-            if way is not None:
-                (loss_of(reference(*run.inputs(number, rank=rank), way)) / 2).backward()
-        expected.step()
-        expected.zero_grad()
-        for (name, ours), theirs in zip(run.model.named_parameters(), reference.parameters(), strict=True):
-            assert ours.grad is None
-            run.close(ours.to_local(), run.rows(name, theirs), name)
+        run.micro_batch(number, ways, no_sync=False)
+        assert all(param.grad is None for param in run.model.parameters())
+        run.optimizers[1].step()
+        run.optimizers[1].zero_grad()
+        run.compare_parameters()
+
+
+@on_ranks()
+def test_programs_and_traces_that_ranks_have_forgotten() -> None:
+    run = DifferingRun(optimizer=sgd)
+    with mock.patch.object(programs, "MOST_PROGRAMS", 3), mock.patch.object(transform, "MAX_COMPILED", 3):
+        for step, ways in enumerate([("0", "1"), ("01", None), ("1", "10"), ("", "01"), ("0", "1"), ("01", "0")]):
+            run.train(1, ways, first=step)
+            assert len(run.transform.compiled) <= 3
+            registries = programs.differences_of(run.transform.sharded.control).registries
+            assert max(len(registry.programs) for registry in registries.values()) <= 4
+            known = {kind: (r.version, [*r.programs], [*r.outcomes]) for kind, r in registries.items()}
+            assert all(theirs == known for theirs in everywhere(known))
 
 
 @on_ranks()
@@ -294,12 +291,11 @@ def test_pinned_schedules(rank: int, tmp_path: Path) -> None:
 # What some rank says of its limit; another rank may report its error.
 LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "max_unsharded_bytes": ({"sharding_strategy": Sharding(max_unsharded_bytes=4_000)}, "too few where ranks differ"),
-    "own max_unsharded_bytes": ({"sharding_strategy": Sharding(max_unsharded_bytes=2_500)}, "max_unsharded_bytes"),
     "max_memory": ({"max_memory": 6_000}, "max_memory: 6,000 bytes"),
 }
 
 
-@pytest.mark.parametrize("name", with_long(LIMITS, "own max_unsharded_bytes"))
+@pytest.mark.parametrize("name", LIMITS)
 @on_ranks()
 def test_limits_that_merged_traces_exceed(name: str) -> None:
     options, message = LIMITS[name]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import Debug, ScheduleDisagreement, VerificationError, fsdp
+from thunder_fsdp_sched import Debug, VerificationError, fsdp
 from thunder_fsdp_sched.ir import operator_facts
 from thunder_fsdp_sched.proof import audit
 from thunder_fsdp_sched.proof.stepwise import RETURN, stepwise
@@ -20,6 +20,8 @@ import torch.distributed as dist
 from coded import coded
 from internals import outs_of
 from ranks import on_ranks
+from spoiled import changing, executors, fails_in_backward, raises_on_all, total
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from torch import nn
 
@@ -128,19 +130,6 @@ def test_a_view_missing_from_the_facts_is_an_error_on_all_ranks(ranks: int) -> N
 # Operators that write
 #
 
-change_argument: Any = None  # called by the operator below on its argument
-
-
-def total(w: torch.Tensor) -> torch.Tensor:
-    return w.sum()
-
-
-def _total(w: torch.Tensor) -> torch.Tensor:
-    assert w.data_ptr()  # which fake tensors do not have, so it cannot be observed
-    if change_argument is not None:
-        change_argument(w)
-    return w.sum()
-
 
 class WithOperator(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,14 +137,8 @@ class WithOperator(Model):
 
 
 def _jit_with_unknown_operator() -> nn.Module:
-    executor = thunder.extend.OperatorExecutor("spoiler")
-    thunder.extend.register_executor(executor)
-    operator = executor.register_operator(
-        "spoiled_total", meta=lambda w: thunder.core.proxies.TensorProxy(like=w, shape=()), fn=_total, replaces=total
-    )
-    executor.register_implementation(operator, operator, grad_transform=lambda w: operator(w))  # no gradient
     torch.manual_seed(0)
-    return thunder.jit(WithOperator(), transforms=[fsdp()], executors=[executor, *thunder.get_default_executors()])
+    return thunder.jit(WithOperator(), transforms=[fsdp()], executors=executors())
 
 
 def _fail(w: torch.Tensor) -> None:
@@ -164,75 +147,45 @@ def _fail(w: torch.Tensor) -> None:
 
 @on_ranks()
 def test_operators_that_change_parameters_are_an_error_and_failed_runs_are_audited_again() -> None:
-    global change_argument
     x = torch.randn(3, 4)
-    try:
-        change_argument = lambda w: w.data.add_(1)  # noqa: E731  (does not change the version: arguments of unknown operators are compared by value)
-        with pytest.raises(
-            VerificationError,
-            check=coded("proof.wrong-operator-facts", "parameter 'b.weight' of bucket 'b'", "unknown operator"),
-        ):
-            _jit_with_unknown_operator()(x)
-        change_argument = lambda w: w.add_(1)  # noqa: E731
-        real_facts_of = operator_facts.facts_of
+    wrong = coded("proof.wrong-operator-facts", "parameter 'b.weight' of bucket 'b'")
+    # Without a new version: arguments of unknown operators are compared by value.
+    with changing(lambda w: w.data.add_(1)), pytest.raises(VerificationError, check=wrong.naming("unknown operator")):
+        _jit_with_unknown_operator()(x)
+    real_facts_of = operator_facts.facts_of
 
-        def known(bsym: BoundSymbol) -> Any:
-            return real_facts_of(bsym)._replace(known=True)
+    def known(bsym: BoundSymbol) -> Any:
+        return real_facts_of(bsym)._replace(known=True)
 
-        with (
-            mock.patch.object(audit, "facts_of", known),
-            mock.patch.object(operator_facts, "facts_of", known),
-            pytest.raises(
-                VerificationError,
-                check=coded("proof.wrong-operator-facts", "parameter 'b.weight'", "known not to write it"),
-            ),
-        ):
-            _jit_with_unknown_operator()(x)
-
-        change_argument = _fail
-        model = _jit_with_unknown_operator()
-        for _ in range(2):
-            with pytest.raises(ArithmeticError):
-                model(x)
-        assert _audits(model) == (True, True)  # no run has finished yet
-        change_argument = None
-        model(x).backward()
-        assert _audits(model) == (False, False)
-    finally:
-        change_argument = None
+    with (
+        changing(lambda w: w.add_(1)),
+        mock.patch.object(audit, "facts_of", known),
+        mock.patch.object(operator_facts, "facts_of", known),
+        pytest.raises(VerificationError, check=wrong.naming("known not to write it")),
+    ):
+        _jit_with_unknown_operator()(x)
+    model = _jit_with_unknown_operator()
+    for _ in range(2):
+        with changing(_fail), pytest.raises(ArithmeticError):
+            model(x)
+    assert _audits(model) == (True, True)  # no run has finished yet
+    model(x).backward()
+    assert _audits(model) == (False, False)
 
 
 @on_ranks()
 def test_an_error_that_the_audit_of_one_rank_finds_is_raised_on_all(rank: int) -> None:
-    global change_argument
     x = torch.randn(3, 4)
     alone = torch.randn(3 + rank, 4)  # rank 1 compiles alone, and only its traces are audited
     model = _jit_with_unknown_operator()
     model(x).backward()
     used = [p for p in model.parameters() if p.grad is not None]
     grads = [p.grad.clone() for p in used]
-    real_compare = audit.Auditor._compare
-
-    def compare(auditor: audit.Auditor, expected: Any, *found: Any) -> None:
-        real_compare(auditor, expected, *found)
-        if auditor.name == "audit_backward":
-            auditor._fail(expected, "fails on purpose")
-
-    def check_raised(run: Callable[[], Any], *names: str) -> None:
-        own, theirs = coded("proof.wrong-operator-facts"), coded("ranks.actions-differ", "rank 1: the audit of a trace")
-        expected = (own if rank else theirs).naming(*names)
-        with pytest.raises(VerificationError if rank else ScheduleDisagreement, check=expected):
-            run()
-
-    try:
-        change_argument = (lambda w: w.data.add_(1)) if rank else None
-        check_raised(lambda: model(alone), "audit_forward", "parameter 'b.weight'")
-        change_argument = None
-        with mock.patch.object(audit.Auditor, "_compare", compare):
-            loss = model(alone)
-            check_raised(loss.backward, "audit_backward", "on purpose")
-    finally:
-        change_argument = None
+    with changing((lambda w: w.data.add_(1)) if rank else None):
+        raises_on_all(rank, lambda: model(alone), "audit_forward", "parameter 'b.weight'")
+    with fails_in_backward():
+        loss = model(alone)
+        raises_on_all(rank, loss.backward, "audit_backward", "on purpose")
     assert all(torch.equal(p.grad, grad) for p, grad in zip(used, grads, strict=True))
     # No collective is missing, so the ranks can continue, and without an audit there is no further round.
     for batch in (alone, x, alone):
@@ -245,8 +198,8 @@ def test_an_error_that_the_audit_of_one_rank_finds_is_raised_on_all(rank: int) -
     with model.no_sync():
         model(x).backward()
         loss = model(alone)
-        with mock.patch.object(audit.Auditor, "_compare", compare):
-            check_raised(loss.backward if rank else lambda: (loss.backward(), model(x)), "on purpose")
+        with fails_in_backward():
+            raises_on_all(rank, loss.backward if rank else lambda: (loss.backward(), model(x)), "on purpose")
 
 
 def test_a_program_stops_around_the_statement_of_each_operator_also_of_one_that_returns_nothing() -> None:
@@ -294,18 +247,10 @@ class WithPair(Model):
 @on_ranks()
 def test_operators_may_return_none_in_place_of_a_tensor() -> None:
     """As CUDA's attention in bfloat16 does."""
-    executor = thunder.extend.OperatorExecutor("sparing")
-    thunder.extend.register_executor(executor)
-    operator = executor.register_operator(
-        "without_second",
-        meta=lambda w: (thunder.core.proxies.TensorProxy(like=w, shape=()), thunder.core.proxies.TensorProxy(like=w)),
-        fn=lambda w: (w.sum(), None),
-        replaces=pair,
-    )
-    executor.register_implementation(operator, operator, grad_transform=lambda w: operator(w))  # no gradient
-    torch.manual_seed(0)
-    reference, x = WithPair(), torch.randn(3, 4)
-    torch.manual_seed(0)
-    executors = [executor, *thunder.get_default_executors()]
-    model = thunder.jit(WithPair(), transforms=[fsdp()], executors=executors)
+    sparing = executors(pair, lambda w: (TensorProxy(like=w, shape=()), TensorProxy(like=w)), lambda w: (w.sum(), None))
+    x, models = torch.randn(3, 4), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(WithPair())
+    reference, model = models[0], thunder.jit(models[1], transforms=[fsdp()], executors=sparing)
     torch.testing.assert_close(model(x), reference(x))
