@@ -546,10 +546,10 @@ def saved_for_backward() -> Iterator[list[torch.Tensor]]:
         yield saved
 
 
-def train_and_check_what_is_saved(run: Run, steps: int = 3) -> None:
+def train_and_check_what_is_saved(run: Run, steps: int = 3, **size: Any) -> None:
     """Train. No tensor that is saved for backward may be in memory that other buckets overwrite."""
     with saved_for_backward() as saved:
-        run.train(steps)
+        run.train(steps, **size)
     shared = {bucket.arena for bucket in run.transform.sharded.buckets}
     leaked = [tuple(t.shape) for t in saved if any(arena.span_of(t) for arena in shared)]
     assert saved and not leaked, f"saved tensors of shapes {leaked} are in memory that other buckets overwrite"

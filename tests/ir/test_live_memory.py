@@ -19,7 +19,7 @@ from coded import coded
 from extending import extended
 from memory_count import Tracker, compare, count_on_fake_ranks
 from models import CASES, GPT, FeedForward, Stack, compile_model
-from profiles import LONG_ONLY, with_long
+from profiles import with_long
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -28,25 +28,10 @@ LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 LOWEST = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 REDUCED_HIGH = MixedPrecisionPolicy(torch.float32, torch.float64)
 
-GPT_CASES: dict[str, dict[str, Any]] = {
-    "zero3": {"transport": "all_to_all"},
-    "zero2, lower precision": {"sharding_strategy": "zero2", "mp_policy": LOW},
-    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": LOW},
-}
 
-TRANSPORT_CASES: dict[str, dict[str, Any]] = {
-    f"{transport}, {strategy}": {"transport": transport, "sharding_strategy": strategy, "mp_policy": policy}
-    for number, transport in enumerate(sorted(TRANSPORTS.keys() - {"symmetric_memory"}))
-    for strategy, policy in zip(
-        ("zero2", "zero3"), ((LOW, LOWEST), (LOWEST, REDUCED_HIGH), (None, LOW))[number % 3], strict=True
-    )
-}
-"""Every transport with both strategies, the precisions in turn."""
-
-
-def half_of(cases: Iterable[str]) -> list[Any]:
-    """Leave two of four successive cases to long runs: the second and the third, which differ in both options."""
-    return [pytest.param(case, marks=[LONG_ONLY] if number % 4 in (1, 2) else []) for number, case in enumerate(cases)]
+def half_of(cases: Iterable[str]) -> list[str]:
+    """Return the second and the third of four successive cases, which differ in both options."""
+    return [case for number, case in enumerate(cases) if number % 4 in (1, 2)]
 
 
 Counted = dict[str, tuple[CompiledTraces, StepMemory, Tracker]]
@@ -68,19 +53,55 @@ def check_positions(found: Counted) -> None:
         assert count.predicted == count.counted > memory.fixed["shards"], step
 
 
-RELEASE_CASES: dict[str, dict[str, Any]] = {
-    strategy: {"transport": "all_to_all", "sharding_strategy": Sharding(strategy, release=True)}
-    for strategy in ("zero2", "zero3")
+WHOLE_STEPS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "zero3": (partial(GPT, block=FeedForward), {"transport": "all_to_all"}),
+    "zero2, lower precision": (partial(GPT, block=FeedForward), {"sharding_strategy": "zero2", "mp_policy": LOW}),
+    "offloaded": (
+        partial(GPT, block=FeedForward),
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": LOW},
+    ),
+    # Views and recomputed values.
+    **{name: (CASES[name], {}) for name in ("views_of_parameters", "shared_blocks", "scalar_loss", "checkpointed")},
 }
-"""``release``, with a transport that has buffers of its own."""
 
-WINDOW_CASES: dict[str, dict[str, Any]] = {
+# Every transport with both strategies, the precisions in turn.
+TRANSPORT_CASES: dict[str, dict[str, Any]] = {
+    f"{transport}, {strategy}": {"transport": transport, "sharding_strategy": strategy, "mp_policy": policy}
+    for number, transport in enumerate(sorted(TRANSPORTS.keys() - {"symmetric_memory"}))
+    for strategy, policy in zip(
+        ("zero2", "zero3"), ((LOW, LOWEST), (LOWEST, REDUCED_HIGH), (None, LOW))[number % 3], strict=True
+    )
+}
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    **TRANSPORT_CASES,
+    # With a transport that has buffers of its own.
+    "released, zero2": {"transport": "all_to_all", "sharding_strategy": Sharding("zero2", release=True)},
+    "released, zero3": {"transport": "all_to_all", "sharding_strategy": Sharding(release=True)},
+    # Gradients that are reduced in each micro-batch, and secondary shards.
     "sharded, zero2": {"accumulate": "sharded", "sharding_strategy": "zero2"},
     "sharded, zero3": {"accumulate": "sharded", "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
     "secondary": {"sharding_strategy": Sharding(secondary_ranks=2), "mp_policy": MixedPrecisionPolicy(torch.float32)},
     "secondary, released": {"sharding_strategy": Sharding(secondary_ranks=2, release=True)},
+    # Encoded buckets, with every transport that sends them.
+    "encoded, flat": {"transport": "flat", "comm_policy": CommPolicy("int8", "int8", block=4)},
+    "encoded, all_to_all": {
+        "transport": "all_to_all",
+        "comm_policy": CommPolicy("float8_e4m3fn", "int8", error_feedback=True),
+        "accumulate": "sharded",
+        "sharding_strategy": "zero2",
+    },
+    "encoded, coalesced": {
+        "transport": "coalesced",
+        "comm_policy": CommPolicy("int8", "bfloat16"),
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16),
+    },
+    "encoded, offloaded": {
+        "comm_policy": CommPolicy("int8", "int8"),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),
+    },
 }
-"""Gradients that are reduced in each micro-batch, and secondary shards."""
+_LONG = (*half_of(TRANSPORT_CASES), "released, zero2", "sharded, zero2", "secondary, released")
 
 
 def test_a_limit_holds_for_the_traces_that_run(compiled: CompiledTraces) -> None:
@@ -94,46 +115,25 @@ def test_a_limit_holds_for_the_traces_that_run(compiled: CompiledTraces) -> None
         check(limit=peak.nbytes - 1)
 
 
-VIEW_CASES = ("views_of_parameters", "shared_blocks", "scalar_loss", "checkpointed")
-"""Models with views and recomputed values."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *with_long(GPT_CASES, "zero2, lower precision"),
-        *half_of(TRANSPORT_CASES),
-        *with_long(RELEASE_CASES, "zero2"),
-        *with_long(WINDOW_CASES, "sharded, zero2", "secondary, released"),
-        *with_long(VIEW_CASES, "scalar_loss"),
-    ],
-)
+@pytest.mark.parametrize("name", with_long(WHOLE_STEPS, "zero2, lower precision", "scalar_loss"))
 def test_every_position_has_the_bytes_that_a_run_allocates(name: str) -> None:
-    if name in GPT_CASES:
-        found = counted(partial(GPT, block=FeedForward), **GPT_CASES[name])
-    elif name in VIEW_CASES:
-        found = counted(CASES[name])
-    else:
-        found = counted(Stack, window=True, **{**TRANSPORT_CASES, **RELEASE_CASES, **WINDOW_CASES}[name])
+    make, options = WHOLE_STEPS[name]
+    check_positions(counted(make, **options))
+
+
+@pytest.mark.parametrize("name", with_long(WINDOWS, *_LONG, "encoded, flat", "encoded, coalesced"))
+def test_every_position_of_a_window_has_the_bytes_that_a_run_allocates(name: str) -> None:
+    found = counted(Stack, window=True, **WINDOWS[name])
     check_positions(found)
     if name in TRANSPORT_CASES:
         assert found["last of a window"][1].peak.nbytes > found["step"][1].peak.nbytes
 
 
-@pytest.mark.parametrize(
-    ("strategy", "no_sync"),
-    [
-        ("zero3", True),
-        pytest.param("zero2", False, marks=LONG_ONLY),
-        pytest.param("zero2", True, marks=LONG_ONLY),
-        pytest.param("zero3", False, marks=LONG_ONLY),
-    ],
-)
-def test_every_position_has_the_bytes_that_a_run_with_an_extension_allocates(strategy: str, no_sync: bool) -> None:
-    options: dict[str, Any] = {"transport": "all_to_all", "sharding_strategy": strategy, "accumulate": "sharded"}
+def test_every_position_has_the_bytes_that_a_run_with_an_extension_allocates() -> None:
+    options: dict[str, Any] = {"transport": "all_to_all", "accumulate": "sharded"}
 
     def ask() -> Any:
-        return extended(fsdp(**options), no_sync=no_sync)
+        return extended(fsdp(**options), no_sync=True)
 
     torch.manual_seed(0)
     [plain] = counted(Stack, **options).values()
@@ -146,9 +146,8 @@ def test_every_position_has_the_bytes_that_a_run_with_an_extension_allocates(str
     assert max(memory.totals) <= max(plain[1].totals)
 
 
-@pytest.mark.parametrize("release", [False, pytest.param(True, marks=LONG_ONLY)])
-def test_every_position_has_the_bytes_that_a_run_with_a_limit_allocates(release: bool) -> None:
-    options = {"transport": "all_to_all", "sharding_strategy": Sharding(release=release), "cluster": "h100-sxm"}
+def test_every_position_has_the_bytes_that_a_run_with_a_limit_allocates() -> None:
+    options = {"transport": "all_to_all", "cluster": "h100-sxm"}
     # In float64, older torch states a wrong dtype for the log-sum-exp of attention: see "Limits" in docs/models.md.
     count = partial(counted, partial(GPT, blocks=1, length=32), dtype=torch.float32, **options)
     [(_, free, _)] = count().values()
@@ -164,34 +163,14 @@ def _drop_every_third(name: str, grads: torch.Tensor) -> None:
     grads[::3].zero_()
 
 
-ENCODED: dict[str, dict[str, Any]] = {
-    "flat": {"comm_policy": CommPolicy("int8", "int8", block=4)},
-    "all_to_all": {
-        "comm_policy": CommPolicy("float8_e4m3fn", "int8", error_feedback=True),
-        "accumulate": "sharded",
-        "sharding_strategy": "zero2",
-    },
-    "coalesced": {"comm_policy": CommPolicy("int8", "bfloat16"), "mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
-    "auto": {"comm_policy": CommPolicy("int8", "int8"), "offload_policy": CPUOffloadPolicy(pin_memory=False)},
-}
-"""Encoded buckets, with every transport that sends them."""
-
-
-@pytest.mark.parametrize("transport", with_long(ENCODED, "flat", "coalesced"))
-def test_every_position_has_the_bytes_that_a_run_with_encoded_buckets_allocates(transport: str) -> None:
-    check_positions(counted(Stack, window=True, transport=transport, **ENCODED[transport]))
-
-
 MESH_CASES: dict[str, dict[str, Any]] = {
-    "zero3": {"transport": "all_to_all", "all_reduce_hook": _drop_every_third},
-    "zero2, lower precision": {"sharding_strategy": "zero2", "mp_policy": LOW, "transport": "flat"},
-    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": REDUCED_HIGH},
+    "hook": {"transport": "all_to_all", "all_reduce_hook": _drop_every_third},
     "encoded": {"comm_policy": CommPolicy("int8", "int8", error_feedback=True)},
 }
 """Options for a mesh of replicas and shards."""
 
 
-@pytest.mark.parametrize("name", with_long(MESH_CASES, "zero3", "zero2, lower precision", "offloaded"))
+@pytest.mark.parametrize("name", with_long(MESH_CASES, "hook"))
 def test_hybrid_sharding_hooks_and_divide_factors_have_the_bytes_that_a_run_allocates(name: str) -> None:
     def ask() -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -222,12 +201,11 @@ class Routed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("transport", ["all_to_all", pytest.param("flat", marks=LONG_ONLY)])
-def test_a_window_of_different_micro_batches_has_the_gradients_that_these_have_left(transport: str) -> None:
+def test_a_window_of_different_micro_batches_has_the_gradients_that_these_have_left() -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
     found = count_on_fake_ranks(
         Routed().double(),
-        lambda: fsdp(transport=transport, mp_policy=REDUCED_HIGH, bucketing_strategy="layer"),
+        lambda: fsdp(transport="all_to_all", mp_policy=REDUCED_HIGH, bucketing_strategy="layer"),
         batch={"x": x, "route": (0,)},
         others=[{"route": (0,)}, {"route": (1, 0)}, {"route": (2,)}],
     )

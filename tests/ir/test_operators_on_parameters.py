@@ -12,14 +12,14 @@ import pytest
 import thunder
 import torch
 from coded import coded
-from profiles import mostly_zero3
+from models import Model
 from ranks import on_ranks
 from scenario import Run, train_and_check_what_is_saved
 from thunder.core.proxies import TensorProxy
 from torch import nn
 
 
-class Blocks(nn.Module):
+class Blocks(Model):
     """Blocks that read their weights through operators. There are several, so that slots are reused."""
 
     def __init__(self, *reads: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
@@ -31,9 +31,6 @@ class Blocks(nn.Module):
         for i, block in enumerate(self.blocks):
             x = torch.tanh(x @ self.reads[i % len(self.reads)](x, block.weight)) + x
         return x
-
-    def inputs(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        return (torch.randn(4, 4, generator=generator, dtype=torch.float64),)
 
 
 VIEWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -50,7 +47,7 @@ VIEWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @on_ranks()
 def test_multi_input_views_of_parameters_train_correctly_and_are_not_saved() -> None:
-    train_and_check_what_is_saved(Run(Blocks(*VIEWS.values()).double()), steps=2)
+    train_and_check_what_is_saved(Run(Blocks(*VIEWS.values()).double()), steps=2, batch=4)
 
 
 class ReturnsViews(Blocks):
@@ -61,8 +58,7 @@ class ReturnsViews(Blocks):
 
 @on_ranks()
 def test_returned_multi_input_views_of_parameters_are_cloned() -> None:
-    run = Run(ReturnsViews(lambda x, w: w).double())
-    run.train(2)
+    Run(ReturnsViews(lambda x, w: w).double()).train(2, batch=4)
 
 
 #
@@ -97,7 +93,7 @@ def test_outputs_of_unknown_operators_are_copied_out_of_the_slot() -> None:
 #
 
 
-class Writes(nn.Module):
+class Writes(Model):
     def __init__(self, write: Callable[[Any], Any]) -> None:
         super().__init__()
         self.a = nn.Linear(4, 4)
@@ -108,9 +104,6 @@ class Writes(nn.Module):
         y = self.a(x)
         self.write(self)
         return y
-
-    def inputs(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        return (torch.randn(3, 4, generator=generator, dtype=torch.float64),)
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
@@ -163,7 +156,7 @@ class Block(nn.Linear):
         return torch.tanh(super().forward(x)) + (read + 0.1 * read * read).sum().reshape(1, 1)
 
 
-class Positions(nn.Module):
+class Positions(Model):
     """A block for each operator."""
 
     def __init__(self, *reads: Callable[..., Any], make: Callable[[], torch.Tensor] | None = None) -> None:
@@ -172,9 +165,6 @@ class Positions(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks(x)
-
-    def inputs(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        return (torch.randn(3, 4, generator=generator, dtype=torch.float64),)
 
 
 READS: dict[str, Callable[..., Any]] = {
@@ -191,10 +181,9 @@ READS: dict[str, Callable[..., Any]] = {
 }
 
 
-@mostly_zero3
 @on_ranks()
-def test_operators_by_position_train_like_the_unsharded_model(strategy: str) -> None:
-    Run(Positions(*READS.values()), sharding_strategy=strategy).train(2)
+def test_operators_by_position_train_like_the_unsharded_model() -> None:
+    Run(Positions(*READS.values())).train(2)
 
 
 @on_ranks()
