@@ -80,7 +80,7 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"torchrun .* examples/chunked_loss\.py": By("test_examples.py::test_a_loss_in_chunks"),
     r"torchrun .* examples/huggingface\.py": By("real_models/test_huggingface.py::test_"),
     r"torchrun .* examples/trainer\.py": By("real_models/test_huggingface.py::test_"),
-    r"python examples/demo\.py|make demo": By("test_demo.py::test_demo_shows_traces_and_table"),
+    r"python examples/demo\.py|make demo": CI,
     r"python examples/fabric\.py checkpoints": By("test_fabric.py::test_"),
     r"python examples/plan\.py": By("test_examples.py::test_plan_compares"),
     r"python examples/plan_llama\.py \d+ \d+": By("test_examples.py::test_plan_llama"),

@@ -1,17 +1,15 @@
 """``thunder_fsdp_sched.compat``: the version check, and the additions to torch that make Thunder import.
 
-Tests that change torch or import Thunder run in processes forked off one that has imported torch.
+Tests that change torch or import Thunder run in processes of their own.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -55,43 +53,13 @@ class Scale(torch.autograd.Function):
 """
 
 
-FORK = """
-import json, os, sys, traceback
-import torch
-for line in sys.stdin:
-    code, *files = json.loads(line)
-    pid = os.fork()
-    if not pid:
-        for fd, file in enumerate(files, 1):
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), fd)
-        try:
-            exec(code, {})
-            sys.stdout.flush()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    print(os.waitpid(pid, 0)[1], flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def run_after_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+def run_after_torch(code: str) -> str:
     """Run code in a process that has imported torch and nothing of Thunder or the package; return its output."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # the package of this work tree
-    command, pipe, environment = [sys.executable, "-c", FORK], subprocess.PIPE, {**os.environ, "PYTHONPATH": path}
-    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as server:
-
-        def run(code: str) -> str:
-            output, errors = (tmp_path_factory.mktemp("run") / name for name in ("stdout", "stderr"))
-            server.stdin.write(json.dumps([code, str(output), str(errors)]) + "\n")
-            server.stdin.flush()
-            status = server.stdout.readline().strip()
-            assert status == "0", errors.read_text()[-4000:]
-            return output.read_text()
-
-        yield run
-        server.stdin.close()
+    command, environment = [sys.executable, "-c", f"import torch\n{code}"], {**os.environ, "PYTHONPATH": path}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -127,17 +95,13 @@ def test_supported_versions_pass(compat, monkeypatch, torch, thunder):
     ("versions", "expected"),
     [
         ({"torch": "2.9.1"}, "torch 2.9.1 is too old (needs 2.10 or later)"),
-        ({"torch": "2.9.9.post1"}, "torch 2.9.9.post1 is too old"),
-        ({"torch": "1.13.1+cpu"}, "torch 1.13.1+cpu is too old"),
         ({"torch": "2.16.0"}, "torch 2.16.0 is too new (needs a release before 2.16)"),
         ({"torch": "2.16.0.dev20261201"}, "torch 2.16.0.dev20261201 is too new"),
         ({"torch": "2.16rc1"}, "torch 2.16rc1 is too new"),
-        ({"torch": "3.0"}, "torch 3.0 is too new"),
         ({"torch": None}, "torch is not installed"),
         ({"torch": "unknown"}, "torch has no version that can be read ('unknown')"),
         ({"thunder": "0.2.5"}, "lightning-thunder 0.2.5 is too old (needs 0.2.6 or later)"),
         ({"thunder": "0.3.0"}, "lightning-thunder 0.3.0 is too new (needs a release before 0.3)"),
-        ({"thunder": "1.0"}, "lightning-thunder 1.0 is too new"),
         ({"thunder": None}, "lightning-thunder is not installed"),
         ({"thunder": ""}, "lightning-thunder has no version that can be read"),
         (
@@ -155,7 +119,7 @@ def test_the_error_of_an_unsupported_version_names_it_and_the_supported_ones(com
     assert '"torch>=2.10,<2.16" "lightning-thunder>=0.2.6,<0.3"' in message
 
 
-def test_a_wrong_version_stops_the_import_of_the_package_before_thunder(run_after_torch):
+def test_a_wrong_version_stops_the_import_of_the_package_before_thunder():
     printed = run_after_torch(
         """
 import importlib.metadata, sys
@@ -174,7 +138,7 @@ assert "thunder" not in sys.modules
 # ---- the named-tensor methods
 
 
-def test_missing_methods_are_added_once_and_raise_when_called(run_after_torch):
+def test_missing_methods_are_added_once_and_raise_when_called():
     printed = run_after_torch(
         LOAD_COMPAT
         + """
@@ -216,13 +180,10 @@ print(*missing)
     assert set(printed.split()) == named | {"a_method_that_no_torch_has"}
 
 
-# ---- Function.apply
-
-
 # ---- with thunder
 
 
-def test_thunder_traces_custom_autograd_functions_through_the_replaced_apply(run_after_torch):
+def test_thunder_traces_custom_autograd_functions_through_the_replaced_apply():
     run_after_torch(
         LIKE_TORCH_2_14
         + LOAD_COMPAT

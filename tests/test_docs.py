@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules, walk_packages
@@ -22,7 +23,7 @@ import pytest
 import thunder
 import torch
 from internals import pipeline
-from models import Stack
+from models import Chain, Stack
 from passes_table import rows_of, table_of
 from ranks import on_ranks
 from scenario import Run, loss_of, saved_for_backward
@@ -244,27 +245,17 @@ def test_the_recipe_for_tokens_gives_the_mean_over_all_tokens(rank: int) -> None
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-9, atol=1e-9)
 
 
-class _Blocks(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = torch.nn.Sequential(
-            *(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2))
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x)
-
-
 @on_ranks(2)
 def test_the_script_that_comes_from_fsdp2_trains_and_resumes(rank: int, tmp_path: Path) -> None:
     torch.manual_seed(1 + rank)
     batches = [(torch.randn(2, 4), torch.ones(2, 4)) for _ in range(4)]
     [script] = (block for block in blocks_of(text_of("from-fsdp2.md")) if "import thunder  #" in block)
     script = script.replace('dist.init_process_group("gloo")\n', "")
-    names: dict[str, Any] = {"Model": _Blocks, "Block": torch.nn.Sequential, "batches": batches, "folder": tmp_path}
+    make = partial(Chain, lambda index: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), count=2)
+    names: dict[str, Any] = {"Model": make, "Block": torch.nn.Sequential, "batches": batches, "folder": tmp_path}
     exec(script, names)
     first = thunder_fsdp_sched.full_state_dict(names["model"])
-    assert first.keys() == _Blocks().state_dict().keys()
+    assert first.keys() == make().state_dict().keys()
     resumed: dict[str, Any] = {**names, "batches": [], "folder": tmp_path}
     exec(script.rpartition("tfs.save_checkpoint")[0], resumed)
     for name, value in thunder_fsdp_sched.full_state_dict(resumed["model"]).items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from coded import coded
 from models import Stack
-from profiles import LONG_ONLY
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,8 +24,6 @@ from virtual_gpu.symmetric import Handle
 from virtual_gpu.world import Rank, run
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=guard.missing() or "nothing is missing")
-
-SIDE_STREAMS = ("all_to_all", "symmetric_memory")
 
 
 def _one_of_two(transport: str, rank: int) -> list[int] | None:
@@ -100,7 +96,7 @@ def _write_offloaded_shards(rank: Rank, write: str) -> None:
             param.data.fill_(1.0)
 
 
-@pytest.mark.parametrize("write", ["after inference", pytest.param("after forward", marks=LONG_ONLY), "after backward"])
+@pytest.mark.parametrize("write", ["after inference", "after backward"])
 def test_offloaded_shards_may_be_written_after_every_call(write: str) -> None:
     run(_write_offloaded_shards, write, ranks=[0]).assert_clean()
 
@@ -194,14 +190,8 @@ def test_a_twin_group_is_created_by_its_ranks_only(bind_device: bool) -> None:
 #
 
 
-# The wait of forward or backward at which a step ends.
-_ENDS = [("all_to_all", 3), ("symmetric_memory", 10)]
-_MORE_ENDS = [
-    pytest.param(*end, marks=LONG_ONLY) for end in itertools.product(SIDE_STREAMS, (3, 10)) if end not in _ENDS
-]
-
-
-@pytest.mark.parametrize(("transport", "at"), [*_ENDS, *_MORE_ENDS])
+# At some wait of forward or backward.
+@pytest.mark.parametrize(("transport", "at"), [("all_to_all", 3), ("symmetric_memory", 10)])
 def test_memory_in_use_by_a_side_stream_is_not_reused_after_an_exception(transport: str, at: int) -> None:
     result = run(interrupt, at=at, transport=transport, ranks=_one_of_two(transport, 0))
     assert not faults_after_interruption(result)
@@ -247,7 +237,6 @@ def count_allocations(rank: Rank, autocast: bool, **options: Any) -> tuple[int, 
     ("options", "autocast", "counts"),
     [
         pytest.param({}, False, (2, 2, 2), id="fp32"),
-        pytest.param({"sharding_strategy": "zero2"}, False, (2, 2, 2), id="zero2", marks=LONG_ONLY),
         pytest.param(BF16, False, (0, 2, 2), id="bf16: casts only, when first needed"),
         pytest.param({}, True, (2, 3, 3), id="autocast: shards, and later their casts"),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import email.message
 import email.parser
 import importlib.machinery
@@ -17,7 +15,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -175,56 +172,6 @@ def test_the_digests_are_of_the_default_versions_because_others_skip_them():
 def test_the_documentation_installs_the_default_versions(page):
     command = f"pip install torch=={makefile()['TORCH']} lightning-thunder=={makefile()['THUNDER']}"
     assert f"    {command}\n" in (ROOT / page).read_text()
-
-
-def test_ci_runs_the_two_commands_of_the_readme_without_settings_of_its_own():
-    lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert next(line for line in lines if line.startswith("phase ")) == "phase demo"
-    assert lines[-1] == "phase test"
-    assert '    make --no-print-directory "$1" </dev/null' in lines
-    assert not [line for line in lines if re.search(r"\bexport\b|^[A-Z_]+=|THUNDER|TORCH", line)]
-
-
-def test_the_tests_import_nothing_that_make_test_does_not_install(about):
-    paths = [path for folder in ("tests", "examples") for path in (ROOT / folder).rglob("*.py")]
-    distributions = importlib.metadata.packages_distributions()
-    needed = {name for module in set().union(*map(imports_of, paths)) for name in distributions.get(module, ())}
-    assert {"torch", "pytest", "hypothesis"} <= needed
-    requirements = about.get_all("Requires-Dist")
-    # Tests of libraries of models are skipped without them.
-    assert needed <= {"thunder_fsdp_sched", *installed_by(requirements, {"dev", "plot", "models"})}
-
-
-def imports_of(path: Path) -> set[str]:
-    """Return the names of the top-level modules that a file imports."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names.add(node.module or "")
-    return {name.partition(".")[0] for name in names}
-
-
-def installed_by(requirements: Iterable[str], extras: Collection[str]) -> set[str]:
-    """Return the names of the distributions that requirements install, as far as they are installed here."""
-    found: set[str] = set()
-    front = [(requirement, extras) for requirement in requirements]
-    seen = set()
-    while front:
-        text, extras = front.pop()
-        requirement = Requirement(text)
-        is_wanted = requirement.marker is None or any(
-            requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras)
-        )
-        if not is_wanted or (requirement.name, frozenset(requirement.extras)) in seen:
-            continue
-        seen.add((requirement.name, frozenset(requirement.extras)))
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            distribution = importlib.metadata.distribution(requirement.name)
-            found.add(distribution.metadata["Name"])
-            front += [(of_it, requirement.extras) for of_it in distribution.requires or ()]
-    return found
 
 
 @pytest.mark.parametrize(
