@@ -1,4 +1,4 @@
-"""An operator that may change its argument, and audits that fail, to test that the audit of the first run notices."""
+"""What breaks traces: swapped operands and results, an operator that may change its argument, and audits that fail."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import thunder
 import torch
 from coded import coded
 from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
 
 _change: Callable[[torch.Tensor], object] | None = None
 
@@ -72,3 +73,16 @@ def raises_on_all(rank: int, run: Callable[[], object], *names: str) -> None:
     expected = (own if rank else theirs).naming(*names)
     with pytest.raises(VerificationError if rank else ScheduleDisagreement, check=expected):
         run()
+
+
+def swap(bsyms: list[BoundSymbol], name: str, *, results: bool = False) -> None:
+    """Swap the last two operands of the first statement of a name, or its results."""
+    at = next(position for position, bsym in enumerate(bsyms) if bsym.sym.name == name)
+    *others, first, second = bsyms[at].output if results else bsyms[at].args
+    bsyms[at] = bsyms[at].from_bsym(**{"output" if results else "args": (*others, second, first)})
+
+
+def swap_returned(bsyms: list[BoundSymbol]) -> None:
+    """Swap the last two gradients that a backward returns."""
+    [(*others, first, second)] = bsyms[-1].args
+    bsyms[-1] = bsyms[-1].from_bsym(args=((*others, second, first),))

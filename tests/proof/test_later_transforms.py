@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import VerificationError, fsdp
@@ -16,6 +17,7 @@ from internals import effects, outs_of
 from models import Chain
 from ranks import on_ranks
 from scenario import Run
+from spoiled import swap, swap_returned
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceTag, tracectx
@@ -122,23 +124,6 @@ def _pairs() -> nn.Module:
     return Chain(lambda index: _Pair(), count=2)
 
 
-def _swap(name: str, *, results: bool = False) -> Callable[[list[BoundSymbol]], None]:
-    """Return a change that swaps the last two operands of a statement, or its results."""
-
-    def change(bsyms: list[BoundSymbol]) -> None:
-        at = _named(bsyms, name)[0]
-        old = bsyms[at].output if results else bsyms[at].args
-        new = (*old[:-2], old[-1], old[-2])
-        bsyms[at] = bsyms[at].from_bsym(**{"output" if results else "args": new})
-
-    return change
-
-
-def _swap_returned(bsyms: list[BoundSymbol]) -> None:
-    [gradients] = bsyms[-1].args
-    bsyms[-1] = bsyms[-1].from_bsym(args=((*gradients[:-2], gradients[-1], gradients[-2]),))
-
-
 def _swap_saved(bsyms: list[BoundSymbol]) -> None:
     returned, ((first, second, *more), others) = bsyms[-1].args
     bsyms[-1] = bsyms[-1].from_bsym(args=(returned, ((second, first, *more), others)))
@@ -173,13 +158,17 @@ def _swap_names_of_computed_gradients(bsyms: list[BoundSymbol]) -> None:
 
 _READ, _DEFINED = "which is not what it read before", "as another value than before"
 SWAPPED: dict[str, tuple[Callable[[list[BoundSymbol]], None], bool, str]] = {
-    "gradients": (_swap("fsdp_reduce_scatter"), True, "as the gradient of parameter 'blocks.1.a', which is not"),
+    "gradients": (
+        partial(swap, name="fsdp_reduce_scatter"),
+        True,
+        "as the gradient of parameter 'blocks.1.a'",
+    ),
     "copies of gradients": (_swap_copies, True, "as the gradient of parameter"),
     "names of computed gradients": (_swap_names_of_computed_gradients, True, _DEFINED),
-    "sharded gradients": (_swap("fsdp_wait_grads", results=True), True, _DEFINED),
-    "parameters": (_swap("fsdp_wait_params", results=True), False, _DEFINED),
-    "shards": (_swap("fsdp_all_gather"), False, _READ),
-    "returned gradients": (_swap_returned, True, _READ),
+    "sharded gradients": (partial(swap, name="fsdp_wait_grads", results=True), True, _DEFINED),
+    "parameters": (partial(swap, name="fsdp_wait_params", results=True), False, _DEFINED),
+    "shards": (partial(swap, name="fsdp_all_gather"), False, _READ),
+    "returned gradients": (swap_returned, True, _READ),
     "saved values": (_swap_saved, False, _DEFINED),
 }
 
@@ -194,7 +183,7 @@ def test_a_later_transform_that_swaps_values_of_equal_shape_is_an_error() -> Non
     model = _jit(_swap_gradients_of_outputs, backward=True, module=_TwoOutputs)
     with pytest.raises(VerificationError, check=coded("proof.later-transform-broke-trace", _DEFINED)):
         model(torch.ones(4, 4))
-    model = _jit(_swap("fsdp_accumulate_grads"), backward=True, module=_pairs)
+    model = _jit(partial(swap, name="fsdp_accumulate_grads"), backward=True, module=_pairs)
     with (
         model.no_sync(),
         pytest.raises(VerificationError, check=coded("proof.later-transform-broke-trace", _READ)),

@@ -26,6 +26,7 @@ from internals import (
     verify,
 )
 from models import Chain
+from spoiled import swap, swap_returned
 from synthetic_traces import FakeProcessGroup, chain
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
@@ -167,20 +168,6 @@ def communicate(step: Step, position: int, *, inside: bool = False) -> None:
     if inside:
         foreign = Symbol("all_reduce_and_add", lambda w: None).bind(value, output=foreign.output, subsymbols=(foreign,))
     step.bsyms[position] = foreign
-
-
-def swap(step: Step, name: str, *, results: bool = False) -> None:
-    """Swap the last two operands of a statement, or its results."""
-    position = step.at(name)
-    bsym = step.bsyms[position]
-    *others, first, second = bsym.output if results else bsym.args
-    changed = (*others, second, first)
-    step.bsyms[position] = bsym.from_bsym(**{"output": changed} if results else {"args": changed})
-
-
-def swap_returned(step: Step) -> None:
-    [gradients] = step.bsyms[-1].args
-    step.bsyms[-1] = step.bsyms[-1].from_bsym(args=((*gradients[:-2], gradients[-1], gradients[-2]),))
 
 
 def saved_weight(step: Step) -> tuple[int, int, TensorProxy]:
@@ -335,13 +322,13 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
         "a parameter is saved": (lambda s: s.save(s.weight(-1)), r"saves '\w+', which is stored in"),
     },
     ("zero3 forward", "zero3 backward", "zero2 forward", "secondary forward"): {
-        "shards are swapped": (lambda s: swap(s, GATHER), _OPERANDS),
-        "parameters are swapped": (lambda s: swap(s, PARAMS, results=True), _OPERANDS),
+        "shards are swapped": (lambda s: swap(s.bsyms, GATHER), _OPERANDS),
+        "parameters are swapped": (lambda s: swap(s.bsyms, PARAMS, results=True), _OPERANDS),
     },
     ("zero3 backward", "zero2 backward"): {
-        "gradients are swapped": (lambda s: swap(s, REDUCE), f"{_PLACE}|{_OPERANDS}"),
-        "sharded gradients are swapped": (lambda s: swap(s, "fsdp_wait_grads", results=True), _OPERANDS),
-        "returned gradients are swapped": (swap_returned, _OPERANDS),
+        "gradients are swapped": (lambda s: swap(s.bsyms, REDUCE), f"{_PLACE}|{_OPERANDS}"),
+        "sharded gradients are swapped": (lambda s: swap(s.bsyms, "fsdp_wait_grads", results=True), _OPERANDS),
+        "returned gradients are swapped": (lambda s: swap_returned(s.bsyms), _OPERANDS),
     },
     BW: {
         # Order
@@ -413,7 +400,7 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
             lambda s: s.change(s.at(SECONDARY, 1), {0: s.get(SECONDARY).args[0]}),
             r"not \('params'",
         ),
-        "parameters whose shard is copied are swapped": (lambda s: swap(s, SECONDARY), "which holds"),
+        "parameters whose shard is copied are swapped": (lambda s: swap(s.bsyms, SECONDARY), "which holds"),
         "a shard is not copied": (lambda s: s.bsyms.pop(s.at(SECONDARY)), _UNDEFINED),
     },
     SHARDS[1:]: {
