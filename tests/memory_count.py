@@ -23,7 +23,6 @@ from thunder_fsdp_sched.testing import statements
 import thunder
 import torch
 from internals import AGREEMENT, Arena, Bucket
-from thunder import ThunderModule
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
@@ -202,7 +201,6 @@ def count_on_fake_ranks(
     batch: Mapping[str, Any] | None = None,
     window: bool = False,
     others: Sequence[Mapping[str, Any]] = (),
-    prepare: Callable[[ThunderModule], None] = lambda model: None,
 ) -> dict[str, tuple[CompiledTraces, StepMemory, Tracker]]:
     """Run a step over a fake process group, after one that allocates what lasts; return traces, prediction and count.
 
@@ -212,13 +210,11 @@ def count_on_fake_ranks(
         window: also count two micro-batches under ``no_sync`` and the step that reduces their gradients.
         others: keyword arguments that differ, each of a micro-batch under ``no_sync``; also count these and the step
             that follows them.
-        prepare: called with the jitted model.
     """
     with fake_rank(rank, world_size):
         transform = ask()
         inputs = () if batch is not None else model.inputs(torch.Generator().manual_seed(0))
         jitted = thunder.jit(model, transforms=[transform])
-        prepare(jitted)
 
         def flat(other: Mapping[str, Any] | None = None) -> Sequence[Any]:
             args, kwargs = transform.cast_inputs(inputs, dict(batch or {}) | dict(other or {}))

@@ -43,6 +43,11 @@ def init(name, rank, size):
 """
 
 
+def _run(script: str, writer: str, folder: Path) -> Any:
+    (folder / "script.py").write_text(_SCRIPT + script)
+    return run_python("script.py", writer, folder, cwd=folder, env={"OMP_NUM_THREADS": "1"})
+
+
 _RANKS = """
 def rank_main(rank):
     init("store2", rank, 2)
@@ -70,8 +75,7 @@ if __name__ == "__main__":
 # The next test forks beside a writer process.
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.long)])
 def test_ranks_forked_by_a_process_that_has_saved_save_what_they_hold(tmp_path: Path, writer: str) -> None:
-    (tmp_path / "script.py").write_text(_SCRIPT + _RANKS)
-    result = run_python("script.py", writer, tmp_path, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    result = _run(_RANKS, writer, tmp_path)
     assert result.returncode == 0, result.stderr
 
 
@@ -91,8 +95,7 @@ dist.destroy_process_group()
 
 
 def test_a_save_needs_no_end_of_the_connection_that_forked_workers_of_a_data_loader_hold(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(_SCRIPT + _WORKERS)
-    result = run_python("script.py", "process", tmp_path, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    result = _run(_WORKERS, "process", tmp_path)
     assert result.returncode == 0, result.stderr
 
 
@@ -125,8 +128,7 @@ for case in ("works", "fails", "closed", "none"):
 
 def test_a_process_of_multiprocessing_whose_last_save_failed_has_another_exit_code(tmp_path: Path) -> None:
     """Also if its standard error is closed or ``None``."""
-    (tmp_path / "script.py").write_text(_SCRIPT + _FAILS)
-    result = run_python("script.py", "thread", tmp_path, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    result = _run(_FAILS, "thread", tmp_path)
     assert result.stdout.split() == ["0", "1", "1", "1"], (result.stdout, result.stderr)
     assert result.stderr.count("Error: fsdp: the checkpoint") == 1, result.stderr
 

@@ -65,16 +65,13 @@ def _check_entries_of_offloaded_shards(rank: Rank) -> None:
         state = get_model_state_dict(model)
         saved = get_optimizer_state_dict(model, optimizer)["state"]
     assert any(hasattr(entry, "to_local") for entry in state.values())
-    pieces = {name: entry.to_local() for name, entry in state.items()}
     for name, param in model.named_parameters():
-        assert pieces[name].device.type == "cpu", name
-        addresses = [tensor.untyped_storage().data_ptr() for tensor in (pieces[name], param.to_local())]
-        assert addresses[0] == addresses[1] or not param.to_local().numel(), name
-    for name, param in model.named_parameters():
-        entry = saved[name]["exp_avg"].to_local()
-        own = optimizer.state[param]["exp_avg"].to_local()
-        addresses = [tensor.untyped_storage().data_ptr() for tensor in (entry, own)]
-        assert addresses[0] == addresses[1] or not own.numel(), name
+        entries = [(state[name], param), (saved[name]["exp_avg"], optimizer.state[param]["exp_avg"])]
+        for entry, own in entries:
+            tensors = entry.to_local(), own.to_local()
+            addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+            assert addresses[0] == addresses[1] or not tensors[1].numel(), name
+        assert state[name].to_local().device.type == "cpu", name
     assert all(bucket.comm.pin_memory for bucket in ours.plan)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from thunder_fsdp_sched import CommPolicy, CompiledTraces, Sharding, StepMemory, fsdp, set_gradient_divide_factor
+from thunder_fsdp_sched import CommPolicy, CompiledTraces, Sharding, StepMemory, fsdp
 from thunder_fsdp_sched.extras.planning.choosing import check_memory
 from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS
 from thunder_fsdp_sched.planning import MemoryLimitError
@@ -174,14 +174,12 @@ MESH_CASES: dict[str, dict[str, Any]] = {
 def test_hybrid_sharding_hooks_and_divide_factors_have_the_bytes_that_a_run_allocates(name: str) -> None:
     def ask() -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        return fsdp(ranks=mesh, **MESH_CASES[name])
+        return fsdp(ranks=mesh, gradient_divide_factor=3.0, **MESH_CASES[name])
 
     model = Stack(1).double()
     model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     model.blocks[0].register_forward_hook(lambda module, args, out: out.exp() - args[0])
-    found = count_on_fake_ranks(
-        model, ask, rank=3, world_size=4, window=True, prepare=lambda jitted: set_gradient_divide_factor(jitted, 3.0)
-    )
+    found = count_on_fake_ranks(model, ask, rank=3, world_size=4, window=True)
     assert any("exp(" in line for line in found["step"][1].statements)
     check_positions(found)
 
