@@ -295,8 +295,8 @@ def test_a_step_copies_no_parameters_and_allocates_no_unsharded_ones(strategy: s
     assert memory() == before
     for bucket in buckets:
         params = [run.model.get_parameter(param.name) for param in bucket.spec.params]
-        for tensors in ([param.grad for param in params], [*params, bucket.shard]):
-            storages = {tensor.to_local().untyped_storage().data_ptr() for tensor in tensors}
+        for tensors in ([param.grad.to_local() for param in params], [*(p.to_local() for p in params), bucket.shard]):
+            storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
             assert len(storages) == 1, "sharded parameters and gradients must each be views of one buffer"
 
 
