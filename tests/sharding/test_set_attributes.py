@@ -159,10 +159,10 @@ def test_former_and_new_jitted_modules_follow_buffers_and_attributes_when_a_tran
 
 
 def test_a_buffer_that_is_removed_is_none_of_the_jitted_module_either() -> None:
-    jitted, module, _ = _make()
-    jitted(X)
-    module.offset = None
-    assert "offset" not in jitted.state_dict() and not dict(jitted.named_buffers())
+    both = _make()
+    both.model(X)
+    both.own.offset = None
+    assert "offset" not in both.model.state_dict() and not dict(both.model.named_buffers())
 
 
 class _SetsOffset:
