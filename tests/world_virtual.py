@@ -1,6 +1,6 @@
 """A world on virtual GPUs: its histories without values, in whose logs a race or a deadlock is found.
 
-The unsharded model does not run. What depends on values does not either: leaves, batch norms, errors of operators, files,
+The unsharded model does not run. What depends on values does not either: leaves, buffers, errors of operators, files,
 ``unsharded``, and forks.
 """
 
@@ -40,8 +40,9 @@ def _needs_values(action: Action) -> bool:
 
 def run_histories(rank: Rank, world: World) -> None:
     """Run the histories of a world as one rank, each action in a phase of its own."""
-    blocks = tuple(replace(block, leaf=False) for block in world.model.blocks)
-    world = replace(world, model=replace(world.model, blocks=blocks), norm=False)
+    kinds = ["linear" if block.kind == "scale" else block.kind for block in world.model.blocks]
+    blocks = [replace(block, kind=k, leaf=False) for block, k in zip(world.model.blocks, kinds, strict=True)]
+    world = replace(world, model=replace(world.model, blocks=tuple(blocks)), norm=False)
     with rank.outside():
         model = WorldModel(world)
     with mock.patch.multiple(world_run, DEVICE=rank.device, WorldModel=lambda world: model):
