@@ -12,9 +12,6 @@ LONG = False
 
 LONG_ONLY = pytest.mark.long
 
-mostly_zero3 = pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
-"""Test with ZeRO-3, and in long runs with ZeRO-2 as well."""
-
 
 def with_long(names: Iterable[str], *long: str) -> list[Any]:
     """Return all names of a table, those that are ``long`` for long runs only."""
