@@ -19,7 +19,6 @@ from unittest import mock
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import load_checkpoint, save_checkpoint, save_checkpoint_async
 from thunder_fsdp_sched.extras.checkpoint import staging
-from thunder_fsdp_sched.extras.checkpoint.staging import Staging, host_memory
 from thunder_fsdp_sched.extras.checkpoint.storage import RunWriter
 
 import profiles
@@ -47,7 +46,7 @@ def test_each_save_holds_the_values_at_its_call_and_host_memory_is_used_again(tm
         expected.append(copy.deepcopy(contents(model, optimizer)))
         extra = {"list": [step]}
         saving = save_checkpoint_async(model, tmp_path / str(step), optimizer, extra=extra, writer=writer)
-        addresses.add(host_memory.memory.data_ptr())
+        addresses.add(staging.host_memory.memory.data_ptr())
         extra["list"][0] = -1
     saving.staged()
     fill(model, 0.0)
@@ -101,9 +100,9 @@ def test_each_tensor_is_staged_once(tmp_path: Path) -> None:
     state = {"model": tfs.get_model_state_dict(model), "optim": tfs.get_optimizer_state_dict(model, optimizer)}
     rows = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
     own = [getattr(value, "_local_tensor", value) for value in [*rows, *model.buffers()]]
-    host_memory.__init__()
-    staged, _ = Staging(state).copy()
-    assert host_memory.memory.nbytes <= sum(-(-value.nbytes // 64) * 64 for value in own)
+    staging.host_memory.__init__()
+    staged, _ = staging.Staging(state).copy()
+    assert staging.host_memory.memory.nbytes <= sum(-(-value.nbytes // 64) * 64 for value in own)
     tied = [staged["model"][name].to_local() for name in ("embedding.weight", "head.weight")]
     assert tied[0].data_ptr() == tied[1].data_ptr()
 
@@ -121,7 +120,7 @@ def _save_on_a_gpu(rank: Rank, waits: bool) -> None:
                 staging, "tensor_at", lambda _, __, d, shape: torch.empty(shape, dtype=d, pin_memory=True)
             ),
         ):
-            staged, finish = Staging({"model": tfs.get_model_state_dict(model)}).copy()
+            staged, finish = staging.Staging({"model": tfs.get_model_state_dict(model)}).copy()
         with rank.phase("optimizer"), torch.no_grad():
             for param in model.parameters():
                 param.sub_(param.grad)
@@ -154,7 +153,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_at_the_next_call_and_nothing_is_lo
     keep = RunWriter.write_data
 
     def write_data(*args: Any) -> Any:
-        with small_files(host_memory.writer().process.pid if writer == "process" else os.getpid()):
+        with small_files(staging.host_memory.writer().process.pid if writer == "process" else os.getpid()):
             return keep(*args)
 
     model, optimizer = small()
@@ -194,7 +193,7 @@ def test_the_error_of_a_full_disk_says_so_where_torch_fails_later(tmp_path: Path
     model = thunder.jit(torch.nn.Linear(100, 1000), transforms=[tfs.fsdp()])
     if writer is not None:
         save_checkpoint_async(model, tmp_path / "good", writer=writer).result()
-    full = host_memory.writer().process.pid if writer == "process" else os.getpid()
+    full = staging.host_memory.writer().process.pid if writer == "process" else os.getpid()
     with (
         small_files(full),
         pytest.raises(tfs.CheckpointError, check=coded("checkpoint.not-saved", "unexpected pos", "File too large")),
@@ -209,7 +208,7 @@ def test_the_error_of_a_full_disk_says_so_where_torch_fails_later(tmp_path: Path
 def test_what_cannot_succeed_is_refused_on_all_ranks_before_anything_is_copied(rank: int, tmp_path: Path) -> None:
     model, optimizer = small()
     on_first((tmp_path / "file").touch)
-    with mock.patch.object(Staging, "copy", side_effect=AssertionError):
+    with mock.patch.object(staging.Staging, "copy", side_effect=AssertionError):
         for folder, options, expected in (
             ("file/inside", {}, coded("checkpoint.not-saved", "Not a directory")),
             (str(rank), {}, coded("checkpoint.not-saved", "the folder that the first rank saves into")),
@@ -228,7 +227,7 @@ def test_what_cannot_succeed_is_refused_on_all_ranks_before_anything_is_copied(r
 @on_ranks(2)
 def test_a_copy_that_fails_on_one_rank_is_an_error_on_all_ranks(rank: int, tmp_path: Path) -> None:
     model, optimizer = small()
-    fails = mock.patch.object(Staging, "copy", side_effect=MemoryError("no room"))
+    fails = mock.patch.object(staging.Staging, "copy", side_effect=MemoryError("no room"))
     with fails if rank else contextlib.nullcontext():
         saving = save_checkpoint_async(model, tmp_path / "0", optimizer)
     with pytest.raises(tfs.CheckpointError, check=coded("checkpoint.not-saved", "rank 1", "no room")):
@@ -266,7 +265,7 @@ def test_a_killed_writer_process_is_an_error_on_all_ranks_and_replaced(rank: int
     model, optimizer = small()
     save_checkpoint_async(model, tmp_path / "0", optimizer, writer="process").result()
     for _ in range(2):
-        process = host_memory.writer()
+        process = staging.host_memory.writer()
         victim = process.process.pid
 
         def write(folder: Any, plan: Any, planner: Any, process: Any = process, victim: int = victim) -> Any:
@@ -299,10 +298,10 @@ def test_nothing_that_happens_while_a_writer_starts_disturbs_it(tmp_path: Path, 
         changes.enter_context(mock.patch.object(sys, "path", [str(tmp_path), *sys.path]))
         changes.enter_context(mock.patch.dict(os.environ, PYTHONPATH=str(tmp_path)))
     with changes:
-        host_memory.__init__()  # it has no writer
+        staging.host_memory.__init__()  # it has no writer
         saving = save_checkpoint_async(model, tmp_path / "0", optimizer, writer="process")
         while what == "signals" and not saving.done():
-            if (started := host_memory._writer) is not None:
+            if (started := staging.host_memory._writer) is not None:
                 for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                     os.kill(started.process.pid, sent)
             time.sleep(0.01)
@@ -318,8 +317,8 @@ def test_a_writer_ends_with_its_rank_although_another_process_has_a_copy_of_the_
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:  # a rank
         try:
-            host_memory.reserve(64, pinned=False)
-            writer = host_memory.writer()
+            staging.host_memory.reserve(64, pinned=False)
+            writer = staging.host_memory.writer()
             files = [writer.connection.fileno()]
             holder = subprocess.Popen(["sleep", "1000"], pass_fds=files)
             os.write(writing, f"{writer.process.pid} {holder.pid}".encode())

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import CommPolicy, CompiledTraces, Sharding, StepMemory, fsdp
-from thunder_fsdp_sched.extras.planning.choosing import check_memory
+from thunder_fsdp_sched.extras.planning import choosing
 from thunder_fsdp_sched.ir.analysis import NO_PENDING_GRADS
 from thunder_fsdp_sched.planning import MemoryLimitError
 from thunder_fsdp_sched.transports import TRANSPORTS
@@ -105,7 +105,7 @@ _LONG = (*half_of(TRANSPORT_CASES), "released, zero2", "sharded, zero2", "second
 
 
 def test_a_limit_holds_for_the_traces_that_run(compiled: CompiledTraces) -> None:
-    check = partial(check_memory, compiled, pending_grads=NO_PENDING_GRADS, compiled=())
+    check = partial(choosing.check_memory, compiled, pending_grads=NO_PENDING_GRADS, compiled=())
     peak = compiled.memory.peak
     check(limit=peak.nbytes)
     assert max(wasted := compiled.memory.wasted) > 0 and f", {wasted[peak.position]:,} wasted" in str(compiled.memory)

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import Init, fsdp
-from thunder_fsdp_sched.ranks.control import Control
 
 import pytest
 import thunder
@@ -74,10 +73,10 @@ def test_what_no_rank_has_used_has_no_gradient(rank: int, world_size: int, strat
     calls: list[str] = []
     for name, param in model.named_parameters():
         param.register_hook(lambda grad, name=name: calls.append(name))
-    exchange = Control.gather_settled
+    control = model._lc_transforms[-1].sharded.control
     for number, window in enumerate(WINDOWS):
         calls.clear()
-        with mock.patch.object(Control, "gather_settled", autospec=True, side_effect=exchange) as exchanged:
+        with mock.patch.object(control, "gather_settled", side_effect=control.gather_settled) as exchanged:
             for micro_batch, used in enumerate(window):
                 for other in range(world_size):
                     (_loss(reference(*_inputs(number, micro_batch, other)), used[other]) / world_size).backward()
