@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from thunder_fsdp_sched.ir.operator_facts import observed_call
 from thunder_fsdp_sched.ir.symbols import fsdp_detached
 from thunder_fsdp_sched.mends.write_out_of_place import fsdp_with_value
 from thunder_fsdp_sched.transforms.keep_fusions_apart import fsdp_fusion_barrier
 
+import pytest
 import thunder.torch as ltorch
 import torch
 from internals import caching, effects, facts_of
@@ -205,6 +207,14 @@ def test_only_unchanged_copies_keep_the_facts_of_the_original() -> None:
     assert facts_of(original.from_bsym()) is facts
     assert facts_of(original.from_bsym(tags={BoundSymbolTag.BACKWARD})) is facts
     assert facts_of(of_others) is not facts
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, to_dtype(torch.float64)], ids=["torch", "Thunder"])
+def test_calls_with_dtypes_of_torch_or_of_thunder_are_observed(dtype: Any) -> None:
+    with tracectx(trace := TraceCtx()):
+        x = TensorProxy("x", shape=(2, 3), device=to_device("cpu"), dtype=to_dtype(torch.float32))
+        ltorch.sum(x, 0, dtype=dtype)
+    assert observed_call(trace.bound_symbols[-1], {}) is not None
 
 
 def test_facts_about_own_symbols_are_what_they_declare_and_return() -> None:

@@ -53,7 +53,7 @@ def test_multi_input_views_of_parameters_train_correctly_and_are_not_saved() -> 
 class ReturnsViews(Blocks):
     def forward(self, x: torch.Tensor) -> Any:
         w = self.blocks[0].weight
-        return super().forward(x), torch.broadcast_tensors(x, w)[1], torch.meshgrid(w[0], w[1], indexing="ij")
+        return super().forward(x), w, torch.broadcast_tensors(x, w)[1], torch.meshgrid(w[0], w[1], indexing="ij")
 
 
 @on_ranks()

@@ -220,3 +220,7 @@ def test_writes_that_cannot_be_right_are_refused_by_name(name: str) -> None:
 
 def test_inputs_that_do_not_overlap_are_written() -> None:
     check(_overlapping, MEMORY[:6].view(2, 3).clone(), MEMORY[3:9].view(2, 3).clone())
+
+
+def test_an_input_of_any_strides_is_written() -> None:
+    check(_input, MEMORY[:6].view(3, 2).t())

@@ -42,6 +42,7 @@ def test_gathering_all_segments_makes_every_parameter_contiguous(shapes, world_s
     for actual, param in zip(gather_all(layout, params), params, strict=True):
         assert torch.equal(actual, param)
     assert sum(end - begin for begin, end in layout.gaps) == layout.padding_numel
+    assert layout == make_layout(shapes, world_size, itemsize, per_param=per_param)
 
 
 @settings(deadline=None)

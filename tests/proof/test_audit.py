@@ -254,3 +254,7 @@ def test_operators_may_return_none_in_place_of_a_tensor() -> None:
         models.append(WithPair())
     reference, model = models[0], thunder.jit(models[1], transforms=[fsdp()], executors=sparing)
     torch.testing.assert_close(model(x), reference(x))
+
+
+def test_an_input_without_a_storage_is_no_view_of_a_parameter() -> None:
+    assert audit.PreShardStorages().owner_of(torch.eye(2).to_sparse()) is None

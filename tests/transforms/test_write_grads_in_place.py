@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import CompiledTraces, full_state_dict, testing
+from thunder_fsdp_sched.ir.slots import spans_of
 
 import pytest
 import torch
-from internals import effects, fsdp_all_gather, fsdp_reduce_scatter
+from internals import Analysis, effects, fsdp_all_gather, fsdp_reduce_scatter
 from models import GPT, FeedForward, Layer, Model, SharedBlocks, Stack, compile_model
 from pipeline_patches import without
 from ranks import on_ranks
@@ -112,6 +113,11 @@ def test_gradients_reuse_the_slot_of_their_parameters(prefetch: int) -> None:
     block = max(slot.nbytes for slot in gathers.values())
     assert len(together) > 4
     assert min(traces.memory.wasted) == 0
+    lives = list(Analysis(trace).slots.values())
+    begins = {live.first for live in lives}
+    ends = [(last, live.last) for live, (_, last, _) in zip(lives, spans_of(lives), strict=True)]
+    assert all(last == whole or last + 1 in begins for last, whole in ends), "until gradients take the place"
+    assert sum(last < whole for last, whole in ends) >= len(together)
     # The prefetched buckets, the bucket that is read and then filled with gradients, and two reductions in flight.
     assert used <= (prefetch + 1 + 2) * block
 

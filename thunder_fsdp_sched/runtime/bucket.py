@@ -260,7 +260,7 @@ class Bucket:
             )
         return not others
 
-    def is_resident(self, slot: Slot, *, in_window: bool = False) -> bool:
+    def is_resident(self, slot: Slot, *, in_window: bool) -> bool:
         """Return whether a gather into ``slot`` would find the bucket there, so that it need not send anything.
 
         Args:
