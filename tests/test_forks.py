@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import os
 import re
 import threading
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from coded import coded
 from forked import run_python
+from internals import process_groups
 from ranks import on_ranks
 from saving import contents, small
 
@@ -145,6 +147,18 @@ def _in_fork(check: Callable[[], Any]) -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_forked_process_registers_the_exit_hook_of_groups_again() -> None:
+    process_groups._register_exit_hook()
+
+    def check() -> None:
+        inherited = atexit._ncallbacks()
+        for _ in range(2):
+            process_groups._register_exit_hook()
+        assert atexit._ncallbacks() == inherited + 1
+
+    _in_fork(check)
 
 
 @on_ranks(1)
