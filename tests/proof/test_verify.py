@@ -314,7 +314,7 @@ MUTATIONS: dict[tuple[str, ...], dict[str, tuple[Mutation, str]]] = {
     ("zero2 forward",): {
         "another bucket is gathered over one that a window has left": (
             gather_over_window,
-            r"in own_\S+, which bound symbol \d+ of forward has overwritten",
+            r"expects the parameters of .* in own_\S+, which bound symbol \d+ of forward has overwritten",
         )
     },
     ("zero3 forward",): {
