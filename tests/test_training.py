@@ -92,6 +92,17 @@ def _check_no_gradients(run: Run) -> None:
     assert all(p.grad is None for p in run.model.parameters()), "unreduced gradients must not be in .grad"
 
 
+def _backward_of_two_forwards(run: Run) -> None:
+    """Run one backward of the sum of two losses, whose forwards have gathered into the same slots."""
+    run.forward(0)
+    run.forward(1)
+    first, second = run.pending
+    first.losses = [loss + 2 * other for loss, other in zip(first.losses, second.losses, strict=True)]
+    first.expected = {rank: loss + 2 * second.expected[rank] for rank, loss in first.expected.items()}
+    run.backward(0)
+    run.pending.clear()
+
+
 def _keep_what_is_returned(run: Run) -> None:
     """Train, and check that returned parameters keep their values."""
     returned = []
@@ -194,6 +205,9 @@ SCENARIOS = {
         _double(_Norms),
         [do.forward(), do.backward(retain=True), do.backward(), do.step(), do.train(1)],
         {"sharding_strategy": "zero2"},
+    ),
+    "one backward of two forwards": Scenario(
+        _stack, [_backward_of_two_forwards, do.step(), do.train(1)], others=[{"sharding_strategy": "zero2"}]
     ),
     # Bits
     "bits of the unsharded compiled GPT": Scenario(
