@@ -145,6 +145,20 @@ def test_counter_tracks_when_parameters_are_unsharded(fake_ranks: None) -> None:
     assert counts.unsharded_bytes_allocated == 3 * 256
 
 
+def test_counter_distinguishes_copies_of_parameters_and_of_gradients(fake_ranks: None) -> None:
+    shard, unsharded, gradients = torch.ones(4, 8), torch.empty(8, 8), torch.empty(8, 8)
+    with StepCounter([shard]) as counter:
+        dist.all_gather_into_tensor(unsharded, shard)
+        (torch.ones(2, 8) @ unsharded.t()).clone()  # neither parameters nor gradients
+        copies = shard.clone(), unsharded[:2].clone()
+        gradients.copy_(torch.ones(8, 8) @ torch.ones(8, 8) / 2)  # scaled into new memory, then copied
+        dist.reduce_scatter_tensor(torch.empty(4, 8), gradients)
+    counts = counter.counts()
+    assert [(c.kind, c.nbytes) for c in counts.collectives] == [("all_gather", 256), ("reduce_scatter", 256)]
+    assert counts.parameter_bytes_copied == sum(copy.nbytes for copy in copies)
+    assert counts.gradient_bytes_copied == 2 * 256
+
+
 #
 # The demo's checks, on the traces of a tiny model
 #
