@@ -254,6 +254,7 @@ def test_ranks_compare_each_option_but_objects_of_a_process() -> None:
     options = {*inspect.signature(fsdp).parameters, *parts, *(f.name for f in fields(MixedPrecisionPolicy))}
     assert {*compared} == options - {"process_group", "ignored_params", "check_passes"}
     assert "fsdp(init=Init(device=cuda))" in lines(init=Init("cuda:1"))
+    assert "fsdp(debug=Quiet(differentiate_once=False))" in lines(debug=Quiet(differentiate_once=False))
     for option, is_compared in (("all_reduce_hook", True), ("transport", False)):  # of which ranks compare the answers
         assert is_compared == (lines(**{option: function("a")}) != lines(**{option: function("b")}))
 

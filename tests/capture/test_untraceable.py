@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import io
 import itertools
@@ -171,6 +172,7 @@ CHANGES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "numpy's generator without a seed": (lambda y: y * np.random.default_rng().random(), "numpy.random.default_rng"),
     "urandom": (lambda y: y * os.urandom(1)[0], "os.urandom"),
     "time": (lambda y: y * time.time(), "time.time"),
+    "now": (lambda y: y * datetime.datetime.now().timestamp(), "datetime.now"),
     "counter": (lambda y: y * next(_COUNTER), "(count)"),
     "generator": (lambda y: next(y * i for i in _ITEMS), "(generator)"),
     "in a key": (lambda y: y * sorted([1, 2], key=lambda _: random.random())[0], "random.random"),

@@ -248,6 +248,7 @@ def _only(value: Any) -> Any:
 
 CONTAINERS: dict[str, tuple[Any, Any]] = {
     "list_of_ours": (lambda x: ListOfOurs([x]), _only),
+    "ordered_dict": (lambda x: collections.OrderedDict(x=x), _only),
     "named_tuple": (lambda x: Pair(x, "text"), lambda value: value.x),
     "output": (Output, lambda value: value.x),
     "nested": (lambda x: {"x": [Data(x)]}, lambda value: value["x"][0].x),
