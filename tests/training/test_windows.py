@@ -23,7 +23,7 @@ from models import Model, Stack
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 WEIGHT = "blocks.0.up.weight"
 AGAIN = [{"sharding_strategy": Sharding("zero2", reshard_after_backward=True)}]
@@ -154,9 +154,9 @@ def _never_waits(module: nn.Module, **options: Any) -> nn.Module:
 
 @on_ranks(2)
 def test_reducing_in_each_micro_batch_gives_the_bits_of_training_without_no_sync() -> None:
-    """The other model is not called under no_sync."""
-    never = partial(_never_waits, transport="flat")
-    run = Run(_stack(), others=[never], oracle=None, accumulate="sharded", transport="flat")
+    """The other model is not called under no_sync. The sum is not rounded to the dtype of reductions."""
+    options = {"transport": "flat", "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+    run = Run(_stack(), others=[partial(_never_waits, **options)], oracle=None, accumulate="sharded", **options)
     for window in range(2):
         for step in range(3):
             run.micro_batch(10 * window + step, no_sync=step < 2)
