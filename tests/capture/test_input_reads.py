@@ -71,6 +71,7 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], list[Any]]] = {
     "enum": (lambda x, kind: x if kind is Kind.PLAIN else x * 2, [Kind.PLAIN, Kind.DOUBLED]),
     "function": (lambda x, function: function(x), [F.relu, torch.neg]),
     "set": (lambda x, values: x if 1 in values else x * 2, [{1}, {2}]),
+    "nested lists": (lambda x, values: x * max(values)[1], [[[1, 2], [0, 3]], [[1, 5], [0, 3]]]),
     "a tuple that is compared": (lambda x, size: x if size == (1, 2) else -x, [(1, 2), (2, 1)]),
     "text": (lambda x, values: x * len(f"{values}"), [[1, 2], [1, 11], {1: 2}, {1: 11}]),
     "deque": (lambda x, values: x * next(iter(values)) * len(values), [deque([1, 2]), deque([2, 1]), deque([2])]),

@@ -95,6 +95,7 @@ READ: dict[str, Callable[[torch.Tensor], Any]] = {
     "truth": lambda y: y if item(y) else -y,
     "bool": lambda y: y if bool(item(y)) else -y,
     "any": lambda y: y if (y > 0).any().item() else -y,
+    "is True": lambda y: y if (y > 0).any().item() is True else -y,
     "all of a list": lambda y: y if all([item(y), 1]) else -y,
     "index": lambda y: (y, -y)[int(item(y) > 0)],
     "key": lambda y: {1.0: -y}.get(item(y), y),
