@@ -75,6 +75,19 @@ def test_a_leaf_is_observed_on_the_arguments_of_the_model() -> None:
     both.check(tokens.flip(0), features)
 
 
+@torch.library.custom_op("leaf_tests::values", mutates_args=())
+def values(x: torch.Tensor) -> torch.Tensor:
+    return x.coalesce().values() if x.is_sparse else x.flatten()
+
+
+values.register_fake(lambda x: x.new_empty(2, layout=torch.strided))
+
+
+def test_an_operator_may_read_a_sparse_tensor() -> None:
+    both = Beside(Calling(lambda self, x, mask: self.head(x) * values(mask), head=nn.Linear(SIZE, 2)).double())
+    both.check(torch.randn(3, SIZE, dtype=torch.float64), torch.diag(torch.tensor([2.0, 3.0]).double()).to_sparse())
+
+
 def test_a_trace_that_fails_leaves_no_hooks() -> None:
     both = Beside(nn.Sequential(Hooked(), nn.Linear(SIZE, SIZE)).double())
     for seed in range(3):

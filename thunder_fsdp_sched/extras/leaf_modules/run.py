@@ -162,9 +162,12 @@ class _LeafCall:
 
     def outputs(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that the trace gets: none shares memory with an input or a parameter."""
-        known = self.pointers.keys() | {t.untyped_storage().data_ptr() for t in self.given}
+        strided = [t for t in self.given if t.layout is torch.strided]
+        known = self.pointers.keys() | {t.untyped_storage().data_ptr() for t in strided}
+        may_share = len(strided) < len(self.given)  # such as the values of a sparse tensor
         return [
-            t.detach().clone() if t.numel() and t.untyped_storage().data_ptr() in known else t.detach() for t in results
+            t.detach().clone() if t.numel() and (may_share or t.untyped_storage().data_ptr() in known) else t.detach()
+            for t in results
         ]
 
     def check(self) -> None:
