@@ -378,25 +378,55 @@ def _halve(y: torch.Tensor) -> torch.Tensor:
     return y / 2
 
 
-SCALES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"halve": _halve}
+SCALES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"halve": _halve, "relu": torch.Tensor.relu}
+METHOD, LIBRARY, KIND, LIMIT, DTYPE = torch.Tensor.relu, F, Kind.PLAIN, None, torch.float32
+OBJECT = SimpleNamespace(factor=lambda: 2)
+FACTORS, ROUNDS, CHOSEN, TOKEN = (2.0, 3.0), range(2), frozenset({1}), b"plain"
+DOUBLES, NAME = False, "plain"
 
-REPLACED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any], str]] = {
-    "a function": (lambda y: _halve(y), globals(), "_halve"),
-    "a builtin": (lambda y: abs(y), globals(), "abs"),
-    "a function in a dictionary": (lambda y: SCALES["halve"](y), SCALES, "halve"),
+
+def _triple(y: torch.Tensor) -> torch.Tensor:
+    return y * 3
+
+
+REPLACED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any], str, Any]] = {
+    "a function": (lambda y: _halve(y), globals(), "_halve", _triple),
+    "a builtin": (lambda y: abs(y), globals(), "abs", _triple),
+    "a function in a dictionary": (lambda y: SCALES["halve"](y), SCALES, "halve", _triple),
+    "a method in a dictionary": (lambda y: SCALES["relu"](y), SCALES, "relu", torch.Tensor.tanh),
+    "a method of a class": (lambda y: METHOD(y), globals(), "METHOD", torch.Tensor.tanh),
+    "a module of Python": (lambda y: LIBRARY.relu(y), globals(), "LIBRARY", SimpleNamespace(relu=torch.tanh)),
+    "an object": (lambda y: y * OBJECT.factor(), globals(), "OBJECT", SimpleNamespace(factor=lambda: 3)),
+    "a member of an enum": (lambda y: y if KIND is Kind.PLAIN else y * 2, globals(), "KIND", Kind.DOUBLED),
+    "None": (lambda y: y if LIMIT is None else y * 2, globals(), "LIMIT", 1),
+    "a dtype": (lambda y: y if DTYPE is torch.float32 else y * 2, globals(), "DTYPE", torch.float64),
+    "a tuple": (lambda y: sum(y * factor for factor in FACTORS), globals(), "FACTORS", (2.0, 3.0, 4.0)),
+    "a range": (lambda y: sum(y for _ in ROUNDS), globals(), "ROUNDS", range(3)),
+    "a frozen set": (lambda y: y * 2 if 2 in CHOSEN else y, globals(), "CHOSEN", frozenset({1, 2})),
+    "a bool": (lambda y: y * 2 if DOUBLES else y, globals(), "DOUBLES", True),
+    "a string": (lambda y: y if NAME == "plain" else y * 2, globals(), "NAME", "other"),
+    "bytes": (lambda y: y if TOKEN == b"plain" else y * 2, globals(), "TOKEN", b"other"),
 }
 
 
-@pytest.mark.parametrize("name", REPLACED)
-def test_global_functions_that_are_replaced_are_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, variables, key = REPLACED[name]
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        *((name, "constant values") for name in REPLACED),
+        *((name, "symbolic values") for name in ("a bool", "a string", "a tuple")),
+    ],
+)
+def test_globals_that_are_replaced_are_read(name: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, variables, key, other = REPLACED[name]
     module = Applied(function)
-    jitted, x = thunder.jit(copy.deepcopy(module), transforms=[fsdp(leaf_modules=())]), torch.ones(2, 2)
-    torch.testing.assert_close(jitted(x), module(x))
-    monkeypatch.setitem(variables, key, lambda y: y * 3)
-    torch.testing.assert_close(jitted(x), module(x))
-    monkeypatch.undo()
-    torch.testing.assert_close(jitted(x), module(x))
+    jitted = thunder.jit(copy.deepcopy(module), transforms=[fsdp(leaf_modules=())], cache=cache)
+    x = torch.ones(2, 2)
+    torch.testing.assert_close(jitted(x), before := module(x))
+    with monkeypatch.context() as context:
+        context.setitem(variables, key, other)
+        assert not torch.equal(module(x), before)
+        torch.testing.assert_close(jitted(x), module(x))
+    torch.testing.assert_close(jitted(x), before)
 
 
 class Scaled(nn.Module):

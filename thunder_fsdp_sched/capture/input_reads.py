@@ -11,7 +11,7 @@ What is compared depends on the type of a value:
 
 - of a list or tuple its type and length, of a dictionary its type and keys; what the program reads of it has a path itself;
 - ``None``, functions, classes and members of enums by identity; dtypes, sets and other plain values by equality;
-- of any other object its type;
+- of any other object its type, but a global object by identity;
 - whether an object has an attribute, if the program asks.
 
 Not compared are parameters, submodules and hooks, which must not change or are checked elsewhere, methods of objects other
@@ -32,7 +32,7 @@ import functools
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -359,8 +359,9 @@ class InputReads:
         self._add(path, plain)
 
     def _note_global(self, variables: dict[str, Any], name: str, filename: str) -> None:
-        """Note a function or class that the program reads from its globals, or a builtin, which a global may shadow."""
-        if (name not in variables or isinstance(variables[name], _CODE)) and is_of_program(filename):
+        """Note what the program reads from its globals and no other check covers; a global may also shadow a builtin."""
+        value = variables.get(name)
+        if (isinstance(value, bool) or not isinstance(value, _COMPARED)) and is_of_program(filename):
             self._links.add(variables, name)
 
     def _note_shared(self, source: WrappedValue, name: WrappedValue, value: WrappedValue) -> None:
@@ -403,13 +404,14 @@ class _ConcretePaths(Paths):
         return self.keys.get(id(provenance), (None, COMPUTED))[1]
 
 
-_CHANGEABLE = (list, dict, set, deque)
+_STATE = (list, dict, set, deque, tuple, range, frozenset, bytes, str)
 _CHECKED_BY_THUNDER = (bool, int, float, complex, str, slice, torch.device)
+_COMPARED = (*_CHECKED_BY_THUNDER, *_STATE, torch.Tensor, torch.nn.Module)
 _IGNORED = (Proxy, torch.Tensor, torch.nn.Module, ModuleType)
 _STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
 _KEYS = (int, str, NoneType, enum.Enum)
-_CODE = (FunctionType, BuiltinFunctionType, type)
-_CONSTANTS = (FunctionType, BuiltinFunctionType, enum.Enum)
+_CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, type)
+_CONSTANTS = (FunctionType, BuiltinFunctionType, MethodDescriptorType, enum.Enum)
 _ROOTS = (FUNCTION, *INPUTS)
 _BY_EQUALITY: tuple[type, ...] = (
     *(bool, int, float, complex, str, bytes, range, set, frozenset, slice, MethodType),
@@ -418,7 +420,7 @@ _BY_EQUALITY: tuple[type, ...] = (
 
 
 def _check_of(value: Any) -> Check:
-    if value is None or isinstance(value, (NoneType, FunctionType, BuiltinFunctionType, type, enum.Enum)):
+    if isinstance(value, (*_CODE, NoneType, enum.Enum)):
         return IS, value
     if isinstance(value, _BY_EQUALITY):
         return EQUAL, value if not isinstance(value, set) else set(value)
@@ -430,8 +432,8 @@ def _check_of(value: Any) -> Check:
 
 
 def _is_state_of_program(path: Path, value: Any) -> bool:
-    """Return whether a value is a container from the closure or the globals of a function that belongs to no library."""
-    if not isinstance(value, _CHANGEABLE) or str(path[-1][1]).startswith("__"):  # such as __builtins__
+    """Return whether a value is plain, and from the closure or the globals of a function that belongs to no library."""
+    if not isinstance(value, _STATE) or str(path[-1][1]).startswith("__"):  # such as __builtins__
         return False
     frame = get_interpreterruntimectx().frame_stack[-1]
     if not is_of_program(frame.code.co_filename):
