@@ -86,6 +86,9 @@ ARGUMENTS: dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...], int]] =
     "type of a number": (lambda x, factor: x.long() * factor, (2, 3, 2.5, True, 4), 3),
     "number or None": (lambda x, factor: x if factor is None else x * factor, (2, None, 3), 2),
     "compared number": (lambda x, factor: x if factor > 2 else x * factor, (1, 2, 3, 1), 3),
+    "truth of a number": (lambda x, number: x * 2 if number else x, (0, 3, 0), 2),
+    "range": (lambda x, number: sum((x for _ in range(number)), x), (1, 3, 1), 2),
+    "bool": (lambda x, doubles: x * 2 if doubles else x, (False, True, False), 2),
     "slice or None": (lambda x, rows: x if rows is None else x * 2, (slice(0, 2), None, slice(0, 2)), 2),
 }
 
@@ -98,3 +101,12 @@ def test_traces_with_symbolic_values_are_right_for_all_arguments(name: str) -> N
     for value in values:
         torch.testing.assert_close(model(x, value), function(x, value))
     assert thunder.cache_misses(model) == compiled
+
+
+def test_attributes_are_read_anew_with_symbolic_values() -> None:
+    module = Calling(lambda self, x: x * 2 if self.doubles else x)
+    module.doubles = False
+    model, x = thunder.jit(module, transforms=[fsdp()], cache="symbolic values"), torch.arange(3.0)
+    torch.testing.assert_close(model(x), x)
+    module.doubles = True
+    torch.testing.assert_close(model(x), x * 2)

@@ -351,6 +351,8 @@ class InputReads:
             return
         if is_number:
             self._checks[path] = TYPE, type(plain.value)
+            if self._sizes is not None:
+                self._sizes.add_number(path, plain)
             return
         self._iterators.note(plain)
         checked = _CHECKED_BY_THUNDER if self._sizes is None else torch.device

@@ -62,7 +62,12 @@ class Sizes:
 
     def __init__(self) -> None:
         self._paths: dict[str, list[tuple[Path, Any]]] = {}  # of each size, by name, with its value
+        self._numbers: list[tuple[Path, NumberProxy]] = []  # others that the program reads
         self._got: dict[str, NumberProxy] = {}
+
+    def add_number(self, path: Path, number: NumberProxy) -> None:
+        """Note a number that the program reads from its arguments or its module."""
+        self._numbers.append((path, number))
 
     def add(self, path: Path, tensor: TensorProxy) -> None:
         """Note an input tensor."""
@@ -128,6 +133,9 @@ class Sizes:
         for name, paths in self._paths.items():
             for path, value in paths:
                 checks[path] = (EQUAL, value) if name in fixed or value == 1 else (NOT, 1)
+        for path, number in self._numbers:
+            if number.name in fixed or number.is_static_constrained():
+                checks[path] = EQUAL, number.value
         return checks
 
 
