@@ -347,12 +347,14 @@ class InputReads:
         if isinstance(plain, bool):
             self._unknown.check_identity(provenance)
         path = self._paths.of(provenance)
-        if path is None or path is COMPUTED or path in self._checks or path[0] not in _ROOTS:
+        if path is None or path is COMPUTED or path[0] not in _ROOTS:
+            return
+        if is_number and self._sizes is not None:
+            self._sizes.add_number(path, plain)  # also if it is read again, which makes another proxy
+        if path in self._checks:
             return
         if is_number:
             self._checks[path] = TYPE, type(plain.value)
-            if self._sizes is not None:
-                self._sizes.add_number(path, plain)
             return
         self._iterators.note(plain)
         checked = _CHECKED_BY_THUNDER if self._sizes is None else torch.device
