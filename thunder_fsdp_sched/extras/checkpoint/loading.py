@@ -102,21 +102,21 @@ class Loading:
             )
 
     def finish(self, group: ProcessGroupRef, what: str) -> None:
-        """Read all values on all ranks, warn of casts and of missing values, and change the model; a collective.
+        """Read all values on all ranks, change the model, and warn of casts and of missing values; a collective.
 
         Raises:
             CheckpointError: on all ranks, if one of them cannot read its values. Nothing is changed then.
         """
         run_on_all_ranks(group, what, lambda: self.reader.load(self.memory))
+        with torch.no_grad():  # before the warnings, which may be errors of one rank
+            for value, source in self._targets:
+                value.copy_(self.memory[source])
         if self.casts and group.rank == 0:
             lines = [f"{name} from {source} to {own}".replace(" torch.", " ") for name, source, own in self.casts]
             warnings.warn(f"{what} casts what {self._path} holds: {_first(lines, '; ', '; and ')}", stacklevel=3)
         if self._lacking and group.rank == 0:
             names = _first([repr(name) for name in self._lacking], ", ", " and ")
             warnings.warn(f"{self._path} holds no {names}, which keep their values (strict=False)", stacklevel=3)
-        with torch.no_grad():
-            for value, source in self._targets:
-                value.copy_(self.memory[source])
 
 
 def _first(texts: Sequence[str], separator: str, before_more: str) -> str:
