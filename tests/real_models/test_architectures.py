@@ -106,7 +106,7 @@ def _train(rank: int, world_size: int, name: str) -> dict[str, Any]:
         run.train(3)
     moved = max((param - before[name]).abs().max().item() for name, param in run.reference.named_parameters())
     assert moved > 1e-3, f"no parameter has moved by more than {moved}: nothing was compared"
-    assert len(run.transform.compiled) == 1
+    assert len(run.transform.compiled) <= 2  # forward of some sets its configuration in the first call
     leaves = run.transform.sharded.leaves
     found = {re.sub(r", \d+ times\)$", ")", line) for line in leaves.summary()}
     found |= {str(what) for what in leaves.announced if not isinstance(what, type)}
