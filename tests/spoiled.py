@@ -1,4 +1,4 @@
-"""What breaks traces: swapped operands and results, an operator that may change its argument, and audits that fail."""
+"""Helpers that break traces: swapped operands and results, an operator that may change its input, and audits that fail."""
 
 from __future__ import annotations
 

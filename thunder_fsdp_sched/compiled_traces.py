@@ -115,7 +115,7 @@ class CompiledTraces:
     pass_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     buckets: Sequence[Bucket] = ()
     attached: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    _bsyms: list[Any] | None = field(default=None, repr=False)  # what is left of those of traces that were forgotten
+    _bsyms: list[Any] | None = field(default=None, repr=False)  # operands alone, once the traces are forgotten
 
     @cached_property
     def memory(self) -> Any:

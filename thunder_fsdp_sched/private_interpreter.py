@@ -241,9 +241,8 @@ class _UniqueChecks(list[Any]):
 
 
 def _key_of_check(check: Any) -> Any:
-    parts = tuple(
-        part.__reduce__() if isinstance(part, slice) else part for part in check
-    )  # unhashable before Python 3.12
+    # Slices have no hash before Python 3.12.
+    parts = (part.__reduce__() if isinstance(part, slice) else part for part in check)
     return tuple(variableify(part) if isinstance(part, Proxy) else part for part in parts)
 
 

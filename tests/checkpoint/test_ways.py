@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 class Way(NamedTuple):
-    """What saves a model and its optimizer, and what loads what the first has returned or written into the folder."""
+    """A function that saves a model and its optimizer, and one that loads its result or the folder that it has written."""
 
     save: Callable[[Any, Any, Path], Any]
     load: Callable[..., Any]

@@ -45,7 +45,7 @@ def _jit(**options: Any) -> nn.Module:
 def _audits(model: nn.Module) -> tuple[bool, ...]:
     """Return whether the next run of the cached forward and backward is audited.
 
-    Checks that a program whose audit is over is the one that Thunder shows.
+    Checks that, once its audit has ended, a program is the one that Thunder shows.
     """
     [entry] = thunder.compile_stats(model).interpreter_cache
     found = []

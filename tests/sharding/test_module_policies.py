@@ -213,7 +213,7 @@ class Policy(MixedPrecisionPolicy):
 
 
 def scaled_linear() -> nn.Module:
-    """Return a linear layer behind a scale in its own precision, inside one module."""
+    """Return a module that scales its input in a precision of its own, and then calls a linear layer."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(nn.functional.linear((x * self.scale).to(self.weight.dtype), self.weight))

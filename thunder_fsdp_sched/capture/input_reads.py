@@ -132,9 +132,8 @@ class InputReads:
         self._trace, self._checks, self._paths = context.computation_trace, {}, _ConcretePaths()
         self._assigned: list[tuple[Path, str, Any]] = []
         self._conditions, self._depth, self._links = list[Condition](), 0, Links()
-        self._holders: dict[
-            int, tuple[ProvenanceRecord, dict[str, Any], str]
-        ] = {}  # by the identity of their provenance
+        # The first module that has an object, by the identity of the object's provenance.
+        self._holders: dict[int, tuple[ProvenanceRecord, dict[str, Any], str]] = {}
         self._names: dict[str, torch.Tensor] = {}
         if self.leaves is not None:
             self.leaves.written.clear()

@@ -12,7 +12,7 @@ def actions_of(statements: Sequence[Statement]) -> list[Action]:
     """Return the sequence of issues and waits of a trace, the input of ``deadlock.find_fault``.
 
     The line of a reduction names the parameters of the bucket that have no gradient in this trace. A rank that lacks a
-    gradient returns none to autograd, whatever the others send for its statements, so ranks must lack the same.
+    gradient returns none to autograd, whatever the others send for its rows, so ranks must lack the same.
     """
     actions: list[Action] = []
     issued: list[Action] = []

@@ -38,7 +38,7 @@ class Statement(NamedTuple):
 
     @property
     def operation(self) -> list[BoundSymbol]:
-        """What issues the collective, goes on with it (an all-reduce after a reduce-scatter), up to this statement."""
+        """The bound symbols of the collective up to this one: its issue, an all-reduce after a reduce-scatter, its wait."""
         return [*(self.waits_for.operation if self.waits_for is not None else ()), self.bsym]
 
 
