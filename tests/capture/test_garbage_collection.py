@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+import time
 from collections.abc import Iterator
 
 from thunder_fsdp_sched import fsdp
@@ -82,3 +84,23 @@ def test_a_collector_that_runs_less_often_or_not_at_all_is_left_alone() -> None:
 def test_thresholds_that_the_model_sets_stay() -> None:
     compile_without_a_call(Noting(thresholds=(900, 9, 9)))
     assert gc.get_threshold() == (900, 9, 9)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_a_collection_calls_is_not_what_forward_calls() -> None:
+    class Permuting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (
+                len(sorted(itertools.permutations(range(9)))) / 362_880
+            )  # more than the threshold
+
+    read: list[float] = []
+    gc.callbacks.append(note := lambda phase, _: read.append(time.perf_counter()))
+    try:
+        gc.collect()
+        assert read
+        expected = (module := Permuting(4, 4))(X).detach()
+        torch.testing.assert_close(thunder.jit(module, transforms=[fsdp()])(X), expected)
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.isenabled()

@@ -6,12 +6,14 @@ would not see the attributes that a key reads or the random numbers that it draw
 all calls. A program that Thunder traces therefore gets the functions below in their place, which the interpreter interprets.
 
 Other native functions may call back, too: ``itertools.accumulate``, ``re.sub``, or a lookup that calls ``__eq__``. They
-run as they are, but a profile function watches whether the program calls functions whose results change meanwhile.
+run as they are, but a profile function watches whether the program calls functions whose results change meanwhile. Python's
+garbage collector waits until it has ended: the functions in ``gc.callbacks`` and finalizers are not the program's.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, FunctionType
@@ -65,6 +67,9 @@ class Watched:
         owner = getattr(self._function, "__objclass__", self._function)
         is_seeded = str(getattr(owner, "__module__", None)).startswith("numpy.random")  # the seed follows what it draws
         is_free = sys.getprofile() is None and not is_seeded
+        collects = is_free and gc.isenabled() and self._function is not gc.disable
+        if collects:
+            gc.disable()
         if is_free:
             sys.setprofile(_refuse_changing_values)
         try:
@@ -74,6 +79,8 @@ class Watched:
         finally:
             if is_free:
                 sys.setprofile(None)
+            if collects:
+                gc.enable()
         inputs = [wrap_const(self._function).provenance, wrap_args(args).provenance, wrap_kwargs(kwargs).provenance]
         return wrap(result, provenance=ProvenanceRecord(PseudoInst.OPAQUE, inputs=inputs))
 
