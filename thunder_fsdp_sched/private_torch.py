@@ -323,6 +323,9 @@ class _Refused(OrderedDict[Any, Any]):
             self._refuse(name)
         return super().__contains__(function)
 
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # in copies of modules without parameters, which belong to no model
+
 
 def refuse_composable(modules: Iterable[torch.nn.Module], refuse: Callable[[str], object]) -> None:
     """Call ``refuse`` with the name of ``fully_shard`` or ``replicate`` if it is applied to one of the modules."""

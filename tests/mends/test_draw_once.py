@@ -46,17 +46,17 @@ SAME_SAMPLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "exponential_": lambda y: y * torch.ones_like(y).exponential_(),
     "dropout": lambda y: F.dropout(y, 0.5) * 2,
     "rrelu": lambda y: F.rrelu(y, 0.1, 0.3, True),
+    "gumbel_softmax": lambda y: F.gumbel_softmax(y, 1.0),
+    "dropout1d": lambda y: F.dropout1d(y, 0.5),
+    "dropout2d": lambda y: F.dropout2d(y[None], 0.5)[0],
+    "alpha_dropout": lambda y: F.alpha_dropout(y, 0.5, True),
+    "feature_alpha_dropout": lambda y: F.feature_alpha_dropout(y[None], 0.5, True)[0],
     "attention": attention,
     "own gradient": OwnGradient.apply,
 }
 
 REDRAWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "poisson": lambda y: y * torch.poisson(torch.exp(y)),
-    "gumbel_softmax": lambda y: F.gumbel_softmax(y, 1.0),
-    "dropout1d": lambda y: F.dropout1d(y, 0.5),
-    "dropout2d": lambda y: F.dropout2d(y[None], 0.5)[0],
-    "alpha_dropout": lambda y: F.alpha_dropout(y, 0.5, True),
-    "feature_alpha_dropout": lambda y: F.feature_alpha_dropout(y[None], 0.5, True)[0],
     "native_dropout": lambda y: torch.native_dropout(y, 0.5, True)[0],
     "dropout": lambda y: torch.dropout(y, 0.5, True),
 }

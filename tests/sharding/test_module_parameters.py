@@ -16,7 +16,7 @@ import pytest
 import thunder
 import torch
 from coded import coded
-from models import Halves, Model, Stack
+from models import Chain, Halves, Model, Stack
 from ranks import on_ranks
 from saving import Holder, assert_equal
 from scenario import Run, loss_of, sgd
@@ -202,6 +202,13 @@ REFUSED: list[tuple[Callable[[Any, nn.Module], Any], type[Exception], coded]] = 
         for holder in (lambda model, part: part, lambda model, part: model, lambda model, part: Holder(model))
     ),
 ]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_part_without_parameters_can_be_copied(make_copy: Callable[[nn.Module], nn.Module]) -> None:
+    thunder.jit(module := Chain(lambda _: nn.Linear(4, 4), lambda _: nn.ReLU(), count=2), transforms=[fsdp()])
+    assert torch.equal(make_copy(module.blocks[1])(torch.tensor([-1.0, 1.0])), torch.tensor([0.0, 1.0]))
 
 
 @on_ranks()

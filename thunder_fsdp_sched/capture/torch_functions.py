@@ -30,6 +30,7 @@ from ..errors import coded_error
 from ..extensions import load
 from ..ir.gradients import WRONG_GRADIENTS
 from ..private_interpreter import call_interpreted
+from . import random_functions
 from .leaves import Leaves
 from .refusals import count_refused, refusal
 from .torch_types import requires_grad
@@ -41,6 +42,8 @@ def look_aside(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return partial(call_interpreted, _eye, wrap_const(torch.get_default_dtype()))
     if function is torch.nn.functional.scaled_dot_product_attention and "enable_gqa" in kwargs:
         return partial(call_interpreted, _grouped_attention)
+    if (draws := random_functions.look_aside(function, args, kwargs)) is not None:
+        return draws
     if function is torch.tensor and (dtype := torch.get_default_dtype()) is not torch.float32:
         data = unwrap(kwargs.get("data", args[0] if args else None))
         kind = data.python_type if isinstance(data, NumberProxy) else type(data)
