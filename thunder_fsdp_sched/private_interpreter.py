@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -86,6 +87,13 @@ def replace_key(value: WrappedValue, key: Any) -> None:
     value.provenance.ext_flag = provenance.ext_flag
 
 
+def identify_key(value: WrappedValue) -> None:
+    """Let Thunder make an identifier of a key that is none, such as the name of the submodule ``block-1``."""
+    key = value.provenance.inputs[1]
+    if key.inst is PseudoInst.CONSTANT and type(key.value) is str and not f"_{key.value}".isidentifier():
+        replace_key(value, _NamedText(key.value))
+
+
 @contextmanager
 def unique_name(value: WrappedValue, known: dict[str, torch.Tensor]) -> Iterator[None]:
     """Let Thunder give a tensor that the program reads a name of its own while it wraps it.
@@ -96,37 +104,48 @@ def unique_name(value: WrappedValue, known: dict[str, torch.Tensor]) -> Iterator
         known: the tensors of this trace that have a name, by name.
     """
     provenance, tensor = value.provenance, value.value
-    if provenance.inst not in (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR):
+    if provenance.inst not in _STEPS:
         yield
         return
-    name, key = _infer_name_postfix_from_provenance(provenance), provenance.inputs[1]
-    if not name or key.inst is not PseudoInst.CONSTANT or known.setdefault(name, tensor) is tensor:
-        yield
-        return
-    number = next(n for n in itertools.count(1) if known.setdefault(f"{name}_{n}", tensor) is tensor)
-    numbered = (_NumberedText if isinstance(key.value, str) else _NumberedIndex)(key.value)
-    replace_key(value, numbered)
-    numbered.suffix = f"_{number}"
+    named: list[_NamedText | _NumberedIndex] = []
+    step = provenance
+    while step.inst in _STEPS:
+        step, key = step.inputs
+        if isinstance(key.value, _NamedText):
+            named.append(key.value)
+    for text in named:
+        text.suffix = ""
     try:
+        name, key = _infer_name_postfix_from_provenance(provenance), provenance.inputs[1]
+        if name and key.inst is PseudoInst.CONSTANT and known.setdefault(name, tensor) is not tensor:
+            number = next(n for n in itertools.count(1) if known.setdefault(f"{name}_{n}", tensor) is tensor)
+            named.append(numbered := (_NamedText if isinstance(key.value, str) else _NumberedIndex)(key.value))
+            replace_key(value, numbered)
+            numbered.suffix = f"_{number}"
         yield
     finally:
-        numbered.suffix = ""
+        for text in named:
+            text.suffix = None
 
 
-class _NumberedText(str):
-    """A key whose text, of which Thunder makes a name, has a number for a moment."""
+_STEPS = (PseudoInst.LOAD_ATTR, PseudoInst.BINARY_SUBSCR)
 
-    suffix = ""
+
+class _NamedText(str):
+    """A key whose text, of which Thunder makes a name, is part of an identifier, and has a number, for a moment."""
+
+    suffix: str | None = None
 
     def __str__(self) -> str:
-        return str.__str__(self) + self.suffix
+        text = str.__str__(self)
+        return text if self.suffix is None else re.sub(r"\W", "_", text) + self.suffix
 
 
 class _NumberedIndex(int):
-    suffix = ""
+    suffix: str | None = None
 
     def __str__(self) -> str:
-        return int.__repr__(self) + self.suffix
+        return int.__repr__(self) + (self.suffix or "")
 
 
 def find_attributes(source: WrappedValue) -> None:

@@ -49,6 +49,24 @@ def test_modules_whose_paths_differ_in_separators_keep_their_parameters(leaf_mod
     Beside(module, leaf_modules=leaf_modules, debug=Debug(differentiate_once=once)).check(x)
 
 
+@pytest.mark.parametrize("leaf_modules", [(), (Scale,)], ids=["traced", "leaves"])
+def test_names_that_are_no_identifiers_keep_their_parameters(leaf_modules: Any) -> None:
+    module = nn.Module()
+    for number, name in enumerate(("a-1", "a_1", "a 1", "ü")):
+        module.add_module(name, nn.Sequential(Scale(number + 1.0)))
+    module.register_parameter("w-1", nn.Parameter(torch.ones(2)))
+    both = Beside(Calling(_product, parts=module).double(), leaf_modules=leaf_modules)
+    both.check(torch.full((2, 2), 1e-3, dtype=torch.float64))
+
+
+def _product(self: Any, x: torch.Tensor) -> torch.Tensor:
+    parts = self.parts
+    y = parts.get_parameter("w-1") * x
+    for name, part in parts.named_children():
+        y = part(y) * (2 if name == "a-1" else 3)
+    return y
+
+
 def _sum(self: Any, inputs: Any) -> torch.Tensor:
     return self.linear(inputs["a_b"] + 10 * inputs["a"]["b"] + 100 * inputs["c"][0] + 1000 * inputs["c_0"])
 

@@ -58,6 +58,7 @@ from ..extensions import load
 from ..private_interpreter import (
     find_attributes,
     forget_new_modules,
+    identify_key,
     observed_by,
     replace_key,
     save_attributes_of_root,
@@ -209,6 +210,7 @@ class InputReads:
             known = self._paths.keys.get(id(provenance.inputs[1]))
             if known is not None and not isinstance(known[1], Proxy):
                 replace_key(value, known[1])
+            identify_key(value)
         if isinstance(value.value, torch.Tensor):
             is_fixed = self._sizes is not None and isinstance(value.value, torch.nn.Parameter)
             with fixed_shapes() if is_fixed else nullcontext(), unique_name(value, self._names):

@@ -42,6 +42,8 @@ def look_aside(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return partial(call_interpreted, _eye, wrap_const(torch.get_default_dtype()))
     if function is torch.nn.functional.scaled_dot_product_attention and "enable_gqa" in kwargs:
         return partial(call_interpreted, _grouped_attention)
+    if function is torch.nn.functional.multi_head_attention_forward:
+        return partial(call_interpreted, _attention_of_heads)
     if (draws := random_functions.look_aside(function, args, kwargs)) is not None:
         return draws
     if function is torch.tensor and (dtype := torch.get_default_dtype()) is not torch.float32:
@@ -194,6 +196,11 @@ def _grouped_attention(
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+
+
+_attention = torch.nn.functional.multi_head_attention_forward
+_attention_of_heads = FunctionType(_attention.__code__, _attention.__globals__, None, _attention.__defaults__)
+"""The function of torch, which Thunder would run as one operator, and differentiate only if it returns weights."""
 
 
 def _norm(
