@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from thunder_fsdp_sched import fsdp
@@ -27,7 +29,33 @@ def _attend(y: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(heads.repeat(1, 2, 1, 1), heads, heads, None, 0.0, True, enable_gqa=True)
 
 
+def _append(y: torch.Tensor) -> torch.Tensor:
+    parts = [y]
+    parts.append(torch.cat(parts) * 2)
+    parts += [torch.stack(parts).sum(0)]
+    return torch.cat(tensors=parts)
+
+
+def _replace(y: torch.Tensor) -> torch.Tensor:
+    parts = [y, y * 2]
+    first = torch.cat(parts)
+    parts.reverse()
+    second = torch.cat(tensors=parts)
+    parts[0] = y * 3
+    return first + second * torch.cat(parts)
+
+
+def _resize(y: torch.Tensor) -> torch.Tensor:
+    sizes = [2, 8]
+    wide = y.reshape(sizes)
+    sizes[0] = 8
+    return wide @ torch.ones(sizes, dtype=y.dtype)
+
+
 TRACED: Functions = {
+    "lists that grow": _append,
+    "lists that change": _replace,
+    "sizes that change": _resize,
     "eye": lambda y: (
         y @ torch.eye(4, dtype=y.dtype)
         + torch.eye(4, 5, dtype=torch.int64, device=y.device)[:, 1:] * y
@@ -157,17 +185,43 @@ def test_scalars_have_the_default_dtype(default: torch.dtype, leaves: tuple[str,
         assert [(each.dtype, each.tolist()) for each in actual] == [(each.dtype, each.tolist()) for each in expected]
 
 
+class _Attending(nn.Module):
+    """Calls attention of torch with its options, and layers that contain it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = partial(nn.MultiheadAttention, 4, 2, batch_first=True)
+        self.plain = nn.ModuleList([made(), made(bias=False), made(add_bias_kv=True), made(add_zero_attn=True)])
+        self.cross = made(kdim=2, vdim=2)
+        self.layers = nn.Transformer(4, 2, 1, 1, 8, 0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        y = self.cross(x, x[..., :2], x[..., 2:], key_padding_mask=padding, need_weights=False)[0]
+        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        for attention in self.plain:
+            y = y + attention(x, y, y, attn_mask=causal, need_weights=False)[0]
+            y = y + attention(y, x, x, average_attn_weights=False)[1].sum((0, 1))[:, :1]
+        return self.layers(x, y, tgt_mask=causal, tgt_is_causal=True)
+
+
+def test_attention_of_torch_is_traced() -> None:
+    x, padding = torch.randn(2, 3, 4, dtype=torch.float64), torch.tensor([[False, False, True], [False] * 3])
+    Beside(_Attending().double(), leaf_modules=()).check(x, padding)
+
+
 class _Results(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         assert x.max(-1)._fields == ("values", "indices")
-        return {"largest": x.max(-1), "both": [torch.topk(x, 2)], "sum": x.sum()}
+        both = collections.OrderedDict(topk=[torch.topk(x, 2)], inner=collections.OrderedDict(max=x.max(-1)))
+        return {"largest": x.max(-1), "both": both, "sum": x.sum()}
 
 
-def test_forward_returns_results_as_tuples() -> None:
+def test_forward_returns_plain_containers() -> None:
     x = torch.randn(3, 4)
     output = thunder.jit(_Results(), transforms=[fsdp(leaf_modules=())])(x)
     torch.testing.assert_close(output["largest"], tuple(x.max(-1)))
-    torch.testing.assert_close(output["both"], [tuple(torch.topk(x, 2))])
+    assert type(output["both"]) is dict is type(output["both"]["inner"])
+    torch.testing.assert_close(output["both"], {"topk": [tuple(torch.topk(x, 2))], "inner": {"max": tuple(x.max(-1))}})
 
 
 class _Pair(NamedTuple):

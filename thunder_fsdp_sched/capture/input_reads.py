@@ -162,7 +162,7 @@ class InputReads:
             if refused:
                 result = do_raise(refused[0])
         if result is not INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-            result = torch_functions.with_plain_tuples(result)
+            result = torch_functions.with_plain_containers(result)
         has_failed = result is INTERPRETER_SIGNALS.EXCEPTION_RAISED
         is_automatic = self.leaves is not None and self.leaves.automatic
         if is_automatic and not has_failed and (changed := self._containers.changed()) is not None:
@@ -277,6 +277,12 @@ class InputReads:
         if function is object.__setattr__:
             find_attributes(args[0])
         found = self._shapes.look_aside(function, args, found)
+        if (
+            callable(found)
+            and any(type(v.value) is list for v in (*args, *kwargs.values()))
+            and torch_functions.is_of_torch(function)
+        ):
+            found = functools.partial(torch_functions.with_own_lists, found)
         leaves = self.leaves if self.leaves is not None and self.leaves.automatic else None
         if leaves is not None and found is not None and torch_functions.is_of_torch(function):
             return functools.partial(torch_functions.call_or_run_as_it_is, leaves, function, found)

@@ -20,7 +20,7 @@ from thunder.core.interpreter import (
     unwrap,
     wrap_const,
 )
-from thunder.core.jit_ext import get_jit_ctx
+from thunder.core.jit_ext import get_jit_ctx, recursively_proxy
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.torch import _torch_to_thunder_function_map
@@ -66,6 +66,20 @@ def look_aside(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def is_of_torch(function: Any) -> bool:
     """Return whether Thunder has a function of its own in place of this one, or should have."""
     return isinstance(function, Symbol) or id(function) in _MAPPED or _is_operator(function)
+
+
+def with_own_lists(traced: Callable[..., Any], *args: WrappedValue, **kwargs: WrappedValue) -> Any:
+    """Call Thunder's function with copies of lists: the trace keeps them, and the program may append to them later."""
+    lists = {id(value): value for value in (*args, *kwargs.values()) if type(value.value) is list}
+    recursively_proxy(*lists.values())
+    kept = [(value, value.value) for value in lists.values()]
+    for value, items in kept:
+        value.value = list(items)
+    try:
+        return traced(*args, **kwargs)
+    finally:
+        for value, items in kept:
+            value.value = items
 
 
 def _needs_gradient(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) -> bool:
@@ -154,19 +168,30 @@ types: Thunder's programs do not print them."""
 _BUILTIN = {id(getattr(torch, name)): name for name in (*_NAMED, "norm", "repeat_interleave", "reshape")}
 
 
-def with_plain_tuples(output: WrappedValue) -> Any:
-    """Return what the outermost forward returns, wrapped, with plain tuples in place of torch's named ones.
+def with_plain_containers(output: WrappedValue) -> Any:
+    """Return what the outermost forward returns, wrapped, with tuples for torch's named ones, and dicts for ordered ones.
 
     Other named tuples are refused: a trace cannot make them.
     """
-    found = [type(value) for value in tree_leaves(unwrap(output), is_leaf=_is_named) if _is_named(value)]
-    if foreign := [kind for kind in found if kind not in _NAMED.values() and kind.__module__ != "torch.return_types"]:
+    named = [type(value) for value in tree_leaves(unwrap(output), is_leaf=_is_named) if _is_named(value)]
+    if foreign := [kind for kind in named if kind not in _NAMED.values() and kind.__module__ != "torch.return_types"]:
         what = f"forward returns a named tuple ({foreign[0].__name__}), which a trace cannot make"
         return do_raise(refusal(what, "Return a dataclass, a dictionary or a plain tuple"))
-    if not found:
-        return output
-    plain = lambda value: tree_map(lambda v: tuple(v) if _is_named(v) else v, value, is_leaf=_is_named)  # noqa: E731
-    return interpreter_needs_wrap(plain)(output)
+    is_plain = not named and not any(map(_is_ordered, tree_leaves(unwrap(output), is_leaf=_is_ordered)))
+    return output if is_plain else interpreter_needs_wrap(_plain)(output)
+
+
+def _plain(output: Any) -> Any:
+    def convert(value: Any) -> Any:
+        if _is_ordered(value):
+            return {key: _plain(item) for key, item in value.items()}
+        return tuple(value) if _is_named(value) else value
+
+    return tree_map(convert, output, is_leaf=lambda value: _is_named(value) or _is_ordered(value))
+
+
+def _is_ordered(value: Any) -> bool:
+    return type(value) is collections.OrderedDict
 
 
 def _is_named(value: Any) -> bool:
