@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .plan.plan import Plan
     from .plan.specs import BucketSpec, ParamSpec
     from .proof import VerificationError
-    from .ranks.channel import ScheduleDisagreement
+    from .ranks.rounds import ScheduleDisagreement
     from .transform import FSDPTransform
 
 __all__ = [
@@ -104,7 +104,7 @@ _CORE = (
     "plan.plan",
     "plan.specs",
     "proof",
-    "ranks.channel",
+    "ranks.rounds",
     "transform",
 )
 _LOADED_WHEN_USED = (

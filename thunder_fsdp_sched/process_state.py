@@ -13,7 +13,7 @@ compares this table with the code:
 | `extras.checkpoint.staging` | `host_memory`: shared memory, a process | none; copies are closed | the writer ends itself |
 | `extras.checkpoint.folder` | each `SaveRun`: files of an unfinished save | the parent's: none is deleted | |
 | `ranks.process_groups` | each `ProcessGroupRef` | raises an error, but for fake groups | gloo groups end (hook) |
-| `ranks.process_groups` | `_companions` | kept, and replaced: their groups are unusable | |
+| `ranks.new_groups` | `_companions` | kept, and replaced: their groups are unusable | |
 | `ranks.process_groups` | `_planned` ranks of fake groups | kept | |
 | `ranks.process_groups` | `_used` groups | kept: they are unusable | |
 | `ranks.process_groups` | `_register_exit_hook` | the first group registers the hook again | |

@@ -19,7 +19,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from coded import coded
-from internals import args_of, process_groups, verify
+from internals import args_of, new_groups, verify
 from models import Layer, Model, Stack
 from ranks import on_ranks
 from scenario import Run, loss_of, sgd
@@ -329,7 +329,7 @@ def test_models_that_are_given_one_ranks_object_have_a_control_each(one_rank: No
 
 @on_ranks(2)
 def test_a_group_that_is_collected_while_another_is_created_changes_no_name(rank: int) -> None:
-    level = process_groups._level_group_counts
+    level = new_groups._level_group_counts
 
     def collect_after(*args: Any) -> Any:
         levels = level(*args)
@@ -341,7 +341,7 @@ def test_a_group_that_is_collected_while_another_is_created_changes_no_name(rank
     dropped = [_shard_in_a_cycle()]
     dist.destroy_process_group(dropped[0][0])
 
-    with mock.patch.object(process_groups, "_level_group_counts", collect_after):
+    with mock.patch.object(new_groups, "_level_group_counts", collect_after):
         run = Run(
             Stack(1).double(), ranks=Ranks(process_group=dist.new_group([0, 1]), separate_reduce_scatter_group=True)
         )

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import coded_error
 from ..ranks.assignment import GroupAssignment
-from ..ranks.process_groups import BucketRanks, ProcessGroupRef, companion_of, default_group, new_group
+from ..ranks.new_groups import companion_of, new_group
+from ..ranks.process_groups import BucketRanks, ProcessGroupRef, default_group
 
 
 def ranks_of_answer(assignment: GroupAssignment, name: str, answer: Any) -> BucketRanks:

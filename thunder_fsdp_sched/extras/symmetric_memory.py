@@ -37,7 +37,8 @@ from ..errors import coded_error
 from ..plan.layout import Layout
 from ..plan.specs import BucketSpec
 from ..private_distributed import timeout_of
-from ..ranks.process_groups import ARRIVAL_TIMEOUT, BucketRanks, ProcessGroupRef
+from ..ranks.new_groups import ARRIVAL_TIMEOUT
+from ..ranks.process_groups import BucketRanks, ProcessGroupRef
 from ..ranks.store_texts import exchange_texts
 from ..sizes import round_up
 from ..transports.base import Traffic, Transport, TransportedBucket, Views, Work, issue_then, segment_bytes

@@ -26,7 +26,6 @@ import dataclasses
 import functools
 import operator
 import pickle
-import struct
 import threading
 import time
 from collections import Counter
@@ -39,15 +38,11 @@ from ..extensions import load
 from ..private_distributed import host_backend, timeout_of
 from ..private_torch import labelled
 from .all_gather import HostAllGather
-from .known_failures import known_to_all
 from .messages import named
-from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, let_belong, new_group
+from .new_groups import ARRIVAL_TIMEOUT, let_belong, new_group
+from .process_groups import ProcessGroupRef
+from .rounds import TOKEN, RoundAction, ScheduleDisagreement
 from .store_texts import exchange_texts, publish_text
-
-TOKEN = struct.Struct("<5q")
-"""The format of a token: a hash of what all ranks must have in common, one of what they may have in common (inputs), one
-of what ranks must have in common if they have that (the exact computation), bits that may differ, of which those
-count that all ranks have set, and a hash of what the ranks exchange unless it is the same on all of them."""
 
 _PATIENCE = timedelta(seconds=5)
 """How long ranks that disagree wait for each other's descriptions."""
@@ -56,49 +51,6 @@ _FAILURE_PATIENCE = timedelta(seconds=2)
 """How long a rank whose collective or round failed waits for the reports of the others."""
 
 _INSTANT = timedelta(milliseconds=1)
-
-
-class ScheduleDisagreement(RuntimeError):
-    """The error that ranks of a process group do different things: other schedules, other traces, or some did not come."""
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        known_to_all(self)
-
-
-class RoundAction:
-    """The action that a rank announces in a round.
-
-    Attributes:
-        text: a description in one line.
-        advice: how to allow a difference between actions with this advice; empty if that is impossible.
-    """
-
-    def __init__(self, text: str, advice: str = "") -> None:
-        self.text, self.advice = text, advice
-
-    def describe(self) -> str:
-        """Return one line for the message of a disagreement."""
-        return self.text
-
-    def details(self) -> Sequence[str]:
-        """Return lines to compare if the descriptions of ranks are equal; may be empty."""
-        return ()
-
-    @property
-    def remembered(self) -> RoundAction:
-        """The action whose description a channel keeps until its next round, without what belongs to a module."""
-        return self
-
-    def cancel(self) -> None:
-        """Record that the action will not be performed, after it was posted."""
-
-    def apply_agreement(self, offered_bits: int, *, alike: bool) -> None:
-        """Act on the bits that all ranks have offered, once the round is settled.
-
-        Args:
-            alike: whether the last hash of all tokens is the same.
-        """
 
 
 class Channel:
@@ -259,8 +211,8 @@ class Channel:
 _channels: dict[tuple[tuple[int, ...], timedelta], Channel] = {}
 
 
-def open_channel(group: ProcessGroupRef, name: str) -> Channel | None:
-    """Return the channel of these ranks, and create one if any of them lacks it; ``None`` if there are no other ranks.
+def open_channel(group: ProcessGroupRef, name: str) -> Channel:
+    """Return the channel of these ranks, of which there are several, and create one if any of them lacks it.
 
     It is a collective, at the start of ``thunder.jit``, for which the ranks meet at the group's store: 6 requests of a rank.
     To create a channel takes 12 more, and those with which gloo connects each rank with all others.
@@ -271,8 +223,6 @@ def open_channel(group: ProcessGroupRef, name: str) -> Channel | None:
     Raises:
         ScheduleDisagreement: a rank does not come in time. A rank that comes too late waits in vain for as long.
     """
-    if group.size == 1 or group.is_fake:
-        return None
     timeout = timeout_of(group.process_group)
     key = tuple(group.global_ranks), timeout
     known = _channels.get(key)

@@ -77,7 +77,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,17 +85,26 @@ import torch.distributed as dist
 from ..errors import coded_error
 from ..extensions import load
 from ..process_state import reset_after_fork
-from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
 from .issue_counts import IssueCounts, after_surplus
 from .known_failures import begin_work, is_known_to_all, known_to_all
 from .messages import first_line, without_remarks
 from .process_groups import ProcessGroupRef
+from .rounds import TOKEN, RoundAction, ScheduleDisagreement
 
 if TYPE_CHECKING:
-    from .compare_programs import AgreedProgram
+    from .channel import Channel
 
 Agreement = Literal["step", "compile", "never"]
 """How often ranks agree: before each compiled trace runs, when they compile it, or not at all."""
+
+
+class AgreedProgram(NamedTuple):
+    """The result of comparing a program among the ranks: see ``compare_programs``."""
+
+    number: int  # identifies the program on the control channel, the same on all ranks whose programs match
+    communicates: bool  # whether any rank issues a collective, or may do so
+    compares_computation: bool  # whether the computations of the ranks must be equal
+    is_alike: bool  # whether the n-th collective is the same on all ranks, each in its own process group
 
 
 class Control:
@@ -140,7 +149,11 @@ class Control:
         """
         title = f"module {next(_numbers[group.name])}"
         name = f"{group.name} {title}"
-        channel = open_channel(group, name)
+        channel = None
+        if group.size > 1 and not group.is_fake:
+            from .channel import open_channel  # here, because one rank agrees with nobody
+
+            channel = open_channel(group, name)
         title = f"{title} ({kind})"
         return cls(group, channel, name, title, agreement=agreement)
 

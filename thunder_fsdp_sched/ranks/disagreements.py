@@ -12,7 +12,8 @@ import torch.distributed as dist
 from .messages import first_difference, first_different, first_line, named, sides
 
 if TYPE_CHECKING:
-    from .channel import Channel, RoundAction
+    from .channel import Channel
+    from .rounds import RoundAction
 
 
 def failures(channel: Channel, reports: Mapping[int, str], unagreed: str, patience: timedelta) -> str:

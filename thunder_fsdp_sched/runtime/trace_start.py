@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from ..private_torch import backward_number
-from ..ranks.channel import TOKEN, RoundAction
-from ..ranks.compare_programs import AgreedProgram, Computation
-from ..ranks.control import Control, hash64
+from ..ranks.compare_programs import Computation
+from ..ranks.control import AgreedProgram, Control, hash64
 from ..ranks.issue_counts import after_surplus
 from ..ranks.messages import MAY_DIFFER
 from ..ranks.process_groups import ProcessGroupRef
+from ..ranks.rounds import TOKEN, RoundAction
 from .bucket import Bucket
 from .memory import Slot
 from .ops import gather_again

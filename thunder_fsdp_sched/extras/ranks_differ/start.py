@@ -14,9 +14,9 @@ from ...ir.analysis import NO_PENDING_GRADS
 from ...ir.statements import read_statements
 from ...passes import Context
 from ...proof.audit import Auditor
-from ...ranks.channel import TOKEN, RoundAction
-from ...ranks.compare_programs import AgreedProgram, Computation
-from ...ranks.control import hash64
+from ...ranks.compare_programs import Computation
+from ...ranks.control import AgreedProgram, hash64
+from ...ranks.rounds import TOKEN, RoundAction
 from ...runtime.autograd import requested
 from ...runtime.bucket import Bucket
 from ...runtime.ops import gather_again

@@ -12,8 +12,8 @@ issued all collectives of the trace when it failed cannot know whether others ha
 from __future__ import annotations
 
 from ...errors import coded_error
-from ...ranks.channel import ScheduleDisagreement
 from ...ranks.control import Control
+from ...ranks.rounds import ScheduleDisagreement
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena, slot_bytes
 from ...runtime.ops import gather_again, reduce_scatter

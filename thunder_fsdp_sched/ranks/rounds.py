@@ -1,0 +1,56 @@
+"""What ranks exchange in a round, and the error if they do different things: see [Note: Rounds] in ``channel``."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from .known_failures import known_to_all
+
+TOKEN = struct.Struct("<5q")
+"""The format of a token: a hash of what all ranks must have in common, one of what they may have in common (inputs), one
+of what ranks must have in common if they have that (the exact computation), bits that may differ, of which those
+count that all ranks have set, and a hash of what the ranks exchange unless it is the same on all of them."""
+
+
+class ScheduleDisagreement(RuntimeError):
+    """The error that ranks of a process group do different things: other schedules, other traces, or some did not come."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        known_to_all(self)
+
+
+class RoundAction:
+    """The action that a rank announces in a round.
+
+    Attributes:
+        text: a description in one line.
+        advice: how to allow a difference between actions with this advice; empty if that is impossible.
+    """
+
+    def __init__(self, text: str, advice: str = "") -> None:
+        self.text, self.advice = text, advice
+
+    def describe(self) -> str:
+        """Return one line for the message of a disagreement."""
+        return self.text
+
+    def details(self) -> Sequence[str]:
+        """Return lines to compare if the descriptions of ranks are equal; may be empty."""
+        return ()
+
+    @property
+    def remembered(self) -> RoundAction:
+        """The action whose description a channel keeps until its next round, without what belongs to a module."""
+        return self
+
+    def cancel(self) -> None:
+        """Record that the action will not be performed, after it was posted."""
+
+    def apply_agreement(self, offered_bits: int, *, alike: bool) -> None:
+        """Act on the bits that all ranks have offered, once the round is settled.
+
+        Args:
+            alike: whether the last hash of all tokens is the same.
+        """
