@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.kernels.symbols import executor
+from thunder_fsdp_sched.kernels.executor import executor
 
 import harness
 import thunder

@@ -25,7 +25,7 @@ from .errors import coded_error
 from .extensions import load
 from .ir.gradients import PIECEWISE_CONSTANT, WRONG_GRADIENTS
 from .ir.inspection import nested
-from .kernels.symbols import executor as kernels
+from .kernels.executor import executor as kernels
 from .mends.reject_resampled_random_grads import reject_resampled_random_grads
 from .passes import Context, Run
 from .proof import verify

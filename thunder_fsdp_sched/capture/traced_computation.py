@@ -34,7 +34,7 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import Transform
 from thunder.extend import StatefulExecutor
 
-from ..kernels.symbols import attention_backends
+from ..kernels.executor import attention_backends
 from ..private_thunder import cache_info
 from .bound_symbols import StructuralKeys
 from .keys import IdentityKey

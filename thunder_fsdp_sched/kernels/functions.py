@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import thunder.torch as ltorch
-import torch
-from thunder.core import dtypes
-from thunder.core.proxies import NumberProxy, TensorProxy
-from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import Symbol
-from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import Executor, get_default_executors
 
-from ..ir.observation import describe
-from ..private_thunder import shape_of, torch_function_of
-from .symbols import cached, call_operator, device_of, executor
-from .torch_program import TorchProgram, torch_program
+from .executor import executor
 
 
 def with_kernels(executors: Sequence[Executor], computes_on: Collection[str]) -> tuple[Executor, ...]:
@@ -36,44 +27,6 @@ def with_kernels(executors: Sequence[Executor], computes_on: Collection[str]) ->
     return (*executors[:first], executor, *executors[first:])
 
 
-class _KernelCall(NamedTuple):
-    program: TorchProgram
-    inputs: Sequence[TensorProxy]
-
-
-def _call_of(symbol: Symbol, differentiable: frozenset[str], args: Any, kwargs: Any) -> _KernelCall | None:
-    """Return what torch runs for a call of a function; ``None`` if Thunder decomposes it.
-
-    The arguments go to torch by name, except the first, because Thunder leaves out some of torch's.
-    """
-    bound = inspect.signature(symbol.meta).bind(*args, **kwargs).arguments
-    given = {name: argument for name, argument in bound.items() if argument is not None}
-    first, *named = given
-    leaves, spec = tree_flatten((tuple(given.values()), {}))
-    inputs = {leaf.name: leaf for leaf in leaves if isinstance(leaf, TensorProxy)}
-    wanted = {
-        p.name
-        for name, p in given.items()
-        if (name == first or name in differentiable) and isinstance(p, TensorProxy) and dtypes.is_inexact_dtype(p.dtype)
-    }
-    others = [p for name, p in inputs.items() if name not in wanted and dtypes.is_inexact_dtype(p.dtype)]
-    if any(p is not given.get("weight") for p in others):
-        return None  # such as a mask that is learned: torch has another kernel for it, or none
-    if any(map(_is_symbolic, leaves)) or (arguments := describe(leaves, {})) is None:
-        return None
-    # That of hardswish has no path.
-    function = torch_function_of(symbol.id) or getattr(torch.nn.functional, symbol.name)
-    flags = tuple([name in wanted for name in inputs])
-    program = cached(torch_program, function, arguments, spec, device_of(inputs.values()), tuple(named), flags)
-    return None if program is None else _KernelCall(program, tuple(inputs.values()))
-
-
-def _is_symbolic(leaf: Any) -> bool:
-    if isinstance(leaf, TensorProxy):
-        return any(isinstance(size, NumberProxy) for size in shape_of(leaf))
-    return isinstance(leaf, NumberProxy)
-
-
 def _keep_whole(symbol: Symbol, *differentiable: str) -> None:
     """Claim a function.
 
@@ -82,22 +35,19 @@ def _keep_whole(symbol: Symbol, *differentiable: str) -> None:
     """
     names = frozenset(differentiable)
 
+    def call_of(args: Any, kwargs: Any) -> Any:
+        from .calls import call_of  # here, because many models call none of these functions
+
+        return call_of(symbol, names, args, kwargs)
+
     def can_run(*args: Any, **kwargs: Any) -> bool:
-        return _call_of(symbol, names, args, kwargs) is not None
+        return call_of(args, kwargs) is not None
 
     def execute(*args: Any, **kwargs: Any) -> Any:
-        call = _call_of(symbol, names, args, kwargs)
-        assert call is not None
-        return call.program.run(call_operator, call.inputs, None)[0]
+        return call_of(args, kwargs).execute()
 
     def differentiate(*args: Any, **kwargs: Any) -> Any:
-        call = _call_of(symbol, names, args, kwargs)
-        assert call is not None
-        result, grads = call.program.run(call_operator, call.inputs, get_grad)
-        for argument, grad in zip(call.inputs, grads, strict=True):
-            if grad is not None:
-                put_grad(argument, grad)
-        return result
+        return call_of(args, kwargs).differentiate()
 
     executor.register_implementation(symbol, checker=can_run, execution_transform=execute, grad_transform=differentiate)
 

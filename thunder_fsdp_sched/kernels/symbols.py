@@ -12,45 +12,17 @@ from thunder.core.devices import to_device
 from thunder.core.dtypes import to_dtype
 from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_flatten
-from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.extend import OperatorExecutor, register_executor
+from thunder.core.symbol import Symbol
 from torch.utils._pytree import tree_map
 
 from ..ir.observation import describe, fake_arguments, fake_mode, identity_of, named_arguments
 from ..private_torch import schema_of
-
-
-class _KernelExecutor(OperatorExecutor):
-    """An executor that claims a function only if the function's own check says so.
-
-    Thunder would take the grad rule of a loss that the check has refused, if its log-softmax and its negative
-    log-likelihood can be claimed.
-    """
-
-    def can_fuse(self, bsym: BoundSymbol) -> bool:
-        return False
-
-
-executor = _KernelExecutor("torch_kernels", version="0.1")
-"""The executor of functions that torch has as kernels; see [Note: Torch's kernels]."""
-
-register_executor(executor)
+from .executor import attention_backends, executor
 
 _MAX_CACHED = 1_000
 """How many calls are cached; a model has a few dozen."""
 
 _cache: dict[Any, Any] = {}
-
-
-def attention_backends() -> tuple[bool, ...]:
-    """Return which kernels of attention torch may use; ``torch.nn.attention.sdpa_kernel`` sets them."""
-    backends = torch.backends.cuda
-    return (
-        backends.flash_sdp_enabled(),
-        backends.mem_efficient_sdp_enabled(),
-        backends.math_sdp_enabled(),
-        backends.cudnn_sdp_enabled(),
-    )
 
 
 def cached(make: Callable[..., Any], function: Any, arguments: Sequence[Any], spec: Any, *others: Any) -> Any:

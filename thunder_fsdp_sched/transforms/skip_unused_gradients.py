@@ -8,7 +8,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import args_of, with_bound_symbols
-from ..kernels.symbols import executor
+from ..kernels.executor import executor
 
 
 def skip_unused_gradients(trace: TraceCtx) -> TraceCtx:

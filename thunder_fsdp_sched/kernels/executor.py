@@ -1,0 +1,33 @@
+"""The executor that runs torch's kernels, and which of those for attention torch may use: [Note: Torch's kernels]."""
+
+from __future__ import annotations
+
+import torch
+from thunder.core.symbol import BoundSymbol
+from thunder.extend import OperatorExecutor, register_executor
+
+
+class _KernelExecutor(OperatorExecutor):
+    """An executor that claims a function only if the function's own check says so.
+
+    Thunder would take the grad rule of a loss that the check has refused, if its log-softmax and its negative
+    log-likelihood can be claimed.
+    """
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        return False
+
+
+executor = _KernelExecutor("torch_kernels", version="0.1")
+register_executor(executor)
+
+
+def attention_backends() -> tuple[bool, ...]:
+    """Return which kernels of attention torch may use; ``torch.nn.attention.sdpa_kernel`` sets them."""
+    backends = torch.backends.cuda
+    return (
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
+    )
