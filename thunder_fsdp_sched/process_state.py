@@ -24,7 +24,7 @@ compares this table with the code:
 | `runtime.autograd` | `_moments`: a counter | kept: numbers stay larger than earlier ones | |
 | `runtime.names` | `_optimizer_steps` | kept: a number in labels of profiles | |
 | `extras.shard_offload` | `_last_copies`: events of CUDA | kept: torch refuses CUDA in a forked process | |
-| `transports.base` | `_side_streams` of CUDA | kept: the same | |
+| `transports.streams` | `_side_streams` of CUDA | kept: the same | |
 | `sharding.optimizer_steps` | `_checked` optimizers | kept | |
 | `capture.module_calls` | `_reads`: jitted modules | kept | |
 | `ir.observation` | `_cache`: facts on operators | kept | |
@@ -42,7 +42,7 @@ What the package changes in Python, torch and Thunder (docs/how-it-works.md says
 | `compat` | methods that torch has removed and Thunder needs; a filter of warnings during an import | kept | |
 | `private_torch` | torch's lists of types for `foreach` | kept | |
 | `private_interpreter` | Thunder's table of functions that its interpreter calls in place of others | kept | |
-| `ir.registry` | `executor` in Thunder's registry | kept | |
+| `ir.registry`, `kernels.executor` | `executor` in Thunder's registry | kept | |
 | `runtime.names`, `sharding.shard_module` | torch's hooks after and before steps of any optimizer | kept | |
 | `extras.ranks_differ.programs` | a hook after steps of any optimizer | kept | |
 | `capture.garbage_collection` | thresholds of the collector while a model compiles | kept | |

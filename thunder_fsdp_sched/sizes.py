@@ -1,4 +1,4 @@
-"""Numbers of bytes as users write them, and sizes that are rounded up."""
+"""Numbers of bytes as users write and read them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,3 @@ def human_bytes(nbytes: int, digits: int = 3) -> str:
         size /= 1000
         units.pop(0)
     return f"{size:.{digits}g} {units[0]}"
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -34,13 +34,12 @@ from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import coded_error
-from ..plan.layout import Layout
+from ..plan.layout import Layout, round_up
 from ..plan.specs import BucketSpec
 from ..private_distributed import timeout_of
 from ..ranks.new_groups import ARRIVAL_TIMEOUT
 from ..ranks.process_groups import BucketRanks, ProcessGroupRef
 from ..ranks.store_texts import exchange_texts
-from ..sizes import round_up
 from ..transports.base import Traffic, Transport, TransportedBucket, Views, Work, issue_then, segment_bytes
 from ..transports.flat import Flat, pairs
 

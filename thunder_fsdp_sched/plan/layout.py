@@ -24,8 +24,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
 
-from ..sizes import round_up
-
 if TYPE_CHECKING:
     import torch
 
@@ -272,6 +270,10 @@ def _pack_in_order(numels: Sequence[int], widths: Sequence[int], shard_numel: in
 
 def _total(shapes: Sequence[tuple[int, ...]], memberships: list[list[int]], world_size: int, align: int) -> int:
     return sum(_fill_segment(shapes, members, world_size, align)[0] for members in memberships) * world_size
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..plan.layout import ALIGNMENT, Layout, Placement
+from ..plan.layout import ALIGNMENT, Layout, Placement, round_up
 from ..plan.specs import BucketSpec
-from ..sizes import round_up
 from ..transports import find_transport
 from .bucket import Bucket, handle_name
 

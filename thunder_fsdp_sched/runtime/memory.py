@@ -77,9 +77,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..errors import coded_error
+from ..plan.layout import round_up
 from ..plan.specs import BucketSpec
 from ..private_torch import labelled
-from ..sizes import round_up
 from ..transports.base import Views, Work
 from .autograd import is_of_running_backward, moment, running_backward_of
 

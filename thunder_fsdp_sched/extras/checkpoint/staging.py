@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ...plan.layout import round_up
 from ...process_state import reset_after_fork
 from ...runtime.row_dtensor import RowDTensor, local_rows
-from ...sizes import round_up
 from .writer_process import WriterProcess, tensor_at
 
 _ALIGNMENT = 64

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...sizes import round_up
+from ...plan.layout import round_up
 
 
 class Format(NamedTuple):

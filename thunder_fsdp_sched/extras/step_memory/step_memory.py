@@ -14,8 +14,8 @@ from thunder.core.trace import TraceCtx
 
 from ...ir.analysis import BEFORE_TRACE, NO_PENDING_GRADS, Lifetime, PendingGrads, bytes_at
 from ...ir.inspection import is_statement, source_of, statement, statements
+from ...plan.layout import round_up
 from ...runtime.bucket import Bucket
-from ...sizes import round_up
 from .value_memory import MemoryAnalysis, arena_allocations, effects_of, slots_in_use
 
 KINDS = (
