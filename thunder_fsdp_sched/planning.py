@@ -3,12 +3,14 @@
 from .extras.planning.cluster_files import read_cluster
 from .extras.planning.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, as_json, cluster
 from .extras.planning.cost import AnalyticCost
-from .extras.planning.dry_run import DryRun, MicroBatches, compile_as_rank, dry_run_step, find_model
-from .extras.planning.fit import describe_fit, optimizer_state_bytes, optimizer_step_bytes, with_optimizer
+from .extras.planning.dry_run import DryRun, MicroBatches, compile_as_rank, dry_run_step
+from .extras.planning.fit import describe_fit, with_optimizer
+from .extras.planning.models import find_model
 from .extras.planning.recorded import RecordedStep, read_recorded
 from .extras.planning.search import Candidate, Choice, MemoryLimitError
 from .extras.planning.simulate import simulate
 from .extras.planning.timeline import Timeline
+from .extras.step_memory.optimizer_bytes import optimizer_state_bytes, optimizer_step_bytes
 
 __all__ = [
     "CLUSTERS",

@@ -27,8 +27,8 @@ from ..errors import coded_error
 from ..ir.effects import sends
 from ..option_groups import Init
 from ..plan.bucketing import named_blocks
-from .planning.dry_run import Made, module_and_inputs
-from .planning.fit import optimizer_state_bytes, optimizer_step_bytes
+from .planning.models import Made, module_and_inputs
+from .step_memory.optimizer_bytes import optimizer_state_bytes, optimizer_step_bytes
 
 
 @contextmanager

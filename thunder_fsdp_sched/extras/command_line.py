@@ -30,8 +30,9 @@ from .bench_systems import SYSTEMS, Setup, parse_systems, torchrun_ranks
 from .commands import COMMANDS, make_app
 from .planning.cluster_files import read_cluster
 from .planning.clusters import CLUSTERS, as_json
-from .planning.dry_run import DryRun, dry_run_step, find_model
+from .planning.dry_run import DryRun, dry_run_step
 from .planning.fit import describe_fit, with_optimizer
+from .planning.models import find_model
 from .replay import load_schedules
 from .reports.exposed import exposed_communication
 from .reports.output_files import OutputFile, check_outputs

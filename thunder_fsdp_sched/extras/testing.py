@@ -30,7 +30,8 @@ from ..ir.statements import read_statements
 from ..sizes import parse_bytes
 from ..transform import FSDPTransform, find_transform
 from ..transforms.sort_communication import issue_points
-from .planning.dry_run import Made, compile_as_rank
+from .planning.dry_run import compile_as_rank
+from .planning.models import Made
 from .step_memory.symbol_costs import costs
 
 Subject = Any

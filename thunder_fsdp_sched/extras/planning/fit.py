@@ -1,51 +1,15 @@
-"""Whether a step fits into the memory of a device, what its peak consists of, and which blocks make its values."""
+"""Whether a planned step fits into the memory of a device, and what its peak consists of."""
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Iterable
-
-from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ...ir.effects import effects
-from ...ir.inspection import args_of, defined_by, is_library, source_of
-from ...ir.read_schedule import is_communication
-from ...runtime.bucket import Bucket
-from ...runtime.row_dtensor import local_rows
+from ...ir.inspection import is_library
 from ...sizes import human_bytes
+from ..step_memory.optimizer_bytes import optimizer_state_bytes, optimizer_step_bytes
 from ..step_memory.step_memory import StepMemory
+from .blocks import blocks_of
 from .dry_run import DryRun
-
-
-def optimizer_state_bytes(buckets: Iterable[Bucket], per_element: float | None = None) -> int:
-    """Return the bytes of optimizer state on this rank's device.
-
-    The state of shards that ``CPUOffloadPolicy`` keeps on the host is there, too, so it does not count.
-
-    Args:
-        per_element: bytes for each element that trains. By default those of Adam and AdamW: two values in the dtype of
-            the shards.
-    """
-    shards = [b.shard for b in _trained_on_device(buckets)]
-    return sum(2 * s.nbytes if per_element is None else int(per_element * s.numel()) for s in shards)
-
-
-def optimizer_step_bytes(buckets: Iterable[Bucket], per_element: float | None = None, *, foreach: bool = True) -> int:
-    """Return the bytes that ``optimizer.step`` allocates and frees on this rank's device.
-
-    Args:
-        per_element: bytes for each element that trains; 0 with ``fused=True``. By default those of Adam and AdamW: with
-            ``foreach`` the roots of all second moments exist at once, in a loop two results for one parameter.
-        foreach: whether the optimizer updates all parameters at once, torch's default on GPUs but not on CPUs.
-    """
-    trained = _trained_on_device(buckets)
-    if per_element is not None:
-        return sum(int(per_element * b.shard.numel()) for b in trained)
-    rows = [local_rows(param).nbytes for b in trained for param in b.params]
-    return sum(rows) if foreach else 2 * max(rows, default=0)
 
 
 def with_optimizer(step: DryRun, state: float | None = None, allocated: float | None = None) -> StepMemory:
@@ -64,11 +28,6 @@ def with_optimizer(step: DryRun, state: float | None = None, allocated: float | 
     step_bytes = optimizer_step_bytes(buckets, allocated, foreach=foreach) if updates else 0
     memories = [*(m.with_optimizer_state(nbytes) for m in earlier), last.with_optimizer_state(nbytes, step_bytes)]
     return max(memories, key=lambda memory: memory.peak.nbytes)
-
-
-def _trained_on_device(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """Return the buckets whose shards an optimizer updates on the device, not on the host."""
-    return [b for b in buckets if b.spec.requires_grad and not b.spec.comm.offload]
 
 
 def describe_fit(memory: StepMemory, device_bytes: int, device: str, forward: TraceCtx | None = None) -> str:
@@ -104,44 +63,6 @@ def describe_fit(memory: StepMemory, device_bytes: int, device: str, forward: Tr
 def _line_of(source: str) -> str:
     """Return a line of the model as ``"model.py:70"``; nothing for one of torch, and the planner's loss by that name."""
     file = source.rpartition(":")[0]
-    if file.endswith("planning/dry_run.py"):
+    if file.endswith("planning/models.py"):
         return "the loss"
     return "" if is_library(file) else source.rpartition("/")[2]
-
-
-def blocks_of(forward: TraceCtx) -> dict[str, str]:
-    """Return the block of the model that computes each tensor of a forward trace, by the tensor's name.
-
-    A block has a path such as ``"blocks.3"``; a module outside of any block has its own name.
-    A line of the model belongs to the block whose parameters it reads, and a line that reads none to the block whose
-    parameters were read last. So the residual sum at the end of a block belongs to that block, and a norm to the block of
-    its weight.
-
-    Args:
-        forward: the forward trace of a compiled step.
-    """
-    of_params: dict[str, str] = {}  # by the names of unsharded parameters in the trace
-    found: dict[str, str] = {}
-    last = ""
-    computing: list[BoundSymbol] = []
-    for bsym in forward.bound_symbols:
-        e = effects(bsym)
-        if e.unshards and e.bucket is not None:
-            of_params.update({out: block_of(p.name) for out, p in zip(e.in_place, e.bucket.spec.params, strict=True)})
-        elif not is_communication(bsym):
-            computing.append(bsym)
-    for _, line in itertools.groupby(computing, key=lambda bsym: source_of(bsym).rpartition("/")[2]):
-        bsyms = list(line)
-        block = next((of_params[name] for bsym in bsyms for name in args_of(bsym) if name in of_params), last)
-        if block and not last:  # what precedes the first read of a parameter belongs to its block, too
-            found = dict.fromkeys(found, block)
-        last = block
-        outs = [out for bsym in bsyms for out in defined_by(bsym) if isinstance(out, TensorProxy)]
-        found.update({out.name: block for out in outs})
-    return found
-
-
-def block_of(parameter: str) -> str:
-    """Return the path of the block that holds a parameter: up to the first number, else without the parameter's own name."""
-    numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", parameter)
-    return numbered.group() if numbered else parameter.rpartition(".")[0] or parameter

@@ -24,8 +24,8 @@ from ...ir.read_schedule import is_communication, schedule_of
 from ...ir.schedule import GATHERS, ISSUES, WAITS
 from ...ir.statements import read_statements
 from ...sizes import human_bytes
+from ..planning.blocks import block_of
 from ..planning.dry_run import DryRun
-from ..planning.fit import block_of
 from ..planning.timeline import Timeline
 from ..step_memory.step_memory import StepMemory
 from ..step_memory.value_memory import shared_slots
