@@ -76,6 +76,7 @@ _SHARP: dict[str, tuple[str, ...]] = {
     "regather_for_backward.py": ("tests/mends/test_recompute_whole_regions.py",),
     "assignment.py": ("tests/distributed/test_groups.py",),
     "process_groups.py": ("tests/distributed/test_groups.py", "tests/test_forks.py"),
+    "new_groups.py": ("tests/distributed/test_groups.py",),
 }
 """Tests of some files, which run before those of the room, like any test file with the name of the file."""
 

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .capture.traced_computation import TracedComputation
 from .errors import coded_error
 from .extensions import load
 from .ir.analysis import NO_PENDING_GRADS, PendingGrads
@@ -84,7 +83,8 @@ class CompiledTraces:
         choice: the outcome of ``prefetch="auto"``, ``max_memory`` or ``max_unsharded_bytes``, a
             :class:`~thunder_fsdp_sched.extras.planning.search.Choice`; ``None`` without them.
         parameters: the parameter name of each argument that is a parameter, keyed by the argument's name.
-        traced: what Thunder has traced, to find later compilations that can share ``differentiated``; ``None`` if none can.
+        traced: the fingerprint of what Thunder has traced (see ``capture.traced_computation``), to find later compilations
+            that can share ``differentiated``; ``None`` if none can.
         shares: the number of the earlier compilation whose joint trace was used again; ``None`` if Thunder differentiated.
         differentiated: the joint trace as Thunder has made it, with one ``fsdp_unshard`` for each parameter.
         joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
@@ -102,7 +102,7 @@ class CompiledTraces:
     settings: StepSettings = StepSettings()
     choice: Any = None
     parameters: Mapping[str, str] = field(default_factory=dict)
-    traced: TracedComputation | None = None
+    traced: tuple[Any, ...] | None = None
     shares: int | None = None
     differentiated: TraceCtx | None = field(default_factory=_none, repr=False, compare=False)
     joint: TraceCtx | None = field(default_factory=_none, repr=False, compare=False)

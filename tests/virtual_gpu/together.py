@@ -77,8 +77,7 @@ def _run(
         if len(members) > 1 and members not in channels:
             of_group = dist.PrefixStore(f"{members}", store)
             backends[group.process_group] = dist.ProcessGroupGloo(of_group, group.rank, group.size, patience)
-            with mock.patch.object(channel, "new_group", lambda *args, **options: group):
-                channels[members] = channel.Channel(group, patience)
+            channels[members] = channel.Channel(group, patience)
             channels[members].store = store
         return channels.get(members)
 

@@ -12,13 +12,12 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched.extras.low_precision import formats
-from thunder_fsdp_sched.ranks import channel, new_groups
 from thunder_fsdp_sched.transports import base, streams
 
 import torch
 import torch.distributed as dist
 from device_thread import backward_on
-from internals import shard_module
+from internals import new_groups, open_control, shard_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -230,7 +229,7 @@ def _replacements(recording: Recording, open_channel: Callable[[Any, str], Any])
     yield base.Transport, "refuses_encoded", lambda transport, device: ""  # there is no triton
     yield formats, "_compiled", lambda function, *_: function  # operators in turn, on the same stream
     yield shard_module, "type", _type_of
-    yield channel, "open_channel", open_channel
+    yield open_control, "open_channel", open_channel
     yield new_groups, "_level_group_counts", lambda *ranks: []
 
 

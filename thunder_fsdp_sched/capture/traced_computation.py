@@ -39,11 +39,8 @@ from ..private_thunder import cache_info
 from .bound_symbols import StructuralKeys
 from .keys import IdentityKey
 
-TracedComputation = tuple[Any, ...]
-"""The fingerprint of a traced computation; see :func:`fingerprint`."""
 
-
-def fingerprint(trace: TraceCtx, parameters: Mapping[str, str], transform: Transform) -> TracedComputation | None:
+def fingerprint(trace: TraceCtx, parameters: Mapping[str, str], transform: Transform) -> tuple[Any, ...] | None:
     """Return a key of a traced computation. Thunder would transform traces with equal keys into equal traces.
 
     Args:

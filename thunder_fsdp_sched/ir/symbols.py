@@ -57,6 +57,7 @@ from ..runtime import ops
 from ..runtime.autograd import guard_backward
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
+from ..runtime.row_dtensor import local_rows
 from ..runtime.traced_inputs import assign_attributes, check_inputs, check_number
 from ..runtime.traced_module import check_module
 from .effects import (
@@ -285,6 +286,19 @@ fsdp_detached = register(
 def only_in_between(*args: Any) -> None:
     """Run a symbol that no trace has when it runs."""
     raise AssertionError("fsdp_unshard, fsdp_reduce and fsdp_fusion_barrier must be removed before a trace runs")
+
+
+def become_shard(proxy: TensorProxy, param: torch.nn.Parameter) -> None:
+    """Turn the proxy of a parameter into that of its shard, in place: traces and prologue share proxies by name."""
+    shard = local_rows(param)
+    proxy._shape = tuple(shard.shape)
+    proxy._numel = shard.numel()
+    proxy._ndim = shard.ndim
+    proxy._device = devices.to_device(shard.device)
+    dtype = dtypes.to_dtype(shard.dtype)
+    if proxy.dtype is not dtype:  # the module was traced with parameters in lower precision
+        proxy._dtype = proxy._true_dtype = dtype
+    proxy._requires_grad = param.requires_grad
 
 
 def _unshard_meta(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:

@@ -25,14 +25,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import coded_error
 from ..ir.effects import SlotRegion, effects
@@ -43,32 +42,15 @@ from ..private_thunder import take_over
 from ..ranks.control import Control
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot, span_in
+from ..runtime.pre_shard_storages import PreShardStorages
 from .machine import VerificationError
 from .stepwise import RETURN, stepwise
 
-if TYPE_CHECKING:
-    from ..runtime.trace_start import TraceStart
 
+class _Start(Protocol):
+    """What the audit asks of the start of a trace on the control channel."""
 
-class PreShardStorages:
-    """The storages of parameters before sharding. A view that outlives sharding keeps the values of that time.
-
-    The references are weak. While one exists, no other storage has the same identity.
-    """
-
-    def __init__(self) -> None:
-        self._names: dict[StorageWeakRef, str] = {}
-
-    def add(self, name: str, param: torch.Tensor) -> None:
-        """Record the storage of ``param``."""
-        if not param.is_meta and param.numel():
-            self._names[StorageWeakRef(param.untyped_storage())] = name
-
-    def owner_of(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of the parameter that was stored in the memory of ``tensor``, if any."""
-        if tensor.is_meta or tensor.layout is not torch.strided:
-            return None
-        return self._names.get(StorageWeakRef(tensor.untyped_storage()))
+    audit_error: Exception | None
 
 
 class _Expected(NamedTuple):
@@ -112,7 +94,7 @@ class Auditor:
         forward: TraceCtx | None,
         pre_shard_storage: PreShardStorages,
         control: Control,
-        start: TraceStart | None,
+        start: _Start | None,
         pending: set[object],
     ) -> None:
         self.name = "audit_forward" if forward is None else "audit_backward"

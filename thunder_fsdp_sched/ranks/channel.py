@@ -22,7 +22,6 @@ alive: see [Note: Weak references to process groups] in ``process_groups``.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import operator
 import pickle
@@ -35,11 +34,9 @@ from typing import Any
 
 from ..errors import coded_error
 from ..extensions import load
-from ..private_distributed import host_backend, timeout_of
+from ..private_distributed import host_backend
 from ..private_torch import labelled
 from .all_gather import HostAllGather
-from .messages import named
-from .new_groups import ARRIVAL_TIMEOUT, let_belong, new_group
 from .process_groups import ProcessGroupRef
 from .rounds import TOKEN, RoundAction, ScheduleDisagreement
 from .store_texts import exchange_texts, publish_text
@@ -57,23 +54,21 @@ class Channel:
     """The channel among the ranks of a group; see [Note: Rounds].
 
     Args:
-        world_group: the ranks.
+        group: a group of the backend gloo, used by nothing else.
         timeout: how long a rank waits for the others in a round.
     """
 
-    def __init__(self, world_group: ProcessGroupRef, timeout: timedelta) -> None:
-        ranks = list(world_group.global_ranks)
-        made = new_group(ranks, world_group.process_group, "fsdp_control", backend="gloo", timeout=timeout)
-        self.group = dataclasses.replace(made, description=world_group.description)
-        self.size = made.size
-        self.global_rank = made.global_ranks[made.rank]
+    def __init__(self, group: ProcessGroupRef, timeout: timedelta) -> None:
+        self.group = group
+        self.size = group.size
+        self.global_rank = group.global_ranks[group.rank]
         self.rounds = 0  # settled, the same on all ranks
         self.pending: RoundAction | None = None  # posted and not settled yet
         self.last: RoundAction | None = None
         self.is_alike = True  # whether the last hash of all tokens was the same in the last round
         self.tokens: Sequence[bytes] = ()  # those of the last round, in the order of ranks
         self.closed = ""  # why no further round is possible
-        self._tokens = HostAllGather(made.rank, [TOKEN.size] * made.size)
+        self._tokens = HostAllGather(group.rank, [TOKEN.size] * group.size)
         self._timeout = timeout
         self._started = 0  # all-gathers, the same on all ranks
         self._failures: Counter[int] = Counter()  # of this rank, by the number of the round
@@ -206,40 +201,3 @@ class Channel:
             store = self.group.process_group.get_group_store()
             texts = exchange_texts(store, prefix, self.group.global_ranks, text, patience)
         return texts | {self.global_rank: text}
-
-
-_channels: dict[tuple[tuple[int, ...], timedelta], Channel] = {}
-
-
-def open_channel(group: ProcessGroupRef, name: str) -> Channel:
-    """Return the channel of these ranks, of which there are several, and create one if any of them lacks it.
-
-    It is a collective, at the start of ``thunder.jit``, for which the ranks meet at the group's store: 6 requests of a rank.
-    To create a channel takes 12 more, and those with which gloo connects each rank with all others.
-
-    Args:
-        name: unique to this call, the same on all ranks.
-
-    Raises:
-        ScheduleDisagreement: a rank does not come in time. A rank that comes too late waits in vain for as long.
-    """
-    timeout = timeout_of(group.process_group)
-    key = tuple(group.global_ranks), timeout
-    known = _channels.get(key)
-    state = "open" if known is not None and known.is_open else ""
-    store, patience = group.process_group.get_group_store(), min(timeout, ARRIVAL_TIMEOUT)
-    states = exchange_texts(store, f"thunder_fsdp_sched/{name}", group.global_ranks, state, patience)
-    if missing := [rank for rank in group.global_ranks if rank not in states]:
-        raise coded_error(
-            ScheduleDisagreement,
-            "ranks.missing-at-jit",
-            group=group.description,
-            missing=named(missing),
-            seconds=patience.total_seconds(),
-            rank=group.global_ranks[group.rank],
-        )
-    if not all(states.values()):
-        _channels[key] = Channel(group, timeout)
-    channel = _channels[key]
-    let_belong(channel.group, group.process_group)
-    return channel

@@ -72,7 +72,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,7 +83,6 @@ import torch.distributed as dist
 
 from ..errors import coded_error
 from ..extensions import load
-from ..process_state import reset_after_fork
 from .issue_counts import IssueCounts, after_surplus
 from .known_failures import begin_work, is_known_to_all, known_to_all
 from .messages import first_line, without_remarks
@@ -136,26 +134,6 @@ class Control:
         self.agreement = agreement
         self.agreed: dict[int, AgreedProgram] = {}  # programs that the ranks have compared, by a hash
         _controls[group] = weakref.ref(self)
-
-    @classmethod
-    def of_module(cls, group: ProcessGroupRef, kind: str, *, agreement: Agreement) -> Control:
-        """Return the control of the next module that ``group`` shards; a collective.
-
-        Args:
-            kind: the class of the module, for messages.
-
-        Raises:
-            ScheduleDisagreement: a rank does not come in time.
-        """
-        title = f"module {next(_numbers[group.name])}"
-        name = f"{group.name} {title}"
-        channel = None
-        if group.size > 1 and not group.is_fake:
-            from .channel import open_channel  # here, because one rank agrees with nobody
-
-            channel = open_channel(group, name)
-        title = f"{title} ({kind})"
-        return cls(group, channel, name, title, agreement=agreement)
 
     @property
     def global_rank(self) -> int:
@@ -406,12 +384,6 @@ def hash64(*parts: object) -> int:
     """Return a hash of values that print alike on all ranks, as an integer for a token."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little", signed=True)
 
-
-_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
-"""Counters that number the modules of each process group. The ranks of a group shard the same modules in the same
-order, but some of them may shard other modules over another group in between."""
-
-reset_after_fork(_numbers.clear)
 
 _controls: weakref.WeakKeyDictionary[ProcessGroupRef, weakref.ref[Control]] = weakref.WeakKeyDictionary()
 """Weak both ways, because a control refers to its group."""

@@ -1,15 +1,4 @@
-"""The running backward: its forward, and the gradients that it was asked for.
-
-[Note: The backward of the most recent forward]
-Backward may reuse values that its own forward gathered or cast, but none of another forward: between two forwards a
-parameter may have been written through ``.data`` (an evaluation with averaged parameters), which changes no version
-counter.
-
-So this process counts moments. What a forward writes is stored with the moment at which it was written. Right after a
-forward, ``guard_backward`` stores the moment in the autograd node that Thunder has created for it, which its backward runs
-in. What was written at an earlier moment was written by the running backward's own forward or by an earlier one; what was
-written later is not reused. The numbers that autograd itself gives to nodes do not serve: each thread has its own, and a
-backward runs on the thread of its device if that is a GPU. Outside of an autograd node nothing is reused.
+"""The gradients that the running backward was asked for.
 
 [Note: Requested gradients]
 ``backward(inputs=...)`` and ``torch.autograd.grad`` ask for some gradients only. The compiled backward computes all of them,
@@ -27,7 +16,6 @@ compiled backward starts, from a hook of the node that autograd runs first.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -37,31 +25,7 @@ import torch
 
 from ..errors import coded_error
 from ..private_torch import accumulates, backward_number, compiled_nodes_of, leaf_nodes, running_node
-
-_moments = itertools.count(1)
-
-
-def moment() -> int:
-    """Return a number larger than all that were returned before, on whichever thread."""
-    return next(_moments)
-
-
-def end_of_forward() -> int | None:
-    """Return the moment at which the forward of the running backward had ended; ``None`` if it is unknown."""
-    node = running_node()
-    return None if node is None else node.metadata.get(_ENDED)
-
-
-def running_backward_of() -> tuple[int, int] | None:
-    """Return the number of the running backward, and the end of the forward of its node that runs; ``None`` if unknown."""
-    ended = end_of_forward()
-    return None if ended is None else (backward_number(), ended)
-
-
-def is_of_running_backward(written: int) -> bool:
-    """Return whether ``written`` is a moment before the end of the running backward's forward."""
-    ended = end_of_forward()
-    return ended is not None and written < ended
+from .moments import ENDED, moment
 
 
 class _Request(NamedTuple):
@@ -115,8 +79,7 @@ def _indices(params: Sequence[torch.nn.Parameter], counts: Callable[[bool | None
 
 
 _KEY = "thunder_fsdp_sched.requested"
-_ENDED = "thunder_fsdp_sched.ended"
-"""The keys in the metadata of Thunder's autograd node: of its last request, and of the end of its forward."""
+"""The key of its last request in the metadata of Thunder's autograd node."""
 
 
 def _is_sharded(leaf: torch.Tensor) -> bool:
@@ -131,8 +94,8 @@ def guard_backward(
 ) -> None:
     """Prepare the autograd node of the forward that has just ended.
 
-    It learns when that was: see [Note: The backward of the most recent forward]. And its backward raises errors for requests
-    that it cannot fulfil: see [Note: Requested gradients].
+    It learns when that was: see [Note: The backward of the most recent forward] in ``moments``. And its backward raises
+    errors for requests that it cannot fulfil: see [Note: Requested gradients].
 
     Args:
         no_sync: whether backward accumulates gradients without returning them.
@@ -142,8 +105,8 @@ def guard_backward(
         by_leaves: for each output of a leaf module, by its name, the outputs that it reaches.
     """
     for first, compiled in compiled_nodes_of(outputs):
-        if _ENDED not in compiled.metadata:  # otherwise of an earlier forward, whose output this one has returned
-            compiled.metadata[_ENDED] = moment()
+        if ENDED not in compiled.metadata:  # otherwise of an earlier forward, whose output this one has returned
+            compiled.metadata[ENDED] = moment()
             first.register_prehook(partial(_check, leaf_nodes(compiled) if no_sync else ()))
             if reached is not None:
                 from .watch_outputs import watch_outputs  # here, because most traces reach all outputs

@@ -72,7 +72,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -81,13 +81,25 @@ from ..plan.layout import round_up
 from ..plan.specs import BucketSpec
 from ..private_torch import labelled
 from ..transports.base import Views, Work
-from .autograd import is_of_running_backward, moment, running_backward_of
-
-if TYPE_CHECKING:
-    from .bucket import Bucket
+from .moments import is_of_running_backward, moment, running_backward_of
 
 SLOT_ALIGNMENT = 512
 """Alignment (bytes) of each slot's offset in the arena, as in CUDA's caching allocator."""
+
+
+class StoredBucket(Protocol):
+    """What slots ask of a bucket (:class:`~.bucket.Bucket`)."""
+
+    spec: BucketSpec
+    shard: torch.Tensor
+    shard_views: tuple[torch.Tensor, ...]
+
+    @property
+    def primary(self) -> StoredBucket: ...
+
+    def is_whole_in(self, slot: Slot) -> bool: ...
+
+    def failure(self, what: str, error: RuntimeError) -> RuntimeError: ...
 
 
 class Slot:
@@ -121,13 +133,13 @@ class Slot:
         return self.offset <= span[0] and span[1] <= self.end
 
 
-class _ViewCache(dict["Bucket", Views]):
+class _ViewCache(dict[StoredBucket, Views]):
     """The views of a slot for each bucket, created on first use; a step only looks them up."""
 
-    def __init__(self, make: Callable[[Bucket], Views]) -> None:
+    def __init__(self, make: Callable[[StoredBucket], Views]) -> None:
         self._make = make
 
-    def __missing__(self, bucket: Bucket) -> Views:
+    def __missing__(self, bucket: StoredBucket) -> Views:
         views = self[bucket] = self._make(bucket)
         return views
 
@@ -139,16 +151,16 @@ class Contents(NamedTuple):
         bucket: the primary of the bucket that was gathered into the slot.
         moment: the moment at which that was issued.
         version: the version of the shard that later micro-batches of the window may reuse, if they may.
-        restored_for: the backward at whose start it was gathered again, see ``autograd.running_backward_of``.
+        restored_for: the backward at whose start it was gathered again, see ``moments.running_backward_of``.
     """
 
-    bucket: Bucket
+    bucket: StoredBucket
     moment: int
     version: tuple[int, ...] | None = None
     restored_for: tuple[int, int] | None = None
 
     @classmethod
-    def from_gather(cls, bucket: Bucket, version: tuple[int, ...] | None = None) -> Contents:
+    def from_gather(cls, bucket: StoredBucket, version: tuple[int, ...] | None = None) -> Contents:
         """Return the contents of a slot into which a bucket is gathered now."""
         return cls(bucket.primary, moment(), version)
 
@@ -171,7 +183,7 @@ class InFlight(NamedTuple):
     that finds its bucket in the slot has neither.
     """
 
-    bucket: Bucket
+    bucket: StoredBucket
     what: str
     slot: Slot | None
     works: Sequence[Work]
@@ -311,7 +323,7 @@ class Arena:
             if memory is not None and memory.numel() == self.nbytes and self._memory is None and not other.in_flight:
                 self._memory = memory
 
-    def make_views(self, bucket: Bucket, slot: Slot, dtype: torch.dtype) -> Views:
+    def make_views(self, bucket: StoredBucket, slot: Slot, dtype: torch.dtype) -> Views:
         """Return the views of ``slot`` for ``bucket``, with elements of ``dtype``."""
         self.allocate()
         assert self._memory is not None
@@ -326,7 +338,7 @@ class Arena:
             tensors = tuple(view.data for view in spec.layout.unsharded_views(flat))
             return Views(flat, tensors, [piece.data for piece in spec.layout.unsharded_segments(flat)])
 
-    def make_params(self, bucket: Bucket, slot: Slot) -> Views:
+    def make_params(self, bucket: StoredBucket, slot: Slot) -> Views:
         """Return the views of ``slot`` as parameters of ``bucket``, each with a storage of its own.
 
         They are views of the shard instead, with the shard as ``flat``, where :meth:`Bucket.is_whole_in` the slot.
@@ -388,7 +400,7 @@ class Arena:
         self._writing = None
         return flight
 
-    def mark_interrupted(self, bucket: Bucket, what: str, slot: Slot) -> None:
+    def mark_interrupted(self, bucket: StoredBucket, what: str, slot: Slot) -> None:
         """Record that an issue on the memory of ``slot`` was interrupted, so it is unknown what is in flight there."""
         self._in_flight[slot] = InFlight(bucket, what, slot, (_InterruptedWork(),))
         self._writing = None

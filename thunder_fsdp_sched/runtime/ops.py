@@ -9,9 +9,9 @@ import torch
 
 from ..errors import coded_error
 from ..private_torch import running_node
-from .autograd import running_backward_of
 from .bucket import WINDOW_LAST, WINDOW_OPEN, Bucket
 from .memory import Arena, Contents, InFlight, Slot, address, slot_bytes
+from .moments import running_backward_of
 from .names import issue_named
 from .row_dtensor import RowDTensor
 from .unused_outputs import drop_gradients, unused_gradients

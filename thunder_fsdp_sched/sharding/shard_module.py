@@ -27,13 +27,13 @@ from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, StridedView
 from ..private_torch import hooks_of, memory_of, replace_data
-from ..proof.audit import PreShardStorages
 from ..ranks.assignment import GroupAssignment, find_world_group
-from ..ranks.control import Control
+from ..ranks.open_control import open_control
 from ..ranks.process_groups import BucketRanks
 from ..runtime.accumulation import Accumulation
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
+from ..runtime.pre_shard_storages import PreShardStorages
 from ..runtime.row_dtensor import DTENSORS
 from ..transports import choose_transport, find_transport, transport_of
 from .former_parameters import retire
@@ -119,7 +119,7 @@ class ShardingSteps:
 
     def __init__(self, model: ThunderModule, options: Options) -> None:
         self.model, self.module, self.options = model, model._model, options
-        self.control = Control.of_module(
+        self.control = open_control(
             find_world_group(options.ranks.mesh, options.ranks.process_group),
             type(self.module).__name__,
             agreement=options.agree,

@@ -24,10 +24,10 @@ from ..plan.plan import Plan
 from ..plan.specs import BucketSpec
 from ..private_thunder import extend_calls, repeated, watch_compilations
 from ..private_torch import state_name, unwrap_fabric
-from ..proof.audit import PreShardStorages
 from ..ranks.control import Control
 from ..ranks.known_failures import begin_work
 from ..runtime.bucket import Bucket
+from ..runtime.pre_shard_storages import PreShardStorages
 from .former_parameters import FormerParameters, check_gradients
 from .module_parameters import ModuleParameters
 from .refusals import (

@@ -16,10 +16,9 @@ from thunder.core.trace import TraceCtx, tracectx
 from ..errors import coded_error
 from ..ir.inspection import args_of, outs_of, return_of, with_bound_symbols
 from ..ir.operator_facts import Aliases, facts_of, is_pure
-from ..ir.symbols import fsdp_unshard
+from ..ir.symbols import become_shard, fsdp_unshard
 from ..plan.specs import StridedView
 from ..runtime.bucket import Bucket
-from .shard_prologue import become_shard
 
 
 def insert_unshard(

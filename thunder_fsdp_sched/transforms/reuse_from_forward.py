@@ -11,7 +11,7 @@ memory for the same effect: they do not reshard the last block.)
 It is proved that the two traces leave the bucket in its slot. What happens between them is known only at run time: another
 forward, an exception, a second backward. So the arena knows what each slot contains, and since when: see [Note: Contents
 of slots] in ``runtime.memory``. What another forward has gathered, which may have had other parameters, is not reused: see
-[Note: The backward of the most recent forward] in ``runtime.autograd``. Each rank offers what it has. What some rank has
+[Note: The backward of the most recent forward] in ``runtime.moments``. Each rank offers what it has. What some rank has
 lost all gather again before the trace sends anything else, each that still has it into memory that it frees: see
 [Note: Decisions of one rank] in ``ranks.control``.
 """

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from thunder.core import devices, dtypes, prims
+from thunder.core import prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -13,12 +13,12 @@ from thunder.core.trace import TraceCtx
 from ..errors import coded_error
 from ..ir.inspection import args_of, with_bound_symbols
 from ..ir.symbols import (
+    become_shard,
     fsdp_assign_attributes,
     fsdp_check_inputs,
     fsdp_check_module,
     fsdp_check_number,
 )
-from ..runtime.row_dtensor import local_rows
 from ..runtime.traced_inputs import MemoryOfInputs, TracedInputs
 from ..runtime.traced_module import TracedModule
 
@@ -211,16 +211,3 @@ def _reads_of_attributes(prologue: TraceCtx, module: str) -> tuple[list[tuple[st
 
 
 _COMPARES = (prims.check_number_type_and_value, prims.check_string_value)
-
-
-def become_shard(proxy: TensorProxy, param: torch.nn.Parameter) -> None:
-    """Turn the proxy of a parameter into that of its shard, in place: traces and prologue share proxies by name."""
-    shard = local_rows(param)
-    proxy._shape = tuple(shard.shape)
-    proxy._numel = shard.numel()
-    proxy._ndim = shard.ndim
-    proxy._device = devices.to_device(shard.device)
-    dtype = dtypes.to_dtype(shard.dtype)
-    if proxy.dtype is not dtype:  # the module was traced with parameters in lower precision
-        proxy._dtype = proxy._true_dtype = dtype
-    proxy._requires_grad = param.requires_grad

@@ -16,7 +16,7 @@ import torch
 
 from ...plan.specs import BucketSpec
 from ...private_torch import labelled
-from ...runtime.autograd import is_of_running_backward, moment
+from ...runtime.moments import is_of_running_backward, moment
 from ...runtime.shard_source import ShardSource
 
 
