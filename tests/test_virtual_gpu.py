@@ -162,7 +162,7 @@ def test_every_mutation_is_flagged_by_both_checkers_or_redundant(transport: str,
         for every in (True, False)
     )
     if (transport, setup) == ("symmetric_memory", "encoded"):  # bytes are pulled and decoded on the same stream
-        places.discard(("wait", "base.py:wait < base.py:issue_then"))
+        places.discard(("wait", "works.py:wait < works.py:issue_then"))
     assert needed == places, "nowhere in these logs is it needed"
 
 

@@ -24,7 +24,7 @@ compares this table with the code:
 | `runtime.moments` | `_moments`: a counter | kept: numbers stay larger than earlier ones | |
 | `runtime.names` | `_optimizer_steps` | kept: a number in labels of profiles | |
 | `extras.shard_offload` | `_last_copies`: events of CUDA | kept: torch refuses CUDA in a forked process | |
-| `transports.streams` | `_side_streams` of CUDA | kept: the same | |
+| `transports.works` | `_side_streams` of CUDA | kept: the same | |
 | `sharding.optimizer_steps` | `_checked` optimizers | kept | |
 | `capture.module_calls` | `_reads`: jitted modules | kept | |
 | `ir.observation` | `_cache`: facts on operators | kept | |

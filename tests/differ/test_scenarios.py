@@ -17,7 +17,7 @@ from thunder_fsdp_sched import CommPolicy, Ranks, Sharding, transform
 from thunder_fsdp_sched.extras import symmetric_memory
 from thunder_fsdp_sched.extras.ranks_differ import programs
 from thunder_fsdp_sched.transports import Work
-from thunder_fsdp_sched.transports.base import issue_then
+from thunder_fsdp_sched.transports.works import issue_then
 
 import pytest
 import shared_memory

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched.extras.low_precision import formats
-from thunder_fsdp_sched.transports import base, streams
+from thunder_fsdp_sched.transports import base, works
 
 import torch
 import torch.distributed as dist
@@ -225,7 +225,7 @@ def _replacements(recording: Recording, open_channel: Callable[[Any, str], Any])
     yield distributed_c10d, "ProcessGroupNCCL", make_group_class(recording)
     yield torch.accelerator, "is_available", lambda: True
     yield torch.accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda")
-    yield streams, "_side_streams", {}
+    yield works, "_side_streams", {}
     yield base.Transport, "refuses_encoded", lambda transport, device: ""  # there is no triton
     yield formats, "_compiled", lambda function, *_: function  # operators in turn, on the same stream
     yield shard_module, "type", _type_of

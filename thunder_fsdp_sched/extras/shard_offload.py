@@ -16,7 +16,7 @@ import torch
 
 from ..private_torch import NO_CONTEXT, labelled
 from ..runtime.shard_source import ShardSource
-from ..transports.streams import side_stream
+from ..transports.works import side_stream
 from .low_precision.cast_source import fill_sent
 
 

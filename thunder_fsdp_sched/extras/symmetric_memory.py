@@ -40,8 +40,9 @@ from ..private_distributed import timeout_of
 from ..ranks.new_groups import ARRIVAL_TIMEOUT
 from ..ranks.process_groups import BucketRanks, ProcessGroupRef
 from ..ranks.store_texts import exchange_texts
-from ..transports.base import Traffic, Transport, TransportedBucket, Views, Work, issue_then, segment_bytes
+from ..transports.base import Traffic, Transport, TransportedBucket, Views, Work, segment_bytes
 from ..transports.flat import Flat, pairs
+from ..transports.works import issue_then
 
 _BEFORE, _AFTER = 0, 1  # channels of a handle's barriers
 

@@ -16,12 +16,10 @@ from .base import (
     Views,
     Work,
     issue_each,
-    issue_then,
-    returning,
     segment_bytes,
-    take_idle,
 )
 from .flat import Flat, pairs
+from .works import issue_then, returning, take_idle
 
 
 class AllToAll(Flat):

@@ -39,10 +39,8 @@ from ...transports.base import (
     TransportedBucket,
     Views,
     Work,
-    issue_then,
-    returning,
-    take_idle,
 )
+from ...transports.works import issue_then, returning, take_idle
 
 
 class Encoded(Transport):

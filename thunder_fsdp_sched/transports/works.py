@@ -1,12 +1,13 @@
-"""The side stream of a GPU, on which what follows a collective runs; loaded on GPUs."""
+"""Works that an action follows, on a side stream where there are streams, and temporary memory that they borrow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
+
+from .base import Work
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -40,11 +41,48 @@ class _OnStream:
                 tensor.record_stream(self._stream)
 
 
-def issue_on_side_stream(
-    issue: Callable[[], Sequence[Any]], action: Callable[[], None], uses: Sequence[torch.Tensor]
-) -> _OnStream:
-    """Issue works, and run ``action`` after them, on the side stream of the tensors that they use."""
+class _Followed:
+    """Works, and an action that follows them when they are waited for. Both happen once, however often that is."""
+
+    def __init__(self, works: Sequence[Work], action: Callable[[], None]) -> None:
+        self._works, self._action = works, action
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._action()
+        self._works, self._action = (), lambda: None
+
+
+def returning(work: Work, scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]], *buffers: torch.Tensor) -> Work:
+    """Return ``work``, after whose wait its buffers are idle memory of ``scratch`` again."""
+    # A release drops these lists, and with them what is in use at that time.
+    lent = [(scratch[buffer.dtype, buffer.numel()], buffer) for buffer in buffers]
+
+    def give_back() -> None:
+        for idle, buffer in lent:
+            idle.append(buffer)
+
+    return _Followed([work], give_back)
+
+
+def take_idle(
+    scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]], numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return idle memory from ``scratch``, or new memory if there is none."""
+    free = scratch[dtype, numel]
+    return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+
+
+def issue_then(issue: Callable[[], Sequence[Work]], action: Callable[[], None], uses: Sequence[torch.Tensor]) -> Work:
+    """Issue works, and run ``action`` after them: on a side stream, or on a CPU at the wait.
+
+    Args:
+        uses: all tensors that ``issue`` and ``action`` read or write, on one device.
+    """
     device = uses[0].device
+    if device.type != "cuda":
+        return _Followed(issue(), action)
     current, stream = torch.cuda.current_stream(device), side_stream(device)
     if stream != current:  # an offloaded shard was copied there
         stream.wait_stream(current)
