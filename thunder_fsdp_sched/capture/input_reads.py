@@ -99,7 +99,6 @@ from .leaves import CALLS, Leaves
 from .module_members import OF_MODULES
 from .paths import ATTRIBUTE, COMPUTED, FUNCTION, GLOBALS, INPUTS, ITEM, Path, Paths
 from .refusals import collect_refusals, is_of_program, refusal
-from .unknown_numbers import UnknownNumber, UnknownNumbers
 from .unsupported import unsupported_call
 
 
@@ -139,7 +138,8 @@ class InputReads:
         if self.leaves is not None:
             self.leaves.written.clear()
         self._shapes = torch_types.Shapes()
-        self._unknown, self._iterators, self._containers = UnknownNumbers(), ForeignIterators(), Containers(self._paths)
+        self._unknown: Any = None  # the `UnknownNumbers`, once there is one
+        self._iterators, self._containers = ForeignIterators(), Containers(self._paths)
         self._is_root = self._paths.of(module.provenance) == (FUNCTION,)
         self._module = unwrap(module)
         hooks = {number for number, _ in find_hooks(self._module.modules())}
@@ -259,7 +259,8 @@ class InputReads:
             return found
         if function is bool and (known := self._condition(args[0].value)) is not None:
             return lambda _: wrap_const(known)
-        found = self._unknown.look_aside(function, args) or look_aside(function, *args, **kwargs)
+        found = self._unknown.look_aside(function, args) if self._unknown is not None else None
+        found = found or look_aside(function, *args, **kwargs)
         self._containers.note_call(function, found is not None, (*args, *kwargs.values()))
         if self._sizes is not None:
             self._sizes.note_call(function, found is not None, args)
@@ -298,7 +299,9 @@ class InputReads:
         Other modules become leaves.
         """
         leaves = self.leaves
-        if leaves is None or not leaves.automatic or self._depth or not isinstance(value, (TensorProxy, UnknownNumber)):
+        if leaves is None or not leaves.automatic or self._depth:
+            return None
+        if not (isinstance(value, TensorProxy) or (self._unknown is not None and self._unknown.has(value))):
             return None
         found = load("extras.leaf_modules.branches:condition_of")(leaves, value)
         if found is None:
@@ -347,11 +350,15 @@ class InputReads:
             plain = value.original_value
         is_number = isinstance(plain, NumberProxy)
         if is_number and plain.value is None:
+            if self._unknown is None:
+                from .unknown_numbers import UnknownNumbers  # here, because most programs have none
+
+                self._unknown = UnknownNumbers()
             self._unknown.note(plain, provenance)
             return
         if isinstance(plain, _IGNORED) and not is_number:
             return
-        if isinstance(plain, bool):
+        if isinstance(plain, bool) and self._unknown is not None:
             self._unknown.check_identity(provenance)
         path = self._paths.of(provenance)
         if path is None or path is COMPUTED or path[0] not in _ROOTS:

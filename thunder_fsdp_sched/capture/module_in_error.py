@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 import warnings
 from pathlib import Path
@@ -14,10 +15,37 @@ from thunder.core.interpreter import get_interpreterruntimectx
 
 from ..ir.inspection import is_library
 from .leaves import pattern_of
-from .unsupported import remedy
+from .refusals import AS_TENSORS
+from .unsupported import OWN_BACKWARD
 
 _THIS_FOLDER = Path(__file__).parent
 _THUNDER = Path(thunder.__file__).parent
+_BY_TEXT = (
+    (
+        r"'method_descriptor' object has no attribute '__module__'|^Sequence\.",
+        "Thunder cannot trace methods of containers such as deque.append with a tensor, nor list.clear. Use a list that "
+        "forward itself has made, or a tuple",
+    ),
+    (
+        r"casting a TensorProxy to a Python",
+        f"What forward does would depend on a tensor's value; the outermost module may branch on what it computes from its "
+        f"arguments alone. {AS_TENSORS}",
+    ),
+    (
+        r"automatic registration for (tolist|numpy|nonzero|equal|is_nonzero|item|unique|masked_select)\b"
+        r"|boolean advanced indexing|torch\.(allclose|nonzero|unique)\b|'?NoneType'?|value=None|_Unknown(Integer|Float)",
+        f"The value or the shape of the result is known only when the trace runs. {AS_TENSORS}",
+    ),
+    (
+        r"generator is not None",
+        "Leave generator out and seed outside of forward, or draw outside of forward and pass the result as an argument",
+    ),
+    (
+        r"^(needs_input_grad|mark_non_differentiable|set_materialize_grads|mark_dirty)$",
+        f"Thunder traces autograd functions without this attribute of ctx. {OWN_BACKWARD}",
+    ),
+)
+"""Patterns of the texts of errors, each with the advice for it."""
 
 
 def name_in_error(module: torch.nn.Module, *, names_leaf: bool) -> None:
@@ -39,12 +67,18 @@ def name_in_error(module: torch.nn.Module, *, names_leaf: bool) -> None:
     lines = [f"{file}:{number}" for file, number in files if Path(file).parent != _THIS_FOLDER and not is_library(file)]
     note = f"fsdp: while tracing {name}, {type(module).__name__}"
     note += f" ({', '.join(dtypes)})" * bool(dtypes) + "".join(f", at {line}" for line in lines[-1:])
-    if instead := remedy(error):
+    if instead := _remedy(error):
         note += f". {instead}"
     if names_leaf and module is not root and _is_limit_of_tracing(error, files):
         path = next((path for path, part in root.named_modules() if part is module), type(module).__name__)
         note += f". To run it as it is, without tracing: fsdp(leaf_modules=({pattern_of(path)!r},))"
     getattr(error, "add_note", warnings.warn)(note)  # Python 3.10 has no notes
+
+
+def _remedy(error: BaseException) -> str:
+    """Return what to do about an error of Thunder, as a sentence; "" if it is not known."""
+    text = str(error)
+    return next((instead for pattern, instead in _BY_TEXT if re.search(pattern, text)), "")
 
 
 def _is_limit_of_tracing(error: BaseException, files: list[tuple[str, int | None]]) -> bool:

@@ -21,43 +21,26 @@ from thunder.core.interpreter import (
     wrap_const,
 )
 from thunder.core.jit_ext import get_jit_ctx, recursively_proxy
-from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..errors import coded_error
 from ..extensions import load
 from ..ir.gradients import WRONG_GRADIENTS
 from ..private_interpreter import call_interpreted
-from . import random_functions
 from .leaves import Leaves
 from .refusals import count_refused, refusal
-from .torch_types import requires_grad
 
 
 def look_aside(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
     """Return what to call in place of a function, with the same wrapped arguments; ``None`` for those that Thunder knows."""
-    if function is torch.eye:
-        return partial(call_interpreted, _eye, wrap_const(torch.get_default_dtype()))
-    if function is torch.nn.functional.scaled_dot_product_attention and "enable_gqa" in kwargs:
-        return partial(call_interpreted, _grouped_attention)
-    if function is torch.nn.functional.multi_head_attention_forward:
-        return partial(call_interpreted, _attention_of_heads)
-    if (draws := random_functions.look_aside(function, args, kwargs)) is not None:
-        return draws
-    if function is torch.tensor and (dtype := torch.get_default_dtype()) is not torch.float32:
-        data = unwrap(kwargs.get("data", args[0] if args else None))
-        kind = data.python_type if isinstance(data, NumberProxy) else type(data)
-        if "dtype" not in kwargs and kind in (float, complex):  # of which Thunder makes one in float32
-            return partial(call_interpreted, _tensor, wrap_const(dtype.to_complex() if kind is complex else dtype))
     name = function.name.removeprefix("torch_") if isinstance(function, Symbol) else _BUILTIN.get(id(function))
-    if name == "reshape" and "shape" in kwargs:
-        return partial(call_interpreted, _reshape, wrap_const(function))
-    if name == "norm" and unwrap(kwargs.get("p", args[1] if len(args) > 1 else None)) != "nuc":
-        return partial(call_interpreted, _norm)  # Thunder calls torch.linalg.norm, which of a matrix is another one
-    if name == "repeat_interleave" and "output_size" in kwargs:
-        return partial(call_interpreted, _repeat_interleave)
+    if name in _REPLACED:
+        from .torch_replacements import replacement  # here, because most programs call none of them
+
+        if (found := replacement(function, name, args, kwargs)) is not None:
+            return found
     if name in _NAMED and get_interpreterruntimectx().frame_stack[-1].code is not _call.__code__:
         return partial(_named, _NAMED[name], function)
     return None
@@ -83,6 +66,8 @@ def with_own_lists(traced: Callable[..., Any], *args: WrappedValue, **kwargs: Wr
 
 
 def _needs_gradient(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) -> bool:
+    from .tensor_attributes import requires_grad
+
     values = tree_leaves([unwrap(value) for value in (*args, *kwargs.values())])
     return any(isinstance(value, TensorProxy) and requires_grad(value) is not False for value in values)
 
@@ -165,7 +150,16 @@ _NAMED = {
 """Named tuples like those that torch's functions return, where Thunder's return tuples. Forward cannot return torch's own
 types: Thunder's programs do not print them."""
 
-_BUILTIN = {id(getattr(torch, name)): name for name in (*_NAMED, "norm", "repeat_interleave", "reshape")}
+_FUNCTIONAL = frozenset(
+    ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax")
+    + ("multi_head_attention_forward", "scaled_dot_product_attention")
+)
+_REPLACED = frozenset({"eye", "norm", "repeat_interleave", "reshape", "tensor", *_FUNCTIONAL})
+"""Names of functions that ``torch_replacements`` replaces, some of them in some forms."""
+
+_BUILTIN = {
+    id(getattr(torch.nn.functional if name in _FUNCTIONAL else torch, name)): name for name in (*_NAMED, *_REPLACED)
+}
 
 
 def with_plain_containers(output: WrappedValue) -> Any:
@@ -206,54 +200,3 @@ def _named(kind: Any, function: Any, *args: WrappedValue, **kwargs: WrappedValue
 def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call Thunder's function: :func:`look_aside` leaves calls from here alone."""
     return function(*args, **kwargs)
-
-
-def _repeat_interleave(
-    tensor: torch.Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None
-) -> torch.Tensor:
-    return torch.repeat_interleave(tensor, repeats, dim)  # the size is a hint
-
-
-def _grouped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, enable_gqa: bool = False, **kwargs: Any
-) -> torch.Tensor:
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-
-
-_attention = torch.nn.functional.multi_head_attention_forward
-_attention_of_heads = FunctionType(_attention.__code__, _attention.__globals__, None, _attention.__defaults__)
-"""The function of torch, which Thunder would run as one operator, and differentiate only if it returns weights."""
-
-
-def _norm(
-    tensor: torch.Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> torch.Tensor:
-    order = 2 if p is None or p == "fro" else p
-    return torch.linalg.vector_norm(tensor, order, dim, keepdim, dtype=dtype)
-
-
-def _tensor(dtype: torch.dtype, data: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.tensor(data, dtype=dtype, **kwargs)
-
-
-def _eye(
-    default_dtype: Any,
-    n: int,
-    m: int | None = None,
-    *,
-    dtype: Any = None,
-    device: Any = None,
-    requires_grad: bool = False,
-) -> torch.Tensor:
-    if requires_grad:
-        raise coded_error(NotImplementedError, "module.eye-requires-grad")
-    rows = torch.arange(n, device=device)
-    columns = torch.arange(n if m is None else m, device=device)
-    return (rows[:, None] == columns[None, :]).to(default_dtype if dtype is None else dtype)
-
-
-def _reshape(function: Callable[..., torch.Tensor], tensor: torch.Tensor, *, shape: Any) -> torch.Tensor:
-    return function(tensor, shape)

@@ -88,9 +88,13 @@ class UnknownNumbers:
         mark_unknown(number)
         self._wrapped[id(provenance)] = provenance, number
 
+    def has(self, value: Any) -> bool:
+        """Return whether a value is such a number."""
+        return isinstance(value, UnknownNumber)
+
     def check_identity(self, provenance: ProvenanceRecord) -> None:
         """Refuse the program if a value is the result of ``number is True`` or ``number is False``."""
-        if self._wrapped and getattr(provenance.inst, "opname", None) == "IS_OP":
+        if getattr(provenance.inst, "opname", None) == "IS_OP":
             one, other = provenance.inputs
             for number, constant in ((one, other), (other, one)):
                 if id(number) in self._wrapped and isinstance(constant.value, bool):
@@ -98,7 +102,7 @@ class UnknownNumbers:
 
     def look_aside(self, function: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         """Return what to call in place of a builtin function that asks for the truth or the type of an unknown number."""
-        number = args[0].value if self._wrapped and args else None
+        number = args[0].value if args else None
         if not isinstance(number, UnknownNumber):
             return None
         if function is bool:

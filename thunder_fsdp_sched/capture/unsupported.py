@@ -1,8 +1,7 @@
-"""Errors for calls that Thunder cannot trace, and advice for those of its errors that give none."""
+"""Errors for calls that Thunder cannot trace."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -13,48 +12,15 @@ from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import unwrap
 from torch import nn
 
-from .refusals import AS_TENSORS, refusal
-from .unknown_numbers import UnknownNumber
+from .refusals import refusal
 
 _RULE = Callable[[Sequence[Any], Mapping[str, Any]], NotImplementedError | None]
 
 _OUTSIDE = "call it outside of the module that is compiled, on its inputs or results"
-_OWN_BACKWARD = (
+OWN_BACKWARD = (
     "Save what backward needs with ctx.save_for_backward or as an attribute of ctx, return one gradient for each input of "
     "forward, also for those that need none, and return only outputs that are differentiable"
 )
-_BY_TEXT = (
-    (
-        r"'method_descriptor' object has no attribute '__module__'|^Sequence\.",
-        "Thunder cannot trace methods of containers such as deque.append with a tensor, nor list.clear. Use a list that "
-        "forward itself has made, or a tuple",
-    ),
-    (
-        r"casting a TensorProxy to a Python",
-        f"What forward does would depend on a tensor's value; the outermost module may branch on what it computes from its "
-        f"arguments alone. {AS_TENSORS}",
-    ),
-    (
-        r"automatic registration for (tolist|numpy|nonzero|equal|is_nonzero|item|unique|masked_select)\b"
-        r"|boolean advanced indexing|torch\.(allclose|nonzero|unique)\b|'?NoneType'?|value=None|_Unknown(Integer|Float)",
-        f"The value or the shape of the result is known only when the trace runs. {AS_TENSORS}",
-    ),
-    (
-        r"generator is not None",
-        "Leave generator out and seed outside of forward, or draw outside of forward and pass the result as an argument",
-    ),
-    (
-        r"^(needs_input_grad|mark_non_differentiable|set_materialize_grads|mark_dirty)$",
-        f"Thunder traces autograd functions without this attribute of ctx. {_OWN_BACKWARD}",
-    ),
-)
-"""Patterns of the texts of errors, each with the advice for it."""
-
-
-def remedy(error: BaseException) -> str:
-    """Return what to do about an error of Thunder, as a sentence; "" if it is not known."""
-    text = str(error)
-    return next((instead for pattern, instead in _BY_TEXT if re.search(pattern, text)), "")
 
 
 def unsupported_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError | None:
@@ -115,11 +81,13 @@ def _autograd_function(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImp
         return None
     return refusal(
         f"Thunder cannot trace autograd functions with a setup_context ({kind.__name__})",
-        f"Let forward take ctx as its first argument, without setup_context. {_OWN_BACKWARD}",
+        f"Let forward take ctx as its first argument, without setup_context. {OWN_BACKWARD}",
     )
 
 
 def _tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError | None:
+    from .unknown_numbers import UnknownNumber
+
     data = _argument(args, kwargs, "data", 0)
     return data.error() if isinstance(data, UnknownNumber) else None
 
