@@ -67,11 +67,10 @@ that cannot be repaired: every later backward raises an error until ``discard_un
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -294,34 +293,6 @@ class Arena:
     def is_memory_of_running_backward(self) -> bool:
         """Return whether the memory has not been freed since the forward of the running backward."""
         return not self._was_freed or (self._memory is not None and is_of_running_backward(self._allocated_at))
-
-    @contextlib.contextmanager
-    def borrow_memory(self, nbytes: int) -> Iterator[Arena]:
-        """Give another arena of ``nbytes`` the memory of this one, for use between two traces.
-
-        If it is too small, it is freed, and the other arena allocates its own. A trace that runs in the meantime
-        allocates new memory, and nothing that forward left is resident any more.
-        """
-        self.follow_stream()
-        for flight in self.in_flight:  # an exception left it
-            self.finish(flight)
-        memory = self._memory
-        self.release()
-        other = Arena(self.device, self)
-        other.nbytes = nbytes
-        if memory is not None and memory.numel() >= nbytes:
-            other._memory = memory
-        del memory
-        try:
-            yield other
-        finally:
-            for flight in other.in_flight:  # of a caller that stopped early: nobody will read it
-                with contextlib.suppress(RuntimeError):
-                    other.finish(flight)
-            memory = other._memory
-            other.release()
-            if memory is not None and memory.numel() == self.nbytes and self._memory is None and not other.in_flight:
-                self._memory = memory
 
     def make_views(self, bucket: StoredBucket, slot: Slot, dtype: torch.dtype) -> Views:
         """Return the views of ``slot`` for ``bucket``, with elements of ``dtype``."""

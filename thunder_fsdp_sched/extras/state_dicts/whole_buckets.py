@@ -3,7 +3,7 @@
 [Note: Gathering ahead]
 Bucket ``n + 1`` is in flight while the caller uses bucket ``n``. Buckets alternate between the two ends of an arena that
 fits any two successive ones. It takes over the memory of the model's own arena, which holds nothing between traces, if
-that suffices (``Arena.borrow_memory``).
+that suffices (``borrow_memory``).
 
 Before each gather, ranks agree that all of them issue it. So a rank that stops early leaves nothing in flight that the
 others do not complete, and a rank that goes on alone gets an error instead of waiting for a collective. Ranks may have
@@ -21,6 +21,7 @@ import torch
 
 from ...errors import coded_error
 from ...ranks.process_groups import ProcessGroupRef
+from ...runtime.borrowed_memory import borrow_memory
 from ...runtime.bucket import Bucket
 from ...runtime.bucket_aliases import temporary_alias_in_dtype
 from ...runtime.memory import Arena, InFlight, Slot, slot_bytes
@@ -111,7 +112,7 @@ def _alternating_slots(wanted: Sequence[tuple[Bucket, torch.dtype]], undo: conte
     slots = {}
     for arena, numbers in of_arena.items():
         sizes = [slot_bytes(bucket.spec, dtype) for bucket, dtype in (wanted[number] for number in numbers)]
-        lent = undo.enter_context(arena.borrow_memory(max(map(sum, zip([0, *sizes], sizes, strict=False)))))
+        lent = undo.enter_context(borrow_memory(arena, max(map(sum, zip([0, *sizes], sizes, strict=False)))))
         for position, (number, nbytes) in enumerate(zip(numbers, sizes, strict=True)):
             slots[number] = lent.slot(lent.nbytes - nbytes if position % 2 else 0, nbytes)
     return slots
