@@ -11,7 +11,7 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
-from thunder_fsdp_sched.sharding.initial_values import Digest
+from thunder_fsdp_sched.sharding.initial_digests import Digest
 
 import pytest
 import thunder

@@ -37,7 +37,7 @@ from ..runtime.pre_shard_storages import PreShardStorages
 from ..runtime.row_dtensor import DTENSORS
 from ..transports import choose_transport, find_transport, transport_of
 from .former_parameters import retire
-from .initial_values import ShardedParam, check_initial_values, resolve_device, source_of
+from .initial_values import ShardedParam, resolve_device, source_of
 from .module_parameters import find_owner, replace_in_containers
 from .module_policies import ModulePolicies
 from .optimizer_steps import prepare_step
@@ -277,6 +277,8 @@ class ShardingSteps:
             moved = [f"{n}: {t.dtype}{list(t.shape)} on {t.device.type}" for n, t in self.moved.items()]
             control.check_same("the buffers and ignored parameters to broadcast", moved)
         elif not options.init.allow_different_values and not control.is_single_rank:
+            from .initial_digests import check_initial_values  # here, because one rank compares nothing
+
             # With replicas all of them at once, unless some parameters have other ranks.
             every = None if options.ranks.process_group_for is not None else (control.group,)
             check_initial_values(control, ((p.spec.name, p.param, every or p.ranks.groups) for p in self.params))
