@@ -52,6 +52,7 @@ _SHARP: dict[str, tuple[str, ...]] = {
     "changed_inputs.py": _INPUTS,
     "row_elements.py": ("tests/runtime/test_row_dtensor.py",),
     "rows.py": ("tests/runtime/test_row_dtensor.py",),
+    "row_shard.py": ("tests/runtime/test_row_dtensor.py",),
     "unused_outputs.py": ("tests/training/test_unused_outputs.py",),
     "watch_outputs.py": ("tests/training/test_unused_outputs.py",),
     "watched_outputs.py": ("tests/training/test_unused_outputs.py",),

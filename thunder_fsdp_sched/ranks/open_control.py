@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ..errors import coded_error
-from ..private_distributed import timeout_of
 from ..process_state import reset_after_fork
 from .control import Agreement, Control
 from .messages import named
@@ -56,7 +55,8 @@ def open_channel(group: ProcessGroupRef, name: str) -> Channel:
     Raises:
         ScheduleDisagreement: a rank does not come in time. A rank that comes too late waits in vain for as long.
     """
-    from .channel import Channel  # here, because one rank agrees with nobody
+    from ..private_groups import timeout_of  # here, because one rank agrees with nobody
+    from .channel import Channel
     from .new_groups import ARRIVAL_TIMEOUT, let_belong, new_group
     from .store_texts import exchange_texts
 
