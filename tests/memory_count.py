@@ -17,7 +17,7 @@ from unittest import mock
 
 from thunder_fsdp_sched import CompiledTraces, FSDPTransform, StepMemory
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
-from thunder_fsdp_sched.runtime import autograd
+from thunder_fsdp_sched.runtime import moments
 from thunder_fsdp_sched.testing import statements
 
 import thunder
@@ -186,7 +186,7 @@ def count_step(
         collections = [list(saved), list(others)]
         del saved, others
         # This runs outside of autograd, and counts as the backward of the forward above.
-        with mock.patch.object(autograd, "end_of_forward", return_value=autograd.moment()), tracker:
+        with mock.patch.object(moments, "end_of_forward", return_value=moments.moment()), tracker:
             returned = backward(collections, grads)
         del returned
     return tracker

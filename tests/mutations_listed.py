@@ -93,9 +93,13 @@ _BY_FILE: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("S7", "hidden += min(nbytes, stage_bytes[point])", "hidden += nbytes", _SORT),
         ("S8", "reduction.ready = max(reduction.ready, gather.first)", "pass", _SORT),
     ],
-    "ir/slots.py": [
-        ("I1", "reduction.accesses.get(index, reduction.issue)", "reduction.issue", _SLOTS),
-        ("I3", "read < write for read, write", "True for read, write", _SLOTS),
+    "ir/kept_slots.py": [
+        (
+            "A5",
+            "elsewhere = set(kept_buckets) - {region.bucket.base for region in gathered}",
+            "elsewhere: set[Bucket] = set()",
+            (*_SLOTS, "tests/ir", "tests/planning/test_search.py"),
+        ),
     ],
     "transforms/assign_slots.py": [
         ("A1", "if other.last >= live.first]", "if other.last > live.first]", _SLOTS),
@@ -106,12 +110,6 @@ _BY_FILE: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
             (*_SLOTS, "tests/test_freeze.py"),
         ),
         (
-            "A5",
-            "elsewhere = set(kept_buckets) - {region.bucket.base for region in gathered}",
-            "elsewhere: set[Bucket] = set()",
-            (*_SLOTS, "tests/ir", "tests/planning/test_search.py"),
-        ),
-        (
             "A6",
             "if other.bucket.arena is live.bucket.arena:",
             "if True:",
@@ -119,6 +117,8 @@ _BY_FILE: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ),
     ],
     "ir/analysis.py": [
+        ("I1", "reduction.accesses.get(index, reduction.issue)", "reduction.issue", _SLOTS),
+        ("I3", "read < write for read, write", "True for read, write", _SLOTS),
         (
             "A7",
             "changes[last + 1] -= nbytes",

@@ -57,12 +57,10 @@ from thunder.core.proxies import NumberProxy, Proxy, StringProxy, TensorProxy
 from ..extensions import load
 from ..private_interpreter import (
     find_attributes,
-    forget_new_modules,
+    has_been_modified,
     identify_key,
     observed_by,
     replace_key,
-    save_attributes_of_root,
-    take_constants,
     unique_checks,
     unique_name,
 )
@@ -172,7 +170,9 @@ class InputReads:
             self._undo(unwrap(module), hooks)
         if self._sizes is not None:
             self._checks.update(self._sizes.checks(context.computation_trace.bound_symbols))
-        if not has_failed:
+        if not has_failed and has_been_modified(context):
+            from ..private_assignments import forget_new_modules, save_attributes_of_root, take_constants
+
             forget_new_modules(context)
             self._assigned = take_constants(context, self._object_at)
             save_attributes_of_root(context)

@@ -93,6 +93,14 @@ class Lifetime:
         assert self.region is not None
         return self.region.slot
 
+    def may_be_replaced_by(self, reduction: Lifetime) -> bool:
+        """Return whether each gradient is written after the last read of its parameter here, and can take its place."""
+        spec = reduction.bucket.spec
+        writes = [reduction.accesses.get(index, reduction.issue) for index in self.accesses]
+        return spec.param_dtype == spec.reduce_dtype and all(
+            read < write for read, write in zip(self.accesses.values(), writes, strict=True)
+        )
+
 
 PendingGrads = frozenset[Any]
 """The memory of the gradients that backwards under ``no_sync`` have left, unsharded or reduced: each an ``Allocation`` of

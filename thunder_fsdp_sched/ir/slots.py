@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from thunder.core.trace import TraceCtx
 
 from ..ranks.process_groups import ProcessGroupRef
-from ..runtime.bucket import WINDOW_OPEN, Bucket
+from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
 from .analysis import Analysis, Lifetime, peak_bytes
 from .effects import effects
@@ -54,49 +54,9 @@ def grads_over_params(ranges: Iterable[Lifetime]) -> dict[Lifetime, Lifetime]:
             gathers[live.bucket.primary] = live
             continue
         gather = gathers.get(live.bucket)
-        if gather is not None and gather.first < live.first <= gather.last and _may_replace(live, gather):
+        if gather is not None and gather.first < live.first <= gather.last and gather.may_be_replaced_by(live):
             found[live] = gathers.pop(live.bucket)
     return found
-
-
-def grads_over_kept_params(forward: TraceCtx, backward: TraceCtx) -> set[int]:
-    """Return the positions of the reductions of a backward trace that can use the private slot of their bucket.
-
-    Those under ``no_sync`` leave the parameters for the next micro-batch if forward's gather takes part in a window. See
-    [Note: Gradients in the place of their parameters].
-
-    Args:
-        forward: its forward trace with slots.
-        backward: the sorted backward trace, with or without slots.
-    """
-    begin = len(forward.bound_symbols)
-    analysis = Analysis(forward, backward)
-    guards = {e.ensures.bucket: i for i, e in enumerate(analysis.effects) if e.ensures is not None and i >= begin}
-    issues = [e.issues for e in analysis.effects[:begin] if e.issues is not None]
-    left = {issue.bucket for issue in issues if issue.window == WINDOW_OPEN}
-    gathers: dict[Bucket, Lifetime] = {}
-    found = set()
-    for live in analysis.slots.values():
-        if live.issue < begin and live.is_gather and live.region is not None and live.region.is_private:
-            if live.bucket not in left:
-                gathers[live.bucket] = live
-        elif live.issue >= begin and live.bucket in gathers:
-            if not live.is_gather and not analysis.effects[live.issue].collects:
-                continue  # it sends no gradient of this trace
-            gather = gathers.pop(live.bucket)  # one reduction at most, and none after another gather
-            # A gradient that backward receives may be reduced before the guard, which may gather the bucket again.
-            if not live.is_gather and guards.get(live.bucket, -1) < live.first and _may_replace(live, gather):
-                found.add(live.issue - begin)
-    return found
-
-
-def _may_replace(reduction: Lifetime, gather: Lifetime) -> bool:
-    """Return whether each gradient is written after the last read of its parameter, and can take its place."""
-    spec = reduction.bucket.spec
-    writes = [reduction.accesses.get(index, reduction.issue) for index in gather.accesses]
-    return spec.param_dtype == spec.reduce_dtype and all(
-        read < write for read, write in zip(gather.accesses.values(), writes, strict=True)
-    )
 
 
 def peak_live_bytes(trace: TraceCtx) -> int:

@@ -25,9 +25,9 @@ from thunder.core.trace import TraceCtx
 from ..ir.analysis import BEFORE_TRACE, Analysis, Lifetime, peak_bytes
 from ..ir.effects import effects
 from ..ir.inspection import has_backward, with_bound_symbols
-from ..ir.slots import grads_over_kept_params, grads_over_params, peak_live_bytes, retained_by_forward
+from ..ir.slots import grads_over_params, peak_live_bytes, retained_by_forward
 from ..runtime.bucket import Bucket
-from ..runtime.memory import Arena, slot_bytes
+from ..runtime.memory import Arena
 
 _RESIDENCY_GROWTH = 1 / 32
 """How much larger backward's arena may grow to keep forward's buckets resident, as a share of its bytes. The edge
@@ -82,10 +82,16 @@ def assign_slots(
     ranges = Analysis(trace).slots
     private = {issue for issue, live in ranges.items() if live.is_gather and live.bucket.base in kept_buckets}
     if kept_buckets and forward is not None:
+        from ..ir.kept_slots import grads_over_kept_params  # here, because ZeRO-3 keeps no bucket
+
         private |= grads_over_kept_params(forward, trace)
     arena_split = _bytes_of_forward(forward, arena_of) if backward_arena and forward is not None else None
     shared = _SharedSlots([live for issue, live in ranges.items() if issue not in private], arena_split)
-    room = None if max_unsharded_bytes is None else max_unsharded_bytes - private_bytes(trace, kept_buckets)
+    room = None
+    if max_unsharded_bytes is not None:
+        from ..ir.kept_slots import private_bytes
+
+        room = max_unsharded_bytes - private_bytes(trace, kept_buckets)
     offsets = _offsets(trace, shared, forward if reuses else None, room, trains=trains)
     bsyms = list(trace.bound_symbols)
     for issue, live in ranges.items():
@@ -99,16 +105,6 @@ def assign_slots(
             _, _, *others = bsyms[user].args
             bsyms[user] = bsyms[user].from_bsym(args=(live.bucket, slot, *others))
     return with_bound_symbols(trace, bsyms, "fsdp: assign slots")
-
-
-def private_bytes(trace: TraceCtx, kept_buckets: Collection[Bucket]) -> int:
-    """Return the bytes of the slots of kept buckets; for those that this trace does not gather, the planned bytes."""
-    issues = (e.slot_issue for e in map(effects, trace.bound_symbols) if e.is_gather)
-    gathered = [
-        i.region for i in issues if i is not None and i.region is not None and i.region.bucket.base in kept_buckets
-    ]
-    elsewhere = set(kept_buckets) - {region.bucket.base for region in gathered}
-    return sum(region.nbytes for region in gathered) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
 
 
 def _bytes_of_forward(forward: TraceCtx, arena_of: Callable[[Bucket], Arena]) -> int:

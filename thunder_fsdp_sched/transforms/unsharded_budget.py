@@ -8,10 +8,11 @@ from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Analysis, peak_bytes
 from ..ir.inspection import args_of
-from ..ir.slots import bytes_in_flight, grads_over_kept_params
+from ..ir.kept_slots import grads_over_kept_params, private_bytes
+from ..ir.slots import bytes_in_flight
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
-from .assign_slots import assign_slots, private_bytes
+from .assign_slots import assign_slots
 
 
 def left_for_gathers(

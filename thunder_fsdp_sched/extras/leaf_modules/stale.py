@@ -17,7 +17,7 @@ from ...capture.leaves import Leaves
 from ...capture.paths import ATTRIBUTE, FUNCTION, Path, Paths, evaluate
 from ...capture.refusals import refusal
 from ...ir.inspection import nested
-from ...private_interpreter import modified_members
+from ...private_assignments import modified_members
 
 _MEMBERS = ("__dict__", "_buffers")
 

@@ -42,12 +42,12 @@ from ...errors import coded_error
 from ...ir.analysis import NO_PENDING_GRADS, PendingGrads
 from ...ir.effects import bucket_of, effects
 from ...ir.inspection import snapshot, split_joint
+from ...ir.kept_slots import private_bytes
 from ...ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
 from ...passes import Context
 from ...runtime.accumulation import AccumulationMode
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena
-from ...transforms.assign_slots import private_bytes
 from ...transforms.sort_communication import sort_communication
 from ..step_memory.step_memory import StepMemory
 from .activation_plan import ActivationPlans

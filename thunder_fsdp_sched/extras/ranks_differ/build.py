@@ -14,6 +14,7 @@ from thunder.executors.passes import del_last_used
 from ...errors import coded_error
 from ...ir.effects import effects
 from ...ir.inspection import before_return, has_backward
+from ...ir.kept_slots import private_bytes
 from ...ir.registry import with_caches
 from ...ir.symbols import fsdp_backward_done
 from ...passes import Context
@@ -21,7 +22,7 @@ from ...proof import verify
 from ...proof.machine import Machine
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena, Slot
-from ...transforms.assign_slots import assign_slots, private_bytes
+from ...transforms.assign_slots import assign_slots
 from ...transforms.insert_agreement import fsdp_audit_agreed
 from ...transforms.release_slots import fsdp_release, release_extension, release_slots
 from .follow_order import follow_order
