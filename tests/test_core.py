@@ -1,4 +1,7 @@
-"""The core without extras: a copy of the package without their folder trains, and a default step loads none of them."""
+"""The core without extras: a copy of the package without their folder trains, and a default step loads none of them.
+
+Nor does it load what only uncommon programs and options need of the core.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,8 @@ PROGRAM = """
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert not [name for name in sys.modules if name.startswith("thunder_fsdp_sched.extras")]
+    uncommon = "capture.tensor_attributes", "capture.unknown_numbers", "ir.kept_slots", "runtime.row_elements"
+    assert not {f"thunder_fsdp_sched.{name}" for name in uncommon} & sys.modules.keys()
     dist.destroy_process_group()
 """
 

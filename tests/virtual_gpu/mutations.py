@@ -17,7 +17,7 @@ def faults_without(logs: Sequence[Log], mutation: Mutation) -> list[Fault]:
 
 
 def site_of(entry: Entry) -> str:
-    """Return the package's functions that led to an entry, innermost first: ``all_to_all.py:issue < works.py:issue_then``."""
+    """Return the package's functions that led to an entry, innermost first: ``works.py:wait < works.py:issue_then``."""
     frames = [f"{file.rpartition('/')[2]}:{function}" for file, _, function in entry.where if not _is_outside(file)]
     return " < ".join(frames[:2])
 
