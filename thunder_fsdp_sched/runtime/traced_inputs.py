@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from ..extensions import load
 
 Path = tuple[Any, ...]
@@ -31,21 +29,8 @@ CONDITIONS = "a branch"
 MISSING = object()
 
 
-class Condition(NamedTuple):
-    """A condition that a program computes from its arguments.
-
-    Attributes:
-        function: of the tensors at ``paths``, which have these shapes.
-    """
-
-    function: Callable[..., Any]
-    paths: tuple[Path, ...]
-    shapes: tuple[torch.Size, ...]
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return the condition for these tensors."""
-        with torch.no_grad():
-            return bool(self.function(*tensors))
+Condition = Callable[[tuple[Any, ...], dict[str, Any]], bool]
+"""A condition that a program computes from its arguments; it raises ``LookupError`` for arguments of other shapes."""
 
 
 class _Conditions:
@@ -55,12 +40,7 @@ class _Conditions:
         self._conditions, self._args, self._kwargs = conditions, args, kwargs
 
     def __getitem__(self, number: int) -> bool:
-        condition = self._conditions[number]
-        roots = {"INPUT_ARGS": self._args, "INPUT_KWARGS": self._kwargs}
-        tensors = [_value_at(roots, path) for path in condition.paths]
-        if tuple(tensor.shape for tensor in tensors) != condition.shapes:
-            raise LookupError  # its operators are for other shapes
-        return condition.of(tensors)
+        return self._conditions[number](self._args, self._kwargs)
 
 
 class Environment:
@@ -170,10 +150,11 @@ class TracedInputs:
         """Assign the attributes that the program assigns."""
         roots = {"INPUT_FN": self._module, "INPUT_ARGS": args, "INPUT_KWARGS": kwargs}
         for path, name, constant in self.assigned:
-            setattr(_value_at(roots, path), name, constant)
+            setattr(value_at(roots, path), name, constant)
 
 
-def _value_at(roots: Mapping[Any, Any], path: Path) -> Any:
+def value_at(roots: Mapping[Any, Any], path: Path) -> Any:
+    """Return the value at a path, given that of each root."""
     value = roots[path[0]]
     for kind, key in path[1:]:
         value = value[key] if kind == "item" else getattr(value, key)

@@ -9,7 +9,7 @@ trace, or makes one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from thunder.core.compile_data import get_compile_data
@@ -26,10 +26,34 @@ from ...capture.leaves import Leaves
 from ...ir.inspection import args_of, nested, outs_of
 from ...ir.operator_facts import facts_of
 from ...private_thunder import new_trace
-from ...runtime.traced_inputs import Condition
+from ...runtime.traced_inputs import Path, value_at
 
 
-def condition_of(leaves: Leaves, value: TensorProxy | NumberProxy) -> tuple[Condition, bool] | None:
+class _Condition(NamedTuple):
+    """A condition that a program computes from its arguments.
+
+    Attributes:
+        function: of the tensors at ``paths``, which have these shapes.
+    """
+
+    function: Callable[..., Any]
+    paths: tuple[Path, ...]
+    shapes: tuple[torch.Size, ...]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return the condition for these arguments."""
+        tensors = [value_at({"INPUT_ARGS": args, "INPUT_KWARGS": kwargs}, path) for path in self.paths]
+        if tuple(tensor.shape for tensor in tensors) != self.shapes:
+            raise LookupError  # its operators are for other shapes
+        return self.of(tensors)
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return the condition for these tensors."""
+        with torch.no_grad():
+            return bool(self.function(*tensors))
+
+
+def condition_of(leaves: Leaves, value: TensorProxy | NumberProxy) -> tuple[_Condition, bool] | None:
     """Return how to compute the truth of a traced value from the arguments, and what it is now.
 
     Returns nothing if it depends on anything else, or on an operator that is not pure or computes in lower precision under
@@ -58,7 +82,7 @@ def condition_of(leaves: Leaves, value: TensorProxy | NumberProxy) -> tuple[Cond
         return None  # a plan
     function = _function_of(found, new_trace(trace, "condition", list(arguments.values())), value)
     paths, tensors = zip(*values, strict=True)
-    condition = Condition(function, paths, tuple(tensor.shape for tensor in tensors))
+    condition = _Condition(function, paths, tuple(tensor.shape for tensor in tensors))
     return condition, condition.of(tensors)
 
 
