@@ -23,7 +23,7 @@ from thunder.executors.passes import del_last_used
 from .capture.bound_symbols import IN_CHECKPOINT
 from .errors import coded_error
 from .extensions import load
-from .ir.gradients import PIECEWISE_CONSTANT, WRONG_GRADIENTS
+from .ir.gradients import PIECEWISE_CONSTANT, WRONG_GRADIENTS, is_wrong_of_complex
 from .ir.inspection import nested
 from .kernels.executor import executor as kernels
 from .mends.reject_resampled_random_grads import reject_resampled_random_grads
@@ -106,7 +106,7 @@ def computation(trace: TraceCtx, c: Context) -> TraceCtx:
         # Before `insert_unshard`, parameters without dimensions had the proxies of their shards. The derivative of a
         # broadcast is a sum, so autograd comes later.
         trace = run(broadcast_scalars, trace)
-    if _has(trace, *WRONG_GRADIENTS):  # with an `index_put`, a `hstack` or the like
+    if _has(trace, *WRONG_GRADIENTS) or _has_complex(trace):  # with an `index_put`, a `hstack` or the like
         from .mends.refuse_wrong_gradients import refuse_wrong_gradients
 
         # It looks at operators that are not differentiated yet.
@@ -288,6 +288,11 @@ def _has_scalars(trace: TraceCtx) -> bool:
     """Return whether an operator reads a tensor without dimensions."""
     read = (p for b in nested(trace.bound_symbols) for p in b.flat_proxy_args)
     return any(isinstance(p, TensorProxy) and not p.ndim for p in read)
+
+
+def _has_complex(trace: TraceCtx) -> bool:
+    """Return whether an operator reads a complex tensor or number."""
+    return any(is_wrong_of_complex("", b.flat_args) for b in trace.bound_symbols)
 
 
 def check_skipped(names: Iterable[str]) -> None:

@@ -29,6 +29,18 @@ def _attend(y: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(heads.repeat(1, 2, 1, 1), heads, heads, None, 0.0, True, enable_gqa=True)
 
 
+def _pairs(y: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(y.reshape(-1, 2))
+
+
+def _shaped(y: torch.Tensor) -> torch.Tensor:
+    pairs = torch.cat([_pairs(y), torch.polar(y.abs(), y).flatten(), torch.complex(y, y * 2).reshape(16)])
+    wide = pairs.view(4, 10).transpose(0, 1).permute(1, 0).unsqueeze(0).squeeze(0).expand(2, 4, 10)
+    return (
+        torch.view_as_real(torch.stack([wide, wide]).contiguous()) * torch.arange(1, 21).view(10, 2) + wide.abs().sum()
+    )
+
+
 def _append(y: torch.Tensor) -> torch.Tensor:
     parts = [y]
     parts.append(torch.cat(parts) * 2)
@@ -53,6 +65,7 @@ def _resize(y: torch.Tensor) -> torch.Tensor:
 
 
 TRACED: Functions = {
+    "complex shapes": _shaped,
     "lists that grow": _append,
     "lists that change": _replace,
     "sizes that change": _resize,
@@ -124,14 +137,27 @@ SMOOTHED: Functions = {
 """Cross entropies of which Thunder's own are wrong."""
 
 
+COMPLEX: Functions = {
+    "rotary": lambda y: torch.view_as_real(_pairs(y) * torch.polar(torch.ones(8).double(), torch.arange(8).double())),
+    "product": lambda y: torch.view_as_real((_pairs(y) * (1 + 2j) - _pairs(y * y)) / 2j),
+    "power": lambda y: torch.view_as_real(_pairs(y) ** 2),
+    "exponential": lambda y: torch.view_as_real(torch.exp(_pairs(y))),
+    "matrix": lambda y: torch.view_as_real(_pairs(y).view(2, 4) @ _pairs(y).view(4, 2).conj()),
+    "parts": lambda y: _pairs(y).real * torch.imag(_pairs(y)) * 1j.imag,
+    "converted": lambda y: (y.to(torch.complex128) * 1j).imag,
+}
+COMPLEX_OPERATORS = ("__mul__", "__sub__", "__truediv__", "pow", "exp", "__matmul__", "conj", "real", "imag")
+
+
 @pytest.mark.parametrize(
     ("functions", "args", "leaves", "named"),
     [
         (TRACED, (), (), ()),
         (LEAVES, (), ("auto",), tuple(LEAVES)),
         (SMOOTHED, (TARGETS, WEIGHT), ("auto",), ("cross_entropy",)),
+        (COMPLEX, (), ("auto",), COMPLEX_OPERATORS),
     ],
-    ids=["traced", "leaves", "smoothed"],
+    ids=["traced", "leaves", "smoothed", "complex"],
 )
 def test_values_and_gradients_are_those_of_eager_mode(functions: Functions, args: Any, leaves: Any, named: Any) -> None:
     torch.manual_seed(0)
@@ -143,6 +169,13 @@ def test_values_and_gradients_are_those_of_eager_mode(functions: Functions, args
     count = {name: sum(f"torch's {name} is" in text for text in texts) for name in named}
     expected = {**dict.fromkeys(named, 1), **({"flip": 2} if "flip" in named else {})}  # the function and the method
     assert count == expected and len(texts) == sum(expected.values()), texts
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_the_strict_mode_refuses_gradients_of_complex_values(name: str) -> None:
+    model = Beside(Applied(COMPLEX[name], 4).double(), leaf_modules=()).model
+    with pytest.raises(NotImplementedError, check=coded("trace.wrong-gradient-of-complex")):
+        model(torch.ones(4, 4, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", ["flip", "hstack", "pad", "meshgrid", "prod", "unfold", "weighted"])

@@ -27,7 +27,7 @@ from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..extensions import load
-from ..ir.gradients import WRONG_GRADIENTS
+from ..ir.gradients import WRONG_GRADIENTS, is_wrong_of_complex
 from ..private_interpreter import call_interpreted
 from .leaves import Leaves
 from .refusals import count_refused, refusal
@@ -65,11 +65,10 @@ def with_own_lists(traced: Callable[..., Any], *args: WrappedValue, **kwargs: Wr
             value.value = items
 
 
-def _needs_gradient(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) -> bool:
+def _needs_gradient(value: Any) -> bool:
     from .tensor_attributes import requires_grad
 
-    values = tree_leaves([unwrap(value) for value in (*args, *kwargs.values())])
-    return any(isinstance(value, TensorProxy) and requires_grad(value) is not False for value in values)
+    return isinstance(value, TensorProxy) and requires_grad(value) is not False
 
 
 def wrong_result(
@@ -121,7 +120,9 @@ def call_or_run_as_it_is(
 
     name = function.name if isinstance(function, Symbol) else getattr(function, "__name__", "")
     wrong = wrong_result(function, args, kwargs)
-    if wrong or name in _WITHOUT_RULE or (name in WRONG_GRADIENTS and _needs_gradient(args, kwargs)):
+    values = tree_leaves([unwrap(value) for value in (*args, *kwargs.values())])
+    is_wrong = name in WRONG_GRADIENTS or is_wrong_of_complex(name, values)
+    if wrong or name in _WITHOUT_RULE or (is_wrong and any(map(_needs_gradient, values))):
         if (result := load(run_as_it_is)(leaves, function, None, *args, **kwargs)) is not None:
             return result
         undo()

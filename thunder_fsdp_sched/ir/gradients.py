@@ -10,9 +10,10 @@ autograd takes the operator for a constant. Later passes go by tags and dtypes a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from thunder.core import dtypes
-from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.proxies import NumberProxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
@@ -30,8 +31,29 @@ LOST_IN_SEQUENCES = frozenset({"column_stack", "dstack", "hstack", "lstm_cell", 
 WRONG_GRADIENTS = LOST_IN_SEQUENCES | {"index_put", "prod"}
 """Names of operators of which Thunder computes a wrong gradient, or silently none."""
 
+_RIGHT_OF_COMPLEX = frozenset({
+    "abs", "cat", "complex", "contiguous", "detach", "expand", "flatten", "permute", "polar", "reshape",
+    "squeeze", "stack", "transpose", "unsqueeze", "view", "view_as_complex", "view_as_real",
+})  # fmt: skip
+"""Names of operators of which Thunder computes the right gradient of complex values, too."""
+
 PIECEWISE_CONSTANT = frozenset({"bernoulli", "ceil", "div", "dropout", "floor", "round", "trunc"})
 """Names of operators that may be constant in what they read, to which Thunder then passes no gradient."""
+
+
+def is_wrong_of_complex(name: str, values: Iterable[Any]) -> bool:
+    """Return whether Thunder computes a wrong gradient of an operator that reads complex values.
+
+    torch's gradient of ``a * b`` with respect to ``a`` is multiplied by the conjugate of ``b``, Thunder's by ``b``. Other
+    operators have the same fault, so all but a few count as wrong.
+    """
+    return name.strip("_") not in _RIGHT_OF_COMPLEX and any(map(_is_complex, values))
+
+
+def _is_complex(value: Any) -> bool:
+    if isinstance(value, TensorProxy):
+        return dtypes.is_complex_dtype(value.dtype)
+    return (value.python_type if isinstance(value, NumberProxy) else type(value)) is complex
 
 
 def mark_constants(bsyms: Iterable[BoundSymbol]) -> None:

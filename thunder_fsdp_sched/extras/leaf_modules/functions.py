@@ -120,9 +120,11 @@ def _call(
 
 def _torch_function_of(function: Any) -> Callable[..., Any] | None:
     """Return torch's function, or the method of a tensor, of which this is Thunder's."""
-    if isinstance(function, Symbol):
-        return getattr(torch.Tensor, function.name, None)
-    return getattr(torch.Tensor, function.__name__, None) if function.__module__.startswith("thunder.") else function
+    if not isinstance(function, Symbol) and not function.__module__.startswith("thunder."):
+        return function
+    name = function.name if isinstance(function, Symbol) else function.__name__
+    found = getattr(torch.Tensor, name, None)
+    return found if callable(found) else getattr(torch, name, None)  # `real` is an attribute of tensors
 
 
 _AS_IT_IS = "{} is not traced, but runs as it is, as one operator with its own gradient"
