@@ -64,7 +64,27 @@ def _resize(y: torch.Tensor) -> torch.Tensor:
     return wide @ torch.ones(sizes, dtype=y.dtype)
 
 
+def _edit(y: torch.Tensor) -> torch.Tensor:
+    parts, named = [y], {"first": y, "second": y * 2}
+    parts.insert(0, y * 3)
+    parts.insert(-1, y * 5)
+    copied = list(parts)
+    copied.clear()
+    name, last = named.popitem()
+    return torch.cat(parts) * len(name) + last.sum() * len(named) + len(copied)
+
+
+def _nll(y: torch.Tensor) -> torch.Tensor:
+    scores, targets = y.log_softmax(1), torch.tensor([1, 3, 0, 2])
+    losses = F.nll_loss(scores, targets) + F.nll_loss(scores, targets, None, False, 3) * F.nll_loss(
+        scores, targets, y[0].detach()
+    )
+    return losses + F.nll_loss(scores, targets, None, None, 1, False)
+
+
 TRACED: Functions = {
+    "containers that are edited": _edit,
+    "nll_loss": _nll,
     "complex shapes": _shaped,
     "lists that grow": _append,
     "lists that change": _replace,

@@ -1,4 +1,4 @@
-"""Builtin functions that call a function of the program, in Python.
+"""Builtin functions that call a function of the program, or that the interpreter does not know, in Python.
 
 [Note: Callbacks]
 The interpreter does not interpret what builtin functions call: the ``key`` of ``sorted``, or the function of ``map``. It
@@ -40,7 +40,7 @@ from .refusals import is_in_thunder, is_own
 
 
 def look_aside(function: Any, kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """Return what to call in place of a builtin function that calls back, or one that ``torch.compile`` has made.
+    """Return what to call in place of a builtin function of these kinds, or one that ``torch.compile`` has made.
 
     Args:
         kwargs: the wrapped keyword arguments of the call.
@@ -50,7 +50,8 @@ def look_aside(function: Any, kwargs: Mapping[str, Any]) -> Callable[..., Any] |
     elif isinstance(function, type):
         instead = _LAZY.get(function)
     else:
-        instead = _KEYED.get(id(function)) if "key" in kwargs and kwargs["key"].value is not None else None
+        has_key = "key" in kwargs and kwargs["key"].value is not None
+        instead = (_KEYED if has_key else _CHANGING_CONTAINERS).get(id(function))
     if instead is None or is_in_thunder() or isinstance(unwrap(kwargs.get("key")), _COMPARED):
         return None
     return functools.partial(call_interpreted, instead)
@@ -120,6 +121,21 @@ def _extreme(choose: Callable[..., Any], *values: Any, key: Callable[[Any], Any]
     return values[_position(choose, [key(value) for value in values])]
 
 
+def _insert(values: list[Any], index: int, value: Any, /) -> None:
+    values[index:index] = [value]
+
+
+def _clear(values: list[Any], /) -> None:
+    values[:] = []
+
+
+def _pop_item(mapping: dict[Any, Any], /) -> tuple[Any, Any]:
+    if not mapping:
+        raise KeyError("popitem(): dictionary is empty")
+    key = list(mapping)[-1]
+    return key, mapping.pop(key)
+
+
 @make_opaque
 def _order(keys: list[Any], reverse: bool) -> list[int]:
     return sorted(range(len(keys)), key=keys.__getitem__, reverse=reverse)
@@ -139,3 +155,10 @@ _KEYED: dict[int, Callable[..., Any]] = {
     id(min): functools.partial(_extreme, min),
 }
 """The functions that call a ``key`` if they get one, by their identity."""
+
+_CHANGING_CONTAINERS: dict[int, Callable[..., Any]] = {
+    id(list.insert): _insert,
+    id(list.clear): _clear,
+    id(dict.popitem): _pop_item,
+}
+"""Methods of containers that the interpreter does not know, by their identity."""

@@ -153,7 +153,7 @@ types: Thunder's programs do not print them."""
 
 _FUNCTIONAL = frozenset(
     ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax")
-    + ("multi_head_attention_forward", "scaled_dot_product_attention")
+    + ("multi_head_attention_forward", "nll_loss", "scaled_dot_product_attention")
 )
 _REPLACED = frozenset({"eye", "norm", "repeat_interleave", "reshape", "tensor", *_FUNCTIONAL})
 """Names of functions that ``torch_replacements`` replaces, some of them in some forms."""

@@ -22,6 +22,8 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         return partial(call_interpreted, eye, wrap_const(torch.get_default_dtype()))
     if function is torch.nn.functional.scaled_dot_product_attention and "enable_gqa" in kwargs:
         return partial(call_interpreted, grouped_attention)
+    if function is torch.nn.functional.nll_loss and "ignore_index" not in kwargs:
+        return partial(call_interpreted, nll_loss)
     if function is torch.nn.functional.multi_head_attention_forward:
         return partial(call_interpreted, attention_of_heads)
     if (draws := random_functions.look_aside(function, args, kwargs)) is not None:
@@ -53,6 +55,21 @@ def grouped_attention(
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+
+
+def nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    # Thunder has other parameters, and None for ignore_index, at which its gradient fails.
+    if reduce is not None or size_average is not None:
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    return torch.nn.functional.nll_loss(input, target, weight=weight, ignore_index=ignore_index, reduction=reduction)
 
 
 _attention = torch.nn.functional.multi_head_attention_forward
