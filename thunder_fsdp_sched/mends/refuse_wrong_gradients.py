@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -22,18 +24,22 @@ def refuse_wrong_gradients(trace: TraceCtx) -> TraceCtx:
     bsyms = [bsym for bsym in trace.bound_symbols if bsym.sym.name in WRONG_GRADIENTS or _is_wrong_of_complex(bsym)]
     needing = needing_gradient(trace) if bsyms else frozenset()
     for bsym in bsyms:
-        where = f" ({source})" if (source := source_of(bsym)) else ""
-        if bsym.sym.name in LOST_IN_SEQUENCES:
-            sequences = [each for each in (*bsym.args, *bsym.kwargs.values()) if isinstance(each, list | tuple)]
-            code, read = "no-gradient-of-sequence", frozenset(names(tree_iter(sequences)))
-        elif bsym.sym.name == "index_put":
-            values = bsym.args[2] if len(bsym.args) > 2 else bsym.kwargs["values"]
-            code, read = "no-gradient-of-values", frozenset({values.name})
+        name, where = bsym.sym.name, f" ({source})" if (source := source_of(bsym)) else ""
+        read: Iterable[str] = names(bsym.flat_proxy_args)
+        if name in LOST_IN_SEQUENCES:
+            read = names(
+                tree_iter([each for each in (*bsym.args, *bsym.kwargs.values()) if isinstance(each, list | tuple)])
+            )
+            error = coded_error(NotImplementedError, "trace.no-gradient-of-sequence", operator=name, where=where)
+        elif name == "index_put":
+            read = [(bsym.args[2] if len(bsym.args) > 2 else bsym.kwargs["values"]).name]
+            error = coded_error(NotImplementedError, "trace.no-gradient-of-values", operator=name, where=where)
+        elif name == "prod":
+            error = coded_error(NotImplementedError, "trace.wrong-gradient-of-prod", where=where)
         else:
-            code = "wrong-gradient-of-prod" if bsym.sym.name == "prod" else "wrong-gradient-of-complex"
-            read = frozenset(names(bsym.flat_proxy_args))
+            error = coded_error(NotImplementedError, "trace.wrong-gradient-of-complex", operator=name, where=where)
         if not needing.isdisjoint(read):
-            raise coded_error(NotImplementedError, f"trace.{code}", operator=bsym.sym.name, where=where)
+            raise error
     return trace
 
 
