@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 from thunder_fsdp_sched import BucketSpec
 from thunder_fsdp_sched.extras.planning.clusters import cluster_of_this_process
-from thunder_fsdp_sched.extras.planning.cost import ring_seconds
+from thunder_fsdp_sched.extras.planning.cost import Seconds, ring_seconds
+from thunder_fsdp_sched.extras.step_memory.rows import Step
 from thunder_fsdp_sched.kernels.symbols import call_operator
 from thunder_fsdp_sched.planning import CLUSTERS, AnalyticCost, ClusterSpec, Efficiency, Protocol, cluster
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
@@ -166,7 +167,11 @@ def traced(write) -> TraceCtx:
 
 
 def device_seconds(trace: TraceCtx, spec: ClusterSpec = PLAIN) -> list[float]:
-    return [s.device for s in AnalyticCost(spec).seconds(trace)]
+    return [s.device for s in seconds(AnalyticCost(spec), trace)]
+
+
+def seconds(cost: AnalyticCost, *traces: TraceCtx) -> list[Seconds]:
+    return [cost.seconds(row) for row in Step(*traces).rows]
 
 
 def test_an_operand_used_twice_is_read_once_and_selecting_reads_only_what_it_returns():
@@ -189,8 +194,17 @@ def test_views_cost_only_host_time_and_reshaping_a_transposed_value_is_a_copy():
     trace = executed(lambda x: (x.view(6, 4), x.reshape(6, 4).transpose(0, 1).flatten()), (2, 3, 4))
     spec = dataclasses.replace(PLAIN, launch_overhead=5.0, kernel_overhead=1.0)
     view, copy = (5.0, 0.0), (5.0, 1.0 + 2 * 96)
-    found = [s for s in AnalyticCost(spec).seconds(trace) if s.host]
+    found = [s for s in seconds(AnalyticCost(spec), trace) if s.host]
     assert set(found) == {view, copy} and found.count(copy) == 1
+
+
+def test_backward_reads_an_expanded_value_that_forward_has_saved_as_few_bytes():
+    jitted = thunder.jit(lambda x: x.expand(1000, 8) * x.expand(1000, 8))
+    jitted(torch.randn(8, requires_grad=True)).sum().backward()
+    traces = thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]
+    products = [row for row in Step(*traces).rows if row.bsym.sym.name == "mul"]
+    gradients = [row for row in products if row.trace == 1]
+    assert gradients and all(AnalyticCost(PLAIN).seconds(row).device == 4 * (8000 + 8 + 8000) for row in gradients)
 
 
 def test_a_fusion_costs_its_inputs_and_outputs_and_the_flops_inside():
@@ -211,7 +225,7 @@ def test_copying_gradients_into_the_reduction_slot_has_a_cost():
 
     spec = dataclasses.replace(PLAIN, launch_overhead=1.0)
     # Two segments need two launches; one gradient is copied.
-    assert AnalyticCost(spec).seconds(traced(write)) == [(2.0, 0.0), (1.0, 0.0), (3.0, 128.0), (1.0, 0.0)]
+    assert seconds(AnalyticCost(spec), traced(write)) == [(2.0, 0.0), (1.0, 0.0), (3.0, 128.0), (1.0, 0.0)]
 
 
 def test_flops_of_causal_attention_exclude_the_masked_half():
@@ -308,7 +322,7 @@ def test_a_registered_transport_costs_the_traffic_that_it_declares(monkeypatch):
     assert on_gpu.collective_seconds(reduced) == reduction + 40 / PLAIN.bytes_per_second
 
     def at(cost, trace, name):
-        pairs = zip(trace.bound_symbols, cost.seconds(trace), strict=True)
+        pairs = zip(trace.bound_symbols, seconds(cost, trace), strict=True)
         [found] = [s for b, s in pairs if b.sym.name == name]
         return found.host, found.device * PLAIN.bytes_per_second
 

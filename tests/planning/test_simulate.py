@@ -48,13 +48,9 @@ class ConstantCost:
     contention: float = 0.0
     synchronous: bool = True
 
-    def seconds(self, trace: TraceCtx) -> Sequence[Any]:
-        return [
-            SimpleNamespace(
-                host=self.host * (b.sym is not prims.python_return), device=self.compute.get(b.sym.name, 0.0)
-            )
-            for b in trace.bound_symbols
-        ]
+    def seconds(self, row: Any) -> Any:
+        host = self.host * (row.bsym.sym is not prims.python_return)
+        return SimpleNamespace(host=host, device=self.compute.get(row.bsym.sym.name, 0.0))
 
     def collective_seconds(self, issue: Any) -> float:
         return self.gather if issue.gathers else self.reduction
@@ -265,11 +261,11 @@ def program_of(traces: Sequence[TraceCtx], cost: ConstantCost) -> Program:
     found: list[Action | float] = []
     issued: dict[tuple[int, str], Action] = {}
     for number, trace in enumerate(traces):
-        for bsym, seconds in zip(trace.bound_symbols, cost.seconds(trace), strict=True):
+        for bsym in trace.bound_symbols:
             e = effects(bsym)
             if e.waits is not None:
                 found.append(issued[number, e.waits.future]._replace(waits=True))
-            found.append(seconds.device)
+            found.append(cost.seconds(SimpleNamespace(bsym=bsym)).device)
             if e.issues is not None:
                 kind = "gather" if e.issues.gathers else "reduction"
                 found.append(

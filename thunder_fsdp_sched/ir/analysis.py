@@ -9,7 +9,7 @@ stands for everything earlier. ``del`` statements have positions and read nothin
 
 *Views* keep the memory of others in use. The ``roots`` of a value are the values whose memory it may share, by the safe
 facts about operators: reading a view also uses its roots. Its ``owners`` are those whose memory it does share, by
-observation with the strides that values have: see :class:`~.value_memory.MemoryAnalysis`. Both are values,
+observation with the strides that values have: see ``extras.step_memory.value_memory.memory_of``. Both are values,
 because a name may be computed again; ``operator_facts.Aliases`` follows the names of one trace that is made or run.
 
 *Names* may appear in several traces. Backward unpacks by the same name what forward has saved; that is one value. If a
@@ -55,7 +55,7 @@ class Lifetime:
         proxy: of a value.
         reads: positions of the bound symbols that read it, ascending, one for each operand.
         roots: the values whose memory it may share; itself if it is not a view.
-        owners: the values whose memory it shares; itself if it owns some. ``MemoryAnalysis`` sets them.
+        owners: the values whose memory it shares; itself if it owns some. ``memory_of`` sets them.
         region: the bytes of a slot.
         issue: position of the issue that uses the slot.
         writes: positions of the bound symbols that write gradients into the slot, in the order of parameters.

@@ -15,10 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy
-from thunder.core.trace import TraceCtx
 
 from ...ir.analysis import Lifetime
-from ...ir.effects import effects
+from ..step_memory.rows import Step
 from .cost import AnalyticCost
 from .recomputation import ForwardSegment, SavedValues, Span, choices_of, timeline
 
@@ -76,16 +75,16 @@ class ActivationPlans:
     """All plans for the activations of one step; see [Note: Plans for activations].
 
     Args:
-        halves: forward and backward, as :func:`~..ir.inspection.split_joint` returns them, with backward's gathers.
+        step: forward and backward, as :func:`~..ir.inspection.split_joint` returns them, with backward's gathers.
         cost: gives the time of operators.
 
     Attributes:
         peak: the estimated peak of values (bytes) if everything is saved.
     """
 
-    def __init__(self, halves: Sequence[TraceCtx], cost: AnalyticCost) -> None:
-        self._saved = SavedValues(halves, [max(seconds) for seconds in cost.seconds(halves[0])])
-        self._gathers = max(sum(effects(bsym).is_gather for bsym in halves[0].bound_symbols), 1)
+    def __init__(self, step: Step, cost: AnalyticCost) -> None:
+        self._saved = SavedValues(step, cost)
+        self._gathers = max(sum(row.effects.is_gather for row in step.rows[: self._saved.begin]), 1)
         self._divisions: dict[int, _Division] = {}
         unchanged = self._division(self._gathers)
         self.peak = int(unchanged.total([options[0] for options in unchanged.options]).max())

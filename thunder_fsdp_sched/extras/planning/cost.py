@@ -7,7 +7,7 @@ one, else for its subsymbols. Bytes are those of its inputs and outputs, so a fu
 leaves it.
 
 A view runs no kernel and costs only host time. Whether an operator returns a view depends on the strides of its input,
-which are observed (see [Note: Observed strides] in ``extras.step_memory.value_memory``). An expanded value does not occupy
+which are observed (see [Note: Observed strides] in ``extras.step_memory.rows``). An expanded value does not occupy
 the bytes of its shape.
 
 [Note: Time of a collective]
@@ -30,17 +30,13 @@ from thunder.core.dtypes import to_torch_dtype
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
 
-from ...ir.effects import Issue, effects, is_declared
+from ...ir.effects import Issue, is_declared
 from ...ir.inspection import defined_by, nbytes_of, runs_nothing
 from ...ir.observation import observe_call
 from ..step_memory.costs import Costs
-from ..step_memory.value_memory import observed, observed_costs
+from ..step_memory.rows import Row, observed_costs
 from .clusters import ClusterSpec, cluster
-
-Strides = Mapping[str, tuple[int, ...]]
-"""Strides of values by name."""
 
 
 class Seconds(NamedTuple):
@@ -72,17 +68,6 @@ class AnalyticCost:
     def __repr__(self) -> str:
         return f"AnalyticCost({self.spec.name})"
 
-    def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
-        """Return the cost of each bound symbol of the trace; for a collective or its wait, the work besides communication.
-
-        The argument is a whole trace, because a cost can depend on earlier bound symbols (strides, expanded values).
-        """
-        in_place: set[str] = set()  # gradients in the slot of their reduction
-        return [
-            self._bound_symbol(bsym, costs, strides, in_place)
-            for bsym, (costs, strides) in zip(trace.bound_symbols, observed(trace.bound_symbols), strict=True)
-        ]
-
     def collective_seconds(self, issue: Issue) -> float:
         """Return the time of one collective alone on the link."""
         traffic, group = issue.traffic, issue.group
@@ -102,29 +87,27 @@ class AnalyticCost:
             return 2 * nbytes / self.spec.bytes_per_second
         return nbytes / self.spec.host_bytes_per_second
 
-    def _bound_symbol(self, bsym: BoundSymbol, costs: Costs, strides: Strides, in_place: set[str]) -> Seconds:
-        spec = self.spec
-        if runs_nothing(bsym):
+    def seconds(self, row: Row) -> Seconds:
+        """Return the cost of a bound symbol; for a collective or its wait, the work besides communication."""
+        spec, costs = self.spec, row.costs
+        if runs_nothing(row.bsym):
             return Seconds(0.0, 0.0)
         if (work := costs.work) is not None:
             # Gradients that were not written in place are copied into the slot; accumulating also reads the earlier sum.
-            read = [p for p in bsym.flat_proxy_args if type(p) is TensorProxy and p.name not in in_place]
-            copied = read if work.touches else []
             moved = work.moved_at_once if self.synchronous else work.moved
-            kernels = len(copied) + (moved > 0)
-            nbytes = work.touches * sum(map(nbytes_of, copied)) + moved
+            kernels = len(row.copied) + (moved > 0)
+            nbytes = work.touches * sum(map(nbytes_of, row.copied)) + moved
             device = nbytes / spec.bytes_per_second + kernels * spec.kernel_overhead
             if work.to_host:
                 device += self.host_copy_seconds(work.to_host)
             return Seconds((work.launches + kernels) * spec.launch_overhead, device)
-        e = effects(bsym)
-        if e.fills is not None:
-            in_place.update(e.in_place)
-        makes_views = not is_declared(bsym.sym) and not e.writes and not any(m.nbytes for m in costs.allocates)
-        if makes_views:
+        is_view = (
+            not is_declared(row.bsym.sym) and not row.effects.writes and not any(m.nbytes for m in costs.allocates)
+        )
+        if is_view:
             return Seconds(spec.launch_overhead, 0.0)
-        computing = sum(flops / spec.flops_per_second(dtype) for dtype, flops in flops_of(bsym, costs).items())
-        moving = bytes_of(bsym, strides) / spec.bytes_per_second
+        computing = sum(flops / spec.flops_per_second(dtype) for dtype, flops in flops_of(row.bsym, costs).items())
+        moving = bytes_of(row) / spec.bytes_per_second
         return Seconds(spec.launch_overhead, spec.kernel_overhead + max(computing, moving))
 
 
@@ -154,16 +137,15 @@ def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, pass
     )
 
 
-def bytes_of(bsym: BoundSymbol, strides: Strides | None = None) -> int:
+def bytes_of(row: Row) -> int:
     """Return the bytes that a bound symbol reads and writes: its distinct inputs and its outputs.
 
     An operator that selects elements reads only as much as it writes.
     """
-    strides = strides or {}
-    tensors = [p for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
-    inputs = {p.name: _occupied(p, strides.get(p.name)) for p in tensors}
-    written = sum(nbytes_of(p) for p in defined_by(bsym) if isinstance(p, TensorProxy))
-    if not _SELECTING.isdisjoint(observed_costs(bsym, strides).operators or ()):
+    tensors = [p for p in row.bsym.flat_proxy_args if isinstance(p, TensorProxy)]
+    inputs = {p.name: _occupied(p, row.strides.get(p.name)) for p in tensors}
+    written = sum(nbytes_of(p) for p in defined_by(row.bsym) if isinstance(p, TensorProxy))
+    if not _SELECTING.isdisjoint(row.costs.operators or ()):
         return sum(min(size, written) for size in inputs.values()) + written
     return sum(inputs.values()) + written
 

@@ -18,7 +18,7 @@ those of all segments.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -27,12 +27,13 @@ import networkx
 import numpy
 from networkx.algorithms.flow import boykov_kolmogorov
 from thunder.core.proxies import TensorProxy
-from thunder.core.trace import TraceCtx
 
 from ...ir.analysis import BEFORE_TRACE, Lifetime, bytes_at
 from ...ir.effects import is_declared
 from ...ir.operator_facts import is_pure
-from ..step_memory.value_memory import MemoryAnalysis
+from ..step_memory.rows import Step
+from ..step_memory.value_memory import memory_of
+from .cost import AnalyticCost
 
 _UNIT = 1e15
 """Units of a capacity in one second. Capacities are integers, because a cut of rounded floats may not be minimal."""
@@ -80,8 +81,8 @@ class SavedValues:
     """The values of a joint trace that backward reads from forward.
 
     Args:
-        halves: forward and backward, as :func:`~.inspection.split_joint` returns them, with backward's gathers.
-        seconds: the time of each bound symbol of forward.
+        step: forward and backward, as :func:`~.inspection.split_joint` returns them, with backward's gathers.
+        cost: gives the time of operators.
 
     Attributes:
         operators: those of forward that define a tensor.
@@ -95,20 +96,20 @@ class SavedValues:
         length: the number of positions.
     """
 
-    def __init__(self, halves: Sequence[TraceCtx], seconds: Sequence[float]) -> None:
-        live = MemoryAnalysis(*halves)
-        self.begin, self.length = len(halves[0].bound_symbols), len(live.bsyms)
-        self.memory = live.memory
-        self.owner = {v: max(v.owners, key=lambda owner: owner.nbytes) for v in live.values if v.owners}
+    def __init__(self, step: Step, cost: AnalyticCost) -> None:
+        rows, begin = step.rows, step.begins[1]
+        self.begin, self.length = begin, len(rows)
+        self.memory = memory_of(step)
+        self.owner = {v: max(v.owners, key=lambda owner: owner.nbytes) for v in step.values if v.owners}
         self.reads: dict[Lifetime, list[int]] = {}
         self.last_in_forward: dict[Lifetime, int] = {}
-        for value in live.values:
-            if value.first >= self.begin:
+        for value in step.values:
+            if value.first >= begin:
                 continue
-            if later := [p for p in value.reads if p >= self.begin]:
+            if later := [p for p in value.reads if p >= begin]:
                 self.reads[value] = later
             if (owner := self.owner.get(value)) is not None:
-                last = max([value.first, *(p for p in value.reads if p < self.begin - 1)])  # the last one returns
+                last = max([value.first, *(p for p in value.reads if p < begin - 1)])  # the last one returns
                 self.last_in_forward[owner] = max(self.last_in_forward.get(owner, BEFORE_TRACE), last)
         outputs = {memory.name for memory in self.memory if memory.last == self.length - 1}
         self.free = {
@@ -116,20 +117,14 @@ class SavedValues:
             for value, owner in self.owner.items()
             if owner.first == BEFORE_TRACE or not owner.nbytes or owner.name in outputs
         }
-        written = {
-            self.owner.get(value, value)
-            for args, e in zip(live.args, live.effects, strict=True)
-            for value in args
-            if value.name in e.writes
-        }
+        written = {self.owner.get(v, v) for row in rows for v in row.args if v.name in row.effects.writes}
         self.operators = []
-        for position, bsym in enumerate(halves[0].bound_symbols[:-1]):
-            args, outs, e = live.args[position], live.outs[position], live.effects[position]
-            if outs and all(isinstance(out.proxy, TensorProxy) for out in outs):
-                repeatable = is_pure(bsym) and not e.communicates and not is_declared(bsym.sym)
-                repeatable = repeatable and written.isdisjoint(self.owner[value] for value in args)
-                inputs = tuple(dict.fromkeys(value for value in args if value not in self.free))
-                self.operators.append(Operator(position, seconds[position], repeatable, inputs, outs))
+        for position, row in enumerate(rows[: begin - 1]):
+            if row.outs and all(isinstance(out.proxy, TensorProxy) for out in row.outs):
+                repeatable = is_pure(row.bsym) and not row.effects.communicates and not is_declared(row.bsym.sym)
+                repeatable = repeatable and written.isdisjoint(self.owner[value] for value in row.args)
+                inputs = tuple(dict.fromkeys(value for value in row.args if value not in self.free))
+                self.operators.append(Operator(position, max(cost.seconds(row)), repeatable, inputs, row.outs))
 
     def owned(self, value: Lifetime) -> bool:
         """Return whether a value is in memory that forward allocates and that backward does not find for free."""

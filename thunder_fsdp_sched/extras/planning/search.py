@@ -49,10 +49,11 @@ from ...runtime.accumulation import AccumulationMode
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena
 from ...transforms.sort_communication import sort_communication
+from ..step_memory.rows import Step
 from ..step_memory.step_memory import StepMemory
 from .activation_plan import ActivationPlans
 from .cost import AnalyticCost
-from .simulate import simulate
+from .simulate import simulate_rows
 
 _MAX_PREFETCH = 8
 """The largest prefetch distance that is tried; communication still exposed then cannot be hidden in the step."""
@@ -361,7 +362,7 @@ class Search:
     @cached_property
     def _activations(self) -> ActivationPlans:
         """The plans for activations if no further bucket is kept; further ones hardly change them."""
-        return ActivationPlans(split_joint(self._joint_with_gathers), self.cost)
+        return ActivationPlans(Step(*split_joint(self._joint_with_gathers)), self.cost)
 
     def run(self, candidate: Candidate) -> Candidate:
         """Return a candidate with its bytes and its time, from the passes of a compilation in unused arenas.
@@ -392,14 +393,15 @@ class Search:
             arena.nbytes for arena in scratch.values()
         )
         nbytes = lasting + sum(arena.extension.nbytes for arena in scratch.values())
-        seconds = simulate(halves, None, self.cost).step_seconds
+        step = Step(*halves)
+        seconds = simulate_rows(step, self.cost).step_seconds
         found = candidate._replace(unsharded_bytes=nbytes, persistent_bytes=lasting, step_seconds=seconds)
         if self.limits.memory is not None:
             # Other sets of shapes and flags may have needed a larger arena, which is one for all.
             pairs = list(scratch.items())
             pairs += [(arena.extension, new.extension) for arena, new in pairs if new.extension.nbytes]
             larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in pairs)
-            peak = StepMemory.of(halves, self.context.buckets, accumulated=self.pending_grads).peak.nbytes + larger
+            peak = StepMemory.of(step, self.context.buckets, accumulated=self.pending_grads).peak.nbytes + larger
             growth = sum(max(new.nbytes - arena.nbytes, 0) for arena, new in pairs)
             found = found._replace(peak_bytes=peak, largest_peak=max(peak, self.limits.largest_peak + growth))
         return found

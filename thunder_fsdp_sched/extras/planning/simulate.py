@@ -19,10 +19,11 @@ from collections.abc import Iterator, Sequence
 
 from thunder.core.trace import TraceCtx
 
-from ...ir.analysis import BEFORE_TRACE, Analysis
-from ...ir.effects import Issue, Wait, effects
+from ...ir.analysis import BEFORE_TRACE
+from ...ir.effects import Issue, Wait
 from ...ir.inspection import is_statement
 from ...ir.slots import spans_of
+from ..step_memory.rows import Row, Step
 from .cost import AnalyticCost, Seconds
 from .timeline import COMPUTE, Interval, SlotUse, Timeline
 
@@ -49,10 +50,15 @@ def simulate(
     traces = [forward] if isinstance(forward, TraceCtx) else list(forward)
     if backward is not None:
         traces.append(backward)
+    return simulate_rows(Step(*traces), cost, in_window=in_window)
+
+
+def simulate_rows(step: Step, cost: AnalyticCost, *, in_window: bool = False) -> Timeline:
+    """Simulate the rows of a step; see :func:`simulate`."""
     streams = _Streams(cost, in_window)
-    for number, trace in enumerate(traces):
-        streams.run(number, trace)
-    return streams.timeline(Analysis(*traces))
+    for row in step.rows:
+        streams.run(row, row.position - step.rows[step.begins[row.trace]].position)
+    return streams.timeline(step)
 
 
 class _Streams:
@@ -73,34 +79,32 @@ class _Streams:
         self.times: list[tuple[float, float]] = []
         """For each bound symbol, when it begins to use slots and when it has used them."""
 
-    def run(self, number: int, trace: TraceCtx) -> None:
-        self.flights.clear()
-        position = 0
-        for bsym, seconds in zip(trace.bound_symbols, self.cost.seconds(trace), strict=True):
-            began = used = self.compute
-            if is_statement(bsym):
-                e, at = effects(bsym), (bsym.sym.name, number, position)
-                issue, wait, position = e.issues, e.waits, position + 1
-                if issue is not None and (issue.resident or (self.in_window and issue.window is not None)):
-                    self.flights[issue.future] = None
+    def run(self, row: Row, position: int) -> None:
+        """Run a row, which has this schedule position in its trace."""
+        began = used = self.compute
+        if is_statement(row.bsym):
+            seconds, issue, wait = self.cost.seconds(row), row.effects.issues, row.effects.waits
+            at = row.bsym.sym.name, row.trace, position
+            if issue is not None and (issue.resident or (self.in_window and issue.window is not None)):
+                self.flights[issue.future] = None
+            else:
+                flight = None if wait is None else self._wait(wait, at)
+                used = self.compute  # the slot is free before the next collective itself is issued
+                if wait is None or flight is not None:
+                    self._work(seconds, at, flight.bucket if flight is not None and issue is None else "")
+                if issue is None:
+                    used = self.compute
                 else:
-                    flight = None if wait is None else self._wait(wait, at)
-                    used = self.compute  # the slot is free before the next collective itself is issued
-                    if wait is None or flight is not None:
-                        self._work(seconds, at, flight.bucket if flight is not None and issue is None else "")
-                    if issue is None:
-                        used = self.compute
-                    else:
-                        arrival = self._issue(issue, at)
-                        if wait is None:
-                            began = arrival if issue.gathers else began  # it has no parameters before
-                            used = max(began, self.compute)
-            self.times.append((began, used))
+                    arrival = self._issue(issue, at)
+                    if wait is None:
+                        began = arrival if issue.gathers else began  # it has no parameters before
+                        used = max(began, self.compute)
+        self.times.append((began, used))
 
-    def timeline(self, analysis: Analysis) -> Timeline:
+    def timeline(self, step: Step) -> Timeline:
         self.intervals.sort(key=lambda i: (i.trace, i.position, i.kind != "wait"))
         end = max([self.host, *(i.end for i in self.intervals)])
-        uses = tuple(_slot_uses(analysis, self.times))
+        uses = tuple(_slot_uses(step, self.times))
         communication = dict(self.communication_seconds)
         return Timeline(tuple(self.intervals), uses, end, self.compute_seconds, self.contention_seconds, communication)
 
@@ -156,17 +160,16 @@ _At = tuple[str, int, int]
 """The name of a bound symbol, the index of its trace, and its schedule position there."""
 
 
-def _slot_uses(analysis: Analysis, times: Sequence[tuple[float, float]]) -> Iterator[SlotUse]:
+def _slot_uses(step: Step, times: Sequence[tuple[float, float]]) -> Iterator[SlotUse]:
     """Yield when each slot is in use, in issue order.
 
     Args:
-        analysis: that of the traces.
-        times: for each position, when the bound symbol begins to use slots and when it has used them.
+        times: for each row, when the bound symbol begins to use slots and when it has used them.
     """
-    lives = list(analysis.slots.values())
+    lives = list(step.slots.values())
     for live, (first, last, _) in zip(lives, spans_of(lives), strict=True):
         start = 0.0 if first == BEFORE_TRACE else times[first][0]
         end = start if last <= first else max(times[last][1], start)
-        issue = analysis.effects[live.issue].issues
+        issue = step.effects[live.issue].issues
         assert issue is not None
         yield SlotUse(str(live.slot or ""), live.bucket.spec.name, issue.kind, issue.nbytes, start, end)

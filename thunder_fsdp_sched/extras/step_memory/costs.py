@@ -3,7 +3,7 @@
 [Note: Costs]
 Effects (``ir.effects``) say what passes and proofs must know of a bound symbol. What it costs, in bytes and in time, is
 read by predictions alone, so a step that nobody predicts loads nothing of this. The costs of this package's symbols are in
-``symbol_costs``; those of all other operators are observed: see ``value_memory.observed_costs``.
+``symbol_costs``; those of all other operators are observed: see ``rows.observed_costs``.
 """
 
 from __future__ import annotations

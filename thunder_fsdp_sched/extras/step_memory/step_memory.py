@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,10 +12,11 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ...ir.analysis import BEFORE_TRACE, NO_PENDING_GRADS, Lifetime, PendingGrads, bytes_at
-from ...ir.inspection import is_statement, source_of, statement, statements
+from ...ir.inspection import source_of, statement
 from ...plan.layout import round_up
 from ...runtime.bucket import Bucket
-from .value_memory import MemoryAnalysis, arena_allocations, effects_of, slots_in_use
+from .rows import Step, declared_rows
+from .value_memory import arena_allocations, memory_of, memory_of_communication, slots_in_use
 
 KINDS = (
     "shards",
@@ -105,12 +105,12 @@ class StepMemory:
     tensors: tuple[TensorMemory, ...]
     backward: int
     length: int
-    _analysis: MemoryAnalysis = field(repr=False, compare=False)
+    _step: Step = field(repr=False, compare=False)
 
     @classmethod
     def of(
         cls,
-        traces: Sequence[TraceCtx],
+        traces: Sequence[TraceCtx] | Step,
         buckets: Iterable[Bucket],
         *,
         device: str | None = None,
@@ -120,6 +120,7 @@ class StepMemory:
         """Return the memory of a forward trace, or of a forward and a backward trace, over all buckets of a module.
 
         Args:
+            traces: the traces, or their rows.
             device: the type of device (``"cuda"``, ``"cpu"``) whose allocator and kernels the step uses; by default that
                 of the buckets. A plan on the meta device or on a CPU gives that of the cluster.
             accumulated: the gradients that backwards under ``no_sync`` have left.
@@ -131,27 +132,20 @@ class StepMemory:
         device = device or ("cuda" if "cuda" in types else min(types, default="cpu"))
         unit = _CUDA_BLOCK if device == "cuda" else 1
         plans_device = device != "cpu"  # on a CPU that plans for a GPU, devices do not tell what is in host memory
-        analysis = MemoryAnalysis(*traces)
-        bsyms, backward = analysis.bsyms, len(traces[0].bound_symbols)
-        counted, numbers = analysis.counted, analysis.schedule_positions
-        end = len(bsyms) - 1
+        step = traces if isinstance(traces, Step) else Step(*traces)
+        of_others = list(map(declared_rows, others))
+        rows, backward = step.rows, [*step.begins, len(step.rows)][1]
+        counted, end = len(step.statements), len(rows) - 1
 
         def tensor(kind: str, name: str, nbytes: int, first: int, last: int, source: str = "") -> TensorMemory:
-            begin = numbers[first] if first >= 0 else -1
-            return TensorMemory(kind, name, round_up(nbytes, unit), begin, numbers[last], source)
+            begin = rows[first].position if first >= 0 else -1
+            return TensorMemory(kind, name, round_up(nbytes, unit), begin, rows[last].position, source)
 
-        of_others = list(map(effects_of, others))
-        allocations = {
-            arena: [(0, end)]
-            for step in of_others
-            for arena, spans in arena_allocations(step).items()
-            if spans == [(0, len(step) - 1)]
-        } | arena_allocations(analysis.step_effects)
-        issues = [e for e in analysis.effects if e.issues is not None]
+        issues = [row.effects for row in rows if row.effects.issues is not None]
         names = {e.uses.arena: str(e.uses) for e in reversed(issues) if e.uses is not None}
         found = [
             tensor("unsharded buckets", names.get(arena, ""), arena.nbytes, first or BEFORE_TRACE, last)
-            for arena, spans in allocations.items()
+            for arena, spans in arena_allocations(rows, of_others).items()
             for first, last in spans
         ]
         found += [
@@ -159,22 +153,23 @@ class StepMemory:
             for bucket in buckets
             if bucket.spec.shard_device.type in types and not (bucket.spec.comm.offload and plans_device)
         ]
-        shards = {name for _, c in analysis.step_effects for name in c.shards}
-        memory = [m for m in analysis.memory if m.name not in shards]
-        memory += analysis.allocated(accumulated, of_others)
+        shards = {name for row in rows for name in row.costs.shards}
+        memory = [m for m in memory_of(step) if m.name not in shards]
+        memory += memory_of_communication(rows, accumulated, of_others)
         for m in memory:
             if (not types or m.device in types) and not (m.on_host and plans_device):
-                source = source_of(bsyms[m.first]) if m.proxy is not None and m.first >= 0 else ""
-                found.append(tensor(_kind(m, backward, len(bsyms)), m.name, m.nbytes, m.first, m.last, source))
+                source = source_of(rows[m.first].bsym) if m.proxy is not None and m.first >= 0 else ""
+                found.append(tensor(_kind(m, backward, len(rows)), m.name, m.nbytes, m.first, m.last, source))
         fixed = dict.fromkeys(_FIXED, 0)
         tensors = []
         for each in found:
-            if each.kind in fixed and each.start <= 0 and each.end == len(counted) - 1:
+            if each.kind in fixed and each.start <= 0 and each.end == counted - 1:
                 fixed[each.kind] += each.nbytes
             else:
                 tensors.append(each)
 
-        return cls(fixed, tuple(tensors), len(statements(traces[0])), len(counted), analysis)
+        before = rows[backward].position if backward < len(rows) else counted
+        return cls(fixed, tuple(tensors), before, counted, step)
 
     def with_optimizer_state(self, nbytes: int, step_bytes: int = 0) -> StepMemory:
         """Return the memory of a step with an optimizer.
@@ -198,7 +193,8 @@ class StepMemory:
         return tuple(map(self._statement, range(self.length)))
 
     def _statement(self, position: int) -> str:  # to print all takes longer than the analysis
-        return statement(self._analysis.counted[position]) if position < len(self._analysis.counted) else OPTIMIZER_STEP
+        rows = self._step.statements
+        return statement(rows[position].bsym) if position < len(rows) else OPTIMIZER_STEP
 
     def bytes_at(self, position: int) -> dict[str, int]:
         """Return the bytes of each kind while the bound symbol at ``position`` runs, its inputs and outputs included."""
@@ -221,10 +217,8 @@ class StepMemory:
     @cached_property
     def wasted(self) -> tuple[int, ...]:
         """The bytes of unsharded buckets at each position that are allocated and hold nothing that is used again."""
-        in_use = itertools.compress(slots_in_use(self._analysis), map(is_statement, self._analysis.bsyms))
-        return tuple(
-            map(operator.sub, self.bytes_of("unsharded buckets"), itertools.chain(in_use, itertools.repeat(0)))
-        )
+        pairs = itertools.zip_longest(self.bytes_of("unsharded buckets"), slots_in_use(self._step), fillvalue=0)
+        return tuple(allocated - in_use for allocated, in_use in pairs)
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
