@@ -16,8 +16,8 @@ operators (with "forward", it only claims them). It takes the place of what Thun
 not include it. "Second mode" is compiling the model again under ``no_sync``, and "evaluation" after that under
 ``torch.no_grad()``. ``--passes`` adds a row for each pass.
 
-``--searches`` measures ``prefetch="auto"``, ``max_unsharded_bytes`` (half of what the unsharded parameters take) and
-``max_memory`` (a share of the peak with the default options) for a cluster of H100 GPUs, on parameters without memory.
+``--searches`` measures ``prefetch="auto"`` and ``max_memory`` (a share of the peak with the default options) for a cluster
+of H100 GPUs, on parameters without memory.
 "Runs" counts how often the passes ran on candidates.
 """
 
@@ -35,7 +35,7 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched  # before thunder
-from thunder_fsdp_sched import Debug, Sharding
+from thunder_fsdp_sched import Debug
 from thunder_fsdp_sched.capture import garbage_collection
 from thunder_fsdp_sched.compiled_traces import CompiledTraces
 from thunder_fsdp_sched.extras.planning.dry_run import compile_as_rank
@@ -151,14 +151,9 @@ def measure_searches(blocks: int) -> None:
     compile_for_cluster(1)  # facts about operators are found once in a process
     plain, seconds = compile_for_cluster(blocks)
     print(f"{blocks} blocks compile in {seconds:.1f} s of processor time without a search.\n")
-    unsharded = sum(placement.numel for b in plain.buckets for placement in b.spec.layout.placements) * 4  # float32
     peak = plain.memory.peak.nbytes
     searches: dict[str, dict[str, Any]] = {
         'prefetch="auto"': {"prefetch": "auto"},
-        'max_unsharded_bytes, prefetch="auto"': {
-            "sharding_strategy": Sharding(max_unsharded_bytes=unsharded // 2),
-            "prefetch": "auto",
-        },
         "max_memory, twice the peak": {"max_memory": 2 * peak},
         "max_memory, 0.8 of the peak": {"max_memory": peak * 4 // 5},
         "max_memory, 0.8 of the peak, prefetch=1": {"max_memory": peak * 4 // 5, "prefetch": 1},
@@ -168,7 +163,7 @@ def measure_searches(blocks: int) -> None:
         try:
             with mock.patch.object(Search, "run", autospec=True, side_effect=Search.run) as run:
                 compiled, _ = compile_for_cluster(blocks, **options)
-        except ValueError as refused:  # a model of few blocks needs more than half of its parameters at once
+        except ValueError as refused:  # a model of few blocks has little to recompute
             print(f"{name}: {refused}\n")
             continue
         assert compiled.choice is not None

@@ -77,7 +77,6 @@ OPTIONS: dict[str, Frozen] = {
     "reshard_after_backward": Frozen(
         _deep, {"sharding_strategy": fs.Sharding("zero2", reshard_after_backward=True)}, windows=True
     ),
-    "unsharded_bytes": Frozen(_deep, {"sharding_strategy": fs.Sharding(max_unsharded_bytes=1 << 15)}),
     "divide_factor": Frozen(Stack, {"gradient_divide_factor": 3.0}),
     "hybrid": Frozen(Stack, lambda: {"ranks": _mesh(2, 2)}, world=4, windows=True),
     "no_audit": Frozen(Stack, {"debug": fs.Debug(audit=False)}),
@@ -125,7 +124,6 @@ SMALL = (
     "option_accumulate_sharded_zero3",
     "option_secondary",
     "option_hybrid",
-    "option_unsharded_bytes",
     "option_offload",
 )
 """The cases that CI compares."""

@@ -80,7 +80,6 @@ _BY_FILE: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
     ],
     "transforms/sort_communication.py": [
         ("S1", "if r.holds_slot and r.group is reduction.group]", "if r.holds_slot]", _SORT),
-        ("S2", "gather.last = max(gather.last, reduction.ready)", "pass", _SORT),
         ("S3", "[r for r in self.reducing if r.group is until.group]", "list(self.reducing)", _SORT),
         (
             "S4",

@@ -296,9 +296,6 @@ def cases(draw: Any, *, numeric: bool = False, least: int = 1, most: int = 3) ->
         "prefetch": draw(st.sampled_from([0, 1, 1, 2, 5, "auto"])),
         "transport": draw(st.sampled_from(["auto", "flat", "all_to_all", "coalesced", "all_reduce"])),
     }
-    if strategy == "zero3" and draw(st.integers(0, 4)) == 0:
-        limit = draw(st.sampled_from([1 << 14, 1 << 20] if numeric else [1 << 12, 1 << 13, 1 << 14]))
-        sharding = replace(sharding, max_unsharded_bytes=limit)
     if not numeric and draw(st.integers(0, 3)) == 0:
         policy = draw(st.sampled_from([(torch.bfloat16, torch.float32), (torch.float32, None), (None, torch.float32)]))
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=policy[0], reduce_dtype=policy[1])
@@ -323,16 +320,6 @@ def cases(draw: Any, *, numeric: bool = False, least: int = 1, most: int = 3) ->
     secondary = draw(st.sampled_from([None, 2, 2, 4])) if strategy == "zero3" else None
     options["debug"] = Debug(differentiate_once=draw(st.booleans()))
     return Case(model, {"sharding_strategy": sharding, **options}, groups, kept, low, secondary)
-
-
-TOO_FEW_BYTES = "bytes are too few"
-"""Part of the error for a limit of unsharded bytes that no schedule keeps."""
-
-
-def without_limit(case: Any) -> Any:
-    """Return a case or a scenario without its limit of unsharded bytes, to run what is refused with it."""
-    sharding = replace(case.options["sharding_strategy"], max_unsharded_bytes=None)
-    return replace(case, options={**case.options, "sharding_strategy": sharding})
 
 
 def options_of(case: Case, new_group: Callable[[], Any], world_size: int) -> dict[str, Any]:

@@ -94,7 +94,6 @@ REFUSED: dict[str, dict[str, Sequence[Any]]] = {
     "ranks_may_differ": {TYPE: [1]},
     "debug": {TYPE: [True]},
     "Sharding: strategy": {"unknown-strategy": ["zero4"]},
-    "Sharding: max_unsharded_bytes": {"size-not-understood": ["much"]},
     "Sharding: secondary_ranks": {SMALL: [1], TYPE: [True]},
     "Sharding: reshard_after_backward": {TYPE: [1]},
     "Ranks: process_group": {TYPE: [2]},
@@ -131,7 +130,6 @@ HOOK, SECONDARY = (lambda name, gradients: None), Sharding(secondary_ranks=2)
 # A call, the code of its error, and what that names.
 WRONG_CALLS: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: Sharding("zero2", secondary_ranks=2), "secondary-ranks-with-zero2", "use 'zero3'"),
-    (lambda: Sharding("zero2", max_unsharded_bytes=9), "max-unsharded-bytes-with-zero2", "use 'zero3'"),
     (lambda: fsdp(init=Init(param_init_fn=id)), "param-init-fn-without-device", "also pass device=..."),
     (lambda: fsdp(ranks_may_differ=True, all_reduce_hook=HOOK), DIFFER, "all_reduce_hook"),
     (lambda: fsdp(ranks_may_differ=True, sharding_strategy=SECONDARY), DIFFER, "Sharding: secondary_ranks"),

@@ -18,7 +18,7 @@ fsdp(mp_policy=torch.bfloat16)  # type: ignore[arg-type]
 fsdp(comm_policy="int8")  # type: ignore[arg-type]
 Sharding("zero2", release=True)
 Sharding("zero2", True)  # type: ignore[call-arg]
-Sharding(max_unsharded_bytes=1.5)  # type: ignore[arg-type]
+Sharding(release="step")  # type: ignore[arg-type]
 Init("cuda", ignored_params=["a"])
 Init(device=3)  # type: ignore[arg-type]
 Ranks(mesh="mesh")  # type: ignore[arg-type]
@@ -26,7 +26,7 @@ Debug(False)  # type: ignore[call-arg]
 CommPolicy(block="3")  # type: ignore[arg-type]
 
 # What is kept is narrower, and frozen.
-assert_type(Sharding().max_unsharded_bytes, int | None)
+assert_type(Sharding().release, bool)
 assert_type(Init().device, torch.device | None)
 assert_type(Debug().check_passes, bool)
 assert_type(transform.options.max_memory, int | None)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 from device import DEVICE
 from garbage import leave_a_group
-from random_models import TOO_FEW_BYTES, options_of, without_limit
+from random_models import options_of
 from ranks import RankError, Ranks, worker_pool
 from torch.distributed.device_mesh import init_device_mesh
 from world import Action, World
@@ -98,8 +98,6 @@ def run_world(rank: int, world_size: int, world: World, folder: Path) -> str:
     for number, history in enumerate(world.histories):
         (folder / f"at-{rank}").write_text(f"history {number}")
         failure = fail_at(runners, history)
-        if TOO_FEW_BYTES in (failure or ""):
-            return TOO_FEW_BYTES
         everywhere: list[str | None] = [None] * world_size
         dist.all_gather_object(everywhere, failure, group=control)
         if failures := [f"rank {rank} {text}" for rank, text in enumerate(everywhere) if text]:
@@ -111,19 +109,14 @@ def failure_of(ranks: Ranks, world: World, *, timeout: float | None = None) -> s
     """Run a world and return what went wrong, with the stacks of all ranks if they hang.
 
     By default, they hang after 40 seconds for each history. What is then printed comes before the time limit of a test.
-
-    A world whose limit of bytes is refused runs without it, so that none counts as passed without having run.
     """
     with tempfile.TemporaryDirectory(prefix="world-") as folder:
         try:
             limit = timeout or 40 * len(world.histories)
-            failure = ranks.run(run_world, world, Path(folder), timeout=limit)[0]
+            return ranks.run(run_world, world, Path(folder), timeout=limit)[0]
         except RankError as error:
             at = sorted(f"rank {path.name[3:]} in {path.read_text()}" for path in Path(folder).glob("at-*"))
             return f"{at}: {error}"
-    if failure == TOO_FEW_BYTES:
-        return failure_of(ranks, without_limit(world), timeout=timeout)
-    return failure
 
 
 def _smaller(world: World) -> Iterator[World]:

@@ -80,7 +80,7 @@ class CompiledTraces:
         number: how many sets were compiled earlier.
         call: the inputs and flags.
         settings: those with which it was compiled.
-        choice: the outcome of ``prefetch="auto"``, ``max_memory`` or ``max_unsharded_bytes``, a
+        choice: the outcome of ``prefetch="auto"`` or ``max_memory``, a
             :class:`~thunder_fsdp_sched.extras.planning.search.Choice`; ``None`` without them.
         parameters: the parameter name of each argument that is a parameter, keyed by the argument's name.
         traced: the fingerprint of what Thunder has traced (see ``capture.traced_computation``), to find later compilations

@@ -30,7 +30,6 @@ from .ir.schedule import StepSchedule
 from .plan.specs import ShardingStrategy
 from .ranks.messages import remark
 from .ranks.process_groups import ProcessGroupRef
-from .sizes import parse_bytes
 
 ByModule = Callable[[str, torch.nn.Module], Any]
 """A function of (module name, module) that decides an option for each module."""
@@ -164,11 +163,6 @@ class Sharding(OptionGroup):
             keeps them until their gradients are reduced. A callable ``(module name, module) -> strategy`` decides for each
             module and the parameters that it owns directly; ``None`` means as for the module that contains it (for the
             root: ``"zero3"``).
-        max_unsharded_bytes: limit on all unsharded memory (gathered buckets and unsharded gradients) in bytes, as an
-            int or a string such as ``"40GiB"``. Buckets stay unsharded until backward if they fit and do not slow the
-            simulated step down. With ``prefetch="auto"`` both are chosen together for the shortest simulated step; if
-            ``prefetch=1`` with nothing kept fits, nothing slower is chosen. ``.compiled[-1].choice`` shows the
-            candidates. Not with ``"zero2"``. The default is no limit.
         secondary_ranks: a number of ranks, as for FSDP2's ``reshard_after_forward``: with ``"zero3"``, ranks keep a part of
             each bucket from forward to backward (a secondary shard), such that so many successive ranks together have
             the whole bucket, and backward gathers only among them. If these ranks are one node, no gather of backward
@@ -192,7 +186,6 @@ class Sharding(OptionGroup):
         str | FSDPType | Callable[[str, torch.nn.Module], str | FSDPType | None], ShardingStrategy | ByModule
     ] = option(default="zero3", check=checks.strategy, by_module=True)
     _: KW_ONLY
-    max_unsharded_bytes: Option[int | str | None, int | None] = option(default=None, check=checks.or_none(parse_bytes))
     secondary_ranks: int | Callable[[str, torch.nn.Module], int | None] | None = option(
         default=None,
         check=checks.is_a(
@@ -206,8 +199,6 @@ class Sharding(OptionGroup):
     def __post_init__(self) -> None:
         if self.strategy == "zero2" and self.secondary_ranks is not None:
             raise coded_error(ValueError, "option.secondary-ranks-with-zero2")
-        if self.strategy == "zero2" and self.max_unsharded_bytes is not None:
-            raise coded_error(ValueError, "option.max-unsharded-bytes-with-zero2")
 
     @classmethod
     def of(cls, name: str, given: Any) -> Self:

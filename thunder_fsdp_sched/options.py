@@ -99,7 +99,7 @@ class Options(OptionFields):
     @property
     def needs_search(self) -> bool:
         """Whether the planner chooses settings: the prefetch distance, or what keeps a limit on memory."""
-        return self.prefetch == "auto" or (self.max_memory, self.sharding_strategy.max_unsharded_bytes) != (None, None)
+        return self.prefetch == "auto" or self.max_memory is not None
 
     def by_module(self) -> Iterator[tuple[str, Any, checks.Check]]:
         """Yield each field of ``BucketOptions``, its option, and the check of what a function of the module returns."""

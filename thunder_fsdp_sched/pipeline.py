@@ -191,11 +191,8 @@ def scheduled(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
             sort_communication,
             trace,
             prefetch=c.settings.prefetch,
-            max_unsharded_bytes=sharding.max_unsharded_bytes,
             max_gathers_in_flight=c.options.max_gathers_in_flight,
             reductions_in_flight=c.settings.reductions_in_flight,
-            kept_buckets=c.settings.kept_buckets,
-            forward=c.forward,
         )
     elif not search:  # in its place with `schedule`
         pinned = load("extras.replay:pinned_schedule")(
@@ -211,7 +208,6 @@ def scheduled(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
         arena_of=c.arena_of,
         forward=c.forward,
         reuses=retains,
-        max_unsharded_bytes=sharding.max_unsharded_bytes,
         release=sharding.release,
         trains=c.trains,
         backward_arena=c.settings.backward_arena,

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import CompiledTraces, ScheduleDisagreement, Sharding, fsdp, testing
+from thunder_fsdp_sched import CompiledTraces, ScheduleDisagreement, fsdp, testing
 from thunder_fsdp_sched.extras.planning import choosing
 from thunder_fsdp_sched.planning import Choice, ClusterSpec, MemoryLimitError, Protocol, cluster
 
@@ -79,7 +79,6 @@ def _all_equal(value: Any) -> None:
 
 LIMITS: dict[str, dict[str, Any]] = {
     "prefetch": {"prefetch": "auto"},
-    "max_unsharded_bytes": {"prefetch": "auto", "sharding_strategy": Sharding(max_unsharded_bytes=24_000)},
     "max_memory": {"max_memory": 160_000},
 }
 
@@ -91,7 +90,7 @@ def _found_alone(spec: ClusterSpec, options: dict[str, Any]) -> Choice:
     return traces.choice
 
 
-@pytest.mark.parametrize("case", with_long(LIMITS, "max_unsharded_bytes", "max_memory"))
+@pytest.mark.parametrize("case", with_long(LIMITS, "max_memory"))
 def test_ranks_that_would_find_different_schedules_alone_compile_the_one_of_rank_0(case: str, ranks: Any) -> None:
     first, second = map(_settings, ranks.run(_train_one_step, LIMITS[case]))
     assert first == second != _settings(_found_alone(MACHINES[1], LIMITS[case]))

@@ -7,7 +7,7 @@ import functools
 import random
 import re
 
-from thunder_fsdp_sched import Sharding, fsdp, testing
+from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.extras.planning.dry_run import fake_rank
 from thunder_fsdp_sched.extras.planning.search import Search
 from thunder_fsdp_sched.planning import AnalyticCost, MemoryLimitError, cluster, simulate
@@ -65,16 +65,16 @@ def slot_bytes(traces) -> int:
 ISSUES = ("fsdp_all_gather", "fsdp_reduce_scatter")
 
 
-def test_a_budget_keeps_the_buckets_that_fit_and_gathers_the_others_again():
-    frugal = compiled(4, sharding_strategy=Sharding(max_unsharded_bytes="1GB"), prefetch=1)
-    bytes_of_everything = slot_bytes(frugal)  # gradients take the place of their parameters
-    regions = [e.slot_issue.region for e in map(effects, frugal.forward.bound_symbols) if e.slot_issue is not None]
-    assert bytes_of_everything == sum(region.nbytes for region in regions)
-    assert set(frugal.choice.chosen.kept_buckets) == {g.bucket for g in testing.gathers(frugal.forward)}
-    assert not testing.gathers(frugal.backward)
+def test_a_limit_keeps_the_buckets_that_fit_and_gathers_the_others_again():
+    roomy = compiled(10, max_memory="1GB", prefetch=1)
+    regions = [e.slot_issue.region for e in map(effects, roomy.forward.bound_symbols) if e.slot_issue is not None]
+    assert slot_bytes(roomy) == sum(region.nbytes for region in regions)  # gradients take the place of their parameters
+    assert set(roomy.choice.chosen.kept_buckets) == {g.bucket for g in testing.gathers(roomy.forward)}
+    assert not testing.gathers(roomy.backward)
 
-    tight = compiled(4, sharding_strategy=Sharding(max_unsharded_bytes=bytes_of_everything - 1), prefetch=1)
-    assert slot_bytes(tight) <= bytes_of_everything - 1
+    limit = (roomy.memory.peak.nbytes + compiled(10, prefetch=1).memory.peak.nbytes) // 2
+    tight = compiled(10, max_memory=limit, prefetch=1)
+    testing.assert_peak_memory_at_most(tight, limit)
     kept = set(tight.choice.chosen.kept_buckets)
     assert kept
     assert {g.bucket for g in testing.gathers(tight.backward)} == {
@@ -83,15 +83,6 @@ def test_a_budget_keeps_the_buckets_that_fit_and_gathers_the_others_again():
     assert slot_bytes(tight) == tight.choice.chosen.unsharded_bytes
     step = simulate(tight.forward, tight.backward, AnalyticCost(SLOW)).step_seconds
     assert step == pytest.approx(tight.choice.chosen.step_seconds, rel=0.01)
-
-
-def test_the_error_of_a_budget_that_is_too_small_says_how_much_is_needed():
-    with pytest.raises(ValueError, check=coded("plan.slots-exceed-max-unsharded-bytes")) as error:
-        compiled(sharding_strategy=Sharding(max_unsharded_bytes=1000), prefetch=1)
-    needed = int(str(error.value).split("need ")[1].split(" bytes")[0].replace(",", ""))
-    traces = compiled(sharding_strategy=Sharding(max_unsharded_bytes=needed), prefetch=1)
-    assert slot_bytes(traces) <= needed
-    assert traces.choice.chosen.kept_buckets == ()
 
 
 def least(**options) -> tuple[int, int, int]:
@@ -200,8 +191,9 @@ def test_a_search_that_may_use_the_memory_of_the_default_is_never_slower(seed: i
     make = lambda: (Model(blocks), (torch.randn(batch, 16),))  # noqa: E731
     seconds, default = step(prefetch=1)
     assert step(prefetch="auto")[0] <= seconds
-    budget = slot_bytes(default) + int(draw.uniform(0, 1.2) * sum(b.nbytes for b in testing.gathers(default.forward)))
+    more = int(draw.uniform(0, 1.2) * sum(b.nbytes for b in testing.gathers(default.forward)))
+    limit = default.memory.peak.nbytes + more
     for prefetch in ("auto", 1):
-        limited, traces = step(prefetch=prefetch, sharding_strategy=Sharding(max_unsharded_bytes=budget))
+        limited, traces = step(prefetch=prefetch, max_memory=limit)
         assert limited <= seconds
-        assert slot_bytes(traces) <= budget
+        testing.assert_peak_memory_at_most(traces, limit)

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import Sharding, eager, fsdp, full_state_dict, testing
+from thunder_fsdp_sched import eager, fsdp, full_state_dict, testing
 
 import pytest
 import thunder
@@ -125,7 +125,7 @@ def test_a_bucket_that_is_read_in_both_precisions_is_gathered_in_float32():
 
 
 def test_a_kept_bucket_is_kept_in_low_precision():
-    options = {"sharding_strategy": Sharding(max_unsharded_bytes="1MB"), "cluster": "h100-sxm"}
+    options = {"max_memory": "1MB", "cluster": "h100-sxm"}
     with torch.autocast("cpu", torch.bfloat16):
         [compiled] = testing.compile_on_fake_ranks(lambda: (Blocks(), (torch.randn(3, 8),)), 2, **options)
     assert set(compiled.choice.chosen.kept_buckets) == {"h.0", "h.1", "back"}

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from thunder_fsdp_sched import Debug, Sharding, StepMemory, VerificationError, fsdp, testing
-from thunder_fsdp_sched.transforms.unsharded_budget import filling_bytes
+from thunder_fsdp_sched.ir.analysis import peak_bytes
 
 import pytest
 from coded import coded
@@ -120,6 +120,13 @@ def test_reductions_in_flight_are_counted_in_bytes(sizes, in_flight):
     assert counts == in_flight
 
 
+def filling_bytes(trace: TraceCtx) -> int:
+    """Return the peak bytes of slots that hold gradients, each until its bucket has all of them."""
+    live = Analysis(trace)
+    filling = [r for r in live.slots.values() if r.writes]
+    return peak_bytes((r.first, live.defined(args_of(trace.bound_symbols[r.issue])), r.nbytes) for r in filling)
+
+
 @settings(max_examples=settings().max_examples // 2, deadline=None)
 @given(PLAIN_TRACES, st.integers(0, 3), st.integers(0, 2))
 def test_slots_being_filled_with_gradients_stay_within_filling_bytes(trace, prefetch, most):
@@ -173,19 +180,6 @@ def test_no_collective_is_moved_across_foreign_communication(symbol):
     assert names[:barrier].count("fsdp_all_gather") == 1
     late = [op.reason for op in read_schedule(sorted_trace).of("fsdp_all_gather")[1:]]
     assert late[0] == f"producer: not across {bsym.output.name} = {symbol}, which communicates too"
-
-
-def test_a_gather_delayed_by_a_byte_budget_names_the_bucket_freed_before_it():
-    trace = chain(4)
-    bucket = next(b for b in trace.bound_symbols if b.sym is fsdp_all_gather).args[0]
-    sorted_trace = verify(
-        assign_slots(sort_communication(trace, prefetch=2, max_unsharded_bytes=2 * bucket.spec.unsharded_bytes))
-    )
-    reasons = {op.bucket: op.reason for op in read_schedule(sorted_trace).of("fsdp_all_gather")}
-    assert reasons["b1"] == "prefetch: 2 ahead of its wait, before the wait for b0"
-    assert reasons["b2"] == "byte budget: fits only after the last read of b0"
-    assert reasons["b3"] == "byte budget: fits only after the last read of b1"
-    testing.assert_gathered_buckets_at_most(sorted_trace, 2)
 
 
 #

@@ -38,7 +38,6 @@ from random_traces import LIMITS, inputs_of, traces
 from slot_executor import SlotExecutor
 from synthetic_traces import SHAPE, chain, make_bucket, tensor
 from thunder.core import prims
-from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors import torchex
@@ -208,33 +207,6 @@ def test_gradients_take_the_place_of_parameters_only_if_that_saves_memory() -> N
         next(b.args[1] for b in found.bound_symbols if b.sym is s) for s in (fsdp_all_gather, fsdp_reduce_scatter)
     )
     assert not params.overlaps(gradients)
-
-
-def test_a_parameter_that_is_a_gradient_counts_as_gathered_until_its_reduction() -> None:
-    arena = Arena(torch.device("cpu"))
-    reduced = make_bucket("reduced", [SHAPE] * 2, arena=arena)
-    read = [make_bucket(name, [SHAPE] * 3, arena=arena) for name in ("first", "second", "third")]
-    trace = TraceCtx()
-    with tracectx(trace):
-        x, *shards = trace.args = tuple(tensor() for _ in range(10))
-        params: list[TensorProxy] = []
-        for number, bucket in enumerate(read):
-            operands = shards[3 * number : 3 * number + 3]
-            params += fsdp_wait_params(bucket, fsdp_all_gather(bucket, None, *operands))[:1]
-            x = prims.matmul(x, params[-1])
-            if bucket is read[1]:
-                grads = fsdp_wait_grads(reduced, fsdp_reduce_scatter(reduced, None, params[0], prims.neg(x)))
-        prims.python_return((x, *grads))
-
-    def issues(limit: int) -> list[str]:
-        found = sort_communication(trace, prefetch=1, max_unsharded_bytes=limit).bound_symbols
-        own = (fsdp_all_gather, fsdp_reduce_scatter)
-        return [b.args[0].spec.name if b.sym in own else "neg" for b in found if b.sym in own or b.sym.name == "neg"]
-
-    # Of 9 parameters, 8 and the two gradients fit, if the first bucket were given up after it is read by an operator.
-    unlimited, limited = issues(9 * 1024), issues(8 * 1024)
-    assert unlimited == ["first", "second", "third", "neg", "reduced"]
-    assert limited == ["first", "second", "neg", "third", "reduced"]
 
 
 def test_buckets_stay_resident_only_within_both_limits() -> None:

@@ -98,7 +98,6 @@ class StepOptions:
             "fit."
         ),
     ] = None
-    max_unsharded: Annotated[str | None, typer.Option(help="Budget for unsharded memory, such as 8GiB.")] = None
     max_gathers_in_flight: Annotated[
         int | None,
         typer.Option(min=1, help="Limit on the all-gathers in flight, whatever their size."),
@@ -169,9 +168,7 @@ class StepOptions:
     def fsdp_options(self, strategy: str) -> dict[str, Any]:
         """Return the options that say how :func:`thunder_fsdp_sched.fsdp` shards and schedules."""
         return {
-            "sharding_strategy": Sharding(
-                strategy, max_unsharded_bytes=self.max_unsharded, secondary_ranks=self.secondary_ranks
-            ),
+            "sharding_strategy": Sharding(strategy, secondary_ranks=self.secondary_ranks),
             "bucketing_strategy": self.bucketing,
             "prefetch": _prefetch(self.prefetch),
             "max_memory": self.max_memory,
@@ -247,7 +244,7 @@ def trace(options: StepOptions) -> None:
     help=COMMANDS["plan"],
     epilog=f"{PRESETS}\n\n{UNITS}\n\n"
     "Example: python -m thunder_fsdp_sched plan my_models:make --world-size 64 --cluster h100-sxm "
-    "--cluster-set inter_node_bandwidth=25GB --prefetch auto --max-unsharded 8GiB --picture step.png",
+    "--cluster-set inter_node_bandwidth=25GB --max-memory 70GiB --picture step.png",
 )
 @_takes(StepOptions, world_size=64)
 def plan(
@@ -338,8 +335,7 @@ _FACTORY = (
 @_takes(
     StepOptions,
     annotations={"model": Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help=_FACTORY)]},
-    only={"model", "bucketing", "prefetch", "max_memory", "max_unsharded", "max_gathers_in_flight", "transport"}
-    | {"mixed_precision"},
+    only={"model", "bucketing", "prefetch", "max_memory", "max_gathers_in_flight", "transport", "mixed_precision"},
 )
 def bench(
     options: StepOptions,

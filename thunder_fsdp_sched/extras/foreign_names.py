@@ -21,6 +21,7 @@ _SPELLINGS = {
     "auto_wrap_policy": "bucketing_strategy=..., by default a bucket for each block; no module is wrapped",
     "bucket_cap_mb reduce_bucket_size allgather_bucket_size": 'bucketing_strategy="25MB", for example',
     "backward_prefetch forward_prefetch": "prefetch=..., a number of buckets, for forward and backward",
+    "max_unsharded_bytes": "max_memory=..., which also chooses what stays unsharded and how far ahead buckets are gathered",
     "limit_all_gathers": "max_gathers_in_flight=..., a number",
     "mixed_precision": "mp_policy=MixedPrecisionPolicy(...) of torch.distributed.fsdp",
     "cpu_offload": "offload_policy=CPUOffloadPolicy() of torch.distributed.fsdp",

@@ -55,7 +55,7 @@ class ShardedModule:
         former_params: the parameters that the sharded ones have replaced (see [Note: Former parameters]).
         replaced: ignored parameters and buffers on their new device, and buffers that have replaced others later.
         began_on_meta: names of tensors without values, until all of them are known to have some.
-        kept_buckets_are_final: whether ``max_unsharded_bytes`` has settled already which buckets are kept.
+        kept_buckets_are_final: whether ``max_memory`` has settled already which buckets are kept.
         attached: what extras keep with this module, each under a name of its own.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
         leaves: the modules that are not traced.

@@ -41,7 +41,6 @@ def assign_slots(
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena,
     forward: TraceCtx | None = None,
     reuses: bool = True,
-    max_unsharded_bytes: int | None = None,
     release: bool = False,
     trains: bool = True,
     backward_arena: bool = False,
@@ -71,7 +70,6 @@ def assign_slots(
         arena_of: returns a bucket's arena. Pass another arena to try out a plan without changing the real one.
         forward: for a backward trace, its forward trace with slots.
         reuses: whether backward may find what forward leaves. See [Note: Buckets left by forward] in ``reuse_from_forward``.
-        max_unsharded_bytes: limit (bytes) on all slots, up to which the arena may grow to keep forward's buckets resident.
         release: whether a step frees the memory; one without a backward then gathers kept buckets like the others.
         trains: whether the step has a backward.
         backward_arena: whether slots of backward beyond the memory that forward needs get memory that only backward
@@ -87,12 +85,7 @@ def assign_slots(
         private |= grads_over_kept_params(forward, trace)
     arena_split = _bytes_of_forward(forward, arena_of) if backward_arena and forward is not None else None
     shared = _SharedSlots([live for issue, live in ranges.items() if issue not in private], arena_split)
-    room = None
-    if max_unsharded_bytes is not None:
-        from ..ir.kept_slots import private_bytes
-
-        room = max_unsharded_bytes - private_bytes(trace, kept_buckets)
-    offsets = _offsets(trace, shared, forward if reuses else None, room, trains=trains)
+    offsets = _offsets(trace, shared, forward if reuses else None, trains=trains)
     bsyms = list(trace.bound_symbols)
     for issue, live in ranges.items():
         if issue in private:
@@ -130,9 +123,7 @@ class _ArenaLimits(NamedTuple):
     gathered_bytes: int
 
 
-def _offsets(
-    trace: TraceCtx, shared: _SharedSlots, forward: TraceCtx | None, max_bytes: int | None, *, trains: bool
-) -> dict[int, int]:
+def _offsets(trace: TraceCtx, shared: _SharedSlots, forward: TraceCtx | None, *, trains: bool) -> dict[int, int]:
     """Return the offset of each shared slot by its issue, with as many buckets resident longer as fit.
 
     Where one more does not fit, it may replace the previous one if it is larger.
@@ -149,7 +140,6 @@ def _offsets(
         retained = retained_by_forward(forward)
         needed = max([arena_bytes, *(slot.end for slot in retained.values())])
         arena_bytes = needed + int(needed * _RESIDENCY_GROWTH)
-        arena_bytes = arena_bytes if max_bytes is None else max(needed, min(arena_bytes, max_bytes))
         gathered_bytes = max(gathered_bytes, peak_live_bytes(forward))
         first = {live.bucket.primary: live for live in gathers}
         candidates = [

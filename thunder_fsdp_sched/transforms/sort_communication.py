@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..extensions import load
 from ..ir.analysis import Analysis
 from ..ir.effects import effects
 from ..ir.inspection import args_of, outs_of, short_form, with_bound_symbols
@@ -18,7 +17,6 @@ from ..ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
 from ..ir.slots import bytes_in_flight
 from ..ir.statements import operations, read_statements
 from ..ir.symbols import without_token
-from ..runtime.bucket import Bucket
 
 _SMALL = 10
 """A collective this many times smaller than another is too small to hide it."""
@@ -31,11 +29,8 @@ def sort_communication(
     trace: TraceCtx,
     *,
     prefetch: int,
-    max_unsharded_bytes: int | None = None,
     max_gathers_in_flight: int | None = None,
     reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT,
-    kept_buckets: Collection[Bucket] = (),
-    forward: TraceCtx | None = None,
 ) -> TraceCtx:
     """Reorder the communication of a forward or backward execution trace.
 
@@ -80,9 +75,6 @@ def sort_communication(
       comparison. It has to wait for its own reduce-scatter, which can finish during the compute in between, while the
       inner group already works on the next one.
     * No collective moves across a bound symbol that communicates and is not ours.
-    * If the slots of the result exceed ``max_unsharded_bytes``, the trace is sorted once more, and a gather is issued ahead
-      of its step only if all gathered buckets that are live then fit what kept buckets and unsharded gradients leave of the
-      budget. That bound is cautious, so it may delay gathers that would fit.
 
     The reason for each position is the header of the bound symbol: the trace prints it, and the schedule stores it.
     The cost is linear in the number of bound symbols. ``del`` statements are dropped.
@@ -90,27 +82,11 @@ def sort_communication(
     Args:
         prefetch: how many prefetch steps ahead of its wait a gather is issued. A step is all gathers with one first
             consumer.
-        max_unsharded_bytes: the budget (bytes) for all slots together.
         max_gathers_in_flight: limit on the gathers that are issued and not waited for, at least 1.
         reductions_in_flight: how many equally large reductions of one process group may be in flight.
-        kept_buckets: buckets that stay unsharded from forward to backward.
-        forward: for a backward trace, its forward trace with slots.
     """
-
-    limits = max_gathers_in_flight, reductions_in_flight
-    found = with_bound_symbols(trace, _Sorter(trace, prefetch, None, *limits).run(), "fsdp: sort communication")
-    if max_unsharded_bytes is None:
-        return found
-    left: int | None = load("transforms.unsharded_budget:left_for_gathers")(
-        found,
-        kept_buckets=kept_buckets,
-        forward=forward,
-        max_unsharded_bytes=max_unsharded_bytes,
-        reductions_in_flight=reductions_in_flight,
-    )
-    if left is None:
-        return found
-    return with_bound_symbols(trace, _Sorter(trace, prefetch, left, *limits).run(), "fsdp: sort communication")
+    found = _Sorter(trace, prefetch, max_gathers_in_flight, reductions_in_flight).run()
+    return with_bound_symbols(trace, found, "fsdp: sort communication")
 
 
 def issue_points(stage_bytes: Sequence[int], prefetch: int) -> list[int]:
@@ -182,7 +158,6 @@ class _Collective:
 class _Sorter:
     trace: TraceCtx
     prefetch: int
-    gathered_bytes: int | None
     max_in_flight: int | None
     max_reductions: int
 
@@ -226,7 +201,6 @@ class _Sorter:
                 if gather.first is None:
                     gather.first = max(reduction.ready, gather.ready + 1)
                 reduction.ready = max(reduction.ready, gather.first)
-                gather.last = max(gather.last, reduction.ready)
 
     def run(self) -> list[BoundSymbol]:
         ready: dict[int, list[_Collective]] = defaultdict(list)
@@ -272,12 +246,12 @@ class _Sorter:
         while self.unissued and self.issue_points[self.unissued[0].step] <= self.next_step:
             gather = self.unissued[0]
             early = gather.step > self.next_step
-            if delay := self._delay(gather, position, early):
+            if delay := self._delay(gather, position):
                 gather.delay = delay
                 return
             self._issue_gather(reason if early or not self.prefetch else "first consumer: the next wait needs it")
 
-    def _delay(self, gather: _Collective, position: int, early: bool) -> str:
+    def _delay(self, gather: _Collective, position: int) -> str:
         """Return why ``gather`` cannot be issued after compute ``position``; empty if it can."""
         section = self.section[_first_consumer(gather)]
         if section != self.section[min(position + 1, len(self.section) - 1)]:
@@ -288,14 +262,6 @@ class _Sorter:
         if self._is_full():
             first = self.gathering[0].name
             return f"in-flight limit: at most {self.max_in_flight}, so only after the wait for {first}"
-        if early and self.gathered_bytes is not None:
-            excess = sum(g.slot_bytes for g in (*self.gathered, gather)) - self.gathered_bytes
-            if excess > 0:
-                for freed in sorted(self.gathered, key=lambda g: g.last):
-                    excess -= freed.slot_bytes
-                    if excess <= 0:
-                        return f"byte budget: fits only after the last read of {freed.name}"
-                return "byte budget: fits only when nothing else is gathered"
         return ""
 
     def _issue_gather(self, reason: str) -> None:

@@ -172,12 +172,11 @@ class Chooser:
         searched = options.with_kept(schedule=None, sharding_strategy=kept_allocated)
         self.context = replace(context, fusions=(), options=searched)
         self.limits = Limits(
-            options.sharding_strategy.max_unsharded_bytes,
             options.max_memory,
             largest_peak=max((one.choice.chosen.largest_peak for one in compiled if one.choice), default=0),
         )
         self._own: Chosen | None = None
-        has_choice = self.limits.any_bytes and len(split_joint(joint)) == 2
+        has_choice = self.limits.memory is not None and len(split_joint(joint)) == 2
         self.plans_window = has_choice and traces.no_sync
         self.decides_kept_buckets = has_choice and not sharded.kept_buckets_are_final
 
@@ -248,7 +247,7 @@ class Chooser:
     def _search_all(self) -> Chosen:
         self._simulate(self.options.cluster or cluster_of_this_process())
         given, found, errors = self.options.accumulate, [], []
-        both = self.plans_window and given is None and self.options.max_memory is not None
+        both = self.plans_window and given is None
         for mode in get_args(AccumulationMode) if both else (given or "unsharded",):
             try:
                 found.append(self._search_for(mode))
@@ -265,8 +264,7 @@ class Chooser:
         last = None
         if self.plans_window:
             last = self._search(self._bucketed(mode, no_sync=False), pending_grads, limits)
-            if limits.memory is not None:
-                limits = limits._replace(persistent_bytes=last.chosen.persistent_bytes)
+            limits = limits._replace(persistent_bytes=last.chosen.persistent_bytes)
         kept_buckets = None if last is None else last.chosen.kept_buckets
         choice = self._search(bucketed, pending_grads, limits, kept_buckets=kept_buckets)
         decided = (last or choice).chosen
@@ -281,13 +279,13 @@ class Chooser:
         Raises:
             MemoryLimitError: a step that was compiled before exceeds the limit with the latter.
         """
-        no_sync, limit = self.traces.no_sync, self.limits.memory
-        if not self.plans_window:
-            earlier = (one for one in self.compiled if one.no_sync and not no_sync)
+        limit = self.limits.memory
+        if not self.plans_window or limit is None:
+            earlier = (one for one in self.compiled if one.no_sync and not self.traces.no_sync)
             return NO_PENDING_GRADS.union(*(one.pending_grads for one in earlier))
         pending_grads = pending_grads_of(bucketed.bound_symbols)
         for step in self.compiled:
-            if limit is not None and not step.no_sync and step.backward is not None:
+            if not step.no_sync and step.backward is not None:
                 check_memory(step, limit=limit, pending_grads=pending_grads, advice=_PLAN_TOGETHER)
         return pending_grads
 

@@ -19,8 +19,8 @@ reduction in flight instead of two and an extension, see [Note: Memory that only
 1 %, the first of these is tried at the fastest distance, and at those that recomputation alone did not make fit.
 
 The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
-less, and then the one with fewer bytes. The default, ``prefetch=1`` with nothing kept, is always tried. If it fits the
-budget, nothing slower is chosen.
+less, and then the one with fewer bytes. The default, ``prefetch=1`` with nothing kept, is always tried. If it fits,
+nothing slower is chosen.
 
 Each candidate runs through the passes of a compilation, so its bytes are those that will be allocated and its order is
 the real one.
@@ -96,30 +96,19 @@ class Limits(NamedTuple):
     """Limits of a search; ``None`` where there is none.
 
     Attributes:
-        unsharded_bytes: bytes of all slots together.
         memory: bytes of all memory of the step, without optimizer state.
         persistent_bytes: bytes of the slots that a planned step of the same module keeps from step to step anyway.
         largest_peak: bytes of all memory of the largest step of the module that was compiled before.
     """
 
-    unsharded_bytes: int | None = None
     memory: int | None = None
     persistent_bytes: int | None = None
     largest_peak: int = 0
 
-    @property
-    def any_bytes(self) -> bool:
-        """Whether bytes are limited."""
-        return self.unsharded_bytes is not None or self.memory is not None
-
     def allow(self, candidate: Candidate) -> bool:
         """Return whether a candidate keeps all limits on bytes."""
-        found = (
-            candidate.unsharded_bytes,
-            candidate.persistent_bytes,
-            max(candidate.peak_bytes, candidate.largest_peak),
-        )
-        limits = (self.unsharded_bytes, self.persistent_bytes, self.memory)
+        found = candidate.persistent_bytes, max(candidate.peak_bytes, candidate.largest_peak)
+        limits = self.persistent_bytes, self.memory
         return all(limit is None or nbytes <= limit for nbytes, limit in zip(found, limits, strict=True))
 
 
@@ -227,7 +216,7 @@ class Search:
         if not self._fitting:
             raise self._error(prefetch)
         default = [c for c in self._fitting if c.prefetch == (1 if prefetch is None else prefetch)][:1]
-        if may_keep and self.limits.any_bytes:
+        if may_keep and self.limits.memory is not None:
             self._keep_more()
         longest = min([self._fastest.step_seconds * (1 + _SAME), *(c.step_seconds for c in default)])
         good = [c for c in self._fitting if c.step_seconds <= longest]
@@ -320,18 +309,8 @@ class Search:
             limit = min(limit, plan.peak) - (candidate.peak_bytes - most)
         return least
 
-    def _error(self, prefetch: int | None) -> ValueError:
+    def _error(self, prefetch: int | None) -> MemoryLimitError:
         """Return the error for limits that not even the smallest candidate keeps."""
-        limits = self.limits
-        least = min(self._unfit, key=lambda c: c.unsharded_bytes)
-        if limits.unsharded_bytes is not None and least.unsharded_bytes > limits.unsharded_bytes:
-            return coded_error(
-                ValueError,
-                "plan.slots-exceed-max-unsharded-bytes",
-                limit=limits.unsharded_bytes,
-                prefetch=least.prefetch,
-                needed=least.unsharded_bytes,
-            )
         least = min(self._unfit, key=lambda c: c.peak_bytes)
         less = "another prefetch distance (leave out prefetch=), " if prefetch else ""
         needed = max(least.peak_bytes, least.largest_peak)
@@ -339,7 +318,7 @@ class Search:
             MemoryLimitError,
             "plan.step-exceeds-max-memory",
             needed,
-            limit=limits.memory,
+            limit=self.limits.memory,
             prefetch=least.prefetch,
             reductions=least.reductions,
             needed=needed,

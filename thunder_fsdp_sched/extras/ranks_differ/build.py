@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
@@ -11,17 +10,15 @@ from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import unwrap_return_value
 from thunder.executors.passes import del_last_used
 
-from ...errors import coded_error
 from ...ir.effects import effects
 from ...ir.inspection import before_return, has_backward
-from ...ir.kept_slots import private_bytes
 from ...ir.registry import with_caches
 from ...ir.symbols import fsdp_backward_done
 from ...passes import Context
 from ...proof import verify
 from ...proof.machine import Machine
 from ...runtime.bucket import Bucket
-from ...runtime.memory import Arena, Slot
+from ...runtime.memory import Slot
 from ...transforms.assign_slots import assign_slots
 from ...transforms.insert_agreement import fsdp_audit_agreed
 from ...transforms.release_slots import fsdp_release, release_extension, release_slots
@@ -58,7 +55,6 @@ def build(
         order, start, buckets, sources: see :func:`~.follow_order.follow_order`.
 
     Raises:
-        ValueError: the slots exceed ``max_unsharded_bytes``.
         VerificationError: the order cannot be followed.
     """
     forward = context.forward if half == "backward" else None
@@ -76,21 +72,17 @@ def build(
 
 
 def _with_slots(trace: TraceCtx, context: Context, forward: TraceCtx | None, *, trains: bool) -> TraceCtx:
-    """Assign and release slots as the pipeline does, within ``max_unsharded_bytes``."""
+    """Assign and release slots as the pipeline does."""
     sharding, settings = context.options.sharding_strategy, context.settings
-    limit = sharding.max_unsharded_bytes
     trace = assign_slots(
         trace,
         kept_buckets=settings.kept_buckets,
         arena_of=context.arena_of,
         forward=forward,
-        max_unsharded_bytes=limit,
         release=sharding.release,
         trains=trains,
         backward_arena=settings.backward_arena,
     )
-    if limit is not None and (nbytes := _unsharded_bytes(trace, settings.kept_buckets)) > limit:
-        raise coded_error(ValueError, "plan.slots-too-large-where-ranks-differ", limit=limit, nbytes=nbytes)
     if sharding.release:
         trace = release_slots(trace, forward=forward, trains=trains)
         return trace if forward is not None or not trains else _release_shared(trace)
@@ -111,14 +103,6 @@ def _release_shared(trace: TraceCtx) -> TraceCtx:
     one_of_each_arena = {slot.arena: slot for slot in _shared_slots(trace)}
     release = fsdp_release.bind(*one_of_each_arena.values(), output=None)
     return before_return(trace, release, pass_name="fsdp: release shared slots") if one_of_each_arena else trace
-
-
-def _unsharded_bytes(trace: TraceCtx, kept_buckets: Collection[Bucket]) -> int:
-    """Return the bytes of the slots of kept buckets and of the arenas that the other slots of a trace occupy."""
-    ends: dict[Arena, int] = defaultdict(int)
-    for slot in _shared_slots(trace):
-        ends[slot.arena] = max(ends[slot.arena], slot.end)
-    return private_bytes(trace, kept_buckets) + sum(ends.values())
 
 
 def _with_end(
