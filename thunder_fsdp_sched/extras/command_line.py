@@ -286,7 +286,7 @@ def plan(
     step = options.compile(console, micro_batches=micro_batches)
     compiled = step.compiled
     memory = with_optimizer(step, optimizer_bytes, optimizer_step_bytes)
-    fit = describe_fit(memory, step.cluster.memory, step.cluster.name, compiled.forward)
+    fit = describe_fit(memory, step.cluster.memory, step.cluster.name)
     verdict, _, parts = fit.partition("\n")
     console.print(answer(step, options.model, verdict, memory), markup=False)
     console.print(plan_table(step.transform.plan))

@@ -7,34 +7,29 @@ import re
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
 
-from ...ir.effects import effects
 from ...ir.inspection import args_of, defined_by, source_of
-from ...ir.read_schedule import is_communication
+from ..step_memory.rows import Step
 
 
-def blocks_of(forward: TraceCtx) -> dict[str, str]:
-    """Return the block of the model that computes each tensor of a forward trace, by the tensor's name.
+def blocks_of(step: Step) -> dict[str, str]:
+    """Return the block of the model that computes each tensor of forward, by the tensor's name.
 
     A block has a path such as ``"blocks.3"``; a module outside of any block has its own name.
     A line of the model belongs to the block whose parameters it reads, and a line that reads none to the block whose
     parameters were read last. So the residual sum at the end of a block belongs to that block, and a norm to the block of
     its weight.
-
-    Args:
-        forward: the forward trace of a compiled step.
     """
     of_params: dict[str, str] = {}  # by the names of unsharded parameters in the trace
     found: dict[str, str] = {}
     last = ""
     computing: list[BoundSymbol] = []
-    for bsym in forward.bound_symbols:
-        e = effects(bsym)
+    for row in step.rows[: step.rows_of_forward]:
+        e = row.effects
         if e.unshards and e.bucket is not None:
             of_params.update({out: block_of(p.name) for out, p in zip(e.in_place, e.bucket.spec.params, strict=True)})
-        elif not is_communication(bsym):
-            computing.append(bsym)
+        elif not e.in_schedule:
+            computing.append(row.bsym)
     for _, line in itertools.groupby(computing, key=lambda bsym: source_of(bsym).rpartition("/")[2]):
         bsyms = list(line)
         block = next((of_params[name] for bsym in bsyms for name in args_of(bsym) if name in of_params), last)

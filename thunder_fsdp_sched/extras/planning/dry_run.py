@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import thunder
 import torch.distributed as dist
-from thunder.core.trace import TraceCtx
 from thunder.extend import Executor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -23,12 +22,13 @@ from ...option_checks import at_least, is_a
 from ...option_groups import Ranks
 from ...ranks.process_groups import PlannedRanks, plan_for
 from ...transform import FSDPTransform
+from ..step_memory.rows import Step
 from ..step_memory.step_memory import StepMemory
 from . import gpu_attention
 from .clusters import ClusterSpec, cluster
 from .cost import AnalyticCost
 from .models import Made, module_and_inputs
-from .simulate import simulate
+from .simulate import simulate_rows
 from .timeline import Timeline
 
 _ranks = is_a(int, "an int", at_least(1, "ranks"))
@@ -74,15 +74,16 @@ class DryRun:
         """The micro-batches in order: the first gathers all buckets, the others find those that the window keeps."""
         last, device = self.compiled, self.cluster.device_type
         if self.micro_batches == 1:
-            return (MicroBatches(1, self._simulate(last.traces), last.predict_memory(device=device)),)
+            memory = last.predict_memory(device=device)
+            return (MicroBatches(1, self._simulate(memory.step), memory),)
         earlier = self.transform.compiled[-2]
         memory = earlier.predict_memory(device=device, accumulated=True, others=[last])
         of_last = last.predict_memory(device=device, accumulated=[earlier], others=[earlier])
-        between = MicroBatches(self.micro_batches - 2, self._simulate(earlier.traces, in_window=True), memory)
+        between = MicroBatches(self.micro_batches - 2, self._simulate(memory.step, in_window=True), memory)
         return (
-            MicroBatches(1, self._simulate(earlier.traces), memory),
+            MicroBatches(1, self._simulate(memory.step), memory),
             *[between] * (between.number > 0),
-            MicroBatches(1, self._simulate(last.traces, in_window=True), of_last),
+            MicroBatches(1, self._simulate(of_last.step, in_window=True), of_last),
         )
 
     @cached_property
@@ -92,15 +93,15 @@ class DryRun:
         In an accumulation window, its last micro-batch, as :attr:`after` is.
         """
         traces = self.compiled.forward_before, self.compiled.backward_before
-        return self._simulate([trace for trace in traces if trace is not None])
+        return self._simulate(Step(*(trace for trace in traces if trace is not None)))
 
     @property
     def after(self) -> Timeline:
         """The step as scheduled."""
         return self.rows[-1].timeline
 
-    def _simulate(self, traces: Sequence[TraceCtx], *, in_window: bool = False) -> Timeline:
-        return simulate(traces, None, AnalyticCost(self.cluster), in_window=in_window)
+    def _simulate(self, step: Step, *, in_window: bool = False) -> Timeline:
+        return simulate_rows(step, AnalyticCost(self.cluster), in_window=in_window)
 
     @property
     def seconds(self) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from thunder.core.trace import TraceCtx
-
 from ...ir.inspection import is_library
 from ...sizes import human_bytes
 from ..step_memory.optimizer_bytes import optimizer_state_bytes, optimizer_step_bytes
@@ -30,14 +28,13 @@ def with_optimizer(step: DryRun, state: float | None = None, allocated: float | 
     return max(memories, key=lambda memory: memory.peak.nbytes)
 
 
-def describe_fit(memory: StepMemory, device_bytes: int, device: str, forward: TraceCtx | None = None) -> str:
+def describe_fit(memory: StepMemory, device_bytes: int, device: str) -> str:
     """Return lines that say whether a step fits, by how much, what its peak consists of, and its largest tensors.
 
     Args:
         memory: the memory of the step, optimizer state included.
         device_bytes: bytes of the device's memory.
         device: the name of the device.
-        forward: the forward trace, which tells the blocks of the largest tensors.
     """
     peak = memory.peak
     free = device_bytes - peak.nbytes
@@ -46,7 +43,7 @@ def describe_fit(memory: StepMemory, device_bytes: int, device: str, forward: Tr
         if free >= 0
         else f"does not fit on {device}: {human_bytes(-free, 4)} too much"
     )
-    blocks = {} if forward is None else blocks_of(forward)
+    blocks = blocks_of(memory.step)
     made_by = {
         t: "".join(f", {text}" for text in (blocks.get(t.name, ""), _line_of(t.source)) if text) for t in peak.largest
     }

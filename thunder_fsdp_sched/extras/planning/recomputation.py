@@ -97,7 +97,7 @@ class SavedValues:
     """
 
     def __init__(self, step: Step, cost: AnalyticCost) -> None:
-        rows, begin = step.rows, step.begins[1]
+        rows, begin = step.rows, step.rows_of_forward
         self.begin, self.length = begin, len(rows)
         self.memory = memory_of(step)
         self.owner = {v: max(v.owners, key=lambda owner: owner.nbytes) for v in step.values if v.owners}

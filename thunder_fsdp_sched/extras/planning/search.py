@@ -32,7 +32,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from thunder.core.trace import TraceCtx
 
@@ -199,7 +199,7 @@ class Search:
     pending_grads: PendingGrads = NO_PENDING_GRADS
     _fitting: list[Candidate] = field(default_factory=list, init=False)
     _unfit: list[Candidate] = field(default_factory=list, init=False)
-    _found: dict[Candidate, Candidate] = field(default_factory=dict, init=False)  # by settings
+    _found: dict[Any, Candidate] = field(default_factory=dict, init=False)  # by the first four fields, the settings
     _halves: dict[tuple[str, ...], list[TraceCtx]] = field(default_factory=dict, init=False)
 
     def choose(self, *, prefetch: int | None, may_keep: bool) -> Choice:
@@ -349,11 +349,9 @@ class Search:
         Guards and releases, which neither allocate nor move communication, are left out, and so are fusions: with a fusion
         executor, bytes and time are those of the operators by themselves.
         """
-        settings = candidate._replace(
-            unsharded_bytes=0, persistent_bytes=0, step_seconds=math.inf, peak_bytes=0, largest_peak=0
-        )
+        settings = candidate[:4]
         if settings not in self._found:
-            self._found[settings] = self._run(settings)
+            self._found[settings] = self._run(Candidate(*settings))
         return self._found[settings]
 
     def _run(self, candidate: Candidate) -> Candidate:

@@ -7,7 +7,6 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from itertools import zip_longest
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -20,9 +19,8 @@ from thunder.core.trace import TraceCtx
 from ...compiled_traces import CompiledTraces
 from ...ir.effects import effects
 from ...ir.inspection import statement, statements
-from ...ir.read_schedule import is_communication, schedule_of
+from ...ir.read_schedule import is_communication
 from ...ir.schedule import GATHERS, ISSUES, WAITS
-from ...ir.statements import read_statements
 from ...sizes import human_bytes
 from ..planning.blocks import block_of
 from ..planning.dry_run import DryRun
@@ -30,9 +28,6 @@ from ..planning.timeline import Timeline
 from ..step_memory.step_memory import StepMemory
 from ..step_memory.value_memory import shared_slots
 from .texts import milliseconds, plain_table
-
-_SIDE_BY_SIDE = 128
-"""Columns of a terminal that two traces next to each other need."""
 
 _COLORS = (GATHERS, "green"), (ISSUES, "yellow"), (WAITS, "cyan")
 """The first that has the name of a symbol decides."""
@@ -59,34 +54,18 @@ def communication_lines(trace: TraceCtx, *, width: int | None = None) -> list[st
 
 
 def step_before_and_after(traces: CompiledTraces, *, title: str, width: int) -> Group:
-    """Return the communication lines of forward and backward, each as :func:`before_and_after` shows them."""
-    steps = (traces.forward_before, traces.forward), (traces.backward_before, traces.backward)
+    """Return the communication lines of forward and backward, each before and after sorting, in so many columns."""
+    found = {
+        "forward, before sorting": traces.forward_before,
+        "forward, after sorting": traces.forward,
+        "backward, before sorting": traces.backward_before,
+        "backward, after sorting": traces.backward,
+    }
     parts: list[RenderableType] = []
-    for name, (before, after) in zip(("forward", "backward"), steps, strict=True):
-        if before is not None and after is not None:
-            parts += [before_and_after(before, after, title=f"{title}, {name}", width=width), Text()]
-    return Group(*parts)
-
-
-def before_and_after(before: TraceCtx, after: TraceCtx, *, title: str, width: int) -> RenderableType:
-    """Return the communication lines of a trace before and after sorting, side by side if ``width`` allows.
-
-    Args:
-        title: a title for the traces, such as ``"ZeRO-3, forward"``.
-        width: columns of the terminal.
-    """
-    if width < _SIDE_BY_SIDE:
-        parts: list[RenderableType] = []
-        for name, trace in (("before sorting", before), ("after sorting", after)):
+    for name, trace in found.items():
+        if trace is not None:
             parts += [Text(f"{title}, {name}", style="bold"), *_rendered(trace, width), Text()]
-        return Group(*parts[:-1])
-    half = (width - 2) // 2
-    table = Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("before sorting", no_wrap=True, width=half)
-    table.add_column("after sorting", no_wrap=True, width=half)
-    for left, right in zip_longest(_rendered(before, half), _rendered(after, half), fillvalue=Text()):
-        table.add_row(left, right)
-    return table
+    return Group(*parts)
 
 
 def answer(step: DryRun, model: str, verdict: str, memory: StepMemory) -> str:
@@ -143,11 +122,11 @@ def dry_run_table(step: DryRun) -> Table:
     table = plain_table(f"{what} on {step.cluster.name}, simulated; times in ms", columns, rows)
     compiled = step.compiled
     parts, in_flight = [], []
-    for name, trace in (("forward", compiled.forward), ("backward", compiled.backward)):
-        if trace is not None:
-            used, least = shared_slots(trace)
-            parts.append(f"{name} {human_bytes(used)} ({human_bytes(least)} live at once)")
-            in_flight.append(f"{name} {schedule_of(read_statements(trace)).gathers_in_flight}")
+    schedules = filter(None, (compiled.forward_schedule, compiled.backward_schedule))
+    for name, trace, schedule in zip(("forward", "backward"), compiled.traces, schedules, strict=False):
+        used, least = shared_slots(trace)
+        parts.append(f"{name} {human_bytes(used)} ({human_bytes(least)} live at once)")
+        in_flight.append(f"{name} {schedule.gathers_in_flight}")
     table.caption = f"scheduled: {step.after.breakdown}\nmemory of shared slots: {', '.join(parts)}\n"
     table.caption += f"gathers in flight, at most: {', '.join(in_flight)}"
     if compiled.backward is not None:

@@ -76,6 +76,11 @@ class Step(Analysis):
     def rows(self) -> list[Row]:
         return list(self._read_rows())
 
+    @property
+    def rows_of_forward(self) -> int:
+        """The number of rows of the first trace, after which the positions of backward begin."""
+        return [*self.begins, len(self.bsyms)][1]
+
     @cached_property
     def statements(self) -> list[Row]:
         """The rows that have schedule positions."""

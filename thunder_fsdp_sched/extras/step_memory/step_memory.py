@@ -99,13 +99,14 @@ class StepMemory:
         tensors: the memory of all other tensors.
         backward: position of the first bound symbol of backward; the number of positions if there is no backward.
         length: the number of positions.
+        step: the rows of the traces.
     """
 
     fixed: Mapping[str, int]
     tensors: tuple[TensorMemory, ...]
     backward: int
     length: int
-    _step: Step = field(repr=False, compare=False)
+    step: Step = field(repr=False, compare=False)
 
     @classmethod
     def of(
@@ -134,7 +135,7 @@ class StepMemory:
         plans_device = device != "cpu"  # on a CPU that plans for a GPU, devices do not tell what is in host memory
         step = traces if isinstance(traces, Step) else Step(*traces)
         of_others = list(map(declared_rows, others))
-        rows, backward = step.rows, [*step.begins, len(step.rows)][1]
+        rows, backward = step.rows, step.rows_of_forward
         counted, end = len(step.statements), len(rows) - 1
 
         def tensor(kind: str, name: str, nbytes: int, first: int, last: int, source: str = "") -> TensorMemory:
@@ -193,7 +194,7 @@ class StepMemory:
         return tuple(map(self._statement, range(self.length)))
 
     def _statement(self, position: int) -> str:  # to print all takes longer than the analysis
-        rows = self._step.statements
+        rows = self.step.statements
         return statement(rows[position].bsym) if position < len(rows) else OPTIMIZER_STEP
 
     def bytes_at(self, position: int) -> dict[str, int]:
@@ -217,7 +218,7 @@ class StepMemory:
     @cached_property
     def wasted(self) -> tuple[int, ...]:
         """The bytes of unsharded buckets at each position that are allocated and hold nothing that is used again."""
-        pairs = itertools.zip_longest(self.bytes_of("unsharded buckets"), slots_in_use(self._step), fillvalue=0)
+        pairs = itertools.zip_longest(self.bytes_of("unsharded buckets"), slots_in_use(self.step), fillvalue=0)
         return tuple(allocated - in_use for allocated, in_use in pairs)
 
     @cached_property
