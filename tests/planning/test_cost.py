@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from thunder_fsdp_sched import BucketSpec
 from thunder_fsdp_sched.extras.planning.clusters import cluster_of_this_process
 from thunder_fsdp_sched.extras.planning.cost import Seconds, ring_seconds
-from thunder_fsdp_sched.extras.step_memory.rows import Step
+from thunder_fsdp_sched.extras.step_memory.rows import StepRows
 from thunder_fsdp_sched.kernels.symbols import call_operator
 from thunder_fsdp_sched.planning import CLUSTERS, AnalyticCost, ClusterSpec, Efficiency, Protocol, cluster
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
@@ -171,7 +171,7 @@ def device_seconds(trace: TraceCtx, spec: ClusterSpec = PLAIN) -> list[float]:
 
 
 def seconds(cost: AnalyticCost, *traces: TraceCtx) -> list[Seconds]:
-    return [cost.seconds(row) for row in Step(*traces).rows]
+    return [cost.seconds(row) for row in StepRows(*traces).rows]
 
 
 def test_an_operand_used_twice_is_read_once_and_selecting_reads_only_what_it_returns():
@@ -202,7 +202,7 @@ def test_backward_reads_an_expanded_value_that_forward_has_saved_as_few_bytes():
     jitted = thunder.jit(lambda x: x.expand(1000, 8) * x.expand(1000, 8))
     jitted(torch.randn(8, requires_grad=True)).sum().backward()
     traces = thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]
-    products = [row for row in Step(*traces).rows if row.bsym.sym.name == "mul"]
+    products = [row for row in StepRows(*traces).rows if row.bsym.sym.name == "mul"]
     gradients = [row for row in products if row.trace == 1]
     assert gradients and all(AnalyticCost(PLAIN).seconds(row).device == 4 * (8000 + 8 + 8000) for row in gradients)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy
 
 from ...ir.analysis import Lifetime
-from ..step_memory.rows import Step
+from ..step_memory.rows import StepRows
 from .cost import AnalyticCost
 from .recomputation import ForwardSegment, SavedValues, Span, choices_of, timeline
 
@@ -82,7 +82,7 @@ class ActivationPlans:
         peak: the estimated peak of values (bytes) if everything is saved.
     """
 
-    def __init__(self, step: Step, cost: AnalyticCost) -> None:
+    def __init__(self, step: StepRows, cost: AnalyticCost) -> None:
         self._saved = SavedValues(step, cost)
         self._gathers = max(sum(row.effects.is_gather for row in step.rows[: self._saved.begin]), 1)
         self._divisions: dict[int, _Division] = {}

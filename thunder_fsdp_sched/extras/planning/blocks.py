@@ -9,10 +9,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from ...ir.inspection import args_of, defined_by, source_of
-from ..step_memory.rows import Step
+from ..step_memory.rows import StepRows
 
 
-def blocks_of(step: Step) -> dict[str, str]:
+def blocks_of(step: StepRows) -> dict[str, str]:
     """Return the block of the model that computes each tensor of forward, by the tensor's name.
 
     A block has a path such as ``"blocks.3"``; a module outside of any block has its own name.

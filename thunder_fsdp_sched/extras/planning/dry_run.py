@@ -22,7 +22,7 @@ from ...option_checks import at_least, is_a
 from ...option_groups import Ranks
 from ...ranks.process_groups import PlannedRanks, plan_for
 from ...transform import FSDPTransform
-from ..step_memory.rows import Step
+from ..step_memory.rows import StepRows
 from ..step_memory.step_memory import StepMemory
 from . import gpu_attention
 from .clusters import ClusterSpec, cluster
@@ -93,14 +93,14 @@ class DryRun:
         In an accumulation window, its last micro-batch, as :attr:`after` is.
         """
         traces = self.compiled.forward_before, self.compiled.backward_before
-        return self._simulate(Step(*(trace for trace in traces if trace is not None)))
+        return self._simulate(StepRows(*(trace for trace in traces if trace is not None)))
 
     @property
     def after(self) -> Timeline:
         """The step as scheduled."""
         return self.rows[-1].timeline
 
-    def _simulate(self, step: Step, *, in_window: bool = False) -> Timeline:
+    def _simulate(self, step: StepRows, *, in_window: bool = False) -> Timeline:
         return simulate_rows(step, AnalyticCost(self.cluster), in_window=in_window)
 
     @property

@@ -31,7 +31,7 @@ from thunder.core.proxies import TensorProxy
 from ...ir.analysis import BEFORE_TRACE, Lifetime, bytes_at
 from ...ir.effects import is_declared
 from ...ir.operator_facts import is_pure
-from ..step_memory.rows import Step
+from ..step_memory.rows import StepRows
 from ..step_memory.value_memory import memory_of
 from .cost import AnalyticCost
 
@@ -96,7 +96,7 @@ class SavedValues:
         length: the number of positions.
     """
 
-    def __init__(self, step: Step, cost: AnalyticCost) -> None:
+    def __init__(self, step: StepRows, cost: AnalyticCost) -> None:
         rows, begin = step.rows, step.rows_of_forward
         self.begin, self.length = begin, len(rows)
         self.memory = memory_of(step)

@@ -49,7 +49,7 @@ from ...runtime.accumulation import AccumulationMode
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena
 from ...transforms.sort_communication import sort_communication
-from ..step_memory.rows import Step
+from ..step_memory.rows import StepRows
 from ..step_memory.step_memory import StepMemory
 from .activation_plan import ActivationPlans
 from .cost import AnalyticCost
@@ -341,7 +341,7 @@ class Search:
     @cached_property
     def _activations(self) -> ActivationPlans:
         """The plans for activations if no further bucket is kept; further ones hardly change them."""
-        return ActivationPlans(Step(*split_joint(self._joint_with_gathers)), self.cost)
+        return ActivationPlans(StepRows(*split_joint(self._joint_with_gathers)), self.cost)
 
     def run(self, candidate: Candidate) -> Candidate:
         """Return a candidate with its bytes and its time, from the passes of a compilation in unused arenas.
@@ -370,7 +370,7 @@ class Search:
             arena.nbytes for arena in scratch.values()
         )
         nbytes = lasting + sum(arena.extension.nbytes for arena in scratch.values())
-        step = Step(*halves)
+        step = StepRows(*halves)
         seconds = simulate_rows(step, self.cost).step_seconds
         found = candidate._replace(unsharded_bytes=nbytes, persistent_bytes=lasting, step_seconds=seconds)
         if self.limits.memory is not None:

@@ -23,7 +23,7 @@ from ...ir.analysis import BEFORE_TRACE
 from ...ir.effects import Issue, Wait
 from ...ir.inspection import is_statement
 from ...ir.slots import spans_of
-from ..step_memory.rows import Row, Step
+from ..step_memory.rows import Row, StepRows
 from .cost import AnalyticCost, Seconds
 from .timeline import COMPUTE, Interval, SlotUse, Timeline
 
@@ -50,10 +50,10 @@ def simulate(
     traces = [forward] if isinstance(forward, TraceCtx) else list(forward)
     if backward is not None:
         traces.append(backward)
-    return simulate_rows(Step(*traces), cost, in_window=in_window)
+    return simulate_rows(StepRows(*traces), cost, in_window=in_window)
 
 
-def simulate_rows(step: Step, cost: AnalyticCost, *, in_window: bool = False) -> Timeline:
+def simulate_rows(step: StepRows, cost: AnalyticCost, *, in_window: bool = False) -> Timeline:
     """Simulate the rows of a step; see :func:`simulate`."""
     streams = _Streams(cost, in_window)
     for row in step.rows:
@@ -101,7 +101,7 @@ class _Streams:
                         used = max(began, self.compute)
         self.times.append((began, used))
 
-    def timeline(self, step: Step) -> Timeline:
+    def timeline(self, step: StepRows) -> Timeline:
         self.intervals.sort(key=lambda i: (i.trace, i.position, i.kind != "wait"))
         end = max([self.host, *(i.end for i in self.intervals)])
         uses = tuple(_slot_uses(step, self.times))
@@ -160,7 +160,7 @@ _At = tuple[str, int, int]
 """The name of a bound symbol, the index of its trace, and its schedule position there."""
 
 
-def _slot_uses(step: Step, times: Sequence[tuple[float, float]]) -> Iterator[SlotUse]:
+def _slot_uses(step: StepRows, times: Sequence[tuple[float, float]]) -> Iterator[SlotUse]:
     """Yield when each slot is in use, in issue order.
 
     Args:

@@ -2,7 +2,7 @@
 
 [Note: Rows]
 When a statement runs, which memory is live, which slot is in use, which communication is exposed, what backward may compute
-again: predictions answer all of it by going over the rows of a :class:`Step`. ``planning.simulate`` gives them times,
+again: predictions answer all of it by going over the rows of a :class:`StepRows`. ``planning.simulate`` gives them times,
 ``value_memory`` bytes, and pictures and tables show what these return.
 
 [Note: Observed strides]
@@ -63,7 +63,7 @@ class Row(NamedTuple):
     copied: tuple[TensorProxy, ...] = ()
 
 
-class Step(Analysis):
+class StepRows(Analysis):
     """Traces that run one after the other, as rows: see [Note: Rows]."""
 
     def __init__(self, *traces: Sequence[BoundSymbol] | TraceCtx) -> None:

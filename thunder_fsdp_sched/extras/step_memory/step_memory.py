@@ -15,7 +15,7 @@ from ...ir.analysis import BEFORE_TRACE, NO_PENDING_GRADS, Lifetime, PendingGrad
 from ...ir.inspection import source_of, statement
 from ...plan.layout import round_up
 from ...runtime.bucket import Bucket
-from .rows import Step, declared_rows
+from .rows import StepRows, declared_rows
 from .value_memory import arena_allocations, memory_of, memory_of_communication, slots_in_use
 
 KINDS = (
@@ -106,12 +106,12 @@ class StepMemory:
     tensors: tuple[TensorMemory, ...]
     backward: int
     length: int
-    step: Step = field(repr=False, compare=False)
+    step: StepRows = field(repr=False, compare=False)
 
     @classmethod
     def of(
         cls,
-        traces: Sequence[TraceCtx] | Step,
+        traces: Sequence[TraceCtx] | StepRows,
         buckets: Iterable[Bucket],
         *,
         device: str | None = None,
@@ -133,7 +133,7 @@ class StepMemory:
         device = device or ("cuda" if "cuda" in types else min(types, default="cpu"))
         unit = _CUDA_BLOCK if device == "cuda" else 1
         plans_device = device != "cpu"  # on a CPU that plans for a GPU, devices do not tell what is in host memory
-        step = traces if isinstance(traces, Step) else Step(*traces)
+        step = traces if isinstance(traces, StepRows) else StepRows(*traces)
         of_others = list(map(declared_rows, others))
         rows, backward = step.rows, step.rows_of_forward
         counted, end = len(step.statements), len(rows) - 1

@@ -40,7 +40,7 @@ from ...ir.slots import peak_live_bytes, spans_of
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena
 from .costs import PERSISTENT, Allocation, reduced_gradients, unsharded_gradients
-from .rows import Row, Step, device_of
+from .rows import Row, StepRows, device_of
 
 
 def pending_grads_of(bsyms: Iterable[BoundSymbol]) -> PendingGrads:
@@ -60,7 +60,7 @@ def pending_grads_of(bsyms: Iterable[BoundSymbol]) -> PendingGrads:
     return frozenset(found.values())
 
 
-def memory_of(step: Step) -> list[Lifetime]:
+def memory_of(step: StepRows) -> list[Lifetime]:
     """Return the memory of values, without slots, and what operators allocate and free again; see [Note: Bytes of values].
 
     It also sets the owners and the bytes of values.
@@ -82,7 +82,7 @@ def memory_of(step: Step) -> list[Lifetime]:
     return [*_memory_of_values(step), *temporary]
 
 
-def _memory_of_values(step: Step) -> Iterator[Lifetime]:
+def _memory_of_values(step: StepRows) -> Iterator[Lifetime]:
     end = len(step.rows) - 1
     begins: dict[Lifetime, int] = {}
     ends: dict[Lifetime, int] = {}
@@ -226,7 +226,7 @@ def _outputs(last: BoundSymbol) -> Iterator[str]:
     return names(tree_iter(returned["output"] if isinstance(returned, dict) and "output" in returned else last.args))
 
 
-def slots_in_use(step: Step) -> list[int]:
+def slots_in_use(step: StepRows) -> list[int]:
     """Return the bytes of arenas that hold unsharded parameters or gradients in each statement, each byte counted once.
 
     Args:
