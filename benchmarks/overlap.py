@@ -120,7 +120,6 @@ FORMATS = {
     " int8": CommPolicy("int8"),
     " int8, bf16": CommPolicy("int8", "bfloat16"),
     " int8, int8": CommPolicy("int8", "int8"),
-    " float8, bf16": CommPolicy("float8_e4m3fn", "bfloat16"),
     " int8, int8 with feedback": CommPolicy("int8", "int8", error_feedback=True),
 }
 

@@ -143,11 +143,10 @@ def test_error_feedback_adds_what_rounding_has_lost(rank: int, world_size: int) 
     assert {b for b in transform.sharded.buckets if b.spec.reduce_wire and b.spec.requires_grad} == set(lost)
 
 
-@pytest.mark.parametrize("reduce", ["float8_e4m3fn", "int8"])
 @on_ranks(2)
-def test_a_scaler_skips_an_overflow_on_all_ranks(rank: int, reduce: str) -> None:
+def test_a_scaler_skips_an_overflow_on_all_ranks(rank: int) -> None:
     torch.manual_seed(0)
-    policy = P(gather="float8_e4m3fn", reduce=reduce, block=8)
+    policy = P(gather="int8", reduce="int8", block=8)
     model = thunder.jit(Stack(1), transforms=[fsdp(comm_policy=policy)])
     optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(3):

@@ -75,10 +75,8 @@ def check_bounds(name: str, x: torch.Tensor, decoded: torch.Tensor, scales: torc
     rounded = exact.abs() * 2.0**-8 if x.dtype is torch.bfloat16 else exact.abs() * 2.0**-22  # of what is decoded
     if not form.largest:
         bound = exact.abs() * 2.0**-8 + 2.0**-134  # half a unit in the last place
-    elif form.dtype is torch.int8:
-        bound = scales.double() / 2 + rounded
     else:
-        bound = torch.maximum(exact.abs() / 16, scales.double() * 2.0**-10) + rounded
+        bound = scales.double() / 2 + rounded
     assert (error <= bound).all(), (name, (error / bound).max())
     return float((error / bound).max())
 
@@ -115,9 +113,8 @@ def test_chunks_are_decoded_as_the_whole(name: str) -> None:
 @pytest.mark.parametrize("name", SCALED)
 def test_a_cpu_that_flushes_subnormal_numbers_encodes_and_decodes_the_same(name: str) -> None:
     form = FORMATS[name]
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    codes = codes[codes.isfinite()].repeat(3, 9)[:, :2048]  # of each block, the smallest is 2**-9 / 448 of the largest
-    x = torch.cat([codes, torch.randn(3, 100).exp(), codes * 2.0**-100], 1)
+    x = torch.randn(3, 2048)
+    x = torch.cat([x, torch.randn(3, 100).exp(), x * 2.0**-100], 1)
 
     def sent_and_decoded() -> tuple[torch.Tensor, ...]:
         sent, decoded, wire = send(form, x, 128)
@@ -199,7 +196,7 @@ def test_all_blocks_at_once_as_on_a_gpu_have_the_bits_of_chunks(name: str, gpu: 
 
 
 def test_segments_follow_each_other_aligned_and_do_not_overlap() -> None:
-    segments = [(5, FORMATS["int8"]), (3, EXACT), (33, FORMATS["float8_e4m3fn"]), (1, FORMATS["int8"])]
+    segments = [(5, FORMATS["int8"]), (3, EXACT), (33, FORMATS["bfloat16"]), (1, FORMATS["int8"])]
     wire, x = Wire.of(segments, 4), [torch.randn(2, numel).double() for numel, _ in segments]
     end = 0
     for part in wire.parts:
@@ -216,4 +213,4 @@ def test_segments_follow_each_other_aligned_and_do_not_overlap() -> None:
 
 def test_a_wire_needs_the_documented_bytes() -> None:
     shares = [Wire.of([(1 << 20, form)], 128).nbytes / (4 << 20) for form in FORMATS.values()]
-    assert shares == [0.5, 0.2578125, 0.2578125]
+    assert shares == [0.5, 0.2578125]

@@ -29,11 +29,11 @@ def _formats(compiled: Any) -> dict[str, tuple[str | None, str | None]]:
 
 
 def test_exempt_parameters_have_segments_of_their_own_and_buckets_of_them_are_exact() -> None:
-    policy = P(gather="int8", reduce="float8_e4m3fn", exempt=("blocks.1", "*.up.weight"))
+    policy = P(gather="int8", reduce="bfloat16", exempt=("blocks.1", "*.up.weight"))
     compiled = compile_model(lambda: Stack(3), comm_policy=policy)
     apart = {"blocks.1": (None, None)}
     assert _formats(compiled) == {
-        **dict.fromkeys(("first", "blocks.0", "blocks.2", "last"), ("int8", "float8_e4m3fn")),
+        **dict.fromkeys(("first", "blocks.0", "blocks.2", "last"), ("int8", "bfloat16")),
         **apart,
     }
     encoded = set()
@@ -66,14 +66,14 @@ class _Counting(Stack):
 
 def test_functions_decide_by_module_and_tied_parameters_alike() -> None:
     def decide(name: str, module: nn.Module) -> CommPolicy | None:
-        known = {"": P(reduce="int8"), "blocks.1": P(gather="float8_e4m3fn"), "blocks.2.up": CommPolicy()}
+        known = {"": P(reduce="int8"), "blocks.1": P(gather="bfloat16"), "blocks.2.up": CommPolicy()}
         return known.get(name)
 
     compiled = compile_model(lambda: Stack(3), comm_policy=decide)
     assert _formats(compiled) == {
         "first": (None, "int8"),
         "blocks.0": (None, "int8"),
-        "blocks.1": ("float8_e4m3fn", None),
+        "blocks.1": ("bfloat16", None),
         "blocks.2": (None, None),
         "blocks.2.sent_as_exact_int8": (None, "int8"),
         "last": (None, "int8"),
@@ -100,8 +100,8 @@ def test_a_policy_without_formats_changes_nothing(make: Any) -> None:
 def test_ranks_with_different_policies_are_refused(rank: int) -> None:
     base: dict[str, Any] = {"gather": "int8", "reduce": "int8"}
     for other in (
-        {"gather": "float8_e4m3fn"},
-        {"reduce": "float8_e4m3fn"},
+        {"gather": "bfloat16"},
+        {"reduce": "bfloat16"},
         {"block": 64},
         {"exempt": ("last",)},
         {"min_ndim": 1},

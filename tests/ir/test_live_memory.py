@@ -87,7 +87,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "encoded, flat": {"transport": "flat", "comm_policy": CommPolicy("int8", "int8", block=4)},
     "encoded, all_to_all": {
         "transport": "all_to_all",
-        "comm_policy": CommPolicy("float8_e4m3fn", "int8", error_feedback=True),
+        "comm_policy": CommPolicy("int8", "int8", error_feedback=True),
         "accumulate": "sharded",
         "sharding_strategy": "zero2",
     },

@@ -2,8 +2,8 @@
 
 [Note: Formats]
 A format with scales divides a rank's elements into blocks. The largest magnitude of a block is mapped to the largest code,
-and the others in proportion, rounded to nearest (half to even). So an integer code is off by at most half a scale, and a
-float8 code by at most 1/16 of its value or 2**-10 scales. Scales are float32.
+and the others in proportion, rounded to nearest (half to even), so a code is off by at most half a scale. Scales are
+float32.
 
 An infinity or a NaN makes the scale of its block infinite or NaN, and with it every decoded element of that block: no
 overflow gets lost on its way to a check such as that of ``GradScaler``.
@@ -38,7 +38,6 @@ class Format(NamedTuple):
 
 FORMATS: dict[str, Format] = {
     "bfloat16": Format(torch.bfloat16),
-    "float8_e4m3fn": Format(torch.float8_e4m3fn, 448.0),
     "int8": Format(torch.int8, 127.0),
 }
 
@@ -114,9 +113,7 @@ def _compiled(
 def _encode(form: Format, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     scale = scales.copy_(_magnitude(x).div_(form.largest).clamp_(min=_SMALLEST))
     scaled = torch.div(x, scale, out=torch.empty(x.shape, dtype=torch.float32, device=x.device))
-    if not form.dtype.is_floating_point:
-        scaled.round_()
-    codes.copy_(scaled)
+    codes.copy_(scaled.round_())
 
 
 def _magnitude(x: torch.Tensor) -> torch.Tensor:
@@ -151,24 +148,9 @@ def _decode_mean(form: Format, out: torch.Tensor, codes: torch.Tensor, scales: t
 
 def _decode_into(x: torch.Tensor, form: Format, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Fill ``x``, of the dtype of sums, with decoded blocks."""
-    if form.dtype is torch.float8_e4m3fn:
-        x.copy_(_as_float16(codes))
-        x *= 2.0**8
-    else:
-        x.copy_(codes)
+    x.copy_(codes)
     if form.largest:
         x *= scales
-
-
-def _as_float16(codes: torch.Tensor) -> torch.Tensor:
-    """Return what float8 codes stand for, times 2**-8, without an operation on subnormal numbers that a CPU may flush.
-
-    On a CPU it is several times as fast as torch's cast. The code of NaN becomes 480; such a block has a NaN as its scale.
-    """
-    bits = codes.view(torch.int8).to(torch.int16)
-    bits <<= 7
-    bits &= -0x4001  # the sign was extended into the highest bit of the exponent
-    return bits.view(torch.float16)
 
 
 def sum_dtype(form: Format) -> torch.dtype:
@@ -201,9 +183,7 @@ def temporary_bytes(form: Format, numel: int, block: int, dtype: torch.dtype, *,
     if not form.largest:
         return nbytes
     nbytes += chunk * own.itemsize * adds
-    if not decodes:
-        return max(nbytes, 3 * blocks * dtype.itemsize)
-    return nbytes + chunk * torch.float16.itemsize * (form.dtype is torch.float8_e4m3fn)
+    return nbytes if decodes else max(nbytes, 3 * blocks * dtype.itemsize)
 
 
 _ALIGNMENT = 16

@@ -21,7 +21,7 @@ class CommPolicy(OptionGroup):
     Elements are rounded to nearest. What the model computes with is the decoded value; shards stay exact.
 
     Args:
-        gather: the format of gathers: ``"bfloat16"``, ``"float8_e4m3fn"`` or ``"int8"``; ``None`` for the exact values in
+        gather: the format of gathers, ``"bfloat16"`` or ``"int8"``; ``None`` for the exact values in
             ``param_dtype``.
         reduce: the format of reductions, one of the same; ``None`` for ``reduce_dtype``. Ranks exchange encoded gradients,
             decode them and add them up in float32, in the order of ranks, so ``"bfloat16"`` adds more precisely than
