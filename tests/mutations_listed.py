@@ -92,14 +92,6 @@ _BY_FILE: dict[str, list[tuple[str, str, str, tuple[str, ...]]]] = {
         ("S7", "hidden += min(nbytes, stage_bytes[point])", "hidden += nbytes", _SORT),
         ("S8", "reduction.ready = max(reduction.ready, gather.first)", "pass", _SORT),
     ],
-    "ir/kept_slots.py": [
-        (
-            "A5",
-            "elsewhere = set(kept_buckets) - {region.bucket.base for region in gathered}",
-            "elsewhere: set[Bucket] = set()",
-            (*_SLOTS, "tests/ir", "tests/planning/test_search.py"),
-        ),
-    ],
     "transforms/assign_slots.py": [
         ("A1", "if other.last >= live.first]", "if other.last > live.first]", _SLOTS),
         (

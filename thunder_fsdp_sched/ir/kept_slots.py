@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import WINDOW_OPEN, Bucket
-from ..runtime.memory import slot_bytes
 from .analysis import Analysis, Lifetime
-from .effects import effects
 
 
 def grads_over_kept_params(forward: TraceCtx, backward: TraceCtx) -> set[int]:
@@ -41,13 +37,3 @@ def grads_over_kept_params(forward: TraceCtx, backward: TraceCtx) -> set[int]:
             if not live.is_gather and guards.get(live.bucket, -1) < live.first and gather.may_be_replaced_by(live):
                 found.add(live.issue - begin)
     return found
-
-
-def private_bytes(trace: TraceCtx, kept_buckets: Collection[Bucket]) -> int:
-    """Return the bytes of the slots of kept buckets; for those that this trace does not gather, the planned bytes."""
-    issues = (e.slot_issue for e in map(effects, trace.bound_symbols) if e.is_gather)
-    gathered = [
-        i.region for i in issues if i is not None and i.region is not None and i.region.bucket.base in kept_buckets
-    ]
-    elsewhere = set(kept_buckets) - {region.bucket.base for region in gathered}
-    return sum(region.nbytes for region in gathered) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)

@@ -42,7 +42,6 @@ from ...errors import coded_error
 from ...ir.analysis import NO_PENDING_GRADS, PendingGrads
 from ...ir.effects import bucket_of, effects
 from ...ir.inspection import snapshot, split_joint
-from ...ir.kept_slots import private_bytes
 from ...ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
 from ...passes import Context
 from ...runtime.accumulation import AccumulationMode
@@ -366,11 +365,11 @@ class Search:
         for half in unsorted:
             context.forward = halves[0] if halves else None
             halves.append(pipeline.scheduled(half, context, search=True))
-        lasting = private_bytes(halves[0], context.settings.kept_buckets) + sum(
-            arena.nbytes for arena in scratch.values()
-        )
-        nbytes = lasting + sum(arena.extension.nbytes for arena in scratch.values())
         step = StepRows(*halves)
+        of_forward = (live for live in step.slots.values() if live.issue < step.rows_of_forward and live.is_gather)
+        kept = sum(live.nbytes for live in of_forward if live.region is not None and live.region.is_private)
+        lasting = kept + sum(arena.nbytes for arena in scratch.values())
+        nbytes = lasting + sum(arena.extension.nbytes for arena in scratch.values())
         seconds = simulate_rows(step, self.cost).step_seconds
         found = candidate._replace(unsharded_bytes=nbytes, persistent_bytes=lasting, step_seconds=seconds)
         if self.limits.memory is not None:
