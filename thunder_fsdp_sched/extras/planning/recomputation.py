@@ -99,7 +99,7 @@ class SavedValues:
     def __init__(self, step: StepRows, cost: AnalyticCost) -> None:
         rows, begin = step.rows, step.rows_of_forward
         self.begin, self.length = begin, len(rows)
-        self.memory = memory_of(step)
+        self.memory = memory_of(rows, step.values)
         self.owner = {v: max(v.owners, key=lambda owner: owner.nbytes) for v in step.values if v.owners}
         self.reads: dict[Lifetime, list[int]] = {}
         self.last_in_forward: dict[Lifetime, int] = {}

@@ -155,7 +155,7 @@ class StepMemory:
             if bucket.spec.shard_device.type in types and not (bucket.spec.comm.offload and plans_device)
         ]
         shards = {name for row in rows for name in row.costs.shards}
-        memory = [m for m in memory_of(step) if m.name not in shards]
+        memory = [m for m in memory_of(rows, step.values) if m.name not in shards]
         memory += memory_of_communication(rows, accumulated, of_others)
         for m in memory:
             if (not types or m.device in types) and not (m.on_host and plans_device):

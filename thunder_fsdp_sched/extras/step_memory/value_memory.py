@@ -33,14 +33,14 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ...ir.analysis import BEFORE_TRACE, NO_PENDING_GRADS, Lifetime, PendingGrads, bytes_at
+from ...ir.analysis import BEFORE_TRACE, NO_PENDING_GRADS, Analysis, Lifetime, PendingGrads, bytes_at
 from ...ir.effects import effects
 from ...ir.inspection import UNPACKING, is_statement, names, nbytes_of
 from ...ir.slots import peak_live_bytes, spans_of
 from ...runtime.bucket import Bucket
 from ...runtime.memory import Arena
 from .costs import PERSISTENT, Allocation, reduced_gradients, unsharded_gradients
-from .rows import Row, StepRows, device_of
+from .row import Row, device_of
 
 
 def pending_grads_of(bsyms: Iterable[BoundSymbol]) -> PendingGrads:
@@ -60,13 +60,13 @@ def pending_grads_of(bsyms: Iterable[BoundSymbol]) -> PendingGrads:
     return frozenset(found.values())
 
 
-def memory_of(step: StepRows) -> list[Lifetime]:
+def memory_of(rows: Sequence[Row], values: Iterable[Lifetime]) -> list[Lifetime]:
     """Return the memory of values, without slots, and what operators allocate and free again; see [Note: Bytes of values].
 
-    It also sets the owners and the bytes of values.
+    It also sets the owners and the bytes of ``values``, those of the rows.
     """
     temporary = []
-    for position, row in enumerate(step.rows):
+    for position, row in enumerate(rows):
         by_name = {value.name: value for value in (*row.args, *row.outs)}
         for value in row.args:
             if not value.owners:
@@ -79,25 +79,27 @@ def memory_of(step: StepRows) -> list[Lifetime]:
                 shared = {value: None, **shared}
             value.owners = tuple(shared)
         temporary += [_lifetime(m, position, position) for m in row.costs.allocates if m.kind == "temporaries"]
-    return [*_memory_of_values(step), *temporary]
+    return [*_memory_of_values(rows, values), *temporary]
 
 
-def _memory_of_values(step: StepRows) -> Iterator[Lifetime]:
-    end = len(step.rows) - 1
+def _memory_of_values(rows: Sequence[Row], values: Iterable[Lifetime]) -> Iterator[Lifetime]:
+    end = len(rows) - 1
+    first_of: dict[int, int] = {}  # by the index of a trace
     begins: dict[Lifetime, int] = {}
     ends: dict[Lifetime, int] = {}
-    for value in step.values:
+    for value in values:
         for owner in value.owners:
             last = value.reads[-1] if value.reads else value.first
             ends[owner] = max(ends.get(owner, BEFORE_TRACE), last)
-    for row in step.rows:
+    for position, row in enumerate(rows):
+        begin = first_of.setdefault(row.trace, position)
         if row.bsym.sym.id is PrimIDs.RETURN:
             outputs = set(_outputs(row.bsym))
             for value in row.args:
                 if value.name in outputs:
                     ends.update(dict.fromkeys(value.owners, end))
         elif row.bsym.sym.id in UNPACKING:
-            begins.update(dict.fromkeys(row.outs, step.begins[row.trace] or BEFORE_TRACE))
+            begins.update(dict.fromkeys(row.outs, begin or BEFORE_TRACE))
     for owner, last in ends.items():
         first = begins.get(owner, owner.first)
         owner.last = end if first == BEFORE_TRACE else last  # the caller keeps the arguments of the first trace
@@ -226,13 +228,13 @@ def _outputs(last: BoundSymbol) -> Iterator[str]:
     return names(tree_iter(returned["output"] if isinstance(returned, dict) and "output" in returned else last.args))
 
 
-def slots_in_use(step: StepRows) -> list[int]:
+def slots_in_use(step: Analysis) -> list[int]:
     """Return the bytes of arenas that hold unsharded parameters or gradients in each statement, each byte counted once.
 
     Args:
         step: that of traces with slots.
     """
-    nbytes = bytes_at(spans_of([live for live in step.slots.values() if live.slot is not None]), len(step.rows))
+    nbytes = bytes_at(spans_of([live for live in step.slots.values() if live.slot is not None]), len(step.bsyms))
     return [n for n, bsym in zip(nbytes, step.bsyms, strict=True) if is_statement(bsym)]
 
 
