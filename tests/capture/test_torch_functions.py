@@ -64,6 +64,14 @@ def _resize(y: torch.Tensor) -> torch.Tensor:
     return wide @ torch.ones(sizes, dtype=y.dtype)
 
 
+def _index(y: torch.Tensor) -> torch.Tensor:
+    rows, named = [0, 1], {"parts": [y, y * 2]}
+    few, joined = y[rows, :] + y[..., rows].mT, torch.cat(named["parts"])
+    rows.append(2)
+    named["parts"].append(y)
+    return few.sum() + joined
+
+
 def _edit(y: torch.Tensor) -> torch.Tensor:
     parts, named = [y], {"first": y, "second": y * 2}
     parts.insert(0, y * 3)
@@ -84,6 +92,7 @@ def _nll(y: torch.Tensor) -> torch.Tensor:
 
 TRACED: Functions = {
     "containers that are edited": _edit,
+    "lists in indices that change": _index,
     "nll_loss": _nll,
     "complex shapes": _shaped,
     "lists that grow": _append,
@@ -161,6 +170,7 @@ COMPLEX: Functions = {
     "rotary": lambda y: torch.view_as_real(_pairs(y) * torch.polar(torch.ones(8).double(), torch.arange(8).double())),
     "product": lambda y: torch.view_as_real((_pairs(y) * (1 + 2j) - _pairs(y * y)) / 2j),
     "power": lambda y: torch.view_as_real(_pairs(y) ** 2),
+    "a constant": lambda y: y * torch.polar(y.new_ones(4, 4), y.new_ones(4, 4)).real,
     "exponential": lambda y: torch.view_as_real(torch.exp(_pairs(y))),
     "matrix": lambda y: torch.view_as_real(_pairs(y).view(2, 4) @ _pairs(y).view(4, 2).conj()),
     "parts": lambda y: _pairs(y).real * torch.imag(_pairs(y)) * 1j.imag,

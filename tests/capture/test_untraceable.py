@@ -293,6 +293,18 @@ class _NeedsInputGrad(_Function):
         return grad * 2 if ctx.needs_input_grad[0] else None
 
 
+class _ListFirst(_Function):
+    @staticmethod
+    def forward(ctx: Any, factors: list[int], x: torch.Tensor) -> torch.Tensor:
+        return x * factors[0]
+
+
+def _assign_part(y: torch.Tensor) -> torch.Tensor:
+    z = torch.complex(y, y)
+    z.real = y * 2
+    return z.abs()
+
+
 class _MaterializesGrads(_Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -316,6 +328,10 @@ UNSUPPORTED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "max_norm": (lambda y: F.embedding(TOKENS, WEIGHT * y[0], max_norm=1.0), r"max_norm.*Leave max_norm out"),
     "needs_input_grad": (lambda y: _NeedsInputGrad.apply(y), r"attribute of ctx\. Save what backward needs"),
     "set_materialize_grads": (lambda y: _MaterializesGrads.apply(y), r"attribute of ctx\. Save what backward needs"),
+    "list first": (lambda y: _ListFirst.apply([1, 2], y), r"first argument is no tensor.*Pass a tensor first"),
+    "assigned part": (_assign_part, r"assigns real of a tensor.*torch\.complex"),
+    "index of bools": (lambda y: y[[True, False]], r"bools in an index.*positions"),
+    "nested bools": (lambda y: y[:, [False, True]], r"bools in an index.*positions"),
     "setup_context": (lambda y: _SetupContext.apply(y), r"setup_context \(_SetupContext\)\. Let forward take ctx"),
     "vmap": (lambda y: torch.func.vmap(torch.sin)(y), r"cannot trace torch\.func.*outside of the module"),
     "grad": (lambda y: torch.func.grad(torch.sum)(y), r"cannot trace torch\.func.*outside of the module"),
@@ -357,6 +373,43 @@ def test_errors_of_what_thunder_cannot_trace_say_what_to_do(name: str) -> None:
         beside(function).model(torch.ones(2, 2, requires_grad=True)).sum().backward()
     notes = [str(raised.value), *getattr(raised.value, "__notes__", ())]
     assert re.search(text, " ".join(notes)) and re.search(r"(beside|test_untraceable)\.py:\d", " ".join(notes)), notes
+
+
+class _Keeps(nn.Module):
+    """Passes a list of its own, or of its arguments, to torch, and changes it."""
+
+    def __init__(self, change: Callable[[list[torch.Tensor]], object]) -> None:
+        super().__init__()
+        self.layer, self.change, self.kept = nn.Linear(2, 2), change, [torch.ones(2, 2)]
+
+    def forward(self, x: torch.Tensor, given: list[torch.Tensor] | None = None) -> torch.Tensor:
+        values = self.kept if given is None else given
+        y = self.layer(torch.stack(values).sum(0) * x)
+        self.change(values)
+        return y
+
+
+def _set_first(values: list[torch.Tensor]) -> None:
+    values[0] = values[0] + 1
+
+
+LIST_CHANGES: dict[str, Callable[[list[torch.Tensor]], object]] = {
+    "set": _set_first,
+    "append": lambda values: values.append(values[0]),
+    "insert": lambda values: values.insert(0, values[0]),
+    "pop": lambda values: values.pop(),
+    "clear": lambda values: values.clear(),
+    "reverse": lambda values: values.reverse(),
+    "extend": lambda values: values.extend(list(values)),
+}
+
+
+@pytest.mark.parametrize("is_given", [False, True], ids=["attribute", "argument"])
+@pytest.mark.parametrize("name", LIST_CHANGES)
+def test_lists_from_outside_that_torch_has_read_are_not_changed(name: str, is_given: bool) -> None:
+    args = (X, [X]) if is_given else (X,)
+    with pytest.raises(NotImplementedError, check=coded("module.not-reproduced-by-trace", "changes a list", "a copy")):
+        Beside(_Keeps(LIST_CHANGES[name]), leaf_modules=()).model(*args)
 
 
 CPU = torch.device("cpu")

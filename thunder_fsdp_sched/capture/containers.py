@@ -22,6 +22,7 @@ from ..runtime.traced_inputs import CONTENT, Check
 from .keys import DEPTH, key_of
 from .native_code import CALL_NOTHING, NATIVE_OPERANDS, READ_ITEMS
 from .paths import Path, Paths
+from .refusals import refusal
 
 _ITEMS_OF = (list, tuple, deque)
 _BUFFERS = (bytearray, array)
@@ -75,6 +76,19 @@ class Containers:
                 if not isinstance(arg.value, str | int):
                     self._note_read(arg.provenance)
 
+    def error_of_change(self, function: Any, args: tuple[WrappedValue, ...]) -> NotImplementedError | None:
+        """Return the error for a method that changes a container of which Thunder traces a copy; ``None`` for others."""
+        if getattr(function, "__objclass__", None) not in (list, dict) or function.__name__ not in _CHANGING:
+            return None
+        container = args[0]
+        if container.original_value is container.nothing or self._paths.of(container.provenance) not in self._known:
+            return None
+        return refusal(
+            f"forward changes a {container.python_typ.__name__} of its arguments or attributes which torch has read, and "
+            f"which each call would have to change again",
+            "Change a copy of it",
+        )
+
     def note_instruction(self, inst: Any, stack: Any) -> None:
         """Note which containers an instruction reads natively.
 
@@ -111,6 +125,10 @@ class Containers:
         }
 
 
+_CHANGING = frozenset(
+    ("__delitem__", "__iadd__", "__imul__", "__ior__", "__setitem__", "append", "clear", "extend", "insert", "pop")
+    + ("popitem", "remove", "reverse", "setdefault", "sort", "update")
+)
 _READ_NOTHING = frozenset({*CALL_NOTHING, object.__new__, object.__init__})
 
 

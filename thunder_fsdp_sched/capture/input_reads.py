@@ -275,12 +275,14 @@ class InputReads:
                 found = callbacks.Watched(function)
         if function is next and (error := self._iterators.error(args[0].value)) is not None:
             return do_raise(error)
+        if (error := self._containers.error_of_change(function, args)) is not None:
+            return do_raise(error)
         if function is object.__setattr__:
             find_attributes(args[0])
         found = self._shapes.look_aside(function, args, found)
         if (
             callable(found)
-            and any(type(v.value) is list for v in (*args, *kwargs.values()))
+            and any(type(v.value) in (list, tuple, dict) for v in (*args, *kwargs.values()))
             and torch_functions.is_of_torch(function)
         ):
             found = functools.partial(torch_functions.with_own_lists, found)

@@ -21,7 +21,7 @@ from thunder.core.interpreter import (
     wrap_const,
 )
 from thunder.core.jit_ext import get_jit_ctx, recursively_proxy
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_leaves, tree_map
@@ -53,16 +53,22 @@ def is_of_torch(function: Any) -> bool:
 
 def with_own_lists(traced: Callable[..., Any], *args: WrappedValue, **kwargs: WrappedValue) -> Any:
     """Call Thunder's function with copies of lists: the trace keeps them, and the program may append to them later."""
-    lists = {id(value): value for value in (*args, *kwargs.values()) if type(value.value) is list}
+    lists = {id(value): value for value in (*args, *kwargs.values()) if type(value.value) in (list, tuple, dict)}
     recursively_proxy(*lists.values())
     kept = [(value, value.value) for value in lists.values()]
     for value, items in kept:
-        value.value = list(items)
+        value.value = _copied(items)
     try:
         return traced(*args, **kwargs)
     finally:
         for value, items in kept:
             value.value = items
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 def _needs_gradient(value: Any) -> bool:
@@ -80,12 +86,32 @@ def wrong_result(
             "Thunder takes Tensor.unfold for torch.nn.functional.unfold, which computes something else",
             "Index or slice the tensor, or leave leaf_modules at its default, with which unfold runs as it is",
         )
+    if _name_of(function).strip("_") in ("getitem", "setitem") and any(map(_is_mask, _indices(args))):
+        return (
+            "Thunder takes bools in an index for the numbers 0 and 1",
+            "Index by the positions of those that are true, or by a slice",
+        )
     if function is torch.nn.functional.cross_entropy and _smooths(args, kwargs):
         return (
             "Thunder adds the smoothing terms of ignored targets to a cross entropy",
             "Leave out label_smoothing, or leave leaf_modules at its default, with which cross_entropy runs as it is",
         )
     return None
+
+
+def _name_of(function: Any) -> str:
+    return function.name if isinstance(function, Symbol) else getattr(function, "__name__", "")
+
+
+def _indices(args: Sequence[WrappedValue]) -> tuple[Any, ...]:
+    index = unwrap(args[1]) if len(args) > 1 else None
+    return tuple(index) if isinstance(index, tuple) else (index,)
+
+
+def _is_mask(index: Any) -> bool:
+    while isinstance(index, list | tuple) and index:
+        index = index[0]
+    return (index.python_type if isinstance(index, NumberProxy) else type(index)) is bool
 
 
 def _smooths(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) -> bool:
@@ -118,7 +144,7 @@ def call_or_run_as_it_is(
         for scope, length in former:
             del scope[length:]
 
-    name = function.name if isinstance(function, Symbol) else getattr(function, "__name__", "")
+    name = _name_of(function)
     wrong = wrong_result(function, args, kwargs)
     values = tree_leaves([unwrap(value) for value in (*args, *kwargs.values())])
     is_wrong = name in WRONG_GRADIENTS or is_wrong_of_complex(name, values)
@@ -141,7 +167,7 @@ def call_or_run_as_it_is(
 
 
 _MAPPED = frozenset({*map(id, _torch_to_thunder_function_map), id(torch.as_tensor)})
-_WITHOUT_RULE = frozenset({"flip", "index_add", "lerp", "minimum", "remainder"})
+_WITHOUT_RULE = frozenset({"flip", "imag", "index_add", "lerp", "minimum", "real", "remainder"})
 """Names of functions with which Thunder fails as soon as it differentiates a trace, or whose results are wrong."""
 
 _NAMED = {

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import unwrap
+from thunder.core.proxies import TensorProxy
 from torch import nn
 
 from .refusals import refusal
@@ -77,6 +78,11 @@ def _recurrent(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplemented
 
 def _autograd_function(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError | None:
     kind = unwrap(args[0])
+    if len(args) > 1 and isinstance(unwrap(args[1]), list | tuple | slice):
+        return refusal(
+            f"Thunder loses gradients of autograd functions whose first argument is no tensor or number ({kind.__name__})",
+            "Pass a tensor first",
+        )
     if getattr(kind, "setup_context", None) is torch.autograd.Function.setup_context:
         return None
     return refusal(
@@ -96,7 +102,17 @@ def _parameter(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplemented
     return refusal("forward creates a parameter", "Create parameters, and modules that have some, outside of forward")
 
 
+def _assigned_part(args: Sequence[Any], kwargs: Mapping[str, Any]) -> NotImplementedError | None:
+    if not isinstance(unwrap(args[0]), TensorProxy) or unwrap(args[1]) not in ("imag", "real"):
+        return None
+    return refusal(
+        f"forward assigns {unwrap(args[1])} of a tensor, which the trace would not change",
+        "Make a new tensor, torch.complex(real, imag)",
+    )
+
+
 _RULES: dict[int, _RULE] = {
+    id(object.__setattr__): _assigned_part,
     id(torch.tensor): _tensor,
     id(nn.Parameter.__new__): _parameter,
     id(F.embedding): lambda args, kwargs: _embedding(args, kwargs, sparse=6),

@@ -32,7 +32,7 @@ WRONG_GRADIENTS = LOST_IN_SEQUENCES | {"index_put", "prod"}
 """Names of operators of which Thunder computes a wrong gradient, or silently none."""
 
 _RIGHT_OF_COMPLEX = frozenset({
-    "abs", "cat", "complex", "contiguous", "detach", "expand", "flatten", "permute", "polar", "reshape",
+    "abs", "cat", "clone", "complex", "contiguous", "detach", "expand", "flatten", "permute", "polar", "reshape",
     "squeeze", "stack", "transpose", "unsqueeze", "view", "view_as_complex", "view_as_real",
 })  # fmt: skip
 """Names of operators of which Thunder computes the right gradient of complex values, too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from thunder.core.prims import PrimIDs
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -11,7 +12,6 @@ from thunder.core.trace import TraceCtx
 from ..errors import coded_error
 from ..ir.gradients import LOST_IN_SEQUENCES, WRONG_GRADIENTS, is_wrong_of_complex, needing_gradient
 from ..ir.inspection import names, source_of
-from ..ir.symbols import LEAF
 
 
 def refuse_wrong_gradients(trace: TraceCtx) -> TraceCtx:
@@ -44,4 +44,5 @@ def refuse_wrong_gradients(trace: TraceCtx) -> TraceCtx:
 
 
 def _is_wrong_of_complex(bsym: BoundSymbol) -> bool:
-    return bsym.sym.name != LEAF and is_wrong_of_complex(bsym.sym.name, tree_iter((bsym.args, bsym.kwargs)))
+    is_operator = bsym.sym.id is not PrimIDs.RETURN and not bsym.sym.name.startswith("fsdp_")
+    return is_operator and is_wrong_of_complex(bsym.sym.name, tree_iter((bsym.args, bsym.kwargs)))
