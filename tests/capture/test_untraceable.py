@@ -389,6 +389,18 @@ class _Keeps(nn.Module):
         return y
 
 
+BY_BOOLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tuple": lambda y: (y, -y)[y.dim() == 2],
+    "list": lambda y: [y, -y][y.dim() == 2],
+    "dictionary": lambda y: {True: y * 2, False: y}[y.dim() == 2],
+}
+
+
+@pytest.mark.parametrize("name", BY_BOOLS)
+def test_bools_are_indices_and_keys_of_containers(name: str) -> None:
+    beside(BY_BOOLS[name]).check(X)
+
+
 def _set_first(values: list[torch.Tensor]) -> None:
     values[0] = values[0] + 1
 

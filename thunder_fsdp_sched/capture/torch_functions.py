@@ -86,7 +86,8 @@ def wrong_result(
             "Thunder takes Tensor.unfold for torch.nn.functional.unfold, which computes something else",
             "Index or slice the tensor, or leave leaf_modules at its default, with which unfold runs as it is",
         )
-    if _name_of(function).strip("_") in ("getitem", "setitem") and any(map(_is_mask, _indices(args))):
+    is_of_tensor = bool(args) and isinstance(args[0].value, TensorProxy)
+    if is_of_tensor and _name_of(function).strip("_") in ("getitem", "setitem") and any(map(_is_mask, _indices(args))):
         return (
             "Thunder takes bools in an index for the numbers 0 and 1",
             "Index by the positions of those that are true, or by a slice",
