@@ -23,7 +23,7 @@ from thunder.executors.passes import del_last_used
 from .capture.bound_symbols import IN_CHECKPOINT
 from .errors import coded_error
 from .extensions import load
-from .ir.gradients import PIECEWISE_CONSTANT, WRONG_GRADIENTS, is_wrong_of_complex
+from .ir.gradients import PIECEWISE_CONSTANT, WRONG_GRADIENTS, has_complex
 from .ir.inspection import nested
 from .kernels.executor import executor as kernels
 from .mends.reject_resampled_random_grads import reject_resampled_random_grads
@@ -288,7 +288,7 @@ def _has_scalars(trace: TraceCtx) -> bool:
 
 def _has_complex(trace: TraceCtx) -> bool:
     """Return whether an operator reads a complex tensor or number."""
-    return any(is_wrong_of_complex("", b.flat_args) for b in trace.bound_symbols)
+    return any(has_complex(b.flat_args) for b in trace.bound_symbols)
 
 
 def check_skipped(names: Iterable[str]) -> None:

@@ -282,7 +282,7 @@ class InputReads:
         found = self._shapes.look_aside(function, args, found)
         if (
             callable(found)
-            and any(type(v.value) in (list, tuple, dict) for v in (*args, *kwargs.values()))
+            and any(torch_functions.may_change(v.value) for v in (*args, *kwargs.values()))
             and torch_functions.is_of_torch(function)
         ):
             found = functools.partial(torch_functions.with_own_lists, found)

@@ -23,7 +23,7 @@ _THUNDER = Path(thunder.__file__).parent
 _BY_TEXT = (
     (
         r"'method_descriptor' object has no attribute '__module__'|^Sequence\.",
-        "Thunder cannot trace methods of containers such as deque.append with a tensor, nor list.clear. Use a list that "
+        "Thunder cannot trace methods of containers such as deque.append with a tensor, nor list.remove. Use a list that "
         "forward itself has made, or a tuple",
     ),
     (

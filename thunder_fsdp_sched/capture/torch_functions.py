@@ -21,13 +21,14 @@ from thunder.core.interpreter import (
     wrap_const,
 )
 from thunder.core.jit_ext import get_jit_ctx, recursively_proxy
-from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..extensions import load
 from ..ir.gradients import WRONG_GRADIENTS, is_wrong_of_complex
+from ..ir.inspection import python_type_of
 from ..private_interpreter import call_interpreted
 from .leaves import Leaves
 from .refusals import count_refused, refusal
@@ -51,9 +52,14 @@ def is_of_torch(function: Any) -> bool:
     return isinstance(function, Symbol) or id(function) in _MAPPED or _is_operator(function)
 
 
+def may_change(value: Any) -> bool:
+    """Return whether the program may change a value, or a part of it, after it has passed it to torch."""
+    return type(value) in (list, dict) or (type(value) is tuple and any(map(may_change, value)))
+
+
 def with_own_lists(traced: Callable[..., Any], *args: WrappedValue, **kwargs: WrappedValue) -> Any:
     """Call Thunder's function with copies of lists: the trace keeps them, and the program may append to them later."""
-    lists = {id(value): value for value in (*args, *kwargs.values()) if type(value.value) in (list, tuple, dict)}
+    lists = {id(value): value for value in (*args, *kwargs.values()) if may_change(value.value)}
     recursively_proxy(*lists.values())
     kept = [(value, value.value) for value in lists.values()]
     for value, items in kept:
@@ -86,8 +92,7 @@ def wrong_result(
             "Thunder takes Tensor.unfold for torch.nn.functional.unfold, which computes something else",
             "Index or slice the tensor, or leave leaf_modules at its default, with which unfold runs as it is",
         )
-    is_of_tensor = bool(args) and isinstance(args[0].value, TensorProxy)
-    if is_of_tensor and _name_of(function).strip("_") in ("getitem", "setitem") and any(map(_is_mask, _indices(args))):
+    if args and isinstance(args[0].value, TensorProxy) and _indexes_by_bools(function, args):
         return (
             "Thunder takes bools in an index for the numbers 0 and 1",
             "Index by the positions of those that are true, or by a slice",
@@ -100,19 +105,23 @@ def wrong_result(
     return None
 
 
-def _name_of(function: Any) -> str:
+def name_of(function: Any) -> str:
+    """Return the name of a function of torch, or of Thunder's."""
     return function.name if isinstance(function, Symbol) else getattr(function, "__name__", "")
 
 
-def _indices(args: Sequence[WrappedValue]) -> tuple[Any, ...]:
-    index = unwrap(args[1]) if len(args) > 1 else None
-    return tuple(index) if isinstance(index, tuple) else (index,)
+def _indexes_by_bools(function: Any, args: Sequence[WrappedValue]) -> bool:
+    """Return whether a call reads or writes a part of a tensor that a bool, or a list of them, selects."""
+    if name_of(function).strip("_") not in ("getitem", "setitem"):
+        return False
+    index = unwrap(args[1])
+    return any(map(_is_mask, index if isinstance(index, tuple) else (index,)))
 
 
 def _is_mask(index: Any) -> bool:
     while isinstance(index, list | tuple) and index:
         index = index[0]
-    return (index.python_type if isinstance(index, NumberProxy) else type(index)) is bool
+    return python_type_of(index) is bool
 
 
 def _smooths(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) -> bool:
@@ -145,7 +154,7 @@ def call_or_run_as_it_is(
         for scope, length in former:
             del scope[length:]
 
-    name = _name_of(function)
+    name = name_of(function)
     wrong = wrong_result(function, args, kwargs)
     values = tree_leaves([unwrap(value) for value in (*args, *kwargs.values())])
     is_wrong = name in WRONG_GRADIENTS or is_wrong_of_complex(name, values)

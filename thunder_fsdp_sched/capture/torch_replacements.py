@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from thunder.core.interpreter import unwrap, wrap_const
-from thunder.core.proxies import NumberProxy
 
 from ..errors import coded_error
+from ..ir.inspection import python_type_of
 from ..private_interpreter import call_interpreted
 from . import random_functions
 
@@ -30,7 +30,7 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         return draws
     if function is torch.tensor and (dtype := torch.get_default_dtype()) is not torch.float32:
         data = unwrap(kwargs.get("data", args[0] if args else None))
-        kind = data.python_type if isinstance(data, NumberProxy) else type(data)
+        kind = python_type_of(data)
         if "dtype" not in kwargs and kind in (float, complex):  # of which Thunder makes one in float32
             return partial(call_interpreted, tensor_of, wrap_const(dtype.to_complex() if kind is complex else dtype))
     if name == "reshape" and "shape" in kwargs:

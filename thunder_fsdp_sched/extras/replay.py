@@ -16,10 +16,9 @@ from thunder.core.trace import TraceCtx
 from ..errors import coded_error
 from ..extensions import load
 from ..ir.effects import bucket_of, effects
-from ..ir.inspection import statements, with_bound_symbols
+from ..ir.inspection import statements, with_bound_symbols, without_token
 from ..ir.read_schedule import compute_digest, is_communication
 from ..ir.schedule import THEN_HOOK, Schedule, StepSchedule
-from ..ir.symbols import without_token
 from ..option_checks import is_a
 
 _FORMAT = 2

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from thunder.core import dtypes
-from thunder.core.proxies import NumberProxy, ProxyTag, TensorProxy
+from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .inspection import args_of, defined_by
+from .inspection import args_of, defined_by, python_type_of
 
 _RETURNING_CONSTANTS = frozenset({
     "detach", "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros",
@@ -47,13 +47,14 @@ def is_wrong_of_complex(name: str, values: Iterable[Any]) -> bool:
     torch's gradient of ``a * b`` with respect to ``a`` is multiplied by the conjugate of ``b``, Thunder's by ``b``. Other
     operators have the same fault, so all but a few count as wrong.
     """
-    return name.strip("_") not in _RIGHT_OF_COMPLEX and any(map(_is_complex, values))
+    return name.strip("_") not in _RIGHT_OF_COMPLEX and has_complex(values)
 
 
-def _is_complex(value: Any) -> bool:
-    if isinstance(value, TensorProxy):
-        return dtypes.is_complex_dtype(value.dtype)
-    return (value.python_type if isinstance(value, NumberProxy) else type(value)) is complex
+def has_complex(values: Iterable[Any]) -> bool:
+    """Return whether a complex tensor or number is among these values."""
+    return any(
+        dtypes.is_complex_dtype(v.dtype) if isinstance(v, TensorProxy) else python_type_of(v) is complex for v in values
+    )
 
 
 def mark_constants(bsyms: Iterable[BoundSymbol]) -> None:

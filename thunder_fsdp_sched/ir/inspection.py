@@ -11,7 +11,7 @@ import thunder
 import torch
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
@@ -117,10 +117,30 @@ def statements(trace: TraceCtx) -> list[BoundSymbol]:
     return [b for b in trace.bound_symbols if is_statement(b)]
 
 
+WAIT_PARAMS = "fsdp_wait_params"
+"""The name of the wait for parameters."""
+
+
+def python_type_of(value: object) -> type:
+    """Return the type of a value, or of the number that a proxy stands for."""
+    return value.python_type if isinstance(value, NumberProxy) else type(value)
+
+
 def is_statement(bsym: BoundSymbol) -> bool:
     """Return whether a bound symbol has a schedule position; see :func:`statements`."""
     name = bsym.sym.name
     return bsym.sym.id is not PrimIDs.DEL and name != "clear_mutable_collection" and name not in AGREEMENT
+
+
+def with_token(wait: BoundSymbol, token: TensorProxy | None) -> BoundSymbol:
+    """Return a wait for parameters with a token that keeps fusions apart, or without one."""
+    bucket, future, *_ = wait.args
+    return wait.from_bsym(args=(bucket, future) if token is None else (bucket, future, token))
+
+
+def without_token(bsym: BoundSymbol) -> BoundSymbol:
+    """Return a wait for parameters without its token; any other bound symbol as it is."""
+    return with_token(bsym, None) if bsym.sym.name == WAIT_PARAMS and len(bsym.args) > 2 else bsym
 
 
 def runs_nothing(bsym: BoundSymbol) -> bool:

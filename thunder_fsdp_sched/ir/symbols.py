@@ -68,7 +68,7 @@ from .effects import (
     Wait,
     bucket_of,
 )
-from .inspection import names
+from .inspection import WAIT_PARAMS, names
 from .registry import executor, register
 
 #
@@ -164,18 +164,7 @@ def _wait_params_effects(bsym: BoundSymbol) -> Effects:
     return Effects(waits=wait, bucket=bucket, in_place=params)
 
 
-fsdp_wait_params = register("fsdp_wait_params", ops.wait_params, _wait_params_effects, _wait_params_meta)
-
-
-def with_token(wait: BoundSymbol, token: TensorProxy | None) -> BoundSymbol:
-    """Return a wait for parameters with a token that keeps fusions apart, or without one."""
-    bucket, future, *_ = wait.args
-    return wait.from_bsym(args=(bucket, future) if token is None else (bucket, future, token))
-
-
-def without_token(bsym: BoundSymbol) -> BoundSymbol:
-    """Return a wait for parameters without its token; any other bound symbol as it is."""
-    return with_token(bsym, None) if bsym.sym is fsdp_wait_params and len(bsym.args) > 2 else bsym
+fsdp_wait_params = register(WAIT_PARAMS, ops.wait_params, _wait_params_effects, _wait_params_meta)
 
 
 #

@@ -1,4 +1,4 @@
-"""What torch runs for a call of a function that is kept whole."""
+"""Calls of functions that are kept whole, traced as the kernels that torch runs for them."""
 
 from __future__ import annotations
 

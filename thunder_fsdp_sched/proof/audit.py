@@ -48,7 +48,7 @@ from .stepwise import RETURN, stepwise
 
 
 class _Start(Protocol):
-    """What the audit asks of the start of a trace on the control channel."""
+    """The start of a trace on the control channel, as far as the audit uses it."""
 
     audit_error: Exception | None
 

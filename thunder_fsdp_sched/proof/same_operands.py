@@ -13,7 +13,7 @@ from thunder.core.trace import TraceCtx
 
 from ..errors import coded_error
 from ..ir.effects import effects, is_declared
-from ..ir.inspection import UNPACKING, args_of, names, outs_of, statement
+from ..ir.inspection import UNPACKING, args_of, names, outs_of, statement, without_token
 from .machine import VerificationError
 
 
@@ -57,8 +57,7 @@ def _operands(bsym: BoundSymbol) -> tuple[Any, ...] | None:
     is_boundary = bsym.sym.id in UNPACKING or bsym.sym.id is PrimIDs.RETURN
     if not is_boundary and (not is_declared(bsym.sym) or effects(bsym).fills is not None):
         return None
-    # A wait for parameters may have got a token behind bucket and future, which keeps fusions apart.
-    args = bsym.args[:2] if effects(bsym).unshards else bsym.args
+    args = without_token(bsym).args
     read = args_of(bsym) if is_boundary else tuple(arg.name if isinstance(arg, Proxy) else None for arg in args)
     outs = tuple(p.name for p in bsym.flat_proxy_outs)
     has_values = any(read) or bool(outs)

@@ -1,4 +1,4 @@
-"""What ranks exchange in a round, and the error if they do different things: see [Note: Rounds] in ``channel``."""
+"""Tokens and actions of rounds, and the error that ranks raise if these differ: see [Note: Rounds] in ``channel``."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ SLOT_ALIGNMENT = 512
 
 
 class StoredBucket(Protocol):
-    """What slots ask of a bucket (:class:`~.bucket.Bucket`)."""
+    """The attributes and methods of a bucket (:class:`~.bucket.Bucket`) that slots use."""
 
     spec: BucketSpec
     shard: torch.Tensor

@@ -30,9 +30,9 @@ from thunder.extend import FusionExecutor
 
 from ..ir.analysis import Analysis, bytes_at
 from ..ir.effects import Effects, bucket_of, declared, effects, is_declared
-from ..ir.inspection import args_of, forward_part, outs_of, swap_args, with_bound_symbols
+from ..ir.inspection import args_of, forward_part, outs_of, swap_args, with_bound_symbols, with_token, without_token
 from ..ir.registry import register
-from ..ir.symbols import only_in_between, with_token, without_token
+from ..ir.symbols import only_in_between
 from ..runtime.bucket import Bucket
 
 _EXPENSIVE = {OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD}  # Thunder's tag of matmuls and attention

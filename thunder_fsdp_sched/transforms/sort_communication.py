@@ -12,11 +12,10 @@ from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Analysis
 from ..ir.effects import effects
-from ..ir.inspection import args_of, outs_of, short_form, with_bound_symbols
+from ..ir.inspection import args_of, outs_of, short_form, with_bound_symbols, without_token
 from ..ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
 from ..ir.slots import bytes_in_flight
 from ..ir.statements import operations, read_statements
-from ..ir.symbols import without_token
 
 _SMALL = 10
 """A collective this many times smaller than another is too small to hide it."""

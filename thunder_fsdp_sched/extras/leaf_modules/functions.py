@@ -30,6 +30,7 @@ from thunder.torch import _torch_to_thunder_function_map
 from torch.utils._pytree import tree_leaves
 
 from ...capture.leaves import Leaves
+from ...capture.torch_functions import name_of
 from ...ir.symbols import LEAF
 from .capture import examples_of, proxy_contents, record_call
 from .choose import announce
@@ -122,7 +123,7 @@ def _torch_function_of(function: Any) -> Callable[..., Any] | None:
     """Return torch's function, or the method of a tensor, of which this is Thunder's."""
     if not isinstance(function, Symbol) and not function.__module__.startswith("thunder."):
         return function
-    name = function.name if isinstance(function, Symbol) else function.__name__
+    name = name_of(function)
     found = getattr(torch.Tensor, name, None)
     return found if callable(found) else getattr(torch, name, None)  # `real` is an attribute of tensors
 
