@@ -56,7 +56,7 @@ _SHARP: dict[str, tuple[str, ...]] = {
     "unused_outputs.py": ("tests/training/test_unused_outputs.py",),
     "watch_outputs.py": ("tests/training/test_unused_outputs.py",),
     "watched_outputs.py": ("tests/training/test_unused_outputs.py",),
-    "autograd.py": ("tests/training/test_gradient_hooks.py",),
+    "autograd.py": ("tests/training/test_gradient_hooks.py", "tests/training/test_unused_outputs.py"),
     "accumulation.py": ("tests/training/test_windows.py",),
     "trace_start.py": (
         "tests/agreement/test_decisions.py",
@@ -73,10 +73,12 @@ _SHARP: dict[str, tuple[str, ...]] = {
     "fuse_downcast.py": ("tests/transforms/test_fusions.py", "tests/sharding/test_input_casts.py"),
     "keep_fusions_apart.py": ("tests/transforms/test_fusions.py",),
     "claim_operators.py": ("tests/capture/test_torch_functions.py",),
+    "connect_constants.py": ("tests/capture/test_torch_functions.py",),
+    "calls.py": ("tests/agreement/test_agreement.py",),
     "insert_unshard.py": ("tests/ir/test_operators_on_parameters.py",),
     "regather_for_backward.py": ("tests/mends/test_recompute_whole_regions.py",),
     "assignment.py": ("tests/distributed/test_groups.py",),
-    "process_groups.py": ("tests/distributed/test_groups.py", "tests/test_forks.py"),
+    "process_groups.py": ("tests/distributed/test_groups.py", "tests/test_forks.py", "tests/planning/test_dry_run.py"),
     "new_groups.py": ("tests/distributed/test_groups.py",),
 }
 """Tests of some files, which run before those of the room, like any test file with the name of the file."""

@@ -363,7 +363,7 @@ def _other_shapes(m: Any, x: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(rows, dtype=x.dtype) / rows
     h = m.a(x).reshape(rows * 2, 2).reshape(x.shape) + positions[:, None]
     h = h[: rows // 2 + 1] * rows**-0.5
-    return m.b(h).mean(0) - h.var(0)
+    return m.b(h).mean(0) * rows**0.5 - h.var(0)
 
 
 @on_ranks()
@@ -378,7 +378,8 @@ def test_ranks_with_inputs_of_different_sizes_may_differ_by_numbers_derived_from
         loss.backward()
     # Dimensions, and constants that derive from no size, are compared for all inputs.
     tenths: Forward = lambda m, x: m.b(m.a(x)) * (0.3, 0.7)[rank]  # noqa: E731
-    for forward in (DIFFERENT["a dimension"][rank], DIFFERENT["the order of two layers"][rank], tenths):
+    thirds: Forward = lambda m, x: m.b(m.a(x)) * (2 / 3, 2 / 7)[rank]  # noqa: E731
+    for forward in (DIFFERENT["a dimension"][rank], DIFFERENT["the order of two layers"][rank], tenths, thirds):
         with pytest.raises(ScheduleDisagreement, check=coded("ranks.ranks-disagree", "the computations differ")):
             _computing(forward)(torch.ones(3 + rank, 4))
 

@@ -61,6 +61,10 @@ FAULTS: dict[str, tuple[list[tuple[str, ...]], tuple[str, ...]]] = {
     "groups that have to run concurrently": ([("A:01", "B:01"), ("B:01", "A:01")], ("deadlocks",)),
     "a missing rank": ([("A:01",)], ("line 1:\n    rank 0: op on A\n    rank 1: (nothing)",)),
     "a missing collective": ([("A:01", "A:01"), ("A:01",)], ("line 2:\n    rank 0: op on A\n    rank 1: (nothing)",)),
+    "another order on one of two groups": (
+        [("A:01", "B:01"), ("A:01",)],
+        ("line 1 of process group 'B':\n    rank 0: op on B\n    rank 1: (nothing)",),
+    ),
     "no member": ([("A:01",)] * 2 + [("A:01", "A:01")], ("line 2:",)),
     "other members": ([("A:01",), ("A:012",), ()], ("deadlocks",)),
 }

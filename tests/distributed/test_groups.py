@@ -304,6 +304,13 @@ def _shard_in_a_cycle() -> list[Any]:
     return cycle
 
 
+@on_ranks(4)
+def test_ranks_outside_of_a_mesh_need_not_take_part(rank: int) -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    if rank < 2:
+        Run(Stack(1).double(), ranks=mesh).train(2)
+
+
 @on_ranks(2)
 def test_models_of_the_same_ranks_continue_when_the_group_of_the_first_is_collected(rank: int) -> None:
     first = _shard_in_a_cycle()
@@ -325,6 +332,12 @@ def test_models_that_are_given_one_ranks_object_have_a_control_each(one_rank: No
         del models, one, other
         gc.collect()
         assert control() is None  # no registry keeps it
+
+
+def test_a_group_of_one_rank_has_no_twin(one_rank: None) -> None:
+    transform = fsdp(ranks=Ranks(separate_reduce_scatter_group=True))
+    thunder.jit(nn.Linear(2, 2), transforms=[transform])
+    assert all(bucket.ranks.reductions is bucket.ranks.group for bucket in transform.sharded.buckets)
 
 
 @on_ranks(2)

@@ -249,7 +249,7 @@ def _fill_segment(
         offsets, end = _pack_in_order(numels, widths, shard_numel, align)
         if end <= world_size * shard_numel:
             return shard_numel, offsets
-        shard_numel = round_up(max(shard_numel + 1, _ceil_div(end, world_size)), quantum)
+        shard_numel = round_up(_ceil_div(end, world_size), quantum)
 
 
 def _pack_in_order(numels: Sequence[int], widths: Sequence[int], shard_numel: int, align: int) -> tuple[list[int], int]:

@@ -57,7 +57,7 @@ class HostAllGather:
             self.hops.append(Hop((rank - distance) % size, [sent], (rank + distance) % size, [received]))
         self._sends: list[Any] = []
         self._receives: list[Any] = []
-        self._received = 0  # the number of hops whose message has arrived
+        self._received: int  # the number of hops whose message has arrived
 
     def start(self, own: bytes, backend: Any, tag: int) -> None:
         """Post all receives and the first send.
