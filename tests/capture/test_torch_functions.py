@@ -21,6 +21,25 @@ from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
+
+def _binary(y: torch.Tensor) -> torch.Tensor:
+    target, ones = (y.detach() > 0).double(), torch.ones(4, dtype=torch.float64)
+    weighted = F.binary_cross_entropy_with_logits(y, target, weight=ones * 3, pos_weight=ones / 2, reduction="sum")
+    module = nn.BCEWithLogitsLoss(pos_weight=ones * 2)(y, target)
+    parts = F.binary_cross_entropy_with_logits(y, target, ones * 3, reduce=False) * y
+    return weighted + module + parts + F.binary_cross_entropy(input=y.sigmoid(), target=target, weight=ones * 2)
+
+
+def _clear(y: torch.Tensor) -> torch.Tensor:
+    plain, ordered = {"a": y, "b": y * 2}, collections.OrderedDict(a=y, b=y * 3, c=y * 4)
+    first, last = ordered.popitem(last=False)[1], ordered.popitem()[1]
+    total = plain["b"] + ordered["b"]
+    plain.clear()
+    ordered.clear()
+    plain["a"] = first * last
+    return total * plain["a"] + len(plain) + len(ordered)
+
+
 Functions = dict[str, Callable[..., torch.Tensor]]
 
 
@@ -103,6 +122,11 @@ TRACED: Functions = {
         + torch.eye(4, 5, dtype=torch.int64, device=y.device)[:, 1:] * y
         + torch.eye(4, m=4)
     ),
+    "as_tensor": lambda y: (
+        torch.as_tensor(y) * torch.as_tensor([1.0, 2.0, 0.5, 3.0]) + torch.as_tensor(y, dtype=torch.float32)
+    ),
+    "binary cross entropies": _binary,
+    "dictionaries that become empty": _clear,
     "norm": lambda y: y / y.norm(p=2, dim=-1, keepdim=True) + y.norm(p=1, dim=0) * torch.norm(y, p="fro", dim=(0, 1)),
     "norm of a matrix": lambda y: (
         y.norm(2) + y.norm(1) + torch.norm(y, 3) + y.norm(float("inf")) + y.norm(2, 1) + y.norm()
@@ -113,6 +137,7 @@ TRACED: Functions = {
     ),
     "grouped attention": _attend,
     "named results": lambda y: y.max(dim=-1).values * torch.min(y, dim=1, keepdim=True).values + y.topk(2).values.sum(),
+    "named extremes": lambda y: y.aminmax(dim=0).max - torch.aminmax(y).min,
     "named indices": lambda y: y.sort(dim=-1, descending=True).values * torch.sort(y, dim=0).indices,
     "results without a rule of Thunder": lambda y: y.median(dim=-1).values + y.cummax(0).values * torch.mode(y).indices,
     "unpacked results": lambda y: torch.stack([value.double() for value in y.max(-1)]).sum(0) * len(y.max(-1)),
@@ -136,6 +161,7 @@ TRACED: Functions = {
 
 ROW = torch.tensor([0])
 LEAVES: Functions = {
+    "grid_sample": lambda y: F.grid_sample(y[None, None], grid=y.new_zeros(1, 2, 2, 2), align_corners=False),
     "flip": lambda y: y.flip(0) + torch.flip(y, (0, 1)) * y,
     "hstack": lambda y: torch.hstack([y, y * 2]),
     "lstm_cell": lambda y: torch.lstm_cell(y, (y, y), y.new_ones(16, 4), y.new_ones(16, 4))[0],
@@ -208,7 +234,7 @@ def test_the_strict_mode_refuses_gradients_of_complex_values(name: str) -> None:
         model(torch.ones(4, 4, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", ["flip", "hstack", "pad", "meshgrid", "prod", "unfold", "weighted"])
+@pytest.mark.parametrize("name", ["flip", "grid_sample", "hstack", "pad", "meshgrid", "prod", "unfold", "weighted"])
 def test_the_strict_mode_refuses_them(name: str) -> None:
     model = Beside(Applied({**LEAVES, **SMOOTHED}[name], 4).double(), leaf_modules=()).model
     with pytest.raises((NotImplementedError, RuntimeError)):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, FunctionType
 from typing import Any
@@ -129,10 +130,15 @@ def _clear(values: list[Any], /) -> None:
     values[:] = []
 
 
-def _pop_item(mapping: dict[Any, Any], /) -> tuple[Any, Any]:
+def _clear_mapping(mapping: dict[Any, Any], /) -> None:
+    for key in list(mapping):
+        del mapping[key]
+
+
+def _pop_item(mapping: dict[Any, Any], last: bool = True) -> tuple[Any, Any]:
     if not mapping:
         raise KeyError("popitem(): dictionary is empty")
-    key = list(mapping)[-1]
+    key = list(mapping)[-1 if last else 0]
     return key, mapping.pop(key)
 
 
@@ -159,6 +165,9 @@ _KEYED: dict[int, Callable[..., Any]] = {
 _CHANGING_CONTAINERS: dict[int, Callable[..., Any]] = {
     id(list.insert): _insert,
     id(list.clear): _clear,
+    id(dict.clear): _clear_mapping,
     id(dict.popitem): _pop_item,
+    id(OrderedDict.clear): _clear_mapping,
+    id(OrderedDict.popitem): _pop_item,
 }
 """Methods of containers that the interpreter does not know, by their identity."""

@@ -128,7 +128,17 @@ def _smooths(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) -
     """Return whether a cross entropy, of which some targets may be ignored, smooths labels."""
     given = inspect.signature(torch.nn.functional.cross_entropy).bind(*args, **kwargs).arguments
     smoothing, target = (unwrap(given[name]) if name in given else 0.0 for name in ("label_smoothing", "target"))
-    return smoothing != 0.0 and not (isinstance(target, TensorProxy) and dtypes.is_inexact_dtype(target.dtype))
+    return smoothing != 0.0 and not _is_inexact(target)
+
+
+def _has_tensor_by_keyword(function: Any, kwargs: Mapping[str, WrappedValue]) -> bool:
+    """Return whether Thunder takes the gradient of a function from torch, which it cannot with these keyword arguments."""
+    symbol = function if isinstance(function, Symbol) else _torch_to_thunder_function_map.get(function)
+    return getattr(symbol, "is_prim", False) and any(_is_inexact(unwrap(value)) for value in kwargs.values())
+
+
+def _is_inexact(value: Any) -> bool:
+    return isinstance(value, TensorProxy) and dtypes.is_inexact_dtype(value.dtype)
 
 
 def _is_operator(function: Any) -> bool:
@@ -158,6 +168,7 @@ def call_or_run_as_it_is(
     wrong = wrong_result(function, args, kwargs)
     values = tree_leaves([unwrap(value) for value in (*args, *kwargs.values())])
     is_wrong = name in WRONG_GRADIENTS or is_wrong_of_complex(name, values)
+    is_wrong |= _has_tensor_by_keyword(function, kwargs)
     if wrong or name in _WITHOUT_RULE or (is_wrong and any(map(_needs_gradient, values))):
         if (result := load(run_as_it_is)(leaves, function, None, *args, **kwargs)) is not None:
             return result
@@ -183,15 +194,16 @@ _WITHOUT_RULE = frozenset({"flip", "imag", "index_add", "lerp", "minimum", "real
 _NAMED = {
     name: collections.namedtuple(name, ("values", "indices"))
     for name in ("cummax", "cummin", "kthvalue", "max", "median", "min", "mode", "nanmedian", "sort", "topk")
-}
+} | {"aminmax": collections.namedtuple("aminmax", ("min", "max"))}
 """Named tuples like those that torch's functions return, where Thunder's return tuples. Forward cannot return torch's own
 types: Thunder's programs do not print them."""
 
 _FUNCTIONAL = frozenset(
     ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "gumbel_softmax")
-    + ("multi_head_attention_forward", "nll_loss", "scaled_dot_product_attention")
+    + ("binary_cross_entropy", "binary_cross_entropy_with_logits", "multi_head_attention_forward", "nll_loss")
+    + ("scaled_dot_product_attention",)
 )
-_REPLACED = frozenset({"eye", "norm", "repeat_interleave", "reshape", "tensor", *_FUNCTIONAL})
+_REPLACED = frozenset({"as_tensor", "eye", "norm", "repeat_interleave", "reshape", "tensor", *_FUNCTIONAL})
 """Names of functions that ``torch_replacements`` replaces, some of them in some forms."""
 
 _BUILTIN = {

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from thunder.core.interpreter import unwrap, wrap_const
+from thunder.core.proxies import TensorProxy
 
 from ..errors import coded_error
 from ..ir.inspection import python_type_of
@@ -18,12 +19,17 @@ from . import random_functions
 
 def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
     """Return what to call in place of a function with this name, with the same wrapped arguments, in such a form."""
+    if function is torch.as_tensor:
+        return partial(call_interpreted, as_tensor)
     if function is torch.eye:
         return partial(call_interpreted, eye, wrap_const(torch.get_default_dtype()))
     if function is torch.nn.functional.scaled_dot_product_attention and "enable_gqa" in kwargs:
         return partial(call_interpreted, grouped_attention)
     if function is torch.nn.functional.nll_loss and "ignore_index" not in kwargs:
         return partial(call_interpreted, nll_loss)
+    if name.startswith("binary_cross_entropy"):
+        if any(isinstance(unwrap(value), TensorProxy) for value in (*args[2:], *kwargs.values())):
+            return partial(call_interpreted, binary_cross_entropy, wrap_const(function))
     if function is torch.nn.functional.multi_head_attention_forward:
         return partial(call_interpreted, attention_of_heads)
     if (draws := random_functions.look_aside(function, args, kwargs)) is not None:
@@ -67,9 +73,35 @@ def nll_loss(
     reduction: str = "mean",
 ) -> torch.Tensor:
     # Thunder has other parameters, and None for ignore_index, at which its gradient fails.
-    if reduce is not None or size_average is not None:
-        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    reduction = _reduction(size_average, reduce, reduction)
     return torch.nn.functional.nll_loss(input, target, weight=weight, ignore_index=ignore_index, reduction=reduction)
+
+
+def binary_cross_entropy(
+    function: Callable[..., torch.Tensor],
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    pos_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    # Thunder takes the gradient from torch, which has none for weights.
+    if pos_weight is None:
+        loss = function(input, target, reduction="none")
+    else:
+        loss = (1 - target) * input - (1 + (pos_weight - 1) * target) * torch.nn.functional.logsigmoid(input)
+    if weight is not None:
+        loss = loss * weight
+    reduction = _reduction(size_average, reduce, reduction)
+    return loss if reduction == "none" else loss.sum() if reduction == "sum" else loss.mean()
+
+
+def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
+    if reduce is None and size_average is None:
+        return reduction
+    return "none" if reduce is False else "sum" if size_average is False else "mean"
 
 
 _attention = torch.nn.functional.multi_head_attention_forward
@@ -82,6 +114,12 @@ def norm(
 ) -> torch.Tensor:
     order = 2 if p is None or p == "fro" else p
     return torch.linalg.vector_norm(tensor, order, dim, keepdim, dtype=dtype)
+
+
+def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
+    if isinstance(data, torch.Tensor):
+        return data if dtype is None and device is None else data.to(device=device, dtype=dtype)
+    return torch.tensor(data, dtype=dtype, device=device) if dtype is not None else torch.tensor(data, device=device)
 
 
 def tensor_of(dtype: torch.dtype, data: Any, **kwargs: Any) -> torch.Tensor:
