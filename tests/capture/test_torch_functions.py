@@ -127,6 +127,12 @@ TRACED: Functions = {
     ),
     "binary cross entropies": _binary,
     "dictionaries that become empty": _clear,
+    "inputs by keyword": lambda y: (
+        F.layer_norm(input=F.relu(input=y), normalized_shape=(4,), weight=y[0])
+        * F.softmax(input=y, dim=-1)
+        * F.cross_entropy(input=y, target=torch.tensor([0, 1, 2, 1]), weight=torch.ones(4, dtype=y.dtype))
+        + F.embedding(input=torch.tensor([0, 1, 2, 1]), weight=y)
+    ),
     "norm": lambda y: y / y.norm(p=2, dim=-1, keepdim=True) + y.norm(p=1, dim=0) * torch.norm(y, p="fro", dim=(0, 1)),
     "norm of a matrix": lambda y: (
         y.norm(2) + y.norm(1) + torch.norm(y, 3) + y.norm(float("inf")) + y.norm(2, 1) + y.norm()

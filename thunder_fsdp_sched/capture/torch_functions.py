@@ -44,6 +44,8 @@ def look_aside(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             return found
     if name in _NAMED and get_interpreterruntimectx().frame_stack[-1].code is not _call.__code__:
         return partial(_named, _NAMED[name], function)
+    if "input" in kwargs and not args and id(function) in _MAPPED and _begins_with_input(function):
+        return partial(_first_by_position, function)  # Thunder gives this parameter another name
     return None
 
 
@@ -244,6 +246,14 @@ def _is_named(value: Any) -> bool:
 def _named(kind: Any, function: Any, *args: WrappedValue, **kwargs: WrappedValue) -> Any:
     result = call_interpreted(_call, wrap_const(function), *args, **kwargs)
     return interpreter_needs_wrap(kind._make)(result) if isinstance(getattr(result, "value", None), tuple) else result
+
+
+def _begins_with_input(function: Any) -> bool:
+    return isinstance(function, FunctionType) and function.__code__.co_varnames[:1] == ("input",)
+
+
+def _first_by_position(function: Any, *, input: WrappedValue, **kwargs: WrappedValue) -> Any:
+    return call_interpreted(_call, wrap_const(function), input, **kwargs)
 
 
 def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
