@@ -37,7 +37,7 @@ from .refusals import count_refused, refusal
 def look_aside(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
     """Return what to call in place of a function, with the same wrapped arguments; ``None`` for those that Thunder knows."""
     name = function.name.removeprefix("torch_") if isinstance(function, Symbol) else _BUILTIN.get(id(function))
-    if name in _REPLACED:
+    if name in _REPLACED or name in _IN_PLACE_WITHOUT_RULE:
         from .torch_replacements import replacement  # here, because most programs call none of them
 
         if (found := replacement(function, name, args, kwargs)) is not None:
@@ -192,6 +192,8 @@ def call_or_run_as_it_is(
 _MAPPED = frozenset({*map(id, _torch_to_thunder_function_map), id(torch.as_tensor)})
 _WITHOUT_RULE = frozenset({"flip", "imag", "index_add", "lerp", "minimum", "real", "remainder"})
 """Names of functions with which Thunder fails as soon as it differentiates a trace, or whose results are wrong."""
+
+_IN_PLACE_WITHOUT_RULE = frozenset(f"{name}_" for name in _WITHOUT_RULE if hasattr(torch.Tensor, f"{name}_"))
 
 _NAMED = {
     name: collections.namedtuple(name, ("values", "indices"))

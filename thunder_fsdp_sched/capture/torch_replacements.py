@@ -39,6 +39,8 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         kind = python_type_of(data)
         if "dtype" not in kwargs and kind in (float, complex):  # of which Thunder makes one in float32
             return partial(call_interpreted, tensor_of, wrap_const(dtype.to_complex() if kind is complex else dtype))
+    if name.endswith("_"):
+        return partial(call_interpreted, in_place, wrap_const(name[:-1]))
     if name == "reshape" and "shape" in kwargs:
         return partial(call_interpreted, reshape, wrap_const(function))
     if name == "norm" and unwrap(kwargs.get("p", args[1] if len(args) > 1 else None)) != "nuc":
@@ -107,6 +109,10 @@ def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -
 _attention = torch.nn.functional.multi_head_attention_forward
 attention_of_heads = FunctionType(_attention.__code__, _attention.__globals__, None, _attention.__defaults__)
 """The function of torch, which Thunder would run as one operator, and differentiate only if it returns weights."""
+
+
+def in_place(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor.copy_(getattr(tensor, name)(*args, **kwargs))
 
 
 def norm(
