@@ -145,6 +145,7 @@ def worlds(draw: Any, world_size: int, histories: int, alike: bool) -> World:
         second=kind == "second",
         freezable=kind == "freezable",
         hooks=kind != "freezable" and draw(st.booleans()),
+        overlaps=draw(st.booleans()),
         secondary=case.secondary if alike else None,  # `ranks_may_differ` refuses it
         replicas=world_size == 4 and kind != "experts" and draw(st.booleans()),
         experts=draw(number) if kind == "experts" else None,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .extras.thunder_recipes import FSDPSched
     from .extras.training.eager import eager
     from .extras.training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
+    from .extras.training.overlap_step import overlap_step
     from .extras.training.unsharded import unsharded
     from .extras.training.weight_stream import stream_full_parameters
     from .extras.training.whole_parameters import WholeParameters
@@ -82,6 +83,7 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "load_safetensors",
+    "overlap_step",
     "save_checkpoint",
     "save_checkpoint_async",
     "save_safetensors",
@@ -110,6 +112,7 @@ _CORE = (
 _LOADED_WHEN_USED = (
     "extras.training.eager",
     "extras.training.gradients",
+    "extras.training.overlap_step",
     "extras.training.unsharded",
     "extras.training.weight_stream",
     "extras.training.whole_parameters",

@@ -38,7 +38,7 @@ from ..transports import transport_of
 from ..transports.base import Views, Work
 from .accumulation import Accumulation
 from .autograd import requested, wanted
-from .memory import Arena, Slot, address, slot_bytes
+from .memory import Arena, InFlight, Slot, address, slot_bytes
 from .names import optimizer_steps
 from .row_dtensor import RowDTensor
 from .rows import Rows
@@ -137,6 +137,8 @@ class Bucket:
             )
         self.all_reduce_hook: Callable[[str, torch.Tensor], None] | None = None
         """The user's function that is called with the name and the flat reduced gradients of the bucket."""
+        self.defer: Callable[[Bucket, InFlight], tuple[torch.Tensor, ...] | None] | None = None
+        """Returns gradients without waiting for their reduction, if it can: see ``extras.training.late_gradients``."""
         self.control: Control | None = None
         """How the model agrees with the other ranks on what runs next."""
         self.accumulation = accumulation(spec)
@@ -288,19 +290,33 @@ class Bucket:
                 bucket=spec.name,
                 got=type(answer).__name__,
             )
-        factor = self.base.spec.options.gradient_divide_factor  # may change after compiling
-        if factor is not None and factor != (mean_of := self.ranks.averaged):
-            # Transports divide by the number of ranks as they send or add up. If that is a power of two, this gives the
-            # same bits as dividing the sum.
-            reduced.div_(factor / mean_of)
+        if (divisor := self.divisor) is not None:
+            reduced.div_(divisor)
         flat = reduced if reduced.dtype is spec.dtype else reduced.to(spec.dtype)
         if spec.comm.offload:
             # The copy blocks the host: autograd may add it to a gradient at once, and the optimizer reads it.
             on_host = torch.empty_like(flat, device="cpu", pin_memory=spec.comm.pin_memory)
             flat = on_host.copy_(flat)
+        return self.as_gradients(flat, RowDTensor.of_spec)
+
+    @property
+    def divisor(self) -> float | None:
+        """What reduced gradients, which are the mean over ranks, have to be divided by, if anything.
+
+        Transports divide by the number of ranks as they send or add up. If that is a power of two, dividing the mean gives
+        the same bits as dividing the sum.
+        """
+        factor = self.base.spec.options.gradient_divide_factor  # may change after compiling
+        mean_of = self.ranks.averaged
+        return None if factor is None or factor == mean_of else factor / mean_of
+
+    def as_gradients(
+        self, flat: torch.Tensor, wrap: Callable[[torch.Tensor, Any], RowDTensor]
+    ) -> tuple[RowDTensor, ...]:
+        """Return the gradient of each shard in a flat shard; ``wrap`` makes them of rows and their specs."""
         assert flat.storage_offset() == 0
         *layout, specs = self._grads_in_shard
-        return tuple(map(RowDTensor.of_spec, map(flat.as_strided, *layout), specs))
+        return tuple(map(wrap, map(flat.as_strided, *layout), specs))
 
     @functools.cached_property
     def _grads_in_shard(self) -> tuple[list[Any], ...]:

@@ -376,6 +376,10 @@ class Arena:
         self._in_flight[slot] = InFlight(bucket, what, slot, (_InterruptedWork(),))
         self._writing = None
 
+    def has_in_flight(self, flight: InFlight) -> bool:
+        """Return whether nothing has waited for ``flight`` yet."""
+        return flight.slot is not None and self._in_flight.get(flight.slot) is flight
+
     def finish(self, flight: InFlight) -> None:
         """Wait for ``flight``. If that fails, it stays in flight and its memory stays unusable."""
         slot = flight.slot

@@ -164,13 +164,15 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None, adds
 def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> tuple[torch.Tensor, ...]:
     assert flight.output is not None
     output, ends_window = flight.output, bucket.ends_window()
-    if flight.slot is None:
-        flight.wait()
-    else:
-        flight.slot.arena.finish(flight)
-        if ends_window:
-            output = bucket.accumulation.with_reduced(output)
-    grads = bucket.sharded_grads(output)
+    defer = None if ends_window else bucket.base.defer
+    if defer is None or (grads := defer(bucket, flight)) is None:
+        if flight.slot is None:
+            flight.wait()
+        else:
+            flight.slot.arena.finish(flight)
+            if ends_window:
+                output = bucket.accumulation.with_reduced(output)
+        grads = bucket.sharded_grads(output)
     unused = unused_gradients(bucket, frozenset(flight.missing))
     drop_gradients(bucket, unused)
     accumulated = bucket.accumulation.params if ends_window else set()

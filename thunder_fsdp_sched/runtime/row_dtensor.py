@@ -31,7 +31,7 @@ from ..private_torch import dtensor_base, dtensor_constructor, register_foreach_
 from .rows import Rows
 
 aten = torch.ops.aten
-_construct = dtensor_constructor()
+construct = dtensor_constructor()
 if TYPE_CHECKING:
     _Base = DTensor
 else:
@@ -107,10 +107,10 @@ class RowDTensor(StateEntry, _Base):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DETACH:  # autograd detaches each gradient
+        if func is DETACH:  # autograd detaches each gradient
             local, spec = args[0]._local_tensor, args[0]._spec
             if args[0].storage_offset() == local.storage_offset():
-                return _construct(cls, local, spec, requires_grad=False)
+                return construct(cls, local, spec, requires_grad=False)
             return RowDTensor.entry(local, spec.rows)
         return cls.run_operator(func, args, kwargs or {})
 
@@ -208,8 +208,8 @@ def replicated(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-_DETACH = aten.detach.default
-RowDTensor.of_spec = functools.partial(_construct, RowDTensor, requires_grad=False)
+DETACH = aten.detach.default
+RowDTensor.of_spec = functools.partial(construct, RowDTensor, requires_grad=False)
 register_foreach_type(RowDTensor)
 
 

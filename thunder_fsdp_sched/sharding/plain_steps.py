@@ -17,6 +17,7 @@ stand-in, or gradients that it does not have.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,13 +30,19 @@ from ..runtime.rows import Rows
 _ELEMENTWISE = frozenset({ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD})
 """Optimizers that treat each element of a parameter by itself. Derived classes do not count."""
 
+CUT = "_fsdp_sched_cut"
+"""The attribute of an optimizer that cuts the groups of its steps: see ``extras.training.overlap_step``."""
+
+PlainGradient = tuple[torch.Tensor, RowDTensor, RowDTensor]
+"""The plain rows of a parameter, the parameter, and its gradient."""
+
 _PACKAGE = __name__.partition(".")[0]
 
 
 def on_plain_rows(optimizer: torch.optim.Optimizer) -> Any:
     """Return what the optimizer's step can run on in place of the optimizer; ``None`` if it has to run on rows."""
     own: Any = type(optimizer)
-    if own not in _ELEMENTWISE or optimizer.defaults["differentiable"] or _has_other_hooks(optimizer):
+    if not is_elementwise(optimizer) or _has_other_hooks(optimizer):
         return None
     groups, state = [], _PlainState(optimizer.state)
     for group in optimizer.param_groups:
@@ -54,8 +61,20 @@ def on_plain_rows(optimizer: torch.optim.Optimizer) -> Any:
     cls = _stand_in_for(own)
     stand_in = cls.__new__(cls)
     stand_in.__dict__ = optimizer.__dict__
-    stand_in.param_groups, stand_in.state = groups, state
+    stand_in.param_groups, stand_in.state = getattr(optimizer, CUT, _with_gradients)(groups, state.gradients), state
     return stand_in
+
+
+def _with_gradients(groups: Sequence[dict[str, Any]], gradients: Iterable[PlainGradient]) -> Sequence[dict[str, Any]]:
+    """Give plain rows their gradients, and return the groups."""
+    for plain, _, grad in gradients:
+        plain.grad = grad._local_tensor
+    return groups
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer treats each element by itself, whatever the groups of its parameters."""
+    return type(optimizer) in _ELEMENTWISE and not optimizer.defaults["differentiable"]
 
 
 def _has_other_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -77,26 +96,28 @@ class _PlainState(dict[Any, Any]):
 
     Attributes:
         new: the parameters without state, by plain rows.
+        gradients: those of sharded parameters.
         written: the rows that the step may write.
     """
 
     def __init__(self, state: Any) -> None:
         self._state = state
         self.new: dict[torch.Tensor, RowDTensor] = {}
+        self.gradients: list[PlainGradient] = []
         self.written: list[torch.Tensor] = []
 
     def add(self, param: Any, grad: Any) -> Any:
-        """Return the plain rows of a parameter, with the gradient; ``None`` if that or the state is not of such rows.
+        """Return the plain rows of a parameter; ``None`` if the gradient or the state is not of such rows.
 
         A step does nothing with parameters without a gradient, and those that are not sharded it gets as they are.
         """
         if grad is None or type(param) is not RowDTensor:
             return param
         local, spec = param._local_tensor, cast(Any, param._spec)
-        if type(grad) is not RowDTensor or not (grad._spec is spec or _are_alike(grad, param)):
+        if not isinstance(grad, RowDTensor) or not (grad._spec is spec or _are_alike(grad, param)):
             return None
         plain = local.data  # another object, for a gradient of its own
-        plain.grad = grad._local_tensor
+        self.gradients.append((plain, param, grad))
         self.written += (param, local)
         if (entries := self._state.get(param)) is None:
             self.new[plain] = param

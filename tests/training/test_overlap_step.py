@@ -1,0 +1,317 @@
+"""With ``overlap_step``, models train as without it, bit for bit, while the last reductions end within the step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import CommPolicy
+from thunder_fsdp_sched.extras.training.late_gradients import late_of
+
+import pytest
+import thunder
+import torch
+from coded import coded
+from internals import InFlight
+from models import Stack
+from ranks import on_ranks
+from scenario import Run, Scenario, do, each
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+
+def _late(model: Any) -> list[torch.nn.Parameter]:
+    """Return the parameters whose gradients nobody has waited for."""
+    return [p for p in model.parameters() if p.grad is not None and late_of(p.grad) is not None]
+
+
+#
+# Numbers: the second model of each run overlaps, and must have the bits of the first
+#
+
+
+def _overlap(run: Run, **options: Any) -> None:
+    tfs.overlap_step(run.models[1], run.optimizers[1], **options)
+
+
+def _step(run: Run, *, late: bool = True) -> None:
+    """Step without reading gradients before."""
+    assert bool(_late(run.models[1])) == late and not _late(run.models[0]), run.at
+    for optimizer in run.optimizers:
+        optimizer.step()
+    assert not _late(run.models[1])
+    for optimizer in run.optimizers:
+        optimizer.zero_grad()
+    run.compare_parameters()
+
+
+def _set_factor(run: Run) -> None:
+    """Set another factor, which must not apply to reductions that have been issued."""
+    for model in run.models:
+        tfs.set_gradient_divide_factor(model, 3.0)
+    run.unsharded = None
+
+
+def _fail(run: Run) -> None:
+    for model in run.models:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(3, 2, dtype=torch.float64))
+
+
+def _drop(run: Run) -> None:
+    for model in run.every:
+        for param in model.parameters():
+            param.grad = None
+
+
+_last = do.micro_batch(1, no_sync=False)
+
+HISTORY: list[Callable[[Run], Any]] = [
+    *(_last, _step),
+    *(_last, do.clip(), partial(_step, late=False)),
+    *(_last, _last, partial(_step, late=False)),  # the second backward adds to gradients of the first
+    *(do.micro_batch(2), _last, partial(_step, late=False)),  # the end of a window adds what has accumulated
+    *(_last, do.forward(3, grad=False), _step),
+    *(_last, _drop, do.micro_batch(4, no_sync=False), _step),
+    *(_last, do.change(lambda p: p.mul_(2)), _step),
+    *(_last, _fail, _step),
+    *(do.forward(5), do.forward(6), do.backward(0), do.backward(), partial(_step, late=False)),
+    *(do.micro_batch(7, no_sync=False, batch=2), _step),
+    *(_last, do.save_and_load(), _overlap, _step, _last, _step),
+]
+
+
+def _stack() -> Stack:
+    return Stack(2).double()
+
+
+adamw = partial(torch.optim.AdamW, lr=0.01)
+_bfloat16 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)
+
+SCENARIOS = {
+    "zero3": Scenario(_stack, [_overlap, *HISTORY], others=[{}], optimizer=adamw),
+    "zero2, gradients freed": Scenario(
+        _stack,
+        [partial(_overlap, free_gradients=True), *HISTORY, *(_last, _set_factor, _step, _last, _step)],
+        {"sharding_strategy": "zero2", "transport": "flat"},
+        others=[{}],
+    ),
+    "reduced in bfloat16": Scenario(
+        Stack,
+        [_overlap, *(_last, _step) * 3],
+        {"dtype": torch.float32, "mp_policy": _bfloat16, "gradient_divide_factor": 3.0},
+        others=[{}],
+        oracle=None,
+        optimizer=adamw,
+    ),
+    "encoded, with feedback": Scenario(
+        Stack,
+        [_overlap, *(_last, _step) * 3],
+        {"dtype": torch.float32, "comm_policy": CommPolicy("int8", "int8", block=8, error_feedback=True)},
+        others=[{}],
+        oracle=None,
+    ),
+}
+
+
+@each(SCENARIOS)
+def test_it_trains_to_the_same_bits(name: str) -> None:
+    SCENARIOS[name].run()
+
+
+AT_ONCE: dict[str, dict[str, Any]] = {
+    "a hook that may communicate": {"all_reduce_hook": lambda name, grads: None},
+    "shards on the CPU": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+@on_ranks(2)
+def test_what_cannot_be_late_is_waited_for_in_backward() -> None:
+    for why, options in AT_ONCE.items():
+        run = Run(Stack(1), others=[{}], oracle=None, dtype=torch.float32, **options)
+        run.at = why
+        _overlap(run)
+        for _ in range(2):
+            run.micro_batch(1, no_sync=False)
+            _step(run, late=False)
+
+
+#
+# When it waits
+#
+
+
+def _trained(optimizer: Callable[..., torch.optim.Optimizer] = adamw, **options: Any) -> tuple[Any, Any, Any]:
+    """Return a model whose optimizer overlaps, after a backward, and what runs another one."""
+    torch.manual_seed(0)
+    model = thunder.jit(Stack(4, width=8).double(), transforms=[tfs.fsdp(**options)])
+    stepped = optimizer(list(model.parameters()))
+    tfs.overlap_step(model, stepped)
+    backward = lambda: model(torch.ones(3, 8, dtype=torch.float64)).sum().backward()  # noqa: E731
+    backward()
+    return model, stepped, backward
+
+
+@contextlib.contextmanager
+def _waits(before: Callable[[str], object]) -> Iterator[None]:
+    """Call ``before`` with the name of each bucket whose reduction is waited for."""
+    wait = InFlight.wait
+
+    def watched(flight: InFlight) -> None:
+        if flight.output is not None:
+            before(flight.bucket.spec.name)
+        wait(flight)
+
+    with mock.patch.object(InFlight, "wait", watched):
+        yield
+
+
+@on_ranks(2)
+def test_the_step_begins_before_the_last_reductions_have_ended() -> None:
+    for strategy in ("zero2", "zero3"):
+        model, optimizer, backward = _trained(sharding_strategy=strategy)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward()
+        late = _late(model)
+        before = {param: param.to_local().clone() for param in model.parameters() if param.to_local().numel()}
+        stepped: list[int] = []
+
+        def count(name: str, before: Any = before, stepped: Any = stepped) -> None:
+            stepped.append(sum(not torch.equal(param.to_local(), old) for param, old in before.items()))
+
+        with _waits(count):
+            optimizer.step()
+        arrived = before.keys() - set(late)
+        assert stepped[0] == len(arrived) > 0 and sorted(set(stepped)) == stepped and stepped[-1] < len(before), stepped
+
+
+def _pickled(grad: Any) -> Any:
+    return pickle.loads(pickle.dumps(grad.to_local()))
+
+
+READERS: dict[str, Callable[[Any], object]] = {
+    "to_local": lambda grad: grad.to_local(),
+    "full_tensor": lambda grad: grad.full_tensor(),
+    "detached": lambda grad: grad.detach().to_local(),
+    "data": lambda grad: grad.data.to_local(),
+    "clone": lambda grad: grad.clone(),
+    "norm": lambda grad: grad.norm(),
+    "foreach": lambda grad: torch._foreach_norm([grad]),
+    "add_": lambda grad: grad.add_(1),
+    "zero_": lambda grad: grad.zero_(),
+    "as an operand": lambda grad: torch.zeros_like(grad.detach()).add_(grad),
+    "repr": repr,
+    "deepcopy": copy.deepcopy,
+    "pickle": _pickled,
+    "chunks": lambda grad: grad.chunks(),
+    "is_shared": lambda grad: grad.is_shared(),
+}
+
+
+@on_ranks(2)
+def test_whoever_reads_a_gradient_waits() -> None:
+    model, _, backward = _trained()
+    expected = {param: param.grad.to_local().clone() for param in model.parameters()}
+    for name, read in READERS.items():
+        model.zero_grad()
+        backward()
+        param = _late(model)[0]
+        late, others = late_of(param.grad), _late(model)
+        waited: list[str] = []
+        with _waits(waited.append):
+            read(param.grad)
+        assert late.has_arrived and len(waited) == 1 and late_of(param.grad) is None, name
+        assert len(_late(model)) < len(others)  # those of the same reduction have arrived with it
+        if name not in ("add_", "zero_"):
+            assert type(param.grad).__name__ == "RowDTensor" or name == "detached" or name == "data", name
+            assert torch.equal(param.grad.to_local(), expected[param]), name
+    model.zero_grad()
+    backward()
+    assert _late(model)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert not _late(model)
+    assert torch.equal(
+        norm.full_tensor(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()
+    )
+
+
+@on_ranks(2)
+def test_a_failed_reduction_is_raised_where_its_gradient_is_read() -> None:
+    model, optimizer, backward = _trained()
+    late = _late(model)
+    read = late[0].grad.to_local
+
+    def failing(flight: InFlight) -> None:
+        raise flight.bucket.failure(flight.what, RuntimeError("the link is down"))
+
+    with mock.patch.object(InFlight, "wait", failing):
+        for reads in (read, read, optimizer.step):
+            with pytest.raises(RuntimeError, check=coded("step.collective-failed", "the link is down")):
+                reads()
+    model.zero_grad()
+    backward()
+    optimizer.step()
+
+
+#
+# Memory, processes, and arguments
+#
+
+
+@on_ranks(2)
+def test_a_gradient_is_freed_after_its_part_of_the_step() -> None:
+    model, optimizer, _ = _trained()
+    tfs.overlap_step(model, optimizer, free_gradients=True)
+    alive: list[int] = []
+    grads = [weakref.ref(p.grad) for p in model.parameters()]
+    with _waits(lambda name: alive.append(sum(ref() is not None for ref in grads))):
+        optimizer.step()
+    assert alive == sorted(alive, reverse=True) and alive[0] < len(grads) and len(set(alive)) == len(alive), alive
+    assert all(param.grad is None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_models_with_late_gradients_are_freed() -> None:
+    model, optimizer, backward = _trained()
+    [kept, *_] = (param.grad for param in _late(model))
+    bucket = weakref.ref(model.first.weight.rows.in_bucket[0])
+    del model, optimizer, backward
+    gc.collect()
+    assert bucket() is None
+    with pytest.raises(RuntimeError, check=coded("gradient.model-gone-before-wait")):
+        kept.to_local()
+
+
+@on_ranks(2)
+def test_a_forked_process_cannot_wait() -> None:
+    model, *_ = _trained()
+    param = _late(model)[0]
+    if not (child := os.fork()):
+        code = 1
+        with contextlib.suppress(BaseException):
+            try:
+                param.grad.to_local()
+            except RuntimeError as error:
+                code = int(not coded("environment.process-group-older-than-fork")(error))
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert param.grad.to_local().isfinite().all()
+
+
+@on_ranks()
+def test_other_optimizers_are_refused() -> None:
+    class Derived(torch.optim.SGD): ...
+
+    model = thunder.jit(Stack(1), transforms=[tfs.fsdp()])
+    for made in (Derived(model.parameters()), torch.optim.Adam(model.parameters(), differentiable=True)):
+        with pytest.raises(ValueError, check=coded("optimizer.cannot-overlap", type(made).__name__)):
+            tfs.overlap_step(model, made)
