@@ -147,7 +147,8 @@ class World(_Brief):
         second: whether actions alternate between two models.
         freezable: whether histories freeze and unfreeze parameters.
         hooks: whether hooks of parameters are counted.
-        overlaps: whether the optimizer steps while the last reductions of backward are in flight.
+        overlaps: "late" if the optimizer steps while the last reductions of backward are in flight, and "early" if its steps
+            also begin the first gathers of the next forward.
         secondary: see :class:`random_models.Case`.
         replicas: whether there is a mesh of two replicas.
         experts: index of a block whose parameters each half of the ranks shards on its own.
@@ -165,7 +166,7 @@ class World(_Brief):
     second: bool = False
     freezable: bool = False
     hooks: bool = False
-    overlaps: bool = False
+    overlaps: str = ""
     secondary: int | None = None
     replicas: bool = False
     experts: int | None = None

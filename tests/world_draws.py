@@ -133,6 +133,7 @@ def worlds(draw: Any, world_size: int, histories: int, alike: bool) -> World:
     calls[0] = replace(calls[0], autocast=kind == "autocast")  # otherwise the values of float32 would be exact
     if alike and kind != "norm" and draw(st.booleans()):
         calls.append(replace(calls[0], batch=5 - calls[0].batch))
+    may_gather_early = alike and "agree" not in options and not options["sharding_strategy"].release
     world = World(
         without_scalars_used_twice(model, ways),
         options,
@@ -145,7 +146,7 @@ def worlds(draw: Any, world_size: int, histories: int, alike: bool) -> World:
         second=kind == "second",
         freezable=kind == "freezable",
         hooks=kind != "freezable" and draw(st.booleans()),
-        overlaps=draw(st.booleans()),
+        overlaps=draw(st.sampled_from(["", "late", "early"] if may_gather_early else ["", "late"])),
         secondary=case.secondary if alike else None,  # `ranks_may_differ` refuses it
         replicas=world_size == 4 and kind != "experts" and draw(st.booleans()),
         experts=draw(number) if kind == "experts" else None,

@@ -122,7 +122,7 @@ class WorldRun(Run):
     def use(self, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
         super().use(optimizer)
         if self.world.overlaps:
-            tfs.overlap_step(self.model, self.optimizers[0])
+            tfs.overlap_step(self.model, self.optimizers[0], gather_early=self.world.overlaps == "early")
 
     def reset(self) -> None:
         for params in (self.params, self.expected):

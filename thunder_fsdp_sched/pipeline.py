@@ -226,6 +226,9 @@ def scheduled(trace: TraceCtx, c: Context, *, search: bool = False) -> TraceCtx:
     is_window = retains and c.forward is None and not sharding.reshard_after_backward
     if is_window:  # forward, unless `reshard_after_backward`, with `agree="step"`
         trace = run(reuse_in_window, trace, no_sync=c.no_sync)
+    if retains and c.forward is None and any(b.early for b in c.buckets):  # forward, after `overlap_step`
+        # The slots of all gathers are known, and which of them are marked already.
+        trace = run(load("extras.training.early_gathers:take_over_first"), trace)
     if not search:
         # The marks are proved, and that nothing is freed too early.
         most = c.options.max_gathers_in_flight

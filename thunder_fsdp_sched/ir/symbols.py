@@ -11,7 +11,8 @@ A gather with ``reuse_cast=True`` sends the same cast that its forward sent. One
 nothing, because forward has left the bucket in the slot, unless something has been written there between the two traces: see
 [Note: Buckets left by forward] in ``transforms.reuse_from_forward``. Nor is anything sent by a
 gather with ``window='open'`` or ``window='last'`` if an earlier micro-batch of its accumulation window has left the bucket
-in its private slot: see [Note: Gathered once in a window] in ``runtime.bucket``.
+in its private slot: see [Note: Gathered once in a window] in ``runtime.bucket``. One with ``window='first'`` may have been
+sent by the optimizer's step: see [Note: Gathers that a step begins] in ``extras.training.early_gathers``.
 
 Some gradients are written directly into the slot of the reduction: ``dw = fsdp_matmul_into(bucket_h_0, slot_1, 0, x,
 y)`` and ``fsdp_sum_into`` compute the gradient of parameter 0 of the bucket there. The reduction copies the others.

@@ -41,6 +41,7 @@ that such gradients are discarded                  ``discard_unreduced``, which 
 that a failed backward has left no such gradients  the hash: ``Accumulation.dropped``
 whether backward has what forward kept or left     offered (``TraceStart.expected``): else all gather it again
 whether a window has left a bucket for forward     offered (``TraceStart.reusable_gathers``): else all gather it
+whether an optimizer's step has gathered for it    the same; whether it gathers: a round (``EarlyStep``)
 which parameters have no gradient                  the last hash; if it differs, names: those that no rank has used
 whether a save beside training has failed          offered: the error is raised once all ranks know of it
 what a search for settings finds                   one rank searches for all: ``choosing.decide_once``

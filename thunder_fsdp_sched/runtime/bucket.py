@@ -54,6 +54,10 @@ WINDOW_OPEN = "open"
 WINDOW_LAST = "last"
 """The mark of a gather in a forward whose backward reduces gradients: it may reuse what is gathered, and leaves nothing."""
 
+WINDOW_FIRST = "first"
+"""The mark of one of the first gathers of a forward, into memory that no other has used before it: it may take over what the
+step of the optimizer has gathered. See ``extras.training.early_gathers``."""
+
 
 class Bucket:
     """A bucket at run time, and the opaque handle that represents it in traces.
@@ -139,6 +143,8 @@ class Bucket:
         """The user's function that is called with the name and the flat reduced gradients of the bucket."""
         self.defer: Callable[[Bucket, InFlight], tuple[torch.Tensor, ...] | None] | None = None
         """Returns gradients without waiting for their reduction, if it can: see ``extras.training.late_gradients``."""
+        self.early: Any = None
+        """The ``EarlyGathers`` of the model, if its optimizer's steps begin the gathers of the next forward."""
         self.control: Control | None = None
         """How the model agrees with the other ranks on what runs next."""
         self.accumulation = accumulation(spec)
@@ -269,6 +275,8 @@ class Bucket:
             in_window: whether an earlier micro-batch may have left it for a forward; otherwise forward for its backward.
         """
         contents = slot.arena.contents.get(slot)
+        if contents is None and in_window and (flight := slot.arena.gather_in(slot)) is not None:
+            contents = flight.contents
         if contents is None or contents.bucket is not self.primary:
             return False
         if in_window:

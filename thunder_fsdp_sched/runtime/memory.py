@@ -178,8 +178,8 @@ class InFlight(NamedTuple):
     ``slot`` is the memory that it writes (parameters) or reads (gradients); nothing else may touch it until the wait.
     ``output`` is the flat sharded gradient of a reduction, ``None`` for a gather. ``missing`` are the indices of parameters
     that have no gradient in this backward. ``works`` finish in any order. ``sent`` is the tensor that a gather reads; this
-    reference keeps the copy of an offloaded shard alive. ``contents`` is what the slot contains after the wait. A gather
-    that finds its bucket in the slot has neither.
+    reference keeps the copy of an offloaded shard alive; a gather that finds its bucket in the slot sends none. ``contents``
+    is what the slot contains after a gather.
     """
 
     bucket: StoredBucket
@@ -379,6 +379,18 @@ class Arena:
     def has_in_flight(self, flight: InFlight) -> bool:
         """Return whether nothing has waited for ``flight`` yet."""
         return flight.slot is not None and self._in_flight.get(flight.slot) is flight
+
+    def gather_in(self, slot: Slot) -> InFlight | None:
+        """Return the gather into ``slot`` that nothing has waited for yet, if there is one."""
+        flight = self._in_flight.get(slot)
+        return flight if flight is not None and flight.contents is not None else None
+
+    def forget_version(self, flight: InFlight) -> InFlight:
+        """Return a gather in flight whose bucket no later forward may find."""
+        assert flight.slot is not None and flight.contents is not None
+        self.follow_stream()
+        known = self._in_flight[flight.slot] = flight._replace(contents=flight.contents._replace(version=None))
+        return known
 
     def finish(self, flight: InFlight) -> None:
         """Wait for ``flight``. If that fails, it stays in flight and its memory stays unusable."""

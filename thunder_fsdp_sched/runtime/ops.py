@@ -9,7 +9,7 @@ import torch
 
 from ..errors import coded_error
 from ..private_torch import running_node
-from .bucket import WINDOW_LAST, WINDOW_OPEN, Bucket
+from .bucket import WINDOW_FIRST, WINDOW_LAST, WINDOW_OPEN, Bucket
 from .memory import Arena, Contents, InFlight, Slot, address, slot_bytes
 from .moments import running_backward_of
 from .names import issue_named
@@ -35,16 +35,42 @@ def all_gather(
     secondary: torch.Tensor | None = None,
 ) -> InFlight:
     check_shards(bucket, shards)
-    arena = slot.arena
+    if bucket.base.early is not None:
+        bucket.base.early.note(bucket, slot, may_find=window is not None)
     if (resident or window is not None) and reuses(bucket, slot, in_window=window is not None):
+        return found(bucket, slot, forgets_version=window in (WINDOW_LAST, WINDOW_FIRST))
+    version = bucket.version() if window == WINDOW_OPEN else None
+    return start_gather(bucket, slot, version, reuse_cast=reuse_cast, secondary=secondary)
+
+
+def found(bucket: Bucket, slot: Slot, *, forgets_version: bool) -> InFlight:
+    """Return the gather of a bucket that is in the slot, or on its way there.
+
+    Args:
+        forgets_version: whether no later forward may find it.
+    """
+    arena = slot.arena
+    flight = arena.gather_in(slot)
+    if flight is None:
         arena.begin_use(slot)
-        if window == WINDOW_LAST:
-            arena.contents[slot] = arena.contents[slot]._replace(version=None)
-        bucket.issue_counts.issued += 2
-        return arena.register(InFlight(bucket, "all-gather", slot, ()))
+        flight = arena.register(InFlight(bucket, "all-gather", slot, (), contents=arena.contents[slot]))
+    bucket.issue_counts.issued += 2
+    return arena.forget_version(flight) if forgets_version else flight
+
+
+def start_gather(
+    bucket: Bucket,
+    slot: Slot,
+    version: tuple[int, ...] | None,
+    *,
+    reuse_cast: bool = False,
+    secondary: torch.Tensor | None = None,
+) -> InFlight:
+    """Issue a gather of a bucket into a slot, which later forwards may find as long as the bucket has this version."""
+    arena = slot.arena
     arena.begin_write(slot)
     unsharded = slot.params[bucket]
-    contents = Contents.from_gather(bucket, bucket.version() if window == WINDOW_OPEN else None)
+    contents = Contents.from_gather(bucket, version)
     sent = bucket.source.shard(reuse_cast=reuse_cast) if secondary is None else secondary
 
     def gather() -> InFlight:

@@ -59,7 +59,7 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
             others = (other.slot for i, other in slots.items() if i != position and other.first < position)
             if not any(other is not None and slot.overlaps(other) for other in others):
                 marks[position] = {"resident": True}
-    return _with_marks(trace, marks, "fsdp: reuse what forward left")
+    return with_marks(trace, marks, "fsdp: reuse what forward left")
 
 
 def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
@@ -84,10 +84,10 @@ def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
     private = [
         i for i, issue in enumerate(issues) if issue and issue.gathers and issue.region and issue.region.is_private
     ]
-    return _with_marks(trace, dict.fromkeys(private, mark), "fsdp: reuse in an accumulation window")
+    return with_marks(trace, dict.fromkeys(private, mark), "fsdp: reuse in an accumulation window")
 
 
-def _with_marks(trace: TraceCtx, marks: Mapping[int, Mapping[str, Any]], pass_name: str) -> TraceCtx:
+def with_marks(trace: TraceCtx, marks: Mapping[int, Mapping[str, Any]], pass_name: str) -> TraceCtx:
     """Return the trace with further keyword arguments of the bound symbols at these positions."""
     bsyms = list(trace.bound_symbols)
     for position, more in marks.items():

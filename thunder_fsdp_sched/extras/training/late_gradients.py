@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import coded_error
 from ...private_torch import register_foreach_type
-from ...runtime.moments import moment
 from ...runtime.bucket import Bucket
 from ...runtime.memory import InFlight
+from ...runtime.moments import moment
 from ...runtime.row_dtensor import DETACH, RowDTensor, construct
 
 

@@ -9,52 +9,90 @@ the reductions were issued, and iterating over them waits: a piece is stepped on
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from thunder.core.module import ThunderModule
 
 from ...errors import coded_error
+from ...runtime.bucket import Bucket
 from ...sharding.plain_steps import CUT, PlainGradient, is_elementwise
-from ...sharding.sharded_module import find_jitted
-from .late_gradients import Deferral, late_of
+from ...sharding.sharded_module import find_sharding
+from ...transform import FSDPTransform
+from .early_gathers import EarlyGathers
+from .late_gradients import Deferral, LateGradients, late_of
 
 
-def overlap_step(model: ThunderModule, optimizer: torch.optim.Optimizer, *, free_gradients: bool = False) -> None:
+def overlap_step(
+    model: ThunderModule,
+    optimizer: torch.optim.Optimizer,
+    *,
+    gather_early: bool = False,
+    free_gradients: bool = False,
+) -> None:
     """Let the last reductions of each backward end while the optimizer steps on the gradients that have arrived.
 
     Backward then returns before they have ended. Reading a gradient waits for its reduction, and the optimizer begins with
     those that have arrived. The numbers are the same, to the bit. What reads all gradients before the step, such as clipping
     by the global norm, ``GradScaler``, hooks of the optimizer or a closure, waits for all of them, so that nothing overlaps.
 
-    Each rank may decide alone whether to call it, because it changes nothing that is sent. Call it once, before training.
+    With ``gather_early``, the first gathers of the next forward begin in the step, too. If a parameter changes after the
+    step, or an evaluation runs before that forward, what is affected is gathered again. Call it on all ranks, before the
+    first forward; from then on all of them have to make each step. Without ``gather_early``, nothing changes of what is
+    sent, and each rank may decide alone.
 
     Args:
         model: the result of ``thunder.jit(module, transforms=[fsdp(...)])``.
         optimizer: one of torch's optimizers that treat each element by itself, with parameters of the model.
+        gather_early: whether steps begin the first gathers of the next forward. It costs a round of agreement a step.
         free_gradients: step on one bucket after the other, and set ``.grad`` of its parameters to ``None`` right after.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
-        ValueError: the optimizer needs the gradients of all parameters at once, or its class is not one of torch's.
+        ValueError: the optimizer needs the gradients of all parameters at once, or its class is not one of torch's; or the
+            model's options do not allow ``gather_early``.
+        RuntimeError: ``gather_early`` comes after the first forward.
+        ScheduleDisagreement: other ranks do something else (``gather_early``).
     """
     if not is_elementwise(optimizer):
         raise coded_error(ValueError, "optimizer.cannot-overlap", optimizer=type(optimizer).__name__)
-    _, sharded = find_jitted(model)
-    deferral = next((bucket.defer for bucket in sharded.buckets if bucket.defer is not None), None) or Deferral()
-    for bucket in sharded.buckets:
-        bucket.defer = deferral
+    transform = cast(FSDPTransform, find_sharding(model))
+    buckets = transform.sharded.buckets
+    early = _early_gathers(transform) if gather_early else None
+    deferral = next((bucket.defer for bucket in buckets), None) or Deferral()
+    for bucket in buckets:
+        bucket.defer, bucket.early = deferral, early or bucket.early
+    reference: Callable[[], EarlyGathers | None] = (lambda: None) if early is None else weakref.ref(early)
+    setattr(optimizer, CUT, partial(_Pieces, free_gradients=free_gradients, early=reference))
 
-    setattr(optimizer, CUT, partial(_Pieces, free_gradients=free_gradients))
+
+def _early_gathers(transform: FSDPTransform) -> EarlyGathers | None:
+    """Return what lets steps begin gathers, a collective; ``None`` if there are no other ranks."""
+    options, control = transform.options, transform.sharded.control
+    conflicts = {
+        "agree": options.agree != "step",
+        "ranks_may_differ": options.ranks_may_differ,
+        "Sharding(release=True)": options.sharding_strategy.release,
+        "Sharding(reshard_after_backward=True)": options.sharding_strategy.reshard_after_backward,
+    }
+    if conflict := next((name for name, conflicts in conflicts.items() if conflicts), None):
+        raise coded_error(ValueError, "optimizer.cannot-gather-early", option=conflict)
+    known: EarlyGathers | None = next((bucket.early for bucket in transform.sharded.buckets), None)
+    if transform.compiled and known is None and not control.is_single_rank:
+        raise coded_error(RuntimeError, "optimizer.gather-early-after-forward")
+    control.rendezvous("overlap_step", "with gather_early=True")
+    return known if known is not None or control.is_single_rank else EarlyGathers(control)
 
 
 class _Piece:
-    """The parameters whose gradients one reduction has computed, or all that have arrived."""
+    """The parameters of one bucket whose gradients one reduction has computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, late: LateGradients | None, bucket: Bucket | None) -> None:
+        self.late, self.bucket = late, bucket
         self.gradients: list[PlainGradient] = []
         self.groups: dict[int, list[torch.Tensor]] = defaultdict(list)  # plain rows, by the index of their group
 
@@ -76,33 +114,61 @@ class _Pieces:
     Args:
         groups: the groups, with plain rows as parameters.
         gradients: those of parameters that are sharded. They are taken out, so that nothing else keeps them.
-        free_gradients: whether to cut by bucket, and to drop the gradients of a piece after its step.
+        free_gradients: whether to step on each bucket alone, and to drop its gradients after that.
+        early: what begins to gather, if the step does.
     """
 
     def __init__(
-        self, groups: Sequence[dict[str, Any]], gradients: list[PlainGradient], *, free_gradients: bool
+        self,
+        groups: Sequence[dict[str, Any]],
+        gradients: list[PlainGradient],
+        *,
+        free_gradients: bool,
+        early: Callable[[], EarlyGathers | None],
     ) -> None:
         is_captured = any(group.get("capturable") for group in groups)  # torch reads all groups before it steps on one
         self._groups, self._frees = groups, free_gradients and not is_captured
-        pieces: dict[tuple[int, str], _Piece] = defaultdict(_Piece)
+        gathers = None if is_captured else early()
+        self._early = None if gathers is None else gathers.begin(param for _, param, _ in gradients)
+        pieces: dict[tuple[Any, Any], _Piece] = {}
         piece_of: dict[torch.Tensor, _Piece] = {}
-        for gradient in gradients:
-            plain, param, grad = gradient
-            late = None if is_captured else late_of(grad)
-            found = param.rows.in_bucket if self._frees else None
-            key = 0 if late is None else late.number, "" if found is None else found[0].handle
-            piece_of[plain] = piece = pieces[key]
-            piece.gradients.append(gradient)
+        for plain, param, grad in gradients:
+            found = param.rows.in_bucket
+            key = None if is_captured else late_of(grad), None if found is None else found[0]
+            piece_of[plain] = piece = pieces.setdefault(key, _Piece(*key))
+            piece.gradients.append((plain, param, grad))
         gradients.clear()
-        self._pieces = [pieces[key] for key in sorted(pieces)]
+        others = pieces.setdefault(
+            (None, None), _Piece(None, None)
+        )  # parameters that are not sharded, or have no gradient
         for index, group in enumerate(groups):
             for plain in group["params"]:
-                piece_of.get(plain, self._pieces[0]).groups[index].append(plain)
+                piece_of.get(plain, others).groups[index].append(plain)
+        self._parts = self._in_order(list(pieces.values()))
+
+    def _in_order(self, pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+        """Return the pieces to step on at a time.
+
+        Late ones come in the order of their reductions. If the step gathers, those whose buckets it gathers come as early as
+        they can, and half of the others last, so that they hide the gathers.
+        """
+        arrived = [piece for piece in pieces if piece.late is None]
+        late = [piece for _, piece in sorted((p.late.number, p) for p in pieces if p.late is not None)]
+        gathered = set() if self._early is None else set(self._early.buckets)
+        last = [piece for piece in arrived if gathered and piece.bucket not in gathered]
+        if late:
+            last = last[: len(last) // 2]
+        parts = [[piece for piece in arrived if piece not in last], *([piece] for piece in late), last]
+        return [[piece] for part in parts for piece in part] if self._frees else parts
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for piece in self._pieces:
-            piece.arrive()
-            for index, params in piece.groups.items():
-                yield {**self._groups[index], "params": params}
-            if self._frees:
+        for part in self._parts:
+            for piece in part:
+                piece.arrive()
+            for index, group in enumerate(self._groups):
+                if params := [plain for piece in part for plain in piece.groups[index]]:
+                    yield {**group, "params": params}
+            if self._early is not None:
+                self._early.stepped(param for piece in part for _, param, _ in piece.gradients)
+            for piece in part if self._frees else ():
                 piece.free()

@@ -1,0 +1,299 @@
+"""Steps begin the first gathers of the next forward: the same bits and collectives on all ranks, or an error on all."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import Sharding
+from thunder_fsdp_sched.extras.training import early_gathers
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from coded import coded
+from internals import Analysis, effects, ops, verify
+from models import Stack
+from random_models import BlockSpec, ModelSpec
+from ranks import on_ranks
+from scenario import Run, everywhere
+from thunder.core.trace import from_trace
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from virtual_gpu import guard
+from virtual_gpu.together import run_together
+from world import EVALUATION, WINDOW, Action, Mode, World
+from world_virtual import run_histories
+
+adamw = partial(torch.optim.AdamW, lr=0.01)
+Act = Callable[["_Trained"], object]
+
+
+class _Trained(Run):
+    """A model whose steps gather early, beside one without that, which must have the same bits.
+
+    Attributes:
+        issued: the collectives of the first model, since the last call of ``step_of``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        super().__init__(Stack(3, width=8).double(), others=[{}], oracle=None, optimizer=adamw, **options)
+        tfs.overlap_step(self.model, self.optimizers[0], gather_early=True)
+        self.issued: list[str] = []
+        self.buckets = self.transform.sharded.buckets
+
+    def step_of(self, number: int, *between: Act) -> list[str]:
+        """Run a step, with something between it and the next, and return the collectives: those after "/" in forward."""
+        self.issued.clear()
+        for optimizer in reversed(self.optimizers):  # the first one last, because the step of another drops its gathers
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        for act in between:
+            act(self)
+        self.issued.append("/")
+        self.forward(number)
+        issued, self.issued = self.issued, []
+        assert len({tuple(one) for one in everywhere(issued)}) == 1, "the ranks issue other collectives"
+        self.backward()
+        return issued
+
+    def watch(self) -> Any:
+        """Note what the first model issues."""
+        issue = ops.issue
+
+        def watched(bucket: Any, what: str, *args: Any) -> Any:
+            if bucket in self.buckets:
+                self.issued.append(bucket.spec.name)
+            return issue(bucket, what, *args)
+
+        return mock.patch.object(ops, "issue", watched)
+
+
+def _change(run: _Trained, *, rank: int | None = None, through_data: bool = False) -> None:
+    """Change a parameter of the first bucket, on one rank or on all."""
+    for model in run.models if rank in (None, run.rank) else ():
+        param = model.get_parameter("first.weight")
+        with torch.no_grad():
+            (param.data if through_data else param).mul_(1.5)
+
+
+def _change_rows(run: _Trained) -> None:
+    for model in run.models if run.rank == 0 else ():
+        with torch.no_grad():
+            model.get_parameter("first.weight").to_local().mul_(1.5)
+
+
+def _evaluate(run: _Trained) -> None:
+    run.forward(100, grad=False)
+
+
+def _fail(run: _Trained) -> None:
+    for model in run.models:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(3, 2, dtype=torch.float64))
+
+
+def _lose(run: _Trained) -> None:
+    """Let one rank lose what the step has gathered."""
+    for bucket in run.buckets if run.rank == 1 else ():
+        bucket.arena.free()
+        bucket.private_slot.arena.free()
+
+
+def _other_optimizer(run: _Trained) -> None:
+    for model in run.models:
+        run.model.zero_grad()
+        param = model.get_parameter("last.bias")
+        param.grad = torch.ones_like(param)
+        torch.optim.SGD([param], lr=0.1).step()
+        param.grad = None
+
+
+def _own_collective(run: _Trained) -> None:
+    dist.all_reduce(torch.ones(3))
+
+
+def _whole(run: _Trained) -> None:
+    run.compare_parameters()
+
+
+def _forget(run: _Trained) -> None:
+    """Let one rank not know what the next forward will gather first."""
+    if run.rank == 1:
+        run.buckets[0].early._first = []
+
+
+FIRST, REST = ["first", "blocks.0"], ["blocks.1", "blocks.2", "last"]
+
+BETWEEN: dict[str, tuple[Sequence[Act], list[str], list[str]]] = {
+    # What is between a step and the next forward; what is gathered before that, by the step first, and what forward gathers.
+    "nothing": ((), FIRST, REST),
+    "collectives of the user": ((_own_collective,), FIRST, REST),
+    "state dicts": ((_whole,), [*FIRST, *FIRST, *REST], REST),
+    "a failed forward": ((_fail,), FIRST, REST),
+    "an evaluation": ((_evaluate,), [*FIRST, *FIRST, *REST], [*FIRST, *REST]),
+    "a parameter": ((_change,), FIRST, ["first", *REST]),
+    "a parameter, through data": ((partial(_change, through_data=True),), FIRST, ["first", *REST]),
+    "a parameter, on one rank": ((partial(_change, rank=1),), FIRST, ["first", *REST]),
+    "rows, on one rank": ((_change_rows,), FIRST, ["first", *REST]),
+    "lost on one rank": ((_lose,), FIRST, [*FIRST, *REST]),
+    "the step of another optimizer": ((_other_optimizer,), FIRST, [*FIRST, *REST]),
+}
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@on_ranks(2)
+def test_what_a_step_gathers_is_taken_over_or_gathered_again(strategy: str) -> None:
+    run = _Trained(sharding_strategy=strategy)
+    with run.watch():
+        run.micro_batch(0, no_sync=False)
+        for number, (between, (acts, before, in_forward)) in enumerate(BETWEEN.items()):
+            run.at = between
+            issued = run.step_of(number, *acts)
+            assert issued == [*before, "/", *in_forward], (between, issued)
+        _forget(run)
+        assert run.step_of(20) == ["/", *FIRST, *REST]
+        assert run.step_of(21) == [*FIRST, "/", *REST]
+        run.clip()
+        assert run.step_of(22) == [*FIRST, "/", *REST]
+        run.micro_batch(23)  # a window begins
+        run.micro_batch(24, no_sync=False)
+        assert run.step_of(25) == [*FIRST, "/", *REST]
+        run.compare_parameters()
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_step_lets_all_ranks_raise() -> None:
+    run = _Trained()
+    for number in range(2):
+        run.step_of(number) if number else run.micro_batch(0, no_sync=False)
+    with pytest.raises(
+        tfs.ScheduleDisagreement, check=coded("ranks.actions-differ", "step of an optimizer", "forward")
+    ):
+        if run.rank == 0:
+            run.optimizers[0].step()
+        run.model(*run.inputs(5))
+
+
+@on_ranks(2)
+def test_a_rank_that_an_exception_stops_in_its_step_lets_all_ranks_raise() -> None:
+    run = _Trained()
+    run.micro_batch(0, no_sync=False)
+    run.step_of(1)
+    if run.rank == 1:
+        with mock.patch.object(early_gathers, "start_gather", side_effect=MemoryError), pytest.raises(MemoryError):
+            run.optimizers[0].step()
+    else:
+        run.optimizers[0].step()
+    with pytest.raises(
+        tfs.ScheduleDisagreement, check=coded("ranks.actions-differ", "2 collectives fewer than planned")
+    ):
+        run.model(*run.inputs(5))
+    tfs.discard_unreduced(run.model)
+    for _ in range(2):
+        run.model(*run.inputs(5)).sum().backward()
+        run.optimizers[0].step()
+
+
+@on_ranks(2)
+def test_two_models_take_turns() -> None:
+    runs = [_Trained(sharding_strategy=strategy) for strategy in ("zero2", "zero3")]
+    for number in range(4):
+        for run in runs:
+            run.micro_batch(number, no_sync=False)
+        for run in runs:
+            for optimizer in run.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for run in runs:
+        run.compare_parameters()
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "agree": {"agree": "compile"},
+    "ranks_may_differ": {"ranks_may_differ": True},
+    "Sharding(release=True)": {"sharding_strategy": Sharding(release=True)},
+    "Sharding(reshard_after_backward=True)": {"sharding_strategy": Sharding("zero2", reshard_after_backward=True)},
+}
+
+
+@on_ranks(2)
+def test_options_that_do_not_allow_it_are_refused() -> None:
+    for option, options in REFUSED.items():
+        model = thunder.jit(Stack(1), transforms=[tfs.fsdp(**options)])
+        with pytest.raises(ValueError, check=coded("optimizer.cannot-gather-early", option)):
+            tfs.overlap_step(model, adamw(model.parameters()), gather_early=True)
+    model = thunder.jit(Stack(1), transforms=[tfs.fsdp()])
+    model(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, check=coded("optimizer.gather-early-after-forward")):
+        tfs.overlap_step(model, adamw(model.parameters()), gather_early=True)
+
+
+@on_ranks(2)
+def test_a_gather_whose_memory_was_used_before_must_not_be_taken_over() -> None:
+    run = _Trained()
+    run.micro_batch(0, no_sync=False)
+    [compiled] = run.transform.compiled
+    trace = compiled.forward
+    marked = [e.issues.window for e in map(effects, trace.bound_symbols) if e.is_gather]
+    assert marked == ["first"] * len(FIRST) + [None] * len(REST)
+    uses = Analysis(trace).slots
+    later = next(i for i in uses if any(j < i and uses[j].slot.overlaps(uses[i].slot) for j in uses))
+    changed = from_trace(trace)
+    changed.bound_symbols = list(trace.bound_symbols)
+    bsym = changed.bound_symbols[later]
+    changed.bound_symbols[later] = bsym.from_bsym(kwargs={**bsym.kwargs, "window": "first"})
+    with pytest.raises(tfs.VerificationError, match="expects the parameters"):
+        verify(changed)
+
+
+@on_ranks(2)
+def test_models_are_freed_while_gathers_are_in_flight() -> None:
+    run = _Trained()
+    for number in range(2):
+        run.step_of(number) if number else run.micro_batch(0, no_sync=False)
+    run.optimizers[0].step()
+    bucket = run.buckets[0]
+    assert bucket.arena.in_flight or bucket.private_slot.arena.in_flight
+    freed = weakref.ref(bucket)
+    optimizer = run.optimizers[0]
+    del run, bucket
+    gc.collect()
+    assert freed() is None
+    optimizer.zero_grad()
+
+
+forward, in_window, evaluate = (partial(Action, "forward", mode) for mode in (Mode(), WINDOW, EVALUATION))
+backward, step, zero_grad = Action("backward"), Action("step"), Action("zero_grad", value=1)
+
+HISTORY = [
+    *(forward(seed=1), backward, step, zero_grad, forward(seed=2), backward, step, zero_grad),
+    *(evaluate(seed=3), forward(seed=4), backward, step, zero_grad, forward(seed=5), backward, step, zero_grad),
+    *(in_window(seed=6), backward, forward(seed=7), backward, Action("clip"), step, zero_grad),
+]
+
+
+@pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
+@pytest.mark.parametrize("low_precision", [False, True], ids=["exact", "cast"])
+def test_streams_wait_for_what_steps_gather_and_reduce(lone_workers: Callable[[int], Any], low_precision: bool) -> None:
+    linear = BlockSpec("linear", 1, False, True)
+    options: dict[str, Any] = {"sharding_strategy": Sharding()}
+    if low_precision:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    world = World(
+        ModelSpec(4, (linear,) * 3, (), (), False),
+        options,
+        ways=((0, 1, 2),),
+        alike=True,
+        overlaps="early",
+        histories=(tuple(HISTORY),),
+    )
+    result = run_together(lone_workers(2), run_histories, world)
+    result.assert_clean()
