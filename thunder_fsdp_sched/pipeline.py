@@ -52,6 +52,7 @@ OPTIONAL = (
     "reuse_from_forward",
     "release_slots",
     "reuse_in_window",
+    "take_over_first",
 )
 """Passes that ``Debug(skip_passes=...)`` may leave out: neither numbers, nor errors in place of wrong ones, need them."""
 

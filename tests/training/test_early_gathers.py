@@ -276,6 +276,8 @@ backward, step, zero_grad = Action("backward"), Action("step"), Action("zero_gra
 HISTORY = [
     *(forward(seed=1), backward, step, zero_grad, forward(seed=2), backward, step, zero_grad),
     *(evaluate(seed=3), forward(seed=4), backward, step, zero_grad, forward(seed=5), backward, step, zero_grad),
+    # In other memory, with a cast of its own, while the step's gathers are in flight.
+    *(Action("eager", EVALUATION, (0, 0), seed=8), forward(seed=9), backward, step, zero_grad),
     *(in_window(seed=6), backward, forward(seed=7), backward, Action("clip"), step, zero_grad),
 ]
 

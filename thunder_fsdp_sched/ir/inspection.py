@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import thunder
@@ -156,6 +156,14 @@ def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name:
     if pass_name:
         new.set_provenance(TraceProvenance(pass_name))
     return new
+
+
+def with_marks(trace: TraceCtx, marks: Mapping[int, Mapping[str, Any]], pass_name: str) -> TraceCtx:
+    """Return the trace with further keyword arguments of the bound symbols at these positions."""
+    bsyms = list(trace.bound_symbols)
+    for position, more in marks.items():
+        bsyms[position] = bsyms[position].from_bsym(kwargs={**bsyms[position].kwargs, **more})
+    return with_bound_symbols(trace, bsyms, pass_name)
 
 
 def before_return(trace: TraceCtx, *bsyms: BoundSymbol, pass_name: str) -> TraceCtx:

@@ -18,14 +18,13 @@ lost all gather again before the trace sends anything else, each that still has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Analysis
 from ..ir.effects import effects
-from ..ir.inspection import has_backward, with_bound_symbols
+from ..ir.inspection import has_backward, with_marks
 from ..ir.slots import retained_by_forward
 from ..runtime.bucket import WINDOW_LAST, WINDOW_OPEN
 
@@ -85,11 +84,3 @@ def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
         i for i, issue in enumerate(issues) if issue and issue.gathers and issue.region and issue.region.is_private
     ]
     return with_marks(trace, dict.fromkeys(private, mark), "fsdp: reuse in an accumulation window")
-
-
-def with_marks(trace: TraceCtx, marks: Mapping[int, Mapping[str, Any]], pass_name: str) -> TraceCtx:
-    """Return the trace with further keyword arguments of the bound symbols at these positions."""
-    bsyms = list(trace.bound_symbols)
-    for position, more in marks.items():
-        bsyms[position] = bsyms[position].from_bsym(kwargs={**bsyms[position].kwargs, **more})
-    return with_bound_symbols(trace, bsyms, pass_name)

@@ -32,13 +32,13 @@ from thunder.core.trace import TraceCtx
 
 from ...ir.analysis import Analysis
 from ...ir.effects import effects
+from ...ir.inspection import with_marks
 from ...ranks.control import Control, hash64
 from ...ranks.issue_counts import after_surplus
 from ...ranks.rounds import TOKEN, RoundAction
 from ...runtime.bucket import WINDOW_FIRST, Bucket
 from ...runtime.memory import InFlight, Slot
 from ...runtime.ops import start_gather
-from ...transforms.reuse_from_forward import with_marks
 
 
 def take_over_first(trace: TraceCtx) -> TraceCtx:
@@ -75,7 +75,7 @@ def _can_begin(bucket: Bucket) -> bool:
     return not bucket.spec.comm.offload and bucket.secondary_ranks is None and bucket.primary is bucket
 
 
-class _Gather(NamedTuple):
+class _FirstGather(NamedTuple):
     """A gather at the beginning of a forward."""
 
     bucket: Bucket
@@ -92,7 +92,7 @@ class EarlyGathers:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._begun: dict[Bucket, InFlight] = {}
-        self._first: list[_Gather] = []  # of the first forward since the last step
+        self._first: list[_FirstGather] = []  # of the first forward since the last step
         self._is_complete = False
 
     def note(self, bucket: Bucket, slot: Slot, *, may_find: bool) -> None:
@@ -109,7 +109,7 @@ class EarlyGathers:
                 begun.slot.arena.finish(begun)
         if not may_find:
             return
-        gather = _Gather(bucket, slot)
+        gather = _FirstGather(bucket, slot)
         if self._first:
             slot_of_first = self._first[0].slot
             self._is_complete |= slot_of_first.arena.gather_in(slot_of_first) is None or gather in self._first
@@ -134,7 +134,7 @@ class EarlyStep(RoundAction):
     def __init__(
         self,
         control: Control,
-        gathers: Sequence[_Gather],
+        gathers: Sequence[_FirstGather],
         params: Iterable[torch.Tensor],
         begun: dict[Bucket, InFlight],
     ) -> None:

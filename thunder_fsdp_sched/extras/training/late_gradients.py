@@ -46,7 +46,7 @@ class LateGradients:
         has_arrived: whether somebody has waited for them.
     """
 
-    def __init__(self, reduction: _Reduction) -> None:
+    def __init__(self, reduction: _LateReduction) -> None:
         self.number, self.has_arrived = moment(), False
         self._reduction = weakref.ref(reduction)
 
@@ -63,7 +63,7 @@ class LateGradients:
         reduction.finish()
 
 
-class _Reduction:
+class _LateReduction:
     """A reduction that somebody has to wait for.
 
     Args:
@@ -162,7 +162,7 @@ class Deferral:
     """What the buckets of one model call in place of the wait for a reduction."""
 
     def __init__(self) -> None:
-        self._open: list[_Reduction] = []
+        self._open: list[_LateReduction] = []
 
     def __call__(self, bucket: Bucket, flight: InFlight) -> tuple[torch.Tensor, ...] | None:
         """Return gradients without waiting for them; ``None`` if they cannot be late."""
@@ -172,5 +172,5 @@ class Deferral:
         self._open = [reduction for reduction in self._open if not reduction.gradients.has_arrived]
         if flight.slot is None or bucket.base.all_reduce_hook is not None or bucket.spec.comm.offload:
             return None
-        self._open.append(reduction := _Reduction(bucket, flight))
+        self._open.append(reduction := _LateReduction(bucket, flight))
         return reduction.rows()

@@ -67,7 +67,7 @@ def overlap_step(
     for bucket in buckets:
         bucket.defer, bucket.early = deferral, early or bucket.early
     reference: Callable[[], EarlyGathers | None] = (lambda: None) if early is None else weakref.ref(early)
-    setattr(optimizer, CUT, partial(_Pieces, free_gradients=free_gradients, early=reference))
+    setattr(optimizer, CUT, partial(_StepPieces, free_gradients=free_gradients, early=reference))
 
 
 def _early_gathers(transform: FSDPTransform) -> EarlyGathers | None:
@@ -88,7 +88,7 @@ def _early_gathers(transform: FSDPTransform) -> EarlyGathers | None:
     return known if known is not None or control.is_single_rank else EarlyGathers(control)
 
 
-class _Piece:
+class _StepPiece:
     """The parameters of one bucket whose gradients one reduction has computed."""
 
     def __init__(self, late: LateGradients | None, bucket: Bucket | None) -> None:
@@ -108,7 +108,7 @@ class _Piece:
         self.gradients.clear()
 
 
-class _Pieces:
+class _StepPieces:
     """The parameter groups of one step, cut by reduction: see [Note: Steps in the order of arrival].
 
     Args:
@@ -130,23 +130,23 @@ class _Pieces:
         self._groups, self._frees = groups, free_gradients and not is_captured
         gathers = None if is_captured else early()
         self._early = None if gathers is None else gathers.begin(param for _, param, _ in gradients)
-        pieces: dict[tuple[Any, Any], _Piece] = {}
-        piece_of: dict[torch.Tensor, _Piece] = {}
+        pieces: dict[tuple[Any, Any], _StepPiece] = {}
+        piece_of: dict[torch.Tensor, _StepPiece] = {}
         for plain, param, grad in gradients:
             found = param.rows.in_bucket
             key = None if is_captured else late_of(grad), None if found is None else found[0]
-            piece_of[plain] = piece = pieces.setdefault(key, _Piece(*key))
+            piece_of[plain] = piece = pieces.setdefault(key, _StepPiece(*key))
             piece.gradients.append((plain, param, grad))
         gradients.clear()
         others = pieces.setdefault(
-            (None, None), _Piece(None, None)
+            (None, None), _StepPiece(None, None)
         )  # parameters that are not sharded, or have no gradient
         for index, group in enumerate(groups):
             for plain in group["params"]:
                 piece_of.get(plain, others).groups[index].append(plain)
         self._parts = self._in_order(list(pieces.values()))
 
-    def _in_order(self, pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    def _in_order(self, pieces: Sequence[_StepPiece]) -> list[list[_StepPiece]]:
         """Return the pieces to step on at a time.
 
         Late ones come in the order of their reductions. If the step gathers, those whose buckets it gathers come as early as
