@@ -19,6 +19,7 @@ from thunder_fsdp_sched import CompiledTraces
 from thunder_fsdp_sched.extras.planning.cost import AnalyticCost
 from thunder_fsdp_sched.extras.planning.simulate import _Streams
 from thunder_fsdp_sched.extras.planning.timeline import Interval
+from thunder_fsdp_sched.extras.step_memory.rows import StepRows
 from thunder_fsdp_sched.extras.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.ir.effects import Effects, Issue, Wait, effects
 from thunder_fsdp_sched.ir.inspection import is_statement
@@ -53,7 +54,8 @@ class Steps(_Streams):
     def __init__(self, compiled: CompiledTraces, cost: Cost, system: str, optimizer: float) -> None:
         super().__init__(cost, False)
         assert compiled.forward is not None and compiled.backward is not None
-        self.forward, self.backward, self.optimizer = compiled.forward, compiled.backward, optimizer
+        self.rows = StepRows(compiled.forward, compiled.backward)
+        self.optimizer = optimizer
         self.is_late, self.is_early = system != SYSTEMS[0], system == SYSTEMS[2]
         forward, backward = _statements(compiled.forward), _statements(compiled.backward)
         last = max(position for position, e in enumerate(backward) if e.issues is not None and not e.issues.resident)
@@ -65,9 +67,9 @@ class Steps(_Streams):
         self.early: dict[str, Interval | None] = {}
 
     def step(self) -> None:
-        self.run(0, self.forward)
+        for row in self.rows.rows:
+            self.run(row, row.position)
         self.early.clear()
-        self.run(1, self.backward)
         of_name = {bucket.spec.name: bucket for bucket in self.nbytes if bucket is not None}
         late = {of_name[flight.bucket]: flight for flight in self.late}
         self.late.clear()
