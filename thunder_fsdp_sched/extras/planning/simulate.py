@@ -87,7 +87,9 @@ class _Streams:
         if is_statement(row.bsym):
             seconds, issue, wait = self.cost.seconds(row), row.effects.issues, row.effects.waits
             at = row.bsym.sym.name, row.trace, position
-            if issue is not None and (issue.resident or (self.in_window and issue.window in (WINDOW_OPEN, WINDOW_LAST))):
+            if issue is not None and (
+                issue.resident or (self.in_window and issue.window in (WINDOW_OPEN, WINDOW_LAST))
+            ):
                 self.flights[issue.future] = None
             else:
                 flight = None if wait is None else self._wait(wait, at)
