@@ -202,6 +202,57 @@ def test_a_rank_that_an_exception_stops_in_its_step_lets_all_ranks_raise() -> No
         run.optimizers[0].step()
 
 
+def _step_with_closure(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step(lambda: 0.0)
+
+
+def _step_with_hook(optimizer: torch.optim.Optimizer) -> None:
+    hook = optimizer.register_step_post_hook(lambda *_: None)
+    optimizer.step()
+    hook.remove()
+
+
+@pytest.mark.parametrize("step", [_step_with_closure, _step_with_hook])
+@on_ranks(2)
+def test_a_step_that_needs_all_gradients_gathers_at_its_end(step: Callable[[Any], None]) -> None:
+    run = _Trained()
+    with run.watch():
+        run.micro_batch(0, no_sync=False)
+        for number, ranks in enumerate([(), (1,), (0, 1)]):
+            run.issued.clear()
+            for optimizer in reversed(run.optimizers):
+                (step if run.rank in ranks else type(optimizer).step)(optimizer)
+            assert run.issued == FIRST, (ranks, run.issued)
+            for optimizer in run.optimizers:
+                optimizer.zero_grad()
+            run.forward(number)
+            run.backward()
+        run.compare_parameters()
+
+
+@on_ranks(2)
+def test_one_optimizer_gathers_for_two_models() -> None:
+    torch.manual_seed(0)
+    models = [thunder.jit(Stack(2, width=8), transforms=[tfs.fsdp()]) for _ in range(2)]
+    optimizer = adamw([param for model in models for param in model.parameters()])
+    for model in models:
+        tfs.overlap_step(model, optimizer, gather_early=True)
+    issued: list[str] = []
+    issue = ops.issue
+
+    def watched(bucket: Any, what: str, *args: Any) -> Any:
+        issued.append(bucket.spec.name)
+        return issue(bucket, what, *args)
+
+    with mock.patch.object(ops, "issue", watched):
+        for _ in range(2):
+            sum(model(torch.ones(2, 8)).sum() for model in models).backward()
+            issued.clear()
+            optimizer.step()
+            assert issued == [*FIRST, *FIRST]
+            optimizer.zero_grad()
+
+
 @on_ranks(2)
 def test_two_models_take_turns() -> None:
     runs = [_Trained(sharding_strategy=strategy) for strategy in ("zero2", "zero3")]

@@ -16,6 +16,7 @@ from unittest import mock
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import CommPolicy
 from thunder_fsdp_sched.extras.training.late_gradients import late_of
+from thunder_fsdp_sched.sharding.plain_steps import CUT
 
 import pytest
 import thunder
@@ -26,6 +27,8 @@ from models import Stack
 from ranks import on_ranks
 from scenario import Run, Scenario, do, each
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from virtual_gpu import guard
+from virtual_gpu.world import Rank, run
 
 
 def _late(model: Any) -> list[torch.nn.Parameter]:
@@ -42,9 +45,9 @@ def _overlap(run: Run, **options: Any) -> None:
     tfs.overlap_step(run.models[1], run.optimizers[1], **options)
 
 
-def _step(run: Run, *, late: bool = True) -> None:
+def _step(run: Run, *, late: bool | None = True) -> None:
     """Step without reading gradients before."""
-    assert bool(_late(run.models[1])) == late and not _late(run.models[0]), run.at
+    assert late in (None, bool(_late(run.models[1]))) and not _late(run.models[0]), run.at
     for optimizer in run.optimizers:
         optimizer.step()
     assert not _late(run.models[1])
@@ -72,6 +75,12 @@ def _drop(run: Run) -> None:
             param.grad = None
 
 
+def _share(run: Run) -> None:
+    """Let a parameter of another bucket have a late gradient."""
+    for model in run.every:
+        model.get_parameter("blocks.1.up.weight").grad = model.get_parameter("blocks.0.up.weight").grad
+
+
 _last = do.micro_batch(1, no_sync=False)
 
 HISTORY: list[Callable[[Run], Any]] = [
@@ -79,7 +88,8 @@ HISTORY: list[Callable[[Run], Any]] = [
     *(_last, do.clip(), partial(_step, late=False)),
     *(_last, _last, partial(_step, late=False)),  # the second backward adds to gradients of the first
     *(do.micro_batch(2), _last, partial(_step, late=False)),  # the end of a window adds what has accumulated
-    *(_last, do.forward(3, grad=False), _step),
+    *(_last, do.forward(3, grad=False), partial(_step, late=None)),  # it may use the same slots
+    *(_last, _share, _step),
     *(_last, _drop, do.micro_batch(4, no_sync=False), _step),
     *(_last, do.change(lambda p: p.mul_(2)), _step),
     *(_last, _fail, _step),
@@ -166,7 +176,7 @@ def _waits(before: Callable[[str], object]) -> Iterator[None]:
     wait = InFlight.wait
 
     def watched(flight: InFlight) -> None:
-        if flight.output is not None:
+        if flight.what == "reduce-scatter":
             before(flight.bucket.spec.name)
         wait(flight)
 
@@ -232,7 +242,6 @@ def test_whoever_reads_a_gradient_waits() -> None:
         assert late.has_arrived and len(waited) == 1 and late_of(param.grad) is None, name
         assert len(_late(model)) < len(others)  # those of the same reduction have arrived with it
         if name not in ("add_", "zero_"):
-            assert type(param.grad).__name__ == "RowDTensor" or name == "detached" or name == "data", name
             assert torch.equal(param.grad.to_local(), expected[param]), name
     model.zero_grad()
     backward()
@@ -279,6 +288,49 @@ def test_a_gradient_is_freed_after_its_part_of_the_step() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
+def _hooked(optimizer: Any, loss: Any) -> None:
+    optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.step()
+
+
+STEPS: dict[str, Callable[[Any, Any], object]] = {
+    "cut": lambda optimizer, loss: optimizer.step(),
+    "with a closure": lambda optimizer, loss: optimizer.step(lambda: loss),
+    "with a hook": _hooked,
+}
+
+
+@on_ranks(2)
+def test_however_it_steps_no_gradient_is_left() -> None:
+    for how, step in STEPS.items():
+        model = thunder.jit(Stack(1), transforms=[tfs.fsdp()])
+        other = torch.nn.Parameter(torch.ones(3))  # not sharded
+        optimizer = torch.optim.AdamW([*model.parameters(), other])
+        tfs.overlap_step(model, optimizer, free_gradients=True)
+        before = other.detach().clone()
+        loss = (model(torch.ones(2, 4)) * other).sum()
+        loss.backward()
+        step(optimizer, loss.detach())
+        assert not torch.equal(other, before) and all(p.grad is None for p in (*model.parameters(), other)), how
+
+
+@on_ranks(2)
+def test_a_copy_of_the_optimizer_and_its_state_have_nothing_of_it() -> None:
+    model, optimizer, backward = _trained()
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    assert not hasattr(copied, CUT) and not copied._optimizer_step_post_hooks
+    loaded = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    assert loaded.keys() == {"state", "param_groups"}
+    optimizer.load_state_dict(optimizer.state_dict())
+    tfs.overlap_step(model, optimizer)
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+    model.zero_grad()
+    backward()
+    optimizer.step()
+    assert _late(model) == [] and hasattr(optimizer, CUT)
+
+
 @on_ranks(2)
 def test_models_with_late_gradients_are_freed() -> None:
     model, optimizer, backward = _trained()
@@ -315,3 +367,93 @@ def test_other_optimizers_are_refused() -> None:
     for made in (Derived(model.parameters()), torch.optim.Adam(model.parameters(), differentiable=True)):
         with pytest.raises(ValueError, check=coded("optimizer.cannot-overlap", type(made).__name__)):
             tfs.overlap_step(model, made)
+
+
+#
+# Streams
+#
+
+
+def _log_first(rank: Rank, model: Any, optimizer: Any, side: Any) -> None:
+    """Read gradients on the side stream before any other."""
+    _read(model, side)
+    optimizer.step()
+
+
+def _log_later(rank: Rank, model: Any, optimizer: Any, side: Any) -> None:
+    """Read gradients on the side stream after the step has read them."""
+    grads = [param.grad.detach() for param in model.parameters()]
+    optimizer.step()
+    _read(model, side, grads)
+
+
+def _evaluate_before(rank: Rank, model: Any, optimizer: Any, side: Any) -> None:
+    """Read gradients whose reductions the next user of their slots has waited for."""
+    with torch.no_grad():
+        model(torch.randn(4, 8, device=rank.device))
+    _read(model, side)
+    optimizer.step()
+
+
+def _evaluate_beside(rank: Rank, model: Any, optimizer: Any, side: Any) -> None:
+    """Let another stream than that of backward use the slots next."""
+    with torch.cuda.stream(side), torch.no_grad():
+        model(torch.randn(4, 8, device=rank.device))
+    torch.cuda.current_stream().wait_stream(side)
+    optimizer.step()
+
+
+def _step_beside(rank: Rank, model: Any, optimizer: Any, side: Any) -> None:
+    with torch.cuda.stream(side):
+        optimizer.step()
+
+
+def _read(model: Any, side: Any, grads: Any = None) -> None:
+    with torch.cuda.stream(side):
+        for grad in grads or [param.grad for param in model.parameters()]:
+            grad.to_local().abs()
+
+
+def _train_on_gpu(rank: Rank, act: Callable[[Rank, Any, Any, Any], None], options: dict[str, Any]) -> None:
+    with torch.device(rank.device):
+        module = Stack(3, width=8)
+    model = thunder.jit(module, transforms=[tfs.fsdp(**options)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tfs.overlap_step(model, optimizer)
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    for _ in range(3):
+        model(torch.randn(4, 8, device=rank.device)).sum().backward()
+        side.wait_stream(main)
+        grads = [param.grad for param in model.parameters()]
+        act(rank, model, optimizer, side)
+        for grad in grads:
+            grad.to_local().record_stream(side)
+        main.wait_stream(side)
+        optimizer.zero_grad()
+
+
+@pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
+@pytest.mark.parametrize("act", [_log_first, _log_later, _evaluate_before, _evaluate_beside, _step_beside])
+@pytest.mark.parametrize("options", [{}, {"mp_policy": _bfloat16, "gradient_divide_factor": 3.0}], ids=["", "computed"])
+def test_each_stream_that_reads_gradients_follows_their_reduction(act: Any, options: dict[str, Any]) -> None:
+    result = run(_train_on_gpu, world_size=2, act=act, options=options)
+    result.assert_clean()
+
+
+def _step_as_captured(rank: Rank) -> bool:
+    with torch.device(rank.device):
+        module = Stack(1, width=8)
+    model = thunder.jit(module, transforms=[tfs.fsdp()])
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)  # which needs a GPU
+    tfs.overlap_step(model, optimizer, free_gradients=True)
+    for _ in range(2):
+        model(torch.randn(4, 8, device=rank.device)).sum().backward()
+        optimizer.step()
+    return all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
+def test_a_capturable_step_has_all_gradients_and_leaves_none() -> None:
+    result = run(_step_as_captured, world_size=2)
+    result.assert_clean()
+    assert result.values == [True, True]

@@ -373,7 +373,7 @@ class Arena:
 
     def mark_interrupted(self, bucket: StoredBucket, what: str, slot: Slot) -> None:
         """Record that an issue on the memory of ``slot`` was interrupted, so it is unknown what is in flight there."""
-        self._in_flight[slot] = InFlight(bucket, what, slot, (_InterruptedWork(),))
+        self._in_flight[slot] = InFlight(bucket, what, slot, (InterruptedWork(),))
         self._writing = None
 
     def has_in_flight(self, flight: InFlight) -> bool:
@@ -385,12 +385,11 @@ class Arena:
         flight = self._in_flight.get(slot)
         return flight if flight is not None and flight.contents is not None else None
 
-    def forget_version(self, flight: InFlight) -> InFlight:
-        """Return a gather in flight whose bucket no later forward may find."""
-        assert flight.slot is not None and flight.contents is not None
-        self.follow_stream()
-        known = self._in_flight[flight.slot] = flight._replace(contents=flight.contents._replace(version=None))
-        return known
+    def replace(self, flight: InFlight) -> InFlight:
+        """Let ``flight`` be what is in flight in its slot, in place of what was."""
+        assert flight.slot in self._in_flight
+        self._in_flight[flight.slot] = flight
+        return flight
 
     def finish(self, flight: InFlight) -> None:
         """Wait for ``flight``. If that fails, it stays in flight and its memory stays unusable."""
@@ -408,7 +407,7 @@ class Arena:
             self.finish(flight)
 
 
-class _InterruptedWork:
+class InterruptedWork:
     """A stand-in for works that an interrupted issue may have started; waiting for it is an error."""
 
     def wait(self) -> None:

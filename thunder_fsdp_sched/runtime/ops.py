@@ -50,12 +50,16 @@ def found(bucket: Bucket, slot: Slot, *, forgets_version: bool) -> InFlight:
         forgets_version: whether no later forward may find it.
     """
     arena = slot.arena
+    arena.follow_stream()
     flight = arena.gather_in(slot)
     if flight is None:
         arena.begin_use(slot)
         flight = arena.register(InFlight(bucket, "all-gather", slot, (), contents=arena.contents[slot]))
     bucket.issue_counts.issued += 2
-    return arena.forget_version(flight) if forgets_version else flight
+    if forgets_version:
+        assert flight.contents is not None
+        flight = arena.replace(flight._replace(contents=flight.contents._replace(version=None)))
+    return flight
 
 
 def start_gather(

@@ -61,11 +61,11 @@ def on_plain_rows(optimizer: torch.optim.Optimizer) -> Any:
     cls = _stand_in_for(own)
     stand_in = cls.__new__(cls)
     stand_in.__dict__ = optimizer.__dict__
-    stand_in.param_groups, stand_in.state = getattr(optimizer, CUT, _with_gradients)(groups, state.gradients), state
+    stand_in.param_groups, stand_in.state = getattr(optimizer, CUT, with_gradients)(groups, state.gradients), state
     return stand_in
 
 
-def _with_gradients(groups: Sequence[dict[str, Any]], gradients: Iterable[PlainGradient]) -> Sequence[dict[str, Any]]:
+def with_gradients(groups: Sequence[dict[str, Any]], gradients: Iterable[PlainGradient]) -> Sequence[dict[str, Any]]:
     """Give plain rows their gradients, and return the groups."""
     for plain, _, grad in gradients:
         plain.grad = grad._local_tensor

@@ -3,12 +3,15 @@
 [Note: Late gradients]
 A backward waits for each reduction before it returns, so nothing hides the last ones. With ``overlap_step`` it returns
 :class:`LateRows` instead, over memory that the reduction fills. Whoever reads them waits first: operators, ``to_local`` and
-everything else take the rows from one attribute, ``_local_tensor``. Then they are gradients like all others, of the class
-``RowDTensor``. Only autograd's ``detach``, by which it stores a gradient, does not wait.
+everything else take the rows from one attribute, ``_local_tensor``. Only autograd's ``detach``, by which it stores a
+gradient, does not wait.
 
 This moves a wait, and nothing else. Traces, proofs, what is sent and what ranks agree on are the same. The reduction stays
 in flight in its arena, so the next use of its slot waits for it, as for one that an exception has left: see [Note: State
-after an exception] in ``runtime.memory``. A gradient that is dropped unread leaves the rest to the arena.
+after an exception] in ``runtime.memory``. Readers change nothing there, so they may run on other threads.
+
+On a GPU, whoever waits first lets the stream of backward wait, and compute the gradients, whose memory belongs to it. Any
+other stream that reads them or uses the slot next waits for an event after that, once.
 
 A wait is put off until the next wait in the trace that follows another collective. So in the middle of a backward no more
 reductions are in flight than planned, and at its end the last ones are late.
@@ -26,12 +29,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ...errors import coded_error
-from ...private_torch import register_foreach_type
+from ...private_torch import NO_CONTEXT, register_foreach_type
 from ...runtime.bucket import Bucket
-from ...runtime.memory import InFlight
+from ...runtime.memory import InFlight, InterruptedWork
 from ...runtime.moments import moment
 from ...runtime.row_dtensor import DETACH, RowDTensor, construct
 
@@ -49,6 +51,8 @@ class LateGradients:
     def __init__(self, reduction: _LateReduction) -> None:
         self.number, self.has_arrived = moment(), False
         self._reduction = weakref.ref(reduction)
+        self._event: torch.cuda.Event | None = None
+        self._following: list[torch.cuda.Stream] = []  # the streams that need not wait for the event
 
     def arrive(self) -> None:
         """Wait for them.
@@ -57,30 +61,53 @@ class LateGradients:
             RuntimeError: the reduction failed; the model is gone; or this is a forked process.
         """
         if self.has_arrived:
-            return
-        if (reduction := self._reduction()) is None:
+            self.follow()
+        elif (reduction := self._reduction()) is None:
             raise coded_error(RuntimeError, "gradient.model-gone-before-wait")
-        reduction.finish()
+        else:
+            reduction.finish()
+
+    def arrived(self, stream: torch.cuda.Stream | None) -> None:
+        """Note that ``stream`` has computed them."""
+        if stream is not None:
+            self._event, self._following = stream.record_event(), [stream]
+        self.has_arrived = True
+
+    def follow(self) -> None:
+        """Let the current stream wait until they are computed, once."""
+        if self._event is not None:
+            current = torch.cuda.current_stream(self._following[0].device)
+            if current not in self._following:
+                current.wait_event(self._event)
+                self._following.append(current)
 
 
 class _LateReduction:
-    """A reduction that somebody has to wait for.
+    """A reduction that somebody has to wait for: the work of its flight.
 
     Args:
         bucket: the bucket.
-        flight: the reduction, in a slot.
+        flight: the reduction, in flight in its arena.
     """
 
     def __init__(self, bucket: Bucket, flight: InFlight) -> None:
-        assert flight.output is not None and flight.slot is not None
+        assert flight.output is not None
         self._bucket, self._flight, self._lock = bucket, flight, threading.Lock()
         self._divisor, self._issued = bucket.divisor, bucket.issue_counts.issued
-        is_cast = flight.output.dtype is not bucket.spec.dtype
-        self._flat = torch.empty_like(flight.output, dtype=bucket.spec.dtype) if is_cast else flight.output
+        device, is_cast = flight.output.device, flight.output.dtype is not bucket.spec.dtype
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        flat = torch.empty_like(flight.output, dtype=bucket.spec.dtype) if is_cast else flight.output
+        self._flat: torch.Tensor | None = flat
         self.gradients = LateGradients(self)
+
+    @property
+    def flight(self) -> InFlight:
+        """What is in flight in the arena in place of the reduction."""
+        return self._flight._replace(works=(self,), output=None)
 
     def rows(self) -> tuple[RowDTensor, ...]:
         """Return a gradient for each shard."""
+        assert self._flat is not None
         return self._bucket.as_gradients(self._flat, partial(LateRows.over, self.gradients))
 
     @property
@@ -89,28 +116,37 @@ class _LateReduction:
         return self._bucket.issue_counts.issued > self._issued
 
     def finish(self) -> None:
+        """Wait for it as the arena does."""
+        _ = self._bucket.ranks.group.process_group  # an error in a process that has none of its threads
+        self.flight.wait()
+
+    def wait(self) -> None:
         """Wait for it, and compute the gradients from its result."""
         with self._lock:
-            if self.gradients.has_arrived:
-                return
-            flight = self._flight
-            assert flight.output is not None and flight.slot is not None
-            _ = self._bucket.ranks.group.process_group  # an error in a process that has none of its threads
-            if flight.slot.arena.has_in_flight(flight):
-                flight.slot.arena.finish(flight)
-            if self._divisor is not None:
-                flight.output.div_(self._divisor)
-            if self._flat is not flight.output:
-                self._flat.copy_(flight.output)
-            self.gradients.has_arrived = True
-            del self._flight, self._flat  # the next backward drops this object
+            if self._flat is not None:
+                with NO_CONTEXT if self._stream is None else torch.cuda.stream(self._stream):
+                    self._compute(self._flat)
+                self.gradients.arrived(self._stream)
+                self._flight, self._flat = self._flight._replace(works=(), output=None), None
+        self.gradients.follow()
+
+    def _compute(self, flat: torch.Tensor) -> None:
+        output, works = self._flight.output, self._flight.works
+        assert output is not None
+        for work in works:
+            work.wait()
+        self._flight = self._flight._replace(works=(InterruptedWork(),))  # never compute again what is in place
+        if self._divisor is not None:
+            output.div_(self._divisor)
+        if flat is not output:
+            flat.copy_(output)
 
 
 _ROWS: Any = RowDTensor._local_tensor  # a descriptor
 
 
 class LateRows(RowDTensor):
-    """A gradient that waits for its reduction when its rows are first read: see [Note: Late gradients]."""
+    """A gradient that waits for its reduction whenever its rows are read: see [Note: Late gradients]."""
 
     late: LateGradients
 
@@ -123,7 +159,7 @@ class LateRows(RowDTensor):
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        self.arrive()
+        self.late.arrive()
         rows: torch.Tensor = _ROWS.__get__(self)
         return rows
 
@@ -131,22 +167,13 @@ class LateRows(RowDTensor):
     def _local_tensor(self, local: torch.Tensor) -> None:
         _ROWS.__set__(self, local)
 
-    def arrive(self) -> LateRows:
-        """Wait for the reduction and become a ``RowDTensor``."""
-        if (late := late_of(self)) is not None:
-            late.arrive()
-        self.__class__ = RowDTensor  # type: ignore[assignment]
-        vars(self).pop("late", None)
-        return self
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is DETACH and (late := late_of(args[0])) is not None:
-            return cls.over(late, _ROWS.__get__(args[0]), args[0]._spec)
-        args, kwargs = tree_map_only(LateRows, LateRows.arrive, (args, kwargs or {}))
-        return RowDTensor.__torch_dispatch__(func, types, args, kwargs)
+        if func is DETACH:
+            return cls.over(args[0].late, _ROWS.__get__(args[0]), args[0]._spec)
+        return cls.run_operator(func, args, kwargs or {})
 
 
 register_foreach_type(LateRows)
@@ -154,8 +181,7 @@ register_foreach_type(LateRows)
 
 def late_of(grad: RowDTensor) -> LateGradients | None:
     """Return what a gradient waits for, if nobody has waited for it yet."""
-    late: LateGradients | None = vars(grad).get("late")
-    return None if late is None or late.has_arrived else late
+    return grad.late if isinstance(grad, LateRows) and not grad.late.has_arrived else None
 
 
 class Deferral:
@@ -170,7 +196,11 @@ class Deferral:
             if reduction.is_followed:
                 reduction.finish()
         self._open = [reduction for reduction in self._open if not reduction.gradients.has_arrived]
-        if flight.slot is None or bucket.base.all_reduce_hook is not None or bucket.spec.comm.offload:
+        arena = None if flight.slot is None else flight.slot.arena
+        if arena is None or bucket.base.all_reduce_hook is not None or bucket.spec.comm.offload:
+            return None
+        if not arena.has_in_flight(flight):  # what a hook of the user has run needed its slot
             return None
         self._open.append(reduction := _LateReduction(bucket, flight))
+        arena.replace(reduction.flight)
         return reduction.rows()

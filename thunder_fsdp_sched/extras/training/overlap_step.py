@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,10 +19,10 @@ from thunder.core.module import ThunderModule
 
 from ...errors import coded_error
 from ...runtime.bucket import Bucket
-from ...sharding.plain_steps import CUT, PlainGradient, is_elementwise
+from ...sharding.plain_steps import CUT, PlainGradient, is_elementwise, with_gradients
 from ...sharding.sharded_module import find_sharding
 from ...transform import FSDPTransform
-from .early_gathers import EarlyGathers
+from .early_gathers import EarlyGathers, EarlyStep
 from .late_gradients import Deferral, LateGradients, late_of
 
 
@@ -62,15 +61,21 @@ def overlap_step(
         raise coded_error(ValueError, "optimizer.cannot-overlap", optimizer=type(optimizer).__name__)
     transform = cast(FSDPTransform, find_sharding(model))
     buckets = transform.sharded.buckets
-    early = _early_gathers(transform) if gather_early else None
     deferral = next((bucket.defer for bucket in buckets), None) or Deferral()
+    known: EarlyGathers | None = next((bucket.early for bucket in buckets), None)
+    early = _early_gathers(transform, known) if gather_early else None
     for bucket in buckets:
-        bucket.defer, bucket.early = deferral, early or bucket.early
-    reference: Callable[[], EarlyGathers | None] = (lambda: None) if early is None else weakref.ref(early)
-    setattr(optimizer, CUT, partial(_StepPieces, free_gradients=free_gradients, early=reference))
+        bucket.defer, bucket.early = deferral, known or early
+    steps: _Steps | None = getattr(optimizer, CUT, None)
+    if steps is None:
+        setattr(optimizer, CUT, steps := _Steps())
+        optimizer.register_step_post_hook(steps.end)
+    steps.frees_gradients = free_gradients
+    others = [reference for reference in steps.early if reference() not in (None, known)]  # of other models
+    steps.early = others if early is None else [*others, weakref.ref(early)]
 
 
-def _early_gathers(transform: FSDPTransform) -> EarlyGathers | None:
+def _early_gathers(transform: FSDPTransform, known: EarlyGathers | None) -> EarlyGathers | None:
     """Return what lets steps begin gathers, a collective; ``None`` if there are no other ranks."""
     options, control = transform.options, transform.sharded.control
     conflicts = {
@@ -81,11 +86,41 @@ def _early_gathers(transform: FSDPTransform) -> EarlyGathers | None:
     }
     if conflict := next((name for name, conflicts in conflicts.items() if conflicts), None):
         raise coded_error(ValueError, "optimizer.cannot-gather-early", option=conflict)
-    known: EarlyGathers | None = next((bucket.early for bucket in transform.sharded.buckets), None)
     if transform.compiled and known is None and not control.is_single_rank:
         raise coded_error(RuntimeError, "optimizer.gather-early-after-forward")
     control.rendezvous("overlap_step", "with gather_early=True")
     return known if known is not None or control.is_single_rank else EarlyGathers(control)
+
+
+class _Steps:
+    """The steps of one optimizer.
+
+    Attributes:
+        frees_gradients: whether to step on each bucket alone, and to drop its gradients after that.
+        early: what begins to gather, for each model for which steps do.
+    """
+
+    def __init__(self) -> None:
+        self.frees_gradients = False
+        self.early: list[weakref.ref[EarlyGathers]] = []
+
+    def __call__(self, groups: Sequence[dict[str, Any]], gradients: list[PlainGradient]) -> Sequence[dict[str, Any]]:
+        """Return the groups of plain rows of a step, cut if torch does not read all of them before it steps on one."""
+        if any(group.get("capturable") for group in groups):
+            return with_gradients(groups, gradients)
+        return cast(Sequence[dict[str, Any]], _StepPieces(self, groups, gradients))
+
+    def begin(self, params: Sequence[torch.Tensor]) -> list[EarlyStep]:
+        """Announce a step on these parameters to the other ranks, if it gathers."""
+        return [early.begin(params) for reference in self.early if (early := reference()) is not None]
+
+    def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Do after a step what a step in pieces has done already: gather early, and drop gradients."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for step in () if isinstance(args[0].param_groups, _StepPieces) else self.begin(params):
+            step.stepped(params)
+        for param in params if self.frees_gradients else ():
+            param.grad = None
 
 
 class _StepPiece:
@@ -95,11 +130,6 @@ class _StepPiece:
         self.late, self.bucket = late, bucket
         self.gradients: list[PlainGradient] = []
         self.groups: dict[int, list[torch.Tensor]] = defaultdict(list)  # plain rows, by the index of their group
-
-    def arrive(self) -> None:
-        """Wait for the gradients and give them to the plain rows."""
-        for plain, _, grad in self.gradients:
-            plain.grad = grad._local_tensor
 
     def free(self) -> None:
         """Drop the gradients."""
@@ -112,35 +142,23 @@ class _StepPieces:
     """The parameter groups of one step, cut by reduction: see [Note: Steps in the order of arrival].
 
     Args:
+        steps: those of the optimizer.
         groups: the groups, with plain rows as parameters.
         gradients: those of parameters that are sharded. They are taken out, so that nothing else keeps them.
-        free_gradients: whether to step on each bucket alone, and to drop its gradients after that.
-        early: what begins to gather, if the step does.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        gradients: list[PlainGradient],
-        *,
-        free_gradients: bool,
-        early: Callable[[], EarlyGathers | None],
-    ) -> None:
-        is_captured = any(group.get("capturable") for group in groups)  # torch reads all groups before it steps on one
-        self._groups, self._frees = groups, free_gradients and not is_captured
-        gathers = None if is_captured else early()
-        self._early = None if gathers is None else gathers.begin(param for _, param, _ in gradients)
-        pieces: dict[tuple[Any, Any], _StepPiece] = {}
+    def __init__(self, steps: _Steps, groups: Sequence[dict[str, Any]], gradients: list[PlainGradient]) -> None:
+        self._groups, self._frees = groups, steps.frees_gradients
+        self._early = steps.begin([param for _, param, _ in gradients])
+        pieces: dict[tuple[LateGradients | None, Bucket | None], _StepPiece] = {}
         piece_of: dict[torch.Tensor, _StepPiece] = {}
         for plain, param, grad in gradients:
             found = param.rows.in_bucket
-            key = None if is_captured else late_of(grad), None if found is None else found[0]
+            key = late_of(grad), None if found is None else found[0]
             piece_of[plain] = piece = pieces.setdefault(key, _StepPiece(*key))
             piece.gradients.append((plain, param, grad))
         gradients.clear()
-        others = pieces.setdefault(
-            (None, None), _StepPiece(None, None)
-        )  # parameters that are not sharded, or have no gradient
+        others = pieces.setdefault((None, None), _StepPiece(None, None))  # not sharded, or without a gradient
         for index, group in enumerate(groups):
             for plain in group["params"]:
                 piece_of.get(plain, others).groups[index].append(plain)
@@ -153,8 +171,10 @@ class _StepPieces:
         they can, and half of the others last, so that they hide the gathers.
         """
         arrived = [piece for piece in pieces if piece.late is None]
-        late = [piece for _, piece in sorted((p.late.number, p) for p in pieces if p.late is not None)]
-        gathered = set() if self._early is None else set(self._early.buckets)
+        late = sorted(
+            (piece for piece in pieces if piece.late), key=lambda piece: cast(LateGradients, piece.late).number
+        )
+        gathered = {bucket for step in self._early for bucket in step.buckets}
         last = [piece for piece in arrived if gathered and piece.bucket not in gathered]
         if late:
             last = last[: len(last) // 2]
@@ -164,11 +184,11 @@ class _StepPieces:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for part in self._parts:
             for piece in part:
-                piece.arrive()
+                with_gradients((), piece.gradients)
             for index, group in enumerate(self._groups):
                 if params := [plain for piece in part for plain in piece.groups[index]]:
                     yield {**group, "params": params}
-            if self._early is not None:
-                self._early.stepped(param for piece in part for _, param, _ in piece.gradients)
+            for step in self._early:
+                step.stepped(param for piece in part for _, param, _ in piece.gradients)
             for piece in part if self._frees else ():
                 piece.free()
