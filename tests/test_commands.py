@@ -86,6 +86,7 @@ COMMANDS: dict[str, Small | By | Not] = {
     r"python examples/plan_llama\.py \d+ \d+": By("test_examples.py::test_plan_llama"),
     r"pytest --update-schedules examples/test_schedule\.py": By("test_testing.py::test_the_example_pins"),
     # Benchmarks
+    r"python benchmarks/edges\.py.*": Small("--blocks 1 --communication 1", "zero3, gather_early"),
     r"python benchmarks/formats\.py\b.*": Small("--numel 65536 --steps 4", "int8"),
     r"python benchmarks/checkpoints\.py\b.*": Small(f"{LOOPBACK} --only 'ours, thread'", "ours, thread"),
     r"python benchmarks/gpu\.py first.*": Small(

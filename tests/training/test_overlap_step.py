@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -251,6 +252,37 @@ def test_whoever_reads_a_gradient_waits() -> None:
     assert torch.equal(
         norm.full_tensor(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()
     )
+
+
+@on_ranks(2)
+def test_threads_that_read_the_same_gradient_wait_once() -> None:
+    model, _, backward = _trained(gradient_divide_factor=3.0)
+    param = _late(model)[0]
+    expected = param.grad.to_local().clone()
+    model.zero_grad()
+    backward()
+    bucket = param.rows.in_bucket[0]
+    [flight] = [flight for flight in bucket.arena.in_flight if flight.bucket is bucket]
+    [reduction] = flight.works
+    inside, may_end = threading.Event(), threading.Event()
+    waits: list[int] = []
+
+    class Slow:
+        def wait(self) -> None:
+            waits.append(1)
+            inside.set()
+            may_end.wait()
+
+    reduction._flight = reduction._flight._replace(works=(*reduction._flight.works, Slow()))
+    threads = [threading.Thread(target=param.grad.to_local) for _ in range(4)]
+    threads[0].start()
+    inside.wait()
+    for thread in threads[1:]:
+        thread.start()
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(param.grad.to_local(), expected) and len(waits) == 1
 
 
 @on_ranks(2)

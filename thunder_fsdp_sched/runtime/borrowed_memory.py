@@ -16,8 +16,7 @@ def borrow_memory(arena: Arena, nbytes: int) -> Iterator[Arena]:
     allocates new memory, and nothing that forward left is resident any more.
     """
     arena.follow_stream()
-    for flight in arena.in_flight:  # an exception left it
-        arena.finish(flight)
+    arena.finish_all()
     memory = arena._memory
     arena.release()
     other = Arena(arena.device, arena)

@@ -315,12 +315,9 @@ class Bucket:
         the same bits as dividing the sum.
         """
         factor = self.base.spec.options.gradient_divide_factor  # may change after compiling
-        mean_of = self.ranks.averaged
-        return None if factor is None or factor == mean_of else factor / mean_of
+        return None if factor is None or factor == self.ranks.averaged else factor / self.ranks.averaged
 
-    def as_gradients(
-        self, flat: torch.Tensor, wrap: Callable[[torch.Tensor, Any], RowDTensor]
-    ) -> tuple[RowDTensor, ...]:
+    def as_gradients(self, flat: torch.Tensor, wrap: Callable[..., RowDTensor]) -> tuple[RowDTensor, ...]:
         """Return the gradient of each shard in a flat shard; ``wrap`` makes them of rows and their specs."""
         assert flat.storage_offset() == 0
         *layout, specs = self._grads_in_shard

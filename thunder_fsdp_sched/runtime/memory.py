@@ -259,6 +259,7 @@ class Arena:
             self._slots[offset, nbytes] = slot
             if slot.end > self.nbytes:
                 self.nbytes = slot.end
+                self.finish_all()  # otherwise later traces look in new memory for what is gathered into the old
                 self.release()
         return slot
 
@@ -284,8 +285,7 @@ class Arena:
         Everything else was waited for by the current stream, so the allocator may hand the memory out on that stream.
         The next issue allocates it again.
         """
-        for flight in self.in_flight:
-            self.finish(flight)
+        self.finish_all()
         self.release()
         self.scratch.clear()
         self._was_freed = True
@@ -376,10 +376,6 @@ class Arena:
         self._in_flight[slot] = InFlight(bucket, what, slot, (InterruptedWork(),))
         self._writing = None
 
-    def has_in_flight(self, flight: InFlight) -> bool:
-        """Return whether nothing has waited for ``flight`` yet."""
-        return flight.slot is not None and self._in_flight.get(flight.slot) is flight
-
     def gather_in(self, slot: Slot) -> InFlight | None:
         """Return the gather into ``slot`` that nothing has waited for yet, if there is one."""
         flight = self._in_flight.get(slot)
@@ -387,7 +383,7 @@ class Arena:
 
     def replace(self, flight: InFlight) -> InFlight:
         """Let ``flight`` be what is in flight in its slot, in place of what was."""
-        assert flight.slot in self._in_flight
+        assert flight.slot is not None
         self._in_flight[flight.slot] = flight
         return flight
 
@@ -400,6 +396,11 @@ class Arena:
             del self._in_flight[slot]
             if flight.contents is not None:
                 self.contents[slot] = flight.contents
+
+    def finish_all(self) -> None:
+        """Wait for everything in flight."""
+        for flight in self.in_flight:
+            self.finish(flight)
 
     def wait_for_overlapping(self, slot: Slot) -> None:
         """Wait for collectives on the memory of ``slot`` that an exception in an earlier step left in flight."""

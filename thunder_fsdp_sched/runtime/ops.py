@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,37 +38,26 @@ def all_gather(
     if bucket.base.early is not None:
         bucket.base.early.note(bucket, slot, may_find=window is not None)
     if (resident or window is not None) and reuses(bucket, slot, in_window=window is not None):
-        return found(bucket, slot, forgets_version=window in (WINDOW_LAST, WINDOW_FIRST))
+        return _found(bucket, slot, window)
     version = bucket.version() if window == WINDOW_OPEN else None
     return start_gather(bucket, slot, version, reuse_cast=reuse_cast, secondary=secondary)
 
 
-def found(bucket: Bucket, slot: Slot, *, forgets_version: bool) -> InFlight:
-    """Return the gather of a bucket that is in the slot, or on its way there.
-
-    Args:
-        forgets_version: whether no later forward may find it.
-    """
+def _found(bucket: Bucket, slot: Slot, window: str | None) -> InFlight:
+    """Return the gather of a bucket that is in the slot, or on its way there."""
     arena = slot.arena
     arena.follow_stream()
-    flight = arena.gather_in(slot)
-    if flight is None:
+    if (flight := arena.gather_in(slot)) is None:
         arena.begin_use(slot)
         flight = arena.register(InFlight(bucket, "all-gather", slot, (), contents=arena.contents[slot]))
     bucket.issue_counts.issued += 2
-    if forgets_version:
-        assert flight.contents is not None
+    if window in (WINDOW_LAST, WINDOW_FIRST) and flight.contents is not None:  # no later forward may find it
         flight = arena.replace(flight._replace(contents=flight.contents._replace(version=None)))
     return flight
 
 
 def start_gather(
-    bucket: Bucket,
-    slot: Slot,
-    version: tuple[int, ...] | None,
-    *,
-    reuse_cast: bool = False,
-    secondary: torch.Tensor | None = None,
+    bucket: Bucket, slot: Slot, version: tuple[int, ...] | None, *, reuse_cast: bool = False, secondary: Any = None
 ) -> InFlight:
     """Issue a gather of a bucket into a slot, which later forwards may find as long as the bucket has this version."""
     arena = slot.arena

@@ -11,7 +11,7 @@ What the ranks send must be the same, in the same order, although one of them ma
 
 * Whether a step begins to gather is a round of agreement, posted before the first part of the step, and settled before the
   first gather. All ranks compare which buckets; if these differ, none is gathered. A rank that does not step meets the
-  others in another round, which is an error on all ranks.
+  others in another round, which is an error on all ranks. A step that needs all gradients posts it at its end.
 * A rank that an exception stops in between has issued fewer collectives than it has announced, which the next round compares
   (``IssueCounts``). ``discard_unreduced`` issues what is missing.
 * Whether the forward takes a gather over is agreed as in a window: each rank offers what it has (``TraceStart``). What one
@@ -105,7 +105,7 @@ class EarlyGathers:
         if (begun := self._begun.pop(bucket, None)) is not None:
             assert begun.slot is not None
             is_wanted = may_find and begun.slot is slot
-            if not is_wanted and begun.slot.arena.has_in_flight(begun):
+            if not is_wanted and begun is begun.slot.arena.gather_in(begun.slot):
                 begun.slot.arena.finish(begun)
         if not may_find:
             return

@@ -196,11 +196,10 @@ class Deferral:
             if reduction.is_followed:
                 reduction.finish()
         self._open = [reduction for reduction in self._open if not reduction.gradients.has_arrived]
-        arena = None if flight.slot is None else flight.slot.arena
-        if arena is None or bucket.base.all_reduce_hook is not None or bucket.spec.comm.offload:
+        if flight.slot is None or bucket.base.all_reduce_hook is not None or bucket.spec.comm.offload:
             return None
-        if not arena.has_in_flight(flight):  # what a hook of the user has run needed its slot
+        if not any(flight is other for other in flight.slot.arena.in_flight):  # a hook has run what needed the slot
             return None
         self._open.append(reduction := _LateReduction(bucket, flight))
-        arena.replace(reduction.flight)
+        flight.slot.arena.replace(reduction.flight)
         return reduction.rows()

@@ -38,6 +38,7 @@ def overlap_step(
     Backward then returns before they have ended. Reading a gradient waits for its reduction, and the optimizer begins with
     those that have arrived. The numbers are the same, to the bit. What reads all gradients before the step, such as clipping
     by the global norm, ``GradScaler``, hooks of the optimizer or a closure, waits for all of them, so that nothing overlaps.
+    A copy of the optimizer does not overlap.
 
     With ``gather_early``, the first gathers of the next forward begin in the step, too. If a parameter changes after the
     step, or an evaluation runs before that forward, what is affected is gathered again. Call it on all ranks, before the
@@ -47,8 +48,10 @@ def overlap_step(
     Args:
         model: the result of ``thunder.jit(module, transforms=[fsdp(...)])``.
         optimizer: one of torch's optimizers that treat each element by itself, with parameters of the model.
-        gather_early: whether steps begin the first gathers of the next forward. It costs a round of agreement a step.
-        free_gradients: step on one bucket after the other, and set ``.grad`` of its parameters to ``None`` right after.
+        gather_early: whether steps begin the first gathers of the next forward. It costs a round of agreement a step. An
+            optimizer may do that for several models, with a call for each.
+        free_gradients: step on one bucket after the other, and set ``.grad`` of its parameters to ``None`` right after. If
+            nothing overlaps, ``.grad`` of all parameters of the optimizer becomes ``None`` at the end of the step.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
