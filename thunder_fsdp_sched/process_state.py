@@ -43,7 +43,7 @@ What the package changes in Python, torch and Thunder (docs/how-it-works.md says
 | `private_torch` | torch's lists of types for `foreach` | kept | |
 | `private_interpreter` | Thunder's table of functions that its interpreter calls in place of others | kept | |
 | `ir.registry`, `kernels.executor` | `executor` in Thunder's registry | kept | |
-| `runtime.names`, `sharding.shard_module` | torch's hooks before steps of any optimizer | kept | |
+| `runtime.names`, `sharding.shard_module` | torch's hooks after and before steps of any optimizer | kept | |
 | `extras.ranks_differ.programs` | a hook after steps of any optimizer | kept | |
 | `capture.garbage_collection` | thresholds of the collector while a model compiles | kept | |
 | `capture.callbacks` | while a native function of a traced program runs: no collections, a profile function | kept | |

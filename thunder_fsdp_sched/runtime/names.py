@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..private_torch import labelled, running_node
 
@@ -32,11 +32,11 @@ def _count_optimizer_step(*args: Any) -> None:
     _optimizer_steps += 1
 
 
-register_optimizer_step_pre_hook(_count_optimizer_step)
+register_optimizer_step_post_hook(_count_optimizer_step)
 
 
 def optimizer_steps() -> int:
-    """Return how many optimizer steps this process has begun."""
+    """Return how many optimizer steps this process has made."""
     return _optimizer_steps
 
 

@@ -179,4 +179,5 @@ class EarlyStep(RoundAction):
                 self._is_settled = True
                 continue
             bucket, slot = self._gathers.pop(0)
-            self._begun[bucket] = start_gather(bucket, slot, bucket.version())
+            steps, *writes = bucket.version()
+            self._begun[bucket] = start_gather(bucket, slot, (steps + 1, *writes))  # this step counts once it has ended
