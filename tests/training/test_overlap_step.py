@@ -399,6 +399,9 @@ def test_other_optimizers_are_refused() -> None:
     for made in (Derived(model.parameters()), torch.optim.Adam(model.parameters(), differentiable=True)):
         with pytest.raises(ValueError, check=coded("optimizer.cannot-overlap", type(made).__name__)):
             tfs.overlap_step(model, made)
+    other = torch.optim.SGD(Stack(1).parameters())
+    with pytest.raises(ValueError, check=coded("optimizer.has-no-parameter-of-model", "SGD")):
+        tfs.overlap_step(model, other)
 
 
 #

@@ -43,7 +43,7 @@ def overlap_step(
     With ``gather_early``, the first gathers of the next forward begin in the step, too. If a parameter changes after the
     step, or an evaluation runs before that forward, what is affected is gathered again. Call it on all ranks, before the
     first forward; from then on all of them have to make each step. Without ``gather_early``, nothing changes of what is
-    sent, and each rank may decide alone.
+    sent, and each rank may decide alone. A later call, on all ranks if it changes ``gather_early``, sets the arguments anew.
 
     Args:
         model: the result of ``thunder.jit(module, transforms=[fsdp(...)])``.
@@ -55,14 +55,17 @@ def overlap_step(
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
-        ValueError: the optimizer needs the gradients of all parameters at once, or its class is not one of torch's; or the
-            model's options do not allow ``gather_early``.
+        ValueError: the optimizer needs the gradients of all parameters at once, its class is not one of torch's, or it has
+            no parameter of the model; or the model's options do not allow ``gather_early``.
         RuntimeError: ``gather_early`` comes after the first forward.
         ScheduleDisagreement: other ranks do something else (``gather_early``).
     """
     if not is_elementwise(optimizer):
         raise coded_error(ValueError, "optimizer.cannot-overlap", optimizer=type(optimizer).__name__)
     transform = cast(FSDPTransform, find_sharding(model))
+    of_model = set(map(id, model.parameters()))
+    if not any(id(param) in of_model for group in optimizer.param_groups for param in group["params"]):
+        raise coded_error(ValueError, "optimizer.has-no-parameter-of-model", optimizer=type(optimizer).__name__)
     buckets = transform.sharded.buckets
     deferral = next((bucket.defer for bucket in buckets), None) or Deferral()
     known: EarlyGathers | None = next((bucket.early for bucket in buckets), None)
