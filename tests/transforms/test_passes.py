@@ -100,10 +100,18 @@ def test_a_gather_beyond_the_limit_is_issued_right_after_the_wait_that_makes_roo
 
 
 @pytest.mark.parametrize(
-    ("sizes", "in_flight"), [([3, 3, 3, 3], [1, 2, 2, 2]), ([3, 1, 1, 3, 3], [1, 2, 3, 3, 2]), ([1, 1, 1], [1, 2, 2])]
+    ("sizes", "in_flight"),
+    [
+        ([3, 3, 3, 3], [1, 2, 2, 2]),
+        ([3, 1, 1, 3, 3], [1, 2, 3, 3, 2]),
+        ([1, 1, 1], [1, 2, 2]),
+        ([8, 3, 3, 3, 3, 3, 3, 8], [1, 2, 2, 2, 2, 2, 2, 2]),  # head and embedding do not keep three blocks in flight
+        ([8, 1, 1, 1, 3, 3, 3, 3, 3], [1, 2, 3, 4, 3, 2, 2, 2, 2]),  # nothing waits for a head before a block follows
+        ([24, 3, 3, 3, 3, 3, 3, 3, 24], [1, 2, 3, 4, 5, 6, 2, 2, 2]),  # a head takes the time of several blocks
+    ],
 )
 def test_reductions_in_flight_are_counted_in_bytes(sizes, in_flight):
-    """At most as many bytes as the two largest reductions have, so small reductions do not delay others."""
+    """The oldest is waited for once about its own bytes and two blocks are later, so small ones do not delay others."""
     trace = TraceCtx()
     with tracectx(trace):
         grads = []

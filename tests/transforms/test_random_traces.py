@@ -117,6 +117,12 @@ def test_reductions_wait_only_for_readers_and_for_memory_of_their_own_group(
     for reduction in reductions:
         of_group[reduction.group].append(slot_bytes[reduction])
     limit = {group: sum(sorted(sizes)[-most:]) for group, sizes in of_group.items()}
+    blocks = {group: sorted(sizes)[:-most] or sizes for group, sizes in of_group.items()}
+    # The smallest size such that blocks of at most this size have half of the bytes of all.
+    typical = {
+        group: min(size for size in sizes if 2 * sum(s for s in sizes if s <= size) >= sum(sizes))
+        for group, sizes in blocks.items()
+    }
 
     def needs_memory(reduction: Reduction, released: int) -> bool:
         """Return whether the next reduction of the group needs what this one releases there."""
@@ -126,7 +132,10 @@ def test_reductions_wait_only_for_readers_and_for_memory_of_their_own_group(
         held = [
             r for r in reductions if r.issue < later.issue and r.group is reduction.group and r.released >= released
         ]
-        return sum(slot_bytes[r] for r in (*held, later)) > limit[reduction.group]
+        block = typical[reduction.group]
+        after = sum(slot_bytes[r] for r in held if r.issue > reduction.issue) + min(slot_bytes[later], block)
+        is_ended = after >= 0.7 * max(most * block, slot_bytes[reduction])
+        return is_ended or sum(slot_bytes[r] for r in (*held, later)) > limit[reduction.group]
 
     for reduction in reductions:
         before = [r for r in reductions if r.issue < reduction.issue < r.released and r.group is reduction.group]

@@ -15,12 +15,13 @@ forward, or one after an exception, gathers them again into the slot, which the 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 from thunder.core.trace import TraceCtx
 
-from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
 from .analysis import Analysis, Lifetime, peak_bytes
@@ -79,9 +80,44 @@ def spans_of(lives: Sequence[Lifetime]) -> Iterator[tuple[int, int, int]]:
         yield live.first, min([live.last, *replaced]), live.nbytes
 
 
-def bytes_in_flight(reductions: Iterable[tuple[ProcessGroupRef, int]], most: int) -> dict[ProcessGroupRef, int]:
-    """Return the most bytes of slots that reductions, of which the group and the bytes are given, may hold in flight."""
-    reduced: dict[ProcessGroupRef, list[int]] = defaultdict(list)
-    for group, nbytes in reductions:
-        reduced[group].append(nbytes)
-    return {group: sum(sorted(slots, reverse=True)[:most]) for group, slots in reduced.items()}
+class ReductionLimits(NamedTuple):
+    """Limits on the slots of reductions of a process group that are in flight.
+
+    [Note: When a reduction has ended]
+    A reduction takes time in proportion to its bytes, and so, roughly, does the compute behind it, which later reductions
+    measure. So the oldest has ended once later ones have about as many bytes, and about those of ``most`` typical
+    reductions: then a wait does not delay compute, and its slot is free. The typical size is the median, weighted by
+    bytes, without the ``most`` largest: that of a block, even beside a large head and embedding. What follows may be
+    larger than the compute before it, so it counts as at most typical.
+
+    Attributes:
+        most: how many equally large reductions may be in flight.
+        largest_bytes: the bytes of so many of the largest; never more are in flight.
+        typical_bytes: the bytes of a typical reduction.
+    """
+
+    most: int
+    largest_bytes: int
+    typical_bytes: int
+
+    @classmethod
+    def of(cls, sizes: Iterable[int], most: int) -> ReductionLimits:
+        """Return the limits of a group whose reductions have these bytes."""
+        ordered = sorted(sizes)
+        blocks = ordered[::-1][most:][::-1] or ordered
+        sums = list(accumulate(blocks))
+        return cls(most, sum(ordered[::-1][:most]), blocks[bisect_left(sums, sums[-1] / 2)])
+
+    def are_exceeded(self, in_flight: Sequence[int], following: int) -> bool:
+        """Return whether the oldest of the reductions in flight is to be waited for before the following one is issued.
+
+        Args:
+            in_flight: the bytes of each, the oldest first.
+        """
+        later = sum(in_flight[1:]) + min(following, self.typical_bytes)
+        is_ended = later >= _ENDED * max(self.most * self.typical_bytes, in_flight[0])
+        return is_ended or sum(in_flight) + following > self.largest_bytes
+
+
+_ENDED = 0.7
+"""Less than 1, because blocks are of about one size, not of exactly one."""

@@ -10,11 +10,18 @@ orders are tried: largest first (greedy by size, Pisarchyk and Lee 2020, arXiv:2
 end from the back. The order that needs the least memory wins. Buckets of equal size get exactly as many slots as are
 live at once. With several sizes the result may exceed the lower bound, which is the most bytes live at once;
 ``step_memory`` reports both.
+
+[Note: Room for the first gradients]
+Backward begins with the gradients of the bucket that forward gathered last, often a large head's, while the buckets
+before it are still resident where forward left them. Gradients in a wider dtype than parameters do not fit into the place
+of their parameters, and next to these are other buckets. So forward's layout is mirrored if the arena then has to grow less
+for them: with their parameters at the top, they also use what backward needs beyond.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -27,9 +34,9 @@ from ..ir.effects import effects
 from ..ir.inspection import has_backward, with_bound_symbols
 from ..ir.slots import grads_over_params, peak_live_bytes, retained_by_forward
 from ..runtime.bucket import Bucket
-from ..runtime.memory import Arena
+from ..runtime.memory import Arena, slot_bytes
 
-_RESIDENCY_GROWTH = 1 / 32
+_RESIDENCY_GROWTH = 1 / 64
 """How much larger backward's arena may grow to keep forward's buckets resident, as a share of its bytes. The edge
 pieces of a block have a little more padding than the block itself."""
 
@@ -165,7 +172,28 @@ def _offsets(trace: TraceCtx, shared: _SharedSlots, forward: TraceCtx | None, *,
         if offsets is None:
             break
         chosen, best = more, offsets
+    if forward is None and chosen:
+        # See [Note: Room for the first gradients].
+        layouts = best, _mirrored(ranges, best)
+        return min(layouts, key=lambda offsets: max(_end(ranges, offsets), _end_of_first_grads(chosen, offsets)))
     return best
+
+
+def _mirrored(ranges: Collection[Lifetime], offsets: Mapping[int, int]) -> dict[int, int]:
+    """Return the offsets with the top of each arena at the bottom."""
+    ends: dict[Arena, int] = defaultdict(int)
+    for live in ranges:
+        ends[live.bucket.arena] = max(ends[live.bucket.arena], offsets[live.issue] + live.nbytes)
+    return {live.issue: ends[live.bucket.arena] - offsets[live.issue] - live.nbytes for live in ranges}
+
+
+def _end_of_first_grads(resident: Sequence[_Resident], offsets: Mapping[int, int]) -> int:
+    """Return where the gradients of the first resident bucket would end beside the others, at forward's offsets."""
+    spec = resident[0].live.bucket.spec
+    grads = replace(resident[0].live, nbytes=slot_bytes(spec, spec.reduce_dtype))
+    others = [r.live for r in resident[1:] if r.live.bucket.arena is grads.bucket.arena]
+    fixed = {other.issue: offsets[other.issue] for other in others}
+    return _first_fit([grads], {grads.issue: others}, fixed, None)[grads.issue] + grads.nbytes
 
 
 class _SharedSlots:

@@ -14,8 +14,9 @@ from ..ir.analysis import Analysis
 from ..ir.effects import effects
 from ..ir.inspection import args_of, outs_of, short_form, with_bound_symbols, without_token
 from ..ir.schedule import MAX_REDUCTIONS_IN_FLIGHT
-from ..ir.slots import bytes_in_flight
+from ..ir.slots import ReductionLimits
 from ..ir.statements import operations, read_statements
+from ..ranks.process_groups import ProcessGroupRef
 
 _SMALL = 10
 """A collective this many times smaller than another is too small to hide it."""
@@ -67,9 +68,10 @@ def sort_communication(
       ``issue_points``.
     * With ``max_gathers_in_flight``, a gather that would be one too many is issued right after the wait that makes room
       for it, before that wait's consumer.
-    * A reduction is issued right after the last of its gradients. The bytes in flight are limited to those of the
-      ``reductions_in_flight`` largest reductions; beyond that the oldest is waited for. The others are waited for
-      where their results are read, usually at the end. With 0, each is waited for right after its issue.
+    * A reduction is issued right after the last of its gradients. Before, the oldest in flight is waited for if it has
+      probably ended, or if there would be more bytes in flight than the ``reductions_in_flight`` largest reductions have:
+      see [Note: When a reduction has ended] in ``ir.slots``. The others are waited for where their results are read,
+      usually at the end. With 0, each is waited for right after its issue.
     * An all-reduce across replicas is issued after the reduce-scatter of the next bucket that is not small in
       comparison. It has to wait for its own reduce-scatter, which can finish during the compute in between, while the
       inner group already works on the next one.
@@ -165,8 +167,10 @@ class _Sorter:
         self.live = Analysis(self.compute)
         collectives = [self._collective(bsyms) for bsyms in found]
         self.reductions = [each for each in collectives if not each.is_gather]
-        held = ((each.group, each.slot_bytes) for each in self.reductions)
-        self.in_flight_limit = bytes_in_flight(held, self.max_reductions)
+        of_group: dict[ProcessGroupRef, list[int]] = defaultdict(list)
+        for each in self.reductions:
+            of_group[each.group].append(each.slot_bytes)
+        self.limits = {group: ReductionLimits.of(sizes, self.max_reductions) for group, sizes in of_group.items()}
         self._let_reductions_read_parameters([each for each in collectives if each.is_gather])
         # The section of each position ends with compute that communicates, which still belongs to it.
         ends = [effects(bsym).communicates for bsym in self.compute]
@@ -271,9 +275,9 @@ class _Sorter:
 
     def _reduce(self, reduction: _Collective, position: int) -> None:
         while before := [r for r in self.reducing if r.holds_slot and r.group is reduction.group]:
-            if sum(r.slot_bytes for r in (*before, reduction)) <= self.in_flight_limit[reduction.group]:
+            if not self.limits[reduction.group].are_exceeded([r.slot_bytes for r in before], reduction.slot_bytes):
                 break
-            reason = f"in-flight limit: the bytes of the {self.max_reductions} largest reductions"
+            reason = f"in-flight limit: about {self.max_reductions} reductions, counted in bytes"
             if not self._issue_all_reduce(before[0], reason):
                 self._wait_for_grads(before[0], reason)
         # Issue the next gather first: on a shared communicator the reduction would delay it. But a bucket that is still
