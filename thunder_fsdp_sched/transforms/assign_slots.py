@@ -36,7 +36,7 @@ from ..ir.slots import grads_over_params, peak_live_bytes, retained_by_forward
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, slot_bytes
 
-_RESIDENCY_GROWTH = 1 / 64
+_RESIDENCY_GROWTH = 1 / 32
 """How much larger backward's arena may grow to keep forward's buckets resident, as a share of its bytes. The edge
 pieces of a block have a little more padding than the block itself."""
 

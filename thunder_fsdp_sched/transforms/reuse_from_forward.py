@@ -4,7 +4,7 @@
 Backward first reads the buckets that forward gathered last. They stay in their slots until another collective uses the
 memory. ``assign_slots`` keeps as many of forward's last gathers resident as fit into the memory that forward needs
 anyway. In backward it assigns them the same slots, if parameters then need no more memory there and all slots together
-need at most 1/64 more. The first pass here marks these gathers: nothing is sent if backward runs right after its
+need at most 1/32 more. The first pass here marks these gathers: nothing is sent if backward runs right after its
 forward, as in a usual step. That saves backward's first gather, which no compute could hide. (Users of FSDP2 spend
 memory for the same effect: they do not reshard the last block.)
 
