@@ -76,7 +76,7 @@ EXPECTED = {"left": "0 0", "own": "0 0", "twin": "0 0", "failed": "1 3"}
 """Ways in which a process ends, with the expected exit codes of both ranks.
 
 "left" and "twin": without and with ``destroy_process_group``, the latter of a second group for reductions, too.
-"own": after collectives of the script's own, whose tensors nobody else keeps; aborts most often without the exit hook.
+"own": after collectives of the script's own, whose tensors nobody else keeps; often aborts without the exit hook.
 "failed": rank 1 exits with code 3 before a collective.
 """
 
