@@ -194,6 +194,7 @@ _WITHOUT_RULE = frozenset({"flip", "imag", "index_add", "lerp", "minimum", "real
 """Names of functions with which Thunder fails as soon as it differentiates a trace, or whose results are wrong."""
 
 _IN_PLACE_WITHOUT_RULE = frozenset(f"{name}_" for name in _WITHOUT_RULE if hasattr(torch.Tensor, f"{name}_"))
+"""Names of the methods that do the same in place, which ``torch_replacements`` replaces."""
 
 _NAMED = {
     name: collections.namedtuple(name, ("values", "indices"))

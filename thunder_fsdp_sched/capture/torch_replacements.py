@@ -27,9 +27,10 @@ def replacement(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
         return partial(call_interpreted, grouped_attention)
     if function is torch.nn.functional.nll_loss and "ignore_index" not in kwargs:
         return partial(call_interpreted, nll_loss)
-    if name.startswith("binary_cross_entropy"):
-        if any(isinstance(unwrap(value), TensorProxy) for value in (*args[2:], *kwargs.values())):
-            return partial(call_interpreted, binary_cross_entropy, wrap_const(function))
+    if name.startswith("binary_cross_entropy") and any(
+        isinstance(unwrap(value), TensorProxy) for value in (*args[2:], *kwargs.values())
+    ):
+        return partial(call_interpreted, binary_cross_entropy, wrap_const(function))
     if function is torch.nn.functional.multi_head_attention_forward:
         return partial(call_interpreted, attention_of_heads)
     if (draws := random_functions.look_aside(function, args, kwargs)) is not None:

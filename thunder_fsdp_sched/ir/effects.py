@@ -24,7 +24,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 
 from ..private_thunder import EFFECTS
 from ..ranks.process_groups import ProcessGroupRef
-from ..runtime.bucket import Bucket
+from ..runtime.bucket import WINDOW_FIRST, Bucket
 from ..runtime.memory import Arena, Slot, slot_bytes
 from ..transports.base import Traffic
 from .inspection import UNPACKING, args_of, communicates
@@ -111,6 +111,11 @@ class Issue(NamedTuple):
         """The marks of a gather that may find its bucket resident, from forward or in a window."""
         marks = {"resident": self.resident, "window": self.window}
         return {name: mark for name, mark in marks.items() if mark}
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether an earlier micro-batch of its window may have left the bucket in the slot."""
+        return self.window not in (None, WINDOW_FIRST)
 
 
 class Wait(NamedTuple):

@@ -84,11 +84,12 @@ class ReductionLimits(NamedTuple):
     """Limits on the slots of reductions of a process group that are in flight.
 
     [Note: When a reduction has ended]
-    A reduction takes time in proportion to its bytes, and so, roughly, does the compute behind it, which later reductions
-    measure. So the oldest has ended once later ones have about as many bytes, and about those of ``most`` typical
-    reductions: then a wait does not delay compute, and its slot is free. The typical size is the median, weighted by
-    bytes, without the ``most`` largest: that of a block, even beside a large head and embedding. What follows may be
-    larger than the compute before it, so it counts as at most typical.
+    The time of a reduction is about proportional to its bytes. The time of the compute between two reductions is about
+    proportional to the bytes of the second, because larger gradients take longer to compute. So when the later reductions
+    have about as many bytes as the oldest, and about as many as ``most`` typical ones, the oldest has probably ended: a wait
+    does not delay compute, and makes its slot free. The typical size is the median, weighted by bytes, without the ``most``
+    largest. It is the size of a block, even beside a large head and embedding. The following reduction counts as at most
+    typical, because little compute may come before a large one.
 
     Attributes:
         most: how many equally large reductions may be in flight.
@@ -103,10 +104,10 @@ class ReductionLimits(NamedTuple):
     @classmethod
     def of(cls, sizes: Iterable[int], most: int) -> ReductionLimits:
         """Return the limits of a group whose reductions have these bytes."""
-        ordered = sorted(sizes)
-        blocks = ordered[::-1][most:][::-1] or ordered
+        ordered = sorted(sizes, reverse=True)
+        blocks = sorted(ordered[most:] or ordered)
         sums = list(accumulate(blocks))
-        return cls(most, sum(ordered[::-1][:most]), blocks[bisect_left(sums, sums[-1] / 2)])
+        return cls(most, sum(ordered[:most]), blocks[bisect_left(sums, sums[-1] / 2)])
 
     def are_exceeded(self, in_flight: Sequence[int], following: int) -> bool:
         """Return whether the oldest of the reductions in flight is to be waited for before the following one is issued.

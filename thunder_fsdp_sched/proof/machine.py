@@ -36,7 +36,7 @@ from ..ir.inspection import (
     return_of,
     statement,
 )
-from ..runtime.bucket import WINDOW_FIRST, Bucket
+from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot
 
 
@@ -307,7 +307,7 @@ class Machine:
 
     def _check_marks(self, issue: Issue, region: SlotRegion) -> None:
         """Check a gather that may find its bucket in the slot already."""
-        if issue.window not in (None, WINDOW_FIRST) and not (region.is_private and self.is_awaited):
+        if issue.is_in_window and not (region.is_private and self.is_awaited):
             self.fail(f"reuses {region.slot}, which does not keep bucket {_name(region)} until backward")
         slot = self._slot(region)
         if issue.resident or issue.window is not None:

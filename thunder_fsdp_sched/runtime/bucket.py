@@ -309,10 +309,10 @@ class Bucket:
 
     @property
     def divisor(self) -> float | None:
-        """What reduced gradients, which are the mean over ranks, have to be divided by, if anything.
+        """The number by which reduced gradients are still to be divided; ``None`` if the mean over ranks is wanted.
 
-        Transports divide by the number of ranks as they send or add up. If that is a power of two, dividing the mean gives
-        the same bits as dividing the sum.
+        Transports return that mean: they divide by the number of ranks as they send or add up. If the number of ranks is a
+        power of two, dividing the mean gives the same bits as dividing the sum.
         """
         factor = self.base.spec.options.gradient_divide_factor  # may change after compiling
         return None if factor is None or factor == self.ranks.averaged else factor / self.ranks.averaged

@@ -46,8 +46,9 @@ def all_gather(
 def _found(bucket: Bucket, slot: Slot, window: str | None) -> InFlight:
     """Return the gather of a bucket that is in the slot, or on its way there."""
     arena = slot.arena
-    arena.follow_stream()
-    if (flight := arena.gather_in(slot)) is None:
+    if (flight := arena.gather_in(slot)) is not None:
+        arena.follow_stream()
+    else:
         arena.begin_use(slot)
         flight = arena.register(InFlight(bucket, "all-gather", slot, (), contents=arena.contents[slot]))
     bucket.issue_counts.issued += 2

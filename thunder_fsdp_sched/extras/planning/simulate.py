@@ -23,7 +23,6 @@ from ...ir.analysis import BEFORE_TRACE
 from ...ir.effects import Issue, Wait
 from ...ir.inspection import is_statement
 from ...ir.slots import spans_of
-from ...runtime.bucket import WINDOW_LAST, WINDOW_OPEN
 from ..step_memory.row import Row
 from ..step_memory.rows import StepRows
 from .cost import AnalyticCost, Seconds
@@ -87,9 +86,7 @@ class _Streams:
         if is_statement(row.bsym):
             seconds, issue, wait = self.cost.seconds(row), row.effects.issues, row.effects.waits
             at = row.bsym.sym.name, row.trace, position
-            if issue is not None and (
-                issue.resident or (self.in_window and issue.window in (WINDOW_OPEN, WINDOW_LAST))
-            ):
+            if issue is not None and (issue.resident or (self.in_window and issue.is_in_window)):
                 self.flights[issue.future] = None
             else:
                 flight = None if wait is None else self._wait(wait, at)

@@ -6,9 +6,9 @@ A backward waits for each reduction before it returns, so nothing hides the last
 everything else take the rows from one attribute, ``_local_tensor``. Only autograd's ``detach``, by which it stores a
 gradient, does not wait.
 
-This moves a wait, and nothing else. Traces, proofs, what is sent and what ranks agree on are the same. The reduction stays
-in flight in its arena, so the next use of its slot waits for it, as for one that an exception has left: see [Note: State
-after an exception] in ``runtime.memory``. Readers change nothing there, so they may run on other threads.
+Only the time of the wait changes: traces, proofs, collectives and the agreement of ranks stay as they are. The reduction
+remains in flight in its arena, so the next use of its slot waits for it, as for one that an exception has left: see [Note:
+State after an exception] in ``runtime.memory``. Readers do not change the arena, so they may run on other threads.
 
 On a GPU, whoever waits first lets the stream of backward wait, and compute the gradients, whose memory belongs to it. Any
 other stream that reads them or uses the slot next waits for an event after that, once.
@@ -102,7 +102,7 @@ class _LateReduction:
 
     @property
     def flight(self) -> InFlight:
-        """What is in flight in the arena in place of the reduction."""
+        """The entry that replaces the reduction in its arena: waiting for it also computes the gradients."""
         return self._flight._replace(works=(self,), output=None)
 
     def rows(self) -> tuple[RowDTensor, ...]:
@@ -185,7 +185,7 @@ def late_of(grad: RowDTensor) -> LateGradients | None:
 
 
 class Deferral:
-    """What the buckets of one model call in place of the wait for a reduction."""
+    """A function for the buckets of one model: it puts off the wait for a reduction, and returns late gradients."""
 
     def __init__(self) -> None:
         self._open: list[_LateReduction] = []
